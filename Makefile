@@ -1,0 +1,35 @@
+# Every target makes the virtual environment first if it is not there; PYTHON= and RANKS= may be set.
+PYTHON ?= python3
+RANKS ?= 2
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+
+.PHONY: train test lint types bench build clean
+.DEFAULT_GOAL := train
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,examples,plot]'
+	@touch $@
+
+train: $(READY)  ## train on real digits, two ranks, over our own transport
+	$(BIN)/torchrun --nproc-per-node=$(RANKS) examples/train_digits.py
+
+test: $(READY)  ## run the tests
+	$(BIN)/python -m pytest -q
+
+lint: $(READY)
+	$(BIN)/ruff check . && $(BIN)/ruff format --check .
+
+types: $(READY)
+	$(BIN)/mypy
+
+bench: $(READY)  ## measure against gloo and raw sockets, side by side
+	$(BIN)/asyncdist bench --against gloo --output docs/bench
+
+build: $(READY)
+	$(BIN)/python -m build
+
+clean:
+	rm -rf $(VENV) build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,141 @@
+"""Every setting that comes from the environment, read in this file and nowhere else.
+
+`settings()` returns the table that ``asyncdist info`` prints. A `Config` is immutable; `Config.from_environment`
+makes one, and a world keeps the one it was started with.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+
+def _setting(default: Any, variable: str, text: str) -> Any:
+    return field(default=default, metadata={"variable": variable, "help": text})
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """The settings of one world. Each field's variable and meaning: see ``asyncdist info``."""
+
+    token: str | None = _setting(None, "ASYNCDIST_TOKEN", "secret that every rank and the store must hold")
+    allow_unauthenticated: bool = _setting(
+        False, "ASYNCDIST_ALLOW_UNAUTHENTICATED", "listen beyond loopback without a token (1 to allow)"
+    )
+    allow_pickle: bool = _setting(
+        False, "ASYNCDIST_ALLOW_PICKLE", "let object collectives carry pickles (1 to allow; trust every rank)"
+    )
+    interface: str | None = _setting(
+        None, "ASYNCDIST_SOCKET_IFNAME", "interface to advertise: a name prefix, =exact, or ^prefix to exclude; a,b for several"
+    )
+    transport: str = _setting("auto", "ASYNCDIST_TRANSPORT", "transport when init_process_group names none")
+    timeout: float = _setting(1800.0, "ASYNCDIST_TIMEOUT", "seconds after which an operation fails, unless told otherwise")
+    lanes: int = _setting(1, "ASYNCDIST_TCP_LANES", "TCP connections that a large tensor is striped over")
+    stripe_nbytes: int = _setting(1 << 20, "ASYNCDIST_STRIPE_NBYTES", "bytes from which a tensor is striped over the lanes")
+    piece_nbytes: int = _setting(256 << 10, "ASYNCDIST_PIECE_NBYTES", "bytes received before they are reduced (kept in cache)")
+    segment_nbytes: int = _setting(1 << 20, "ASYNCDIST_SEGMENT_NBYTES", "bytes of one step of a pipelined broadcast")
+    eager_nbytes: int = _setting(
+        64 << 10, "ASYNCDIST_EAGER_NBYTES", "an early message up to this size is put aside; a larger one waits on the wire"
+    )
+    max_message_nbytes: int = _setting(
+        1 << 38, "ASYNCDIST_MAX_MESSAGE_NBYTES", "a frame that claims more is refused as damage"
+    )
+    algorithm: str = _setting("", "ASYNCDIST_ALGORITHM", "schedules to force, as all_reduce=ring,broadcast=tree")
+    spin_us: float = _setting(20.0, "ASYNCDIST_SPIN_US", "microseconds that an await polls before it sleeps on the loop")
+    flight_recorder_size: int = _setting(2000, "ASYNCDIST_FLIGHT_RECORDER", "operations that the flight recorder keeps")
+    dump_dir: str | None = _setting(None, "ASYNCDIST_DUMP_DIR", "folder that gets the flight recorder when a group fails")
+    store_max_value_nbytes: int = _setting(
+        256 << 20, "ASYNCDIST_STORE_MAX_VALUE_NBYTES", "largest value (and frame) that the store takes"
+    )
+    store_max_connections: int = _setting(65536, "ASYNCDIST_STORE_MAX_CONNECTIONS", "connections that the store takes")
+    handshake_timeout: float = _setting(
+        20.0, "ASYNCDIST_HANDSHAKE_TIMEOUT", "seconds within which a new connection must prove its token"
+    )
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] | None = None) -> Config:
+        """Read every setting; a value that cannot be read raises ValueError naming its variable."""
+        source = os.environ if environ is None else environ
+        given = {f.name: _parse(f.default, f.metadata["variable"], source) for f in fields(cls) if _is_set(f, source)}
+        return cls(**given)
+
+    def with_(self, **changes: Any) -> Config:
+        """Return a copy with some settings changed."""
+        return replace(self, **changes)
+
+
+def _is_set(setting: Any, source: Mapping[str, str]) -> bool:
+    return bool(source.get(setting.metadata["variable"], "").strip())
+
+
+def _parse(default: object, variable: str, source: Mapping[str, str]) -> object:
+    text = source[variable].strip()
+    try:
+        if isinstance(default, bool):
+            return {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}[text.lower()]
+        if isinstance(default, int):
+            return _size(text)
+        if isinstance(default, float):
+            return float(text)
+    except (KeyError, ValueError):
+        kind = {bool: "0 or 1", int: "a whole number (K, M, G allowed)"}.get(type(default), "a number")
+        raise ValueError(f"{variable}={text!r} is not {kind}") from None
+    return text
+
+
+def _size(text: str) -> int:
+    unit = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(text[-1:].upper(), 1)
+    value = int(text[:-1] if unit > 1 else text) * unit
+    if value < 0:
+        raise ValueError(text)
+    return value
+
+
+def settings(config: Config) -> Iterator[tuple[str, str, object, object]]:
+    """Yield (variable, meaning, value, default) of every setting, the token's value hidden."""
+    for f in fields(config):
+        value = getattr(config, f.name)
+        shown = "(set)" if f.name == "token" and value else value
+        yield f.metadata["variable"], f.metadata["help"], shown, f.default
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What a launcher (torchrun, Slurm, MPI, or a person) has put into the environment.
+
+    ``None`` where it said nothing. ``agent_store`` is true when torchrun's agent serves its own TCPStore at the
+    master's address.
+    """
+
+    rank: int | None = None
+    world_size: int | None = None
+    local_rank: int | None = None
+    master_addr: str | None = None
+    master_port: int | None = None
+    agent_store: bool = False
+    run_id: str = ""
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] | None = None) -> Launch:
+        source = os.environ if environ is None else environ
+        return cls(
+            rank=_number(source, "RANK"),
+            world_size=_number(source, "WORLD_SIZE"),
+            local_rank=_number(source, "LOCAL_RANK"),
+            master_addr=source.get("MASTER_ADDR") or None,
+            master_port=_number(source, "MASTER_PORT"),
+            agent_store=source.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() in ("true", "1"),
+            run_id=source.get("TORCHELASTIC_RUN_ID", ""),
+        )
+
+
+def _number(source: Mapping[str, str], variable: str) -> int | None:
+    text = source.get(variable, "").strip()
+    if not text:
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{variable}={text!r} is not a whole number") from None

@@ -1,0 +1,265 @@
+"""Every failure that asyncdist raises, by subsystem and by whose fault it was.
+
+    AsyncdistError (RuntimeError)
+    ├── UsageError (ValueError)              you: the call itself is wrong; nothing was sent
+    │   ├── NotInitializedError              no process group yet, or it was destroyed
+    │   ├── AlreadyInitializedError          a second init_process_group without a destroy
+    │   ├── LoopThreadError                  a blocking wait on the thread that drives the loop
+    │   └── UnsupportedError                 this dtype, operation or platform cannot do it
+    ├── GroupError                           a collective failed; carries group, rank, op, seq, elapsed
+    │   ├── PeerLostError (ConnectionError)  the world: a peer died or became unreachable
+    │   ├── OperationTimeoutError (TimeoutError)
+    │   ├── MismatchError                    you, on some rank: the ranks issued different calls
+    │   └── GroupAbortedError                a call after the group failed, or abort() by someone
+    ├── WaitTimeoutError (TimeoutError)      only the waiting stopped; the operation goes on
+    ├── RendezvousError                      the world did not come together
+    │   ├── RendezvousTimeoutError (TimeoutError)
+    │   └── AddressError (OSError)           a port in use, a host that does not resolve
+    ├── StoreError
+    │   ├── StoreTimeoutError (TimeoutError)
+    │   └── StoreConnectionError (ConnectionError)
+    ├── AuthenticationError                  one side does not hold the job's token
+    ├── ProtocolError                        remote: bytes that are not our protocol
+    └── TransportUnavailableError            asked for by name, cannot be used here
+
+They carry fields and build their sentence late, in ``__str__``; each sentence ends with what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class AsyncdistError(RuntimeError):
+    """Base of every error of this package."""
+
+
+# -- your call --------------------------------------------------------------------------------
+
+
+class UsageError(AsyncdistError, ValueError):
+    """The call itself is wrong; no byte was sent and no group was harmed."""
+
+
+class NotInitializedError(UsageError):
+    """There is no process group: it was never made, or it has been destroyed."""
+
+    def __str__(self) -> str:
+        return self.args[0] if self.args else "no process group: call init_process_group() first"
+
+
+class AlreadyInitializedError(UsageError):
+    """The default process group exists already."""
+
+    def __str__(self) -> str:
+        return (
+            "the default process group exists already: call destroy_process_group() first, "
+            "or open an independent world with asyncdist.process_group(...)"
+        )
+
+
+class LoopThreadError(UsageError):
+    """A blocking wait on the thread whose event loop would have to finish the operation."""
+
+    def __str__(self) -> str:
+        what = self.args[0] if self.args else "this operation"
+        return f"wait() for {what} on the event loop's own thread would never return: use `await` instead"
+
+
+class UnsupportedError(UsageError):
+    """This dtype, operation or platform cannot do what was asked."""
+
+
+# -- a collective -----------------------------------------------------------------------------
+
+
+class GroupError(AsyncdistError):
+    """A collective failed.
+
+    Attributes: ``group`` (name), ``rank`` (ours, in the world), ``op`` and ``seq`` (which call; ``None`` when
+    no call was in flight), ``elapsed`` (seconds since it was issued).
+    """
+
+    advice = ""
+
+    def __init__(
+        self,
+        reason: str,
+        *,
+        group: str = "",
+        rank: int | None = None,
+        op: str | None = None,
+        seq: int | None = None,
+        elapsed: float | None = None,
+    ) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.group = group
+        self.rank = rank
+        self.op = op
+        self.seq = seq
+        self.elapsed = elapsed
+
+    def during(self, *, group: str, rank: int, op: str, seq: int, elapsed: float) -> GroupError:
+        """Return the same failure as seen by one operation that it ended."""
+        seen = type(self).__new__(type(self), self.reason)
+        seen.__dict__.update(self.__dict__)
+        seen.args = self.args
+        seen.group, seen.rank, seen.op, seen.seq, seen.elapsed = group, rank, op, seq, elapsed
+        seen.__cause__ = self.__cause__
+        return seen
+
+    def __str__(self) -> str:
+        where = ""
+        if self.op is not None:
+            where = f"{self.op} #{self.seq} on group {self.group!r}, rank {self.rank}"
+            if self.elapsed is not None:
+                where += f", after {self.elapsed:.1f} s"
+            where += ": "
+        elif self.group:
+            where = f"group {self.group!r}, rank {self.rank}: "
+        return f"{where}{self.reason}{'; ' + self.advice if self.advice else ''}"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild, (type(self), self.args, self.__dict__))
+
+
+def _rebuild(kind: type[GroupError], args: tuple[object, ...], fields: dict[str, object]) -> GroupError:
+    error = kind.__new__(kind, *args)
+    error.args = args
+    error.__dict__.update(fields)
+    return error
+
+
+class PeerLostError(GroupError, ConnectionError):
+    """A peer died, left, or became unreachable. ``peer`` is its rank in the world."""
+
+    advice = "look at that rank's own log first; then destroy the process group and start it again without the rank"
+
+    def __init__(self, peer: int, reason: str, **where: object) -> None:
+        super().__init__(f"rank {peer} was lost ({reason})", **where)  # type: ignore[arg-type]
+        self.peer = peer
+
+
+class OperationTimeoutError(GroupError, TimeoutError):
+    """An operation's own deadline passed. ``peers`` are the ranks it was waiting for, in the world."""
+
+    advice = (
+        "see whether those ranks issued the same call; if they are only slow, pass a longer timeout= to "
+        "init_process_group or new_group"
+    )
+
+    def __init__(self, reason: str, *, peers: Sequence[int] = (), timeout: float = 0.0, **where: object) -> None:
+        super().__init__(reason, **where)  # type: ignore[arg-type]
+        self.peers = tuple(peers)
+        self.timeout = timeout
+
+
+class MismatchError(GroupError, ValueError):
+    """The ranks of one group issued different calls. ``peer`` is the rank that differs from ours."""
+
+    advice = "every rank must issue the same operations in the same order, with equal shapes, dtypes and arguments"
+
+    def __init__(self, peer: int, reason: str, **where: object) -> None:
+        super().__init__(reason, **where)  # type: ignore[arg-type]
+        self.peer = peer
+
+
+class GroupAbortedError(GroupError):
+    """The group failed earlier or was aborted; it takes no more operations. ``peer`` is who said so."""
+
+    advice = "destroy this group and make a new one"
+
+    def __init__(self, reason: str, *, peer: int | None = None, **where: object) -> None:
+        super().__init__(reason, **where)  # type: ignore[arg-type]
+        self.peer = peer
+
+
+class WaitTimeoutError(AsyncdistError, TimeoutError):
+    """``wait(timeout=...)`` gave up waiting. The operation itself goes on; wait again, or abort the group."""
+
+
+# -- coming together --------------------------------------------------------------------------
+
+
+class RendezvousError(AsyncdistError):
+    """The world did not come together."""
+
+
+class RendezvousTimeoutError(RendezvousError, TimeoutError):
+    """Not every rank joined in time. ``joined`` and ``missing`` are ranks."""
+
+    def __init__(self, joined: Sequence[int], missing: Sequence[int], timeout: float, where: str) -> None:
+        super().__init__(joined, missing, timeout, where)
+        self.joined = tuple(joined)
+        self.missing = tuple(missing)
+        self.timeout = timeout
+        self.where = where
+
+    def __str__(self) -> str:
+        total = len(self.joined) + len(self.missing)
+        return (
+            f"after {self.timeout:g} s only {len(self.joined)} of {total} ranks had joined at {self.where}: "
+            f"joined {ranks(self.joined)}, missing {ranks(self.missing)}; "
+            "see whether the missing ranks were started with the same address, world size and token"
+        )
+
+
+class AddressError(RendezvousError, OSError):
+    """An address cannot be used: the port is taken, the host does not resolve, the interface does not exist."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+# -- store ------------------------------------------------------------------------------------
+
+
+class StoreError(AsyncdistError):
+    """The store refused or could not do an operation."""
+
+
+class StoreTimeoutError(StoreError, TimeoutError):
+    """A store operation did not finish in time; ``keys`` are those waited for."""
+
+    def __init__(self, operation: str, keys: Sequence[str] = (), timeout: float | None = None) -> None:
+        super().__init__(operation, keys, timeout)
+        self.operation = operation
+        self.keys = tuple(keys)
+        self.timeout = timeout
+
+    def __str__(self) -> str:
+        names = ", ".join(repr(key) for key in self.keys[:8]) + (", …" if len(self.keys) > 8 else "")
+        after = f" after {self.timeout:g} s" if self.timeout is not None else ""
+        return f"store {self.operation}({names}) timed out{after}: nobody has set what it waits for"
+
+
+class StoreConnectionError(StoreError, ConnectionError):
+    """The store cannot be reached, or the connection to it broke."""
+
+
+class AuthenticationError(AsyncdistError):
+    """One side of a connection does not hold the job's token."""
+
+    def __str__(self) -> str:
+        said = self.args[0] if self.args else "the other side refused our token"
+        return f"{said}; set ASYNCDIST_TOKEN to the same value on every rank and on the store"
+
+
+class ProtocolError(AsyncdistError):
+    """The other side sent bytes that are not our protocol."""
+
+
+class TransportUnavailableError(AsyncdistError):
+    """A transport was asked for by name and cannot be used here; the sentence says why and what exists."""
+
+
+def ranks(numbers: Sequence[int]) -> str:
+    """Write ranks the short way: ``[0, 1, 2, 5]`` becomes ``"0-2, 5"``, none becomes ``"none"``."""
+    runs: list[list[int]] = []
+    for rank in sorted(numbers):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs) or "none"

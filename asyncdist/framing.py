@@ -1,0 +1,107 @@
+"""The header in front of every message between two ranks: fixed size, little-endian, readable at a glance.
+
+    bytes   field        meaning
+    0-7     channel      which group (and whether it is point-to-point traffic)
+    8-11    sequence     which operation of the group; the tag in point-to-point traffic
+    12-15   part         which generator of that operation (a segment, one tensor of a list)
+    16-23   fingerprint  what operation the sender believes this to be (see `Fingerprint`)
+    24-31   nbytes       length of what follows
+    32      kind         DATA, ABORT, GOODBYE
+    33-35   zero
+
+Bytes 0-15 are the *key*: a receiver matches a message to what it has posted by that key alone, first come first served,
+so that it never has to unpack them. Parts are spread over lanes by ``part % lanes``; order holds inside a lane.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+HEADER = struct.Struct("<QIIQQBxxx")
+HEADER_NBYTES = HEADER.size
+KEY = struct.Struct("<QII")
+KEY_NBYTES = KEY.size
+_TAIL = struct.Struct("<QQB")
+
+DATA, ABORT, GOODBYE = 1, 2, 3
+KINDS = frozenset((DATA, ABORT, GOODBYE))
+
+
+class Tail(NamedTuple):
+    """What follows the key in a header."""
+
+    fingerprint: int
+    nbytes: int
+    kind: int
+
+
+def pack_key(channel: int, sequence: int, part: int) -> bytes:
+    """Return the 16 bytes by which a message finds its receiver."""
+    return KEY.pack(channel, sequence & 0xFFFFFFFF, part)
+
+
+def pack_header(key: bytes, fingerprint: int, nbytes: int, kind: int = DATA) -> bytes:
+    """Return the header of a message of ``nbytes`` bytes under ``key``."""
+    return key + _TAIL.pack(fingerprint, nbytes, kind) + b"\0\0\0"
+
+
+def unpack_tail(header: bytes | bytearray | memoryview) -> Tail:
+    """Return the part of a whole header that follows its key."""
+    return Tail._make(_TAIL.unpack_from(header, KEY_NBYTES))
+
+
+def channel_of(*names: object) -> int:
+    """Return the 64-bit channel number of a name; equal names give equal numbers in every process."""
+    import hashlib
+
+    text = "\0".join(map(str, names)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+
+# -- fingerprints ---------------------------------------------------------------------------------
+
+_FIELDS = (("collective", 6), ("dtype", 6), ("reduction", 4), ("root", 12), ("count", 24), ("shape", 12))
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """What one rank believes an operation to be, in 64 bits that can be read back.
+
+    ``root`` is 1 + the root's group rank (0: there is none), ``count`` the number of elements modulo 2^24 and
+    ``shape`` a 12-bit checksum of the shape; dtype and reduction are numbers of `buffers` and `ops`. Zero stands for
+    "not compared".
+    """
+
+    collective: int
+    dtype: int = 0
+    reduction: int = 0
+    root: int = 0
+    count: int = 0
+    shape: int = 0
+
+    def pack(self) -> int:
+        word = 0
+        for name, width in _FIELDS:
+            word = word << width | (getattr(self, name) & ((1 << width) - 1))
+        return word
+
+    @classmethod
+    def unpack(cls, word: int) -> Fingerprint:
+        values = {}
+        for name, width in reversed(_FIELDS):
+            values[name] = word & ((1 << width) - 1)
+            word >>= width
+        return cls(**values)
+
+    def differences(self, other: Fingerprint) -> list[str]:
+        """Return the names of the fields in which two fingerprints differ."""
+        return [name for name, _ in _FIELDS if getattr(self, name) != getattr(other, name)]
+
+
+def shape_checksum(shape: Sequence[int]) -> int:
+    """Return a 12-bit checksum of a shape."""
+    return zlib.crc32(repr(tuple(shape)).encode()) & 0xFFF

@@ -1,0 +1,68 @@
+"""Both ends of a connection prove that they hold the job's token before anything else is said.
+
+Each side is a generator that a driver runs over any byte stream: it yields ``bytes`` to be written, or an ``int`` for
+that many bytes to be read and sent back in. Everything read here has a fixed length, so nothing from an unproven
+side is ever interpreted. The store and the mesh use the same exchange, with another ``purpose``::
+
+    dialler                                    acceptor
+    MAGIC, nonce_d                       →
+                                         ←     MAGIC, nonce_a
+    HMAC(token, "d", purpose, nonces)    →
+                                         ←     status, HMAC(token, "a", purpose, nonces)
+
+An absent token is the empty key: the exchange is the same, and proves only that both sides speak our protocol.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Generator
+
+from asyncdist.errors import AuthenticationError, ProtocolError
+
+MAGIC = b"asyncdist/1\n"
+NONCE_NBYTES = 32
+PROOF_NBYTES = hashlib.sha256().digest_size
+ACCEPTED, REFUSED = b"\x01", b"\x00"
+
+Handshake = Generator[bytes | int, bytes, None]
+
+
+def dial(token: str | None, purpose: str, nonce: bytes) -> Handshake:
+    """Prove ourselves to an acceptor, and have it prove itself.
+
+    Raises AuthenticationError if it refuses our token or cannot prove its own, ProtocolError if it is not ours at all.
+    """
+    yield MAGIC + nonce
+    greeting = yield len(MAGIC) + NONCE_NBYTES
+    if not greeting.startswith(MAGIC):
+        raise ProtocolError(f"what answers there is no asyncdist {purpose} (it said {greeting[:12]!r}); check host and port")
+    nonces = nonce + greeting[len(MAGIC) :]
+    yield _proof(token, b"d", purpose, nonces)
+    answer = yield 1 + PROOF_NBYTES
+    if answer[:1] != ACCEPTED:
+        raise AuthenticationError(f"the {purpose} refused our token")
+    if not hmac.compare_digest(answer[1:], _proof(token, b"a", purpose, nonces)):
+        raise AuthenticationError(f"the {purpose} could not prove that it holds our token")
+
+
+def accept(token: str | None, purpose: str, nonce: bytes) -> Handshake:
+    """Make a dialler prove itself, then prove ourselves.
+
+    Raises ProtocolError for bytes that are not ours and AuthenticationError for a wrong token (the dialler is told).
+    """
+    greeting = yield len(MAGIC) + NONCE_NBYTES
+    if not greeting.startswith(MAGIC):
+        raise ProtocolError(f"a connection that does not speak our protocol (it began with {greeting[:12]!r})")
+    nonces = greeting[len(MAGIC) :] + nonce
+    yield MAGIC + nonce
+    proof = yield PROOF_NBYTES
+    if not hmac.compare_digest(proof, _proof(token, b"d", purpose, nonces)):
+        yield REFUSED + bytes(PROOF_NBYTES)
+        raise AuthenticationError("a connection did not hold our token")
+    yield ACCEPTED + _proof(token, b"a", purpose, nonces)
+
+
+def _proof(token: str | None, side: bytes, purpose: str, nonces: bytes) -> bytes:
+    return hmac.digest((token or "").encode(), b"|".join((side, purpose.encode(), nonces)), "sha256")

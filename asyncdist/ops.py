@@ -1,0 +1,78 @@
+"""The names of what ranks can ask of each other: collectives and reductions, with their numbers on the wire."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, IntEnum
+
+
+class Collective(IntEnum):
+    """Every operation of a group; the number goes into its fingerprint."""
+
+    all_reduce = 1
+    reduce = 2
+    broadcast = 3
+    all_gather = 4
+    gather = 5
+    scatter = 6
+    reduce_scatter = 7
+    all_to_all = 8
+    barrier = 9
+    monitored_barrier = 10
+    send = 11
+    recv = 12
+    all_gather_object = 13
+    gather_object = 14
+    scatter_object_list = 15
+    broadcast_object_list = 16
+    all_reduce_coalesced = 17
+    all_gather_coalesced = 18
+
+
+class ReduceOp(Enum):
+    """Element-wise reductions, by torch.distributed's names.
+
+    ``AVG`` divides the sum by the number of ranks and takes floating-point and complex tensors only. ``PREMUL_SUM``
+    multiplies each rank's input by a factor first and needs that factor: pass ``premul_sum(factor)``.
+    """
+
+    SUM = 1
+    AVG = 2
+    PRODUCT = 3
+    MIN = 4
+    MAX = 5
+    BAND = 6
+    BOR = 7
+    BXOR = 8
+    PREMUL_SUM = 9
+
+
+@dataclass(frozen=True, slots=True)
+class PremulSum:
+    """A `ReduceOp.PREMUL_SUM` with its factor; made by `premul_sum`."""
+
+    factor: float
+
+    @property
+    def name(self) -> str:
+        return "PREMUL_SUM"
+
+
+Reduction = ReduceOp | PremulSum
+
+
+def premul_sum(factor: float) -> PremulSum:
+    """Return the reduction that sums ``factor * tensor`` over the ranks; each rank may have its own factor."""
+    return PremulSum(float(factor))
+
+
+def reduction(op: object) -> Reduction:
+    """Return ``op`` as one of ours; torch.distributed's values and plain names are taken by their name."""
+    if isinstance(op, (ReduceOp, PremulSum)):
+        if op is ReduceOp.PREMUL_SUM:
+            raise ValueError("PREMUL_SUM needs its factor: pass asyncdist.premul_sum(factor)")
+        return op
+    name = op if isinstance(op, str) else getattr(op, "name", None)
+    if isinstance(name, str) and name.upper() in ReduceOp.__members__:
+        return reduction(ReduceOp[name.upper()])
+    raise ValueError(f"{op!r} is no reduction; there are {', '.join(ReduceOp.__members__)}")
