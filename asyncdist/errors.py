@@ -19,6 +19,7 @@
     │   ├── StoreTimeoutError (TimeoutError)
     │   └── StoreConnectionError (ConnectionError)
     ├── AuthenticationError                  one side does not hold the job's token
+    ├── GradientError                        you: backward gave no gradient, or two, or stopped half-way
     ├── ProtocolError                        remote: bytes that are not our protocol
     └── TransportUnavailableError            asked for by name, cannot be used here
 
@@ -244,6 +245,22 @@ class AuthenticationError(AsyncdistError):
     def __str__(self) -> str:
         said = self.args[0] if self.args else "the other side refused our token"
         return f"{said}; set ASYNCDIST_TOKEN to the same value on every rank and on the store"
+
+
+class GradientError(AsyncdistError):
+    """Backward did not give every parameter of a DistributedDataParallel its one gradient.
+
+    ``parameters`` are the names of those concerned.
+    """
+
+    def __init__(self, reason: str, parameters: Sequence[str] = ()) -> None:
+        super().__init__(reason, parameters)
+        self.reason = reason
+        self.parameters = tuple(parameters)
+
+    def __str__(self) -> str:
+        names = ", ".join(repr(name) for name in self.parameters[:8]) + (", …" if len(self.parameters) > 8 else "")
+        return self.reason.format(parameters=names)
 
 
 class ProtocolError(AsyncdistError):

@@ -1,0 +1,134 @@
+"""Before the first step: do all ranks hold the same model, and do they start from rank 0's values?"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol
+
+import torch
+
+from asyncdist.errors import MismatchError
+from asyncdist.ops import ReduceOp
+
+PACK_NBYTES = 1 << 20
+
+
+class Pending(Protocol):
+    """What is asked of a `Work`."""
+
+    def wait(self) -> object: ...
+
+
+class Averager(Protocol):
+    """What is asked of a group."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def ranks(self) -> Sequence[int]: ...
+
+    def rank(self) -> int: ...
+    def size(self) -> int: ...
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> Pending: ...
+    def broadcast(self, tensor: torch.Tensor, src: int) -> Pending: ...
+
+
+def verify(
+    group: Averager, parameters: Sequence[tuple[str, torch.Tensor]], buffers: Sequence[tuple[str, torch.Tensor]] = ()
+) -> None:
+    """Raise `MismatchError` on every rank, naming parameter and rank, unless all ranks hold the model of rank 0.
+
+    Compared are names, shapes, dtypes, strides and ``requires_grad``. Cost: a broadcast of 16 bytes and an all-reduce of
+    8 bytes a rank; only on disagreement are whole descriptions sent.
+    """
+    own = describe("parameter", parameters) + describe("buffer", buffers)
+    text = json.dumps(own).encode()
+    digest = int.from_bytes(hashlib.sha256(text).digest()[:7], "little")
+    root = torch.tensor([digest, len(text)])
+    group.broadcast(root, 0).wait()
+    strangers = torch.zeros(group.size(), dtype=torch.int64)
+    if root.tolist() != [digest, len(text)]:
+        strangers[group.rank()] = len(text)
+    group.all_reduce(strangers, ReduceOp.SUM).wait()
+    for rank, nbytes in enumerate(strangers.tolist()):
+        if nbytes:
+            expected = json.loads(_tell(group, text, int(root[1]), 0))
+            found = json.loads(_tell(group, text, nbytes, rank))
+            peer = group.ranks[rank]
+            reason = f"the ranks hold different models: {difference(expected, found, group.ranks[0], peer)}"
+            raise MismatchError(peer, reason, group=group.name, rank=group.ranks[group.rank()])
+
+
+def _tell(group: Averager, own: bytes, nbytes: int, src: int) -> bytes:
+    mine = group.rank() == src
+    text = torch.frombuffer(bytearray(own), dtype=torch.uint8) if mine else torch.empty(nbytes, dtype=torch.uint8)
+    group.broadcast(text, src).wait()
+    return bytes(text.tolist())
+
+
+Description = list[list[object]]
+
+
+def describe(kind: str, named: Iterable[tuple[str, torch.Tensor]]) -> Description:
+    """Return what must be equal on all ranks, one tensor an entry."""
+    return [
+        [f"{kind} {name!r}", list(tensor.shape), str(tensor.dtype), list(tensor.stride()), tensor.requires_grad]
+        for name, tensor in named
+    ]
+
+
+def difference(expected: Description, found: Description, root: int, peer: int) -> str:
+    """Say in words how rank ``peer``'s description first differs from that of rank ``root``."""
+    for here, there in zip(expected, found, strict=False):
+        if here[0] != there[0]:
+            return f"where rank {root} has {here[0]}, rank {peer} has {there[0]}"
+        for what, ours, theirs in zip(("shape", "dtype", "strides", "requires_grad"), here[1:], there[1:], strict=True):
+            if ours != theirs:
+                return f"{here[0]} has {what} {_show(ours)} on rank {root}, but {_show(theirs)} on rank {peer}"
+    longer, owner = (found, peer) if len(found) > len(expected) else (expected, root)
+    return f"{longer[min(len(found), len(expected))][0]} exists on rank {owner} only"
+
+
+def _show(value: object) -> str:
+    return str(tuple(value)) if isinstance(value, list) else str(value).removeprefix("torch.")
+
+
+def broadcast_values(group: Averager, tensors: Iterable[torch.Tensor]) -> None:
+    """Overwrite ``tensors`` (any dtypes) by those of the group's rank 0; they must have equal shapes and strides.
+
+    Large contiguous tensors go from and into their own memory, the rest in packs of about 1 MiB, so that small ones
+    cost no round each.
+    """
+    if group.size() == 1:
+        return
+    with torch.no_grad():
+        for pack in _packs([tensor.detach() for tensor in tensors if tensor.numel()]):
+            if len(pack) == 1 and pack[0].is_contiguous():
+                group.broadcast(pack[0].view(-1).view(torch.uint8), 0).wait()
+                continue
+            flat = torch.cat([_octets(tensor) for tensor in pack])
+            group.broadcast(flat, 0).wait()
+            if group.rank() != 0:
+                parts = flat.split([tensor.nbytes for tensor in pack])
+                for tensor, part in zip(pack, parts, strict=True):
+                    # A dtype's view needs its alignment, which a part in the middle of a pack may not have.
+                    tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
+
+
+def _octets(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def _packs(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    filling: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        if tensor.nbytes >= PACK_NBYTES:
+            yield [tensor]
+            continue
+        pack = filling.setdefault(tensor.device, [])
+        pack.append(tensor)
+        if sum(member.nbytes for member in pack) >= PACK_NBYTES:
+            yield filling.pop(tensor.device)
+    yield from filling.values()
