@@ -188,20 +188,36 @@ class RendezvousError(AsyncdistError):
 
 
 class RendezvousTimeoutError(RendezvousError, TimeoutError):
-    """Not every rank joined in time. ``joined`` and ``missing`` are ranks."""
+    """Not every rank joined in time. ``joined`` and ``missing`` are ranks; ``seen`` says what was seen instead.
 
-    def __init__(self, joined: Sequence[int], missing: Sequence[int], timeout: float, where: str) -> None:
-        super().__init__(joined, missing, timeout, where)
+    A rank that cannot reach the store knows of itself and of rank 0 only: then the two lists do not make up the
+    ``world_size``.
+    """
+
+    def __init__(
+        self,
+        joined: Sequence[int],
+        missing: Sequence[int],
+        timeout: float,
+        where: str,
+        world_size: int | None = None,
+        seen: str = "",
+    ) -> None:
+        super().__init__(joined, missing, timeout, where, world_size, seen)
         self.joined = tuple(joined)
         self.missing = tuple(missing)
         self.timeout = timeout
         self.where = where
+        self.world_size = len(self.joined) + len(self.missing) if world_size is None else world_size
+        self.seen = seen
 
     def __str__(self) -> str:
-        total = len(self.joined) + len(self.missing)
+        known = f"joined {ranks(self.joined)}, missing {ranks(self.missing)}"
+        what = f"only {len(self.joined)} of {self.world_size} ranks had joined at {self.where}: {known}"
+        if self.seen:
+            what = f"rank {ranks(self.joined)} of {self.world_size} had not found rank 0 at {self.where} ({self.seen})"
         return (
-            f"after {self.timeout:g} s only {len(self.joined)} of {total} ranks had joined at {self.where}: "
-            f"joined {ranks(self.joined)}, missing {ranks(self.missing)}; "
+            f"after {self.timeout:g} s {what}; "
             "see whether the missing ranks were started with the same address, world size and token"
         )
 
