@@ -76,6 +76,11 @@ def chain_broadcast_cost(size: int, nbytes: int, segments: int = 1) -> Cost:
     return Cost(rounds, rounds, rounds * nbytes / segments)
 
 
+def segment_count(nbytes: int, segment_nbytes: int) -> int:
+    """Return how many segments of at most ``segment_nbytes`` a tensor is cut into for a chain; at least one."""
+    return max(1, -(-nbytes // segment_nbytes))
+
+
 def _family(rank: int, size: int, root: int) -> tuple[int | None, list[int]]:
     """Return a rank's parent (``None`` for the root) and children in the binomial tree, the largest subtree first.
 

@@ -1,0 +1,187 @@
+"""Which schedule for which size: the one that a small model of time calls cheapest.
+
+The model (Hockney's latency and bandwidth, with Thakur, Rabenseifner and Gropp's term for reduction and LogP's overhead
+per message) prices what each schedule promises in its `Cost`:
+
+    seconds = alpha * rounds + overhead * messages + beta * nbytes + gamma * reduced
+
+Each rank chooses for itself, and all must choose alike: so nothing enters but what is equal on all of them. ``nbytes``
+is the size of all blocks of a rank together: of the tensor in all_reduce, reduce and broadcast, of what is gathered,
+of what is scattered, of one side of an all_to_all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from asyncdist.collectives import doubling, pairwise, ring, tree
+from asyncdist.collectives.cost import Cost
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """Seconds per round, per byte moved, per byte reduced and per message; bytes of a segment in a chain.
+
+    The defaults were fitted to two processes and non-blocking sockets over loopback TCP: k messages each way in a round
+    take 4 + 6 k microseconds (and some for our own framing), a byte each way 0.3 to 0.4 ns, a byte of float32 added
+    in cache 0.02 to 0.05 ns. What decides between schedules is their ratios, which vary less than machines do.
+    """
+
+    alpha: float = 5e-6
+    beta: float = 0.35e-9
+    gamma: float = 0.04e-9
+    overhead: float = 7e-6
+    segment_nbytes: int = 1 << 20
+
+    def seconds(self, cost: Cost) -> float:
+        """Return the predicted time of what ``cost`` says."""
+        return (
+            self.alpha * cost.rounds
+            + self.overhead * cost.messages
+            + self.beta * cost.nbytes
+            + self.gamma * cost.reduced
+        )
+
+
+DEFAULT = Model()
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One schedule for a collective, its price, and what it asks for.
+
+    ``contiguous``: it takes runs of blocks as one place, so they must lie one after the other in memory.
+    """
+
+    name: str
+    cost: Callable[[int, int, Model], Cost]
+    contiguous: bool = False
+    power_of_two: bool = False
+
+    def applies(self, size: int, contiguous: bool) -> bool:
+        """Say whether it can run among ``size`` ranks over such blocks."""
+        if self.contiguous and not contiguous:
+            return False
+        return not self.power_of_two or size == doubling.floor_power_of_two(size)
+
+
+def _priced(cost: Callable[[int, int], Cost]) -> Callable[[int, int, Model], Cost]:
+    return lambda size, nbytes, model: cost(size, nbytes)
+
+
+def _chain_cost(size: int, nbytes: int, model: Model) -> Cost:
+    return tree.chain_broadcast_cost(size, nbytes, tree.segment_count(nbytes, model.segment_nbytes))
+
+
+# Of equals the first is chosen; and the first of each applies always.
+CANDIDATES: Mapping[str, tuple[Candidate, ...]] = {
+    "all_reduce": (
+        Candidate("doubling", _priced(doubling.all_reduce_cost)),
+        Candidate("ring", _priced(ring.all_reduce_cost)),
+        Candidate("halving", _priced(doubling.halving_all_reduce_cost), contiguous=True),
+    ),
+    "broadcast": (Candidate("tree", _priced(tree.broadcast_cost)), Candidate("chain", _chain_cost)),
+    "reduce": (Candidate("tree", _priced(tree.reduce_cost)), Candidate("ring", _priced(ring.reduce_cost))),
+    "all_gather": (
+        Candidate("direct", _priced(pairwise.all_gather_cost)),
+        Candidate("ring", _priced(ring.all_gather_cost)),
+        Candidate("doubling", _priced(doubling.all_gather_cost), contiguous=True, power_of_two=True),
+    ),
+    "reduce_scatter": (Candidate("pairwise", _priced(pairwise.reduce_scatter_cost)),),
+    "all_to_all": (Candidate("pairwise", _priced(pairwise.all_to_all_cost)),),
+    "gather": (Candidate("star", _priced(pairwise.gather_cost)),),
+    "scatter": (Candidate("star", _priced(pairwise.scatter_cost)),),
+    "barrier": (Candidate("dissemination", _priced(doubling.barrier_cost)),),
+}
+
+
+def choose(
+    collective: str,
+    nbytes: int,
+    size: int,
+    *,
+    model: Model = DEFAULT,
+    forced: Mapping[str, str] | None = None,
+    contiguous: bool = True,
+) -> str:
+    """Return the name of the schedule to run.
+
+    A forced one (`parse_forced`) is taken where it can run; where it cannot, because the group is no power of two
+    or the blocks are scattered in memory, the model chooses. Raises ValueError for a collective that is not in
+    `CANDIDATES`. Arguments must be equal on all ranks.
+    """
+    name = forced.get(collective) if forced else None
+    if name is not None and _candidate(collective, name).applies(size, contiguous):
+        return name
+    return _cheapest(collective, nbytes, size, model, contiguous)
+
+
+@lru_cache(maxsize=4096)
+def _cheapest(collective: str, nbytes: int, size: int, model: Model, contiguous: bool) -> str:
+    applicable = [candidate for candidate in candidates(collective) if candidate.applies(size, contiguous)]
+    return min(applicable, key=lambda candidate: model.seconds(candidate.cost(size, nbytes, model))).name
+
+
+def candidates(collective: str) -> tuple[Candidate, ...]:
+    """Return the schedules that there are for a collective; ValueError names the collectives if it is none."""
+    try:
+        return CANDIDATES[collective]
+    except KeyError:
+        raise ValueError(f"there is no collective {collective!r}; there are {', '.join(CANDIDATES)}") from None
+
+
+def _candidate(collective: str, name: str) -> Candidate:
+    for candidate in candidates(collective):
+        if candidate.name == name:
+            return candidate
+    names = ", ".join(candidate.name for candidate in candidates(collective))
+    raise ValueError(f"there is no schedule {name!r} for {collective}; there are {names}")
+
+
+def parse_forced(text: str) -> dict[str, str]:
+    """Read ``all_reduce=ring,broadcast=tree``; ValueError names what there is instead of what was written."""
+    forced: dict[str, str] = {}
+    for entry in filter(None, (part.strip() for part in text.split(","))):
+        collective, equals, name = (part.strip() for part in entry.partition("="))
+        if not equals:
+            raise ValueError(f"{entry!r} is not of the form collective=schedule, as in all_reduce=ring,broadcast=tree")
+        if collective in forced:
+            raise ValueError(f"{collective} is given twice, as {forced[collective]} and as {name}")
+        forced[collective] = _candidate(collective, name).name
+    return forced
+
+
+class Row(NamedTuple):
+    """What the model thinks of one size. ``microseconds`` by schedule; ``None`` where one cannot run."""
+
+    nbytes: int
+    chosen: str
+    microseconds: dict[str, float | None]
+
+
+def explain(
+    collective: str,
+    size: int,
+    sizes: Iterable[int],
+    *,
+    model: Model = DEFAULT,
+    forced: Mapping[str, str] | None = None,
+    contiguous: bool = True,
+) -> list[Row]:
+    """Return what `choose` would say, and why, for each of ``sizes`` in bytes."""
+    return [
+        Row(
+            nbytes,
+            choose(collective, nbytes, size, model=model, forced=forced, contiguous=contiguous),
+            {
+                candidate.name: model.seconds(candidate.cost(size, nbytes, model)) * 1e6
+                if candidate.applies(size, contiguous)
+                else None
+                for candidate in candidates(collective)
+            },
+        )
+        for nbytes in sizes
+    ]
