@@ -28,24 +28,38 @@ class Config:
         False, "ASYNCDIST_ALLOW_PICKLE", "let object collectives carry pickles (1 to allow; trust every rank)"
     )
     interface: str | None = _setting(
-        None, "ASYNCDIST_SOCKET_IFNAME", "interface to advertise: a name prefix, =exact, or ^prefix to exclude; a,b for several"
+        None,
+        "ASYNCDIST_SOCKET_IFNAME",
+        "interface to advertise: a name prefix, =exact, or ^prefix to exclude; a,b for several",
     )
     transport: str = _setting("auto", "ASYNCDIST_TRANSPORT", "transport when init_process_group names none")
-    timeout: float = _setting(1800.0, "ASYNCDIST_TIMEOUT", "seconds after which an operation fails, unless told otherwise")
+    timeout: float = _setting(
+        1800.0, "ASYNCDIST_TIMEOUT", "seconds after which an operation fails, unless told otherwise"
+    )
     lanes: int = _setting(1, "ASYNCDIST_TCP_LANES", "TCP connections that a large tensor is striped over")
-    stripe_nbytes: int = _setting(1 << 20, "ASYNCDIST_STRIPE_NBYTES", "bytes from which a tensor is striped over the lanes")
-    piece_nbytes: int = _setting(256 << 10, "ASYNCDIST_PIECE_NBYTES", "bytes received before they are reduced (kept in cache)")
+    stripe_nbytes: int = _setting(
+        1 << 20, "ASYNCDIST_STRIPE_NBYTES", "bytes from which a tensor is striped over the lanes"
+    )
+    piece_nbytes: int = _setting(
+        256 << 10, "ASYNCDIST_PIECE_NBYTES", "bytes received before they are reduced (kept in cache)"
+    )
     segment_nbytes: int = _setting(1 << 20, "ASYNCDIST_SEGMENT_NBYTES", "bytes of one step of a pipelined broadcast")
     eager_nbytes: int = _setting(
-        64 << 10, "ASYNCDIST_EAGER_NBYTES", "an early message up to this size is put aside; a larger one waits on the wire"
+        64 << 10,
+        "ASYNCDIST_EAGER_NBYTES",
+        "an early message up to this size is put aside; a larger one waits on the wire",
     )
     max_message_nbytes: int = _setting(
         1 << 38, "ASYNCDIST_MAX_MESSAGE_NBYTES", "a frame that claims more is refused as damage"
     )
     algorithm: str = _setting("", "ASYNCDIST_ALGORITHM", "schedules to force, as all_reduce=ring,broadcast=tree")
-    spin_us: float = _setting(20.0, "ASYNCDIST_SPIN_US", "microseconds that an await polls before it sleeps on the loop")
+    spin_us: float = _setting(
+        20.0, "ASYNCDIST_SPIN_US", "microseconds that an await polls before it sleeps on the loop"
+    )
     flight_recorder_size: int = _setting(2000, "ASYNCDIST_FLIGHT_RECORDER", "operations that the flight recorder keeps")
-    dump_dir: str | None = _setting(None, "ASYNCDIST_DUMP_DIR", "folder that gets the flight recorder when a group fails")
+    dump_dir: str | None = _setting(
+        None, "ASYNCDIST_DUMP_DIR", "folder that gets the flight recorder when a group fails"
+    )
     store_max_value_nbytes: int = _setting(
         256 << 20, "ASYNCDIST_STORE_MAX_VALUE_NBYTES", "largest value (and frame) that the store takes"
     )
@@ -58,7 +72,7 @@ class Config:
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Config:
         """Read every setting; a value that cannot be read raises ValueError naming its variable."""
         source = os.environ if environ is None else environ
-        given = {f.name: _parse(f.default, f.metadata["variable"], source) for f in fields(cls) if _is_set(f, source)}
+        given: dict[str, Any] = {f.name: _parse(f.default, f.metadata["variable"], source) for f in fields(cls) if _is_set(f, source)}
         return cls(**given)
 
     def with_(self, **changes: Any) -> Config:

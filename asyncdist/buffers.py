@@ -1,0 +1,244 @@
+"""Memory as the runtime sees it: flat, contiguous, addressable as bytes and as elements, never copied to be looked at.
+
+`Memory` is the place of our schedules: a run of elements of a tensor with two faces, a `memoryview` for the wire and a
+tensor for arithmetic, each made only when asked for. `Blocks` splits one into numbered blocks. `Staging` says how a
+user's tensor of any layout becomes a Memory and how the result gets back. `Scratch` keeps buffers for reuse.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from asyncdist.errors import UnsupportedError, UsageError
+
+# The number of a dtype on the wire is its place in this list: append only.
+_DTYPE_NAMES = [
+    "uint8",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "float16",
+    "float32",
+    "float64",
+    "complex32",
+    "complex64",
+    "complex128",
+    "bool",
+    "bfloat16",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "float8_e4m3fnuz",
+    "float8_e5m2fnuz",
+    "float8_e8m0fnu",
+    "uint16",
+    "uint32",
+    "uint64",
+    "float4_e2m1fn_x2",
+]
+DTYPE_NUMBERS: dict[torch.dtype, int] = {
+    getattr(torch, name): number for number, name in enumerate(_DTYPE_NAMES, start=1) if hasattr(torch, name)
+}
+DTYPES: dict[int, torch.dtype] = {number: dtype for dtype, number in DTYPE_NUMBERS.items()}
+
+_EMPTY = memoryview(bytearray())
+
+
+class Memory:
+    """A run of elements of one flat tensor.
+
+    ``tensor`` is one-dimensional and contiguous, ``view`` the same memory as writable bytes. ``wire`` is the dtype in
+    which peers send what is folded into this memory, where it differs from the memory's own.
+    """
+
+    __slots__ = ("_base", "_tensor", "_view", "start", "stop", "wire")
+
+    def __init__(self, tensor: torch.Tensor, *, wire: torch.dtype | None = None) -> None:
+        self._base: Memory | None = None
+        self._tensor: torch.Tensor | None = tensor
+        self._view: memoryview | None = None
+        self.start, self.stop = 0, tensor.numel()
+        self.wire = wire
+
+    def slice(self, start: int, stop: int) -> Memory:
+        """Return the elements ``start`` to ``stop`` of this memory."""
+        part = Memory.__new__(Memory)
+        part._base, part._tensor, part._view = self, None, None
+        part.start, part.stop, part.wire = start, stop, self.wire
+        return part
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        tensor = self._tensor
+        if tensor is None:
+            tensor = self._tensor = cast(Memory, self._base).tensor[self.start : self.stop]
+        return tensor
+
+    @property
+    def view(self) -> memoryview:
+        view = self._view
+        if view is None:
+            if self._base is None:
+                view = self._view = _bytes_of(cast(torch.Tensor, self._tensor))
+            else:
+                itemsize = self.itemsize
+                view = self._view = self._base.view[self.start * itemsize : self.stop * itemsize]
+        return view
+
+    @property
+    def dtype(self) -> torch.dtype:
+        memory = self
+        while memory._tensor is None:
+            memory = cast(Memory, memory._base)
+        return memory._tensor.dtype
+
+    @property
+    def itemsize(self) -> int:
+        return self.dtype.itemsize
+
+    @property
+    def count(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def nbytes(self) -> int:
+        return (self.stop - self.start) * self.itemsize
+
+    def __repr__(self) -> str:
+        return f"<Memory {self.count} x {self.dtype}>"
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    if tensor.numel() == 0:
+        return _EMPTY
+    if tensor.dtype is not torch.uint8:
+        tensor = tensor.view(torch.uint8)
+    return memoryview(tensor.numpy())  # type: ignore[arg-type]
+
+
+def zeros_free(count: int, dtype: torch.dtype) -> Memory:
+    """Return fresh memory of ``count`` elements with undefined content."""
+    return Memory(torch.empty(count, dtype=dtype))
+
+
+NOTHING = Memory(torch.empty(0, dtype=torch.uint8))
+
+
+class Blocks:
+    """One memory in numbered blocks: ``blocks[i]`` is a block, ``blocks[lo:hi]`` the run of them as one place."""
+
+    __slots__ = ("_bounds", "_memory")
+
+    def __init__(self, memory: Memory, bounds: Sequence[int]) -> None:
+        self._memory = memory
+        self._bounds = bounds
+
+    @classmethod
+    def split(cls, memory: Memory, parts: int) -> Blocks:
+        """Split into ``parts`` blocks whose sizes differ by one element at most."""
+        return cls(memory, [memory.count * part // parts for part in range(parts + 1)])
+
+    def __len__(self) -> int:
+        return len(self._bounds) - 1
+
+    def __getitem__(self, which: int | slice) -> Memory:
+        if isinstance(which, slice):
+            low, high, _ = which.indices(len(self))
+            return self._memory.slice(self._bounds[low], self._bounds[high])
+        return self._memory.slice(self._bounds[which], self._bounds[which + 1])
+
+
+# -- a user's tensor ------------------------------------------------------------------------------
+
+
+def tensor_of(value: Any, *, written: bool = False) -> torch.Tensor:
+    """Return a tensor or numpy array as a dense CPU tensor that shares its memory, without its gradient.
+
+    Raises UsageError for anything else, and UnsupportedError for what no transport can carry (another device, a
+    sparse layout, a read-only array that would be ``written``).
+    """
+    if isinstance(value, np.ndarray):
+        if not value.flags.writeable:
+            if written:
+                raise UsageError("this numpy array is read-only, and the operation writes into it: pass a copy")
+            value = value.copy()
+        value = torch.from_numpy(value)
+    if not isinstance(value, torch.Tensor):
+        raise UsageError(f"a tensor or numpy array is needed here, not {type(value).__name__}")
+    if value.device.type != "cpu":
+        raise UnsupportedError(f"no transport here carries tensors on {value.device}: move it with .cpu() first")
+    if value.layout is not torch.strided:
+        raise UnsupportedError(f"a {value.layout} tensor cannot be communicated: call .to_dense() first")
+    if value.dtype not in DTYPE_NUMBERS:
+        raise UnsupportedError(f"tensors of {value.dtype} cannot be communicated")
+    return value.detach() if value.requires_grad else value
+
+
+def to_read(value: Any) -> Memory:
+    """Return memory that holds the tensor's elements in order; a copy only if its layout is not contiguous."""
+    return Memory(tensor_of(value).contiguous().view(-1))
+
+
+class Target:
+    """A user's tensor that an operation writes into (and may read first).
+
+    ``memory`` is the tensor's own where its layout is contiguous, else a copy; after the operation the caller calls
+    `store`, which writes a copy back.
+    """
+
+    __slots__ = ("_copied", "memory", "tensor")
+
+    def __init__(self, value: Any) -> None:
+        self.tensor = tensor = tensor_of(value, written=True)
+        self._copied = not tensor.is_contiguous()
+        self.memory = Memory((tensor.contiguous() if self._copied else tensor).view(-1))
+
+    def store(self) -> None:
+        if self._copied:
+            self.tensor.copy_(self.memory.tensor.view(self.tensor.shape))
+
+
+# -- scratch --------------------------------------------------------------------------------------
+
+
+class Scratch:
+    """Buffers for reuse, by size: what the runtime needs above the users' tensors.
+
+    Keeps at most ``keep_nbytes``; sizes are rounded up to powers of two so that neighbours share.
+    """
+
+    def __init__(self, keep_nbytes: int = 8 << 20) -> None:
+        self._keep_nbytes = keep_nbytes
+        self._kept_nbytes = 0
+        self._free: dict[int, list[torch.Tensor]] = {}
+        self._lock = threading.Lock()
+
+    def take(self, count: int, dtype: torch.dtype) -> Memory:
+        """Return memory of ``count`` elements with undefined content; give it back with `give`."""
+        size = _rounded(count * dtype.itemsize)
+        with self._lock:
+            free = self._free.get(size)
+            buffer = free.pop() if free else None
+            if buffer is not None:
+                self._kept_nbytes -= size
+        if buffer is None:
+            buffer = torch.empty(size, dtype=torch.uint8)
+        return Memory(buffer[: count * dtype.itemsize].view(dtype))
+
+    def give(self, memory: Memory) -> None:
+        """Take back a buffer that `take` gave out; nothing may use it any more."""
+        storage = memory.tensor.untyped_storage()
+        size = storage.nbytes()
+        with self._lock:
+            if self._kept_nbytes + size <= self._keep_nbytes:
+                self._kept_nbytes += size
+                self._free.setdefault(size, []).append(torch.empty(0, dtype=torch.uint8).set_(storage))
+
+
+def _rounded(nbytes: int) -> int:
+    return 1 << max(6, (nbytes - 1).bit_length())

@@ -1,0 +1,348 @@
+"""One rank's view of its world: the peers, the ways to them, the groups over them, and what becomes of a failure.
+
+A `Mesh` is the host that transports report to and the machine that `Progress` drives. A failure has two radii: a lost
+peer fails every group that holds it; anything else (a deadline, a mismatch, an abort) fails one group. Either is told to
+the group's members at once, by a notice that each passes on to ranks at distances 1, 2, 4, …, so that it arrives even
+if who noticed first dies while telling.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import msgpack
+
+from asyncdist.buffers import Scratch
+from asyncdist.collectives.executor import Channel, Executor, Operation
+from asyncdist.config import Config
+from asyncdist.errors import (
+    GroupAbortedError,
+    GroupError,
+    MismatchError,
+    OperationTimeoutError,
+    PeerLostError,
+    TransportUnavailableError,
+)
+from asyncdist.framing import ABORT, GOODBYE, Fingerprint, pack_key
+from asyncdist.mismatch import describe
+from asyncdist.observe.recorder import Recorder
+from asyncdist.progress import Progress, Wait
+from asyncdist.transport import Discard, Inbox, Link, Outgoing, Receive, Transport
+from asyncdist.work import Work
+
+log = logging.getLogger("asyncdist")
+
+Addresses = Mapping[str, Mapping[str, Any]]
+
+
+class Mesh:
+    """The peers of one rank in one world.
+
+    ``kinds`` are the transports to use, the preferred first. Call `listen`, exchange what it returns with every rank,
+    and hand all of it to `connect`; links are then made when first used.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        world_id: str,
+        config: Config,
+        kinds: Sequence[type[Transport]],
+        home: asyncio.AbstractEventLoop | None,
+    ) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.world_id = world_id
+        self.config = config
+        self.recorder = Recorder(rank, world_size, config.flight_recorder_size)
+        self.progress = Progress(self, home)
+        self._transports = [kind(self) for kind in kinds]
+        self._executor = Executor(self, Scratch(), config.piece_nbytes)
+        self._addresses: Sequence[Addresses] = ()
+        self._links: dict[int, Link] = {}
+        self._inboxes: dict[int, Inbox] = {}
+        self._channels: dict[bytes, Channel] = {}
+        self._ended: dict[bytes, GroupError] = {}
+        self._leaving: set[int] = set()
+        self._gone: dict[int, GroupError] = {}
+        self._finished: list[Callable[[], None]] = []
+
+    # -- coming and going ----------------------------------------------------------------------
+
+    def listen(self, where: str) -> dict[str, Any]:
+        """Start every transport's listener at this machine's address; return what the peers need, by transport."""
+        return {transport.name: transport.listen(where) for transport in self._transports}
+
+    def connect(self, addresses: Sequence[Addresses]) -> None:
+        """Take what every rank's `listen` returned, by rank."""
+        self._addresses = addresses
+
+    def close(self) -> None:
+        """Fail what is pending, say goodbye to every peer, and close every connection. Idempotent."""
+        self.progress.submit(self._close)
+        self.progress.close()
+
+    def _close(self) -> None:
+        for channel in list(self._channels.values()):
+            self.end(channel)
+        for transport in self._transports:
+            transport.close()
+
+    # -- groups --------------------------------------------------------------------------------
+
+    def open(self, channel: Channel) -> None:
+        """Take operations and messages of a group from now on. Under the lock."""
+        self._channels[channel.prefix] = channel
+        early = self._ended.pop(channel.prefix, None)
+        if early is not None:  # a peer that made the group before us has failed it already
+            self.fail(channel, early)
+        for member in channel.members:
+            if member in self._gone:
+                self.fail(channel, self._gone[member])
+
+    def end(self, channel: Channel) -> None:
+        """Forget a group; what is pending fails, later messages for it go to the bin. Under the lock."""
+        if self._channels.pop(channel.prefix, None) is None:
+            return
+        closed = GroupAbortedError("the group was destroyed while this operation was pending", peer=self.rank)
+        if channel.error is None:
+            channel.error = closed
+        self._executor.abandon(channel, closed)
+        self._bin(channel, closed)
+
+    def start(self, operation: Operation) -> None:
+        """Begin an operation. Under the lock."""
+        if operation.channel.error is None:
+            self._compare_early(operation)
+        self._executor.start(operation)
+
+    def fail(self, channel: Channel, error: GroupError, *, told_by: int | None = None) -> None:
+        """Fail a group: everything pending on it, and every later call. Under the lock."""
+        if channel.error is not None:
+            return
+        channel.error = error
+        log.info("rank %d: group %r failed: %s", self.rank, channel.name, error.reason)
+        if self.config.dump_dir:
+            self.recorder.dump(self.config.dump_dir, str(error))
+        self._executor.abandon(channel, error)
+        self._bin(channel, error)
+        self._tell(channel, error, told_by)
+
+    def _bin(self, channel: Channel, error: GroupError) -> None:
+        self._ended[channel.prefix] = error
+        for inbox in self._inboxes.values():
+            inbox.purge(channel.prefix)
+
+    def _tell(self, channel: Channel, error: GroupError, told_by: int | None) -> None:
+        body = memoryview(msgpack.packb(_spell(error, self.rank)))
+        size, own = len(channel.members), channel.members.index(self.rank)
+        if told_by is None:
+            others = [member for member in channel.members if member != self.rank]
+        else:
+            others = [channel.members[(own + (1 << k)) % size] for k in range(max(1, (size - 1).bit_length()))]
+        for peer in others:
+            if peer not in (self.rank, told_by) and peer not in self._gone and peer not in self._leaving:
+                self.link(peer).send(Outgoing(peer, pack_key(channel.number, 0, 0), 0, body, None, ABORT))
+
+    # -- what the executor needs: Peers --------------------------------------------------------
+
+    def link(self, peer: int) -> Link:
+        """Return the link to a peer, made when first asked for; raises what ended it if the peer is gone."""
+        link = self._links.get(peer)
+        if link is None:
+            link = self._links[peer] = self._make_link(peer)
+        if peer in self._gone:
+            raise self._gone[peer]
+        return link
+
+    def _make_link(self, peer: int) -> Link:
+        published = self._addresses[peer]
+        for transport in self._transports:
+            address = published.get(transport.name)
+            if address is not None and transport.reaches(address):
+                return transport.link(peer, address)
+        ours = ", ".join(transport.name for transport in self._transports)
+        raise TransportUnavailableError(
+            f"no transport reaches rank {peer}: it offers {', '.join(published) or 'none'}, we can use {ours}; "
+            "start every rank with the same backend"
+        )
+
+    def inbox(self, peer: int) -> Inbox:
+        inbox = self._inboxes.get(peer)
+        if inbox is None:
+            inbox = self._inboxes[peer] = Inbox(peer, self)
+        return inbox
+
+    def gone(self, peer: int) -> GroupError | None:
+        return self._gone.get(peer)
+
+    def wake_later(self, work: Work) -> None:
+        """Have a completed work's callbacks called once the lock is free."""
+        if work.has_callbacks:
+            self._finished.append(work.run_callbacks)
+
+    # -- what transports report to: Host -------------------------------------------------------
+
+    def unclaimed(self, peer: int, key: bytes, fingerprint: int, nbytes: int) -> Receive | None:
+        waiting = self._executor.any_source.get(key)
+        if waiting:
+            receive = waiting.popleft()
+            if not waiting:
+                del self._executor.any_source[key]
+            receive.peer = peer
+            if receive.nbytes == nbytes and receive.fingerprint == fingerprint:
+                return receive
+            self.mismatch(peer, receive, fingerprint, nbytes)
+            return Discard(peer, key, nbytes)
+        if key[:8] in self._ended:
+            return Discard(peer, key, nbytes)
+        operation = self._executor.operations.get(key[:12])
+        if operation is not None and operation.plan.fingerprint != fingerprint:
+            self._differ(operation.channel, peer, operation.plan.fingerprint, fingerprint)
+            return Discard(peer, key, nbytes)
+        return None
+
+    def mismatch(self, peer: int, receive: Receive, fingerprint: int, nbytes: int) -> None:
+        channel = self._channels.get(receive.key[:8])
+        if channel is None:
+            return
+        if receive.fingerprint != fingerprint:
+            self._differ(channel, peer, receive.fingerprint, fingerprint)
+        else:
+            self.fail(channel, MismatchError(peer, f"rank {peer} sent {nbytes} bytes where {receive.nbytes} were expected"))
+
+    def _differ(self, channel: Channel, peer: int, ours: int, theirs: int) -> None:
+        reason = describe(Fingerprint.unpack(ours), self.rank, Fingerprint.unpack(theirs), peer)
+        self.fail(channel, MismatchError(peer, reason))
+
+    def _compare_early(self, operation: Operation) -> None:
+        """Compare an operation with messages that came for it before it was issued."""
+        for peer in operation.channel.members:
+            inbox = self._inboxes.get(peer)
+            if inbox is not None and inbox.holds_early:
+                for fingerprint, _ in inbox.early(operation.key_prefix):
+                    if fingerprint != operation.plan.fingerprint:
+                        self._differ(operation.channel, peer, operation.plan.fingerprint, fingerprint)
+                        return
+
+    def control(self, peer: int, kind: int, key: bytes, body: bytes) -> None:
+        if kind == GOODBYE:
+            self._leaving.add(peer)
+        elif kind == ABORT:
+            error = _unspell(body, peer)
+            channel = self._channels.get(key[:8])
+            if channel is not None:
+                self.fail(channel, error, told_by=peer)
+            else:
+                self._ended.setdefault(key[:8], error)
+
+    def lost(self, peer: int, reason: str) -> None:
+        if peer in self._gone:
+            return
+        if peer in self._leaving:
+            if any(transport.hears(peer) for transport in self._transports):
+                return  # what it sent before it left is still to be read
+            reason = "it has destroyed its process group"
+        error = self._gone[peer] = PeerLostError(peer, reason)
+        for channel in list(self._channels.values()):
+            if peer in channel.members and (peer not in self._leaving or _waits_for(channel, peer)):
+                self.fail(channel, error)
+
+    def post(self, action: Callable[[], None]) -> None:
+        self.progress.post(action)
+
+    def retire(self, sock: Any) -> None:
+        self.progress.retire(sock)
+
+    # -- what is driven: Machine ---------------------------------------------------------------
+
+    def advance(self, ready: Iterable[int] | None) -> bool:
+        moved = False
+        for transport in self._transports:
+            moved = transport.advance(ready) or moved
+        return self._executor.run() or moved
+
+    def waits(self) -> list[Wait]:
+        if len(self._transports) == 1:
+            return self._transports[0].waits()
+        return [wait for transport in self._transports for wait in transport.waits()]
+
+    def busy(self) -> bool:
+        return bool(self._executor.operations) or any(transport.busy() for transport in self._transports)
+
+    def next_deadline(self) -> float:
+        return self._executor.next_deadline()
+
+    def expire(self, now: float) -> None:
+        self._executor.expire(now)
+
+    def interrupted(self, cause: BaseException) -> None:
+        for channel in list(self._channels.values()):
+            error = GroupAbortedError(f"interrupted by {type(cause).__name__} in the middle of a transfer", peer=self.rank)
+            error.__cause__ = cause
+            self.fail(channel, error)
+
+    def take_finished(self) -> list[Callable[[], None]]:
+        if not self._finished:
+            return self._finished
+        finished, self._finished = self._finished, []
+        return finished
+
+    # -- for groups ----------------------------------------------------------------------------
+
+    def issue(self, operation: Operation, *, background: bool) -> None:
+        """Start an operation, and see that it goes on (``background``) or drive it to its end in this thread."""
+        start = functools.partial(self.start, operation)
+        if not background:
+            self.progress.refuse_loop_thread(f"a blocking {operation.name}")
+            self.progress.run(start, operation.work, float("inf"))
+            return
+        self.progress.submit(start)
+        if not operation.work.is_completed():
+            self.progress.arm()
+
+
+def _waits_for(channel: Channel, peer: int) -> bool:
+    return any(
+        transfer.peer == peer and not transfer.done
+        for operation in channel.operations.values()
+        for task in operation.tasks
+        for transfer in task.transfers
+    )
+
+
+def _spell(error: GroupError, rank: int) -> dict[str, Any]:
+    """Return a failure as plain data for a notice."""
+    return {
+        "kind": type(error).__name__,
+        "reason": error.reason,
+        "peer": getattr(error, "peer", None),
+        "by": getattr(error, "told_by", rank),
+    }
+
+
+def _unspell(body: bytes, peer: int) -> GroupError:
+    """Return the failure that a notice tells of, from our own point of view."""
+    try:
+        said = msgpack.unpackb(body)
+        kind, reason, by = str(said["kind"]), str(said["reason"]), int(said["by"])
+        about = said["peer"]
+    except (ValueError, KeyError, TypeError, msgpack.UnpackException):
+        return GroupAbortedError(f"rank {peer} aborted the group without a legible reason", peer=peer)
+    error: GroupError
+    if kind == PeerLostError.__name__ and isinstance(about, int):
+        error = PeerLostError(about, "")
+        error.reason = reason if "noticed by" in reason else f"{reason}, noticed by rank {by}"
+    elif kind == MismatchError.__name__ and isinstance(about, int):
+        error = MismatchError(by, f"rank {by} found that {reason}" if "found that" not in reason else reason)
+    elif kind == OperationTimeoutError.__name__:
+        error = GroupAbortedError(f"rank {by} {reason}", peer=by)
+    else:
+        error = GroupAbortedError(reason if reason.startswith("rank") else f"rank {by}: {reason}", peer=by)
+    error.told_by = by  # type: ignore[attr-defined]
+    return error

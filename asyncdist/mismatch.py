@@ -1,0 +1,35 @@
+"""Says in words how two ranks' calls differ, from nothing but their fingerprints."""
+
+from __future__ import annotations
+
+from asyncdist.buffers import DTYPES
+from asyncdist.framing import Fingerprint
+from asyncdist.ops import Collective, ReduceOp
+
+
+def describe(ours: Fingerprint, rank: int, theirs: Fingerprint, peer: int) -> str:
+    """Return one sentence: what each of two ranks called, and in what the calls differ."""
+    differences = ours.differences(theirs)
+    if differences == ["shape"]:
+        return f"rank {rank} and rank {peer} called {_call(ours)} on tensors of different shapes"
+    return f"rank {rank} called {_call(ours)} while rank {peer} called {_call(theirs)} (different {', '.join(differences)})"
+
+
+def _call(call: Fingerprint) -> str:
+    name = _member(Collective, call.collective)
+    details = []
+    if call.dtype:
+        dtype = str(DTYPES.get(call.dtype, f"dtype {call.dtype}")).removeprefix("torch.")
+        details.append(f"{call.count} x {dtype}")
+    if call.reduction:
+        details.append(_member(ReduceOp, call.reduction))
+    if call.root:
+        details.append(f"root {call.root - 1}")
+    return f"{name}({', '.join(details)})"
+
+
+def _member(kind: type[Collective] | type[ReduceOp], number: int) -> str:
+    try:
+        return kind(number).name
+    except ValueError:
+        return f"unknown ({number})"

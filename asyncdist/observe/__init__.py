@@ -1,0 +1,1 @@
+"""What is seen of a running world: the flight recorder and its dumps."""

@@ -1,0 +1,81 @@
+"""The flight recorder: the last operations of one rank, cheap enough to be always on.
+
+When a group fails, `dump` writes them as JSON into ``ASYNCDIST_DUMP_DIR``; comparing two ranks' files shows who is
+stuck where.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+from asyncdist.framing import Fingerprint
+
+log = logging.getLogger("asyncdist")
+
+
+class Entry:
+    """One operation: who, what, and when on `time.perf_counter` (0.0: not yet)."""
+
+    __slots__ = ("error", "finished", "fingerprint", "group", "issued", "nbytes", "op", "seq")
+
+    def __init__(self, group: str, op: str, seq: int, fingerprint: int, nbytes: int) -> None:
+        self.group = group
+        self.op = op
+        self.seq = seq
+        self.fingerprint = fingerprint
+        self.nbytes = nbytes
+        self.issued = time.perf_counter()
+        self.finished = 0.0
+        self.error: str | None = None
+
+    @property
+    def state(self) -> str:
+        return "failed" if self.error else "completed" if self.finished else "pending"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the entry with its fingerprint spelled out."""
+        seen = {name: getattr(self, name) for name in ("group", "op", "seq", "nbytes", "issued", "finished", "error")}
+        believed = Fingerprint.unpack(self.fingerprint)
+        return seen | {"state": self.state, "count": believed.count, "dtype": believed.dtype, "root": believed.root - 1}
+
+
+class Recorder:
+    """Keeps the last ``size`` operations."""
+
+    def __init__(self, rank: int, world_size: int, size: int) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self._entries: deque[Entry] = deque(maxlen=max(1, size))
+
+    def add(self, entry: Entry) -> None:
+        self._entries.append(entry)
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(list(self._entries))
+
+    def dump(self, folder: str, reason: str) -> str | None:
+        """Write what is kept to ``folder``; return the file's path, or None (and a line in the log) if that failed."""
+        path = os.path.join(folder, f"asyncdist-rank{self.rank}-{os.getpid()}.json")
+        content = {
+            "rank": self.rank,
+            "world_size": self.world_size,
+            "reason": reason,
+            "time": time.time(),
+            "clock": time.perf_counter(),
+            "entries": [entry.as_dict() for entry in self],
+        }
+        try:
+            os.makedirs(folder, exist_ok=True)
+            with open(path, "w", encoding="utf-8") as file:
+                json.dump(content, file, indent=1)
+        except OSError as cause:
+            log.error("cannot write the flight recorder to %s: %s", path, cause)
+            return None
+        log.warning("flight recorder written to %s", path)
+        return path

@@ -1,0 +1,381 @@
+"""Who moves the bytes: one machine of pending operations, driven by one thread at a time.
+
+A *machine* (the executor of one rank) knows how to move everything that can move without waiting, and which file
+descriptors to wait for when nothing can. `Progress` sees to it that somebody drives it:
+
+* a thread that blocks in ``wait()`` drives it itself and sleeps in ``poll`` (the inline driver), so that a blocking
+  call never hops to another thread and back;
+* an event loop drives it with ``add_reader`` and ``add_writer`` (the loop driver) when work is awaited or left to
+  itself. That is the loop in which the world was made, or the runtime's background loop for blocking programs;
+* who merely issues an operation makes a first attempt on the spot.
+
+An operation belongs to none of them: begun by one it may be finished by another. The rules:
+
+1. The machine is touched only under ``_lock``, and nobody sleeps while holding it.
+2. What has to happen under the lock is put into ``_inbox``; whoever gets the lock does it. Nobody queues for the lock
+   just to issue: after releasing it one looks at the inbox once more.
+3. At most one inline driver at a time (``_seat``); other blocked threads follow and are given the seat in turn.
+4. While there is an inline driver the loop keeps its hands off; who leaves the seat arms the loop if work is left.
+5. Users' callbacks run without the lock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import os
+import select
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from time import monotonic
+from typing import Protocol
+
+from asyncdist.errors import LoopThreadError
+from asyncdist.runtime import runtime
+
+READ, WRITE = select.POLLIN, select.POLLOUT
+Wait = tuple[int, int]
+
+_SLICE = 1e-3  # seconds for which the loop driver goes on before it lets the loop's other callbacks run
+
+
+class Finishable(Protocol):
+    """What a driver drives for: a Work."""
+
+    def is_completed(self) -> bool: ...
+
+    def add_done_callback(self, callback: Callable[..., object], /) -> None: ...
+
+
+class Machine(Protocol):
+    """Everything that is pending for one rank; its methods are called under the lock of its `Progress`."""
+
+    def advance(self, ready: Iterable[int] | None) -> bool:
+        """Move what can be moved, of the given descriptors or of all that want to; return whether anything moved."""
+
+    def waits(self) -> list[Wait]:
+        """Return the descriptors and events to wait for."""
+
+    def busy(self) -> bool:
+        """Return whether anything is pending that needs a driver."""
+
+    def next_deadline(self) -> float:
+        """Return the monotonic time at which `expire` has something to do; infinity for never."""
+
+    def expire(self, now: float) -> None:
+        """Fail what has run out of time."""
+
+    def interrupted(self, cause: BaseException) -> None:
+        """Fail everything: ``cause`` struck in the middle of a move, and nobody knows what was moved."""
+
+    def take_finished(self) -> list[Callable[[], None]]:
+        """Return and forget what is to be called, without the lock, for operations that have ended."""
+
+
+class _Bell:
+    """A descriptor that wakes a thread from its poll."""
+
+    def __init__(self) -> None:
+        if hasattr(os, "eventfd"):
+            self.reader = self.writer = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        else:
+            self.reader, self.writer = os.pipe()
+            os.set_blocking(self.reader, False)
+            os.set_blocking(self.writer, False)
+
+    def ring(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.write(self.writer, b"\1\0\0\0\0\0\0\0")
+
+    def clear(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.read(self.reader, 64)
+
+    def close(self) -> None:
+        for descriptor in {self.reader, self.writer}:
+            os.close(descriptor)
+
+
+class Progress:
+    """Sees to it that exactly one driver at a time advances a machine, and that there is one when it is needed.
+
+    ``home`` is the loop that drives when nobody blocks; ``None`` takes the runtime's background loop, and only
+    while something is pending.
+    """
+
+    def __init__(self, machine: Machine, home: asyncio.AbstractEventLoop | None = None) -> None:
+        self._machine = machine
+        self._home = home
+        self._lock = threading.Lock()
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._seat = threading.Lock()
+        self._followers: deque[threading.Event] = deque()
+        self._sleeping = False
+        self._bell: _Bell | None = None
+        self._kicked = False
+        self._watched: dict[int, int] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._retired: list[socket.socket] = []
+        self._closed = False
+
+    # -- for everyone --------------------------------------------------------------------------
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The loop that drives when nobody blocks."""
+        home = self._home
+        return runtime().loop if home is None or home.is_closed() else home
+
+    def submit(self, action: Callable[[], None]) -> None:
+        """Do ``action`` under the lock: now if it is free, else whoever holds it does."""
+        self._inbox.append(action)
+        while self._inbox and self._lock.acquire(blocking=False):
+            try:
+                self._turn(None)
+            finally:
+                self._lock.release()
+            self._deliver()
+        if self._sleeping:
+            self._ring()
+
+    def post(self, action: Callable[[], None]) -> None:
+        """Have a driver do ``action`` soon; safe to call while another machine's lock is held."""
+        self._inbox.append(action)
+        if self._sleeping:
+            self._ring()
+        elif not self._seat.locked() and (self._home is not None or self._watched or self._machine.busy()):
+            self._kick()
+
+    def retire(self, sock: socket.socket) -> None:
+        """Close a socket once no loop watches it. Called under the lock."""
+        if sock.fileno() in self._watched:
+            self._retired.append(sock)
+            self._kick()
+        else:
+            sock.close()
+
+    def _turn(self, ready: Iterable[int] | None) -> bool:
+        inbox, moved = self._inbox, False
+        try:
+            while inbox:
+                inbox.popleft()()
+                moved = True
+            return self._machine.advance(ready) or moved
+        except BaseException as cause:
+            self._machine.interrupted(cause)
+            raise
+
+    def _deliver(self) -> None:
+        for callback in self._machine.take_finished():
+            callback()
+
+    def _expire(self) -> None:
+        now = monotonic()
+        if now >= self._machine.next_deadline():
+            self._machine.expire(now)
+
+    # -- the inline driver ---------------------------------------------------------------------
+
+    def refuse_loop_thread(self, what: str) -> None:
+        """Raise LoopThreadError if a blocking wait in this thread would stop the very loop that it waits for."""
+        running = asyncio._get_running_loop()
+        if running is not None and running is self.loop:
+            raise LoopThreadError(what)
+
+    def run(self, action: Callable[[], None], work: Finishable, until: float) -> None:
+        """Do ``action``, which starts ``work``, and drive until that is completed."""
+        self._inbox.append(action)
+        self.drive(work, until)
+
+    def drive(self, work: Finishable, until: float) -> None:
+        """Block until ``work`` is completed or the monotonic time ``until`` has come, driving meanwhile."""
+        while not work.is_completed():
+            if self._seat.acquire(blocking=False):
+                try:
+                    self._drive_seated(work, until)
+                finally:
+                    self._seat.release()
+                    self._hand_over()
+                return
+            if not self._follow(work, until):
+                return
+
+    def _drive_seated(self, work: Finishable, until: float) -> None:
+        ready: Iterable[int] | None = None
+        while True:
+            waits: list[Wait] | None = None
+            with self._lock:
+                moved = self._turn(ready)
+                self._expire()
+                if not moved and not work.is_completed():
+                    waits = self._machine.waits()
+                    self._sleeping = True
+            self._deliver()
+            if work.is_completed() or monotonic() >= until:
+                self._sleeping = False
+                return
+            ready = None if waits is None else self._sleep(waits, until)
+
+    def _sleep(self, waits: list[Wait], until: float) -> list[int] | None:
+        """Sleep until a descriptor is ready, somebody rings, or it is time; return the ready ones."""
+        try:
+            if self._inbox:  # put there between our turn and our falling asleep
+                return None
+            bell = self._bell = self._bell or _Bell()
+            poll = select.poll()
+            poll.register(bell.reader, READ)
+            for descriptor, events in waits:
+                poll.register(descriptor, events)
+            left = min(until, self._machine.next_deadline()) - monotonic()
+            ready = [fd for fd, _ in poll.poll(None if left == math.inf else max(0, math.ceil(left * 1e3)))]
+        finally:
+            self._sleeping = False
+        if bell.reader in ready:
+            bell.clear()
+            return None
+        return ready
+
+    def _follow(self, work: Finishable, until: float) -> bool:
+        """Wait until another driver has completed ``work`` or left its seat; False if time is up."""
+        event = threading.Event()
+        self._followers.append(event)
+        work.add_done_callback(lambda _: event.set())
+        try:
+            self.submit(lambda: None)  # what `run` has put into the inbox must not wait for the sleeper
+            if self._seat.locked() and not work.is_completed():
+                event.wait(None if until == math.inf else max(0.0, until - monotonic()))
+            return monotonic() < until
+        finally:
+            self._followers.remove(event)
+
+    def _hand_over(self) -> None:
+        if self._followers:
+            for event in list(self._followers):
+                event.set()
+        elif self._inbox or self._machine.busy():
+            self.arm()
+
+    def _ring(self) -> None:
+        if self._bell is not None:
+            self._bell.ring()
+
+    # -- the loop driver -----------------------------------------------------------------------
+
+    def arm(self) -> None:
+        """See that the loop drives what is pending, unless somebody blocks and does it anyway."""
+        if self._seat.locked() or self._closed:
+            return
+        if asyncio._get_running_loop() is self.loop:
+            self._drive_on_loop()
+        else:
+            self._kick()
+
+    def poke(self, work: Finishable, spin: float) -> None:
+        """Try for up to ``spin`` seconds to complete ``work`` on the spot."""
+        until = monotonic() + spin
+        while not self._seat.locked() and self._lock.acquire(blocking=False):
+            try:
+                moved = self._turn(None)
+            finally:
+                self._lock.release()
+            self._deliver()
+            if work.is_completed() or (not moved and monotonic() >= until):
+                return
+
+    def _kick(self) -> None:
+        if not self._kicked and not self._closed:
+            self._kicked = True
+            with contextlib.suppress(RuntimeError):  # the loop was closed under us: nothing is left to drive
+                self.loop.call_soon_threadsafe(self._kicked_on_loop)
+
+    def _kicked_on_loop(self) -> None:
+        self._kicked = False
+        self._drive_on_loop()
+
+    def _drive_on_loop(self, descriptor: int | None = None) -> None:
+        if self._closed:
+            return
+        if self._seat.locked():
+            self._watch({})
+            return
+        until = monotonic() + _SLICE
+        with self._lock:
+            moved = self._turn(None if descriptor is None else (descriptor,))
+            while moved and monotonic() < until:
+                moved = self._turn(None)
+            self._expire()
+            wanted = self._machine.waits() if self._home is not None or self._machine.busy() else []
+            at = self._machine.next_deadline()
+        self._watch(dict(wanted))
+        self._set_timer(at)
+        self._deliver()
+        if moved or self._inbox:
+            self._kick()
+
+    def _watch(self, wanted: dict[int, int]) -> None:
+        """Make the loop watch exactly these descriptors. On the loop's thread only."""
+        watched = self._watched
+        if wanted != watched:
+            loop = self.loop
+            for fd in watched.keys() | wanted.keys():
+                before, after = watched.get(fd, 0), wanted.get(fd, 0)
+                if after & READ and not before & READ:
+                    loop.add_reader(fd, self._drive_on_loop, fd)
+                elif before & READ and not after & READ:
+                    loop.remove_reader(fd)
+                if after & WRITE and not before & WRITE:
+                    loop.add_writer(fd, self._drive_on_loop, fd)
+                elif before & WRITE and not after & WRITE:
+                    loop.remove_writer(fd)
+            self._watched = wanted
+        while self._retired:
+            self._retired.pop().close()
+
+    def _set_timer(self, at: float) -> None:
+        if self._timer is not None:
+            if self._timer_at == at:
+                return
+            self._timer.cancel()
+            self._timer = None
+        if at != math.inf:
+            self._timer_at = at
+            self._timer = self.loop.call_later(max(0.0, at - monotonic()), self._timed)
+
+    _timer_at = math.inf
+
+    def _timed(self) -> None:
+        self._timer = None
+        self._drive_on_loop()
+
+    def close(self) -> None:
+        """Stop driving; afterwards no loop watches anything of this machine's."""
+        if self._closed:
+            return
+        loop = self.loop
+        if asyncio._get_running_loop() is loop or not loop.is_running():
+            self._leave_loop()
+        elif self._watched or self._timer or self._kicked or self._retired:
+            done = threading.Event()
+            loop.call_soon_threadsafe(lambda: (self._leave_loop(), done.set()))
+            done.wait()
+        self._closed = True
+        if self._bell is not None:
+            bell, self._bell = self._bell, None
+            bell.close()
+
+    def _leave_loop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self.loop.is_closed():
+            self._watched = {}
+        self._watch({})
+        self._closed = True
+
+
+def running_loop() -> asyncio.AbstractEventLoop | None:
+    """Return the loop that runs in this thread, or None."""
+    return asyncio._get_running_loop()

@@ -1,0 +1,117 @@
+"""The arithmetic of reductions: one kernel per operation, and what to do for dtypes that torch has no kernel for.
+
+Sums of float16, bfloat16 and float8 are accumulated in float32 (`accumulator`). Unsigned integers, for which torch has
+few kernels, are added and multiplied as signed ones of the same width (two's complement makes them equal), and compared
+with numpy's kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from asyncdist.errors import UnsupportedError
+from asyncdist.ops import PremulSum, ReduceOp, Reduction
+
+Fold = Callable[[torch.Tensor, torch.Tensor, bool], None]
+"""``fold(into, other, swapped)``: into = into ∘ other, or other ∘ into when swapped; both flat and of one length."""
+
+_TORCH: dict[ReduceOp, Callable[..., torch.Tensor]] = {
+    ReduceOp.SUM: torch.add,
+    ReduceOp.PRODUCT: torch.mul,
+    ReduceOp.MIN: torch.minimum,
+    ReduceOp.MAX: torch.maximum,
+    ReduceOp.BAND: torch.bitwise_and,
+    ReduceOp.BOR: torch.bitwise_or,
+    ReduceOp.BXOR: torch.bitwise_xor,
+}
+_NUMPY: dict[ReduceOp, Callable[..., Any]] = {ReduceOp.MIN: np.minimum, ReduceOp.MAX: np.maximum}
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+_BITWISE = frozenset((ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR))
+_ORDERED = frozenset((ReduceOp.MIN, ReduceOp.MAX))
+_NARROW = frozenset(
+    getattr(torch, name)
+    for name in [
+        "float16",
+        "bfloat16",
+        "float8_e4m3fn",
+        "float8_e5m2",
+        "float8_e4m3fnuz",
+        "float8_e5m2fnuz",
+        "float8_e8m0fnu",
+    ]
+    if hasattr(torch, name)
+)
+
+
+def kernel_of(op: Reduction) -> ReduceOp:
+    """Return the plain reduction that an operation's kernel computes: averages and scaled sums are sums."""
+    if isinstance(op, PremulSum) or op is ReduceOp.AVG:
+        return ReduceOp.SUM
+    return op
+
+
+def check(op: Reduction, dtype: torch.dtype) -> None:
+    """Raise UnsupportedError if the reduction makes no sense for the dtype."""
+    kernel = kernel_of(op)
+    floating = dtype.is_floating_point or dtype.is_complex
+    if kernel in _BITWISE and floating:
+        raise UnsupportedError(f"{op.name} works on integers and booleans, not on {dtype}")
+    if kernel in _ORDERED and dtype.is_complex:
+        raise UnsupportedError(f"{op.name} needs an order, and {dtype} has none")
+    if (op is ReduceOp.AVG or isinstance(op, PremulSum)) and not floating:
+        raise UnsupportedError(f"{op.name} works on floating-point and complex tensors, not on {dtype}: use SUM")
+    if dtype is getattr(torch, "float4_e2m1fn_x2", None):
+        raise UnsupportedError(f"{dtype} can be moved but not reduced")
+
+
+def accumulator(op: Reduction, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which to accumulate: float32 for narrow floats, complex64 for complex32, else the same."""
+    if dtype in _NARROW:
+        return torch.float32
+    return torch.complex64 if dtype is torch.complex32 else dtype
+
+
+def fold_of(op: Reduction, dtype: torch.dtype) -> Fold:
+    """Return the function that folds one run of elements into another of accumulator dtype ``dtype``."""
+    kernel = kernel_of(op)
+    if dtype in _SIGNED:
+        if kernel in _ORDERED:
+            return _numpy_fold(_NUMPY[kernel])
+        return _signed_fold(_TORCH[kernel], _SIGNED[dtype])
+    return _FOLDS[kernel]
+
+
+def _torch_fold(kernel: Callable[..., torch.Tensor]) -> Fold:
+    def fold(into: torch.Tensor, other: torch.Tensor, swapped: bool) -> None:
+        if other.dtype is not into.dtype:
+            other = other.to(into.dtype)
+        if swapped:
+            kernel(other, into, out=into)
+        else:
+            kernel(into, other, out=into)
+
+    return fold
+
+
+def _signed_fold(kernel: Callable[..., torch.Tensor], signed: torch.dtype) -> Fold:
+    plain = _torch_fold(kernel)
+
+    def fold(into: torch.Tensor, other: torch.Tensor, swapped: bool) -> None:
+        plain(into.view(signed), other.view(signed), swapped)
+
+    return fold
+
+
+def _numpy_fold(kernel: Callable[..., Any]) -> Fold:
+    def fold(into: torch.Tensor, other: torch.Tensor, swapped: bool) -> None:
+        target = into.numpy()
+        kernel(target, other.numpy(), out=target)
+
+    return fold
+
+
+_FOLDS: dict[ReduceOp, Fold] = {op: _torch_fold(kernel) for op, kernel in _TORCH.items()}

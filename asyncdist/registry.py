@@ -1,0 +1,73 @@
+"""Which transports there are: everything that is announced under the entry-point group ``asyncdist.transports``.
+
+Ours come in by the same door as a third party's.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+
+from asyncdist.errors import TransportUnavailableError, UsageError
+from asyncdist.transport import Transport
+
+GROUP = "asyncdist.transports"
+
+# Back ends of torch.distributed, by which old scripts ask for "whatever suits the device".
+_AUTO = frozenset(("auto", "gloo", "mpi", "nccl", "ucc", "undefined", "asyncdist"))
+
+
+@cache
+def _announced() -> dict[str, EntryPoint]:
+    return {point.name: point for point in entry_points(group=GROUP)}
+
+
+def names() -> list[str]:
+    """Return the names of all announced transports."""
+    return sorted(_announced())
+
+
+@cache
+def load(name: str) -> type[Transport]:
+    """Return the class of a transport; TransportUnavailableError if there is none of that name or it cannot load."""
+    point = _announced().get(name)
+    if point is None:
+        raise TransportUnavailableError(f"there is no transport {name!r}; there are {', '.join(names()) or 'none'}")
+    try:
+        loaded: type[Transport] = point.load()
+    except ImportError as cause:
+        raise TransportUnavailableError(f"the transport {name!r} cannot be loaded: {cause}") from cause
+    return loaded
+
+
+def selected(backend: str | None) -> list[type[Transport]]:
+    """Return the transports that a ``backend`` argument stands for, the preferred first.
+
+    ``None``, ``"auto"`` and torch's back-end names (also by device, ``"cpu:gloo,cuda:nccl"``) take every transport that
+    can be used here; any other name takes that one. TransportUnavailableError says why one cannot be used.
+    """
+    name = _for_cpu(backend)
+    if name not in _AUTO:
+        transport = load(name)
+        reason = transport.probe()
+        if reason is not None:
+            raise TransportUnavailableError(f"the transport {name!r} cannot be used here: {reason}")
+        return [transport]
+    usable = [kind for kind in map(load, names()) if kind.probe() is None]
+    if not usable:
+        raise TransportUnavailableError("no transport can be used here; `asyncdist info` says why for each")
+    return sorted(usable, key=lambda kind: -kind.preference)
+
+
+def _for_cpu(backend: str | None) -> str:
+    """Return the back end for CPU tensors in torch's ``"device:name,device:name"`` notation."""
+    text = (backend or "auto").strip().lower()
+    if ":" not in text:
+        return text
+    by_device: dict[str, str] = {}
+    for pair in text.split(","):
+        device, colon, name = pair.partition(":")
+        if not colon or not device.strip() or not name.strip():
+            raise UsageError(f'backend={backend!r} is not of the form "cpu:tcp,cuda:nccl"')
+        by_device[device.strip()] = name.strip()
+    return by_device.get("cpu", "auto")

@@ -1,0 +1,205 @@
+"""The handle of one started operation: await it, block on it, or hang a callback on it.
+
+A `Work` has no colour. It is completed once, by whichever driver finishes the operation; waiting for it in any way
+never owns it: a cancelled or timed-out waiter stops waiting, and the operation goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+import math
+import threading
+from collections.abc import Callable, Generator
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from asyncdist.deadline import Timeout, seconds
+from asyncdist.errors import UsageError, WaitTimeoutError
+
+if TYPE_CHECKING:
+    import torch
+
+    from asyncdist.progress import Progress
+
+log = logging.getLogger("asyncdist")
+
+
+class Work:
+    """One operation, started and going on by itself.
+
+    ``description`` names it in errors; ``tensors`` are what `get_future` resolves to; ``source`` is the world rank that
+    a receive from any rank was matched with, once it is completed.
+    """
+
+    __slots__ = ("__weakref__", "_callbacks", "_done", "_error", "_future", "_progress", "_seen", "_spin", "_value")
+
+    def __init__(self, progress: Progress | None = None, *, spin: float = 0.0) -> None:
+        self._progress = progress
+        self._spin = spin
+        self._done = False
+        self._seen = False
+        self._value: Any = None
+        self._error: BaseException | None = None
+        self._callbacks: list[Callable[[Work], object]] | None = None
+        self._future: Any = None
+
+    # -- completing (the executor's side) ------------------------------------------------------
+
+    def finish(self, value: Any = None, error: BaseException | None = None) -> None:
+        """Complete the work; its callbacks are then due (`run_callbacks`)."""
+        self._value, self._error, self._done = value, error, True
+
+    @property
+    def has_callbacks(self) -> bool:
+        return bool(self._callbacks)
+
+    def run_callbacks(self) -> None:
+        """Call what was hung on the completed work, once; an exception in a callback is logged."""
+        while self._callbacks:
+            callbacks, self._callbacks = self._callbacks, None
+            for callback in callbacks:
+                try:
+                    callback(self)
+                except Exception:
+                    log.exception("a callback of %r raised", self)
+
+    # -- looking -------------------------------------------------------------------------------
+
+    def is_completed(self) -> bool:
+        """Return whether the operation has ended, well or badly."""
+        return self._done
+
+    def is_success(self) -> bool:
+        """Return whether the operation has ended well."""
+        return self._done and self._error is None
+
+    def exception(self) -> BaseException | None:
+        """Return what the operation failed with; None if it went well or still goes on."""
+        self._seen = True
+        return self._error
+
+    def result(self) -> Any:
+        """Return the operation's value; raise what it failed with, or UsageError while it goes on."""
+        if not self._done:
+            raise UsageError("the operation still goes on: await it, or call wait() first")
+        return self._outcome()
+
+    def _outcome(self) -> Any:
+        if self._error is not None:
+            self._seen = True
+            raise self._error
+        return self._value
+
+    # -- waiting -------------------------------------------------------------------------------
+
+    def wait(self, timeout: Timeout = None) -> Any:
+        """Block until the operation has ended and return its value.
+
+        ``timeout`` (seconds or timedelta) limits the waiting only: WaitTimeoutError leaves the operation going.
+        Raises what the operation failed with, and LoopThreadError on the thread whose loop drives it.
+        """
+        if not self._done and self._progress is not None:
+            self._progress.refuse_loop_thread("this operation")
+            limit = seconds(timeout)
+            self._progress.drive(self, math.inf if limit == math.inf else monotonic() + limit)
+            if not self._done:
+                raise WaitTimeoutError(
+                    f"not completed within {limit:g} s; the operation goes on, wait again or abort the group"
+                )
+        return self._outcome()
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        if not self._done and self._progress is not None:
+            self._progress.poke(self, self._spin)
+            if not self._done:
+                yield from self._suspend(self._progress)
+        return self._outcome()
+
+    def _suspend(self, progress: Progress) -> Generator[Any, None, None]:
+        loop = asyncio.get_running_loop()
+        woken: asyncio.Future[None] = loop.create_future()
+
+        def wake() -> None:
+            if not woken.done():
+                woken.set_result(None)
+
+        def completed(_: Work) -> None:
+            if asyncio._get_running_loop() is loop:
+                wake()
+            elif not loop.is_closed():
+                loop.call_soon_threadsafe(wake)
+
+        self.add_done_callback(completed)
+        progress.arm()
+        try:
+            if not self._done:
+                yield from woken
+        finally:
+            self._discard(completed)
+
+    def add_done_callback(self, callback: Callable[[Work], object]) -> None:
+        """Call ``callback(work)`` when the operation has ended, at once if it has; from any thread, so keep it short."""
+        if self._callbacks is None:
+            self._callbacks = [callback]
+        else:
+            self._callbacks.append(callback)
+        if self._done:  # it may have ended while we were appending: whoever takes the list calls it
+            self.run_callbacks()
+
+    def _discard(self, callback: Callable[[Work], object]) -> None:
+        callbacks = self._callbacks
+        if callbacks is not None and callback in callbacks:
+            callbacks.remove(callback)
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Return a `torch.futures.Future` of the operation's value; one and the same at every call.
+
+        It is completed on a thread of its own kind, never on the loop's: its callbacks run inline and may block.
+        """
+        if self._future is None:
+            import torch
+
+            self._future = torch.futures.Future()
+            self.add_done_callback(_complete_later)
+        future: torch.futures.Future[Any] = self._future
+        return future
+
+    def __repr__(self) -> str:
+        state = "going on" if not self._done else f"failed: {self._error}" if self._error else "completed"
+        return f"<Work {state}>"
+
+    def __del__(self) -> None:
+        if self._error is not None and not self._seen:
+            log.error("an operation failed and nobody looked: %s", self._error)
+
+
+def completed(value: Any = None) -> Work:
+    """Return a work that has ended already, for what needed no communication."""
+    work = Work()
+    work.finish(value)
+    return work
+
+
+# -- torch futures ----------------------------------------------------------------------------------
+
+_completers: concurrent.futures.ThreadPoolExecutor | None = None
+_completers_lock = threading.Lock()
+
+
+def _complete_later(work: Work) -> None:
+    global _completers
+    with _completers_lock:
+        if _completers is None:
+            # A callback may block on another operation's future, so one thread would not do.
+            _completers = concurrent.futures.ThreadPoolExecutor(32, thread_name_prefix="asyncdist-futures")
+    _completers.submit(_complete, work)
+
+
+def _complete(work: Work) -> None:
+    future, error = work._future, work.exception()
+    if error is None:
+        future.set_result(work.result())
+    else:
+        future.set_exception(error)

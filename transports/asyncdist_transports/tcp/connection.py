@@ -1,0 +1,235 @@
+"""A connection from its first packet to its last: opened or accepted, proven, used, ended."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import select
+import socket
+import struct
+from collections import deque
+from time import monotonic
+
+from asyncdist.errors import AsyncdistError, ProtocolError
+from asyncdist.framing import GOODBYE
+from asyncdist.handshake import Handshake, accept, dial
+from asyncdist.transport import Host, Outgoing
+from asyncdist_transports.tcp.wire import Ended, Reader, Writer, goodbye
+
+READ, WRITE = select.POLLIN, select.POLLOUT
+HELLO = struct.Struct("<IHxx")  # rank, lane
+
+
+def purpose(host: Host) -> str:
+    """Return what a connection of this world proves itself for; one world's proof is worth nothing in another."""
+    return f"peer of world {host.world_id}"
+
+
+class Proving:
+    """Runs a handshake over a non-blocking socket, as far as bytes have come."""
+
+    def __init__(self, sock: socket.socket, steps: Handshake) -> None:
+        self._sock = sock
+        self._steps = steps
+        self._got = bytearray()
+        self._need = 0
+        self._next(None)
+
+    def _next(self, answer: bytes | None) -> None:
+        step = self._steps.send(answer) if answer is not None else next(self._steps)
+        while isinstance(step, bytes):
+            self._sock.sendall(step)  # a few dozen bytes on an empty socket buffer
+            step = next(self._steps)
+        self._need = step
+
+    def go_on(self) -> bool:
+        """Take what has come; True when the handshake is over. Raises what the handshake raises, and Ended."""
+        while True:
+            chunk = self._sock.recv(self._need - len(self._got))
+            if not chunk:
+                raise Ended("connection closed during the handshake")
+            self._got += chunk
+            if len(self._got) == self._need:
+                answer = bytes(self._got)
+                self._got.clear()
+                try:
+                    self._next(answer)
+                except StopIteration:
+                    return True
+
+
+class Outbound:
+    """A connection that we open to write to a peer."""
+
+    def __init__(self, peer: int, lane: int, where: tuple[str, int], host: Host) -> None:
+        self.peer = peer
+        self._lane = lane
+        self._where = where
+        self._host = host
+        self._sock = _new_socket(where[0])
+        self._early: deque[Outgoing] = deque()
+        self._proving: Proving | None = None
+        self._writer: Writer | None = None
+        self._reader: Reader | None = None
+        self.closed = False
+        code = self._sock.connect_ex(where)
+        if code not in (0, errno.EINPROGRESS):
+            self._failed = os.strerror(code)
+        else:
+            self._failed = ""
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    @property
+    def queued(self) -> bool:
+        """Whether messages wait to be sent."""
+        return bool(self._early or (self._writer and self._writer.queue))
+
+    def send(self, message: Outgoing) -> bool:
+        if self._writer is None:
+            self._early.append(message)
+            return False
+        return self._writer.send(message)
+
+    def waits(self) -> int:
+        if self._writer is not None:
+            return READ | WRITE if self._writer.queue else READ
+        return READ if self._proving is not None else WRITE
+
+    @property
+    def eager(self) -> bool:
+        return self.queued
+
+    def pump(self) -> bool:
+        """Connect, prove, flush, listen for notices; whatever is next. Raises Ended and AsyncdistError."""
+        if self._failed:
+            raise Ended(self._failed)
+        if self._writer is None:
+            return self._establish()
+        assert self._reader is not None
+        moved = self._writer.flush()
+        return self._reader.read() or moved
+
+    def _establish(self) -> bool:
+        try:
+            if self._proving is None:
+                if not select_writable(self._sock):
+                    return False
+                code = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                if code:
+                    raise Ended(os.strerror(code))
+                steps = dial(self._host.config.token, purpose(self._host), secrets.token_bytes(32))
+                self._proving = Proving(self._sock, steps)
+            if not self._proving.go_on():
+                return False
+            self._sock.sendall(HELLO.pack(self._host.rank, self._lane))
+        except BlockingIOError:
+            return False
+        except OSError as cause:
+            raise Ended(cause.strerror or str(cause)) from cause
+        self._reader = Reader(self._sock, self.peer, self._host, None)
+        self._writer = Writer(self._sock)
+        self._writer.queue, self._early = self._early, self._writer.queue
+        self._writer.flush()
+        return True
+
+    def close(self, *, say_goodbye: bool) -> None:
+        if not self.closed:
+            self.closed = True
+            whole = self._writer is not None and not any(message.sent for message in self._writer.queue)
+            _end(self._sock, self._host, say_goodbye and whole)
+
+
+class Inbound:
+    """A connection that somebody opened to write to us: nobody in particular until it has proven itself."""
+
+    def __init__(self, sock: socket.socket, host: Host) -> None:
+        self._sock = sock
+        self._host = host
+        self.peer: int | None = None
+        self.since = monotonic()
+        self._proving: Proving | None = Proving(sock, accept(host.config.token, purpose(host), secrets.token_bytes(32)))
+        self._hello = bytearray()
+        self._reader: Reader | None = None
+        self.closed = False
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    def waits(self) -> int:
+        return 0 if self._reader is not None and self._reader.blocked else READ
+
+    @property
+    def eager(self) -> bool:
+        return self._reader is not None and self._reader.eager
+
+    @property
+    def midway(self) -> bool:
+        return self._reader is not None and self._reader.midway
+
+    def pump(self) -> bool:
+        """Prove, then read; raises Ended and AsyncdistError."""
+        if self._reader is not None:
+            return self._reader.read()
+        try:
+            if self._proving is not None and self._proving.go_on():
+                self._proving = None
+            while len(self._hello) < HELLO.size:
+                chunk = self._sock.recv(HELLO.size - len(self._hello))
+                if not chunk:
+                    raise Ended("connection closed during the handshake")
+                self._hello += chunk
+        except BlockingIOError:
+            return False
+        except OSError as cause:
+            raise Ended(cause.strerror or str(cause)) from cause
+        rank, _lane = HELLO.unpack(self._hello)
+        if not 0 <= rank < self._host.world_size or rank == self._host.rank:
+            raise ProtocolError(f"a connection that claims to come from rank {rank}")
+        self.peer = rank
+        self._reader = Reader(self._sock, rank, self._host, self._host.inbox(rank))
+        self._reader.read()
+        return True
+
+    def close(self, *, say_goodbye: bool) -> None:
+        if not self.closed:
+            self.closed = True
+            _end(self._sock, self._host, say_goodbye and self._reader is not None)
+
+
+def _end(sock: socket.socket, host: Host, say_goodbye: bool) -> None:
+    if say_goodbye:
+        with contextlib.suppress(OSError):
+            sock.send(goodbye(GOODBYE))
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_WR)
+    host.retire(sock)
+
+
+def _new_socket(address: str) -> socket.socket:
+    sock = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+    prepare(sock)
+    return sock
+
+
+def prepare(sock: socket.socket) -> None:
+    """Set the options that every connection has."""
+    sock.setblocking(False)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 6)):
+        if hasattr(socket, option):  # a host that vanished without a word is noticed within 40 s
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+
+def select_writable(sock: socket.socket) -> bool:
+    """Return whether a connect has come to an end, well or badly."""
+    poll = select.poll()
+    poll.register(sock, WRITE)
+    return bool(poll.poll(0))
+
+
+__all__ = ["AsyncdistError", "Ended", "Inbound", "Outbound", "prepare"]

@@ -1,0 +1,181 @@
+"""The TCP transport of one rank: its listener, and every connection that it has opened or accepted."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import socket
+from collections.abc import Iterable
+from time import monotonic
+from typing import Any, ClassVar
+
+from asyncdist.errors import AddressError, AsyncdistError
+from asyncdist.framing import KEY
+from asyncdist.transport import Address, Host, Link, Outgoing, Transport, Wait
+from asyncdist_transports.tcp.connection import READ, Ended, Inbound, Outbound, prepare
+
+log = logging.getLogger("asyncdist.tcp")
+
+
+class TcpTransport(Transport):
+    """Non-blocking TCP sockets, driven by whoever drives the world."""
+
+    name: ClassVar[str] = "tcp"
+    preference: ClassVar[int] = 10
+
+    def __init__(self, host: Host) -> None:
+        super().__init__(host)
+        self._listener: socket.socket | None = None
+        self._connections: dict[int, Inbound | Outbound] = {}
+        self._unproven = 0
+
+    @classmethod
+    def probe(cls) -> str | None:
+        return None
+
+    # -- coming and going ----------------------------------------------------------------------
+
+    def listen(self, where: str) -> dict[str, Any]:
+        family = socket.AF_INET6 if ":" in where else socket.AF_INET
+        self._listener = listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listener.setblocking(False)
+            listener.bind((where, 0))
+            listener.listen(4096)
+        except OSError as cause:
+            listener.close()
+            self._listener = None
+            raise AddressError(
+                f"cannot listen on {where}: {cause.strerror or cause}; choose an interface with ASYNCDIST_SOCKET_IFNAME"
+            ) from cause
+        return {"host": where, "port": listener.getsockname()[1]}
+
+    def reaches(self, address: Address) -> bool:
+        return True
+
+    def link(self, peer: int, address: Address) -> TcpLink:
+        return TcpLink(peer, (address["host"], address["port"]), self)
+
+    def open(self, peer: int, lane: int, where: tuple[str, int]) -> Outbound:
+        """Begin to open one lane to a peer."""
+        connection = Outbound(peer, lane, where, self.host)
+        self._connections[connection.fileno()] = connection
+        return connection
+
+    def hears(self, peer: int) -> bool:
+        """Return whether the peer has a connection to us, by whose end we would learn that it died."""
+        return any(c.peer == peer for c in self._connections.values() if isinstance(c, Inbound))
+
+    def close(self) -> None:
+        if self._listener is not None:
+            self.host.retire(self._listener)
+            self._listener = None
+        for connection in list(self._connections.values()):
+            self.drop(connection, say_goodbye=True)
+
+    def drop(self, connection: Inbound | Outbound, *, say_goodbye: bool) -> None:
+        """Close a connection and forget it."""
+        self._connections.pop(connection.fileno(), None)
+        connection.close(say_goodbye=say_goodbye)
+
+    # -- moving --------------------------------------------------------------------------------
+
+    def advance(self, ready: Iterable[int] | None) -> bool:
+        moved = False
+        if ready is None:
+            for connection in list(self._connections.values()):
+                if connection.eager:
+                    moved = self._pump(connection) or moved
+            return moved
+        for descriptor in ready:
+            known = self._connections.get(descriptor)
+            if known is not None:
+                moved = self._pump(known) or moved
+            elif self._listener is not None and self._listener.fileno() == descriptor:
+                moved = self._accept() or moved
+        return moved
+
+    def waits(self) -> list[Wait]:
+        waits = [(fd, events) for fd, c in self._connections.items() if (events := c.waits())]
+        if self._listener is not None:
+            waits.append((self._listener.fileno(), READ))
+        return waits
+
+    def busy(self) -> bool:
+        return any(isinstance(c, Outbound) and c.queued for c in self._connections.values())
+
+    def _pump(self, connection: Inbound | Outbound) -> bool:
+        try:
+            return connection.pump()
+        except Ended as end:
+            self._ended(connection, str(end))
+        except AsyncdistError as error:
+            self._ended(connection, str(error))
+        return True
+
+    def _ended(self, connection: Inbound | Outbound, reason: str) -> None:
+        self.drop(connection, say_goodbye=False)
+        peer = connection.peer
+        if peer is None:
+            log.warning("refused a connection: %s", reason)
+        elif isinstance(connection, Inbound) or connection.queued or not self.hears(peer):
+            self.host.lost(peer, reason)
+
+    def _accept(self) -> bool:
+        assert self._listener is not None
+        self._drop_overdue()
+        moved = False
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                try:
+                    sock, _ = self._listener.accept()
+                except OSError as cause:
+                    if cause.errno in (errno.EMFILE, errno.ENFILE):
+                        log.error("cannot take a connection: %s; raise the limit on open files (ulimit -n)", cause)
+                        return moved
+                    if isinstance(cause, BlockingIOError):
+                        raise
+                    continue  # it was gone again before we took it
+                prepare(sock)
+                connection = Inbound(sock, self.host)
+                self._connections[sock.fileno()] = connection
+                self._pump(connection)
+                moved = True
+        return moved
+
+    def _drop_overdue(self) -> None:
+        """Close connections that have had their time to prove themselves, now that others want in."""
+        latest = monotonic() - self.host.config.handshake_timeout
+        for connection in list(self._connections.values()):
+            if connection.peer is None and isinstance(connection, Inbound) and connection.since < latest:
+                self._ended(connection, "it did not prove itself in time")
+
+
+class TcpLink(Link):
+    """The lanes to one peer, opened when first used."""
+
+    def __init__(self, peer: int, where: tuple[str, int], transport: TcpTransport) -> None:
+        super().__init__(peer)
+        self._where = where
+        self._transport = transport
+        self._count = max(1, transport.host.config.lanes)
+        self._lanes: list[Outbound | None] = [None] * self._count
+
+    def send(self, message: Outgoing) -> bool:
+        lane = KEY.unpack_from(message.header)[2] % self._count if self._count > 1 else 0
+        connection = self._lanes[lane] or self._open(lane)
+        return connection.send(message)
+
+    def open(self) -> None:
+        if self._lanes[0] is None and not self._transport.hears(self.peer):
+            self._open(0)
+
+    def _open(self, lane: int) -> Outbound:
+        connection = self._lanes[lane] = self._transport.open(self.peer, lane, self._where)
+        return connection
+
+    def close(self) -> None:
+        for connection in self._lanes:
+            if connection is not None and not connection.closed:
+                self._transport.drop(connection, say_goodbye=True)

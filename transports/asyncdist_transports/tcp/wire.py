@@ -1,0 +1,242 @@
+"""One open connection: messages out of a queue, messages into whatever the inbox names."""
+
+from __future__ import annotations
+
+import socket
+from collections import deque
+
+from asyncdist.errors import ProtocolError
+from asyncdist.framing import DATA, HEADER_NBYTES, KEY_NBYTES, KINDS, pack_header, pack_key, unpack_tail
+from asyncdist.transport import Discard, Host, Inbox, Outgoing, Receive
+
+QUANTUM = 1 << 20  # bytes moved one way before the other way gets its turn
+NOTICE_NBYTES = 1 << 16  # longest body of an abort or goodbye
+
+
+class Ended(Exception):
+    """The stream is over; ``reason`` in words."""
+
+
+class Writer:
+    """The sending half: a queue of messages, the first of them perhaps partly gone."""
+
+    __slots__ = ("_sock", "queue")
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self.queue: deque[Outgoing] = deque()
+
+    def send(self, message: Outgoing) -> bool:
+        """Send at once if nothing is before it; return True if all of it has left."""
+        if self.queue:
+            self.queue.append(message)
+            return False
+        try:
+            message.sent = self._sock.sendmsg((message.header, message.body[:QUANTUM]))
+        except BlockingIOError:
+            pass
+        except OSError:  # the reading half will find the end and report it, after what the peer still had to say
+            pass
+        if message.sent == HEADER_NBYTES + len(message.body):
+            message.done = True
+            return True
+        self.queue.append(message)
+        return False
+
+    def flush(self) -> bool:
+        """Send what can be sent, up to a quantum; return whether anything was."""
+        queue, budget = self.queue, QUANTUM
+        try:
+            while queue and budget > 0:
+                message = queue[0]
+                if message.done and not message.sent:  # given up before its first byte left
+                    queue.popleft()
+                    continue
+                budget -= self._send_some(message)
+                if message.sent == HEADER_NBYTES + len(message.body):
+                    queue.popleft()
+                    if not message.done:
+                        message.finish()
+        except BlockingIOError:
+            pass
+        except OSError as cause:
+            raise Ended(str(cause)) from cause
+        return budget < QUANTUM
+
+    def _send_some(self, message: Outgoing) -> int:
+        at = message.sent - HEADER_NBYTES
+        if at < 0:
+            sent = self._sock.sendmsg((message.header[message.sent :], message.body[:QUANTUM]))
+        else:
+            sent = self._sock.send(message.body[at : at + QUANTUM])
+        message.sent += sent
+        return sent
+
+
+class Notice(Receive):
+    """An abort or goodbye: its body goes to the host rather than to an operation."""
+
+    __slots__ = ("_bytes", "_host", "_kind")
+
+    def __init__(self, peer: int, key: bytes, nbytes: int, kind: int, host: Host) -> None:
+        self._bytes = bytearray(nbytes)
+        super().__init__(peer, key, 0, memoryview(self._bytes), None)
+        self._kind = kind
+        self._host = host
+
+    def finish(self) -> None:
+        self.done = True
+        self._host.control(self.peer, self._kind, self.key, bytes(self._bytes))
+
+
+class Reader:
+    """The receiving half: a header, then its body into the receive that the inbox names, and again.
+
+    A header and the body that is expected behind it are read by one system call, the body straight to where it belongs
+    if the message is the expected one. If it is another, what was read of it is put back into ``_backlog`` and read
+    again from there. Without an ``inbox`` only notices are taken.
+    """
+
+    __slots__ = (
+        "_backlog", "_blocked", "_got", "_head", "_head_view", "_host", "_inbox", "_left", "_receive", "_room", "_sock",
+        "fingerprint", "key", "nbytes", "peer",
+    )  # fmt: skip
+
+    def __init__(self, sock: socket.socket, peer: int, host: Host, inbox: Inbox | None) -> None:
+        self._sock = sock
+        self.peer = peer
+        self._host = host
+        self._inbox = inbox
+        self._head = bytearray(HEADER_NBYTES)
+        self._head_view = memoryview(self._head)
+        self._got = 0
+        self._backlog: memoryview | None = None
+        self._receive: Receive | None = None
+        self._room: memoryview | None = None
+        self._left = 0
+        self._blocked = False
+        self.key, self.fingerprint, self.nbytes = b"", 0, 0
+
+    @property
+    def blocked(self) -> bool:
+        """Whether a message waits on the wire because nobody has posted for it."""
+        return self._blocked
+
+    @property
+    def eager(self) -> bool:
+        """Whether it is worth trying to read without being told that there is something."""
+        if self._blocked:
+            return False
+        return self._receive is not None or self._backlog is not None or bool(self._inbox and self._inbox.posted)
+
+    @property
+    def midway(self) -> bool:
+        """Whether a message has begun to come and is not whole."""
+        return self._got > 0 or self._receive is not None or self._blocked
+
+    def read(self) -> bool:
+        """Read what has come, up to a quantum; return whether anything had. Raises Ended and ProtocolError."""
+        budget = QUANTUM
+        try:
+            while budget > 0 and not self._blocked:
+                budget -= self._read_head() if self._receive is None else self._read_body()
+        except BlockingIOError:
+            pass
+        except OSError as cause:
+            raise Ended(cause.strerror or str(cause)) from cause
+        return budget < QUANTUM
+
+    def resume(self, receive: Receive) -> None:
+        """Go on with the body of the message that was blocked."""
+        self._blocked = False
+        self._start(receive)
+
+    def _read_head(self) -> int:
+        expected = None
+        if self._got == 0 and self._backlog is None and self._inbox is not None:
+            expected = self._inbox.first()
+        if expected is None:
+            count = self._read_into(self._head_view[self._got :])
+        else:
+            count = self._sock.recvmsg_into((self._head, expected.room))[0]
+            if count == 0:
+                raise Ended("connection closed")
+        self._got += count
+        if self._got >= HEADER_NBYTES:
+            beyond, self._got = self._got - HEADER_NBYTES, 0
+            self._begin(expected, beyond)
+        return count
+
+    def _begin(self, expected: Receive | None, beyond: int) -> None:
+        """A header is whole, and ``beyond`` bytes behind it lie in the expected receive's room: whose are they?"""
+        key = bytes(self._head_view[:KEY_NBYTES])
+        fingerprint, nbytes, kind = unpack_tail(self._head)
+        if kind not in KINDS or nbytes > (self._host.config.max_message_nbytes if kind == DATA else NOTICE_NBYTES):
+            raise ProtocolError(f"a frame of kind {kind} that claims {nbytes} bytes: the stream is damaged")
+        if kind == DATA:
+            if self._inbox is None:
+                raise ProtocolError("a message came the wrong way")
+            receive = self._inbox.arrive(key, fingerprint, nbytes)
+        else:
+            receive = Notice(self.peer, key, nbytes, kind, self._host)
+        if receive is expected and receive is not None:
+            self._start(receive)
+            if beyond:
+                self._took(beyond)
+            return
+        if beyond and expected is not None:
+            self._backlog = memoryview(bytes(expected.room[:beyond]))
+        if receive is not None:
+            self._start(receive)
+        elif self._inbox is not None:
+            self.key, self.fingerprint, self.nbytes = key, fingerprint, nbytes
+            self._blocked = True
+            self._inbox.block(self)
+
+    def _start(self, receive: Receive) -> None:
+        self._left = receive.nbytes
+        if self._left:
+            self._receive, self._room = receive, receive.room
+        else:
+            receive.finish()
+
+    def _read_body(self) -> int:
+        receive = self._receive
+        assert receive is not None
+        if receive.done:  # given up while it came: its memory is no longer ours, the rest goes into the bin
+            self._start(Discard(self.peer, receive.key, self._left))
+        assert self._room is not None
+        count = self._read_into(self._room)
+        self._took(count)
+        return count
+
+    def _took(self, count: int) -> None:
+        receive, room = self._receive, self._room
+        assert receive is not None
+        assert room is not None
+        self._left -= count
+        if count < len(room):
+            self._room = room[count:]
+            return
+        self._room = receive.filled()
+        if self._room is None:
+            self._receive = None
+            if not receive.done:
+                receive.finish()
+
+    def _read_into(self, room: memoryview) -> int:
+        backlog = self._backlog
+        if backlog is not None:
+            count = min(len(backlog), len(room))
+            room[:count] = backlog[:count]
+            self._backlog = backlog[count:] if count < len(backlog) else None
+            return count
+        count = self._sock.recv_into(room, min(len(room), QUANTUM))
+        if count == 0:
+            raise Ended("connection closed")
+        return count
+
+
+def goodbye(kind: int) -> bytes:
+    """Return a notice without a body, as bytes."""
+    return pack_header(pack_key(0, 0, 0), 0, 0, kind)
