@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol
 
 import torch
 
@@ -19,6 +19,8 @@ class Pending(Protocol):
     """What is asked of a `Work`."""
 
     def wait(self) -> object: ...
+    def exception(self) -> BaseException | None: ...
+    def add_done_callback(self, callback: Callable[[Any], object], /) -> object: ...
 
 
 class Averager(Protocol):

@@ -1,0 +1,193 @@
+"""DistributedDataParallel: a module whose `backward()` returns with gradients averaged over the ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from asyncdist.ddp import agreement, buckets
+from asyncdist.ddp.agreement import Averager
+from asyncdist.ddp.reducer import Reducer, StepTimes
+from asyncdist.errors import UnsupportedError, UsageError
+
+
+class DistributedDataParallel(nn.Module):
+    """Wrap ``module`` so that every backward averages its gradients over ``process_group``.
+
+    Construct it on every rank, after `init_process_group` and before the optimizer; rank 0's parameters and buffers
+    overwrite everybody's. Arguments are torch's, in torch's order; these differ or need a word:
+
+    - ``broadcast_buffers``: before each forward that follows a training forward, buffers are overwritten by rank 0's;
+      ``forward_sync_buffers`` does the same but leaves the first broadcast, at construction, as it is.
+    - ``bucket_cap_mb``: MiB after which a bucket is sent (25; the first one 1), fractions allowed.
+    - ``gradient_as_bucket_view`` (true here): ``.grad`` is a view of the bucket, valid until the next backward; false
+      keeps a separate copy, at the cost of as much memory again.
+    - ``batched_grad_copy``, ``check_reduction``, ``dim`` and ``output_device`` are taken and change nothing.
+
+    ``find_unused_parameters``, ``static_graph``, ``mixed_precision``, ``device_mesh`` and delayed all-reduces raise
+    UnsupportedError. A rank whose backward misses a parameter raises GradientError, naming it; GroupError comes out of
+    ``backward()`` if a peer is lost. Wrapping raises MismatchError on every rank if the models differ.
+
+    Cost of a step on the wire: one all-reduce a bucket; the first step also broadcasts the order of the gradients.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Sequence[int | torch.device] | None = None,
+        output_device: int | torch.device | None = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = True,
+        init_sync: bool = True,
+        process_group: Averager | None = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = True,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: object = None,
+        param_to_hook_all_reduce: object = None,
+        mixed_precision: object = None,
+        device_mesh: object = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: Sequence[float] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+    ) -> None:
+        super().__init__()
+        _refuse(
+            find_unused_parameters=find_unused_parameters,
+            static_graph=static_graph,
+            delay_all_reduce_named_params=delay_all_reduce_named_params,
+            param_to_hook_all_reduce=param_to_hook_all_reduce,
+            mixed_precision=mixed_precision,
+            device_mesh=device_mesh,
+            skip_all_reduce_unused_params=skip_all_reduce_unused_params,
+        )
+        ignored: set[str] = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        parameters = [(name, p) for name, p in module.named_parameters() if name not in ignored]
+        self._check_parameters(parameters)
+        self._input_device = _input_device(device_ids, parameters)
+        self.module = module
+        self.dim = dim
+        self.device_ids = device_ids
+        self.output_device = output_device
+        self.process_group = _default_group() if process_group is None else process_group
+        self.broadcast_buffers = broadcast_buffers is not False
+        self.forward_sync_buffers = self.broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.require_backward_grad_sync = True
+        self._require_forward_buffer_sync = True
+        self._buffers_to_sync = [(name, b) for name, b in module.named_buffers() if name not in ignored]
+        if init_sync:
+            shared = self._buffers_to_sync if self.broadcast_buffers else []
+            agreement.verify(self.process_group, parameters, shared)
+            agreement.broadcast_values(self.process_group, [tensor for _, tensor in [*parameters, *shared]])
+        limits = [buckets.caps(cap)[1] for cap in bucket_cap_mb_list or ()] or buckets.caps(bucket_cap_mb)
+        trained = [(name, p) for name, p in parameters if p.requires_grad]
+        self._reducer = Reducer(self.process_group, trained, limits, gradient_as_bucket_view=gradient_as_bucket_view)
+
+    @staticmethod
+    def _check_parameters(parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
+        for name, parameter in parameters:
+            if isinstance(parameter, nn.parameter.UninitializedParameter):
+                raise UsageError(f"parameter {name!r} has no shape yet: run one forward before wrapping a lazy module")
+        if not any(parameter.requires_grad for _, parameter in parameters):
+            raise UsageError("no parameter of this module requires a gradient: use the module without wrapping it")
+
+    @property
+    def last_step(self) -> StepTimes | None:
+        """When the last synchronised backward computed and communicated; None before the first."""
+        return self._reducer.last_step
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the wrapped module; a forward with gradients arms the averaging of the backward that follows."""
+        training = torch.is_grad_enabled()
+        if training:
+            self._reducer.check()
+        if self._require_forward_buffer_sync and self.forward_sync_buffers and self._buffers_to_sync:
+            agreement.broadcast_values(self.process_group, (buffer for _, buffer in self._buffers_to_sync))
+        if self._input_device is not None:
+            inputs, kwargs = _moved((inputs, kwargs), self._input_device)
+        output = self.module(*inputs, **kwargs)
+        synchronise = training and self.require_backward_grad_sync
+        self._require_forward_buffer_sync = synchronise
+        if training:
+            self._reducer.enabled = synchronise
+        if synchronise:
+            for tensor in _tensors(output):
+                if tensor.grad_fn is not None:
+                    tensor.register_hook(self._entered)
+        return output
+
+    def _entered(self, _: torch.Tensor) -> None:
+        self._reducer.begin()
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Leave gradients to accumulate locally: for forwards inside, and their backwards, nothing is averaged.
+
+        The first backward whose forward ran outside averages all that has accumulated.
+        """
+        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+
+def _refuse(**arguments: object) -> None:
+    for name, value in arguments.items():
+        if value is not None and value is not False:
+            raise UnsupportedError(f"{name}={value!r} is not supported by this version: leave {name} out")
+
+
+def _default_group() -> Averager:
+    from asyncdist.api import default_group
+
+    return default_group()
+
+
+def _input_device(
+    device_ids: Sequence[int | torch.device] | None, parameters: Sequence[tuple[str, nn.Parameter]]
+) -> torch.device | None:
+    devices = {parameter.device for _, parameter in parameters}
+    if not device_ids:
+        return None
+    if len(device_ids) > 1:
+        raise UsageError(f"device_ids takes one device a process, not {list(device_ids)}: start a rank for each")
+    own = next(iter(devices))
+    if len(devices) > 1 or own.type == "cpu":
+        where = ", ".join(sorted(map(str, devices)))
+        raise UsageError(f"device_ids is for a module on one accelerator, this one is on {where}: leave it out")
+    wanted = device_ids[0]
+    return wanted if isinstance(wanted, torch.device) else torch.device(own.type, wanted)
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_moved(item, device) for item in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(_moved(item, device) for item in value)
+    if isinstance(value, dict):
+        return {key: _moved(item, device) for key, item in value.items()}
+    return value
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        yield from _tensors([getattr(value, field.name) for field in dataclasses.fields(value)])

@@ -1,0 +1,267 @@
+"""The machine behind DistributedDataParallel: gradients fill buckets, full buckets go onto the wire, backward goes on.
+
+One backward, as autograd drives it:
+
+    the output's gradient is known   begin()      forget the last step; ask to be called when backward ends
+    a parameter's gradient is ready  _ready()     put it into its bucket; send every full bucket whose turn it is
+    backward ends                    _finish()    wait for what was sent; `loss.backward()` returns
+
+Buckets are sent strictly in their order, also where gradients come in another, so that all ranks issue the same
+all-reduces. After the first backward they are dealt again by the order in which gradients came to rank 0.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+
+import torch
+
+from asyncdist.ddp import buckets
+from asyncdist.ddp.agreement import Averager, Pending
+from asyncdist.errors import GradientError, UnsupportedError
+from asyncdist.ops import ReduceOp
+
+
+@dataclass(slots=True)
+class BucketTimes:
+    """When one bucket's gradients were complete, its all-reduce started, and its all-reduce was over (perf_counter)."""
+
+    index: int
+    nbytes: int
+    ready: float = 0.0
+    started: float = 0.0
+    finished: float = 0.0
+
+    def stop(self, _: object) -> None:
+        self.finished = perf_counter()
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """One synchronised backward, on the clock of `time.perf_counter` (seconds).
+
+    From ``backward_started`` to ``backward_finished`` autograd computed; until ``finished`` the caller waited for the
+    all-reduces that were still under way.
+    """
+
+    backward_started: float
+    backward_finished: float = 0.0
+    finished: float = 0.0
+    buckets: list[BucketTimes] = field(default_factory=list)
+
+
+class Bucket:
+    """Gradients of one dtype and device that are averaged together, as views of one flat tensor."""
+
+    def __init__(self, index: int, members: Sequence[int], parameters: Sequence[torch.Tensor]) -> None:
+        self.index = index
+        self.members = members
+        self.pending = len(members)
+        self.flat: torch.Tensor | None = None
+        self.views: dict[int, torch.Tensor] = {}
+        self.nbytes = sum(parameters[member].nbytes for member in members)
+
+    def allocate(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Make the memory; late, so that buckets of an earlier layout are gone first where nobody holds them."""
+        like = parameters[self.members[0]]
+        self.flat = torch.empty(sum(parameters[m].numel() for m in self.members), dtype=like.dtype, device=like.device)
+        offset = 0
+        for member in self.members:
+            self.views[member] = _view(self.flat, offset, parameters[member])
+            offset += parameters[member].numel()
+
+
+def _view(flat: torch.Tensor, offset: int, parameter: torch.Tensor) -> torch.Tensor:
+    """Return the part of ``flat`` that holds a gradient, laid out like its parameter where that has no holes."""
+    part = flat[offset : offset + parameter.numel()]
+    dense = torch.empty_like(parameter, device="meta", memory_format=torch.preserve_format).stride()
+    if dense == parameter.stride() and not parameter.is_contiguous():
+        return part.as_strided(parameter.shape, parameter.stride())
+    return part.view(parameter.shape)
+
+
+class Reducer:
+    """Average the gradients of ``parameters`` over ``group`` in every backward while `enabled` is true."""
+
+    def __init__(
+        self,
+        group: Averager,
+        named: Sequence[tuple[str, torch.nn.Parameter]],
+        limits: Sequence[int],
+        *,
+        gradient_as_bucket_view: bool,
+    ) -> None:
+        self.enabled = True
+        self.last_step: StepTimes | None = None
+        self._group = group
+        self._names = [name for name, _ in named]
+        self._parameters = [parameter for _, parameter in named]
+        self._limits = limits
+        self._as_view = gradient_as_bucket_view
+        self._lock = threading.Lock()  # models spread over devices have a backward thread for each
+        self._step: StepTimes | None = None
+        self._arrived: list[int] = []  # parameters of this backward in the order in which their gradients came
+        self._came = bytearray()
+        self._works: list[Pending] = []  # of the buckets sent so far
+        self._dealt_by_arrival = False
+        self._deal(buckets.definition_order(len(named)))
+        for index, parameter in enumerate(self._parameters):
+            parameter.register_post_accumulate_grad_hook(_hook(weakref.ref(self), index))
+
+    def _deal(self, order: Sequence[int]) -> None:
+        kinds = [(parameter.dtype, parameter.device) for parameter in self._parameters]
+        layout = buckets.assign([p.nbytes for p in self._parameters], kinds, order, self._limits)
+        self._buckets = [Bucket(index, members, self._parameters) for index, members in enumerate(layout)]
+        self._bucket_of = [self._buckets[0]] * len(self._parameters)
+        for bucket in self._buckets:
+            for member in bucket.members:
+                self._bucket_of[member] = bucket
+
+    @property
+    def layout(self) -> list[list[str]]:
+        """The names of the parameters, bucket by bucket, in the order in which buckets are sent."""
+        return [[self._names[member] for member in bucket.members] for bucket in self._buckets]
+
+    # -- one backward -------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise GradientError if the last backward stopped half-way, when other ranks wait for what it did not send."""
+        if self._step is not None and self._arrived:
+            sent, total = len(self._works), len(self._buckets)
+            raise GradientError(
+                f"the last backward did not finish: it had sent {sent} of {total} buckets, and other ranks may wait for "
+                "the rest; find what it raised, destroy the process group and start again from a checkpoint"
+            )
+        self._step = None
+
+    def begin(self) -> None:
+        """Start a backward's bookkeeping; called where autograd enters the module, or else by the first gradient."""
+        with self._lock:
+            if self.enabled and not (self._step and self._arrived):
+                self._begin()
+
+    def _begin(self) -> None:
+        self._step = StepTimes(perf_counter(), buckets=[BucketTimes(b.index, b.nbytes) for b in self._buckets])
+        self._arrived = []
+        self._came = bytearray(len(self._parameters))
+        self._works = []
+        for bucket in self._buckets:
+            bucket.pending = len(bucket.members)
+        # Kept by the graph task that runs now: a re-entrant checkpoint's inner backward has its own, which ends earlier.
+        torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+
+    def _ready(self, index: int) -> None:
+        with self._lock:
+            if self._step is None:
+                self._begin()
+            if self._came[index]:
+                raise GradientError(
+                    "{parameters} got a second gradient in one backward, when its average was under way; re-entrant "
+                    "checkpoints do this to parameters that several of them share: pass use_reentrant=False",
+                    [self._names[index]],
+                )
+            self._came[index] = 1
+            self._arrived.append(index)
+            self._fill(self._bucket_of[index], index)
+            self._count(self._bucket_of[index])
+
+    def _fill(self, bucket: Bucket, index: int) -> None:
+        if bucket.flat is None:
+            bucket.allocate(self._parameters)
+        parameter, view = self._parameters[index], bucket.views[index]
+        gradient = parameter.grad
+        if gradient is view:
+            return
+        if gradient is None or gradient.layout is not torch.strided:
+            raise UnsupportedError(
+                f"the gradient of {self._names[index]!r} is not a dense tensor; build its layer with sparse=False"
+            )
+        view.copy_(gradient.detach())
+        if self._as_view:
+            parameter.grad = view
+
+    def _count(self, bucket: Bucket) -> None:
+        """Note one more gradient in ``bucket``; when it is full, send every full bucket whose turn it is."""
+        bucket.pending -= 1
+        if bucket.pending:
+            return
+        assert self._step is not None
+        times = self._step.buckets
+        times[bucket.index].ready = perf_counter()
+        while len(self._works) < len(self._buckets) and not self._buckets[len(self._works)].pending:
+            sending = self._buckets[len(self._works)]
+            assert sending.flat is not None
+            times[sending.index].started = perf_counter()
+            work = self._group.all_reduce(sending.flat, ReduceOp.AVG)
+            self._works.append(work)
+            work.add_done_callback(times[sending.index].stop)
+
+    def _finish(self) -> None:
+        """Wait for the averages; autograd calls this in the thread of backward's caller, who gets what it raises."""
+        step = self._step
+        if step is None:
+            return
+        if not self._arrived:  # torch.autograd.grad() accumulates nothing, so there is nothing to average
+            self._step = None
+            return
+        step.backward_finished = perf_counter()
+        missing = [index for index, came in enumerate(self._came) if not came]
+        for index in missing:
+            self._send_zeros(index)
+        self._wait()
+        if not self._as_view:
+            self._copy_back()
+        if not self._dealt_by_arrival:
+            self._deal_by_arrival()
+        step.finished = perf_counter()
+        self.last_step, self._step = step, None
+        if missing:
+            raise GradientError(
+                "backward gave no gradient to {parameters} on this rank, so the ranks' averages lack it; use every "
+                "parameter in every forward, or freeze what is not used (requires_grad=False) before wrapping the model",
+                [self._names[index] for index in missing],
+            )
+
+    def _wait(self) -> None:
+        try:
+            for work in self._works:
+                work.wait()
+        except BaseException:
+            for work in self._works:
+                work.exception()  # looked at: what ended one ended them all, and is raised once
+            raise
+
+    def _send_zeros(self, index: int) -> None:
+        """Stand in for a gradient that did not come, so that no other rank waits for this one until its timeout."""
+        bucket = self._bucket_of[index]
+        if bucket.flat is None:
+            bucket.allocate(self._parameters)
+        bucket.views[index].zero_()
+        self._count(bucket)
+
+    def _copy_back(self) -> None:
+        for bucket in self._buckets:
+            for member, view in bucket.views.items():
+                gradient = self._parameters[member].grad
+                if gradient is not None:
+                    gradient.detach().copy_(view)
+
+    def _deal_by_arrival(self) -> None:
+        order = torch.tensor(buckets.arrival_order(self._arrived, len(self._parameters)))
+        self._group.broadcast(order, 0).wait()
+        self._deal(order.tolist())
+        self._dealt_by_arrival = True
+
+
+def _hook(reducer: weakref.ref[Reducer], index: int) -> Callable[[torch.Tensor], None]:
+    # Weak: the cycle reducer, parameter, hook passes through autograd, where the garbage collector does not see it.
+    def ready(_: torch.Tensor) -> None:
+        target = reducer()
+        if target is not None and target.enabled:
+            target._ready(index)
+
+    return ready
