@@ -150,7 +150,7 @@ class _Channel(NamedTuple):
 
 @dataclass(eq=False)
 class _Task:
-    """One schedule of one rank: its current step and which of its actions are still open."""
+    """One schedule of one rank: its current step and the messages of it that are still open."""
 
     rank: int
     part: int
@@ -263,7 +263,8 @@ class _World:
             self._sent[end.task.rank] += 1, end.action.place.nbytes
             self.sent_messages[end.task.rank] += 1
             self.sent_nbytes[end.task.rank] += end.action.place.nbytes
-        end.task.open = [action for action in end.task.open if action is not end.action]
+        is_it = [action is end.action for action in end.task.open]  # arrays do not compare to one truth
+        del end.task.open[is_it.index(True)]
 
     # books
 

@@ -226,7 +226,7 @@ def test_result_and_cost(name: str, size: int) -> None:
                 assert paid == promised
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(world=st.sampled_from(WORLDS), count=st.integers(0, 40), seed=st.integers(0), root=st.integers(0, 15))
 def test_result_does_not_depend_on_lock_step(world: tuple[str, int], count: int, seed: int, root: int) -> None:
     name, size = world

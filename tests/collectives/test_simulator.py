@@ -131,29 +131,44 @@ def test_a_peer_is_another_rank_of_the_world(peer: int) -> None:
         lock_step([steps(Send(peer, MEMORY)), steps()])
 
 
+@either
+def test_one_action_may_stand_twice_in_a_step(run: Callable[[list[Schedule]], object]) -> None:
+    twice, spare = (Send(1, np.ones(1)),) * 2, np.zeros(2)
+    run([steps(twice), steps(Recv(0, spare[:1]), Recv(0, spare[1:]))])
+    assert spare.tolist() == [1, 1]
+
+
 def test_an_empty_step_is_refused() -> None:
     with pytest.raises(UnsafeStepError, match="step 1 is empty"):
         lock_step([steps(())])
 
 
-def test_the_adversary_catches_reading_what_has_not_come() -> None:
-    """A schedule that posts a receive and, in another generator, sends on what it hopes is still there."""
+def test_the_adversary_overwrites_memory_that_waits_to_be_received_into() -> None:
+    """A schedule that looks at it by other means than actions, which the rules cannot see, sees what is not there."""
 
-    def result(seed: int) -> list[float]:
-        ours, theirs = np.ones(1), np.full(1, 2.0)
-        incoming, seen = np.zeros(1), np.zeros(1)
+    def seen(seed: int) -> float:
+        incoming, found = np.zeros(1), np.zeros(1)
 
         def peek() -> Schedule:
-            yield (Combine(seen, ours, swapped=False),)
-            seen[...] = incoming  # not an action: the rules cannot see it
-            yield (Send(1, ours),)
+            yield (Send(1, np.zeros(1)),)
+            found[...] = incoming
 
         adversary(
-            [[steps(Recv(1, incoming)), peek()], [steps(Send(0, theirs)), steps(Recv(0, np.zeros(1)))]], seed=seed
+            [[steps(Recv(1, incoming)), peek()], [steps(Send(0, np.zeros(1))), steps(Recv(0, np.zeros(1)))]], seed=seed
         )
-        return seen.tolist()
+        assert incoming == 0
+        return float(found[0])
 
-    assert len({tuple(result(seed)) for seed in range(20)}) > 1
+    assert any(seen(seed) != 0 for seed in range(20))
+
+
+def test_the_adversary_reduces_in_either_order() -> None:
+    def folded(seed: int) -> int:
+        place = np.array([1])
+        adversary([steps(Reduce(1, place)), steps(Send(0, np.array([2])))], seed=seed, fold=lambda first, second: first)
+        return int(place[0])
+
+    assert {folded(seed) for seed in range(20)} == {1, 2}
 
 
 def test_the_adversary_is_a_function_of_its_seed() -> None:
