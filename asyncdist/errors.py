@@ -17,6 +17,7 @@
     │   └── AddressError (OSError)           a port in use, a host that does not resolve
     ├── StoreError
     │   ├── StoreTimeoutError (TimeoutError)
+    │   ├── QueueEmptyError                  a pop that does not wait, from an empty queue
     │   └── StoreConnectionError (ConnectionError)
     ├── AuthenticationError                  one side does not hold the job's token
     ├── GradientError                        you: backward gave no gradient, or two, or stopped half-way
@@ -100,10 +101,11 @@ class GroupError(AsyncdistError):
         self.op = op
         self.seq = seq
         self.elapsed = elapsed
+        self.by: int | None = None  # the rank that noticed, if it was not we
 
     def during(self, *, group: str, rank: int, op: str, seq: int, elapsed: float) -> GroupError:
         """Return the same failure as seen by one operation that it ended."""
-        seen = type(self).__new__(type(self), self.reason)
+        seen = _blank(type(self))
         seen.__dict__.update(self.__dict__)
         seen.args = self.args
         seen.group, seen.rank, seen.op, seen.seq, seen.elapsed = group, rank, op, seq, elapsed
@@ -125,8 +127,14 @@ class GroupError(AsyncdistError):
         return (_rebuild, (type(self), self.args, self.__dict__))
 
 
+def _blank(kind: type[GroupError]) -> GroupError:
+    """Return an instance without running its constructor; OSError's kin have a memory layout of their own."""
+    maker = OSError.__new__ if issubclass(kind, OSError) else RuntimeError.__new__
+    return maker(kind)  # type: ignore[arg-type, return-value]
+
+
 def _rebuild(kind: type[GroupError], args: tuple[object, ...], fields: dict[str, object]) -> GroupError:
-    error = kind.__new__(kind, *args)
+    error = _blank(kind)
     error.args = args
     error.__dict__.update(fields)
     return error
@@ -249,6 +257,10 @@ class StoreTimeoutError(StoreError, TimeoutError):
         names = ", ".join(repr(key) for key in self.keys[:8]) + (", …" if len(self.keys) > 8 else "")
         after = f" after {self.timeout:g} s" if self.timeout is not None else ""
         return f"store {self.operation}({names}) timed out{after}: nobody has set what it waits for"
+
+
+class QueueEmptyError(StoreError):
+    """``queue_pop(..., block=False)`` found the queue empty."""
 
 
 class StoreConnectionError(StoreError, ConnectionError):

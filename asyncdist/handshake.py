@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 
 from asyncdist.errors import AuthenticationError, ProtocolError
 
@@ -37,7 +37,9 @@ def dial(token: str | None, purpose: str, nonce: bytes) -> Handshake:
     yield MAGIC + nonce
     greeting = yield len(MAGIC) + NONCE_NBYTES
     if not greeting.startswith(MAGIC):
-        raise ProtocolError(f"what answers there is no asyncdist {purpose} (it said {greeting[:12]!r}); check host and port")
+        raise ProtocolError(
+            f"what answers there is no asyncdist {purpose} (it said {greeting[:12]!r}); check host and port"
+        )
     nonces = nonce + greeting[len(MAGIC) :]
     yield _proof(token, b"d", purpose, nonces)
     answer = yield 1 + PROOF_NBYTES
@@ -66,3 +68,41 @@ def accept(token: str | None, purpose: str, nonce: bytes) -> Handshake:
 
 def _proof(token: str | None, side: bytes, purpose: str, nonces: bytes) -> bytes:
     return hmac.digest((token or "").encode(), b"|".join((side, purpose.encode(), nonces)), "sha256")
+
+
+class Pushed:
+    """Runs a handshake over bytes that are pushed in, as an event loop's protocol gets them.
+
+    ``write`` is called with the bytes to be sent, the first of them at once. A handshake that fails does so in `feed`.
+    """
+
+    def __init__(self, handshake: Handshake, write: Callable[[bytes], object]) -> None:
+        self._handshake = handshake
+        self._write = write
+        self._buffer = bytearray()
+        self._wanted = 0
+        self.done = False
+        self._go_on(next(handshake))
+
+    def feed(self, data: bytes) -> bytes:
+        """Take bytes that arrived; once `done`, return those that follow the handshake."""
+        self._buffer += data
+        while not self.done and len(self._buffer) >= self._wanted:
+            piece = bytes(self._buffer[: self._wanted])
+            del self._buffer[: self._wanted]
+            self._go_on(None, piece)
+        if not self.done:
+            return b""
+        rest = bytes(self._buffer)
+        self._buffer.clear()
+        return rest
+
+    def _go_on(self, step: bytes | int | None, piece: bytes = b"") -> None:
+        try:
+            step = self._handshake.send(piece) if step is None else step
+            while isinstance(step, bytes):
+                self._write(step)
+                step = next(self._handshake)
+            self._wanted = step
+        except StopIteration:
+            self.done = True

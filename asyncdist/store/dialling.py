@@ -1,0 +1,71 @@
+"""How a client, awaited or blocking, gets at a store: how often it tries, what it gives up on, what it says then."""
+
+from __future__ import annotations
+
+import random
+import socket
+import time
+
+from asyncdist.deadline import Deadline, Timeout
+from asyncdist.errors import AddressError, StoreConnectionError
+
+FIRST_PAUSE, LONGEST_PAUSE = 0.01, 1.0
+NAME_GRACE = 5.0
+"""Seconds within which a host's name may begin to resolve: a scheduler may start a worker before its name is known."""
+HANDSHAKE_TIMEOUT = 20.0
+"""Seconds that something which takes our connection has to prove itself before we try again."""
+
+
+class Persistence:
+    """Trying again and again until a deadline, with pauses that double and are never equal for two ranks."""
+
+    def __init__(self, host: str, port: int, timeout: Timeout) -> None:
+        self.where = f"{host}:{port}"
+        self.host = host
+        self.deadline = Deadline.after(timeout)
+        self._begun = time.monotonic()
+        self._pause = FIRST_PAUSE
+
+    def attempt(self) -> Deadline:
+        """Return until when the attempt that begins now may go on."""
+        return Deadline(min(self.deadline.at, time.monotonic() + HANDSHAKE_TIMEOUT))
+
+    def pause_after(self, error: OSError) -> float:
+        """Return how many seconds to pause before the next attempt, or raise what the user gets to see."""
+        now = time.monotonic()
+        spent = now - self._begun
+        unnamed = isinstance(error, socket.gaierror)
+        if unnamed and (spent >= NAME_GRACE or self.deadline.expired(now=now)):
+            raise AddressError(
+                f"host {self.host!r} does not resolve ({describe(error)}): check its spelling, or give an address"
+            ) from error
+        left = self.deadline.remaining(now=now)
+        if left <= 0:
+            raise StoreConnectionError(
+                f"no store answered at {self.where} within {spent:.1f} s ({describe(error)}): see whether it was "
+                "started, whether host and port are right, and whether a firewall is between"
+            ) from error
+        pause = self._pause * random.uniform(0.5, 1.0)
+        self._pause = min(2 * self._pause, LONGEST_PAUSE)
+        return min(pause, left)
+
+
+def describe(error: BaseException) -> str:
+    """Return an exception in a few words for use inside a sentence."""
+    return str(getattr(error, "strerror", None) or str(error) or type(error).__name__)
+
+
+def broken(where: str, why: str) -> StoreConnectionError:
+    """Return the error of those whose connection to the store has broken."""
+    return StoreConnectionError(
+        f"the connection to the store at {where} broke ({why}): see the log of the process that serves it"
+    )
+
+
+def tune(sock: socket.socket) -> None:
+    """Send small requests at once, and have the kernel notice within two minutes that the other host is gone."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4)):
+        if hasattr(socket, option):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)

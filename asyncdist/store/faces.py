@@ -1,0 +1,270 @@
+"""The two faces of a store: the same operations, awaited or blocking, each one line over a single ``request``.
+
+A store of either kind says how a `Command` is carried out, and has every operation from here. `AsyncFace` is that of
+`asyncdist.store.client`; `Store` is that of torch's names, TCPStore, FileStore, HashStore and PrefixStore.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Iterable, Iterator
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from asyncdist.deadline import Timeout, seconds
+from asyncdist.store import operations
+from asyncdist.store.operations import Command, Value
+
+
+class AsyncSubscription(Protocol):
+    """Messages of one channel: ``async with store.subscribe(name) as messages: async for message in messages: …``."""
+
+    async def __aenter__(self) -> AsyncIterator[bytes]: ...
+
+    async def __aexit__(self, *exc: object) -> None: ...
+
+    def __aiter__(self) -> AsyncIterator[bytes]: ...
+
+    async def __anext__(self) -> bytes: ...
+
+
+class AsyncFace(ABC):
+    """A store to be awaited.
+
+    ``timeout`` arguments are seconds or a timedelta; None is the store's own ``timeout``. What does not finish in time
+    raises StoreTimeoutError, a connection that breaks StoreConnectionError, what the store refuses StoreError, and a
+    wrong argument UsageError. A task that awaits one may be cancelled at any point: the store then stops waiting too.
+    """
+
+    timeout: float
+
+    @abstractmethod
+    async def request(self, command: Command, timeout: Timeout = None) -> Any:
+        """Carry out one command and return its result."""
+
+    @abstractmethod
+    def subscribe(self, channel: str) -> AsyncSubscription:
+        """Return the messages published to ``channel`` from when it is entered (or awaited) on."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Let go of the store. May be called again."""
+
+    def set_timeout(self, timeout: Timeout) -> None:
+        """Set the timeout of operations that name none; None is no limit."""
+        self.timeout = seconds(timeout)
+
+    async def set(self, key: str, value: Value) -> None:
+        """Store ``value`` under ``key``; wakes those who wait for it."""
+        await self.request(operations.set_(key, value))
+
+    async def get(self, key: str, timeout: Timeout = None) -> bytes:
+        """Return the value of ``key``, waiting at the store until there is one. One round trip."""
+        return await self.request(operations.get(key), timeout)  # type: ignore[no-any-return]
+
+    async def add(self, key: str, amount: int) -> int:
+        """Add to the whole number under ``key`` (kept as decimal digits; 0 if missing) and return the sum."""
+        return await self.request(operations.add(key, amount))  # type: ignore[no-any-return]
+
+    async def wait(self, keys: Iterable[str], timeout: Timeout = None) -> None:
+        """Wait until every key has been set; a queue with an item counts."""
+        await self.request(operations.wait(keys), timeout)
+
+    async def check(self, keys: Iterable[str]) -> bool:
+        """Say whether all keys are there now; a queue with an item counts."""
+        return await self.request(operations.check(keys))  # type: ignore[no-any-return]
+
+    async def compare_set(self, key: str, expected_value: Value, desired_value: Value) -> bytes:
+        """Set ``key`` to the desired value if it holds the expected one (b"": or is missing); return what it holds now.
+
+        Where the key is missing and something was expected, nothing is stored and ``expected_value`` is returned.
+        """
+        return await self.request(operations.compare_set(key, expected_value, desired_value))  # type: ignore[no-any-return]
+
+    async def delete_key(self, key: str) -> bool:
+        """Delete a key and say whether it was there. Queues are left alone."""
+        return await self.request(operations.delete_key(key))  # type: ignore[no-any-return]
+
+    async def num_keys(self) -> int:
+        """Return how many keys there are, queues not counted."""
+        return await self.request(operations.num_keys())  # type: ignore[no-any-return]
+
+    async def append(self, key: str, value: Value) -> None:
+        """Append to the value of ``key``, or store it if there is none."""
+        await self.request(operations.append(key, value))
+
+    async def multi_get(self, keys: Iterable[str], timeout: Timeout = None) -> list[bytes]:
+        """Return the values of all keys, waiting until all are there. One round trip."""
+        return await self.request(operations.multi_get(keys), timeout)  # type: ignore[no-any-return]
+
+    async def multi_set(self, keys: Iterable[str], values: Iterable[Value]) -> None:
+        """Set several keys at once: all of them or none."""
+        await self.request(operations.multi_set(keys, values))
+
+    async def list_keys(self, prefix: str = "") -> list[str]:
+        """Return the keys that begin with ``prefix``, oldest first, queues not counted."""
+        return await self.request(operations.list_keys(prefix))  # type: ignore[no-any-return]
+
+    async def queue_push(self, key: str, value: Value) -> None:
+        """Append an item to a queue; the first who waits to pop gets it."""
+        await self.request(operations.queue_push(key, value))
+
+    async def queue_pop(self, key: str, block: bool = True, timeout: Timeout = None) -> bytes:
+        """Take the oldest item of a queue, waiting for one if ``block``; else QueueEmptyError.
+
+        An item goes to one taker only, and goes back to the head if the taker is cancelled, times out or dies.
+        """
+        return await self.request(operations.queue_pop(key, block), timeout)  # type: ignore[no-any-return]
+
+    async def queue_len(self, key: str) -> int:
+        """Return how many items a queue holds."""
+        return await self.request(operations.queue_len(key))  # type: ignore[no-any-return]
+
+    async def barrier(self, key: str, world_size: int, timeout: Timeout = None) -> None:
+        """Wait until ``world_size`` callers wait here at one time. Then it stays open: use a new key each time."""
+        await self.request(operations.barrier(key, world_size), timeout)
+
+    async def publish(self, channel: str, message: Value) -> int:
+        """Send a message to all who are subscribed now, and return how many they are."""
+        return await self.request(operations.publish(channel, message))  # type: ignore[no-any-return]
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+class Subscription(ABC):
+    """Messages of one channel, from when it was made on: iterate, or `get` one; `close` it, or use ``with``."""
+
+    @abstractmethod
+    def get(self, timeout: Timeout = None) -> bytes:
+        """Return the next message; None is no limit. Raises StoreTimeoutError."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stop listening. May be called again."""
+
+    def __iter__(self) -> Iterator[bytes]:
+        return self
+
+    def __next__(self) -> bytes:
+        return self.get()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+class Store(ABC):
+    """A store whose calls block, with torch.distributed's method names and arguments.
+
+    Timeouts, errors and each operation's meaning are those of `AsyncFace`. May be called from many threads at once.
+    """
+
+    def __init__(self, timeout: Timeout = None) -> None:
+        self._timeout = seconds(timeout)
+
+    @abstractmethod
+    def request(self, command: Command, timeout: Timeout = None) -> Any:
+        """Carry out one command and return its result."""
+
+    @abstractmethod
+    def subscribe(self, channel: str) -> Subscription:
+        """Start to listen to a channel."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of the store. May be called again."""
+
+    @property
+    def timeout(self) -> timedelta:
+        """How long operations that name no timeout may take."""
+        return timedelta(seconds=min(self._timeout, timedelta.max.total_seconds() // 2))
+
+    def set_timeout(self, timeout: Timeout) -> None:
+        """Set the timeout of operations that name none; None is no limit."""
+        self._timeout = seconds(timeout)
+
+    def set(self, key: str, value: Value) -> None:
+        """Store ``value`` (a str as UTF-8) under ``key``; wakes those who wait for it."""
+        self.request(operations.set_(key, value))
+
+    def get(self, key: str, timeout: Timeout = None) -> bytes:
+        """Return the value of ``key``, waiting until there is one."""
+        return self.request(operations.get(key), timeout)  # type: ignore[no-any-return]
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to the whole number under ``key`` (0 if missing) and return the sum."""
+        return self.request(operations.add(key, amount))  # type: ignore[no-any-return]
+
+    def wait(self, keys: Iterable[str], timeout: Timeout = None) -> None:
+        """Wait until every key has been set; a queue with an item counts."""
+        self.request(operations.wait(keys), timeout)
+
+    def check(self, keys: Iterable[str]) -> bool:
+        """Say whether all keys are there now; a queue with an item counts."""
+        return self.request(operations.check(keys))  # type: ignore[no-any-return]
+
+    def compare_set(self, key: str, expected_value: Value, desired_value: Value) -> bytes:
+        """Set ``key`` to the desired value if it holds the expected one (b"": or is missing); return what it holds now.
+
+        Where the key is missing and something was expected, nothing is stored and ``expected_value`` is returned.
+        """
+        return self.request(operations.compare_set(key, expected_value, desired_value))  # type: ignore[no-any-return]
+
+    def delete_key(self, key: str) -> bool:
+        """Delete a key and say whether it was there. Queues are left alone."""
+        return self.request(operations.delete_key(key))  # type: ignore[no-any-return]
+
+    def num_keys(self) -> int:
+        """Return how many keys there are, queues not counted."""
+        return self.request(operations.num_keys())  # type: ignore[no-any-return]
+
+    def append(self, key: str, value: Value) -> None:
+        """Append to the value of ``key``, or store it if there is none."""
+        self.request(operations.append(key, value))
+
+    def multi_get(self, keys: Iterable[str], timeout: Timeout = None) -> list[bytes]:
+        """Return the values of all keys, waiting until all are there."""
+        return self.request(operations.multi_get(keys), timeout)  # type: ignore[no-any-return]
+
+    def multi_set(self, keys: Iterable[str], values: Iterable[Value]) -> None:
+        """Set several keys at once: all of them or none."""
+        self.request(operations.multi_set(keys, values))
+
+    def list_keys(self, prefix: str = "") -> list[str]:
+        """Return the keys that begin with ``prefix``, oldest first, queues not counted."""
+        return self.request(operations.list_keys(prefix))  # type: ignore[no-any-return]
+
+    def queue_push(self, key: str, value: Value) -> None:
+        """Append an item to a queue; the first who waits to pop gets it."""
+        self.request(operations.queue_push(key, value))
+
+    def queue_pop(self, key: str, block: bool = True, timeout: Timeout = None) -> bytes:
+        """Take the oldest item of a queue, waiting for one if ``block``; else QueueEmptyError."""
+        return self.request(operations.queue_pop(key, block), timeout)  # type: ignore[no-any-return]
+
+    def queue_len(self, key: str) -> int:
+        """Return how many items a queue holds."""
+        return self.request(operations.queue_len(key))  # type: ignore[no-any-return]
+
+    def barrier(self, key: str, world_size: int, timeout: Timeout = None) -> None:
+        """Wait until ``world_size`` callers wait here at one time. Then it stays open: use a new key each time."""
+        self.request(operations.barrier(key, world_size), timeout)
+
+    def publish(self, channel: str, message: Value) -> int:
+        """Send a message to all who are subscribed now, and return how many they are."""
+        return self.request(operations.publish(channel, message))  # type: ignore[no-any-return]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()

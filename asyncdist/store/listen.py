@@ -1,0 +1,136 @@
+"""Where a store listens: names become addresses, addresses become sockets, and whoever is let in must hold a token."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import os
+import socket
+
+from asyncdist.config import Config
+from asyncdist.errors import AddressError, UsageError
+
+BACKLOG = 4096
+"""Connections that may wait to be accepted: a whole world arrives within a second. The kernel caps it."""
+
+_PORT_TRIES = 16
+
+Addresses = list[tuple[socket.AddressFamily, str]]
+
+
+def is_loopback(host: str) -> bool:
+    """Say whether an address reaches this machine only."""
+    return is_address(host) and ipaddress.ip_address(host.partition("%")[0]).is_loopback
+
+
+def is_address(host: str) -> bool:
+    """Say whether ``host`` is an address already, so that nothing need be looked up."""
+    try:
+        ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return False
+    return True
+
+
+def resolve(host: str, port: int) -> Addresses:
+    """Return the addresses to listen on for ``host``; an empty one means every interface. Raises AddressError."""
+    if not 0 <= port < 1 << 16:
+        raise AddressError(f"port {port} is none: ports go from 1 to 65535, and 0 picks a free one")
+    if not host:
+        return [(socket.AF_INET6, "::")] if _has_ipv6() else [(socket.AF_INET, "0.0.0.0")]
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as error:
+        raise AddressError(
+            f"host {host!r} does not resolve ({error}): check its spelling, or give an address"
+        ) from None
+    addresses: Addresses = [(family, str(address[0])) for family, _, _, _, address in found]
+    addresses = list(dict.fromkeys(addresses))
+    if not _has_ipv6():
+        addresses = [each for each in addresses if each[0] is not socket.AF_INET6] or addresses
+    return addresses
+
+
+def check_guarded(addresses: Addresses, token: str | None, config: Config) -> None:
+    """Raise UsageError where anyone on the network could come in without a token."""
+    open_to_all = [address for _, address in addresses if not is_loopback(address)]
+    if open_to_all and not token and not config.allow_unauthenticated:
+        raise UsageError(
+            f"the store would listen on {', '.join(open_to_all)} with no token, open to anyone who reaches it: set "
+            "ASYNCDIST_TOKEN to one secret on every rank and on the store, or listen on 127.0.0.1; in a network that "
+            "you trust, ASYNCDIST_ALLOW_UNAUTHENTICATED=1 allows it"
+        )
+
+
+def listening_sockets(host: str, port: int, addresses: Addresses) -> list[socket.socket]:
+    """Bind one port on every address and return the sockets. Raises AddressError."""
+    for _ in range(_PORT_TRIES - 1):
+        try:
+            return _bind_all(port, addresses)
+        except OSError as error:
+            # A port that was free on the first address may be taken on the next: then pick another.
+            if port == 0 and len(addresses) > 1 and error.errno == errno.EADDRINUSE:
+                continue
+            raise _explain(host, port, error) from error
+    try:
+        return _bind_all(port, addresses)
+    except OSError as error:
+        raise _explain(host, port, error) from error
+
+
+def _bind_all(port: int, addresses: Addresses) -> list[socket.socket]:
+    sockets: list[socket.socket] = []
+    try:
+        for family, address in addresses:
+            sockets.append(_bind(family, address, port))
+            port = sockets[0].getsockname()[1]
+    except BaseException:
+        for sock in sockets:
+            sock.close()
+        raise
+    return sockets
+
+
+def _bind(family: socket.AddressFamily, address: str, port: int) -> socket.socket:
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        if os.name == "posix":
+            # A restarted store takes its port back at once; two at a time it still cannot have.
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family is socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0 if address == "::" else 1)
+        host, _, zone = address.partition("%")
+        if zone:
+            sock.bind((host, port, 0, socket.if_nametoindex(zone)))
+        else:
+            sock.bind((host, port))
+        sock.listen(BACKLOG)
+        sock.setblocking(False)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def _explain(host: str, port: int, error: OSError) -> AddressError:
+    where = f"{host or '*'}:{port}"
+    if error.errno == errno.EADDRINUSE:
+        return AddressError(
+            f"port {port} is in use already, so no store can listen at {where}: choose another, or 0 for any free one"
+        )
+    if error.errno == errno.EADDRNOTAVAIL:
+        return AddressError(f"{host!r} is no address of this machine: the store must be served where its address is")
+    if error.errno == errno.EACCES:
+        return AddressError(f"this user may not listen at {where} ({error.strerror}): choose a port from 1024 up")
+    return AddressError(f"cannot listen at {where}: {error.strerror or error}")
+
+
+def _has_ipv6() -> bool:
+    if not socket.has_ipv6:
+        return False
+    try:
+        with socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,215 @@
+"""What can be asked of a store: each operation's number, its kinds of arguments, and the checks on what a user passes.
+
+A `Command` is an operation with its arguments, checked; it knows nothing of who asks or how it travels. The awaited and
+the blocking face make their commands here, so that both refuse the same calls with the same words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+from asyncdist.errors import UsageError
+
+
+class Op(IntEnum):
+    """Operations by their number on the wire."""
+
+    SET = 1
+    GET = 2
+    ADD = 3
+    WAIT = 4
+    CHECK = 5
+    COMPARE_SET = 6
+    DELETE_KEY = 7
+    NUM_KEYS = 8
+    APPEND = 9
+    MULTI_GET = 10
+    MULTI_SET = 11
+    LIST_KEYS = 12
+    QUEUE_PUSH = 13
+    QUEUE_POP = 14
+    QUEUE_LEN = 15
+    BARRIER = 16
+    PUBLISH = 17
+    SUBSCRIBE = 18
+    CANCEL = 19
+    """Give up an earlier request; a queue item it was given goes back. Has no reply."""
+    CONFIRM = 20
+    """The item of an earlier QUEUE_POP has arrived and need not be kept. Has no reply."""
+    LEAVE = 21
+    """Give up all earlier requests. Has no reply; a file store's log says so of a process that died."""
+
+
+KEY, KEYS, VALUE, VALUES, NUMBER, FLAG = "key", "keys", "value", "values", "number", "flag"
+
+ARGUMENTS: dict[Op, tuple[str, ...]] = {
+    Op.SET: (KEY, VALUE),
+    Op.GET: (KEY,),
+    Op.ADD: (KEY, NUMBER),
+    Op.WAIT: (KEYS,),
+    Op.CHECK: (KEYS,),
+    Op.COMPARE_SET: (KEY, VALUE, VALUE),
+    Op.DELETE_KEY: (KEY,),
+    Op.NUM_KEYS: (),
+    Op.APPEND: (KEY, VALUE),
+    Op.MULTI_GET: (KEYS,),
+    Op.MULTI_SET: (KEYS, VALUES),
+    Op.LIST_KEYS: (KEY,),
+    Op.QUEUE_PUSH: (KEY, VALUE),
+    Op.QUEUE_POP: (KEY, FLAG),
+    Op.QUEUE_LEN: (KEY,),
+    Op.BARRIER: (KEY, NUMBER),
+    Op.PUBLISH: (KEY, VALUE),
+    Op.SUBSCRIBE: (KEY,),
+    Op.CANCEL: (NUMBER,),
+    Op.CONFIRM: (NUMBER,),
+    Op.LEAVE: (),
+}
+
+BLOCKING = frozenset((Op.GET, Op.WAIT, Op.MULTI_GET, Op.QUEUE_POP, Op.BARRIER, Op.SUBSCRIBE))
+"""Operations that may leave something behind at the store until they are answered, cancelled or confirmed."""
+
+Value = bytes | bytearray | memoryview | str
+
+
+class Command(NamedTuple):
+    """One operation and its checked arguments."""
+
+    op: Op
+    args: tuple[Any, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.op.name.lower()
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The keys it is about, for an error to name."""
+        if not self.args or ARGUMENTS[self.op][0] not in (KEY, KEYS):
+            return ()
+        first = self.args[0]
+        return (first,) if isinstance(first, str) else tuple(first)
+
+    def under(self, prefix: str) -> Command:
+        """Return the same command on keys under ``prefix``."""
+        kinds = ARGUMENTS[self.op]
+        return Command(self.op, tuple(_under(prefix, kind, arg) for kind, arg in zip(kinds, self.args, strict=True)))
+
+
+def _under(prefix: str, kind: str, argument: Any) -> Any:
+    if kind == KEY:
+        return prefix + argument
+    if kind == KEYS:
+        return [prefix + key for key in argument]
+    return argument
+
+
+# -- checks: each raises UsageError ----------------------------------------------------------------
+
+
+def _key(key: object) -> str:
+    if not isinstance(key, str):
+        raise UsageError(f"a store key is a str, not {type(key).__name__}: {key!r}")
+    return key
+
+
+def _keys(keys: Iterable[str]) -> list[str]:
+    if isinstance(keys, (str, bytes)):
+        raise UsageError(f"expected a list of keys, not the single {keys!r}: put it in brackets")
+    return [_key(key) for key in keys]
+
+
+def _value(value: object) -> bytes:
+    if type(value) is bytes:
+        return value
+    if isinstance(value, str):
+        return value.encode()
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return bytes(value)
+    raise UsageError(f"a store value is bytes or str, not {type(value).__name__}: encode it first")
+
+
+def _number(number: object, least: int = -(1 << 63)) -> int:
+    if isinstance(number, bool) or not isinstance(number, int) or not least <= number < 1 << 63:
+        raise UsageError(f"expected a whole number from {least} to 2**63 - 1, not {number!r}")
+    return number
+
+
+# -- commands --------------------------------------------------------------------------------------
+
+
+def set_(key: str, value: Value) -> Command:
+    return Command(Op.SET, (_key(key), _value(value)))
+
+
+def get(key: str) -> Command:
+    return Command(Op.GET, (_key(key),))
+
+
+def add(key: str, amount: int) -> Command:
+    return Command(Op.ADD, (_key(key), _number(amount)))
+
+
+def wait(keys: Iterable[str]) -> Command:
+    return Command(Op.WAIT, (_keys(keys),))
+
+
+def check(keys: Iterable[str]) -> Command:
+    return Command(Op.CHECK, (_keys(keys),))
+
+
+def compare_set(key: str, expected: Value, desired: Value) -> Command:
+    return Command(Op.COMPARE_SET, (_key(key), _value(expected), _value(desired)))
+
+
+def delete_key(key: str) -> Command:
+    return Command(Op.DELETE_KEY, (_key(key),))
+
+
+def num_keys() -> Command:
+    return Command(Op.NUM_KEYS)
+
+
+def append(key: str, value: Value) -> Command:
+    return Command(Op.APPEND, (_key(key), _value(value)))
+
+
+def multi_get(keys: Iterable[str]) -> Command:
+    return Command(Op.MULTI_GET, (_keys(keys),))
+
+
+def multi_set(keys: Iterable[str], values: Iterable[Value]) -> Command:
+    names, contents = _keys(keys), [_value(value) for value in values]
+    if len(names) != len(contents):
+        raise UsageError(f"multi_set takes one value per key, not {len(contents)} values for {len(names)} keys")
+    return Command(Op.MULTI_SET, (names, contents))
+
+
+def list_keys(prefix: str) -> Command:
+    return Command(Op.LIST_KEYS, (_key(prefix),))
+
+
+def queue_push(key: str, value: Value) -> Command:
+    return Command(Op.QUEUE_PUSH, (_key(key), _value(value)))
+
+
+def queue_pop(key: str, block: bool) -> Command:
+    return Command(Op.QUEUE_POP, (_key(key), bool(block)))
+
+
+def queue_len(key: str) -> Command:
+    return Command(Op.QUEUE_LEN, (_key(key),))
+
+
+def barrier(key: str, world_size: int) -> Command:
+    return Command(Op.BARRIER, (_key(key), _number(world_size, least=1)))
+
+
+def publish(channel: str, message: Value) -> Command:
+    return Command(Op.PUBLISH, (_key(channel), _value(message)))
+
+
+def subscribe(channel: str) -> Command:
+    return Command(Op.SUBSCRIBE, (_key(channel),))

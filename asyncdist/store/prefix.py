@@ -1,0 +1,63 @@
+"""A part of a store, under a prefix, as a store of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from asyncdist.deadline import Timeout
+from asyncdist.store.faces import AsyncFace, AsyncSubscription, Store, Subscription
+from asyncdist.store.operations import Command, Op
+
+
+def _strip(command: Command, prefix: str, result: Any) -> Any:
+    return [key.removeprefix(prefix) for key in result] if command.op is Op.LIST_KEYS else result
+
+
+class PrefixStore(Store):
+    """``store`` with ``prefix/`` before every key, queue, barrier and channel.
+
+    `list_keys` gives the keys of this part without the prefix; `num_keys` counts the whole store, as torch's does.
+    Timeouts are its own, at first those of ``store``; `close` leaves ``store`` open.
+    """
+
+    def __init__(self, prefix: str, store: Store) -> None:
+        super().__init__(store._timeout)
+        self._prefix = prefix + "/"
+        self._store = store
+
+    @property
+    def underlying_store(self) -> Store:
+        return self._store
+
+    def request(self, command: Command, timeout: Timeout = None) -> Any:
+        limit = self._timeout if timeout is None else timeout
+        return _strip(command, self._prefix, self._store.request(command.under(self._prefix), limit))
+
+    def subscribe(self, channel: str) -> Subscription:
+        return self._store.subscribe(self._prefix + channel)
+
+    def close(self) -> None:
+        pass
+
+
+class AsyncPrefixStore(AsyncFace):
+    """An awaited store with ``prefix/`` before every key: what `PrefixStore` is for the blocking ones."""
+
+    def __init__(self, prefix: str, store: AsyncFace) -> None:
+        self.timeout = store.timeout
+        self._prefix = prefix + "/"
+        self._store = store
+
+    @property
+    def underlying_store(self) -> AsyncFace:
+        return self._store
+
+    async def request(self, command: Command, timeout: Timeout = None) -> Any:
+        limit = self.timeout if timeout is None else timeout
+        return _strip(command, self._prefix, await self._store.request(command.under(self._prefix), limit))
+
+    def subscribe(self, channel: str) -> AsyncSubscription:
+        return self._store.subscribe(self._prefix + channel)
+
+    async def close(self) -> None:
+        pass
