@@ -1,1 +1,30 @@
-"""The store: a key-value machine, its wire format, its server and its clients. Torch-free and quick to import."""
+"""The store: a key-value machine that ranks find each other in, and wait for each other at.
+
+Read in this order: `operations` (what can be asked), `state` (what happens then), `messages` (how it travels),
+`conversation` (a client's side of it), `server`; then the clients: `faces` (their methods), `client` (awaited), `desk`,
+`blocking`, `local`, `files` (by torch's names), `prefix`. Nothing here imports torch.
+"""
+
+from asyncdist.store.blocking import TCPStore
+from asyncdist.store.client import AsyncStore
+from asyncdist.store.daemon import serve
+from asyncdist.store.faces import AsyncFace, AsyncSubscription, Store, Subscription
+from asyncdist.store.files import FileStore
+from asyncdist.store.local import HashStore
+from asyncdist.store.prefix import AsyncPrefixStore, PrefixStore
+from asyncdist.store.server import StoreServer
+
+__all__ = [
+    "AsyncFace",
+    "AsyncPrefixStore",
+    "AsyncStore",
+    "AsyncSubscription",
+    "FileStore",
+    "HashStore",
+    "PrefixStore",
+    "Store",
+    "StoreServer",
+    "Subscription",
+    "TCPStore",
+    "serve",
+]

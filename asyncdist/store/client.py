@@ -13,7 +13,7 @@ from asyncdist.errors import AuthenticationError, ProtocolError, StoreConnection
 from asyncdist.handshake import NONCE_NBYTES, Pushed, dial
 from asyncdist.store import operations
 from asyncdist.store.conversation import Conversation
-from asyncdist.store.dialling import Persistence, broken, describe, tune
+from asyncdist.store.dialling import Persistence, broken, closed, describe, tune
 from asyncdist.store.faces import AsyncFace
 from asyncdist.store.operations import Command, Op
 
@@ -202,7 +202,7 @@ class _Link(asyncio.Protocol):
         self._send(self._conversation.confirm(number))
 
     async def close(self) -> None:
-        self._end(StoreConnectionError(f"the connection to the store at {self.where} was closed by us: connect again"))
+        self._end(closed(self.where))
         if self._transport is None:
             return
         self._uncork()

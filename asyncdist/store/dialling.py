@@ -62,6 +62,11 @@ def broken(where: str, why: str) -> StoreConnectionError:
     )
 
 
+def closed(where: str) -> StoreConnectionError:
+    """Return the error of those who use a connection that we closed."""
+    return StoreConnectionError(f"the connection to the store at {where} was closed by this process: connect again")
+
+
 def tune(sock: socket.socket) -> None:
     """Send small requests at once, and have the kernel notice within two minutes that the other host is gone."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

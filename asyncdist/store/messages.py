@@ -120,7 +120,11 @@ def hello(limit: int) -> bytes:
 
 def decode_request(frame: bytes | bytearray) -> Request:
     """Return the request in a frame; raises ProtocolError."""
-    fields = _array(frame)
+    return decode_operation(decode_fields(frame))
+
+
+def decode_operation(fields: list[Any]) -> Request:
+    """Return the request in a frame's fields; raises ProtocolError."""
     try:
         op = Op(fields[1])
         kinds = ARGUMENTS[op]
@@ -134,13 +138,14 @@ def decode_request(frame: bytes | bytearray) -> Request:
 
 def decode_answer(frame: bytes | bytearray) -> Answer:
     """Return the answer in a frame; raises ProtocolError."""
-    fields = _array(frame)
+    fields = decode_fields(frame)
     if len(fields) != 3 or type(fields[0]) is not int or type(fields[1]) is not int or not _sound(*fields[1:]):
         raise ProtocolError(f"an answer that is none of ours: {_brief(fields)}")
     return Answer(*fields)
 
 
-def _array(frame: bytes | bytearray) -> list[Any]:
+def decode_fields(frame: bytes | bytearray) -> list[Any]:
+    """Return the array in a frame; raises ProtocolError."""
     try:
         fields = msgpack.unpackb(frame)
     except Exception as error:  # which of its many it raises depends on msgpack's version and build

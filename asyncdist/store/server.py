@@ -32,10 +32,14 @@ _BACKLOG_NBYTES = 64 << 20
 
 
 class StoreServer:
-    """A store that listens. Make one with `start`; ``host`` and ``port`` say where it is; `close` it."""
+    """A store that listens. Make one with `start`; ``host`` and ``port`` say where it is; `close` it.
+
+    ``host`` is as it was given; ``address`` is the (first) address that it stood for.
+    """
 
     def __init__(self, config: Config, token: str | None) -> None:
         self.host = ""
+        self.address = ""
         self.port = 0
         self.config = config
         self.token = token
@@ -73,8 +77,8 @@ class StoreServer:
             sock.setblocking(False)
             listen.check_guarded([(sock.family, sock.getsockname()[0])], token, server.config)
             sockets = [sock]
-        server.host = host or sockets[0].getsockname()[0]
-        server.port = sockets[0].getsockname()[1]
+        server.address, server.port = sockets[0].getsockname()[:2]
+        server.host = host or server.address
         try:
             for each in sockets:
                 made = await server._loop.create_server(lambda: _Connection(server), sock=each, backlog=listen.BACKLOG)

@@ -1,0 +1,68 @@
+"""The server of a store inside a program that blocks: it runs on the process's background loop."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import socket
+import weakref
+
+from asyncdist.config import Config
+from asyncdist.runtime import Runtime, runtime
+from asyncdist.store import listen
+from asyncdist.store.server import StoreServer
+
+
+class Embedded:
+    """A server on the runtime's loop. `close` it; one that is collected, or still open at exit, is closed too."""
+
+    def __init__(self, host: str, port: int, *, token: str | None, config: Config, fd: int | None = None) -> None:
+        running = runtime()
+        sock = socket.socket(fileno=fd) if fd is not None else None
+        where = _bind_to(host, port, token, config)
+        server = running.run(StoreServer.start(where, port, token=token, config=config, sock=sock))
+        self.port = server.port
+        self.reachable_host = _reachable(server.address)
+        self._running = running
+        self._server = server
+        self._finalizer = weakref.finalize(self, _stop, running, server)
+        self._finalizer.atexit = False
+        # Registered after the runtime's own, so that it is called before the loop goes.
+        self._at_exit = functools.partial(_close_if_alive, weakref.ref(self))
+        atexit.register(self._at_exit)
+
+    def close(self) -> None:
+        """Stop the server and return when its connections are gone. May be called again."""
+        atexit.unregister(self._at_exit)
+        if self._finalizer.detach() is not None and not self._running.closed:
+            self._running.run(self._server.close())
+
+
+def _close_if_alive(embedded: weakref.ref[Embedded]) -> None:
+    alive = embedded()
+    if alive is not None:
+        alive.close()
+
+
+def _stop(running: Runtime, server: StoreServer) -> None:
+    """Stop it without waiting: a collector may call this on any thread, the loop's own included."""
+    if not running.closed:
+        running.submit(server.close())
+
+
+def _bind_to(host: str, port: int, token: str | None, config: Config) -> str:
+    """Return where to listen for those who know us as ``host``.
+
+    A name that others resolve to our network address may resolve to loopback here (many an /etc/hosts says so): with a
+    token, listen everywhere then. Without one the server itself sees to it that only loopback is listened on.
+    """
+    guarded = bool(token) or config.allow_unauthenticated
+    if not guarded or host == "localhost" or listen.is_loopback(host):
+        return host
+    listen.resolve(host, port)  # a misspelt name fails here, not at the other ranks
+    return ""
+
+
+def _reachable(address: str) -> str:
+    """Return an address at which this process reaches what listens at ``address``."""
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, address)

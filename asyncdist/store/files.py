@@ -1,0 +1,268 @@
+"""FileStore: a store in a file, for processes that share nothing but a file system.
+
+The file is the log of the state machine's requests, in order, a frame each: ``[member, request id, op, argument…]``.
+Whoever writes holds the file's lock, first reads what others have written, and appends; every member executes the same
+log and so has the same state. What only reads is not logged. Those who wait look into the file every few milliseconds.
+The log is never made shorter: it is for meeting, not for a long life of many sets.
+
+A member that dies while it appends leaves part of a frame, which the next writer cuts off. A member that dies while it
+stands in a barrier or holds a queue item is found out by those who wait there, if it ran on the same host, and they log
+that it left.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import socket
+import time
+import weakref
+from pathlib import Path
+from typing import Any
+
+from asyncdist.deadline import Deadline
+from asyncdist.errors import AddressError, ProtocolError, StoreError, UsageError
+from asyncdist.store.desk import Ticket
+from asyncdist.store.local import DEFAULT_TIMEOUT, LocalDesk, LocalStore
+from asyncdist.store.log import MAGIC, Record, decode_record, encode_record
+from asyncdist.store.messages import LENGTH
+from asyncdist.store.operations import Op
+from asyncdist.store.state import Client, Reply
+
+_READ_ONLY = frozenset((Op.GET, Op.WAIT, Op.CHECK, Op.NUM_KEYS, Op.MULTI_GET, Op.LIST_KEYS, Op.QUEUE_LEN))
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
+_ROLL_CALL_PAUSE = 0.5
+_MEMBERS = "\0members"
+"""The channel that members of known number listen to, so that the last one to leave can be told."""
+_READERS = "\0readers"
+"""The client under whose name this process's reading requests wait; it is in nobody's log."""
+
+
+class FileDesk(LocalDesk):
+    """A replica of the state in a file, and our tickets there."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+        self.name = (_host_name(), str(os.getpid()), _start_time(os.getpid()), secrets.token_hex(8))
+        self._pid = os.getpid()
+        self._members: set[Client] = set()
+        self._offset = 0
+        try:
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise AddressError(
+                f"the file {path} cannot be opened ({error.strerror}): every rank must be able to"
+            ) from None
+        try:
+            with _Locked(self._fd):
+                self._read()
+                if self._offset == 0:
+                    self._append(MAGIC)
+                    self._offset = len(MAGIC)
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    # -- requests ---------------------------------------------------------------------------------
+
+    def execute(self, number: int, op: Op, args: tuple[Any, ...]) -> list[Reply]:
+        if self._pid != os.getpid():
+            raise UsageError("this FileStore was made before a fork and is the parent's: make a new one")
+        if op in _READ_ONLY:
+            self.look()
+            return self.state.execute(_READERS, number, op, args)
+        return self._log(Record(self.name, number, op, args))
+
+    def withdraw(self, number: int, op: Op) -> list[Reply]:
+        if op in _READ_ONLY:
+            return self.state.execute(_READERS, number, Op.CANCEL, (number,))
+        return self.execute(number, Op.CANCEL, (number,))
+
+    def leave(self) -> None:
+        self._log(Record(self.name, 0, Op.LEAVE, ()))
+
+    def wait_for(self, ticket: Ticket, deadline: Deadline) -> None:
+        pause, roll_call = _FIRST_PAUSE, time.monotonic()
+        with self.lock:
+            event = self.event_of(ticket)
+        while True:
+            with self.lock:
+                self.look()
+                if not ticket.ready and time.monotonic() >= roll_call:
+                    roll_call = time.monotonic() + _ROLL_CALL_PAUSE
+                    self._call_roll()
+            if event.wait(min(pause, deadline.remaining())):
+                return
+            if deadline.expired():
+                raise TimeoutError
+            pause = min(1.5 * pause, _LONGEST_PAUSE)
+
+    # -- the file. The lock of this desk is held in all of these ----------------------------------------
+
+    def look(self) -> None:
+        """Execute what others have written since we last looked."""
+        if os.fstat(self._fd).st_size != self._offset:
+            with _Locked(self._fd, shared=True):
+                self._read()
+
+    def _log(self, record: Record) -> list[Reply]:
+        frame = encode_record(record)
+        with _Locked(self._fd):
+            self._read()
+            self._append(frame)
+            self._offset += len(frame)
+        return self._replay(record)
+
+    def _read(self) -> None:
+        """Execute the whole frames that follow what we have; the file's lock is held."""
+        while True:
+            data = _read_at(self._fd, self._offset, os.fstat(self._fd).st_size - self._offset)
+            if self._offset == 0 and data:
+                if not data.startswith(MAGIC[: len(data)]):
+                    raise ProtocolError(f"{self.path} is no file of a store: remove it, or name another")
+                if len(data) < len(MAGIC):
+                    return
+                self._offset = len(MAGIC)
+                continue
+            start = 0
+            while start + LENGTH.size <= len(data):
+                end = start + LENGTH.size + LENGTH.unpack_from(data, start)[0]
+                if end > len(data):
+                    break
+                record = decode_record(data[start + LENGTH.size : end])
+                self._offset += end - start
+                self.deliver(self._replay(record))
+                start = end
+            return
+
+    def _replay(self, record: Record) -> list[Reply]:
+        if record.op is Op.SUBSCRIBE and record.args == (_MEMBERS,):
+            self._members.add(record.member)
+        replies = self.state.execute(*record)
+        return [reply for reply in replies if reply.client == self.name or reply.client == _READERS]
+
+    def _append(self, data: bytes) -> None:
+        """Write at the end of what we have read; whatever follows is what a dead writer left."""
+        if os.fstat(self._fd).st_size > self._offset:
+            os.ftruncate(self._fd, self._offset)
+        written = 0
+        try:
+            while written < len(data):
+                written += os.pwrite(self._fd, data[written:], self._offset + written)
+        except OSError as error:
+            os.ftruncate(self._fd, self._offset)
+            raise StoreError(f"{self.path} cannot be written ({error.strerror}): see to room there") from error
+
+    def _call_roll(self) -> None:
+        """Say of members of this host that died that they have left."""
+        for member in self.state.clients:
+            if isinstance(member, tuple) and member != self.name and _is_dead(member):
+                self.deliver(self._log(Record(member, 0, Op.LEAVE, ())))
+
+    # -- ends -------------------------------------------------------------------------------------
+
+    def join(self) -> None:
+        """Have ourselves counted."""
+        with self.lock:
+            self._log(Record(self.name, -1, Op.SUBSCRIBE, (_MEMBERS,)))
+
+    def close_file(self, world_size: int) -> None:
+        """Leave, remove the file if all ``world_size`` members have been here and none is left, and close it."""
+        if self._pid != os.getpid():
+            os.close(self._fd)
+            return
+        self.close()
+        try:
+            with self.lock:
+                self.look()
+                self._call_roll()
+                if 0 < world_size <= len(self._members) and not self.state.clients:
+                    self.path.unlink(missing_ok=True)
+        finally:
+            os.close(self._fd)
+
+
+class FileStore(LocalStore):
+    """A store in the file ``file_name``, which every process names alike; torch's FileStore by name and methods.
+
+    The file must not be left over from an earlier run. With ``world_size``, the last of so many to close (or to exit)
+    removes it; without, nobody does. Needs a file system whose locks work; waiting costs a look at the file every 50 ms
+    at most.
+    Raises AddressError when the file cannot be opened, ProtocolError when it is something else.
+    """
+
+    def __init__(self, file_name: str | os.PathLike[str], world_size: int = -1) -> None:
+        desk = FileDesk(Path(file_name))
+        super().__init__(desk, DEFAULT_TIMEOUT)
+        self._path = desk.path
+        self._finalizer = weakref.finalize(self, FileDesk.close_file, desk, world_size)
+        if world_size > 0:
+            desk.join()
+
+    @property
+    def path(self) -> str:
+        return str(self._path)
+
+    def close(self) -> None:
+        self._finalizer()
+
+
+class _Locked:
+    """The lock of a file, held between processes."""
+
+    def __init__(self, fd: int, *, shared: bool = False) -> None:
+        self._fd = fd
+        self._how = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+
+    def __enter__(self) -> None:
+        fcntl.flock(self._fd, self._how)
+
+    def __exit__(self, *exc: object) -> None:
+        fcntl.flock(self._fd, fcntl.LOCK_UN)
+
+
+def _read_at(fd: int, offset: int, nbytes: int) -> bytes:
+    pieces = []
+    while nbytes > 0:
+        piece = os.pread(fd, nbytes, offset)
+        if not piece:
+            break
+        pieces.append(piece)
+        offset += len(piece)
+        nbytes -= len(piece)
+    return b"".join(pieces)
+
+
+# -- who is alive ----------------------------------------------------------------------------------
+
+
+def _host_name() -> str:
+    """Name the host and, where there are such things, the namespace in which process ids mean something."""
+    try:
+        return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return socket.gethostname()
+
+
+def _start_time(pid: int) -> str:
+    """Return when a process started, so that another one with its id is told apart; "" where that is not known."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] in (b"Z", b"X") else fields[19].decode()
+
+
+def _is_dead(member: tuple[str, ...]) -> bool:
+    host, pid, started, _ = member
+    if host != _host_name():
+        return False
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False
+    return started != _start_time(int(pid))

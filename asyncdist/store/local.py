@@ -1,0 +1,135 @@
+"""HashStore: a store inside one process, for its threads."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from asyncdist.deadline import Deadline, Timeout, seconds
+from asyncdist.errors import StoreConnectionError
+from asyncdist.store.conversation import refusal
+from asyncdist.store.desk import Desk, DeskSubscription, Ticket
+from asyncdist.store.faces import Store, Subscription
+from asyncdist.store.operations import BLOCKING, Command, Op
+from asyncdist.store.state import Client, Kind, Reply, StoreState
+
+DEFAULT_TIMEOUT = 300.0
+
+
+class LocalDesk(Desk):
+    """A state machine, executed by whichever thread asks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = StoreState()
+        self._tickets: dict[int, tuple[Op, Ticket]] = {}
+        self._last = 0
+        self._over: StoreConnectionError | None = None
+
+    # -- what a file store does otherwise ---------------------------------------------------------
+
+    def execute(self, number: int, op: Op, args: tuple[Any, ...]) -> list[Reply]:
+        """Execute a request of ours and return what came due for our tickets. The lock is held."""
+        return self.state.execute(self.name_for(op), number, op, args)
+
+    def name_for(self, op: Op) -> Client:
+        """Return the client under whose name we ask for ``op``."""
+        return "threads of this process"
+
+    def wait_for(self, ticket: Ticket, deadline: Deadline) -> None:
+        with self.lock:
+            event = self.event_of(ticket)
+        if not event.wait(deadline.remaining_or_none()):
+            raise TimeoutError
+
+    # -- what both do -----------------------------------------------------------------------------
+
+    def event_of(self, ticket: Ticket) -> threading.Event:
+        """Return the event that is set when ``ticket`` is ready. The lock is held."""
+        if ticket.event is None:
+            ticket.event = threading.Event()
+        if ticket.ready:
+            ticket.event.set()
+        return ticket.event
+
+    def begin(self, command: Command, ticket: Ticket, deadline: Deadline) -> int:
+        with self.lock:
+            if self._over is not None:
+                raise StoreConnectionError(*self._over.args)
+            self._last += 1
+            number = self._last
+            self._tickets[number] = command.op, ticket
+            try:
+                self.deliver(self.execute(number, command.op, command.args))
+            except BaseException:
+                self._tickets.pop(number, None)
+                raise
+        return number
+
+    def give_up(self, number: int) -> None:
+        with self.lock:
+            op, _ = self._tickets.pop(number, (Op.QUEUE_POP, None))
+            if op in BLOCKING and number and self._over is None:
+                self.deliver(self.withdraw(number, op))
+
+    def withdraw(self, number: int, op: Op) -> list[Reply]:
+        """Cancel a request of ours. The lock is held."""
+        return self.execute(number, Op.CANCEL, (number,))
+
+    def confirm(self, number: int) -> None:
+        with self.lock:
+            if self._over is None:
+                self.deliver(self.execute(number, Op.CONFIRM, (number,)))
+
+    def deliver(self, replies: list[Reply]) -> None:
+        """Hand replies to the tickets they are for. The lock is held."""
+        for _, number, kind, value in replies:
+            op, ticket = self._tickets.get(number, (None, None))
+            if ticket is None:
+                continue
+            if kind is Kind.PUBLISHED:
+                ticket.publish(value)
+                continue
+            if op is not Op.SUBSCRIBE or kind is Kind.REFUSED:
+                del self._tickets[number]
+            if kind is Kind.RESULT:
+                ticket.resolve(value)
+            else:
+                ticket.reject(refusal(*value))
+
+    def close(self) -> None:
+        with self.lock:
+            if self._over is None:
+                self.leave()
+                self._over = StoreConnectionError("this store was closed by us: make another")
+            tickets, self._tickets = self._tickets, {}
+            for _, ticket in tickets.values():
+                ticket.reject(StoreConnectionError(*self._over.args))
+
+    def leave(self) -> None:
+        """Take everything of ours out of the state. The lock is held."""
+        self.state.leave(self.name_for(Op.SET))
+
+
+class LocalStore(Store):
+    """A blocking store at a desk of this process."""
+
+    def __init__(self, desk: LocalDesk, timeout: Timeout) -> None:
+        super().__init__(timeout)
+        self._desk = desk
+
+    def request(self, command: Command, timeout: Timeout = None) -> Any:
+        return self._desk.perform(command, self._timeout if timeout is None else seconds(timeout))
+
+    def subscribe(self, channel: str) -> Subscription:
+        return DeskSubscription(self._desk, channel, self._timeout, store=self)
+
+    def close(self) -> None:
+        self._desk.close()
+
+
+class HashStore(LocalStore):
+    """A store in this process's memory, for any number of its threads; torch's HashStore by name and methods."""
+
+    def __init__(self) -> None:
+        super().__init__(LocalDesk(), DEFAULT_TIMEOUT)
