@@ -8,18 +8,20 @@ module      what a user wraps a model in
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from asyncdist.ddp.module import DistributedDataParallel as DistributedDataParallel
+    from asyncdist.ddp.reducer import BucketTimes as BucketTimes
+    from asyncdist.ddp.reducer import StepTimes as StepTimes
 
-__all__ = ["DistributedDataParallel"]
+__all__ = ["BucketTimes", "DistributedDataParallel", "StepTimes"]
 
 
 def __getattr__(name: str) -> object:
     # Late, because `asyncdist.ddp.buckets` is pure and must not bring torch with it.
-    if name == "DistributedDataParallel":
-        from asyncdist.ddp.module import DistributedDataParallel
-
-        return DistributedDataParallel
+    if name in __all__:
+        room = import_module("asyncdist.ddp.module" if name == "DistributedDataParallel" else "asyncdist.ddp.reducer")
+        return getattr(room, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -4,46 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
 from asyncdist.errors import MismatchError
+from asyncdist.group import Group
 from asyncdist.ops import ReduceOp
 
 PACK_NBYTES = 1 << 20
 
 
-class Pending(Protocol):
-    """What is asked of a `Work`."""
-
-    def wait(self) -> object: ...
-    def exception(self) -> BaseException | None: ...
-    def add_done_callback(self, callback: Callable[[Any], object], /) -> object: ...
-
-
-class Averager(Protocol):
-    """What is asked of a group."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def ranks(self) -> Sequence[int]: ...
-
-    def rank(self) -> int: ...
-    def size(self) -> int: ...
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> Pending: ...
-    def broadcast(self, tensor: torch.Tensor, src: int) -> Pending: ...
-
-
 def verify(
-    group: Averager, parameters: Sequence[tuple[str, torch.Tensor]], buffers: Sequence[tuple[str, torch.Tensor]] = ()
+    group: Group, parameters: Sequence[tuple[str, torch.Tensor]], buffers: Sequence[tuple[str, torch.Tensor]] = ()
 ) -> None:
     """Raise `MismatchError` on every rank, naming parameter and rank, unless all ranks hold the model of rank 0.
 
-    Compared are names, shapes, dtypes, strides and ``requires_grad``. Cost: a broadcast of 16 bytes and an all-reduce of
-    8 bytes a rank; only on disagreement are whole descriptions sent.
+    Compared are names, shapes, dtypes, strides and ``requires_grad``. Cost: a broadcast of 16 bytes and an
+    all-reduce of 8 bytes a rank; only on disagreement are whole descriptions sent.
     """
     own = describe("parameter", parameters) + describe("buffer", buffers)
     text = json.dumps(own).encode()
@@ -63,7 +41,7 @@ def verify(
             raise MismatchError(peer, reason, group=group.name, rank=group.ranks[group.rank()])
 
 
-def _tell(group: Averager, own: bytes, nbytes: int, src: int) -> bytes:
+def _tell(group: Group, own: bytes, nbytes: int, src: int) -> bytes:
     mine = group.rank() == src
     text = torch.frombuffer(bytearray(own), dtype=torch.uint8) if mine else torch.empty(nbytes, dtype=torch.uint8)
     group.broadcast(text, src).wait()
@@ -97,7 +75,7 @@ def _show(value: object) -> str:
     return str(tuple(value)) if isinstance(value, list) else str(value).removeprefix("torch.")
 
 
-def broadcast_values(group: Averager, tensors: Iterable[torch.Tensor]) -> None:
+def broadcast_values(group: Group, tensors: Iterable[torch.Tensor]) -> None:
     """Overwrite ``tensors`` (any dtypes) by those of the group's rank 0; they must have equal shapes and strides.
 
     Large contiguous tensors go from and into their own memory, the rest in packs of about 1 MiB, so that small ones

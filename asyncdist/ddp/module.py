@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from asyncdist.ddp import agreement, buckets
-from asyncdist.ddp.agreement import Averager
 from asyncdist.ddp.reducer import Reducer, StepTimes
 from asyncdist.errors import UnsupportedError, UsageError
+from asyncdist.group import Group
 
 
 class DistributedDataParallel(nn.Module):
@@ -44,7 +44,7 @@ class DistributedDataParallel(nn.Module):
         dim: int = 0,
         broadcast_buffers: bool | None = True,
         init_sync: bool = True,
-        process_group: Averager | None = None,
+        process_group: Group | None = None,
         bucket_cap_mb: float | None = None,
         find_unused_parameters: bool = False,
         check_reduction: bool = False,
@@ -105,6 +105,11 @@ class DistributedDataParallel(nn.Module):
         """When the last synchronised backward computed and communicated; None before the first."""
         return self._reducer.last_step
 
+    @property
+    def bucket_parameters(self) -> list[list[str]]:
+        """The names of the parameters by bucket, in the order in which buckets are sent; step 1 re-orders them."""
+        return self._reducer.layout
+
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the wrapped module; a forward with gradients arms the averaging of the backward that follows."""
         training = torch.is_grad_enabled()
@@ -147,7 +152,7 @@ def _refuse(**arguments: object) -> None:
             raise UnsupportedError(f"{name}={value!r} is not supported by this version: leave {name} out")
 
 
-def _default_group() -> Averager:
+def _default_group() -> Group:
     from asyncdist.api import default_group
 
     return default_group()

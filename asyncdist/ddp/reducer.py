@@ -21,9 +21,10 @@ from time import perf_counter
 import torch
 
 from asyncdist.ddp import buckets
-from asyncdist.ddp.agreement import Averager, Pending
 from asyncdist.errors import GradientError, UnsupportedError
+from asyncdist.group import Group
 from asyncdist.ops import ReduceOp
+from asyncdist.work import Work
 
 
 @dataclass(slots=True)
@@ -89,7 +90,7 @@ class Reducer:
 
     def __init__(
         self,
-        group: Averager,
+        group: Group,
         named: Sequence[tuple[str, torch.nn.Parameter]],
         limits: Sequence[int],
         *,
@@ -106,7 +107,7 @@ class Reducer:
         self._step: StepTimes | None = None
         self._arrived: list[int] = []  # parameters of this backward in the order in which their gradients came
         self._came = bytearray()
-        self._works: list[Pending] = []  # of the buckets sent so far
+        self._works: list[Work] = []  # of the buckets sent so far
         self._dealt_by_arrival = False
         self._deal(buckets.definition_order(len(named)))
         for index, parameter in enumerate(self._parameters):
@@ -133,8 +134,8 @@ class Reducer:
         if self._step is not None and self._arrived:
             sent, total = len(self._works), len(self._buckets)
             raise GradientError(
-                f"the last backward did not finish: it had sent {sent} of {total} buckets, and other ranks may wait for "
-                "the rest; find what it raised, destroy the process group and start again from a checkpoint"
+                f"the last backward did not finish: it had sent {sent} of {total} buckets, and other ranks may wait "
+                "for the rest; find what it raised, destroy the process group and start again from a checkpoint"
             )
         self._step = None
 
@@ -151,7 +152,7 @@ class Reducer:
         self._works = []
         for bucket in self._buckets:
             bucket.pending = len(bucket.members)
-        # Kept by the graph task that runs now: a re-entrant checkpoint's inner backward has its own, which ends earlier.
+        # Kept by the graph task that runs now; the inner backward of a re-entrant checkpoint has one of its own.
         torch.autograd.Variable._execution_engine.queue_callback(self._finish)
 
     def _ready(self, index: int) -> None:
@@ -222,7 +223,7 @@ class Reducer:
         if missing:
             raise GradientError(
                 "backward gave no gradient to {parameters} on this rank, so the ranks' averages lack it; use every "
-                "parameter in every forward, or freeze what is not used (requires_grad=False) before wrapping the model",
+                "parameter in every forward, or freeze it (requires_grad=False) before wrapping the model",
                 [self._names[index] for index in missing],
             )
 
@@ -231,8 +232,9 @@ class Reducer:
             for work in self._works:
                 work.wait()
         except BaseException:
+            # Looked at, all of them: what ended one ended the rest, and is raised once.
             for work in self._works:
-                work.exception()  # looked at: what ended one ended them all, and is raised once
+                work.exception()
             raise
 
     def _send_zeros(self, index: int) -> None:
