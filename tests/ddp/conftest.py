@@ -1,0 +1,84 @@
+"""What the tests of data-parallel training share: toy models and data, and a world of ranks in threads."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+
+class Counting:
+    """A group that notes what is issued on it."""
+
+    def __init__(self, group):
+        self._group = group
+        self.issued = []
+
+    def __getattr__(self, name):
+        return getattr(self._group, name)
+
+    def all_reduce(self, tensor, op):
+        self.issued.append(("all_reduce", tensor.numel()))
+        return self._group.all_reduce(tensor, op)
+
+    def broadcast(self, tensor, src):
+        self.issued.append(("broadcast", tensor.numel()))
+        return self._group.broadcast(tensor, src)
+
+
+def seeded(module, seed=0):
+    """Fill the parameters; torch's own generator is shared by the threads that play ranks here."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) / 3)
+    return module
+
+
+def network(seed=0):
+    return seeded(nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 8), nn.GELU(), nn.Linear(8, 3)), seed)
+
+
+def samples(count=12):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(count, 6, generator=generator), torch.randn(count, 3, generator=generator)
+
+
+def share(group, tensors):
+    return [tensor[group.rank() :: group.size()] for tensor in tensors]
+
+
+def gradients(module):
+    return [None if p.grad is None else p.grad.clone() for p in module.parameters()]
+
+
+def assert_close(ours, expected):
+    for mine, theirs in zip(ours, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+def assert_equal(ours, expected):
+    for mine, theirs in zip(ours, expected, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def loss_of(module, inputs, targets):
+    return nn.functional.mse_loss(module(inputs), targets)
+
+
+@pytest.fixture(scope="session")
+def toy():
+    """Everything above, by name: test modules do not import one another."""
+    return SimpleNamespace(
+        Counting=Counting,
+        seeded=seeded,
+        network=network,
+        samples=samples,
+        share=share,
+        gradients=gradients,
+        assert_close=assert_close,
+        assert_equal=assert_equal,
+        loss_of=loss_of,
+    )

@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from asyncdist.ddp import DistributedDataParallel
+from asyncdist.errors import MismatchError
+
+
+class Buffered(nn.Module):
+    def __init__(self, value):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+        self.conv = nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last)
+        self.large = nn.Parameter(torch.full((600, 500), value))  # more than a pack
+        self.register_buffer("flags", torch.tensor([value > 0, False]))
+        self.register_buffer("phase", torch.tensor(complex(value, 1.0)))
+        self.register_buffer("quarter", torch.full((3,), value).to(torch.float8_e4m3fn))
+        self.register_buffer("count", torch.tensor(int(value)))
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.fill_(value)
+
+    def forward(self, x):
+        return self.norm(x)
+
+
+def octets(tensor):
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def test_all_ranks_start_from_rank_0s_parameters_and_buffers(together):
+    def rank(group):
+        module = Buffered(1.0 + group.rank())
+        model = DistributedDataParallel(module, process_group=group)
+        assert list(model.state_dict()) == [f"module.{name}" for name in module.state_dict()]
+        return module.state_dict()
+
+    expected = Buffered(1.0).state_dict()
+    for state in together(3, rank):
+        for name, tensor in state.items():
+            assert torch.equal(octets(tensor), octets(expected[name])), name
+        assert state["conv.weight"].stride() == expected["conv.weight"].stride()
+
+
+@pytest.mark.parametrize("arguments", [{"broadcast_buffers": False}, {"forward_sync_buffers": False}, {}])
+def test_buffers_in_forward(together, arguments):
+    def rank(group):
+        module = nn.BatchNorm1d(2)
+        model = DistributedDataParallel(module, process_group=group, **arguments)
+        means = []
+        for step in range(3):
+            model(torch.full((2, 2), 10.0 * group.rank() + step) + torch.tensor([[-1.0], [1.0]])).sum().backward()
+            means.append(module.running_mean[0].item())
+        with torch.no_grad():
+            model.eval()
+            model(torch.ones(2, 2))
+        means.append(module.running_mean[0].item())
+        return means
+
+    ours, theirs = together(2, rank)
+    assert ours == pytest.approx([0.0, 0.1, 0.29, 0.29])
+    if arguments:  # the statistics of each rank's own samples
+        assert theirs == pytest.approx([1.0, 2.0, 3.0, 3.0], abs=0.5)
+    else:  # rank 0's, then one's own sample on top; in evaluation rank 0's
+        assert theirs == pytest.approx([1.0, 1.1, 1.29, 0.29])
+
+
+def test_init_sync_false_leaves_values_alone(together, toy):
+    def rank(group):
+        counting = toy.Counting(group)
+        module = nn.Linear(1, 1)
+        nn.init.constant_(module.weight, group.rank())
+        DistributedDataParallel(module, process_group=counting, init_sync=False)
+        assert counting.issued == []
+        return module.weight.item()
+
+    assert together(2, rank) == [0.0, 1.0]
+
+
+def test_ignored_parameters_are_left_alone(together, toy):
+    def rank(group):
+        module = toy.network(seed=group.rank())
+        module._ddp_params_and_buffers_to_ignore = ["0.weight"]
+        model = DistributedDataParallel(module, process_group=group)
+        assert "0.weight" not in {name for names in model.bucket_parameters for name in names}
+        toy.loss_of(model, *toy.share(group, toy.samples())).backward()
+        return [p.grad for p in module.parameters()], [p.detach() for p in module.parameters()]
+
+    (ours, values), (theirs, other_values) = together(2, rank)
+    assert not torch.equal(ours[0], theirs[0])
+    assert not torch.equal(values[0], other_values[0])
+    toy.assert_equal(ours[1:], theirs[1:])
+
+
+@pytest.mark.parametrize(
+    ("odd", "sentence"),
+    [
+        (lambda: nn.Linear(4, 3), r"parameter 'weight' has shape \(2, 3\) on rank 0, but \(3, 4\) on rank 2"),
+        (lambda: nn.Linear(3, 2).double(), r"parameter 'weight' has dtype float32 on rank 0, but float64 on rank 2"),
+        (lambda: nn.Linear(3, 2, bias=False), r"parameter 'bias' exists on rank 0 only"),
+        (
+            lambda: nn.ModuleDict({"a": nn.Linear(3, 2)}),
+            r"rank 0 has parameter 'weight', rank 2 has parameter 'a.weight'",
+        ),
+    ],
+)
+def test_models_that_differ_are_told_on_every_rank(together, odd, sentence):
+    def rank(group):
+        with pytest.raises(MismatchError, match=sentence) as caught:
+            DistributedDataParallel(odd() if group.rank() == 2 else nn.Linear(3, 2), process_group=group)
+        return caught.value.peer
+
+    assert together(3, rank) == [2, 2, 2]

@@ -1,0 +1,203 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from asyncdist.ddp import DistributedDataParallel
+from asyncdist.errors import GradientError
+
+SMALL_MB = 1 / 4096  # 256 bytes: two buckets for the toy network
+
+
+def test_no_sync_accumulates_locally_and_the_next_backward_averages_all(together, toy):
+    inputs, targets = toy.samples(12)
+
+    def rank(group):
+        counting = toy.Counting(group)
+        module = toy.network()
+        model = DistributedDataParallel(module, process_group=counting)
+        parts = list(zip(*(t.split(2) for t in toy.share(group, (inputs, targets))), strict=True))
+        counting.issued.clear()
+        with model.no_sync():
+            for part in parts[:-1]:
+                toy.loss_of(model, *part).backward()
+        assert counting.issued == []
+        local = toy.gradients(module)
+        toy.loss_of(model, *parts[-1]).backward()
+        averaged = toy.gradients(module)
+        with pytest.raises(KeyError), model.no_sync():
+            raise KeyError
+        assert model.require_backward_grad_sync
+        return local, averaged
+
+    results = together(2, rank)
+    reference = toy.network()
+    for each in range(2):
+        for part in zip(*(t[each::2].split(2) for t in (inputs, targets)), strict=True):
+            (toy.loss_of(reference, *part) / 2).backward()
+    assert not torch.equal(results[0][0][0], results[1][0][0])
+    toy.assert_close(results[0][1], toy.gradients(reference))
+    toy.assert_equal(results[0][1], results[1][1])
+
+
+def test_two_backwards_of_one_forward_and_one_of_two_forwards(together, toy):
+    def rank(group):
+        module = toy.network()
+        model = DistributedDataParallel(module, process_group=group, bucket_cap_mb=SMALL_MB)
+        inputs, targets = toy.share(group, toy.samples())
+        loss = toy.loss_of(model, inputs, targets)
+        loss.backward(retain_graph=True)
+        once = toy.gradients(module)
+        loss.backward()
+        twice = toy.gradients(module)
+        model.zero_grad()
+        (toy.loss_of(model, inputs, targets) + toy.loss_of(model, inputs, targets)).backward()
+        return once, twice, toy.gradients(module)
+
+    results = together(2, rank)
+    reference = toy.network()
+    toy.loss_of(reference, *toy.samples()).backward()
+    for once, twice, sum_of_two in results:
+        toy.assert_close(once, toy.gradients(reference))
+        toy.assert_close(twice, [2 * gradient for gradient in toy.gradients(reference)])
+        toy.assert_close(sum_of_two, [2 * gradient for gradient in toy.gradients(reference)])
+
+
+def test_evaluation_and_gradients_of_inputs_communicate_nothing(together, toy):
+    def rank(group):
+        counting = toy.Counting(group)
+        model = DistributedDataParallel(toy.network(), process_group=counting)
+        counting.issued.clear()
+        inputs, targets = toy.samples()
+        with torch.no_grad():
+            model.eval()
+            model(inputs)
+        inputs.requires_grad_()
+        (gradient,) = torch.autograd.grad(toy.loss_of(model.train(), inputs, targets), inputs)
+        assert gradient.abs().sum() > 0
+        assert counting.issued == []
+        toy.loss_of(model, inputs, targets).backward()
+        return counting.issued
+
+    for issued in together(2, rank):
+        assert [name for name, _ in issued] == ["all_reduce", "broadcast"]
+
+
+def test_a_gradient_penalty(together, toy):
+    inputs, targets = toy.samples()
+
+    def penalised(module, x, y):
+        x = x.clone().requires_grad_()
+        loss = toy.loss_of(module, x, y)
+        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+        (loss + slope.pow(2).sum()).backward()
+
+    def rank(group):
+        module = toy.network()
+        penalised(DistributedDataParallel(module, process_group=group, bucket_cap_mb=SMALL_MB), inputs, targets)
+        return toy.gradients(module)
+
+    reference = toy.network()
+    # The penalty does not depend on the last bias, the loss does: every parameter gets its gradient in one backward.
+    penalised(reference, inputs, targets)
+    for ours in together(2, rank):
+        toy.assert_close(ours, toy.gradients(reference))
+
+
+def test_reentrant_checkpoints(together, toy):
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = toy.network()
+
+        def forward(self, x):
+            x = self.layers[0](x)
+            x = checkpoint(self.layers[1:3], x, use_reentrant=True)
+            return self.layers[4](checkpoint(self.layers[3], x, use_reentrant=True))
+
+    def rank(group):
+        module = Checkpointed()
+        model = DistributedDataParallel(module, process_group=group, bucket_cap_mb=SMALL_MB)
+        for _ in range(2):
+            model.zero_grad()
+            toy.loss_of(model, *toy.share(group, toy.samples())).backward()
+        return toy.gradients(module)
+
+    reference = toy.network()
+    toy.loss_of(reference, *toy.samples()).backward()
+    for ours in together(2, rank):
+        toy.assert_close(ours, toy.gradients(reference))
+
+
+def test_a_parameter_shared_by_reentrant_checkpoints(together):
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(6, 6)
+
+        def forward(self, x):
+            for _ in range(2):
+                x = checkpoint(self.layer, x, use_reentrant=True)
+            return x
+
+    def rank(group):
+        model = DistributedDataParallel(Twice(), process_group=group)
+        with pytest.raises(GradientError, match=r"'layer\.(weight|bias)' got a second gradient.*use_reentrant=False"):
+            model(torch.ones(1, 6, requires_grad=True)).sum().backward()
+        with pytest.raises(GradientError, match="did not finish"):
+            model(torch.ones(1, 6))
+
+    together(2, rank)
+
+
+def test_outputs_of_every_shape(together, toy):
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(6, 3)
+
+        def forward(self, x, *, wrap):
+            return wrap(self.layer(x))
+
+    class Opaque:
+        def __init__(self, tensor):
+            self.tensor = tensor
+
+    def rank(group):
+        module = Named()
+        model = DistributedDataParallel(module, process_group=group)
+        inputs, _ = toy.share(group, toy.samples())
+        found = []
+        for wrap, unwrap in (
+            (lambda t: {"logits": [t]}, lambda o: o["logits"][0]),
+            (lambda t: (t, None, t.detach()), lambda o: o[0]),
+            (Opaque, lambda o: o.tensor),
+        ):
+            model.zero_grad()
+            unwrap(model(inputs, wrap=wrap)).sum().backward()
+            found.append(module.layer.weight.grad.clone())
+        toy.assert_equal(found, [found[0]] * 3)
+        return found[0]
+
+    results = together(2, rank)
+    assert torch.equal(*results)
+
+
+def test_wrapping_again_leaves_nothing_of_the_first_wrapper(together, toy):
+    def rank(group):
+        module = toy.network()
+        counting = toy.Counting(group)
+        first = DistributedDataParallel(module, process_group=group)
+        toy.loss_of(first, *toy.share(group, toy.samples())).backward()
+        expected = toy.gradients(module)
+        module.zero_grad()
+        del first
+        model = DistributedDataParallel(module, process_group=counting)
+        counting.issued.clear()
+        toy.loss_of(model, *toy.share(group, toy.samples())).backward()
+        assert [name for name, _ in counting.issued] == ["all_reduce", "broadcast"]
+        toy.assert_equal(toy.gradients(module), expected)
+
+    together(2, rank)
