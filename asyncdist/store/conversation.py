@@ -11,8 +11,7 @@ from typing import Any, Protocol
 
 from asyncdist.errors import ProtocolError, QueueEmptyError, StoreError, UsageError
 from asyncdist.store.messages import HELLO, LENGTH, VERSION, Encoder, FrameParser, decode_answer, frame_limit
-from asyncdist.store.operations import BLOCKING, Command, Op
-from asyncdist.store.state import Kind, Reason
+from asyncdist.store.operations import BLOCKING, Command, Kind, Op, Reason
 
 
 class Sink(Protocol):

@@ -25,6 +25,7 @@ class Persistence:
         self.deadline = Deadline.after(timeout)
         self._begun = time.monotonic()
         self._pause = FIRST_PAUSE
+        self._reason: OSError | None = None
 
     def attempt(self) -> Deadline:
         """Return until when the attempt that begins now may go on."""
@@ -34,8 +35,10 @@ class Persistence:
         """Return how many seconds to pause before the next attempt, or raise what the user gets to see."""
         now = time.monotonic()
         spent = now - self._begun
-        unnamed = isinstance(error, socket.gaierror)
-        if unnamed and (spent >= NAME_GRACE or self.deadline.expired(now=now)):
+        if not isinstance(error, TimeoutError):
+            self._reason = error
+        error = self._reason or error  # that the time ran out in the middle of an attempt explains little
+        if isinstance(error, socket.gaierror) and (spent >= NAME_GRACE or self.deadline.expired(now=now)):
             raise AddressError(
                 f"host {self.host!r} does not resolve ({describe(error)}): check its spelling, or give an address"
             ) from error

@@ -27,8 +27,7 @@ from asyncdist.store.desk import Ticket
 from asyncdist.store.local import DEFAULT_TIMEOUT, LocalDesk, LocalStore
 from asyncdist.store.log import MAGIC, Record, decode_record, encode_record
 from asyncdist.store.messages import LENGTH
-from asyncdist.store.operations import Op
-from asyncdist.store.state import Client, Reply
+from asyncdist.store.operations import Client, Op, Reply
 
 _READ_ONLY = frozenset((Op.GET, Op.WAIT, Op.CHECK, Op.NUM_KEYS, Op.MULTI_GET, Op.LIST_KEYS, Op.QUEUE_LEN))
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05

@@ -10,8 +10,8 @@ from asyncdist.errors import StoreConnectionError
 from asyncdist.store.conversation import refusal
 from asyncdist.store.desk import Desk, DeskSubscription, Ticket
 from asyncdist.store.faces import Store, Subscription
-from asyncdist.store.operations import BLOCKING, Command, Op
-from asyncdist.store.state import Client, Kind, Reply, StoreState
+from asyncdist.store.operations import BLOCKING, Client, Command, Kind, Op, Reply
+from asyncdist.store.state import StoreState
 
 DEFAULT_TIMEOUT = 300.0
 

@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 import msgpack
 
 from asyncdist.errors import ProtocolError
-from asyncdist.store.operations import ARGUMENTS, FLAG, KEY, KEYS, NUMBER, VALUE, VALUES, Op
-from asyncdist.store.state import Kind
+from asyncdist.store.operations import ARGUMENTS, FLAG, KEY, KEYS, NUMBER, VALUE, VALUES, Kind, Op
 
 VERSION = 1
 HELLO = 3
@@ -39,7 +38,7 @@ class Request(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What a server sends: ``kind`` is a `state.Kind` or HELLO."""
+    """What a server sends: ``kind`` is a `operations.Kind` or HELLO."""
 
     id: int
     kind: int

@@ -1,4 +1,4 @@
-"""What can be asked of a store: each operation's number, its kinds of arguments, and the checks on what a user passes.
+"""What can be asked of a store and what it answers, and the checks on what a user passes.
 
 A `Command` is an operation with its arguments, checked; it knows nothing of who asks or how it travels. The awaited and
 the blocking face make their commands here, so that both refuse the same calls with the same words.
@@ -6,7 +6,7 @@ the blocking face make their commands here, so that both refuse the same calls w
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -71,6 +71,42 @@ ARGUMENTS: dict[Op, tuple[str, ...]] = {
 BLOCKING = frozenset((Op.GET, Op.WAIT, Op.MULTI_GET, Op.QUEUE_POP, Op.BARRIER, Op.SUBSCRIBE))
 """Operations that may leave something behind at the store until they are answered, cancelled or confirmed."""
 
+
+# -- answers ---------------------------------------------------------------------------------------
+
+Client = Hashable
+
+
+class Kind(IntEnum):
+    """What a reply is."""
+
+    RESULT = 0
+    REFUSED = 1
+    PUBLISHED = 2
+
+
+class Reason(IntEnum):
+    """Why the store refused."""
+
+    INVALID = 1
+    """The operation does not fit what the store holds, as ``add`` to a value that is no number."""
+    EMPTY = 2
+    """A pop that does not wait, from an empty queue."""
+    TOO_LARGE = 3
+    """The value, or the reply, is larger than the store takes."""
+
+
+class Reply(NamedTuple):
+    """Something that came due for a client: ``value`` is a result, a (reason, text) pair, or a published message."""
+
+    client: Any
+    request: int
+    kind: Kind
+    value: Any
+
+
+# -- commands --------------------------------------------------------------------------------------
+
 Value = bytes | bytearray | memoryview | str
 
 
@@ -106,7 +142,7 @@ def _under(prefix: str, kind: str, argument: Any) -> Any:
     return argument
 
 
-# -- checks: each raises UsageError ----------------------------------------------------------------
+# -- checks ------------------------------------------------------------------------------------------
 
 
 def _key(key: object) -> str:
@@ -137,7 +173,7 @@ def _number(number: object, least: int = -(1 << 63)) -> int:
     return number
 
 
-# -- commands --------------------------------------------------------------------------------------
+# -- one maker per command; each raises UsageError for a wrong argument ------------------------------
 
 
 def set_(key: str, value: Value) -> Command:

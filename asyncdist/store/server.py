@@ -21,7 +21,8 @@ from asyncdist.handshake import NONCE_NBYTES, Pushed, accept
 from asyncdist.store import listen
 from asyncdist.store.dialling import tune
 from asyncdist.store.messages import LENGTH, Encoder, FrameParser, decode_request, frame_limit, hello
-from asyncdist.store.state import Kind, Reason, Reply, StoreState
+from asyncdist.store.operations import Kind, Reason, Reply
+from asyncdist.store.state import StoreState
 
 logger = logging.getLogger(__name__)
 
@@ -152,11 +153,14 @@ class StoreServer:
             connection.flush()
 
     def _encode(self, reply: Reply) -> bytes:
-        frame = self._encoder.frame(reply.request, reply.kind, reply.value)
-        if len(frame) - LENGTH.size > self.limit:
-            text = f"a reply of {len(frame)} bytes, and {self.limit} is the limit: ask for fewer keys at a time"
-            frame = self._encoder.frame(reply.request, Kind.REFUSED, (Reason.TOO_LARGE, text))
-        return frame
+        value = reply.value
+        # Lists are measured before they are packed: one value may have been asked for a million times over.
+        if type(value) is not list or sum(map(len, value)) <= self.limit:
+            frame = self._encoder.frame(reply.request, reply.kind, value)
+            if len(frame) - LENGTH.size <= self.limit:
+                return frame
+        text = f"the reply would exceed the store's {self.limit} bytes: ask for fewer keys at a time"
+        return self._encoder.frame(reply.request, Kind.REFUSED, (Reason.TOO_LARGE, text))
 
 
 async def _resolve(host: str, port: int) -> list[Any]:
@@ -276,6 +280,7 @@ class _Connection(asyncio.Protocol):
     def _refuse(self, why: str) -> None:
         logger.warning("store: refused %s: %s", self._peer, why)
         self._todo.clear()
+        self.flush()
         if self._transport is not None:
             # What is on its way (the word that the token is wrong) is sent first; it is short.
             self._transport.close()

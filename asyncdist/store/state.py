@@ -17,41 +17,10 @@ of `Reply`. The laws of this file:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable
-from enum import IntEnum
+from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
-from asyncdist.store.operations import Op
-
-Client = Hashable
-
-
-class Kind(IntEnum):
-    """What a reply is."""
-
-    RESULT = 0
-    REFUSED = 1
-    PUBLISHED = 2
-
-
-class Reason(IntEnum):
-    """Why the store refused."""
-
-    INVALID = 1
-    """The operation does not fit what the store holds, as ``add`` to a value that is no number."""
-    EMPTY = 2
-    """A pop that does not wait, from an empty queue."""
-    TOO_LARGE = 3
-    """The value, or the reply, is larger than the store takes."""
-
-
-class Reply(NamedTuple):
-    """Something that came due for a client: ``value`` is a result, a (reason, text) pair, or a published message."""
-
-    client: Any
-    request: int
-    kind: Kind
-    value: Any
+from asyncdist.store.operations import Client, Kind, Op, Reason, Reply
 
 
 class Refused(Exception):

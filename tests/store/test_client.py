@@ -1,0 +1,320 @@
+"""The awaited client against a real server over loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import socket
+from datetime import timedelta
+
+import pytest
+
+from asyncdist.config import Config
+from asyncdist.errors import (
+    AddressError,
+    AuthenticationError,
+    ProtocolError,
+    QueueEmptyError,
+    StoreConnectionError,
+    StoreError,
+    StoreTimeoutError,
+    UsageError,
+)
+from asyncdist.store import AsyncPrefixStore, AsyncStore, StoreServer, dialling
+
+UNIT, LONG = 0.05, 10.0
+"""Seconds: a limit that is to pass, and one that must not."""
+TOKEN = "a token for tests"
+
+
+async def test_every_operation(store):
+    await store.set("k", "text")
+    assert await store.get("k") == b"text"
+    assert await store.add("n", 2) == 2
+    await store.wait(["k", "n"])
+    assert await store.check(["k", "missing"]) is False
+    assert await store.compare_set("k", b"text", b"other") == b"other"
+    await store.append("k", b"!")
+    assert await store.multi_get(["k", "n"]) == [b"other!", b"2"]
+    await store.multi_set(["x", "y"], [b"1", bytearray(b"2")])
+    assert await store.list_keys() == ["k", "n", "x", "y"]
+    assert await store.delete_key("x") is True
+    assert await store.num_keys() == 3
+    await store.queue_push("q", b"item")
+    assert await store.queue_len("q") == 1
+    assert await store.queue_pop("q") == b"item"
+    with pytest.raises(QueueEmptyError):
+        await store.queue_pop("q", block=False)
+    await store.barrier("b", 1)
+    assert await store.publish("c", b"") == 0
+
+
+async def test_a_get_that_waits_holds_up_nothing(store):
+    waiting = asyncio.create_task(store.get("later"))
+    for _ in range(100):
+        await store.add("n", 1)
+    assert not waiting.done()
+    await store.set("later", b"now")
+    assert await waiting == b"now"
+
+
+async def test_many_in_flight_on_one_connection(store, server):
+    waiting = [asyncio.create_task(store.get(f"key{number}")) for number in range(1000)]
+    await asyncio.gather(*(store.set(f"key{number}", str(number)) for number in reversed(range(1000))))
+    assert await asyncio.gather(*waiting) == [str(number).encode() for number in range(1000)]
+    assert server.num_connections == 1
+
+
+async def test_values_larger_than_any_buffer(store, config):
+    value = bytes(range(256)) * (config.store_max_value_nbytes // 256)
+    await asyncio.gather(*(store.set(f"k{number}", value) for number in range(8)))
+    for got in await asyncio.gather(*(store.get(f"k{number}") for number in range(8))):
+        assert got == value
+
+
+async def test_a_timeout_names_the_keys_and_leaves_nothing_at_the_server(store, server):
+    with pytest.raises(StoreTimeoutError, match=r"wait\('a', 'b'\) timed out after 0.05 s") as caught:
+        await store.wait(["a", "b"], timeout=UNIT)
+    assert caught.value.keys == ("a", "b")
+    assert isinstance(caught.value, TimeoutError)
+    await store.check([])
+    assert server.state.num_open == 0
+
+
+async def test_the_stores_own_timeout(store):
+    store.set_timeout(timedelta(seconds=UNIT))
+    with pytest.raises(StoreTimeoutError):
+        await store.get("never")
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        lambda store: store.get("k"),
+        lambda store: store.wait(["k"]),
+        lambda store: store.multi_get(["k"]),
+        lambda store: store.barrier("k", 2),
+        lambda store: store.queue_pop("k"),
+    ],
+)
+async def test_cancelling_a_wait_cancels_it_at_the_server(store, server, start, eventually):
+    task = asyncio.create_task(start(store))
+    await eventually(lambda: server.state.num_open == 1)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await eventually(lambda: server.state.num_open == 0)
+    await store.set("k", b"1")
+    assert await store.get("k") == b"1"
+
+
+async def test_a_task_cancelled_before_it_is_sent(store, server):
+    task = asyncio.create_task(store.get("k"))
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await store.check([])
+    assert server.state.num_open == 0
+
+
+async def test_an_item_on_its_way_to_a_cancelled_taker_is_not_lost(store, connect):
+    other = await connect()
+    for number in range(50):
+        taking = asyncio.create_task(store.queue_pop("q"))
+        await store.check([])
+        pushing = asyncio.create_task(other.queue_push("q", str(number)))
+        for _ in range(number % 7):
+            await asyncio.sleep(0)
+        taking.cancel()
+        await pushing
+        try:
+            assert await taking == str(number).encode()
+        except asyncio.CancelledError:
+            assert await other.queue_pop("q", timeout=LONG) == str(number).encode()
+    assert await other.queue_len("q") == 0
+
+
+async def test_an_item_is_passed_on_when_its_taker_dies(store, connect, server, eventually):
+    dying = await connect()
+    taking = asyncio.create_task(dying.queue_pop("q"))
+    await eventually(lambda: server.state.num_open == 1)
+    dying._link._transport.pause_reading()  # it is answered and does not see it
+    await store.queue_push("q", b"item")
+    waiting = asyncio.create_task(store.queue_pop("q", timeout=LONG))
+    dying._link.abort()
+    assert await waiting == b"item"
+    with pytest.raises(StoreConnectionError):
+        await taking
+
+
+async def test_wait_for_and_timeout_around_an_operation(store):
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(store.get("never"), UNIT)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(UNIT):
+            await store.get("never")
+    await store.set("k", b"still good")
+    assert await store.get("k") == b"still good"
+
+
+async def test_errors_of_the_store_do_not_end_the_connection(store):
+    await store.set("k", b"no number")
+    with pytest.raises(StoreError, match="no whole number"):
+        await store.add("k", 1)
+    with pytest.raises(UsageError):
+        await store.set("k", 1)
+    with pytest.raises(UsageError, match="ASYNCDIST_STORE_MAX_VALUE_NBYTES"):
+        await store.set("k", bytes(2 << 20))
+    assert await store.get("k") == b"no number"
+
+
+async def test_a_reply_beyond_the_limit_is_refused_and_harms_nothing(store):
+    await store.set("k", bytes(1 << 20))
+    with pytest.raises(StoreError, match="fewer keys"):
+        await store.multi_get(["k"] * 100_000)
+    assert len(await store.get("k")) == 1 << 20
+
+
+async def test_publish_and_subscribe(store, connect):
+    other = await connect()
+    async with store.subscribe("news") as messages:
+        assert await other.publish("news", b"1") == 1
+        assert await other.publish("news", b"2") == 1
+        assert [await anext(messages), await anext(messages)] == [b"1", b"2"]
+    assert await store.publish("news", b"3") == 0
+
+
+async def test_awaiting_a_subscription(store):
+    messages = await store.subscribe("news")
+    await store.publish("news", b"1")
+    async for message in messages:
+        assert message == b"1"
+        break
+
+
+async def test_a_subscription_ends_with_its_connection(store, server):
+    async with store.subscribe("news") as messages:
+        waiting = asyncio.create_task(anext(messages))
+        await asyncio.sleep(0)
+        await server.close()
+        with pytest.raises(StoreConnectionError):
+            await waiting
+
+
+async def test_a_barrier_of_many(connect):
+    stores = [await connect() for _ in range(5)]
+    await asyncio.gather(*(store.barrier("b", 5, timeout=LONG) for store in stores))
+
+
+async def test_under_a_prefix(store):
+    part = AsyncPrefixStore("world/1", store)
+    await part.set("k", b"1")
+    assert await store.get("world/1/k") == b"1"
+    assert await part.list_keys() == ["k"]
+    assert await AsyncPrefixStore("deeper", part).add("n", 1) == 1
+    assert await store.check(["world/1/deeper/n"])
+    with pytest.raises(StoreTimeoutError):
+        await part.get("never", timeout=UNIT)
+    async with part.subscribe("c") as messages:
+        await store.publish("world/1/c", b"!")
+        assert await anext(messages) == b"!"
+    await part.close()
+    assert await store.get("world/1/k") == b"1"
+
+
+# -- connections that do not come about, or break ----------------------------------------------------
+
+
+async def test_the_server_goes(store, server):
+    waiting = [asyncio.create_task(store.get("k")), asyncio.create_task(store.barrier("b", 2))]
+    await asyncio.sleep(0)
+    await server.close()
+    for task in waiting:
+        with pytest.raises(StoreConnectionError, match="broke"):
+            await task
+    with pytest.raises(StoreConnectionError, match="broke"):
+        await store.get("k")
+
+
+async def test_use_after_close(store):
+    waiting = asyncio.create_task(store.get("k"))
+    await asyncio.sleep(0)
+    await store.close()
+    await store.close()
+    with pytest.raises(StoreConnectionError, match="closed"):
+        await waiting
+    with pytest.raises(StoreConnectionError, match="closed"):
+        await store.set("k", b"")
+    assert "closed" in repr(store)
+
+
+async def test_a_client_that_comes_before_its_server(config):
+    with socket.socket() as reserved:
+        reserved.bind(("127.0.0.1", 0))
+        port = reserved.getsockname()[1]
+    coming = asyncio.create_task(AsyncStore.connect("127.0.0.1", port, token=TOKEN, timeout=LONG))
+    await asyncio.sleep(UNIT)
+    async with await StoreServer.start("127.0.0.1", port, token=TOKEN, config=config), await coming as store:
+        assert await store.add("n", 1) == 1
+
+
+async def test_nobody_answers():
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        with pytest.raises(StoreConnectionError, match=r"no store answered at 127.0.0.1:\d+ within"):
+            await AsyncStore.connect("127.0.0.1", silent.getsockname()[1], timeout=UNIT)
+
+
+async def test_somebody_answers_and_says_nothing():
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        with pytest.raises(StoreConnectionError):
+            await AsyncStore.connect("127.0.0.1", silent.getsockname()[1], timeout=UNIT)
+
+
+@pytest.mark.parametrize("said", [b"HTTP/1.1 400 Bad Request\r\n\r\nthis is a web server, not a store\r\n", bytes(100)])
+async def test_somebody_else_answers(said):
+    async def answer(reader, writer):
+        writer.write(said)
+        await reader.read()
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as other:
+        port = other.sockets[0].getsockname()[1]
+        with pytest.raises(ProtocolError, match="no asyncdist store"):
+            await AsyncStore.connect("127.0.0.1", port, timeout=LONG)
+
+
+@pytest.mark.parametrize("token", [None, "", "another token"])
+async def test_a_wrong_token_is_refused_at_once(server, token, eventually):
+    with pytest.raises(AuthenticationError, match="ASYNCDIST_TOKEN"):
+        await AsyncStore.connect("127.0.0.1", server.port, token=token, timeout=LONG)
+    await eventually(lambda: server.num_connections == 0)
+
+
+async def test_a_host_that_does_not_resolve(monkeypatch):
+    monkeypatch.setattr(dialling, "NAME_GRACE", 0.0)
+    for host in ("no-such-host.invalid", "x" * 64 + ".invalid"):
+        with pytest.raises(AddressError, match="does not resolve"):
+            await AsyncStore.connect(host, 1, timeout=LONG)
+
+
+async def test_connecting_is_cancelled(server, eventually):
+    for pauses in range(6):
+        task = asyncio.create_task(AsyncStore.connect("127.0.0.1", server.port, token=TOKEN))
+        for _ in range(pauses):
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    await eventually(lambda: server.num_connections == 0)
+    gc.collect()
+
+
+async def test_a_store_without_a_token_on_loopback():
+    async with (
+        await StoreServer.start("127.0.0.1", 0, config=Config()) as server,
+        await AsyncStore.connect("127.0.0.1", server.port) as store,
+    ):
+        assert await store.add("n", 1) == 1

@@ -1,0 +1,238 @@
+"""The wire format: what was sent arrives, however it was split; garbage raises ProtocolError and nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import struct
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncdist.errors import ProtocolError, QueueEmptyError, StoreConnectionError, StoreError, UsageError
+from asyncdist.store import operations
+from asyncdist.store.conversation import Conversation
+from asyncdist.store.messages import HELLO, VERSION, Encoder, FrameParser, decode_answer, decode_request, hello
+from asyncdist.store.operations import ARGUMENTS, FLAG, KEY, KEYS, NUMBER, VALUE, VALUES, Kind, Op, Reason
+
+LIMIT = 1000
+
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+numbers = st.integers(-(1 << 63), (1 << 63) - 1)
+arguments = {
+    KEY: texts,
+    KEYS: st.lists(texts, max_size=5),
+    VALUE: st.binary(max_size=50),
+    VALUES: st.lists(st.binary(max_size=50), max_size=5),
+    NUMBER: numbers,
+    FLAG: st.booleans(),
+}
+requests = st.sampled_from(Op).flatmap(
+    lambda op: st.tuples(st.integers(0, 1 << 63), st.just(op), st.tuples(*(arguments[k] for k in ARGUMENTS[op])))
+)
+
+
+def split(data: bytes, cuts: list[int]) -> list[bytes]:
+    edges = sorted({0, len(data), *(cut % (len(data) + 1) for cut in cuts)})
+    return [data[a:b] for a, b in itertools.pairwise(edges)]
+
+
+@given(st.lists(requests, max_size=8), st.lists(st.integers(0, 1 << 16), max_size=30))
+def test_requests_arrive_however_they_are_split(sent, cuts):
+    encoder, parser = Encoder(), FrameParser(10 * LIMIT)
+    data = b"".join(encoder.frame(number, op, *args) for number, op, args in sent)
+    got = [decode_request(frame) for piece in split(data, cuts) for frame in parser.feed(piece)]
+    assert [tuple(request) for request in got] == sent
+    assert parser.pending == 0
+
+
+@given(st.lists(requests, min_size=1, max_size=4))
+def test_byte_by_byte(sent):
+    encoder, parser = Encoder(), FrameParser(10 * LIMIT)
+    data = b"".join(encoder.frame(number, op, *args) for number, op, args in sent)
+    got = [decode_request(frame) for byte in data for frame in parser.feed(bytes([byte]))]
+    assert [tuple(request) for request in got] == sent
+
+
+@given(st.binary(max_size=200), st.lists(st.integers(0, 200), max_size=5))
+def test_garbage_is_a_protocol_error_or_an_unfinished_frame(data, cuts):
+    parser = FrameParser(LIMIT)
+    try:
+        for piece in split(data, cuts):
+            for frame in parser.feed(piece):
+                decode_request(frame)
+    except ProtocolError:
+        return
+    assert parser.pending <= LIMIT + 8
+
+
+@given(st.binary(max_size=100))
+def test_a_frame_of_garbage(data):
+    for decode in (decode_request, decode_answer):
+        with contextlib.suppress(ProtocolError):
+            assert isinstance(decode(data).id, int)
+
+
+anything = st.recursive(
+    st.none() | st.booleans() | numbers | st.floats() | texts | st.binary(max_size=10),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(texts, inner, max_size=3),
+    max_leaves=10,
+)
+
+
+@given(anything)
+def test_sound_msgpack_that_is_no_message(value):
+    for decode in (decode_request, decode_answer):
+        try:
+            message = decode(msgpack.packb(value))
+        except ProtocolError:
+            continue
+        assert isinstance(message.id, int)
+
+
+@given(st.sampled_from(Op), st.lists(anything, max_size=4))
+def test_arguments_of_wrong_types_do_not_get_in(op, args):
+    try:
+        request = decode_request(msgpack.packb([1, op, *args]))
+    except ProtocolError:
+        return
+    python_types = {KEY: str, VALUE: bytes, NUMBER: int, FLAG: bool, KEYS: list, VALUES: list}
+    assert [type(arg) for arg in request.args] == [python_types[kind] for kind in ARGUMENTS[op]]
+
+
+@pytest.mark.parametrize("claimed", [LIMIT + 1, 1 << 32, 1 << 60, (1 << 64) - 1])
+def test_an_absurd_length_is_refused_before_anything_of_it_is_read(claimed):
+    parser = FrameParser(LIMIT)
+    with pytest.raises(ProtocolError, match=str(claimed)):
+        parser.feed(struct.pack("<Q", claimed))
+
+
+def test_an_absurd_length_behind_a_sound_frame():
+    parser = FrameParser(LIMIT)
+    with pytest.raises(ProtocolError):
+        parser.feed(Encoder().frame(1, Op.NUM_KEYS) + struct.pack("<Q", 1 << 60))
+
+
+def test_a_frame_of_just_the_limit_passes():
+    body = msgpack.packb([1, Op.SET, "k", bytes(900)])
+    parser = FrameParser(len(body))
+    assert parser.feed(struct.pack("<Q", len(body)) + body) == [body]
+
+
+@pytest.mark.parametrize("bomb", [b"\x91" * 5000, b"\xdf\xff\xff\xff\xff", b"\xdd\xff\xff\xff\xff", b"\xc1", b""])
+def test_msgpack_that_means_harm(bomb):
+    with pytest.raises(ProtocolError):
+        decode_request(bomb)
+
+
+# -- the client's side of a conversation -----------------------------------------------------------
+
+
+class Sink:
+    def __init__(self) -> None:
+        self.got: list[object] = []
+
+    def resolve(self, value):
+        self.got.append(value)
+
+    reject = publish = resolve
+
+
+@pytest.fixture
+def conversation():
+    talk = Conversation()
+    talk.receive(hello(LIMIT))
+    return talk
+
+
+def answer(number, kind, value):
+    return Encoder().frame(number, kind, value)
+
+
+def test_answers_find_their_askers_in_any_order(conversation):
+    first, second = Sink(), Sink()
+    one, _ = conversation.ask(operations.get("a"), first)
+    two, _ = conversation.ask(operations.get("b"), second)
+    conversation.receive(answer(two, Kind.RESULT, b"2") + answer(one, Kind.RESULT, b"1"))
+    assert (first.got, second.got) == ([b"1"], [b"2"])
+    assert conversation.num_open == 0
+
+
+@pytest.mark.parametrize(
+    ("reason", "kind"), [(Reason.EMPTY, QueueEmptyError), (Reason.INVALID, StoreError), (99, StoreError)]
+)
+def test_refusals_have_a_type(conversation, reason, kind):
+    sink = Sink()
+    number, _ = conversation.ask(operations.queue_pop("q", False), sink)
+    conversation.receive(answer(number, Kind.REFUSED, (reason, "why")))
+    (error,) = sink.got
+    assert type(error) is kind
+    assert str(error) == "why"
+
+
+def test_an_answer_that_crosses_its_cancel_is_dropped(conversation):
+    sink = Sink()
+    number, _ = conversation.ask(operations.get("a"), sink)
+    (frame,) = FrameParser(LIMIT).feed(conversation.give_up(number))
+    assert decode_request(frame) == (0, Op.CANCEL, (number,))
+    conversation.receive(answer(number, Kind.RESULT, b"late"))
+    assert sink.got == []
+
+
+def test_giving_up_what_the_store_does_at_once_sends_nothing(conversation):
+    number, _ = conversation.ask(operations.set_("a", b""), Sink())
+    assert conversation.give_up(number) == b""
+
+
+def test_the_end_reaches_everyone_with_an_error_of_their_own(conversation):
+    sinks = [Sink(), Sink()]
+    for sink in sinks:
+        conversation.ask(operations.get("a"), sink)
+    conversation.end(StoreConnectionError("over"))
+    errors = [sink.got[0] for sink in sinks]
+    assert [type(error) for error in errors] == [StoreConnectionError] * 2
+    assert errors[0] is not errors[1]
+
+
+def test_what_is_too_large_for_the_server_is_not_sent(conversation):
+    with pytest.raises(UsageError, match="ASYNCDIST_STORE_MAX_VALUE_NBYTES"):
+        conversation.ask(operations.set_("k", bytes(LIMIT)), Sink())
+    assert conversation.num_open == 0
+
+
+def test_a_key_that_cannot_be_encoded(conversation):
+    with pytest.raises(UsageError, match="set"):
+        conversation.ask(operations.set_("\udc80", b""), Sink())
+    assert conversation.num_open == 0
+
+
+def test_a_server_of_another_version():
+    with pytest.raises(ProtocolError, match=f"version {VERSION + 1}"):
+        Conversation().receive(answer(0, HELLO, (VERSION + 1, LIMIT)))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: operations.get(b"bytes"),
+        lambda: operations.set_("k", 5),
+        lambda: operations.wait("not a list"),
+        lambda: operations.wait(["a", 1]),
+        lambda: operations.add("k", 1.5),
+        lambda: operations.add("k", True),
+        lambda: operations.add("k", 1 << 63),
+        lambda: operations.barrier("k", 0),
+        lambda: operations.multi_set(["a", "b"], ["1"]),
+    ],
+)
+def test_wrong_arguments_are_usage_errors(make):
+    with pytest.raises(UsageError):
+        make()
+
+
+def test_a_command_under_a_prefix():
+    assert operations.multi_set(["a", "b"], ["1", "2"]).under("p/").args == (["p/a", "p/b"], [b"1", b"2"])
+    assert operations.num_keys().under("p/").args == ()
+    assert operations.compare_set("a", "x", "y").under("p/").keys == ("p/a",)

@@ -1,0 +1,607 @@
+"""The state machine against what is promised of it, and against a model that is too simple to be wrong."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+
+from asyncdist.store.operations import Kind, Op, Reason, Reply
+from asyncdist.store.state import StoreState
+
+INT64_MAX = (1 << 63) - 1
+
+
+class Asker:
+    """A client that numbers its requests and keeps what it is answered."""
+
+    def __init__(self, state: StoreState, name: str, log: dict[tuple[str, int], list[Reply]]) -> None:
+        self.state, self.name, self.log, self.last = state, name, log, 0
+
+    def ask(self, op: Op, *args: Any) -> int:
+        self.last += 1
+        self._take(self.state.execute(self.name, self.last, op, args))
+        return self.last
+
+    def leave(self) -> None:
+        self._take(self.state.leave(self.name))
+
+    def cancel(self, request: int) -> None:
+        self._take(self.state.execute(self.name, 0, Op.CANCEL, (request,)))
+
+    def confirm(self, request: int) -> None:
+        self._take(self.state.execute(self.name, 0, Op.CONFIRM, (request,)))
+
+    def _take(self, replies: list[Reply]) -> None:
+        for reply in replies:
+            self.log.setdefault((reply.client, reply.request), []).append(reply)
+
+    def answer(self, request: int) -> Any:
+        """Return the one result of a request; fails if there is none."""
+        (reply,) = self.log[self.name, request]
+        assert reply.kind is Kind.RESULT, reply
+        return reply.value
+
+    def blocked(self, request: int) -> bool:
+        return (self.name, request) not in self.log
+
+    def refused(self, request: int) -> Reason:
+        (reply,) = self.log[self.name, request]
+        assert reply.kind is Kind.REFUSED
+        assert isinstance(reply.value[1], str)
+        return Reason(reply.value[0])
+
+    def do(self, op: Op, *args: Any) -> Any:
+        return self.answer(self.ask(op, *args))
+
+
+@pytest.fixture
+def askers() -> tuple[Asker, Asker, Asker]:
+    state, log = StoreState(max_value_nbytes=100), {}
+    return Asker(state, "a", log), Asker(state, "b", log), Asker(state, "c", log)
+
+
+@pytest.fixture
+def a(askers):
+    return askers[0]
+
+
+@pytest.fixture
+def b(askers):
+    return askers[1]
+
+
+@pytest.fixture
+def c(askers):
+    return askers[2]
+
+
+# -- values ----------------------------------------------------------------------------------------
+
+
+def test_set_get_and_delete(a):
+    assert a.do(Op.SET, "k", b"v") is None
+    assert a.do(Op.GET, "k") == b"v"
+    assert a.do(Op.DELETE_KEY, "k") is True
+    assert a.do(Op.DELETE_KEY, "k") is False
+    assert a.blocked(a.ask(Op.GET, "k"))
+
+
+def test_an_empty_value_is_a_value(a):
+    a.do(Op.SET, "k", b"")
+    assert a.do(Op.GET, "k") == b""
+    assert a.do(Op.CHECK, ["k"]) is True
+    assert a.do(Op.DELETE_KEY, "k") is True
+
+
+def test_get_blocks_until_set_by_anyone(a, b):
+    waiting = a.ask(Op.GET, "k")
+    assert a.blocked(waiting)
+    b.do(Op.SET, "k", b"v")
+    assert a.answer(waiting) == b"v"
+
+
+@pytest.mark.parametrize(
+    ("op", "args", "value"),
+    [
+        (Op.SET, (b"1",), b"1"),
+        (Op.ADD, (1,), b"1"),
+        (Op.APPEND, (b"1",), b"1"),
+        (Op.COMPARE_SET, (b"", b"1"), b"1"),
+    ],
+)
+def test_everything_that_stores_wakes_those_who_wait(a, b, op, args, value):
+    getting, waiting = a.ask(Op.GET, "k"), a.ask(Op.WAIT, ["k"])
+    b.do(op, "k", *args)
+    assert a.answer(getting) == value
+    assert a.answer(waiting) is None
+
+
+def test_multi_set_wakes_too(a, b):
+    waiting = a.ask(Op.MULTI_GET, ["x", "y", "x"])
+    b.do(Op.MULTI_SET, ["y", "x"], [b"1", b"2"])
+    assert a.answer(waiting) == [b"2", b"1", b"2"]
+
+
+def test_add_keeps_decimal_digits(a):
+    assert a.do(Op.ADD, "n", 5) == 5
+    assert a.do(Op.GET, "n") == b"5"
+    assert a.do(Op.ADD, "n", -7) == -2
+    assert a.do(Op.GET, "n") == b"-2"
+    a.do(Op.SET, "n", b"41")
+    assert a.do(Op.ADD, "n", 1) == 42
+
+
+def test_add_to_what_is_no_number_is_refused_and_changes_nothing(a):
+    a.do(Op.SET, "n", b"forty-two")
+    assert a.refused(a.ask(Op.ADD, "n", 1)) is Reason.INVALID
+    assert a.do(Op.GET, "n") == b"forty-two"
+
+
+def test_add_beyond_64_bits_is_refused(a):
+    assert a.do(Op.ADD, "n", INT64_MAX) == INT64_MAX
+    assert a.refused(a.ask(Op.ADD, "n", 1)) is Reason.INVALID
+    assert a.do(Op.ADD, "n", 0) == INT64_MAX
+
+
+@pytest.mark.parametrize(
+    ("held", "expected", "answer", "after"),
+    [
+        (None, b"", b"new", b"new"),  # missing, nothing expected: stored
+        (None, b"old", b"old", None),  # missing, something expected: what was expected, nothing stored
+        (b"old", b"old", b"new", b"new"),
+        (b"other", b"old", b"other", b"other"),
+        (b"other", b"", b"other", b"other"),
+    ],
+)
+def test_compare_set(a, held, expected, answer, after):
+    if held is not None:
+        a.do(Op.SET, "k", held)
+    assert a.do(Op.COMPARE_SET, "k", expected, b"new") == answer
+    assert a.do(Op.CHECK, ["k"]) is (after is not None)
+    if after is not None:
+        assert a.do(Op.GET, "k") == after
+
+
+def test_a_compare_set_that_fails_wakes_nobody(a, b):
+    waiting = a.ask(Op.GET, "k")
+    b.do(Op.COMPARE_SET, "k", b"expected", b"desired")
+    assert a.blocked(waiting)
+
+
+def test_wait_counts_a_key_that_has_come_even_if_it_goes_again(a, b):
+    waiting = a.ask(Op.WAIT, ["x", "y"])
+    b.do(Op.SET, "x", b"")
+    b.do(Op.DELETE_KEY, "x")
+    b.do(Op.SET, "y", b"")
+    assert a.answer(waiting) is None
+
+
+def test_multi_get_waits_again_for_a_value_that_was_deleted_meanwhile(a, b):
+    waiting = a.ask(Op.MULTI_GET, ["x", "y"])
+    b.do(Op.SET, "x", b"1")
+    b.do(Op.DELETE_KEY, "x")
+    b.do(Op.SET, "y", b"2")
+    assert a.blocked(waiting)
+    b.do(Op.SET, "x", b"3")
+    assert a.answer(waiting) == [b"3", b"2"]
+
+
+def test_no_keys_are_all_there(a):
+    assert a.do(Op.WAIT, []) is None
+    assert a.do(Op.CHECK, []) is True
+    assert a.do(Op.MULTI_GET, []) == []
+
+
+def test_list_and_num_keys(a):
+    a.do(Op.MULTI_SET, ["x/1", "y", "x/2"], [b""] * 3)
+    a.do(Op.QUEUE_PUSH, "x/queue", b"")
+    assert a.do(Op.LIST_KEYS, "") == ["x/1", "y", "x/2"]
+    assert a.do(Op.LIST_KEYS, "x/") == ["x/1", "x/2"]
+    assert a.do(Op.NUM_KEYS) == 3
+
+
+@pytest.mark.parametrize(
+    ("op", "args"),
+    [
+        (Op.SET, ("k", bytes(101))),
+        (Op.QUEUE_PUSH, ("k", bytes(101))),
+        (Op.MULTI_SET, (["j", "k"], [b"", bytes(101)])),
+        (Op.COMPARE_SET, ("k", b"", bytes(101))),
+    ],
+)
+def test_a_value_too_large_is_refused_at_once_and_nothing_is_stored(a, op, args):
+    assert a.refused(a.ask(op, *args)) is Reason.TOO_LARGE
+    assert a.do(Op.NUM_KEYS) == 0
+    assert a.do(Op.QUEUE_LEN, "k") == 0
+
+
+def test_append_stops_at_the_limit(a):
+    a.do(Op.APPEND, "k", bytes(60))
+    assert a.refused(a.ask(Op.APPEND, "k", bytes(60))) is Reason.TOO_LARGE
+    assert a.do(Op.GET, "k") == bytes(60)
+
+
+# -- queues ----------------------------------------------------------------------------------------
+
+
+def test_a_queue_is_first_in_first_out(a):
+    for item in (b"1", b"2"):
+        a.do(Op.QUEUE_PUSH, "q", item)
+    assert a.do(Op.QUEUE_LEN, "q") == 2
+    assert [a.do(Op.QUEUE_POP, "q", False) for _ in range(2)] == [b"1", b"2"]
+    assert a.refused(a.ask(Op.QUEUE_POP, "q", False)) is Reason.EMPTY
+    assert a.do(Op.QUEUE_LEN, "q") == 0
+
+
+def test_takers_stand_in_line(a, b, c):
+    first, second = a.ask(Op.QUEUE_POP, "q", True), b.ask(Op.QUEUE_POP, "q", True)
+    c.do(Op.QUEUE_PUSH, "q", b"1")
+    assert a.answer(first) == b"1"
+    assert b.blocked(second)
+    c.do(Op.QUEUE_PUSH, "q", b"2")
+    assert b.answer(second) == b"2"
+
+
+def test_queues_live_apart_from_values(a):
+    a.do(Op.QUEUE_PUSH, "k", b"item")
+    assert a.blocked(a.ask(Op.GET, "k"))
+    assert a.blocked(a.ask(Op.MULTI_GET, ["k"]))
+    assert a.do(Op.DELETE_KEY, "k") is False
+    assert a.do(Op.CHECK, ["k"]) is True
+    assert a.do(Op.WAIT, ["k"]) is None
+
+
+def test_a_push_does_not_answer_a_get_after_a_pop(a, b):
+    """The first of torch's defects: a stale wake-up answered the next get with nothing."""
+    taking = a.ask(Op.QUEUE_POP, "q", True)
+    b.do(Op.QUEUE_PUSH, "q", b"1")
+    a.answer(taking)
+    getting = a.ask(Op.GET, "q")
+    b.do(Op.QUEUE_PUSH, "q", b"2")
+    assert a.blocked(getting)
+
+
+def test_wait_for_a_queue_and_a_key(a, b):
+    """The third: it was never released."""
+    b.do(Op.QUEUE_PUSH, "q", b"1")
+    waiting = a.ask(Op.WAIT, ["q", "k"])
+    assert a.blocked(waiting)
+    b.do(Op.SET, "k", b"")
+    assert a.answer(waiting) is None
+
+
+def test_a_push_wakes_the_first_who_watches_and_no_other(a, b, c):
+    first, second = a.ask(Op.WAIT, ["q"]), b.ask(Op.WAIT, ["q"])
+    c.do(Op.QUEUE_PUSH, "q", b"1")
+    assert a.answer(first) is None
+    assert b.blocked(second)
+
+
+def test_a_wake_up_is_passed_on_when_the_one_woken_dies_before_it_pops(a, b, c):
+    """The fourth: it was lost."""
+    first, second = a.ask(Op.WAIT, ["q"]), b.ask(Op.WAIT, ["q"])
+    c.do(Op.QUEUE_PUSH, "q", b"1")
+    assert a.answer(first) is None
+    a.leave()
+    assert b.answer(second) is None
+
+
+def test_a_taker_goes_before_a_watcher(a, b, c):
+    watching, taking = a.ask(Op.WAIT, ["q"]), b.ask(Op.QUEUE_POP, "q", True)
+    c.do(Op.QUEUE_PUSH, "q", b"1")
+    assert b.answer(taking) == b"1"
+    assert a.blocked(watching)
+
+
+@pytest.mark.parametrize("how", ["cancel", "leave"])
+def test_an_item_not_confirmed_goes_back_to_the_head(a, b, how):
+    for item in (b"1", b"2"):
+        b.do(Op.QUEUE_PUSH, "q", item)
+    taken = a.ask(Op.QUEUE_POP, "q", True)
+    assert a.answer(taken) == b"1"
+    a.cancel(taken) if how == "cancel" else a.leave()
+    assert b.do(Op.QUEUE_POP, "q", True) == b"1"
+
+
+def test_items_given_back_together_keep_their_order_and_go_to_those_in_line(a, b, c):
+    for item in (b"1", b"2", b"3"):
+        c.do(Op.QUEUE_PUSH, "q", item)
+    taken = [a.ask(Op.QUEUE_POP, "q", True) for _ in range(3)]
+    a.confirm(taken[1])
+    waiting = [b.ask(Op.QUEUE_POP, "q", True) for _ in range(3)]
+    a.leave()
+    assert [b.answer(waiting[0]), b.answer(waiting[1])] == [b"1", b"3"]
+    assert b.blocked(waiting[2])
+
+
+def test_a_confirmed_item_is_gone(a):
+    a.do(Op.QUEUE_PUSH, "q", b"1")
+    taken = a.ask(Op.QUEUE_POP, "q", True)
+    a.confirm(taken)
+    a.cancel(taken)
+    a.leave()
+    assert a.do(Op.QUEUE_LEN, "q") == 0
+    assert a.state.num_open == 0
+
+
+# -- barriers, channels ----------------------------------------------------------------------------
+
+
+def test_a_barrier_opens_for_all_at_once_and_stays_open(a, b, c):
+    first = a.ask(Op.BARRIER, "x", 2)
+    assert a.blocked(first)
+    second = b.ask(Op.BARRIER, "x", 2)
+    assert a.answer(first) is None
+    assert b.answer(second) is None
+    assert c.do(Op.BARRIER, "x", 2) is None
+    assert c.do(Op.GET, "x") == b"2"
+    c.do(Op.DELETE_KEY, "x")
+    assert c.blocked(c.ask(Op.BARRIER, "x", 2))
+
+
+@pytest.mark.parametrize("how", ["cancel", "leave"])
+def test_a_barrier_does_not_count_who_went_and_came_again(a, b, how):
+    """The fifth: a rank that timed out or died was counted for each time it came."""
+    for _ in range(3):
+        standing = a.ask(Op.BARRIER, "x", 2)
+        a.cancel(standing) if how == "cancel" else a.leave()
+    last = a.ask(Op.BARRIER, "x", 2)
+    assert a.blocked(last)
+    b.do(Op.BARRIER, "x", 2)
+    assert a.answer(last) is None
+
+
+def test_a_barrier_wakes_who_waits_for_its_key(a, b):
+    waiting = a.ask(Op.WAIT, ["x"])
+    b.do(Op.BARRIER, "x", 1)
+    assert a.answer(waiting) is None
+
+
+def test_barriers_that_do_not_agree(a, b):
+    a.ask(Op.BARRIER, "x", 3)
+    assert b.refused(b.ask(Op.BARRIER, "x", 2)) is Reason.INVALID
+    assert b.refused(b.ask(Op.BARRIER, "y", 0)) is Reason.INVALID
+    b.do(Op.SET, "z", b"no barrier")
+    assert b.refused(b.ask(Op.BARRIER, "z", 2)) is Reason.INVALID
+
+
+def test_publish_reaches_those_who_listen_now(a, b, c):
+    assert c.do(Op.PUBLISH, "x", b"before") == 0
+    listening = a.ask(Op.SUBSCRIBE, "x"), a.ask(Op.SUBSCRIBE, "x"), b.ask(Op.SUBSCRIBE, "y")
+    assert c.do(Op.PUBLISH, "x", b"1") == 2
+    a.cancel(listening[0])
+    assert c.do(Op.PUBLISH, "x", b"2") == 1
+    a.leave()
+    assert c.do(Op.PUBLISH, "x", b"3") == 0
+    messages = [[r.value for r in a.log["a", n] if r.kind is Kind.PUBLISHED] for n in listening[:2]]
+    assert messages == [[b"1"], [b"1", b"2"]]
+
+
+# -- giving up -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["cancel", "leave"])
+@pytest.mark.parametrize(
+    ("op", "args"),
+    [
+        (Op.GET, ("k",)),
+        (Op.WAIT, (["k", "l"],)),
+        (Op.MULTI_GET, (["k", "l"],)),
+        (Op.QUEUE_POP, ("k", True)),
+        (Op.BARRIER, ("k", 2)),
+        (Op.SUBSCRIBE, ("k",)),
+    ],
+)
+def test_who_gives_up_leaves_nothing_behind(a, b, op, args, how):
+    request = a.ask(op, *args)
+    answered = len(a.log.get(("a", request), []))
+    a.cancel(request) if how == "cancel" else a.leave()
+    b.do(Op.MULTI_SET, ["k", "l"], [b"2", b"2"])
+    b.do(Op.QUEUE_PUSH, "k", b"1")
+    b.do(Op.PUBLISH, "k", b"1")
+    assert len(a.log.get(("a", request), [])) == answered
+    assert b.do(Op.QUEUE_LEN, "k") == 1
+    _assert_no_lines(a.state)
+
+
+def test_giving_up_what_is_not_there_is_nothing(a):
+    a.cancel(17)
+    a.confirm(17)
+    a.leave()
+    assert a.log == {}
+
+
+def test_a_request_id_in_use_is_refused(a):
+    a.state.execute("a", 1, Op.GET, ("k",))
+    (reply,) = a.state.execute("a", 1, Op.GET, ("l",))
+    assert reply.kind is Kind.REFUSED
+    a.leave()
+    _assert_no_lines(a.state)
+
+
+def test_two_clients_may_use_one_request_id(a, b):
+    a.ask(Op.GET, "k")
+    b.ask(Op.GET, "k")
+    a.cancel(1)
+    b.do(Op.SET, "k", b"")
+    assert a.blocked(1)
+    assert b.answer(1) == b""
+
+
+def _assert_no_lines(state: StoreState) -> None:
+    lines = ("_open", "_waiting", "_watching", "_taking", "_standing", "_listening", "_told")
+    assert {name: getattr(state, name) for name in lines} == {name: {} for name in lines}
+    assert state.num_open == 0
+    assert state.clients == []
+
+
+# -- against a model -------------------------------------------------------------------------------
+
+KEYS = st.sampled_from(["k", "l", "m"])
+CLIENTS = st.sampled_from(["a", "b", "c"])
+VALUES = st.binary(max_size=3)
+NUMBERS = st.integers(-3, 3)
+
+
+class Model(RuleBasedStateMachine):
+    """Pending requests in a list, gone through from the start after each change until nothing more comes due."""
+
+    requests = Bundle("requests")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = StoreState()
+        self.values: dict[str, bytes] = {}
+        self.queues: dict[str, deque[bytes]] = {}
+        self.pending: list[dict[str, Any]] = []
+        self.held: dict[tuple[str, int], tuple[str, bytes]] = {}
+        self.last = 0
+
+    def execute(self, client: str, op: Op, *args: Any) -> tuple[tuple[str, int], list[Reply]]:
+        self.last += 1
+        return (client, self.last), self.state.execute(client, self.last, op, args)
+
+    def settle(self) -> list[tuple[str, int, Any]]:
+        """Return what comes due in the model."""
+        due = []
+        moved = True
+        while moved:
+            moved = False
+            for entry in self.pending:
+                value = self._try(entry)
+                if value is not None:
+                    due.append((*entry["place"], value[0]))
+                    self.pending.remove(entry)
+                    moved = True
+                    break
+        return due
+
+    def _try(self, entry: dict[str, Any]) -> tuple[Any] | None:
+        op, keys = entry["op"], entry["keys"]
+        if op is Op.QUEUE_POP:
+            if self.queues.get(keys[0]):
+                item = self.queues[keys[0]].popleft()
+                self.held[entry["place"]] = keys[0], item
+                return (item,)
+            return None
+        if not all(key in self.values for key in keys):
+            return None
+        got = [self.values[key] for key in keys]
+        return (got[0] if op is Op.GET else got,)
+
+    def compare(self, replies: list[Reply], due: list[tuple[str, int, Any]]) -> None:
+        assert sorted((r.client, r.request, repr(r.value)) for r in replies) == sorted(
+            (client, request, repr(value)) for client, request, value in due
+        )
+        assert all(r.kind is Kind.RESULT for r in replies)
+
+    @rule(client=CLIENTS, key=KEYS, value=VALUES)
+    def set(self, client, key, value):
+        place, replies = self.execute(client, Op.SET, key, value)
+        self.values[key] = value
+        self.compare(replies, [(*place, None), *self.settle()])
+
+    @rule(client=CLIENTS, key=KEYS, value=VALUES)
+    def append(self, client, key, value):
+        place, replies = self.execute(client, Op.APPEND, key, value)
+        self.values[key] = self.values.get(key, b"") + value
+        self.compare(replies, [(*place, None), *self.settle()])
+
+    @rule(client=CLIENTS, key=st.sampled_from(["m", "n"]), number=NUMBERS)
+    def add(self, client, key, number):
+        place, replies = self.execute(client, Op.ADD, key, number)
+        try:
+            total = int(self.values.get(key, b"0")) + number
+        except ValueError:
+            assert [r.kind for r in replies] == [Kind.REFUSED]
+            return
+        self.values[key] = str(total).encode()
+        self.compare(replies, [(*place, total), *self.settle()])
+
+    @rule(client=CLIENTS, key=KEYS, expected=VALUES, desired=VALUES)
+    def compare_set(self, client, key, expected, desired):
+        place, replies = self.execute(client, Op.COMPARE_SET, key, expected, desired)
+        answer = self.values.get(key, expected)
+        if answer == expected and (key in self.values or not expected):
+            answer = self.values[key] = desired
+        self.compare(replies, [(*place, answer), *self.settle()])
+
+    @rule(client=CLIENTS, key=KEYS)
+    def delete(self, client, key):
+        place, replies = self.execute(client, Op.DELETE_KEY, key)
+        self.compare(replies, [(*place, self.values.pop(key, None) is not None)])
+
+    @rule(client=CLIENTS, key=KEYS, item=VALUES)
+    def push(self, client, key, item):
+        place, replies = self.execute(client, Op.QUEUE_PUSH, key, item)
+        self.queues.setdefault(key, deque()).append(item)
+        self.compare(replies, [(*place, None), *self.settle()])
+
+    @rule(client=CLIENTS, keys=st.lists(KEYS, min_size=1, max_size=3), target=requests)
+    def multi_get(self, client, keys):
+        return self._blocking(client, Op.MULTI_GET, keys, [keys])
+
+    @rule(client=CLIENTS, key=KEYS, target=requests)
+    def get(self, client, key):
+        return self._blocking(client, Op.GET, [key], [key])
+
+    @rule(client=CLIENTS, key=KEYS, target=requests)
+    def pop(self, client, key):
+        return self._blocking(client, Op.QUEUE_POP, [key], [key, True])
+
+    def _blocking(self, client, op, keys, args):
+        place, replies = self.execute(client, op, *args)
+        self.pending.append({"place": place, "op": op, "keys": keys})
+        self.compare(replies, self.settle())
+        return place
+
+    @rule(place=consumes(requests))
+    def cancel(self, place):
+        replies = self.state.execute(place[0], 0, Op.CANCEL, (place[1],))
+        self.pending = [entry for entry in self.pending if entry["place"] != place]
+        if place in self.held:
+            key, item = self.held.pop(place)
+            self.queues[key].appendleft(item)
+        self.compare(replies, self.settle())
+
+    @rule(place=consumes(requests))
+    def confirm(self, place):
+        assert self.state.execute(place[0], 0, Op.CONFIRM, (place[1],)) == []
+        self.held.pop(place, None)
+
+    @rule(client=CLIENTS)
+    def leave(self, client):
+        replies = self.state.leave(client)
+        self.pending = [entry for entry in self.pending if entry["place"][0] != client]
+        mine = [place for place in self.held if place[0] == client]
+        for place in sorted(mine, key=list(self.held).index, reverse=True):
+            key, item = self.held.pop(place)
+            self.queues[key].appendleft(item)
+        self.compare(replies, self.settle())
+
+    @rule(client=CLIENTS)
+    def look(self, client):
+        assert self.execute(client, Op.NUM_KEYS)[1][0].value == len(self.values)
+        assert sorted(self.execute(client, Op.LIST_KEYS, "")[1][0].value) == sorted(self.values)
+        for key in ("k", "l", "m"):
+            present = key in self.values or bool(self.queues.get(key))
+            assert self.execute(client, Op.CHECK, [key])[1][0].value is present
+            assert self.execute(client, Op.QUEUE_LEN, key)[1][0].value == len(self.queues.get(key, ()))
+
+    @invariant()
+    def as_much_is_open(self):
+        assert self.state.num_open == len(self.pending) + len(self.held)
+
+    def teardown(self):
+        for client in ("a", "b", "c"):
+            self.state.leave(client)
+        _assert_no_lines(self.state)
+
+
+Model.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestModel = Model.TestCase
