@@ -72,7 +72,9 @@ class Config:
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Config:
         """Read every setting; a value that cannot be read raises ValueError naming its variable."""
         source = os.environ if environ is None else environ
-        given: dict[str, Any] = {f.name: _parse(f.default, f.metadata["variable"], source) for f in fields(cls) if _is_set(f, source)}
+        given: dict[str, Any] = {
+            f.name: _parse(f.default, f.metadata["variable"], source) for f in fields(cls) if _is_set(f, source)
+        }
         return cls(**given)
 
     def with_(self, **changes: Any) -> Config:

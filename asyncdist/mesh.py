@@ -74,6 +74,11 @@ class Mesh:
 
     # -- coming and going ----------------------------------------------------------------------
 
+    @property
+    def transport_names(self) -> str:
+        """The transports in use, the preferred first."""
+        return ",".join(transport.name for transport in self._transports)
+
     def listen(self, where: str) -> dict[str, Any]:
         """Start every transport's listener at this machine's address; return what the peers need, by transport."""
         return {transport.name: transport.listen(where) for transport in self._transports}
@@ -214,7 +219,9 @@ class Mesh:
         if receive.fingerprint != fingerprint:
             self._differ(channel, peer, receive.fingerprint, fingerprint)
         else:
-            self.fail(channel, MismatchError(peer, f"rank {peer} sent {nbytes} bytes where {receive.nbytes} were expected"))
+            self.fail(
+                channel, MismatchError(peer, f"rank {peer} sent {nbytes} bytes where {receive.nbytes} were expected")
+            )
 
     def _differ(self, channel: Channel, peer: int, ours: int, theirs: int) -> None:
         reason = describe(Fingerprint.unpack(ours), self.rank, Fingerprint.unpack(theirs), peer)
@@ -283,7 +290,9 @@ class Mesh:
 
     def interrupted(self, cause: BaseException) -> None:
         for channel in list(self._channels.values()):
-            error = GroupAbortedError(f"interrupted by {type(cause).__name__} in the middle of a transfer", peer=self.rank)
+            error = GroupAbortedError(
+                f"interrupted by {type(cause).__name__} in the middle of a transfer", peer=self.rank
+            )
             error.__cause__ = cause
             self.fail(channel, error)
 
@@ -322,7 +331,7 @@ def _spell(error: GroupError, rank: int) -> dict[str, Any]:
         "kind": type(error).__name__,
         "reason": error.reason,
         "peer": getattr(error, "peer", None),
-        "by": getattr(error, "told_by", rank),
+        "by": rank if error.by is None else error.by,
     }
 
 
@@ -344,5 +353,5 @@ def _unspell(body: bytes, peer: int) -> GroupError:
         error = GroupAbortedError(f"rank {by} {reason}", peer=by)
     else:
         error = GroupAbortedError(reason if reason.startswith("rank") else f"rank {by}: {reason}", peer=by)
-    error.told_by = by  # type: ignore[attr-defined]
+    error.by = by
     return error

@@ -359,7 +359,12 @@ class Progress:
             self._leave_loop()
         elif self._watched or self._timer or self._kicked or self._retired:
             done = threading.Event()
-            loop.call_soon_threadsafe(lambda: (self._leave_loop(), done.set()))
+
+            def leave() -> None:
+                self._leave_loop()
+                done.set()
+
+            loop.call_soon_threadsafe(leave)
             done.wait()
         self._closed = True
         if self._bell is not None:

@@ -18,6 +18,7 @@ from asyncdist.errors import LoopThreadError
 
 T = TypeVar("T")
 
+new_loop: Callable[[], asyncio.AbstractEventLoop]
 try:
     from uvloop import new_event_loop as new_loop
 except ImportError:  # Windows, or an interpreter that uvloop does not know yet

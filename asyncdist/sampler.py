@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sized
 import torch
 from torch.utils.data import Sampler
 
+from asyncdist.api import default_group
 from asyncdist.errors import UsageError
 
 
@@ -29,8 +30,6 @@ class DistributedSampler(Sampler[int]):
         drop_last: bool = False,
     ) -> None:
         if num_replicas is None or rank is None:
-            from asyncdist.api import default_group
-
             group = default_group()
             num_replicas = group.size() if num_replicas is None else num_replicas
             rank = group.rank() if rank is None else rank

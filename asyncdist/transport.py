@@ -211,7 +211,7 @@ class Inbox:
         """Forget everything of a channel (the first 8 bytes of its keys) whose group has ended."""
         for table in (self.posted, self._aside):
             for key in [key for key in table if key.startswith(channel)]:
-                del table[key]  # type: ignore[attr-defined]
+                del table[key]
         for blocked in [blocked for blocked in self._blocked if blocked.key.startswith(channel)]:
             self._blocked.remove(blocked)
             blocked.resume(Discard(self.peer, blocked.key, blocked.nbytes))

@@ -29,8 +29,8 @@ log = logging.getLogger("asyncdist")
 class Work:
     """One operation, started and going on by itself.
 
-    ``description`` names it in errors; ``tensors`` are what `get_future` resolves to; ``source`` is the world rank that
-    a receive from any rank was matched with, once it is completed.
+    Its value (of ``await``, `result` and `get_future`) is what the operation wrote: the tensor, the list of tensors or
+    objects; of a receive, the sender's global rank; None of a barrier.
     """
 
     __slots__ = ("__weakref__", "_callbacks", "_done", "_error", "_future", "_progress", "_seen", "_spin", "_value")
@@ -94,8 +94,8 @@ class Work:
 
     # -- waiting -------------------------------------------------------------------------------
 
-    def wait(self, timeout: Timeout = None) -> Any:
-        """Block until the operation has ended and return its value.
+    def wait(self, timeout: Timeout = None) -> bool:
+        """Block until the operation has ended and return True, as torch does; `result` has its value.
 
         ``timeout`` (seconds or timedelta) limits the waiting only: WaitTimeoutError leaves the operation going.
         Raises what the operation failed with, and LoopThreadError on the thread whose loop drives it.
@@ -108,7 +108,8 @@ class Work:
                 raise WaitTimeoutError(
                     f"not completed within {limit:g} s; the operation goes on, wait again or abort the group"
                 )
-        return self._outcome()
+        self._outcome()
+        return True
 
     def __await__(self) -> Generator[Any, None, Any]:
         if not self._done and self._progress is not None:

@@ -300,9 +300,7 @@ class Executor:
         wire = target.wire or target.dtype
         scratch = self._scratch.take(min(target.count, self._piece_nbytes // wire.itemsize), wire)
         task.scratch.append(scratch)
-        return FoldingReceive(
-            peer, task.key, operation.plan.fingerprint, task, target, scratch, operation.plan.fold
-        )
+        return FoldingReceive(peer, task.key, operation.plan.fingerprint, task, target, scratch, operation.plan.fold)
 
     def _post(self, task: Task, receive: Receive) -> None:
         peer = receive.peer

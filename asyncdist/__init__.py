@@ -1,0 +1,125 @@
+"""A communication runtime for distributed PyTorch training whose collectives you can await.
+
+    import asyncdist as dist
+
+    await dist.init_process_group()
+    await dist.all_reduce(tensor)
+    await dist.destroy_process_group()
+
+Every collective has torch.distributed's name and arguments, starts at once and returns a `Work`. For blocking programs
+there is `asyncdist.sync`. Names are loaded when first used: ``import asyncdist`` alone does not import torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_FACE = """all_gather all_gather_coalesced all_gather_object all_gather_single all_reduce all_reduce_coalesced all_to_all
+all_to_all_single barrier batch_isend_irecv broadcast broadcast_object_list gather gather_object irecv isend
+monitored_barrier recv recv_object_list reduce reduce_scatter reduce_scatter_single scatter scatter_object_list send
+send_object_list""".split()
+
+# Where each public name lives: (module, attribute).
+_NAMES: dict[str, tuple[str, str]] = {
+    **{name: ("asyncdist.aio", f"face.{name}") for name in _FACE},
+    "all_gather_into_tensor": ("asyncdist.aio", "face.all_gather_single"),
+    "reduce_scatter_tensor": ("asyncdist.aio", "face.reduce_scatter_single"),
+    **{name: ("asyncdist.aio", name) for name in ("destroy_process_group", "init_process_group", "process_group")},
+    **{
+        name: ("asyncdist.api", name)
+        for name in """GroupMember get_backend get_global_rank get_group_rank get_process_group_ranks get_rank
+        get_world_size group is_available is_initialized new_group new_subgroups new_subgroups_by_enumeration
+        split_group""".split()
+    },
+    **{name: ("asyncdist.store", name) for name in ("FileStore", "HashStore", "PrefixStore", "TCPStore")},
+    "Config": ("asyncdist.config", "Config"),
+    "DistributedDataParallel": ("asyncdist.ddp", "DistributedDataParallel"),
+    "DistributedSampler": ("asyncdist.sampler", "DistributedSampler"),
+    "Group": ("asyncdist.group", "Group"),
+    "P2POp": ("asyncdist.face", "P2POp"),
+    "ReduceOp": ("asyncdist.ops", "ReduceOp"),
+    "Work": ("asyncdist.work", "Work"),
+    "premul_sum": ("asyncdist.ops", "premul_sum"),
+}
+
+__all__ = sorted([*_NAMES, "__version__"])
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _NAMES:
+        raise AttributeError(f"module 'asyncdist' has no attribute {name!r}")
+    module, path = _NAMES[name]
+    value: Any = importlib.import_module(module)
+    for attribute in path.split("."):
+        value = getattr(value, attribute)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_NAMES})
+
+
+if TYPE_CHECKING:
+    from asyncdist.aio import destroy_process_group as destroy_process_group
+    from asyncdist.aio import face
+    from asyncdist.aio import init_process_group as init_process_group
+    from asyncdist.aio import process_group as process_group
+    from asyncdist.api import GroupMember as GroupMember
+    from asyncdist.api import get_backend as get_backend
+    from asyncdist.api import get_global_rank as get_global_rank
+    from asyncdist.api import get_group_rank as get_group_rank
+    from asyncdist.api import get_process_group_ranks as get_process_group_ranks
+    from asyncdist.api import get_rank as get_rank
+    from asyncdist.api import get_world_size as get_world_size
+    from asyncdist.api import group as group
+    from asyncdist.api import is_available as is_available
+    from asyncdist.api import is_initialized as is_initialized
+    from asyncdist.api import new_group as new_group
+    from asyncdist.api import new_subgroups as new_subgroups
+    from asyncdist.api import new_subgroups_by_enumeration as new_subgroups_by_enumeration
+    from asyncdist.api import split_group as split_group
+    from asyncdist.config import Config as Config
+    from asyncdist.ddp import DistributedDataParallel as DistributedDataParallel
+    from asyncdist.face import P2POp as P2POp
+    from asyncdist.group import Group as Group
+    from asyncdist.ops import ReduceOp as ReduceOp
+    from asyncdist.ops import premul_sum as premul_sum
+    from asyncdist.sampler import DistributedSampler as DistributedSampler
+    from asyncdist.store import FileStore as FileStore
+    from asyncdist.store import HashStore as HashStore
+    from asyncdist.store import PrefixStore as PrefixStore
+    from asyncdist.store import TCPStore as TCPStore
+    from asyncdist.work import Work as Work
+
+    all_gather = face.all_gather
+    all_gather_coalesced = face.all_gather_coalesced
+    all_gather_into_tensor = face.all_gather_single
+    all_gather_object = face.all_gather_object
+    all_gather_single = face.all_gather_single
+    all_reduce = face.all_reduce
+    all_reduce_coalesced = face.all_reduce_coalesced
+    all_to_all = face.all_to_all
+    all_to_all_single = face.all_to_all_single
+    barrier = face.barrier
+    batch_isend_irecv = face.batch_isend_irecv
+    broadcast = face.broadcast
+    broadcast_object_list = face.broadcast_object_list
+    gather = face.gather
+    gather_object = face.gather_object
+    irecv = face.irecv
+    isend = face.isend
+    monitored_barrier = face.monitored_barrier
+    recv = face.recv
+    recv_object_list = face.recv_object_list
+    reduce = face.reduce
+    reduce_scatter = face.reduce_scatter
+    reduce_scatter_single = face.reduce_scatter_single
+    reduce_scatter_tensor = face.reduce_scatter_single
+    scatter = face.scatter
+    scatter_object_list = face.scatter_object_list
+    send = face.send
+    send_object_list = face.send_object_list

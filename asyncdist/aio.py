@@ -1,0 +1,102 @@
+"""The async face: what ``import asyncdist as dist`` exports.
+
+Every collective starts at once and returns a `Work` to await; `init_process_group` and `destroy_process_group` are
+awaited themselves. The running loop drives what is pending.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from asyncdist import api
+from asyncdist.deadline import Timeout
+from asyncdist.face import Face
+from asyncdist.group import Group
+from asyncdist.work import Work
+from asyncdist.world import World, open_world
+
+
+async def init_process_group(
+    backend: str | None = None,
+    init_method: str | None = None,
+    timeout: Timeout = None,
+    world_size: int = -1,
+    rank: int = -1,
+    store: Any = None,
+    group_name: str = "",
+    pg_options: object = None,
+    device_id: object = None,
+) -> None:
+    """Meet the other ranks and make the default process group; arguments and errors as `asyncdist.sync`'s.
+
+    The running loop becomes the one that drives operations which nobody blocks on.
+    """
+    api.begin_initialization()
+    world: World | None = None
+    try:
+        world = await open_world(
+            backend=backend,
+            init_method=init_method,
+            timeout=timeout,
+            world_size=world_size,
+            rank=rank,
+            store=store,
+            name=group_name,
+            home=asyncio.get_running_loop(),
+        )
+    finally:
+        api.end_initialization(world)
+
+
+async def destroy_process_group(group: api.AnyGroup = None) -> None:
+    """Destroy a group; the default one with everything that stands on it. What is pending fails."""
+    if isinstance(group, Group) and group is not api.default_group():
+        group.close()
+    elif group is None or isinstance(group, Group):
+        await _close(api.take_world())
+
+
+async def _close(world: World) -> None:
+    world.leave()
+    await world.close()
+
+
+@asynccontextmanager
+async def process_group(
+    backend: str | None = None,
+    init_method: str | None = None,
+    timeout: Timeout = None,
+    world_size: int = -1,
+    rank: int = -1,
+    store: Any = None,
+    group_name: str = "",
+) -> AsyncIterator[Group]:
+    """Hold a world of its own, independent of the default one: ``async with process_group(...) as group:``."""
+    world = await open_world(
+        backend=backend,
+        init_method=init_method,
+        timeout=timeout,
+        world_size=world_size,
+        rank=rank,
+        store=store,
+        name=group_name,
+        home=asyncio.get_running_loop(),
+    )
+    try:
+        yield world.group
+    finally:
+        await _close(world)
+
+
+def _finish(work: Work, async_op: bool) -> Work:
+    return work
+
+
+def _value(work: Work) -> Work:
+    return work
+
+
+face: Face[Work, Work] = Face(_finish, _value, blocking=False)

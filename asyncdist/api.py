@@ -1,0 +1,197 @@
+"""Process-wide state: the default world, and the questions and groups that go back to it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from asyncdist.deadline import Timeout
+from asyncdist.errors import AlreadyInitializedError, NotInitializedError, UsageError
+from asyncdist.group import Group
+from asyncdist.world import World
+
+# -- state ------------------------------------------------------------------------------------------
+
+_world: World | None = None
+_initializing = False
+
+
+def begin_initialization() -> None:
+    """Note that a default world is being made; AlreadyInitializedError if there is one, or another on its way."""
+    global _initializing
+    if _world is not None or _initializing:
+        raise AlreadyInitializedError
+    _initializing = True
+
+
+def end_initialization(world: World | None) -> None:
+    """Take the default world that was made; None if that failed."""
+    global _initializing, _world
+    _initializing, _world = False, world
+
+
+def take_world() -> World:
+    """Return the default world and forget it: who takes it closes it."""
+    global _world
+    world, _world = default_world(), None
+    return world
+
+
+def default_world() -> World:
+    """Return the default world; NotInitializedError if there is none."""
+    if _world is None:
+        raise NotInitializedError
+    return _world
+
+
+def default_group() -> Group:
+    """Return the group of all ranks of the default world."""
+    return default_world().group
+
+
+class _NonMember:
+    """What `new_group` returns on a rank that is not in the group."""
+
+    def __repr__(self) -> str:
+        return "GroupMember.NON_GROUP_MEMBER"
+
+
+class _WorldMeta(type):
+    @property
+    def WORLD(cls) -> Group | None:  # noqa: N802 - torch's name
+        return _world.group if _world is not None else None
+
+
+class group(metaclass=_WorldMeta):  # noqa: N801 - torch's name
+    """``group.WORLD`` is the default group, None while there is none."""
+
+
+class GroupMember(metaclass=_WorldMeta):
+    """``GroupMember.NON_GROUP_MEMBER`` stands for a group on ranks that are not in it."""
+
+    NON_GROUP_MEMBER = _NonMember()
+
+
+AnyGroup = Group | _NonMember | None
+
+
+def resolve(of: AnyGroup) -> Group:
+    """Return a group argument as a group: None is the default one; UsageError on a rank outside the group."""
+    if of is None:
+        return default_group()
+    if isinstance(of, _NonMember):
+        raise UsageError("this rank is not in the group: call the collective on its members only")
+    return of
+
+
+# -- asking -----------------------------------------------------------------------------------------
+
+
+def is_available() -> bool:
+    """Return True: this package needs nothing that torch may lack."""
+    return True
+
+
+def is_initialized() -> bool:
+    """Return whether there is a default process group."""
+    return _world is not None
+
+
+def get_rank(group: AnyGroup = None) -> int:
+    """Return this process's rank in the group, -1 if it is not in it."""
+    return -1 if isinstance(group, _NonMember) else resolve(group).rank()
+
+
+def get_world_size(group: AnyGroup = None) -> int:
+    """Return the number of ranks in the group, -1 if this process is not in it."""
+    return -1 if isinstance(group, _NonMember) else resolve(group).size()
+
+
+def get_backend(group: AnyGroup = None) -> str:
+    """Return the names of the transports that the group uses, the preferred first, joined by commas."""
+    return resolve(group).mesh.transport_names
+
+
+def get_process_group_ranks(group: AnyGroup = None) -> list[int]:
+    """Return the global ranks of the group, by rank in the group."""
+    return list(resolve(group).ranks)
+
+
+def get_group_rank(group: AnyGroup, global_rank: int) -> int:
+    """Return the rank in the group of a global rank; UsageError if it is not in it."""
+    return resolve(group).group_rank(global_rank)
+
+
+def get_global_rank(group: AnyGroup, group_rank: int) -> int:
+    """Return the global rank of a rank in the group; UsageError if there is none."""
+    ranks = resolve(group).ranks
+    if not 0 <= group_rank < len(ranks):
+        raise UsageError(f"rank {group_rank} is not in a group of {len(ranks)}")
+    return ranks[group_rank]
+
+
+# -- groups -----------------------------------------------------------------------------------------
+
+
+def new_group(
+    ranks: Sequence[int] | None = None,
+    timeout: Timeout = None,
+    backend: str | None = None,
+    pg_options: object = None,
+    use_local_synchronization: bool = False,
+    group_desc: str | None = None,
+    device_id: object = None,
+) -> Group | _NonMember:
+    """Make a group of some ranks (all if None), in the given order; NON_GROUP_MEMBER on the other ranks.
+
+    Costs no communication. Members make groups with equal ranks in the same order; ``backend``, ``pg_options`` and
+    ``device_id`` are taken for compatibility and change nothing: a group uses its world's transports.
+    """
+    return default_world().new_group(ranks, group_desc, timeout) or GroupMember.NON_GROUP_MEMBER
+
+
+def new_subgroups(
+    group_size: int | None = None,
+    group: AnyGroup = None,
+    timeout: Timeout = None,
+    backend: str | None = None,
+    pg_options: object = None,
+    group_desc: str | None = None,
+) -> tuple[Group | _NonMember, list[Group | _NonMember]]:
+    """Cut a group into subgroups of ``group_size`` neighbours; return (ours, all)."""
+    parent = resolve(group)
+    if not group_size or parent.size() % group_size:
+        raise UsageError(f"group_size={group_size} does not divide the {parent.size()} ranks of the group")
+    cut = [parent.ranks[start : start + group_size] for start in range(0, parent.size(), group_size)]
+    return new_subgroups_by_enumeration(cut, timeout, backend, pg_options, group_desc)
+
+
+def new_subgroups_by_enumeration(
+    ranks_per_subgroup_list: Sequence[Sequence[int]],
+    timeout: Timeout = None,
+    backend: str | None = None,
+    pg_options: object = None,
+    group_desc: str | None = None,
+) -> tuple[Group | _NonMember, list[Group | _NonMember]]:
+    """Make one group for each list of global ranks, which must not overlap; return (ours, all)."""
+    named = [rank for ranks in ranks_per_subgroup_list for rank in ranks]
+    if len(set(named)) != len(named):
+        raise UsageError("the subgroups overlap: a rank may be in one of them only")
+    made = [new_group(ranks, timeout, backend, pg_options, group_desc=group_desc) for ranks in ranks_per_subgroup_list]
+    ours = next((one for one in made if isinstance(one, Group)), GroupMember.NON_GROUP_MEMBER)
+    return ours, made
+
+
+def split_group(
+    parent_pg: AnyGroup = None,
+    split_ranks: Sequence[Sequence[int]] | None = None,
+    timeout: Timeout = None,
+    pg_options: object = None,
+    group_desc: str | None = None,
+) -> Group | None:
+    """Split a group by lists of ranks in it; return the part that we are in, None if in none."""
+    parent = resolve(parent_pg)
+    if not split_ranks:
+        raise UsageError("split_ranks needs at least one list of ranks")
+    parts = [[get_global_rank(parent, rank) for rank in ranks] for ranks in split_ranks]
+    ours, _ = new_subgroups_by_enumeration(parts, timeout, group_desc=group_desc)
+    return ours if isinstance(ours, Group) else None

@@ -1,0 +1,218 @@
+"""Plans whose sizes are not known beforehand, or that concern two ranks only: point-to-point, and Python objects.
+
+An object travels in two steps of one schedule, its size and then its bytes: the same generators as for tensors, run one
+after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+import torch
+
+from asyncdist.buffers import DTYPE_NUMBERS, Blocks, Memory, Target, to_read
+from asyncdist.collectives import pairwise, ring, tree
+from asyncdist.collectives.arguments import check_length
+from asyncdist.collectives.executor import Plan, RecvAny
+from asyncdist.collectives.plans import Member
+from asyncdist.collectives.schedule import Recv, Schedule, Send
+from asyncdist.errors import UsageError
+from asyncdist.framing import Fingerprint
+from asyncdist.objects import pack, unpack
+from asyncdist.ops import Collective
+
+Conversation = Generator[Any, Any, None]
+"""A schedule that may also yield `RecvAny`, and is sent who answered."""
+
+# -- tensors between two ranks --------------------------------------------------------------------
+
+
+def _transfer(dtype: torch.dtype, count: int) -> int:
+    """Both ends of a transfer have one fingerprint, that of a send."""
+    return Fingerprint(Collective.send, dtype=DTYPE_NUMBERS[dtype], count=count & 0xFFFFFF).pack()
+
+
+def send(tensor: Any, destination: int) -> Plan:
+    """Send a tensor to a member of the group."""
+    memory = to_read(tensor)
+
+    def part() -> Schedule:
+        yield (Send(destination, memory),)
+
+    return Plan((part(),), _transfer(memory.dtype, memory.count), nbytes=memory.nbytes)
+
+
+def receive(tensor: Any, source: int | None, members: Sequence[int]) -> Plan:
+    """Receive into a tensor from a member, or from any (None); the value is the sender's world rank."""
+    target = Target(tensor)
+    memory = target.memory
+    found: list[Any] = [None if source is None else members[source]]
+
+    def part() -> Conversation:
+        if source is None:
+            found[0] = yield (RecvAny(memory),)
+        else:
+            yield (Recv(source, memory),)
+
+    def finish() -> Any:
+        target.store()
+        return found[0]
+
+    return Plan((part(),), _transfer(memory.dtype, memory.count), None, finish, nbytes=memory.nbytes)
+
+
+# -- objects --------------------------------------------------------------------------------------
+
+
+def _number(value: int = 0) -> Memory:
+    return Memory(torch.tensor([value], dtype=torch.int64))
+
+
+def _blob(nbytes: int) -> Memory:
+    return Memory(torch.empty(nbytes, dtype=torch.uint8))
+
+
+def _packed(who: Member, value: Any) -> Memory:
+    data = pack(value, allow_pickle=who.config.allow_pickle)
+    return Memory(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+
+
+def _unpacked(who: Member, memory: Memory) -> Any:
+    return unpack(memory.view, allow_pickle=who.config.allow_pickle)
+
+
+def _object_plan(collective: Collective, part: Conversation, finish: Callable[[], Any], root: int | None = None) -> Plan:
+    fingerprint = Fingerprint(collective, root=0 if root is None else root + 1).pack()
+    return Plan((part,), fingerprint, None, finish)
+
+
+def all_gather_object(who: Member, output: list[Any], value: Any) -> Plan:
+    """Gather every rank's object into every rank's list."""
+    check_length(output, who.size, "the output list")
+    blobs: list[Memory] = []
+    own = _packed(who, value)
+
+    def part() -> Schedule:
+        sizes = Memory(torch.zeros(who.size, dtype=torch.int64))
+        sizes.tensor[who.rank] = own.count
+        yield from pairwise.all_gather(who.rank, who.size, Blocks.split(sizes, who.size))
+        blobs.extend(own if rank == who.rank else _blob(int(n)) for rank, n in enumerate(sizes.tensor))
+        yield from ring.all_gather(who.rank, who.size, blobs)
+
+    def finish() -> Any:
+        output[:] = [_unpacked(who, blob) for blob in blobs]
+        return output
+
+    return _object_plan(Collective.all_gather_object, part(), finish)
+
+
+def gather_object(who: Member, value: Any, output: list[Any] | None, root: int) -> Plan:
+    """Gather every rank's object into the root's list."""
+    at_root = who.rank == root
+    if at_root:
+        check_length(output, who.size, "object_gather_list on the destination rank")
+    blobs: list[Memory] = []
+    own = _packed(who, value)
+
+    def part() -> Schedule:
+        sizes = Memory(torch.zeros(who.size, dtype=torch.int64))
+        sizes.tensor[who.rank] = own.count
+        yield from pairwise.gather(who.rank, who.size, root, _number(own.count), Blocks.split(sizes, who.size))
+        if at_root:
+            blobs.extend(own if rank == who.rank else _blob(int(n)) for rank, n in enumerate(sizes.tensor))
+        yield from pairwise.gather(who.rank, who.size, root, own, blobs)
+
+    def finish() -> Any:
+        if at_root and output is not None:
+            output[:] = [_unpacked(who, blob) for blob in blobs]
+        return output
+
+    return _object_plan(Collective.gather_object, part(), finish, root)
+
+
+def scatter_objects(who: Member, output: list[Any], values: Sequence[Any] | None, root: int) -> Plan:
+    """Give each rank its object of the root's list, as the first element of ``output``."""
+    if not output:
+        raise UsageError("scatter_object_output_list needs room for one object: pass a list of length 1 or more")
+    blobs: list[Memory] = []
+    if who.rank == root:
+        check_length(values, who.size, "scatter_object_input_list on the source rank")
+        blobs = [_packed(who, value) for value in values or ()]
+    received: list[Memory] = []
+
+    def part() -> Schedule:
+        sizes = Memory(torch.tensor([blob.count for blob in blobs], dtype=torch.int64))
+        size = _number()
+        yield from pairwise.scatter(who.rank, who.size, root, size, Blocks.split(sizes, who.size))
+        own = blobs[root] if who.rank == root else _blob(int(size.tensor[0]))
+        received.append(own)
+        yield from pairwise.scatter(who.rank, who.size, root, own, blobs)
+
+    def finish() -> Any:
+        output[0] = _unpacked(who, received[0])
+        return output
+
+    return _object_plan(Collective.scatter_object_list, part(), finish, root)
+
+
+def broadcast_objects(who: Member, values: list[Any], root: int) -> Plan:
+    """Replace every rank's list of objects by the root's; all lists have one length."""
+    own = _packed(who, list(values)) if who.rank == root else None
+    received: list[Memory] = []
+
+    def part() -> Schedule:
+        size = _number(own.count if own is not None else 0)
+        yield from tree.broadcast(who.rank, who.size, root, size)
+        blob = own if own is not None else _blob(int(size.tensor[0]))
+        received.append(blob)
+        yield from tree.broadcast(who.rank, who.size, root, blob)
+
+    def finish() -> Any:
+        if who.rank != root:
+            objects = _unpacked(who, received[0])
+            if len(objects) != len(values):
+                raise UsageError(
+                    f"rank {root} broadcasts {len(objects)} objects, but this rank's list has {len(values)}"
+                )
+            values[:] = objects
+        return values
+
+    return _object_plan(Collective.broadcast_object_list, part(), finish, root)
+
+
+def send_objects(who: Member, values: Sequence[Any], destination: int) -> Plan:
+    """Send a list of objects to a member of the group."""
+    blob = _packed(who, list(values))
+
+    def part() -> Schedule:
+        yield (Send(destination, _number(blob.count)),)
+        yield (Send(destination, blob),)
+
+    return _object_plan(Collective.send, part(), lambda: None)
+
+
+def receive_objects(who: Member, values: list[Any], source: int | None, members: Sequence[int]) -> Plan:
+    """Receive a list of objects from a member, or from any; the value is the sender's world rank."""
+    received: list[Memory] = []
+    found: list[Any] = [None if source is None else members[source]]
+
+    def part() -> Conversation:
+        size, sender = _number(), source
+        if sender is None:
+            found[0] = yield (RecvAny(size),)
+            sender = members.index(found[0])
+        else:
+            yield (Recv(sender, size),)
+        blob = _blob(int(size.tensor[0]))
+        received.append(blob)
+        yield (Recv(sender, blob),)
+
+    def finish() -> Any:
+        objects = _unpacked(who, received[0])
+        if len(objects) != len(values):
+            raise UsageError(f"{len(objects)} objects came, but the list to receive into has {len(values)}")
+        values[:] = objects
+        return found[0]
+
+    return _object_plan(Collective.send, part(), finish)

@@ -1,0 +1,354 @@
+"""Every collective under torch.distributed's name and argument order, written once for both faces.
+
+`asyncdist` exports a `Face` whose collectives return a `Work` to await, `asyncdist.sync` one whose collectives block
+unless ``async_op=True``. ``src`` and ``dst`` are global ranks, as in torch; ``group_src`` and ``group_dst`` are ranks in
+the group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
+
+from asyncdist.api import AnyGroup, resolve
+from asyncdist.deadline import Timeout
+from asyncdist.errors import UsageError
+from asyncdist.group import Group
+from asyncdist.ops import ReduceOp, Reduction
+from asyncdist.work import Work
+
+R = TypeVar("R")
+V = TypeVar("V")
+
+
+class P2POp:
+    """One send or receive for `batch_isend_irecv`: ``op`` is ``isend`` or ``irecv``, ``peer`` a global rank."""
+
+    def __init__(
+        self,
+        op: Callable[..., Any],
+        tensor: Any,
+        peer: int | None = None,
+        group: AnyGroup = None,
+        tag: int = 0,
+        group_peer: int | None = None,
+    ) -> None:
+        name = getattr(op, "__name__", "")
+        if name not in ("isend", "irecv"):
+            raise UsageError(f"P2POp takes isend or irecv, not {op!r}")
+        self.op, self.tensor, self.group, self.tag = op, tensor, group, tag
+        self.peer = _member(resolve(group), peer, group_peer, "peer")
+
+    def start(self) -> Work:
+        """Start it."""
+        of = resolve(self.group)
+        if getattr(self.op, "__name__", "") == "isend":
+            return of.send(self.tensor, self.peer, self.tag)
+        return of.recv(self.tensor, self.peer, self.tag)
+
+
+def _member(of: Group, global_rank: int | None, group_rank: int | None, what: str) -> int:
+    """Return the rank in the group from whichever way it was given."""
+    if group_rank is not None:
+        if global_rank is not None:
+            raise UsageError(f"give {what} or group_{what}, not both")
+        return group_rank
+    if global_rank is None:
+        raise UsageError(f"{what} is missing: give a global rank as {what}, or a rank in the group as group_{what}")
+    return of.group_rank(global_rank)
+
+
+class Face(Generic[R, V]):
+    """The collectives under torch's names.
+
+    ``finish(work, async_op)`` makes what collectives return, ``value(work)`` what those return whose result is a value.
+    """
+
+    def __init__(self, finish: Callable[[Work, bool], R], value: Callable[[Work], V], *, blocking: bool) -> None:
+        self._finish = finish
+        self._value = value
+        self._blocking = blocking
+
+    def _runs(self, async_op: bool) -> bool:
+        return async_op or not self._blocking
+
+    def all_reduce(
+        self, tensor: Any, op: Reduction = ReduceOp.SUM, group: AnyGroup = None, async_op: bool = False
+    ) -> R:
+        """Reduce ``tensor`` (any shape, CPU) over the group, in place; every rank gets the same bits."""
+        return self._finish(resolve(group).all_reduce(tensor, op, background=self._runs(async_op)), async_op)
+
+    def all_reduce_coalesced(
+        self, tensors: Sequence[Any], op: Reduction = ReduceOp.SUM, group: AnyGroup = None, async_op: bool = False
+    ) -> R:
+        """Reduce several tensors of one dtype over the group, in place, as one operation."""
+        return self._finish(resolve(group).all_reduce_coalesced(tensors, op, background=self._runs(async_op)), async_op)
+
+    def reduce(
+        self,
+        tensor: Any,
+        dst: int | None = None,
+        op: Reduction = ReduceOp.SUM,
+        group: AnyGroup = None,
+        async_op: bool = False,
+        group_dst: int | None = None,
+    ) -> R:
+        """Reduce ``tensor`` over the group into that of ``dst``; the others keep theirs."""
+        of = resolve(group)
+        to = _member(of, dst, group_dst, "dst")
+        return self._finish(of.reduce(tensor, to, op, background=self._runs(async_op)), async_op)
+
+    def broadcast(
+        self,
+        tensor: Any,
+        src: int | None = None,
+        group: AnyGroup = None,
+        async_op: bool = False,
+        group_src: int | None = None,
+    ) -> R:
+        """Copy ``src``'s ``tensor`` into that of every rank."""
+        of = resolve(group)
+        root = _member(of, src, group_src, "src")
+        return self._finish(of.broadcast(tensor, root, background=self._runs(async_op)), async_op)
+
+    def all_gather(self, tensor_list: Sequence[Any], tensor: Any, group: AnyGroup = None, async_op: bool = False) -> R:
+        """Gather every rank's ``tensor`` into ``tensor_list``, by rank; sizes may differ between ranks."""
+        return self._finish(resolve(group).all_gather(tensor_list, tensor, background=self._runs(async_op)), async_op)
+
+    def all_gather_single(
+        self, output_tensor: Any, input_tensor: Any, group: AnyGroup = None, async_op: bool = False
+    ) -> R:
+        """Gather every rank's ``input_tensor`` into ``output_tensor``, concatenated or stacked."""
+        return self._finish(
+            resolve(group).all_gather_single(output_tensor, input_tensor, background=self._runs(async_op)), async_op
+        )
+
+    def all_gather_coalesced(
+        self,
+        output_tensor_lists: Sequence[Sequence[Any]],
+        input_tensor_list: Sequence[Any],
+        group: AnyGroup = None,
+        async_op: bool = False,
+    ) -> R:
+        """Gather several tensors as one operation: rank ``r``'s ``i``-th into ``output_tensor_lists[r][i]``."""
+        of = resolve(group)
+        work = of.all_gather_coalesced(output_tensor_lists, input_tensor_list, background=self._runs(async_op))
+        return self._finish(work, async_op)
+
+    def gather(
+        self,
+        tensor: Any,
+        gather_list: Sequence[Any] | None = None,
+        dst: int | None = None,
+        group: AnyGroup = None,
+        async_op: bool = False,
+        group_dst: int | None = None,
+    ) -> R:
+        """Gather every rank's ``tensor`` into ``gather_list`` on ``dst`` (default: rank 0); None elsewhere."""
+        of = resolve(group)
+        to = 0 if dst is None and group_dst is None else _member(of, dst, group_dst, "dst")
+        return self._finish(of.gather(tensor, gather_list, to, background=self._runs(async_op)), async_op)
+
+    def scatter(
+        self,
+        tensor: Any,
+        scatter_list: Sequence[Any] | None = None,
+        src: int | None = None,
+        group: AnyGroup = None,
+        async_op: bool = False,
+        group_src: int | None = None,
+    ) -> R:
+        """Give rank ``i`` the ``i``-th tensor of ``src``'s ``scatter_list`` (default: rank 0); None elsewhere."""
+        of = resolve(group)
+        root = 0 if src is None and group_src is None else _member(of, src, group_src, "src")
+        return self._finish(of.scatter(tensor, scatter_list, root, background=self._runs(async_op)), async_op)
+
+    def reduce_scatter(
+        self,
+        output: Any,
+        input_list: Sequence[Any],
+        op: Reduction = ReduceOp.SUM,
+        group: AnyGroup = None,
+        async_op: bool = False,
+    ) -> R:
+        """Reduce ``input_list[i]`` over the group into rank ``i``'s ``output``; sizes may differ between ranks."""
+        return self._finish(
+            resolve(group).reduce_scatter(output, input_list, op, background=self._runs(async_op)), async_op
+        )
+
+    def reduce_scatter_single(
+        self,
+        output: Any,
+        input: Any,
+        op: Reduction = ReduceOp.SUM,
+        group: AnyGroup = None,
+        async_op: bool = False,
+    ) -> R:
+        """Reduce the ``i``-th equal part of ``input`` over the group into rank ``i``'s ``output``."""
+        return self._finish(
+            resolve(group).reduce_scatter_single(output, input, op, background=self._runs(async_op)), async_op
+        )
+
+    def all_to_all(
+        self,
+        output_tensor_list: Sequence[Any],
+        input_tensor_list: Sequence[Any],
+        group: AnyGroup = None,
+        async_op: bool = False,
+    ) -> R:
+        """Send ``input_tensor_list[i]`` to rank ``i``, receive from it into ``output_tensor_list[i]``; any sizes."""
+        work = resolve(group).all_to_all(output_tensor_list, input_tensor_list, background=self._runs(async_op))
+        return self._finish(work, async_op)
+
+    def all_to_all_single(
+        self,
+        output: Any,
+        input: Any,
+        output_split_sizes: Sequence[int] | None = None,
+        input_split_sizes: Sequence[int] | None = None,
+        group: AnyGroup = None,
+        async_op: bool = False,
+    ) -> R:
+        """Exchange parts of one tensor; split sizes count along the first dimension, equal parts if not given."""
+        work = resolve(group).all_to_all_single(
+            output, input, output_split_sizes, input_split_sizes, background=self._runs(async_op)
+        )
+        return self._finish(work, async_op)
+
+    def barrier(self, group: AnyGroup = None, async_op: bool = False, device_ids: object = None) -> R:
+        """Return (complete) when every rank of the group has come; ``device_ids`` is ignored."""
+        return self._finish(resolve(group).barrier(background=self._runs(async_op)), async_op)
+
+    def monitored_barrier(self, group: AnyGroup = None, timeout: Timeout = None, wait_all_ranks: bool = False) -> R:
+        """Meet like `barrier`; when ``timeout`` passes, rank 0's error names every rank that did not come.
+
+        All that are missing are named whether ``wait_all_ranks`` or not.
+        """
+        return self._finish(resolve(group).monitored_barrier(timeout=timeout, background=self._runs(False)), False)
+
+    # -- objects -------------------------------------------------------------------------------
+
+    def all_gather_object(self, object_list: list[Any], obj: Any, group: AnyGroup = None) -> R:
+        """Gather every rank's object into every rank's list (of the group's length)."""
+        work = resolve(group).all_gather_object(object_list, obj, background=self._runs(False))
+        return self._finish(work, False)
+
+    def gather_object(
+        self,
+        obj: Any,
+        object_gather_list: list[Any] | None = None,
+        dst: int | None = None,
+        group: AnyGroup = None,
+        group_dst: int | None = None,
+    ) -> R:
+        """Gather every rank's object into ``dst``'s list (default: rank 0); None elsewhere."""
+        of = resolve(group)
+        to = 0 if dst is None and group_dst is None else _member(of, dst, group_dst, "dst")
+        return self._finish(of.gather_object(obj, object_gather_list, to, background=self._runs(False)), False)
+
+    def scatter_object_list(
+        self,
+        scatter_object_output_list: list[Any],
+        scatter_object_input_list: Sequence[Any] | None = None,
+        src: int | None = None,
+        group: AnyGroup = None,
+        group_src: int | None = None,
+    ) -> R:
+        """Put the ``i``-th object of ``src``'s list into rank ``i``'s ``scatter_object_output_list[0]``."""
+        of = resolve(group)
+        root = 0 if src is None and group_src is None else _member(of, src, group_src, "src")
+        work = of.scatter_object_list(
+            scatter_object_output_list, scatter_object_input_list, root, background=self._runs(False)
+        )
+        return self._finish(work, False)
+
+    def broadcast_object_list(
+        self,
+        object_list: list[Any],
+        src: int | None = None,
+        group: AnyGroup = None,
+        device: object = None,
+        group_src: int | None = None,
+    ) -> R:
+        """Replace every rank's list by ``src``'s (default: rank 0), of the same length."""
+        of = resolve(group)
+        root = 0 if src is None and group_src is None else _member(of, src, group_src, "src")
+        return self._finish(of.broadcast_object_list(object_list, root, background=self._runs(False)), False)
+
+    # -- between two ranks ---------------------------------------------------------------------
+
+    def send(
+        self, tensor: Any, dst: int | None = None, group: AnyGroup = None, tag: int = 0, group_dst: int | None = None
+    ) -> R:
+        """Send ``tensor`` to ``dst``; over when its memory may be changed."""
+        of = resolve(group)
+        to = _member(of, dst, group_dst, "dst")
+        return self._finish(of.send(tensor, to, tag, background=self._runs(False)), False)
+
+    def recv(
+        self,
+        tensor: Any,
+        src: int | None = None,
+        group: AnyGroup = None,
+        tag: int = 0,
+        group_src: int | None = None,
+    ) -> V:
+        """Receive into ``tensor`` from ``src``, or from any rank if None; the result is the sender's global rank."""
+        return self._value(self._receive(tensor, src, group, tag, group_src, self._runs(False)))
+
+    def isend(
+        self, tensor: Any, dst: int | None = None, group: AnyGroup = None, tag: int = 0, group_dst: int | None = None
+    ) -> Work:
+        """Start to send ``tensor`` to ``dst``; leave it unchanged until the work is over."""
+        of = resolve(group)
+        return of.send(tensor, _member(of, dst, group_dst, "dst"), tag)
+
+    def irecv(
+        self,
+        tensor: Any,
+        src: int | None = None,
+        group: AnyGroup = None,
+        tag: int = 0,
+        group_src: int | None = None,
+    ) -> Work:
+        """Start to receive into ``tensor`` from ``src``, or from any rank if None."""
+        return self._receive(tensor, src, group, tag, group_src, True)
+
+    def _receive(
+        self, tensor: Any, src: int | None, group: AnyGroup, tag: int, group_src: int | None, background: bool
+    ) -> Work:
+        of = resolve(group)
+        anybody = src is None and group_src is None
+        return of.recv(tensor, None if anybody else _member(of, src, group_src, "src"), tag, background=background)
+
+    def batch_isend_irecv(self, p2p_op_list: Sequence[P2POp]) -> list[Work]:
+        """Start all sends and receives of a list; return their works in order."""
+        if not p2p_op_list or not all(isinstance(op, P2POp) for op in p2p_op_list):
+            raise UsageError("batch_isend_irecv takes a list of P2POp, one at least")
+        return [op.start() for op in p2p_op_list]
+
+    def send_object_list(
+        self,
+        object_list: Sequence[Any],
+        dst: int | None = None,
+        group: AnyGroup = None,
+        device: object = None,
+        group_dst: int | None = None,
+    ) -> R:
+        """Send a list of objects to ``dst``."""
+        of = resolve(group)
+        to = _member(of, dst, group_dst, "dst")
+        return self._finish(of.send_object_list(object_list, to, background=self._runs(False)), False)
+
+    def recv_object_list(
+        self,
+        object_list: list[Any],
+        src: int | None = None,
+        group: AnyGroup = None,
+        device: object = None,
+        group_src: int | None = None,
+    ) -> V:
+        """Receive a list of objects of the same length from ``src`` or anybody; the result is the sender's global rank."""
+        of = resolve(group)
+        source = None if src is None and group_src is None else _member(of, src, group_src, "src")
+        return self._value(of.recv_object_list(object_list, source, background=self._runs(False)))

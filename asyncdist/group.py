@@ -1,0 +1,283 @@
+"""A group of ranks and the operations among them.
+
+Every operation is one line: a plan, handed to `Group._issue`, which numbers it, writes it into the flight recorder and
+starts it. Ranks in arguments are ranks in the group; the faces (`asyncdist`, `asyncdist.sync`) translate global ones.
+
+Ranks issue the operations of one group in the same order, from any thread; several may be in flight.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from time import monotonic
+from typing import Any, TypedDict, Unpack
+
+from asyncdist.buffers import Scratch
+from asyncdist.collectives import exchanges, plans
+from asyncdist.collectives.arguments import check_length
+from asyncdist.collectives.choose import Model, parse_forced
+from asyncdist.collectives.executor import Channel, Operation, Plan
+from asyncdist.deadline import Timeout, seconds
+from asyncdist.errors import GroupAbortedError, NotInitializedError, UsageError
+from asyncdist.framing import channel_of
+from asyncdist.mesh import Mesh
+from asyncdist.observe.recorder import Entry
+from asyncdist.ops import ReduceOp, Reduction, reduction
+from asyncdist.work import Work
+
+
+class How(TypedDict, total=False):
+    """How an operation is driven: ``background`` (the default) lets it go on by itself, else the call returns when it is
+    over; ``timeout`` (seconds, timedelta) overrides the group's."""
+
+    background: bool
+    timeout: Timeout
+
+
+class Group:
+    """Some ranks of a world, in an order of their own.
+
+    Made by `asyncdist.new_group` and its kin, on every rank of the world in the same order. ``ranks`` are global ranks,
+    by rank in the group. Methods start an operation and return its `Work`. Each takes `How` as keywords.
+    """
+
+    def __init__(self, mesh: Mesh, ranks: Sequence[int], name: str, timeout: float, *, nonce: int = 0) -> None:
+        self.name = name
+        self.ranks = tuple(ranks)
+        self.timeout = timeout
+        self.mesh = mesh
+        self._rank = self.ranks.index(mesh.rank)
+        number = channel_of(mesh.world_id, name, *self.ranks, nonce)
+        self._channel = Channel(number, name, self.ranks, mesh.rank)
+        self._messages = Channel(channel_of(number, "point to point"), name, self.ranks, mesh.rank)
+        self._sequence = itertools.count(1)
+        forced = parse_forced(mesh.config.algorithm)
+        model = Model(segment_nbytes=mesh.config.segment_nbytes)
+        self._who = plans.Member(self._rank, len(self.ranks), mesh.config, model, forced, Scratch())
+        self._closed = False
+        self.world: Any = None
+        mesh.progress.submit(self._open)
+
+    def _open(self) -> None:
+        self.mesh.open(self._channel)
+        self.mesh.open(self._messages)
+
+    # -- who we are ----------------------------------------------------------------------------
+
+    def rank(self) -> int:
+        """Return our rank in this group."""
+        return self._rank
+
+    def size(self) -> int:
+        """Return the number of ranks in this group."""
+        return len(self.ranks)
+
+    def __repr__(self) -> str:
+        state = "destroyed" if self._closed else f"failed: {self._channel.error}" if self._channel.error else "open"
+        return f"<Group {self.name!r} rank {self._rank} of {len(self.ranks)}, {state}>"
+
+    def group_rank(self, global_rank: int) -> int:
+        """Return a member's rank in this group; UsageError if the global rank is not in it."""
+        try:
+            return self.ranks.index(global_rank)
+        except ValueError:
+            raise UsageError(
+                f"global rank {global_rank} is not in group {self.name!r}, which has {self.ranks}"
+            ) from None
+
+    # -- the one path --------------------------------------------------------------------------
+
+    def _issue(self, name: str, plan: Plan, how: How) -> Work:
+        return self._start(self._channel, name, next(self._sequence), plan, **how)
+
+    def _transfer(self, name: str, plan: Plan, tag: int, how: How) -> Work:
+        if not 0 <= tag < 1 << 32:
+            raise UsageError(f"a tag is a number from 0 to 2^32 - 1, not {tag}")
+        return self._start(self._messages, name, tag, plan, **how)
+
+    def _start(
+        self, channel: Channel, name: str, number: int, plan: Plan, background: bool = True, timeout: Timeout = None
+    ) -> Work:
+        if self._closed:
+            raise NotInitializedError(f"group {self.name!r} was destroyed: make a new one for {name}")
+        mesh = self.mesh
+        limit = self.timeout if timeout is None else seconds(timeout)
+        entry = Entry(self.name, name, number, plan.fingerprint, plan.nbytes)
+        mesh.recorder.add(entry)
+        work = Work(mesh.progress, spin=mesh.config.spin_us * 1e-6)
+        deadline = math.inf if limit == math.inf else monotonic() + limit
+        between_two = channel is self._messages
+        operation = Operation(channel, name, number, plan, work, deadline, limit, entry, between_two)
+        mesh.issue(operation, background=background)
+        return work
+
+    def _other(self, rank: int, what: str) -> int:
+        if self._peer(rank, what) == self._rank:
+            raise UsageError(f"{what}={rank} is this rank itself: a message to oneself is a copy")
+        return rank
+
+    def _peer(self, rank: int, what: str) -> int:
+        if not 0 <= rank < len(self.ranks):
+            raise UsageError(f"{what}={rank} is not a rank of group {self.name!r}, which has {len(self.ranks)}")
+        return rank
+
+    # -- reductions ----------------------------------------------------------------------------
+
+    def all_reduce(self, tensor: Any, op: Reduction = ReduceOp.SUM, **how: Unpack[How]) -> Work:
+        """Reduce ``tensor`` over the ranks, in place, with the same bits on every rank."""
+        return self._issue("all_reduce", plans.all_reduce(self._who, (tensor,), reduction(op)), how)
+
+    def all_reduce_coalesced(self, tensors: Sequence[Any], op: Reduction = ReduceOp.SUM, **how: Unpack[How]) -> Work:
+        """Reduce several tensors of one dtype over the ranks as one operation."""
+        if not tensors:
+            raise UsageError("all_reduce_coalesced needs at least one tensor")
+        plan = plans.all_reduce(self._who, tensors, reduction(op), coalesced=True)
+        return self._issue("all_reduce_coalesced", plan, how)
+
+    def reduce(self, tensor: Any, dst: int, op: Reduction = ReduceOp.SUM, **how: Unpack[How]) -> Work:
+        """Reduce ``tensor`` to rank ``dst``; the other ranks' tensors keep their content."""
+        return self._issue("reduce", plans.reduce(self._who, tensor, self._peer(dst, "dst"), reduction(op)), how)
+
+    def reduce_scatter(
+        self, output: Any, input_list: Sequence[Any], op: Reduction = ReduceOp.SUM, **how: Unpack[How]
+    ) -> Work:
+        """Reduce ``input_list[i]`` over the ranks into rank ``i``'s ``output``; sizes may differ by rank."""
+        return self._issue(
+            "reduce_scatter", plans.reduce_scatter_list(self._who, output, input_list, reduction(op)), how
+        )
+
+    def reduce_scatter_single(self, output: Any, input: Any, op: Reduction = ReduceOp.SUM, **how: Unpack[How]) -> Work:
+        """Reduce the ``i``-th equal part of ``input`` over the ranks into rank ``i``'s ``output``."""
+        plan = plans.reduce_scatter_single(self._who, output, input, reduction(op))
+        return self._issue("reduce_scatter_tensor", plan, how)
+
+    # -- moving --------------------------------------------------------------------------------
+
+    def broadcast(self, tensor: Any, src: int, **how: Unpack[How]) -> Work:
+        """Copy rank ``src``'s tensor into every rank's."""
+        return self._issue("broadcast", plans.broadcast(self._who, tensor, self._peer(src, "src")), how)
+
+    def all_gather(self, tensor_list: Sequence[Any], tensor: Any, **how: Unpack[How]) -> Work:
+        """Gather every rank's ``tensor`` into ``tensor_list``, by rank; sizes may differ by rank."""
+        return self._issue("all_gather", plans.all_gather_lists(self._who, [(tensor_list, tensor)], tensor_list), how)
+
+    def all_gather_coalesced(
+        self, tensor_lists: Sequence[Sequence[Any]], tensors: Sequence[Any], **how: Unpack[How]
+    ) -> Work:
+        """Gather several tensors as one operation: rank ``r``'s ``tensors[i]`` into ``tensor_lists[r][i]``."""
+        check_length(tensor_lists, self.size(), "output_tensor_lists")
+        if not tensors or any(len(row) != len(tensors) for row in tensor_lists):
+            raise UsageError(
+                f"each of output_tensor_lists needs {len(tensors)} tensors, and one at least, as the input"
+            )
+        pairs = [([row[place] for row in tensor_lists], tensor) for place, tensor in enumerate(tensors)]
+        plan = plans.all_gather_lists(self._who, pairs, tensor_lists, "output_tensor_lists")
+        return self._issue("all_gather_coalesced", plan, how)
+
+    def all_gather_single(self, output: Any, input: Any, **how: Unpack[How]) -> Work:
+        """Gather every rank's ``input`` into ``output``, one after the other in its memory."""
+        return self._issue("all_gather_into_tensor", plans.all_gather_single(self._who, output, input), how)
+
+    def gather(self, tensor: Any, gather_list: Sequence[Any] | None, dst: int, **how: Unpack[How]) -> Work:
+        """Gather every rank's tensor into ``gather_list`` on rank ``dst``; None elsewhere."""
+        return self._issue("gather", plans.gather(self._who, tensor, gather_list, self._peer(dst, "dst")), how)
+
+    def scatter(self, tensor: Any, scatter_list: Sequence[Any] | None, src: int, **how: Unpack[How]) -> Work:
+        """Give rank ``i`` the ``i``-th tensor of rank ``src``'s ``scatter_list``; None elsewhere."""
+        return self._issue("scatter", plans.scatter(self._who, tensor, scatter_list, self._peer(src, "src")), how)
+
+    def all_to_all(self, output_list: Sequence[Any], input_list: Sequence[Any], **how: Unpack[How]) -> Work:
+        """Send ``input_list[i]`` to rank ``i``, and receive from it into ``output_list[i]``; any sizes."""
+        return self._issue("all_to_all", plans.all_to_all_lists(self._who, output_list, input_list), how)
+
+    def all_to_all_single(
+        self,
+        output: Any,
+        input: Any,
+        output_split_sizes: Sequence[int] | None = None,
+        input_split_sizes: Sequence[int] | None = None,
+        **how: Unpack[How],
+    ) -> Work:
+        """Exchange parts of one tensor; split sizes count along the first dimension, equal parts if not given."""
+        plan = plans.all_to_all_single(self._who, output, input, output_split_sizes, input_split_sizes)
+        return self._issue("all_to_all_single", plan, how)
+
+    def barrier(self, **how: Unpack[How]) -> Work:
+        """Complete when every rank has called it."""
+        return self._issue("barrier", plans.barrier(self._who), how)
+
+    def monitored_barrier(self, **how: Unpack[How]) -> Work:
+        """Complete when every rank has called it; its timeout names, on rank 0, every rank that has not."""
+        return self._issue("monitored_barrier", plans.monitored_barrier(self._who), how)
+
+    # -- between two ranks ---------------------------------------------------------------------
+
+    def send(self, tensor: Any, dst: int, tag: int = 0, **how: Unpack[How]) -> Work:
+        """Send ``tensor`` to rank ``dst``, complete when its memory may be changed."""
+        return self._transfer("send", exchanges.send(tensor, self._other(dst, "dst")), tag, how)
+
+    def recv(self, tensor: Any, src: int | None = None, tag: int = 0, **how: Unpack[How]) -> Work:
+        """Receive into ``tensor`` from rank ``src``, or from any rank; the value is the sender's global rank."""
+        source = None if src is None else self._other(src, "src")
+        return self._transfer("recv", exchanges.receive(tensor, source, self.ranks), tag, how)
+
+    # -- objects -------------------------------------------------------------------------------
+
+    def all_gather_object(self, output: list[Any], value: Any, **how: Unpack[How]) -> Work:
+        """Gather every rank's object into every rank's list."""
+        return self._issue("all_gather_object", exchanges.all_gather_object(self._who, output, value), how)
+
+    def gather_object(self, value: Any, output: list[Any] | None, dst: int, **how: Unpack[How]) -> Work:
+        """Gather every rank's object into the list of rank ``dst``; None elsewhere."""
+        plan = exchanges.gather_object(self._who, value, output, self._peer(dst, "dst"))
+        return self._issue("gather_object", plan, how)
+
+    def scatter_object_list(
+        self, output: list[Any], values: Sequence[Any] | None, src: int, **how: Unpack[How]
+    ) -> Work:
+        """Put the ``i``-th object of rank ``src``'s list into rank ``i``'s ``output[0]``."""
+        plan = exchanges.scatter_objects(self._who, output, values, self._peer(src, "src"))
+        return self._issue("scatter_object_list", plan, how)
+
+    def broadcast_object_list(self, values: list[Any], src: int, **how: Unpack[How]) -> Work:
+        """Replace every rank's list by that of rank ``src``."""
+        plan = exchanges.broadcast_objects(self._who, values, self._peer(src, "src"))
+        return self._issue("broadcast_object_list", plan, how)
+
+    def send_object_list(self, values: Sequence[Any], dst: int, tag: int = 0, **how: Unpack[How]) -> Work:
+        """Send a list of objects to rank ``dst``."""
+        plan = exchanges.send_objects(self._who, values, self._other(dst, "dst"))
+        return self._transfer("send_object_list", plan, tag, how)
+
+    def recv_object_list(self, values: list[Any], src: int | None = None, tag: int = 0, **how: Unpack[How]) -> Work:
+        """Receive a list of objects of the same length; the value is the sender's global rank."""
+        source = None if src is None else self._other(src, "src")
+        plan = exchanges.receive_objects(self._who, values, source, self.ranks)
+        return self._transfer("recv_object_list", plan, tag, how)
+
+    # -- the end -------------------------------------------------------------------------------
+
+    @property
+    def error(self) -> Exception | None:
+        """What this group failed with; None while it works."""
+        return self._channel.error
+
+    def abort(self, reason: str = "abort() was called") -> None:
+        """Fail everything pending on this group, here and on every other rank; it takes no more operations."""
+
+        def fail() -> None:
+            error = GroupAbortedError(f"rank {self.mesh.rank} aborted: {reason}", peer=self.mesh.rank)
+            self.mesh.fail(self._channel, error)
+            self.mesh.fail(self._messages, error)
+
+        self.mesh.progress.submit(fail)
+        self.mesh.progress.arm()
+
+    def close(self) -> None:
+        """Destroy this group on this rank; what is pending fails. Idempotent, and nothing is said to the others."""
+        if not self._closed:
+            self._closed = True
+            self.mesh.progress.submit(lambda: self.mesh.end(self._channel))
+            self.mesh.progress.submit(lambda: self.mesh.end(self._messages))

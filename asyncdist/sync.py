@@ -1,0 +1,169 @@
+"""The blocking face: ``import asyncdist.sync as dist`` where a program says ``import torch.distributed as dist``.
+
+Collectives return None when they are over, or with ``async_op=True`` a `Work` that goes on in the background. A blocking
+call is driven by the calling thread itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from asyncdist import api
+from asyncdist.api import (
+    GroupMember,
+    get_backend,
+    get_global_rank,
+    get_group_rank,
+    get_process_group_ranks,
+    get_rank,
+    get_world_size,
+    group,
+    is_available,
+    is_initialized,
+    new_group,
+    new_subgroups,
+    new_subgroups_by_enumeration,
+    split_group,
+)
+from asyncdist.deadline import Timeout
+from asyncdist.face import Face, P2POp
+from asyncdist.group import Group
+from asyncdist.ops import ReduceOp, premul_sum
+from asyncdist.runtime import runtime
+from asyncdist.store import FileStore, HashStore, PrefixStore, TCPStore
+from asyncdist.work import Work
+from asyncdist.world import World, open_world
+
+
+def init_process_group(
+    backend: str | None = None,
+    init_method: str | None = None,
+    timeout: Timeout = None,
+    world_size: int = -1,
+    rank: int = -1,
+    store: Any = None,
+    group_name: str = "",
+    pg_options: object = None,
+    device_id: object = None,
+) -> None:
+    """Meet the other ranks and make the default process group. Call `destroy_process_group` at the end.
+
+    ``backend`` is None or ``"auto"``, the name of a transport, or one of torch's (taken as "auto"); ``init_method`` is
+    ``env://`` (the default), ``tcp://host:port`` or ``file:///path``; or pass ``store``, ``rank`` and ``world_size``.
+    ``timeout`` (seconds or timedelta) limits this and every operation. Raises RendezvousTimeoutError, which names who is
+    missing, AddressError, AuthenticationError, TransportUnavailableError, AlreadyInitializedError.
+    """
+    api.begin_initialization()
+    world: World | None = None
+    try:
+        world = runtime().run(
+            open_world(
+                backend=backend,
+                init_method=init_method,
+                timeout=timeout,
+                world_size=world_size,
+                rank=rank,
+                store=store,
+                name=group_name,
+            )
+        )
+    finally:
+        api.end_initialization(world)
+
+
+def destroy_process_group(group: api.AnyGroup = None) -> None:
+    """Destroy a group; the default one with everything that stands on it. What is pending fails."""
+    if isinstance(group, Group) and group is not api.default_group():
+        group.close()
+    elif group is None or isinstance(group, Group):
+        _close(api.take_world())
+
+
+def _close(world: World) -> None:
+    world.leave()
+    runtime().run(world.close())
+
+
+@contextmanager
+def process_group(
+    backend: str | None = None,
+    init_method: str | None = None,
+    timeout: Timeout = None,
+    world_size: int = -1,
+    rank: int = -1,
+    store: Any = None,
+    group_name: str = "",
+) -> Iterator[Group]:
+    """Hold a world of its own, independent of the default one: ``with process_group(...) as group:``."""
+    world = runtime().run(
+        open_world(
+            backend=backend,
+            init_method=init_method,
+            timeout=timeout,
+            world_size=world_size,
+            rank=rank,
+            store=store,
+            name=group_name,
+        )
+    )
+    try:
+        yield world.group
+    finally:
+        _close(world)
+
+
+def _finish(work: Work, async_op: bool) -> Work | None:
+    if async_op:
+        return work
+    work.result()
+    return None
+
+
+def _value(work: Work) -> Any:
+    return work.result()
+
+
+_face: Face[Work | None, Any] = Face(_finish, _value, blocking=True)
+
+all_gather = _face.all_gather
+all_gather_coalesced = _face.all_gather_coalesced
+all_gather_into_tensor = _face.all_gather_single
+all_gather_object = _face.all_gather_object
+all_gather_single = _face.all_gather_single
+all_reduce = _face.all_reduce
+all_reduce_coalesced = _face.all_reduce_coalesced
+all_to_all = _face.all_to_all
+all_to_all_single = _face.all_to_all_single
+barrier = _face.barrier
+batch_isend_irecv = _face.batch_isend_irecv
+broadcast = _face.broadcast
+broadcast_object_list = _face.broadcast_object_list
+gather = _face.gather
+gather_object = _face.gather_object
+irecv = _face.irecv
+isend = _face.isend
+monitored_barrier = _face.monitored_barrier
+recv = _face.recv
+recv_object_list = _face.recv_object_list
+reduce = _face.reduce
+reduce_scatter = _face.reduce_scatter
+reduce_scatter_single = _face.reduce_scatter_single
+reduce_scatter_tensor = _face.reduce_scatter_single
+scatter = _face.scatter
+scatter_object_list = _face.scatter_object_list
+send = _face.send
+send_object_list = _face.send_object_list
+
+__all__ = [
+    "FileStore", "Group", "GroupMember", "HashStore", "P2POp", "PrefixStore", "ReduceOp", "TCPStore", "Work",
+    "all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object", "all_gather_single",
+    "all_reduce", "all_reduce_coalesced", "all_to_all", "all_to_all_single", "barrier", "batch_isend_irecv",
+    "broadcast", "broadcast_object_list", "destroy_process_group", "gather", "gather_object", "get_backend",
+    "get_global_rank", "get_group_rank", "get_process_group_ranks", "get_rank", "get_world_size", "group",
+    "init_process_group", "irecv", "is_available", "is_initialized", "isend", "monitored_barrier", "new_group",
+    "new_subgroups", "new_subgroups_by_enumeration", "premul_sum", "process_group", "recv", "recv_object_list",
+    "reduce", "reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor", "scatter", "scatter_object_list",
+    "send", "send_object_list", "split_group",
+]  # fmt: skip

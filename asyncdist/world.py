@@ -1,0 +1,133 @@
+"""A world: ranks that have found each other, the mesh between them, and the group of all.
+
+`open_world` is the whole way from an init method to a working group. Worlds are independent of each other; a process
+may hold several.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import msgpack
+
+from asyncdist import registry
+from asyncdist.config import Config, Launch
+from asyncdist.deadline import Timeout, seconds
+from asyncdist.errors import RendezvousError, UsageError
+from asyncdist.group import Group
+from asyncdist.mesh import Mesh
+from asyncdist.rendezvous import Meeting, meet
+
+# Settings that change what is sent to whom: they must be equal on every rank.
+_SHARED_SETTINGS = ("lanes", "stripe_nbytes", "segment_nbytes", "algorithm")
+
+
+class World:
+    """The ranks of one job, or of one part of it. ``group`` is the group of all."""
+
+    def __init__(self, meeting: Meeting, mesh: Mesh, name: str, timeout: float) -> None:
+        self.meeting = meeting
+        self.mesh = mesh
+        self.name = name
+        self.timeout = timeout
+        self.groups: list[Group] = []
+        self._made: dict[tuple[Any, ...], itertools.count[int]] = {}
+        self.group = self.new_group(range(mesh.world_size), name or "world")
+        assert self.group is not None
+
+    def new_group(self, ranks: Sequence[int] | None, name: str | None = None, timeout: Timeout = None) -> Group | None:
+        """Make a group of some of the world's ranks; None on ranks that are not in it. Involves no communication.
+
+        Members make their groups with the same ranks equally often; that is how they agree on which is which.
+        """
+        members = tuple(range(self.mesh.world_size) if ranks is None else ranks)
+        outside = [rank for rank in members if not 0 <= rank < self.mesh.world_size]
+        if not members or outside or len(set(members)) != len(members):
+            raise UsageError(
+                f"ranks={list(members)} is not a group: it needs distinct ranks from 0 to {self.mesh.world_size - 1}"
+            )
+        nonce = next(self._made.setdefault((name, members), itertools.count()))
+        if self.mesh.rank not in members:
+            return None
+        shown = name or f"group of ranks {list(members)}" + (f" ({nonce + 1})" if nonce else "")
+        limit = seconds(timeout, self.timeout)
+        group = Group(self.mesh, members, shown, limit, nonce=nonce)
+        group.world = self
+        self.groups.append(group)
+        return group
+
+    def leave(self) -> None:
+        """Destroy every group and say goodbye to the peers. Idempotent; not on a loop other than the home one."""
+        for group in self.groups:
+            group.close()
+        self.mesh.close()
+
+    async def close(self) -> None:
+        """Leave the peers, and then the store, on the loop where the world was opened. Idempotent."""
+        self.leave()
+        await self.meeting.close()
+
+
+async def open_world(
+    *,
+    backend: str | None = None,
+    init_method: str | None = None,
+    timeout: Timeout = None,
+    world_size: int = -1,
+    rank: int = -1,
+    store: Any = None,
+    name: str = "",
+    config: Config | None = None,
+    home: asyncio.AbstractEventLoop | None = None,
+) -> World:
+    """Meet the other ranks, and return the world once all are there and know each other's addresses.
+
+    ``timeout`` limits this and is the default of every operation. ``home`` is the loop that drives pending operations;
+    None takes the runtime's. Raises RendezvousError, AuthenticationError, TransportUnavailableError.
+    """
+    config = config or Config.from_environment()
+    kinds = registry.selected(backend or config.transport)
+    limit = seconds(timeout, config.timeout)
+    meeting = await meet(
+        init_method,
+        rank=rank,
+        world_size=world_size,
+        store=store,
+        timeout=limit,
+        name=name,
+        config=config,
+        launch=Launch.from_environment(),
+    )
+    try:
+        config = config.with_(token=meeting.token)
+        mesh = Mesh(meeting.rank, meeting.world_size, meeting.world_id, config, kinds, home)
+        try:
+            ours = {"addresses": mesh.listen(meeting.listen_host), "settings": _shared(config)}
+            everyone = [msgpack.unpackb(payload) for payload in await meeting.exchange(msgpack.packb(ours))]
+            _compare([one["settings"] for one in everyone], meeting.rank)
+            mesh.connect([one["addresses"] for one in everyone])
+            return World(meeting, mesh, name, limit)
+        except BaseException:
+            mesh.close()
+            raise
+    except BaseException:
+        await meeting.close()
+        raise
+
+
+def _shared(config: Config) -> dict[str, Any]:
+    return {setting: getattr(config, setting) for setting in _SHARED_SETTINGS}
+
+
+def _compare(settings: Sequence[dict[str, Any]], rank: int) -> None:
+    """Raise if a rank runs with other settings than ours: its schedules would not fit ours."""
+    for peer, theirs in enumerate(settings):
+        for setting, value in theirs.items():
+            if settings[rank].get(setting) != value:
+                raise RendezvousError(
+                    f"rank {peer} runs with {setting}={value!r}, but rank {rank} with {settings[rank].get(setting)!r}; "
+                    "start every rank with the same ASYNCDIST_ settings"
+                )
