@@ -1,0 +1,84 @@
+"""How ranks find each other: `meet`, given what init_process_group was given.
+
+Read in this order: `method` (what the caller said), `place` (where an address can be left), `address` (which one),
+`serving` (rank 0's store), `joining` (how a rank comes in), `meeting` (what it then has).
+"""
+
+from __future__ import annotations
+
+import secrets
+from contextlib import AsyncExitStack
+from typing import Any
+
+from asyncdist.config import Config, Launch
+from asyncdist.deadline import Deadline, Timeout, seconds
+from asyncdist.errors import AuthenticationError
+from asyncdist.rendezvous.address import advertised, outward, reachable, to_listen_on
+from asyncdist.rendezvous.joining import World, by_address, by_record, follow, lead
+from asyncdist.rendezvous.meeting import Limit, Meeting
+from asyncdist.rendezvous.method import Method, url_of
+from asyncdist.rendezvous.opening import host_of, open_place
+from asyncdist.topology import is_loopback
+
+__all__ = ["Meeting", "meet"]
+
+
+async def meet(
+    init_method: str | None = None,
+    *,
+    rank: int | None = None,
+    world_size: int | None = None,
+    store: Any = None,
+    timeout: Timeout = None,
+    name: str = "",
+    config: Config | None = None,
+    launch: Launch | None = None,
+) -> Meeting:
+    """Come together with the other ranks of the world ``name``; rank 0 serves the store that all of them share.
+
+    ``timeout`` (seconds; None: the configured one) is for this and for the first `Meeting.exchange`. Returns when this
+    rank has its place: `Meeting.exchange` waits for the others. Close the meeting in the end, also after a failed
+    exchange. A call that fails or is cancelled leaves nothing behind, and may be made again.
+
+    Raises UsageError for arguments that do not suffice, AddressError for a host that does not resolve, a port in use or
+    an unknown interface, AuthenticationError where tokens differ or one is needed, RendezvousTimeoutError when rank 0
+    is not found in time, and RendezvousError where this rank is taken or the world has another size.
+    """
+    config = Config.from_environment() if config is None else config
+    launch = Launch.from_environment() if launch is None else launch
+    allowed = seconds(timeout, config.timeout)
+    limit = Limit(allowed, Deadline.after(allowed))
+    method = Method.read(init_method, rank=rank, world_size=world_size, has_store=store is not None, launch=launch)
+    world = World(name, method.rank, method.world_size, config, limit)
+    async with AsyncExitStack() as stack:
+        if method.kind == "direct":
+            return await _meet_directly(stack, method, world)
+        place = await open_place(method, store, name, launch.run_id, limit)
+        stack.push_async_callback(place.close)
+        if method.rank != 0:
+            return await follow(stack, world, by_record(world, place), place.where)
+        host = await _own_host(host_of(method, store), config, limit.deadline)
+        token = config.token or secrets.token_hex(16)
+        return await lead(stack, world, host, 0, token=token, place=place, known_as=host)
+
+
+async def _meet_directly(stack: AsyncExitStack, method: Method, world: World) -> Meeting:
+    """Meet in rank 0's store at an address that every rank was told."""
+    token = world.config.token
+    where = url_of(method.host, method.port)
+    if token is None and not world.config.allow_unauthenticated and not is_loopback(method.host):
+        raise AuthenticationError(
+            f"{where} is no loopback address, and nothing can pass a token on from rank 0 to the others there "
+            "(in a network that you trust, ASYNCDIST_ALLOW_UNAUTHENTICATED=1 does without)"
+        )
+    if method.rank != 0:
+        return await follow(stack, world, by_address(world, method.host, method.port, token), where)
+    host = await to_listen_on(method.host, world.config, world.limit.deadline)
+    return await lead(stack, world, host, method.port, token=token, place=None, known_as=method.host)
+
+
+async def _own_host(master: str | None, config: Config, deadline: Deadline) -> str:
+    """Return the address at which rank 0 serves the store: the one from which it reaches the meeting place."""
+    if master is None:
+        return outward(config)
+    return advertised((await reachable(master, config, deadline))[0], config)

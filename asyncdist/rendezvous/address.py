@@ -1,0 +1,104 @@
+"""Find the addresses to listen on, to dial, and to tell the peers.
+
+One rule stands above the others: 127.0.0.1 is told to nobody unless the meeting place itself is loopback by its
+spelling. A host name that resolves to loopback (Debian's ``127.0.1.1``) means "this host", and its address towards the
+outside is taken instead, by rank 0 and by the other ranks on that host alike.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+from asyncdist.config import Config
+from asyncdist.deadline import Deadline
+from asyncdist.errors import AddressError
+from asyncdist.interfaces import address_towards, interface_addresses, is_local
+from asyncdist.store.dialling import NAME_GRACE, describe
+from asyncdist.topology import choose, is_address, is_loopback, named
+
+_OUTSIDE = ("198.51.100.1", "2001:db8::1")  # documentation addresses: only the route to them is looked up
+_RETRY = 0.5
+
+
+async def resolve(host: str, deadline: Deadline) -> list[str]:
+    """Return the addresses of a host, IPv4 first, the same list on every host that asks the same names server.
+
+    A scheduler may start a worker before its name is known: asked again for some seconds, then AddressError.
+    """
+    if is_address(host):
+        return [host]
+    if is_loopback(host):
+        return ["127.0.0.1"] if is_local("127.0.0.1") else ["::1"]
+    grace = Deadline.after(NAME_GRACE)
+    while True:
+        try:
+            found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        except (OSError, UnicodeError) as error:
+            if grace.expired() or deadline.remaining() < _RETRY:
+                raise AddressError(
+                    f"host {host!r} does not resolve ({describe(error)}); check its spelling, or give an address"
+                ) from error
+            await asyncio.sleep(_RETRY)
+            continue
+        hosts = dict.fromkeys(str(address[0]).partition("%")[0] for *_, address in found)
+        return sorted(hosts, key=lambda one: ":" in one)
+
+
+async def reachable(host: str, config: Config, deadline: Deadline) -> list[str]:
+    """Return the addresses under which ``host`` can be dialled from anywhere that its name is known."""
+    if is_loopback(host):
+        return await resolve(host, deadline)
+    found = await resolve(host, deadline)
+    return list(dict.fromkeys(outward(config) if is_loopback(one) else one for one in found))
+
+
+async def to_listen_on(host: str, config: Config, deadline: Deadline) -> str:
+    """Return the address of this host that ``host`` means; AddressError if it means another host."""
+    found = await reachable(host, config, deadline)
+    ours = [one for one in found if is_local(one)]
+    if not ours:
+        raise AddressError(
+            f"rank 0 is to serve the store at {host}, which is {', '.join(found)}: no address of this host, which has "
+            f"{_listed()}; start rank 0 on that host, or name this one"
+        )
+    return ours[0]
+
+
+def outward(config: Config) -> str:
+    """Return this host's address towards the outside; loopback only if it has no other."""
+    if config.interface is not None:
+        return by_interface(config.interface, None)
+    for outside in _OUTSIDE:
+        local = address_towards(outside)
+        if local is not None and not is_loopback(local):
+            return local
+    return choose(interface_addresses()) or "127.0.0.1"
+
+
+def by_interface(rule: str, route: str | None) -> str:
+    """Return an address of the interfaces that the user's rule lets through; AddressError lists what exists."""
+    every = interface_addresses()
+    try:
+        chosen = choose(named(every, rule), route)
+    except ValueError as error:
+        raise AddressError(f"ASYNCDIST_SOCKET_IFNAME: {error}") from None
+    if chosen is None:
+        raise AddressError(
+            f"ASYNCDIST_SOCKET_IFNAME={rule!r} matches no usable interface of this host, which has {_listed()}"
+        )
+    return chosen
+
+
+def advertised(store_host: str, config: Config) -> str:
+    """Return the address that this rank tells its peers, given the address at which it reaches the store."""
+    route = address_towards(store_host)
+    if config.interface is not None:
+        return by_interface(config.interface, route)
+    if route is not None and (is_loopback(store_host) or not is_loopback(route)):
+        return route
+    return outward(config)
+
+
+def _listed() -> str:
+    return ", ".join(map(str, interface_addresses())) or "none that is up"

@@ -1,0 +1,303 @@
+"""How a rank comes into a world: rank 0 leads, the others follow.
+
+Rank 0 starts a store, claims its own rank there, and publishes the store's address. The others read the address, go
+there, and claim theirs. What they read may be stale, and is known to be so when nothing answers there, when what
+answers holds another token, or when it has never heard of that world or was left by its rank 0: then they read again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import secrets
+import socket
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+from asyncdist.config import Config
+from asyncdist.deadline import Deadline
+from asyncdist.errors import (
+    AddressError,
+    AsyncdistError,
+    AuthenticationError,
+    ProtocolError,
+    RendezvousError,
+    RendezvousTimeoutError,
+    StoreError,
+)
+from asyncdist.rendezvous.address import advertised, reachable
+from asyncdist.rendezvous.meeting import Limit, Meeting
+from asyncdist.rendezvous.method import url_of
+from asyncdist.rendezvous.place import OwnPlace, Place, Record
+from asyncdist.rendezvous.serving import Lease
+from asyncdist.store.client import AsyncStore
+from asyncdist.store.dialling import describe
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.2
+_FIRST_TRY, _LONGEST_TRY = 0.5, 8.0
+_PREDECESSOR_TRY = 1.0
+_REFUSAL_GRACE = 3.0
+_TAKE_BACK_TIMEOUT = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """The world that a rank wants to come into."""
+
+    name: str
+    rank: int
+    world_size: int
+    config: Config
+    limit: Limit
+
+    @property
+    def key(self) -> str:
+        """The key of its record in rank 0's own store."""
+        return f"world-of/{self.name}"
+
+    async def connect(self, host: str, port: int, token: str | None, patience: float | None = None) -> AsyncStore:
+        """Connect to its store within what is left of the rendezvous, or ``patience`` seconds of that."""
+        left = self.limit.deadline.remaining()
+        timeout = left if patience is None else min(left, patience)
+        client = await AsyncStore.connect(host, port, token=token, timeout=timeout)
+        client.set_timeout(left)  # a store that is stopped must not hold us past the deadline
+        return client
+
+    def meeting(self, record: Record, client: AsyncStore, token: str | None, where: str) -> Meeting:
+        """Make its meeting. Raises AddressError when there is no address to advertise."""
+        listen_host = advertised(client.host, self.config)
+        meeting = Meeting(
+            record, self.rank, client, token=token, listen_host=listen_host, where=where, limit=self.limit
+        )
+        meeting.store.set_timeout(self.config.timeout)
+        return meeting
+
+
+class NotYet(Exception):
+    """What was read leads nowhere, or there was nothing to read; another look may find more.
+
+    ``refusal`` is the error to end with if it stays so for some seconds.
+    """
+
+    def __init__(self, seen: str, refusal: AsyncdistError | None = None) -> None:
+        super().__init__(seen)
+        self.seen = seen
+        self.refusal = refusal
+
+
+# -- rank 0 ---------------------------------------------------------------------------------------
+
+
+async def lead(
+    stack: AsyncExitStack, world: World, host: str, port: int, *, token: str | None, place: Place | None, known_as: str
+) -> Meeting:
+    """Serve the world's store at ``host:port`` and publish it in ``place``; None: all know it as ``known_as:port``.
+
+    What is opened is left to the meeting, or on failure to ``stack``. Raises AddressError for a port in use, and
+    RendezvousError where another rank 0 leads already.
+    """
+    lease = Lease()
+    stack.push_async_callback(lease.close)
+    server = await lease.open(host, port, token=token, config=world.config)
+    client = await world.connect(host, server.port, token)
+    stack.push_async_callback(client.close)
+    passed_on = token if place is not None and world.config.token is None else None
+    record = Record(host, server.port, passed_on, secrets.token_hex(8), world.world_size)
+    if place is None:
+        shown = known_as if known_as not in ("0.0.0.0", "::") else advertised(host, world.config)
+        place = OwnPlace(client, world.key, url_of(shown, server.port))
+    meeting = world.meeting(record, client, token, place.where)
+    meeting.server = server
+    keys = meeting.keys
+    await client.multi_set([keys("size"), keys("joined", 0)], [str(world.world_size), _this_process()])
+    try:
+        await _publish(world, place, record)
+    except BaseException:
+        with contextlib.suppress(AsyncdistError, TimeoutError):
+            async with asyncio.timeout(_TAKE_BACK_TIMEOUT):
+                await place.withdraw(record.encode())
+        raise
+    meeting.own(stack, place)
+    return meeting
+
+
+async def _publish(world: World, place: Place, record: Record) -> None:
+    """Put our record where an old one may be, unless the rank 0 that left it still leads."""
+    encoded = record.encode()
+    while True:
+        seen = await place.read()
+        old = Record.decode(seen)
+        holder = await _leader(world, old) if old is not None else None
+        if holder is not None:
+            raise RendezvousError(_claimed_twice(0, holder, place.where))
+        if await place.swap(seen, encoded) == encoded:
+            return
+
+
+async def _leader(world: World, old: Record) -> bytes | None:
+    """Return who leads the world of an old record, or None if nobody does any more."""
+    token = old.token if old.token is not None else world.config.token
+    try:
+        client = await world.connect(old.host, old.port, token, _PREDECESSOR_TRY)
+    except (StoreError, AuthenticationError, ProtocolError, AddressError):
+        return None
+    try:
+        meeting = world.meeting(old, client, token, "")
+        joined, left = meeting.keys("joined", 0), meeting.keys("left", 0)
+        if await client.check([joined]) and not await client.check([left]):
+            return await client.get(joined)
+        return None
+    except StoreError:
+        return None
+    finally:
+        await client.close()
+
+
+# -- the others -----------------------------------------------------------------------------------
+
+Find = Callable[[float], Awaitable[tuple[AsyncStore, Record, str | None]]]
+"""Go where the record says, waiting for at most so many seconds; raises NotYet."""
+
+
+def by_address(world: World, host: str, port: int, token: str | None) -> Find:
+    """Find rank 0's store by the address that everybody was told."""
+
+    async def find(patience: float) -> tuple[AsyncStore, Record, str | None]:
+        error: Exception | None = None
+        for address in await reachable(host, world.config, world.limit.deadline):
+            try:
+                client = await world.connect(address, port, token, patience)
+            except StoreError as failed:
+                error = failed
+                continue
+            try:
+                record = Record.decode(await client.get(world.key))
+                if record is None:
+                    raise NotYet("the world served there has ended")
+                return client, record, token
+            except StoreError as failed:
+                await client.close()
+                raise NotYet(f"rank 0's store answers, but there is no world {world.name!r} in it") from failed
+            except BaseException:
+                await client.close()
+                raise
+        raise NotYet(_why(error))
+
+    return find
+
+
+def by_record(world: World, place: Place) -> Find:
+    """Find rank 0's store by the record that it leaves in a place."""
+
+    async def find(patience: float) -> tuple[AsyncStore, Record, str | None]:
+        record = Record.decode(await place.read())
+        if record is None:
+            raise NotYet("no address has been left there")
+        token = _token(record, world.config)
+        try:
+            return await world.connect(record.host, record.port, token, patience), record, token
+        except AuthenticationError as refusal:
+            raise NotYet(f"the store at {record.host}:{record.port} refused our token", refusal) from None
+        except (StoreError, ProtocolError, AddressError) as failed:
+            raise NotYet(
+                f"the address left there, {record.host}:{record.port}, leads nowhere: {_why(failed)}"
+            ) from None
+
+    return find
+
+
+def _token(record: Record, config: Config) -> str | None:
+    if record.token is not None and config.token is not None:
+        text = "rank 0 was started without ASYNCDIST_TOKEN, and this rank with one"
+        raise NotYet(text, AuthenticationError(text))
+    if record.token is None and config.token is None:
+        text = "rank 0 was started with ASYNCDIST_TOKEN, and this rank without one"
+        raise NotYet(text, AuthenticationError(text))
+    return record.token or config.token
+
+
+def _why(error: Exception | None) -> str:
+    """Return the root of a failure to connect in a few words."""
+    return describe(error.__cause__ or error) if error is not None else "it has no address"
+
+
+async def follow(stack: AsyncExitStack, world: World, find: Find, where: str) -> Meeting:
+    """Come into the world that rank 0 leads, looking again until there is one.
+
+    Raises RendezvousTimeoutError, AuthenticationError, and RendezvousError where the rank is taken or rank 0 was
+    told another world size. What is opened is left to the meeting, or on failure to ``stack``.
+    """
+    pause, patience, refused_until = _FIRST_PAUSE, _FIRST_TRY, None
+    while True:
+        try:
+            client, record, token = await find(patience)
+            try:
+                meeting = world.meeting(record, client, token, where)
+                await _claim(world, record, client, meeting)
+            except BaseException:
+                await client.close()
+                raise
+            stack.push_async_callback(client.close)
+            meeting.own(stack)
+            return meeting
+        except NotYet as not_yet:
+            seen, refusal = not_yet.seen, not_yet.refusal
+        except StoreError as error:  # it went away under our hands
+            seen, refusal = _why(error), None
+        refused_until = (refused_until or Deadline.after(_REFUSAL_GRACE)) if refusal else None
+        left = world.limit.deadline.remaining()
+        if refusal and refused_until and (refused_until.expired() or left <= 0):
+            raise refusal
+        if left <= 0:
+            raise RendezvousTimeoutError((world.rank,), (0,), world.limit.timeout, where, world.world_size, seen)
+        await asyncio.sleep(min(pause, left))
+        pause, patience = min(2 * pause, _LONGEST_PAUSE), min(2 * patience, _LONGEST_TRY)
+
+
+async def _claim(world: World, record: Record, client: AsyncStore, meeting: Meeting) -> None:
+    """Claim our rank, in one flight with the questions whether the world is the one that was published and goes on."""
+    keys, rank, process = meeting.keys, world.rank, _this_process()
+    claimed = keys("joined", rank)
+    try:
+        known, left, led_out, holder = await asyncio.gather(
+            client.check([keys("size")]),
+            client.check([keys("left", rank)]),
+            client.check([keys("left", 0)]),
+            client.compare_set(claimed, b"", process),
+        )
+        if not known or left or led_out:
+            raise NotYet("the world whose address was left there has ended")
+        if record.world_size != world.world_size:
+            reason = (
+                f"rank {rank} was started with world_size {world.world_size}, and rank 0 with {record.world_size}; "
+                "start every rank with the same one"
+            )
+            await meeting.refuse(reason, min(rank, record.world_size - 1))
+            raise RendezvousError(reason)
+        if holder != process:
+            raise RendezvousError(_claimed_twice(rank, holder, meeting.where))
+    except BaseException:
+        # Only what is ours is taken back: whoever has the rank by right keeps it.
+        with contextlib.suppress(StoreError, TimeoutError):
+            async with asyncio.timeout(_TAKE_BACK_TIMEOUT):
+                if await client.compare_set(claimed, process, process) == process:
+                    await client.delete_key(claimed)
+        raise
+
+
+def _this_process() -> bytes:
+    return json.dumps([socket.gethostname(), os.getpid(), secrets.token_hex(8)]).encode()
+
+
+def _claimed_twice(rank: int, holder: bytes, where: str) -> str:
+    try:
+        host, pid, _ = json.loads(holder)
+    except (ValueError, TypeError):
+        host, pid = "unknown", "unknown"
+    return (
+        f"rank {rank} is taken at {where}, by process {pid} on host {host}: two processes were started as rank {rank}; "
+        "give each its own RANK (if that process has died, start the whole world again)"
+    )

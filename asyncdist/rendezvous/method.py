@@ -1,0 +1,142 @@
+"""Read what the caller and the launcher said about where to meet and who we are. Nothing is opened here.
+
+    init_method                       where the ranks meet
+    None, env://                      MASTER_ADDR:MASTER_PORT; in torchrun's own store where its agent serves one there
+    tcp://host:port                   rank 0's store; port 0 on rank 0 picks a free one; IPv6 in brackets
+    file:///path                      a file, or a folder, that every rank sees
+    (store=)                          any store that every rank holds
+
+Each URL may carry ``?rank=&world_size=``; arguments override it, and it overrides the launcher.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
+
+from asyncdist.config import Launch
+from asyncdist.errors import UsageError
+
+Kind = Literal["direct", "agent", "file", "store"]
+_SPELLINGS = "env://, tcp://host:port, file:///path, or pass store="
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """Where to meet and as whom: ``host`` and ``port`` for kinds direct and agent, ``path`` for file."""
+
+    kind: Kind
+    rank: int
+    world_size: int
+    host: str = ""
+    port: int = 0
+    path: str = ""
+
+    @classmethod
+    def read(
+        cls, init_method: str | None, *, rank: int | None, world_size: int | None, has_store: bool, launch: Launch
+    ) -> Method:
+        """Put the arguments, the URL and the launcher together; a rank or size of -1 counts as not given.
+
+        Raises UsageError that names what is missing and who usually sets it.
+        """
+        if has_store and init_method is not None:
+            raise UsageError("init_method and store exclude each other: pass one of them")
+        url = init_method or "env://"
+        parts = _split(url)
+        query = dict(parse_qsl(parts.query))
+        size = _first(world_size, _whole(query, "world_size", url), launch.world_size)
+        own = _first(rank, _whole(query, "rank", url), launch.rank)
+        if size is None:
+            raise UsageError(_missing("world_size", "WORLD_SIZE", url))
+        if own is None:
+            raise UsageError(_missing("rank", "RANK", url))
+        if size < 1:
+            raise UsageError(f"world_size is {size}; a world has at least one rank")
+        if not 0 <= own < size:
+            raise UsageError(f"rank {own} is outside a world of {size}: ranks go from 0 to {size - 1}")
+        if has_store:
+            return cls("store", own, size)
+        if parts.scheme == "file":
+            return cls("file", own, size, path=_path(parts, url))
+        kind: Kind = "direct"
+        if parts.scheme == "env":
+            host, port = _master(launch)
+            kind = "agent" if launch.agent_store else "direct"
+        else:
+            host, port = _address(parts, url)
+        if port == 0 and own != 0:
+            raise UsageError(
+                f"port 0 lets rank 0 pick a free port; rank {own} must be given the port that it picked (Meeting.where)"
+            )
+        return cls(kind, own, size, host=host, port=port)
+
+
+def url_of(host: str, port: int) -> str:
+    """Return the ``tcp://`` URL of an address, IPv6 in brackets."""
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+def _first(*values: int | None) -> int | None:
+    return next((value for value in values if value is not None and value != -1), None)
+
+
+def _split(url: str) -> SplitResult:
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:
+        raise UsageError(f"init_method {url!r} cannot be read ({error}); use {_SPELLINGS}") from None
+    if parts.scheme not in ("env", "tcp", "file"):
+        raise UsageError(f"init_method {url!r} is of no known kind; use {_SPELLINGS}")
+    return parts
+
+
+def _whole(query: dict[str, str], name: str, url: str) -> int | None:
+    if name not in query:
+        return None
+    try:
+        return int(query[name])
+    except ValueError:
+        raise UsageError(f"{name}={query[name]!r} in init_method {url!r} is not a whole number") from None
+
+
+def _missing(argument: str, variable: str, url: str) -> str:
+    return (
+        f"{argument} is not known: {variable} is not set (torchrun and most launchers set it); "
+        f"start the program with torchrun, set {variable}, or pass {argument}= (init_method is {url!r})"
+    )
+
+
+def _master(launch: Launch) -> tuple[str, int]:
+    named = (("MASTER_ADDR", launch.master_addr), ("MASTER_PORT", launch.master_port))
+    absent = [variable for variable, value in named if value is None]
+    if launch.master_addr is None or launch.master_port is None:
+        raise UsageError(
+            f"{' and '.join(absent)} not set: torchrun sets both; without it set MASTER_ADDR to rank 0's host and "
+            "MASTER_PORT to a free port there, the same on every rank, or pass init_method='tcp://host:port'"
+        )
+    return launch.master_addr.strip("[]"), _checked(launch.master_port, "MASTER_PORT")
+
+
+def _address(parts: SplitResult, url: str) -> tuple[str, int]:
+    try:
+        port = parts.port
+    except ValueError:
+        raise UsageError(f"the port in init_method {url!r} is no number from 0 to 65535") from None
+    if not parts.hostname or port is None:
+        raise UsageError(f"init_method {url!r} lacks its {'port' if parts.hostname else 'host'}; use tcp://host:port")
+    return parts.hostname, port
+
+
+def _checked(port: int, what: str) -> int:
+    if not 0 <= port <= 65535:
+        raise UsageError(f"{what} is {port}; ports go from 0 to 65535")
+    return port
+
+
+def _path(parts: SplitResult, url: str) -> str:
+    path = unquote(parts.netloc + parts.path)
+    if not path:
+        raise UsageError(f"init_method {url!r} lacks its path; use file:///path/that/every/rank/sees")
+    return path

@@ -1,0 +1,97 @@
+"""Open the place where the ranks meet: a store that torchrun's agent serves, one that the caller holds, or a file."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import timedelta
+from typing import Any
+
+from asyncdist.errors import RendezvousError, RendezvousTimeoutError, UsageError
+from asyncdist.rendezvous.meeting import Limit
+from asyncdist.rendezvous.method import Method
+from asyncdist.rendezvous.place import AwaitedPlace, BlockingPlace, BlockingStore, Caller, Place, RecordFile
+from asyncdist.store.faces import AsyncFace
+
+_PAUSE = 0.1
+_AGENT_TIMEOUT = 30.0
+
+
+async def open_place(method: Method, store: Any, name: str, run_id: str, limit: Limit) -> Place:
+    """Return the place of the world ``name`` that a method other than ``direct`` means."""
+    key = f"asyncdist/{name}"
+    if method.kind == "agent":
+        return await _open_agent_store(method, f"asyncdist/{run_id}/{name}", limit)
+    if method.kind == "file":
+        file = RecordFile(method.path, name)
+        return BlockingPlace(file, key, f"file://{file.path}")
+    if isinstance(store, AsyncFace):
+        return AwaitedPlace(store, _innermost(store).loop, key, f"store={store!r}")
+    if callable(getattr(store, "compare_set", None)):
+        return BlockingPlace(store, key, f"store={type(store).__name__}")
+    raise UsageError(f"store= takes a store of asyncdist or of torch.distributed, not {type(store).__name__}")
+
+
+def host_of(method: Method, store: Any) -> str | None:
+    """Return the host of the meeting place, None where it has none."""
+    if method.kind == "agent":
+        return method.host
+    if store is None:
+        return None
+    store = _innermost(store)
+    if type(store).__name__ == "HashStore":  # ours or torch's: all ranks are in this process
+        return "127.0.0.1"
+    host = getattr(store, "host", None)
+    return host if isinstance(host, str) and host else None
+
+
+def _innermost(store: Any) -> Any:
+    while (inner := getattr(store, "underlying_store", None)) is not None:
+        store = inner
+    return store
+
+
+async def _open_agent_store(method: Method, key: str, limit: Limit) -> Place:
+    """Connect to the TCPStore that torchrun's agent serves; with torch's own client, in a thread, once it is there."""
+    where = f"torchrun's store at {method.host}:{method.port}"
+    await _until_served(method, where, limit)
+    caller = Caller()
+    try:
+        store = await caller(_torch_client, method.host, method.port, limit.deadline.remaining())
+    except (RuntimeError, OSError) as error:  # torch's network errors are RuntimeErrors
+        caller.close()
+        first_line = (str(error).splitlines() or [type(error).__name__])[0]
+        raise RendezvousError(
+            f"{where} cannot be used: {first_line}; if that is no torchrun agent, unset TORCHELASTIC_USE_AGENT_STORE"
+        ) from error
+    except BaseException:
+        caller.close()
+        raise
+    return BlockingPlace(store, key, where, caller)
+
+
+async def _until_served(method: Method, where: str, limit: Limit) -> None:
+    """Wait until something listens there: torch's own client would wait in a way that nobody can cancel."""
+    while True:
+        try:
+            async with asyncio.timeout(limit.deadline.remaining_or_none()):
+                _, writer = await asyncio.open_connection(method.host, method.port)
+        except OSError as error:
+            if limit.deadline.remaining() <= _PAUSE:
+                seen = f"the agent does not answer: {error.strerror or type(error).__name__}"
+                raise RendezvousTimeoutError(
+                    (method.rank,), (0,), limit.timeout, where, method.world_size, seen
+                ) from error
+            await asyncio.sleep(_PAUSE)
+            continue
+        writer.close()
+        await writer.wait_closed()
+        return
+
+
+def _torch_client(host: str, port: int, timeout: float) -> BlockingStore:
+    import torch.distributed as torch_distributed
+
+    limit = timedelta(seconds=min(max(timeout, 1.0), _AGENT_TIMEOUT))
+    client: Any = torch_distributed.TCPStore  # type: ignore[attr-defined]  # it is there, and not in __all__
+    store: BlockingStore = client(host, port, is_master=False, timeout=limit, wait_for_workers=False)
+    return store

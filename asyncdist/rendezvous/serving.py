@@ -1,0 +1,93 @@
+"""Serve the store of a world on the process's runtime loop, where it goes on while the program computes.
+
+Worlds of one process that are told the same host and port share one server, as they must: a port is bound once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+from asyncdist.config import Config
+from asyncdist.errors import AddressError
+from asyncdist.runtime import runtime
+from asyncdist.store.server import StoreServer
+
+T = TypeVar("T")
+
+
+@dataclass
+class _Shared:
+    server: StoreServer
+    token: str | None
+    users: int = 0
+
+
+@dataclass
+class _Servers:
+    """The servers on one runtime loop, touched only there."""
+
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    by_address: dict[tuple[str, int], _Shared] = field(default_factory=dict)
+
+
+_servers: WeakKeyDictionary[asyncio.AbstractEventLoop, _Servers] = WeakKeyDictionary()
+
+
+class Lease:
+    """One world's use of a server. Make it, `open` it, and `close` it in any case, also when `open` was cancelled."""
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._shared: _Shared | None = None
+
+    async def open(self, host: str, port: int, *, token: str | None, config: Config) -> StoreServer:
+        """Start the server, or join the one that this process has at that address with the same token.
+
+        Raises AddressError when the port is in use by anybody else.
+        """
+        self._loop = runtime().loop
+        return await self._there(lambda: self._open(host, port, token, config))
+
+    async def close(self) -> None:
+        """Close the server if nobody else in this process uses it."""
+        if self._loop is not None and not self._loop.is_closed():
+            await self._there(self._close)
+
+    @property
+    def shared(self) -> bool:
+        """Whether other worlds use the same server now."""
+        return self._shared is not None and self._shared.users > 1
+
+    async def _open(self, host: str, port: int, token: str | None, config: Config) -> StoreServer:
+        servers = _servers.setdefault(asyncio.get_running_loop(), _Servers())
+        async with servers.lock:
+            shared = servers.by_address.get((host, port))
+            if shared is None:
+                shared = _Shared(await StoreServer.start(host, port, token=token, config=config), token)
+                servers.by_address[host, shared.server.port] = shared
+            elif shared.token != token:
+                raise AddressError(f"this process serves a store at {host}:{port} already, with another token")
+            shared.users += 1
+            self._shared = shared
+            return shared.server
+
+    async def _close(self) -> None:
+        servers = _servers.setdefault(asyncio.get_running_loop(), _Servers())
+        async with servers.lock:
+            shared, self._shared = self._shared, None
+            if shared is None:
+                return
+            shared.users -= 1
+            if shared.users == 0:
+                servers.by_address = {at: other for at, other in servers.by_address.items() if other is not shared}
+                await shared.server.close()
+
+    async def _there(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        assert self._loop is not None
+        if asyncio.get_running_loop() is self._loop:
+            return await make()
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(make(), self._loop))
