@@ -47,6 +47,11 @@ class AsyncStore(AsyncFace):
             except OSError as error:
                 await asyncio.sleep(persistence.pause_after(error))
 
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The loop that it was made on and must be used on."""
+        return self._loop
+
     async def request(self, command: Command, timeout: Timeout = None) -> Any:
         answer = _Answer(self._loop)
         future = answer.future
