@@ -130,7 +130,7 @@ class GroupError(AsyncdistError):
 def _blank(kind: type[GroupError]) -> GroupError:
     """Return an instance without running its constructor; OSError's kin have a memory layout of their own."""
     maker = OSError.__new__ if issubclass(kind, OSError) else RuntimeError.__new__
-    return maker(kind)  # type: ignore[arg-type, return-value]
+    return maker(kind)
 
 
 def _rebuild(kind: type[GroupError], args: tuple[object, ...], fields: dict[str, object]) -> GroupError:

@@ -164,7 +164,10 @@ class Inbox:
         return None
 
     def post(self, receive: Receive) -> bool:
-        """Post a receive; return True if an early message has filled it on the spot."""
+        """Post a receive; True if an early message has filled it on the spot, and nobody will be told that it is done.
+
+        Else its owner is told, perhaps before this returns.
+        """
         key = receive.key
         if self._aside:
             early = self._aside.get(key)
@@ -174,7 +177,7 @@ class Inbox:
             if blocked.key == key:
                 self._blocked.remove(blocked)
                 blocked.resume(self._checked(receive, blocked.fingerprint, blocked.nbytes))
-                return receive.done
+                return False
         queue = self.posted.get(key)
         if queue is None:
             self.posted[key] = deque((receive,))
@@ -183,7 +186,7 @@ class Inbox:
         while self._blocked:  # what we wait for may lie behind them
             blocked = self._blocked.pop()
             blocked.resume(self._put_aside(blocked.key, blocked.fingerprint, blocked.nbytes))
-        return receive.done
+        return False
 
     def arrive(self, key: bytes, fingerprint: int, nbytes: int) -> Receive | None:
         """Return what receives the message whose header has come; None if its body is to wait on the wire.

@@ -35,8 +35,9 @@ class World:
         self.timeout = timeout
         self.groups: list[Group] = []
         self._made: dict[tuple[Any, ...], itertools.count[int]] = {}
-        self.group = self.new_group(range(mesh.world_size), name or "world")
-        assert self.group is not None
+        everyone = self.new_group(range(mesh.world_size), name or "world")
+        assert everyone is not None
+        self.group = everyone
 
     def new_group(self, ranks: Sequence[int] | None, name: str | None = None, timeout: Timeout = None) -> Group | None:
         """Make a group of some of the world's ranks; None on ranks that are not in it. Involves no communication.

@@ -261,10 +261,12 @@ class Executor:
                 step = task.generator.send(reply)
                 self._give_scratch(task)
                 task.transfers = []
+                task.outstanding = 1  # for ourselves: what ends while we still post must not put us into the queue
                 for action in step:
                     self._do(task, action)
                     if operation.work.is_completed():  # a mismatch was found on the way
                         return
+                task.outstanding -= 1
         except StopIteration:
             self._give_scratch(task)
             operation.tasks.remove(task)
@@ -279,9 +281,11 @@ class Executor:
         if kind is Send:
             peer = operation.channel.members[action.peer]
             message = Outgoing(peer, task.key, operation.plan.fingerprint, action.place.view, task)
-            if not self._peers.link(peer).send(message):
+            task.outstanding += 1
+            if self._peers.link(peer).send(message):
+                task.outstanding -= 1
+            else:
                 task.transfers.append(message)
-                task.outstanding += 1
         elif kind is Recv:
             peer = operation.channel.members[action.peer]
             self._post(task, Receive(peer, task.key, operation.plan.fingerprint, action.place.view, task))
@@ -304,13 +308,16 @@ class Executor:
 
     def _post(self, task: Task, receive: Receive) -> None:
         peer = receive.peer
+        task.outstanding += 1
         if self._peers.inbox(peer).post(receive):
+            task.outstanding -= 1
+            return
+        if receive.done:
             return
         gone = self._peers.gone(peer)
         if gone is not None:
             raise gone
         task.transfers.append(receive)
-        task.outstanding += 1
         self._peers.link(peer).open()
 
     def _post_any(self, task: Task, action: RecvAny) -> None:

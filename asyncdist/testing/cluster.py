@@ -1,0 +1,74 @@
+"""Many ranks in one process: worlds over any transport for tests, on one event loop or one thread a rank.
+
+async with world_of(4) as groups:            # ranks as tasks of one loop, over inproc
+    await asyncio.gather(*(g.all_reduce(t) for g, t in zip(groups, tensors)))
+
+run_ranks(4, program)                        # program(group) in a thread of each rank, blocking calls
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from asyncdist.config import Config
+from asyncdist.group import Group
+from asyncdist.store import HashStore
+from asyncdist.sync import process_group
+from asyncdist.world import World, open_world
+
+T = TypeVar("T")
+
+
+@contextlib.asynccontextmanager
+async def world_of(
+    size: int, *, transport: str = "inproc", timeout: float = 20.0, config: Config | None = None
+) -> AsyncIterator[list[Group]]:
+    """Hold a world of ``size`` ranks in the running loop; gives their groups by rank."""
+    store = HashStore()
+    home = asyncio.get_running_loop()
+    opened: list[asyncio.Task[World]] = []
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for rank in range(size):
+                opening = open_world(
+                    backend=transport,
+                    store=store,
+                    rank=rank,
+                    world_size=size,
+                    timeout=timeout,
+                    home=home,
+                    config=config,
+                )
+                opened.append(tasks.create_task(opening))
+        yield [task.result().group for task in opened]
+    finally:
+        worlds = [task.result() for task in opened if task.done() and not task.cancelled() and not task.exception()]
+        for world in worlds:
+            world.leave()
+        await asyncio.gather(*(world.close() for world in worlds))
+
+
+def run_ranks(size: int, program: Callable[[Group], T], *, transport: str = "inproc", timeout: float = 20.0) -> list[T]:
+    """Run ``program(group)`` in one thread a rank and return the results by rank.
+
+    If some raise, the first rank's error is raised once all have ended.
+    """
+    store = HashStore()
+
+    def rank_main(rank: int) -> T:
+        threading.current_thread().name = f"rank {rank}"
+        with process_group(transport, store=store, rank=rank, world_size=size, timeout=timeout) as group:
+            return program(group)
+
+    with ThreadPoolExecutor(size) as threads:
+        futures = [threads.submit(rank_main, rank) for rank in range(size)]
+        outcomes: list[Any] = [future.exception() for future in futures]
+    for error in outcomes:
+        if error is not None:
+            raise error
+    return [future.result() for future in futures]
