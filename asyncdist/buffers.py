@@ -7,7 +7,6 @@ user's tensor of any layout becomes a Memory and how the result gets back. `Scra
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -25,6 +24,7 @@ DTYPE_NUMBERS: dict[torch.dtype, int] = {
 DTYPES: dict[int, torch.dtype] = {number: dtype for dtype, number in DTYPE_NUMBERS.items()}
 
 _EMPTY = memoryview(bytearray())
+_NATIVE = frozenset((torch.float32, torch.float64, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64))
 
 
 class Memory:
@@ -34,20 +34,26 @@ class Memory:
     which peers send what is folded into this memory, where it differs from the memory's own.
     """
 
-    __slots__ = ("_base", "_tensor", "_view", "start", "stop", "wire")
+    __slots__ = ("_base", "_tensor", "_view", "count", "dtype", "itemsize", "nbytes", "start", "stop", "wire")
 
     def __init__(self, tensor: torch.Tensor, *, wire: torch.dtype | None = None) -> None:
         self._base: Memory | None = None
         self._tensor: torch.Tensor | None = tensor
         self._view: memoryview | None = None
+        self.dtype = dtype = tensor.dtype
+        self.itemsize = dtype.itemsize
         self.start, self.stop = 0, tensor.numel()
+        self.count = self.stop
+        self.nbytes = self.count * self.itemsize
         self.wire = wire
 
     def slice(self, start: int, stop: int) -> Memory:
         """Return the elements ``start`` to ``stop`` of this memory."""
         part = Memory.__new__(Memory)
         part._base, part._tensor, part._view = self, None, None
-        part.start, part.stop, part.wire = start, stop, self.wire
+        part.dtype, part.itemsize, part.wire = self.dtype, self.itemsize, self.wire
+        part.start, part.stop, part.count = start, stop, stop - start
+        part.nbytes = part.count * part.itemsize
         return part
 
     @property
@@ -68,25 +74,6 @@ class Memory:
                 view = self._view = self._base.view[self.start * itemsize : self.stop * itemsize]
         return view
 
-    @property
-    def dtype(self) -> torch.dtype:
-        memory = self
-        while memory._tensor is None:
-            memory = cast(Memory, memory._base)
-        return memory._tensor.dtype
-
-    @property
-    def itemsize(self) -> int:
-        return self.dtype.itemsize
-
-    @property
-    def count(self) -> int:
-        return self.stop - self.start
-
-    @property
-    def nbytes(self) -> int:
-        return (self.stop - self.start) * self.itemsize
-
     def __repr__(self) -> str:
         return f"<Memory {self.count} x {self.dtype}>"
 
@@ -94,14 +81,9 @@ class Memory:
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     if tensor.numel() == 0:
         return _EMPTY
-    if tensor.dtype is not torch.uint8:
-        tensor = tensor.view(torch.uint8)
-    return memoryview(tensor.numpy())  # type: ignore[arg-type]
-
-
-def zeros_free(count: int, dtype: torch.dtype) -> Memory:
-    """Return fresh memory of ``count`` elements with undefined content."""
-    return Memory(torch.empty(count, dtype=dtype))
+    if tensor.dtype in _NATIVE:
+        return memoryview(tensor.numpy()).cast("B")  # type: ignore[arg-type]
+    return memoryview(tensor.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 NOTHING = Memory(torch.empty(0, dtype=torch.uint8))
@@ -140,21 +122,26 @@ def tensor_of(value: Any, *, written: bool = False) -> torch.Tensor:
     Raises UsageError for anything else, and UnsupportedError for what no transport can carry (another device, a
     sparse layout, a read-only array that would be ``written``).
     """
-    if isinstance(value, np.ndarray):
+    if isinstance(value, torch.Tensor):
+        if value.is_cpu and value.layout is torch.strided and value.dtype in DTYPE_NUMBERS:
+            return value.detach() if value.requires_grad else value
+    elif isinstance(value, np.ndarray):
         if not value.flags.writeable:
             if written:
                 raise UsageError("this numpy array is read-only, and the operation writes into it: pass a copy")
             value = value.copy()
-        value = torch.from_numpy(value)
+        return tensor_of(torch.from_numpy(value))
+    raise _unusable(value)
+
+
+def _unusable(value: Any) -> UsageError:
     if not isinstance(value, torch.Tensor):
-        raise UsageError(f"a tensor or numpy array is needed here, not {type(value).__name__}")
-    if value.device.type != "cpu":
-        raise UnsupportedError(f"no transport here carries tensors on {value.device}: move it with .cpu() first")
+        return UsageError(f"a tensor or numpy array is needed here, not {type(value).__name__}")
+    if not value.is_cpu:
+        return UnsupportedError(f"no transport here carries tensors on {value.device}: move it with .cpu() first")
     if value.layout is not torch.strided:
-        raise UnsupportedError(f"a {value.layout} tensor cannot be communicated: call .to_dense() first")
-    if value.dtype not in DTYPE_NUMBERS:
-        raise UnsupportedError(f"tensors of {value.dtype} cannot be communicated")
-    return value.detach() if value.requires_grad else value
+        return UnsupportedError(f"a {value.layout} tensor cannot be communicated: call .to_dense() first")
+    return UnsupportedError(f"tensors of {value.dtype} cannot be communicated")
 
 
 def to_read(value: Any) -> Memory:
@@ -185,38 +172,36 @@ class Target:
 
 
 class Scratch:
-    """Buffers for reuse, by size: what the runtime needs above the users' tensors.
+    """Buffers for reuse: what the runtime needs above the users' tensors.
 
-    Keeps at most ``keep_nbytes``; sizes are rounded up to powers of two so that neighbours share.
+    Keeps at most ``keep_nbytes``, by exact size, because the same operations come again and again; when others come,
+    what is kept is let go.
     """
 
     def __init__(self, keep_nbytes: int = 8 << 20) -> None:
         self._keep_nbytes = keep_nbytes
         self._kept_nbytes = 0
-        self._free: dict[int, list[torch.Tensor]] = {}
-        self._lock = threading.Lock()
+        self._free: dict[tuple[int, torch.dtype], list[Memory]] = {}
 
     def take(self, count: int, dtype: torch.dtype) -> Memory:
         """Return memory of ``count`` elements with undefined content; give it back with `give`."""
-        size = _rounded(count * dtype.itemsize)
-        with self._lock:
-            free = self._free.get(size)
-            buffer = free.pop() if free else None
-            if buffer is not None:
-                self._kept_nbytes -= size
-        if buffer is None:
-            buffer = torch.empty(size, dtype=torch.uint8)
-        return Memory(buffer[: count * dtype.itemsize].view(dtype))
+        free = self._free.get((count, dtype))
+        if free:
+            try:
+                memory = free.pop()
+            except IndexError:  # another thread was faster
+                return Memory(torch.empty(count, dtype=dtype))
+            self._kept_nbytes -= memory.nbytes
+            return memory
+        return Memory(torch.empty(count, dtype=dtype))
 
     def give(self, memory: Memory) -> None:
-        """Take back a buffer that `take` gave out; nothing may use it any more."""
-        storage = memory.tensor.untyped_storage()
-        size = storage.nbytes()
-        with self._lock:
-            if self._kept_nbytes + size <= self._keep_nbytes:
-                self._kept_nbytes += size
-                self._free.setdefault(size, []).append(torch.empty(0, dtype=torch.uint8).set_(storage))
-
-
-def _rounded(nbytes: int) -> int:
-    return 1 << max(6, (nbytes - 1).bit_length())
+        """Take back what `take` gave out; nothing may use it any more."""
+        nbytes = memory.nbytes
+        if self._kept_nbytes + nbytes > self._keep_nbytes:
+            self._free.clear()
+            self._kept_nbytes = 0
+            if nbytes > self._keep_nbytes:
+                return
+        self._kept_nbytes += nbytes
+        self._free.setdefault((memory.count, memory.dtype), []).append(memory)

@@ -19,24 +19,15 @@ import struct
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 HEADER = struct.Struct("<QIIQQBxxx")
 HEADER_NBYTES = HEADER.size
 KEY = struct.Struct("<QII")
 KEY_NBYTES = KEY.size
-_TAIL = struct.Struct("<QQB")
+_TAIL = struct.Struct("<QQBxxx")
 
 DATA, ABORT, GOODBYE = 1, 2, 3
 KINDS = frozenset((DATA, ABORT, GOODBYE))
-
-
-class Tail(NamedTuple):
-    """What follows the key in a header."""
-
-    fingerprint: int
-    nbytes: int
-    kind: int
 
 
 def pack_key(channel: int, sequence: int, part: int) -> bytes:
@@ -46,12 +37,12 @@ def pack_key(channel: int, sequence: int, part: int) -> bytes:
 
 def pack_header(key: bytes, fingerprint: int, nbytes: int, kind: int = DATA) -> bytes:
     """Return the header of a message of ``nbytes`` bytes under ``key``."""
-    return key + _TAIL.pack(fingerprint, nbytes, kind) + b"\0\0\0"
+    return key + _TAIL.pack(fingerprint, nbytes, kind)
 
 
-def unpack_tail(header: bytes | bytearray | memoryview) -> Tail:
-    """Return the part of a whole header that follows its key."""
-    return Tail._make(_TAIL.unpack_from(header, KEY_NBYTES))
+def unpack_tail(header: bytes | bytearray | memoryview) -> tuple[int, int, int]:
+    """Return what follows the key in a whole header: (fingerprint, nbytes, kind)."""
+    return _TAIL.unpack_from(header, KEY_NBYTES)
 
 
 def channel_of(*names: object) -> int:

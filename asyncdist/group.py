@@ -15,7 +15,7 @@ from time import monotonic
 from typing import Any, TypedDict, Unpack
 
 from asyncdist.buffers import Scratch
-from asyncdist.collectives import exchanges, plans
+from asyncdist.collectives import exchanges, plans, reductions
 from asyncdist.collectives.arguments import check_length
 from asyncdist.collectives.choose import Model, parse_forced
 from asyncdist.collectives.executor import Channel, Operation, Plan
@@ -127,30 +127,30 @@ class Group:
 
     def all_reduce(self, tensor: Any, op: Reduction = ReduceOp.SUM, **how: Unpack[How]) -> Work:
         """Reduce ``tensor`` over the ranks, in place, with the same bits on every rank."""
-        return self._issue("all_reduce", plans.all_reduce(self._who, (tensor,), reduction(op)), how)
+        return self._issue("all_reduce", reductions.all_reduce(self._who, tensor, reduction(op)), how)
 
     def all_reduce_coalesced(self, tensors: Sequence[Any], op: Reduction = ReduceOp.SUM, **how: Unpack[How]) -> Work:
         """Reduce several tensors of one dtype over the ranks as one operation."""
         if not tensors:
             raise UsageError("all_reduce_coalesced needs at least one tensor")
-        plan = plans.all_reduce(self._who, tensors, reduction(op), coalesced=True)
+        plan = reductions.all_reduce_coalesced(self._who, tensors, reduction(op))
         return self._issue("all_reduce_coalesced", plan, how)
 
     def reduce(self, tensor: Any, dst: int, op: Reduction = ReduceOp.SUM, **how: Unpack[How]) -> Work:
         """Reduce ``tensor`` to rank ``dst``; the other ranks' tensors keep their content."""
-        return self._issue("reduce", plans.reduce(self._who, tensor, self._peer(dst, "dst"), reduction(op)), how)
+        return self._issue("reduce", reductions.reduce(self._who, tensor, self._peer(dst, "dst"), reduction(op)), how)
 
     def reduce_scatter(
         self, output: Any, input_list: Sequence[Any], op: Reduction = ReduceOp.SUM, **how: Unpack[How]
     ) -> Work:
         """Reduce ``input_list[i]`` over the ranks into rank ``i``'s ``output``; sizes may differ by rank."""
         return self._issue(
-            "reduce_scatter", plans.reduce_scatter_list(self._who, output, input_list, reduction(op)), how
+            "reduce_scatter", reductions.reduce_scatter_list(self._who, output, input_list, reduction(op)), how
         )
 
     def reduce_scatter_single(self, output: Any, input: Any, op: Reduction = ReduceOp.SUM, **how: Unpack[How]) -> Work:
         """Reduce the ``i``-th equal part of ``input`` over the ranks into rank ``i``'s ``output``."""
-        plan = plans.reduce_scatter_single(self._who, output, input, reduction(op))
+        plan = reductions.reduce_scatter_single(self._who, output, input, reduction(op))
         return self._issue("reduce_scatter_tensor", plan, how)
 
     # -- moving --------------------------------------------------------------------------------

@@ -8,7 +8,8 @@ with numpy's kernels.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -83,6 +84,28 @@ def fold_of(op: Reduction, dtype: torch.dtype) -> Fold:
             return _numpy_fold(_NUMPY[kernel])
         return _signed_fold(_TORCH[kernel], _SIGNED[dtype])
     return _FOLDS[kernel]
+
+
+class Arithmetic(NamedTuple):
+    """What a reduction of a dtype needs: its kernel, the dtype to accumulate in, and whether that is another one."""
+
+    fold: Fold
+    accumulator: torch.dtype
+    widens: bool
+    averages: bool
+
+
+@lru_cache(maxsize=1024)
+def arithmetic(op: Reduction, dtype: torch.dtype) -> Arithmetic:
+    """Return how to reduce tensors of a dtype; UnsupportedError if that makes no sense.
+
+    Narrow floats are widened where rounding would add up (sums, products) and where there is no narrow kernel.
+    """
+    check(op, dtype)
+    wide = accumulator(op, dtype)
+    widens = wide is not dtype and (kernel_of(op) in (ReduceOp.SUM, ReduceOp.PRODUCT) or dtype.itemsize == 1)
+    wide = wide if widens else dtype
+    return Arithmetic(fold_of(op, wide), wide, widens, op is ReduceOp.AVG)
 
 
 def _torch_fold(kernel: Callable[..., torch.Tensor]) -> Fold:

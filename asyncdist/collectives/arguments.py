@@ -20,18 +20,19 @@ def listed(tensors: Sequence[Any] | None, size: int, what: str) -> list[Memory]:
     """Return the memory of a list of tensors to read, one a rank, all of one dtype."""
     check_length(tensors, size, what)
     memories = [to_read(tensor) for tensor in tensors or ()]
-    return _one_dtype(memories, what)
+    return one_dtype(memories, what)
 
 
 def targets(tensors: Sequence[Any] | None, size: int, what: str) -> list[Target]:
     """Return a list of tensors to write into, one a rank, all of one dtype."""
     check_length(tensors, size, what)
     written = [Target(tensor) for tensor in tensors or ()]
-    _one_dtype([target.memory for target in written], what)
+    one_dtype([target.memory for target in written], what)
     return written
 
 
-def _one_dtype(memories: list[Memory], what: str) -> list[Memory]:
+def one_dtype(memories: list[Memory], what: str) -> list[Memory]:
+    """Return memories; UsageError unless all are of one dtype."""
     for rank, memory in enumerate(memories):
         if memory.dtype is not memories[0].dtype:
             raise UsageError(f"{what}[{rank}] is {memory.dtype}, but {what}[0] is {memories[0].dtype}: use one dtype")

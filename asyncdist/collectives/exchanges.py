@@ -82,7 +82,9 @@ def _unpacked(who: Member, memory: Memory) -> Any:
     return unpack(memory.view, allow_pickle=who.config.allow_pickle)
 
 
-def _object_plan(collective: Collective, part: Conversation, finish: Callable[[], Any], root: int | None = None) -> Plan:
+def _object_plan(
+    collective: Collective, part: Conversation, finish: Callable[[], Any], root: int | None = None
+) -> Plan:
     fingerprint = Fingerprint(collective, root=0 if root is None else root + 1).pack()
     return Plan((part,), fingerprint, None, finish)
 

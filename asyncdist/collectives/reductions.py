@@ -1,0 +1,219 @@
+"""Plans of the reductions: all_reduce, reduce, reduce_scatter.
+
+Narrow floats (float16, bfloat16, float8) are accumulated in float32. Where a schedule passes partial sums on, they travel
+as float32; where each rank receives the contributions themselves, those travel narrow and are widened on arrival.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from asyncdist.buffers import Blocks, Memory, Target, to_read
+from asyncdist.collectives import arguments, doubling, pairwise, ring, tree
+from asyncdist.collectives.executor import Plan
+from asyncdist.collectives.plans import WINDOW, Member, fingerprint, segments, striped_blocks, stripes
+from asyncdist.collectives.schedule import Schedule
+from asyncdist.errors import UsageError
+from asyncdist.ops import Collective, PremulSum, Reduction
+from asyncdist.reduce import Arithmetic, arithmetic
+
+_SEGMENT_COUNT = 1 << 20  # elements of a segment that is accumulated in memory of its own
+
+
+def _scaled(tensor: torch.Tensor, op: Reduction) -> torch.Tensor:
+    return tensor * op.factor if isinstance(op, PremulSum) else tensor
+
+
+def all_reduce(who: Member, tensor: Any, op: Reduction) -> Plan:
+    """Reduce a tensor over the ranks, in place, the same bits on every rank."""
+    target = Target(tensor)
+    memory = target.memory
+    how = arithmetic(op, memory.dtype)
+
+    def finish() -> Any:
+        target.store()
+        return tensor
+
+    return Plan(
+        _all_reduce_parts(who, memory, op, how),
+        fingerprint(Collective.all_reduce, memory.dtype, target.tensor.shape, op, None),
+        how.fold,
+        finish,
+        max(WINDOW, who.config.lanes),
+        memory.nbytes,
+    )
+
+
+def all_reduce_coalesced(who: Member, tensors: Sequence[Any], op: Reduction) -> Plan:
+    """Reduce several tensors of one dtype over the ranks, in place, as one operation."""
+    targets = [Target(tensor) for tensor in tensors]
+    memories = arguments.one_dtype([target.memory for target in targets], "tensors")
+    how = arithmetic(op, memories[0].dtype)
+    count = sum(memory.count for memory in memories)
+    return Plan(
+        (part for memory in memories for part in _all_reduce_parts(who, memory, op, how)),
+        fingerprint(Collective.all_reduce_coalesced, memories[0].dtype, count, op, None),
+        how.fold,
+        arguments.storing(targets, list(tensors)),
+        max(WINDOW, who.config.lanes),
+        count * memories[0].itemsize,
+    )
+
+
+def _all_reduce_parts(
+    who: Member, memory: Memory, op: Reduction, how: Arithmetic
+) -> Sequence[Schedule] | Iterator[Schedule]:
+    if type(op) is PremulSum:
+        memory.tensor.mul_(op.factor)
+    algorithm = who.choose("all_reduce", memory.nbytes)
+    if how.widens:
+        return (_all_reduce_wide(who, part, how, algorithm) for part in segments(memory, _SEGMENT_COUNT))
+    return [_all_reduce(who, part, how, algorithm) for part in stripes(who, memory)]
+
+
+def _all_reduce(who: Member, memory: Memory, how: Arithmetic, algorithm: str) -> Schedule:
+    rank, size = who.rank, who.size
+    if algorithm == "doubling":
+        scratch = who.scratch.take(memory.count, memory.dtype)
+        yield from doubling.all_reduce(rank, size, memory, scratch)
+        who.scratch.give(scratch)
+        if how.averages:
+            memory.tensor.div_(size)
+    elif algorithm == "halving":
+        blocks = Blocks.split(memory, doubling.floor_power_of_two(size))
+        yield from doubling.halving_all_reduce(rank, size, blocks)
+        if how.averages:
+            memory.tensor.div_(size)
+    else:
+        blocks = Blocks.split(memory, size)
+        yield from ring.reduce_scatter(rank, size, blocks)
+        if how.averages:  # each rank divides its own block, before the others get it
+            blocks[rank].tensor.div_(size)
+        yield from ring.all_gather(rank, size, blocks)
+
+
+def _all_reduce_wide(who: Member, memory: Memory, how: Arithmetic, algorithm: str) -> Schedule:
+    """All-reduce narrow floats with every sum accumulated in float32 and rounded once.
+
+    Small ones travel as float32. Large ones travel narrow: each rank receives all contributions to its own block.
+    """
+    rank, size = who.rank, who.size
+    small = algorithm == "doubling"
+    blocks = Blocks.split(memory, 1 if small else size)
+    mine = blocks[0 if small else rank]
+    own = Memory(mine.tensor.to(how.accumulator), wire=None if small else memory.dtype)
+    if small:
+        yield from doubling.all_reduce(rank, size, own, Memory(torch.empty_like(own.tensor)))
+    else:
+        yield from pairwise.reduce_scatter(rank, size, blocks, own)
+    if how.averages:
+        own.tensor.div_(size)
+    mine.tensor.copy_(own.tensor)
+    if not small:
+        yield from ring.all_gather(rank, size, blocks)
+
+
+def reduce(who: Member, tensor: Any, root: int, op: Reduction) -> Plan:
+    """Reduce the tensor to ``root``; the others' tensors keep their content."""
+    at_root = who.rank == root
+    target = Target(tensor) if at_root else None
+    memory = target.memory if target is not None else to_read(tensor)
+    dtype = memory.dtype
+    how = arithmetic(op, dtype)
+    algorithm = who.choose("reduce", memory.nbytes)
+    run = _reduce_tree if algorithm == "tree" else _reduce_scattered
+
+    def finish() -> Any:
+        if target is not None:
+            target.store()
+        return tensor
+
+    return Plan(
+        (run(who, segment, root, op, how) for segment in segments(memory, _SEGMENT_COUNT)),
+        fingerprint(Collective.reduce, dtype, tuple(tensor.shape), op, root),
+        how.fold,
+        finish,
+        window=max(WINDOW, who.config.lanes),
+        nbytes=memory.nbytes,
+    )
+
+
+def _reduce_tree(who: Member, memory: Memory, root: int, op: Reduction, how: Arithmetic) -> Schedule:
+    in_place = who.rank == root and not how.widens and not isinstance(op, PremulSum)
+    own = memory if in_place else Memory(_scaled(memory.tensor, op).to(how.accumulator, copy=True))
+    yield from tree.reduce(who.rank, who.size, root, own)
+    if who.rank == root:
+        if how.averages:
+            own.tensor.div_(who.size)
+        if own is not memory:
+            memory.tensor.copy_(own.tensor)
+
+
+def _reduce_scattered(who: Member, memory: Memory, root: int, op: Reduction, how: Arithmetic) -> Schedule:
+    """Each rank reduces a block of its own, and the root collects them: twice the bytes of a leaf, no hot spot."""
+    rank, size = who.rank, who.size
+    blocks = Blocks.split(Memory(_scaled(memory.tensor, op)), size)
+    own = Memory(blocks[rank].tensor.to(how.accumulator, copy=True), wire=memory.dtype)
+    yield from pairwise.reduce_scatter(rank, size, blocks, own)
+    if how.averages:
+        own.tensor.div_(size)
+    result = Memory(own.tensor.to(memory.dtype))
+    results = Blocks.split(memory, size)
+    if rank == root:
+        results[rank].tensor.copy_(result.tensor)
+    yield from pairwise.gather(rank, size, root, result, results)
+
+
+def reduce_scatter_list(who: Member, output: Any, input_list: Sequence[Any], op: Reduction) -> Plan:
+    """Reduce ``input_list[i]`` over the ranks into rank ``i``'s output."""
+    return reduce_scatter(who, output, arguments.listed(input_list, who.size, "input_list"), op)
+
+
+def reduce_scatter_single(who: Member, output: Any, tensor: Any, op: Reduction) -> Plan:
+    """Reduce the ``i``-th equal part of a tensor over the ranks into rank ``i``'s output."""
+    return reduce_scatter(who, output, arguments.even(to_read(tensor), who.size, "input"), op)
+
+
+def reduce_scatter(who: Member, output: Any, inputs: Sequence[Memory] | Blocks, op: Reduction) -> Plan:
+    """Reduce block ``i`` of ``inputs`` to rank ``i``'s output; inputs keep their content."""
+    target = Target(output)
+    memory, dtype = target.memory, target.memory.dtype
+    how = arithmetic(op, dtype)
+    own_input = inputs[who.rank]
+    if own_input.count != memory.count or own_input.dtype is not dtype:
+        raise UsageError(
+            f"the output has {memory.count} x {dtype}, but this rank's block of the input "
+            f"has {own_input.count} x {own_input.dtype}"
+        )
+    if isinstance(op, PremulSum):
+        inputs = [Memory(_scaled(inputs[rank].tensor, op)) for rank in range(who.size)]
+        own_input = inputs[who.rank]
+    own = Memory(own_input.tensor.to(how.accumulator), wire=dtype) if how.widens else memory
+    if own is memory:
+        memory.tensor.copy_(own_input.tensor)
+    total = sum(inputs[rank].count for rank in range(who.size))
+
+    def part(blocks: list[Memory] | Blocks, accumulated: Memory) -> Schedule:
+        yield from pairwise.reduce_scatter(who.rank, who.size, blocks, accumulated)
+
+    def finish() -> Any:
+        if how.averages:
+            own.tensor.div_(who.size)
+        if own is not memory:
+            memory.tensor.copy_(own.tensor)
+        target.store()
+        return output
+
+    cut = list(striped_blocks(who, inputs))
+    owns = Blocks.split(own, len(cut))
+    return Plan(
+        (part(blocks, owns[number]) for number, blocks in enumerate(cut)),
+        fingerprint(Collective.reduce_scatter, dtype, total, op, None),
+        how.fold,
+        finish,
+        window=max(WINDOW, who.config.lanes),
+        nbytes=total * dtype.itemsize,
+    )
