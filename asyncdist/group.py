@@ -9,9 +9,7 @@ Ranks issue the operations of one group in the same order, from any thread; seve
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
-from time import monotonic
 from typing import Any, TypedDict, Unpack
 
 from asyncdist.buffers import Scratch
@@ -51,7 +49,9 @@ class Group:
         self._rank = self.ranks.index(mesh.rank)
         number = channel_of(mesh.world_id, name, *self.ranks, nonce)
         self._channel = Channel(number, name, self.ranks, mesh.rank)
-        self._messages = Channel(channel_of(number, "point to point"), name, self.ranks, mesh.rank)
+        self._messages = Channel(
+            channel_of(number, "point to point"), name, self.ranks, mesh.rank, point_to_point=True
+        )
         self._sequence = itertools.count(1)
         forced = parse_forced(mesh.config.algorithm)
         model = Model(segment_nbytes=mesh.config.segment_nbytes)
@@ -107,9 +107,7 @@ class Group:
         entry = Entry(self.name, name, number, plan.fingerprint, plan.nbytes)
         mesh.recorder.add(entry)
         work = Work(mesh.progress, spin=mesh.config.spin_us * 1e-6)
-        deadline = math.inf if limit == math.inf else monotonic() + limit
-        between_two = channel is self._messages
-        operation = Operation(channel, name, number, plan, work, deadline, limit, entry, between_two)
+        operation = Operation(channel, name, number, plan, work, limit, entry)
         mesh.issue(operation, background=background)
         return work
 

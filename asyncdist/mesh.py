@@ -232,7 +232,7 @@ class Mesh:
         for peer in operation.channel.members:
             inbox = self._inboxes.get(peer)
             if inbox is not None and inbox.holds_early:
-                for fingerprint, _ in inbox.early(operation.key_prefix):
+                for fingerprint, _ in inbox.early(operation.key[:12]):
                     if fingerprint != operation.plan.fingerprint:
                         self._differ(operation.channel, peer, operation.plan.fingerprint, fingerprint)
                         return
@@ -280,7 +280,12 @@ class Mesh:
         return [wait for transport in self._transports for wait in transport.waits()]
 
     def busy(self) -> bool:
-        return bool(self._executor.operations) or any(transport.busy() for transport in self._transports)
+        if self._executor.operations:
+            return True
+        for transport in self._transports:
+            if transport.busy():
+                return True
+        return False
 
     def next_deadline(self) -> float:
         return self._executor.next_deadline()

@@ -11,7 +11,7 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from time import monotonic, perf_counter
 from typing import Any, NamedTuple, Protocol
 
@@ -50,7 +50,10 @@ class Plan:
 class Channel:
     """What the executor knows of a group: its members by group rank, and whether it has failed."""
 
-    def __init__(self, number: int, name: str, members: Sequence[int], world_rank: int) -> None:
+    def __init__(
+        self, number: int, name: str, members: Sequence[int], world_rank: int, *, point_to_point: bool = False
+    ) -> None:
+        self.point_to_point = point_to_point
         self.number = number
         self.prefix = pack_key(number, 0, 0)[:8]
         self.name = name
@@ -77,29 +80,34 @@ class Peers(Protocol):
 _tickets = itertools.count()
 
 
-@dataclass(slots=True, eq=False)
 class Operation:
-    """A plan that was issued on a channel, and how far it has come."""
+    """A plan that was issued on a channel, and how far it has come.
 
-    channel: Channel
-    name: str
-    sequence: int
-    plan: Plan
-    work: Work
-    deadline: float
-    timeout: float
-    entry: Entry
-    point_to_point: bool = False
-    key_prefix: bytes = b""
-    parts: Iterator[tuple[int, Schedule]] = field(init=False)
-    tasks: list[Task] = field(default_factory=list)
-    issued: float = field(default_factory=monotonic)
+    ``key`` are the first 12 bytes of its messages' keys and its name in tables. A point-to-point operation has no number
+    of its own, its sequence is a tag that many share: a ticket behind the key makes its name unique.
+    """
 
-    def __post_init__(self) -> None:
-        self.parts = enumerate(self.plan.parts)
-        # A point-to-point operation has no number of its own: its sequence field is the tag, shared by many.
-        ticket = next(_tickets).to_bytes(8, "little") if self.point_to_point else b""
-        self.key_prefix = pack_key(self.channel.number, self.sequence, 0)[:12] + ticket
+    __slots__ = (
+        "channel", "deadline", "entry", "issued", "key", "name", "parts", "plan", "sequence", "tasks", "timeout", "work",
+    )  # fmt: skip
+
+    def __init__(
+        self, channel: Channel, name: str, sequence: int, plan: Plan, work: Work, timeout: float, entry: Entry
+    ) -> None:
+        self.channel = channel
+        self.name = name
+        self.sequence = sequence
+        self.plan = plan
+        self.work = work
+        self.timeout = timeout
+        self.issued = now = monotonic()
+        self.deadline = now + timeout
+        self.entry = entry
+        self.parts = enumerate(plan.parts)
+        self.tasks: list[Task] = []
+        self.key = channel.prefix + sequence.to_bytes(4, "little")
+        if channel.point_to_point:
+            self.key += next(_tickets).to_bytes(8, "little")
 
     def failure(self, error: GroupError) -> GroupError:
         """Return a channel's failure as this operation met it."""
@@ -121,7 +129,7 @@ class Task:
     def __init__(self, operation: Operation, part: int, generator: Schedule, runnable: deque[Task]) -> None:
         self.operation = operation
         self.generator = generator
-        self.key = pack_key(operation.channel.number, operation.sequence, part)
+        self.key = operation.key[:12] + part.to_bytes(4, "little")
         self.outstanding = 0
         self.transfers: list[Outgoing | Receive] = []
         self.scratch: list[Memory] = []
@@ -180,11 +188,10 @@ class Executor:
         if channel.error is not None:
             self._end(operation, operation.failure(channel.error))
             return
-        channel.operations[operation.key_prefix] = self.operations[operation.key_prefix] = operation
+        channel.operations[operation.key] = self.operations[operation.key] = operation
         self._deadline = min(self._deadline, operation.deadline)
-        for _ in range(operation.plan.window):
-            if not self._next_part(operation):
-                break
+        for part, generator in itertools.islice(operation.parts, operation.plan.window):
+            self._add_task(operation, part, generator)
         self.run()
         if not operation.tasks and not operation.work.is_completed():
             self._complete(operation)
@@ -198,13 +205,10 @@ class Executor:
             self._run(runnable.popleft())
         return True
 
-    def _next_part(self, operation: Operation) -> bool:
-        for part, generator in operation.parts:
-            task = Task(operation, part, generator, self._runnable)
-            operation.tasks.append(task)
-            self._runnable.append(task)
-            return True
-        return False
+    def _add_task(self, operation: Operation, part: int, generator: Schedule) -> None:
+        task = Task(operation, part, generator, self._runnable)
+        operation.tasks.append(task)
+        self._runnable.append(task)
 
     def _complete(self, operation: Operation) -> None:
         finish = operation.plan.finish
@@ -216,8 +220,8 @@ class Executor:
         self._end(operation, None, value)
 
     def _end(self, operation: Operation, error: GroupError | None, value: Any = None) -> None:
-        self.operations.pop(operation.key_prefix, None)
-        operation.channel.operations.pop(operation.key_prefix, None)
+        self.operations.pop(operation.key, None)
+        operation.channel.operations.pop(operation.key, None)
         if not self.operations:
             self._deadline = math.inf
         entry = operation.entry
@@ -270,7 +274,9 @@ class Executor:
         except StopIteration:
             self._give_scratch(task)
             operation.tasks.remove(task)
-            if not self._next_part(operation) and not operation.tasks:
+            for part, generator in itertools.islice(operation.parts, 1):
+                self._add_task(operation, part, generator)
+            if not operation.tasks:
                 self._complete(operation)
         except Exception as cause:
             self._break(operation, cause)

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from asyncdist.api import AnyGroup, resolve
 from asyncdist.ddp import agreement, buckets
 from asyncdist.ddp.reducer import Reducer, StepTimes
 from asyncdist.errors import UnsupportedError, UsageError
-from asyncdist.group import Group
 
 
 class DistributedDataParallel(nn.Module):
@@ -44,7 +44,7 @@ class DistributedDataParallel(nn.Module):
         dim: int = 0,
         broadcast_buffers: bool | None = True,
         init_sync: bool = True,
-        process_group: Group | None = None,
+        process_group: AnyGroup = None,
         bucket_cap_mb: float | None = None,
         find_unused_parameters: bool = False,
         check_reduction: bool = False,
@@ -77,7 +77,7 @@ class DistributedDataParallel(nn.Module):
         self.dim = dim
         self.device_ids = device_ids
         self.output_device = output_device
-        self.process_group = _default_group() if process_group is None else process_group
+        self.process_group = resolve(process_group)
         self.broadcast_buffers = broadcast_buffers is not False
         self.forward_sync_buffers = self.broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
         self.gradient_as_bucket_view = gradient_as_bucket_view
@@ -150,12 +150,6 @@ def _refuse(**arguments: object) -> None:
     for name, value in arguments.items():
         if value is not None and value is not False:
             raise UnsupportedError(f"{name}={value!r} is not supported by this version: leave {name} out")
-
-
-def _default_group() -> Group:
-    from asyncdist.api import default_group
-
-    return default_group()
 
 
 def _input_device(

@@ -33,16 +33,18 @@ async def resolve(host: str, deadline: Deadline) -> list[str]:
     grace = Deadline.after(NAME_GRACE)
     while True:
         try:
-            found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
+            return sorted(await _look_up(host), key=lambda one: ":" in one)
         except (OSError, UnicodeError) as error:
             if grace.expired() or deadline.remaining() < _RETRY:
                 raise AddressError(
                     f"host {host!r} does not resolve ({describe(error)}); check its spelling, or give an address"
                 ) from error
-            await asyncio.sleep(_RETRY)
-            continue
-        hosts = dict.fromkeys(str(address[0]).partition("%")[0] for *_, address in found)
-        return sorted(hosts, key=lambda one: ":" in one)
+        await asyncio.sleep(_RETRY)
+
+
+async def _look_up(name: str) -> list[str]:
+    found = await asyncio.get_running_loop().getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(address[0]).partition("%")[0] for *_, address in found))
 
 
 async def reachable(host: str, config: Config, deadline: Deadline) -> list[str]:

@@ -93,7 +93,7 @@ class Meeting:
         self._resources = AsyncExitStack()
         self._place: Place | None = None
         self._exchanges = 0
-        self._complete = False
+        self._settled = False
         self._closed = False
 
     def __repr__(self) -> str:
@@ -114,7 +114,7 @@ class Meeting:
         RendezvousError when a rank gave up or rank 0's store is gone. Then close the meeting.
         """
         limit = self._limit if timeout is None else Limit(timeout, Deadline.after(timeout))
-        number, self._exchanges, self._complete = self._exchanges, self._exchanges + 1, False
+        number, self._exchanges, self._settled = self._exchanges, self._exchanges + 1, False
         keys = [self.keys("payload", number, rank) for rank in range(self.world_size)]
         try:
             values = await self._offer_and_wait(keys, _PAYLOAD + payload, limit)
@@ -123,10 +123,10 @@ class Meeting:
                 f"rank 0 left or died before the world was complete: its store (met at {self.where}) hung up; "
                 "look at rank 0's own log first"
             ) from error
+        self._settled = True
         for value in values:
             if not value.startswith(_PAYLOAD):
                 raise _verdict(value, self.where)
-        self._complete = True
         return [value[len(_PAYLOAD) :] for value in values]
 
     async def _offer_and_wait(self, keys: list[str], offer: bytes, limit: Limit) -> list[bytes]:
@@ -200,7 +200,7 @@ class Meeting:
 
     async def _break_promise(self) -> None:
         """If we leave an exchange before it is complete, let those who still wait hear it instead of our address."""
-        if self._complete:
+        if self._settled:
             return
         reason = f"rank {self.rank} gave up before the world was complete; look at its own log first"
         verdict = _VERDICT + json.dumps({"reason": reason}).encode()

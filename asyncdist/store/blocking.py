@@ -170,9 +170,9 @@ class Connection(Desk):
                 self._wire.send(frame, deadline)
         except BaseException as error:
             # Nobody knows how much has gone: after half a request, the store could not read another one.
-            self._break(broken(self.where, f"a request could not be sent: {describe(error)}"))
+            over = self._break(broken(self.where, f"a request could not be sent: {describe(error)}"))
             if isinstance(error, OSError) and not isinstance(error, TimeoutError):
-                raise broken(self.where, describe(error)) from error
+                raise StoreConnectionError(*over.args) from error
             raise
         finally:
             self._sending.release()
@@ -230,12 +230,13 @@ class Connection(Desk):
 
     # -- ends -------------------------------------------------------------------------------------
 
-    def _break(self, error: StoreConnectionError) -> None:
+    def _break(self, error: StoreConnectionError) -> StoreConnectionError:
+        """End the connection for everyone and return why it ended, which may have been something earlier."""
         with self.lock:
-            if self._over is None:
-                self._over = error
-            self._conversation.end(self._over)
+            over = self._over = self._over or error
+            self._conversation.end(over)
         self._wire.wake()
+        return over
 
     def close(self) -> None:
         if self._pid != os.getpid():

@@ -148,6 +148,8 @@ def _under(prefix: str, kind: str, argument: Any) -> Any:
 def _key(key: object) -> str:
     if not isinstance(key, str):
         raise UsageError(f"a store key is a str, not {type(key).__name__}: {key!r}")
+    if not key.isascii():
+        _encoded(key)
     return key
 
 
@@ -161,10 +163,17 @@ def _value(value: object) -> bytes:
     if type(value) is bytes:
         return value
     if isinstance(value, str):
-        return value.encode()
+        return _encoded(value)
     if isinstance(value, (bytes, bytearray, memoryview)):
         return bytes(value)
     raise UsageError(f"a store value is bytes or str, not {type(value).__name__}: encode it first")
+
+
+def _encoded(text: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        raise UsageError(f"{text!r} is no text that UTF-8 can carry: it holds a lone surrogate") from None
 
 
 def _number(number: object, least: int = -(1 << 63)) -> int:

@@ -139,7 +139,12 @@ class Reader:
         budget = QUANTUM
         try:
             while budget > 0 and not self._blocked:
-                budget -= self._read_head() if self._receive is None else self._read_body()
+                if self._receive is not None:
+                    budget -= self._read_body()
+                elif budget == QUANTUM or self.eager:  # the first try is for whoever knows that something has come
+                    budget -= self._read_head()
+                else:
+                    break
         except BlockingIOError:
             pass
         except OSError as cause:
