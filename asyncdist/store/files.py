@@ -88,6 +88,8 @@ class FileDesk(LocalDesk):
             event = self.event_of(ticket)
         while True:
             with self.lock:
+                if ticket.ready:  # as it also is once the file is closed
+                    return
                 self.look()
                 if not ticket.ready and time.monotonic() >= roll_call:
                     roll_call = time.monotonic() + _ROLL_CALL_PAUSE
@@ -120,7 +122,7 @@ class FileDesk(LocalDesk):
             data = _read_at(self._fd, self._offset, os.fstat(self._fd).st_size - self._offset)
             if self._offset == 0 and data:
                 if not data.startswith(MAGIC[: len(data)]):
-                    raise ProtocolError(f"{self.path} is no file of a store: remove it, or name another")
+                    raise self._damaged("it does not begin like one")
                 if len(data) < len(MAGIC):
                     return
                 self._offset = len(MAGIC)
@@ -130,11 +132,17 @@ class FileDesk(LocalDesk):
                 end = start + LENGTH.size + LENGTH.unpack_from(data, start)[0]
                 if end > len(data):
                     break
-                record = decode_record(data[start + LENGTH.size : end])
+                try:
+                    record = decode_record(data[start + LENGTH.size : end])
+                except ProtocolError as error:
+                    raise self._damaged(str(error)) from None
                 self._offset += end - start
                 self.deliver(self._replay(record))
                 start = end
             return
+
+    def _damaged(self, why: str) -> ProtocolError:
+        return ProtocolError(f"{self.path} is no file of a store, or damaged ({why}): remove it, or name another")
 
     def _replay(self, record: Record) -> list[Reply]:
         if record.op is Op.SUBSCRIBE and record.args == (_MEMBERS,):

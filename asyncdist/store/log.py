@@ -32,5 +32,5 @@ def decode_record(frame: bytes) -> Record:
     """Return the record in a frame; raises ProtocolError."""
     member, *request = decode_fields(frame) or [None]
     if type(member) is not list or not all(type(part) is str for part in member):
-        raise ProtocolError("a log whose records name no member: this is no file of a store, or it is damaged")
+        raise ProtocolError("a record that names no member")
     return Record(tuple(member), *decode_operation(request))

@@ -35,8 +35,10 @@ def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEv
 def nothing_left_over() -> Iterator[None]:
     """Fail on threads left behind, and have sockets left behind warn now, which is an error too."""
     before = set(threading.enumerate())
+    gc.freeze()  # the collection below has only this test's own objects to go through
     yield
     gc.collect()
+    gc.unfreeze()
     left = [t for t in threading.enumerate() if t not in before and t.name != "asyncdist-runtime"]
     for thread in left:
         thread.join(2)

@@ -204,7 +204,7 @@ def test_what_is_too_large_for_the_server_is_not_sent(conversation):
 
 def test_a_key_that_cannot_be_encoded(conversation):
     with pytest.raises(UsageError, match="set"):
-        conversation.ask(operations.set_("\udc80", b""), Sink())
+        conversation.ask(operations.Command(Op.SET, ("\udc80", b"")), Sink())
     assert conversation.num_open == 0
 
 
@@ -218,6 +218,8 @@ def test_a_server_of_another_version():
     [
         lambda: operations.get(b"bytes"),
         lambda: operations.set_("k", 5),
+        lambda: operations.set_("\udc80", b""),
+        lambda: operations.set_("k", "\udc80"),
         lambda: operations.wait("not a list"),
         lambda: operations.wait(["a", 1]),
         lambda: operations.add("k", 1.5),

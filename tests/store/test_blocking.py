@@ -1,0 +1,284 @@
+"""TCPStore: connections, leaders and followers, the embedded server."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+
+from asyncdist.config import Config
+from asyncdist.deadline import Deadline
+from asyncdist.errors import (
+    AddressError,
+    AuthenticationError,
+    ProtocolError,
+    StoreConnectionError,
+    StoreTimeoutError,
+    UsageError,
+)
+from asyncdist.runtime import close_runtime, runtime
+from asyncdist.store import TCPStore
+from asyncdist.store.blocking import Connection
+from asyncdist.store.server import StoreServer
+
+UNIT, LONG = 0.05, 10.0
+CONFIG = Config(token="a token for tests")
+
+
+@pytest.fixture(autouse=True)
+def runtime_closed():
+    yield
+    close_runtime()
+
+
+@pytest.fixture
+def master():
+    with TCPStore("127.0.0.1", 0, is_master=True, timeout=LONG, config=CONFIG) as store:
+        yield store
+
+
+@pytest.fixture
+def threads():
+    with ThreadPoolExecutor(40) as pool:
+        yield pool
+
+
+def client(master: TCPStore, **options: object) -> TCPStore:
+    return TCPStore("127.0.0.1", master.port, **{"timeout": LONG, "config": CONFIG, **options})
+
+
+def test_two_stores_meet(master):
+    with client(master) as other:
+        other.set("k", "v")
+        assert master.get("k") == b"v"
+        assert (other.host, other.port) == ("127.0.0.1", master.port)
+        assert "master" in repr(master)
+        assert "master" not in repr(other)
+
+
+def test_a_call_starts_no_thread_and_hops_to_none(master):
+    with client(master) as other:
+        before = threading.enumerate()
+        other.set("k", "v")
+        other.get("k")
+        assert threading.enumerate() == before
+        assert [thread.name for thread in before if thread.daemon] == ["asyncdist-runtime"]  # the master's
+
+
+def test_the_leader_hands_over(master, threads):
+    """The one who reads goes when it has its answer; the others must not be left without a reader."""
+    with client(master) as other:
+        for turn in range(20):
+            waiting = [threads.submit(other.get, f"{turn}/{number}") for number in range(8)]
+            for number in range(8) if turn % 2 else reversed(range(8)):
+                master.set(f"{turn}/{number}", str(number))
+            assert [future.result(LONG) for future in waiting] == [str(number).encode() for number in range(8)]
+        assert other._connection._followers == {}
+        assert other._connection._led is False
+
+
+def test_a_leader_or_follower_whose_time_is_over_passes_the_lead_on(master, threads):
+    with client(master) as other:
+        short = [threads.submit(other.get, "never", UNIT * (1 + number % 3) / 2) for number in range(12)]
+        long = [threads.submit(other.get, "k") for _ in range(12)]
+        for future in short:
+            with pytest.raises(StoreTimeoutError):
+                future.result(LONG)
+        master.set("k", "v")
+        assert {future.result(LONG) for future in long} == {b"v"}
+        assert other.check(["k"])
+        assert other._connection._conversation.num_open == 0
+
+
+def test_large_values_both_ways_at_once(master, threads):
+    """Neither side may wait for the other to read while it writes."""
+    value = os.urandom(8 << 20)
+
+    def work(number: int) -> None:
+        for _ in range(3):
+            other.set(f"k{number}", value)
+            assert other.get(f"k{number}") == value
+
+    with client(master) as other:
+        for future in [threads.submit(work, number) for number in range(4)]:
+            future.result(LONG * 6)
+
+
+def test_an_interrupted_wait_leaves_nothing_behind(master, monkeypatch):
+    with client(master) as other:
+        receive = other._connection._wire.receive
+        calls = []
+
+        def interrupted(deadline: Deadline) -> bytes:
+            calls.append(deadline)
+            if len(calls) == 1:
+                raise KeyboardInterrupt
+            return receive(deadline)
+
+        monkeypatch.setattr(other._connection._wire, "receive", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            other.get("k")
+        master.set("k", "v")
+        assert other.get("k") == b"v"
+        assert other._connection._conversation.num_open == 0
+
+
+# -- connecting ------------------------------------------------------------------------------------
+
+
+def test_workers_are_waited_for(threads):
+    with socket.socket() as reserved:
+        reserved.bind(("127.0.0.1", 0))
+        port = reserved.getsockname()[1]
+    arguments = {"world_size": 3, "timeout": timedelta(seconds=LONG), "config": CONFIG}
+    workers = [threads.submit(TCPStore, "127.0.0.1", port, **arguments) for _ in range(2)]
+    with TCPStore("127.0.0.1", port, is_master=True, **arguments) as master:
+        stores = [worker.result(LONG) for worker in workers]
+        assert master.add("init/", 0) == 3
+        for store in stores:
+            store.close()
+
+
+def test_workers_that_do_not_come():
+    with pytest.raises(StoreTimeoutError, match="1 of 2 workers connected"):
+        TCPStore("127.0.0.1", 0, 2, is_master=True, timeout=UNIT, config=CONFIG)
+    with TCPStore("127.0.0.1", 0, 2, True, timedelta(seconds=LONG), False, config=CONFIG) as store:
+        assert store.num_keys() == 0
+
+
+def test_wrong_tokens(master):
+    for token in (None, "another"):
+        with pytest.raises(AuthenticationError, match="ASYNCDIST_TOKEN"):
+            client(master, config=Config(token=token))
+
+
+def test_nobody_answers():
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        with pytest.raises(StoreConnectionError, match="no store answered"):
+            TCPStore("127.0.0.1", silent.getsockname()[1], timeout=UNIT)
+        silent.listen()
+        with pytest.raises(StoreConnectionError, match="no store answered"):
+            TCPStore("127.0.0.1", silent.getsockname()[1], timeout=UNIT)
+
+
+def test_somebody_else_answers(threads):
+    def answer() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.sendall(b"220 this is a mail server, and it greets you before you say anything\r\n")
+            while connection.recv(1000):
+                pass
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        answering = threads.submit(answer)
+        with pytest.raises(ProtocolError, match="no asyncdist store"):
+            TCPStore("127.0.0.1", listener.getsockname()[1], timeout=LONG)
+        answering.result(LONG)
+
+
+def test_a_port_in_use(master):
+    with pytest.raises(AddressError, match="in use"):
+        TCPStore("127.0.0.1", master.port, is_master=True, config=CONFIG)
+    with TCPStore("127.0.0.1", master.port, is_master=True, multi_tenant=True, config=CONFIG) as tenant:
+        tenant.set("k", "v")
+        assert master.get("k") == b"v"
+
+
+def test_listening_beyond_loopback_takes_a_token():
+    with pytest.raises(UsageError, match="ASYNCDIST_TOKEN"):
+        TCPStore("0.0.0.0", 0, is_master=True, config=Config())
+    with TCPStore("0.0.0.0", 0, is_master=True, timeout=LONG, config=CONFIG) as store:
+        assert store.add("n", 1) == 1
+
+
+def test_a_bound_socket_to_listen_on():
+    sock = socket.socket()
+    sock.bind(("127.0.0.1", 0))
+    port = sock.getsockname()[1]
+    with TCPStore("127.0.0.1", port, is_master=True, master_listen_fd=sock.detach(), config=CONFIG) as store:
+        assert store.port == port
+        assert store.add("n", 1) == 1
+
+
+def test_the_server_goes(master, threads):
+    server = runtime().run(StoreServer.start("127.0.0.1", 0))
+    other = TCPStore("127.0.0.1", server.port, timeout=LONG)
+    waiting = [threads.submit(other.get, "k") for _ in range(5)]
+    assert other.add("n", 1) == 1
+    runtime().run(server.close())
+    for future in waiting:
+        with pytest.raises(StoreConnectionError, match="broke"):
+            future.result(LONG)
+    with pytest.raises(StoreConnectionError, match="broke"):
+        other.get("k")
+    other.close()
+
+
+def test_a_server_that_stops_reading_and_answering(threads):
+    """Even a request that can be neither sent nor answered ends with its timeout."""
+    server = runtime().run(StoreServer.start("127.0.0.1", 0))
+    other = TCPStore("127.0.0.1", server.port, timeout=LONG)
+    (connection,) = server._connections
+    runtime().call(connection._transport.pause_reading)
+    other.set_timeout(UNIT)
+    with pytest.raises(StoreTimeoutError):
+        other.get("k")
+    with pytest.raises(StoreTimeoutError):
+        other.set("k", bytes(64 << 20))
+    with pytest.raises(StoreConnectionError, match="could not be sent"):
+        other.get("k")
+    other.close()
+    runtime().run(server.close())
+
+
+def test_a_store_that_is_dropped_hangs_up_and_stops_serving():
+    store = TCPStore("127.0.0.1", 0, is_master=True, timeout=LONG, config=CONFIG)
+    port = store.port
+    store.set("k", "v")
+    del store
+    gc.collect()
+    limit = time.monotonic() + LONG
+    while True:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) != 0:
+                return
+        assert time.monotonic() < limit
+        time.sleep(0.001)
+
+
+def _use_after_fork(store: TCPStore) -> None:
+    try:
+        store.get("k")
+    except UsageError:
+        store.close()
+        os._exit(17)
+    os._exit(1)
+
+
+@pytest.mark.processes
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_store_is_not_used_by_a_forked_child(master):
+    master.set("k", "v")
+    child = multiprocessing.get_context("fork").Process(target=_use_after_fork, args=(master,))
+    child.start()
+    child.join(LONG)
+    assert child.exitcode == 17
+    assert master.get("k") == b"v"  # the child's close() was of its own copy
+
+
+def test_connections_are_closed_when_an_attempt_fails(master, monkeypatch):
+    def broken(*_: object) -> None:
+        raise OSError("no luck")
+
+    monkeypatch.setattr("asyncdist.store.blocking._greet", broken)
+    with pytest.raises(StoreConnectionError, match="no luck"):
+        Connection.open("127.0.0.1", master.port, "t", UNIT)
+    gc.collect()

@@ -1,0 +1,221 @@
+"""What every store does alike, and that the two faces have the same methods, which are torch's."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+
+from asyncdist.config import Config
+from asyncdist.errors import QueueEmptyError, StoreConnectionError, StoreError, StoreTimeoutError, UsageError
+from asyncdist.runtime import close_runtime
+from asyncdist.store import AsyncFace, FileStore, HashStore, PrefixStore, Store, TCPStore
+
+UNIT, LONG = 0.05, 10.0
+KINDS = ["hash", "file", "tcp", "prefix of hash", "prefix of tcp"]
+
+
+@pytest.fixture(params=KINDS)
+def store(request, tmp_path):
+    made = make(request.param.removeprefix("prefix of "), tmp_path)
+    made.set_timeout(LONG)
+    yield PrefixStore("part", made) if request.param.startswith("prefix") else made
+    made.close()
+    close_runtime()
+
+
+def make(kind: str, tmp_path) -> Store:
+    if kind == "hash":
+        return HashStore()
+    if kind == "file":
+        return FileStore(tmp_path / "store")
+    return TCPStore("127.0.0.1", 0, is_master=True, config=Config(token="t"))
+
+
+@pytest.fixture
+def threads():
+    with ThreadPoolExecutor(32) as pool:
+        yield pool
+
+
+def test_every_operation(store):
+    assert store.set("k", "text") is None
+    assert store.get("k") == b"text"
+    assert store.add("n", 2) == 2
+    store.wait(["k", "n"])
+    store.wait(["k", "n"], timedelta(seconds=1))
+    assert store.check(["k", "missing"]) is False
+    assert store.compare_set("k", "text", "other") == b"other"
+    store.append("k", "!")
+    assert store.multi_get(["k", "n"]) == [b"other!", b"2"]
+    store.multi_set(["x", "y"], ["1", b"2"])
+    assert store.list_keys() == ["k", "n", "x", "y"]
+    assert store.delete_key("x") is True
+    assert store.num_keys() == 3
+    store.queue_push("q", "item")
+    assert store.queue_len("q") == 1
+    assert store.queue_pop("q") == b"item"
+    store.barrier("b", 1)
+    assert store.publish("c", "nobody hears") == 0
+
+
+def test_errors(store):
+    store.set("k", "no number")
+    with pytest.raises(StoreError, match="no whole number"):
+        store.add("k", 1)
+    with pytest.raises(QueueEmptyError):
+        store.queue_pop("q", block=False)
+    with pytest.raises(UsageError, match="bytes or str"):
+        store.set("k", 1)
+    with pytest.raises(UsageError):
+        store.set("\udc80", "")
+    assert store.get("k") == b"no number"
+
+
+def test_timeouts(store):
+    with pytest.raises(StoreTimeoutError, match=r"timed out after 0.05 s") as caught:
+        store.wait(["k", "l"], timedelta(seconds=UNIT))
+    assert [key.removeprefix("part/") for key in caught.value.keys] == ["k", "l"]
+    store.set_timeout(timedelta(seconds=UNIT))
+    assert store.timeout == timedelta(seconds=UNIT)
+    for start in (lambda: store.get("k"), lambda: store.queue_pop("k"), lambda: store.barrier("k", 2)):
+        with pytest.raises(StoreTimeoutError):
+            start()
+    store.set("k", "still good")
+    assert store.get("k") == b"still good"
+
+
+def test_a_wait_blocks_nobody(store, threads):
+    waiting = [threads.submit(store.get, f"k{number}") for number in range(16)]
+    for number in range(16):
+        assert store.add("n", 1) == number + 1
+    assert not any(future.done() for future in waiting)
+    for number in reversed(range(16)):
+        store.set(f"k{number}", str(number))
+    assert [future.result(LONG) for future in waiting] == [str(number).encode() for number in range(16)]
+
+
+def test_many_threads_ask_at_once(store, threads):
+    rounds = 20 if isinstance(store, FileStore) else 100
+
+    def work(number: int) -> None:
+        for step in range(rounds):
+            store.set(f"{number}/{step}", f"{number}.{step}")
+            assert store.get(f"{number}/{step}") == f"{number}.{step}".encode()
+            store.add("sum", 1)
+
+    for future in [threads.submit(work, number) for number in range(16)]:
+        future.result(LONG * 3)
+    assert store.add("sum", 0) == 16 * rounds
+
+
+def test_every_item_is_popped_once(store, threads):
+    taking = [threads.submit(store.queue_pop, "q") for _ in range(20)]
+    for number in range(20):
+        store.queue_push("q", str(number))
+    assert sorted(int(future.result(LONG)) for future in taking) == list(range(20))
+
+
+def test_an_item_is_not_lost_to_a_taker_whose_time_is_over(store, threads):
+    for number in range(10):
+        try:
+            taking = threads.submit(store.queue_pop, "q", True, UNIT / 10)
+            store.queue_push("q", str(number))
+            assert taking.result(LONG) == str(number).encode()
+        except StoreTimeoutError:
+            assert store.queue_pop("q") == str(number).encode()
+
+
+def test_a_barrier_of_threads(store, threads):
+    with pytest.raises(StoreTimeoutError):
+        store.barrier("b", 3, timedelta(seconds=UNIT))
+    standing = [threads.submit(store.barrier, "b", 3) for _ in range(3)]
+    for future in standing:
+        assert future.result(LONG) is None
+
+
+def test_publish_and_subscribe(store, threads):
+    with store.subscribe("news") as messages:
+        assert store.publish("news", "1") == 1
+        assert store.publish("news", "2") == 1
+        assert messages.get() == b"1"
+        assert next(messages) == b"2"
+        with pytest.raises(StoreTimeoutError):
+            messages.get(UNIT)
+        hearing = threads.submit(messages.get, LONG)
+        store.publish("news", "3")
+        assert hearing.result(LONG) == b"3"
+    messages.close()
+
+
+def test_close_fails_those_who_wait(tmp_path, threads):
+    for kind in ("hash", "file", "tcp"):
+        store = make(kind, tmp_path)
+        waiting = threads.submit(store.get, "k")
+        other = threads.submit(store.get, "l")
+        store.add("n", 1)
+        store.close()
+        store.close()
+        for future in (waiting, other):
+            with pytest.raises(StoreConnectionError, match="closed"):
+                future.result(LONG)
+        with pytest.raises(StoreConnectionError, match="closed"):
+            store.get("k")
+    close_runtime()
+
+
+def test_prefixes():
+    whole = HashStore()
+    part = PrefixStore("a", PrefixStore("b", whole))
+    part.set("k", "1")
+    assert whole.list_keys() == ["b/a/k"]
+    assert part.list_keys() == ["k"]
+    assert part.underlying_store.underlying_store is whole
+    part.set_timeout(UNIT)
+    assert whole.timeout == timedelta(seconds=300)
+    with pytest.raises(StoreTimeoutError):
+        part.get("never")
+    assert part.num_keys() == 1
+    part.close()
+    assert whole.get("b/a/k") == b"1"
+
+
+def test_a_store_without_limit():
+    store = HashStore()
+    store.set_timeout(None)
+    assert store.timeout > timedelta(days=365)
+    threading.Timer(UNIT, store.set, ("k", "1")).start()
+    assert store.get("k") == b"1"
+
+
+# -- methods ---------------------------------------------------------------------------------------
+
+
+def parameters(function) -> list[str]:
+    return [name for name in inspect.signature(function).parameters if name != "self"]
+
+
+PUBLIC = [name for name, value in vars(Store).items() if inspect.isfunction(value) and not name.startswith("_")]
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_both_faces_have_the_same_methods_and_arguments(name):
+    blocking, awaited = getattr(Store, name), getattr(AsyncFace, name)
+    assert parameters(blocking) == parameters(awaited)
+    assert inspect.iscoroutinefunction(awaited) is (name not in ("subscribe", "set_timeout"))
+    assert not inspect.iscoroutinefunction(blocking)
+
+
+def test_every_method_of_torchs_stores_is_here():
+    import torch.distributed as torch_distributed
+
+    private_to_torch = {"clone", "has_extended_api", "libuvBackend"}
+    theirs = {name for name in dir(torch_distributed.TCPStore) if not name.startswith("_")} - private_to_torch
+    assert theirs <= set(dir(TCPStore)) | {"underlying_store"}
+    for ours, torchs in ((TCPStore, torch_distributed.TCPStore), (FileStore, torch_distributed.FileStore)):
+        theirs_too = {"host_name", "port", "file_name", "world_size", "is_master", "timeout", "wait_for_workers"}
+        documented = {name for name in theirs_too if f"{name}:" in (torchs.__init__.__doc__ or "")}
+        assert documented <= set(parameters(ours.__init__))

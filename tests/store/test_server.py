@@ -1,0 +1,307 @@
+"""The server and those who mean it no good, or die: they are logged and dropped, and nobody else notices."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import struct
+
+import pytest
+
+from asyncdist.config import Config
+from asyncdist.errors import AddressError, UsageError
+from asyncdist.handshake import MAGIC, NONCE_NBYTES, PROOF_NBYTES, Pushed, dial
+from asyncdist.store import AsyncStore, StoreServer
+from asyncdist.store.messages import Encoder
+from asyncdist.store.operations import Op
+
+UNIT, LONG = 0.05, 10.0
+TOKEN = "a token for tests"
+
+LOGGER = "asyncdist.store.server"
+
+
+class Peer:
+    """A connection whose bytes the test decides."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+
+    @classmethod
+    async def at(cls, server: StoreServer) -> Peer:
+        return cls(*await asyncio.open_connection("127.0.0.1", server.port))
+
+    @classmethod
+    async def proven(cls, server: StoreServer, token: str | None = TOKEN) -> Peer:
+        peer = await cls.at(server)
+        greeting = Pushed(dial(token, "store", os.urandom(NONCE_NBYTES)), peer.writer.write)
+        while not greeting.done:
+            greeting.feed(await peer.reader.read(1))
+        return peer
+
+    async def send(self, data: bytes) -> None:
+        self.writer.write(data)
+        await self.writer.drain()
+
+    async def ended(self) -> bool:
+        """Wait until the server has hung up."""
+        async with asyncio.timeout(LONG):
+            try:
+                while await self.reader.read(1 << 16):
+                    pass
+            except ConnectionError:
+                pass
+        return True
+
+    async def leave(self) -> None:
+        self.writer.transport.abort()
+        await asyncio.wait([asyncio.ensure_future(self.writer.wait_closed())])
+
+
+def frame(*fields: object) -> bytes:
+    return Encoder().frame(*fields)
+
+
+GARBAGE = {
+    "noise": bytes(range(256)) * 4,
+    "a web browser": b"GET / HTTP/1.1\r\nHost: localhost:29500\r\nUser-Agent: a browser, or a scanner\r\n\r\n",
+    "torch's own client": struct.pack("<BIBI", 0, 0x3C85F7CE, 0x0D, 1234) + bytes(64),
+    "nothing but zeros": bytes(500),
+}
+
+
+@pytest.mark.parametrize("garbage", GARBAGE.values(), ids=GARBAGE.keys())
+async def test_garbage_instead_of_a_handshake(server, store, caplog, garbage):
+    with caplog.at_level(logging.WARNING, LOGGER):
+        peer = await Peer.at(server)
+        await peer.send(garbage)
+        assert await peer.ended()
+    assert "does not speak our protocol" in caplog.text
+    assert await store.add("n", 1) == 1
+    await peer.leave()
+
+
+async def test_a_wrong_proof(server, store, caplog):
+    peer = await Peer.at(server)
+    with caplog.at_level(logging.WARNING, LOGGER):
+        await peer.send(MAGIC + bytes(NONCE_NBYTES) + bytes(PROOF_NBYTES) + frame(1, Op.SET, "k", b"v"))
+        assert await peer.ended()
+    assert "did not hold our token" in caplog.text
+    assert await store.check(["k"]) is False
+    await peer.leave()
+
+
+HARM = {
+    "a frame of 2^60 bytes": struct.pack("<Q", 1 << 60),
+    "a frame just above the limit": struct.pack("<Q", (1 << 20) + (64 << 10) + 1),
+    "a frame of noise": struct.pack("<Q", 5) + b"\xc1\xc1\xc1\xc1\xc1",
+    "an empty frame": struct.pack("<Q", 0),
+    "no array": struct.pack("<Q", 1) + b"\x05",
+    "an unknown operation": frame(1, 999),
+    "no operation": frame(1),
+    "wrong arguments": frame(1, Op.SET, "k", 5),
+    "too many arguments": frame(1, Op.GET, "k", "l"),
+    "an id that is none": frame("one", Op.NUM_KEYS),
+    "nested a thousand deep": struct.pack("<Q", 2000) + b"\x91" * 2000,
+}
+
+
+@pytest.mark.parametrize("harm", HARM.values(), ids=HARM.keys())
+async def test_harm_after_the_handshake(server, store, caplog, harm):
+    """Also from one who holds the token; what it asked for before that is answered."""
+    waiting = asyncio.create_task(store.get("k"))
+    peer = await Peer.proven(server)
+    with caplog.at_level(logging.WARNING, LOGGER):
+        await peer.send(frame(1, Op.SET, "before", b"1") + harm + frame(2, Op.SET, "after", b"1"))
+        assert await peer.ended()
+    assert "refused" in caplog.text
+    assert await store.check(["after"]) is False
+    await store.set("k", b"v")
+    assert await waiting == b"v"
+    await peer.leave()
+
+
+async def test_a_client_that_vanishes_in_the_middle_of_a_frame(server, store, caplog, eventually):
+    peer = await Peer.proven(server)
+    with caplog.at_level(logging.INFO, LOGGER):
+        await peer.send(frame(1, Op.SET, "k", bytes(1000))[:500])
+        await eventually(lambda: any(c._parser.pending for c in server._connections))
+        await peer.leave()
+        await eventually(lambda: server.num_connections == 1)
+    assert "vanished in the middle of a request" in caplog.text
+    assert await store.check(["k"]) is False
+
+
+async def test_a_client_that_vanishes_takes_its_waits_with_it(server, store, connect, eventually):
+    dying = await connect()
+    tasks = [
+        asyncio.create_task(dying.get("k")),
+        asyncio.create_task(dying.barrier("b", 2)),
+        asyncio.create_task(dying.queue_pop("q")),
+    ]
+    await eventually(lambda: server.state.num_open == 3)
+    dying._link.abort()
+    await asyncio.wait(tasks)
+    assert all(isinstance(task.exception(), ConnectionError) for task in tasks)
+    await eventually(lambda: server.state.num_open == 0)
+    with pytest.raises(TimeoutError):
+        await store.barrier("b", 2, timeout=UNIT)
+
+
+async def test_no_proof_in_time(caplog):
+    config = Config(handshake_timeout=UNIT)
+    async with await StoreServer.start("127.0.0.1", 0, token=TOKEN, config=config) as server:
+        with caplog.at_level(logging.WARNING, LOGGER):
+            silent, slow = await Peer.at(server), await Peer.at(server)
+            await slow.send(MAGIC[:5])
+            assert await silent.ended()
+            assert await slow.ended()
+        assert caplog.text.count("no proof of the token within 0.05 s") == 2
+        async with await AsyncStore.connect("127.0.0.1", server.port, token=TOKEN) as store:
+            await asyncio.sleep(2 * UNIT)  # the limit is on the handshake only
+            assert await store.add("n", 1) == 1
+        await silent.leave()
+        await slow.leave()
+
+
+async def test_too_many_connections(caplog, eventually):
+    config = Config(store_max_connections=2)
+    async with await StoreServer.start("127.0.0.1", 0, config=config) as server:
+        stores = [await AsyncStore.connect("127.0.0.1", server.port) for _ in range(2)]
+        with caplog.at_level(logging.WARNING, LOGGER):
+            refused = [await Peer.at(server) for _ in range(3)]
+            for peer in refused:
+                assert await peer.ended()
+                await peer.leave()
+        assert caplog.text.count("ASYNCDIST_STORE_MAX_CONNECTIONS") == 1
+        assert await stores[0].add("n", 1) == 1
+        await stores[1].close()
+        await eventually(lambda: server.num_connections == 1)
+        async with await AsyncStore.connect("127.0.0.1", server.port) as store:  # there is room again
+            assert await store.add("n", 1) == 2
+        await stores[0].close()
+
+
+async def test_one_who_asks_and_does_not_read_is_made_to_wait(server, store, eventually):
+    """Its replies are not piled up: it is not read from, until it reads."""
+    await store.set("k", bytes(1 << 20))
+    peer = await Peer.proven(server)
+    peer.writer.transport.pause_reading()
+    peer.writer.write(b"".join(frame(number, Op.GET, "k") for number in range(1, 201)))
+    await eventually(lambda: any(connection._paused for connection in server._connections))
+    (slow,) = [connection for connection in server._connections if connection._paused]
+    assert slow._transport.get_write_buffer_size() < 4 << 20
+    assert await store.add("n", 1) == 1
+    peer.writer.transport.resume_reading()
+    hello = 8 + struct.unpack("<Q", await peer.reader.readexactly(8))[0]
+    await peer.reader.readexactly(hello - 8)
+    for number in range(1, 201):
+        (nbytes,) = struct.unpack("<Q", await peer.reader.readexactly(8))
+        body = await peer.reader.readexactly(nbytes)
+        assert nbytes > 1 << 20
+        assert body[1:2] == bytes([number]) if number < 128 else True
+    await peer.leave()
+
+
+async def test_a_subscriber_that_does_not_read_is_dropped(server, store, connect, caplog, monkeypatch, eventually):
+    monkeypatch.setattr("asyncdist.store.server._BACKLOG_NBYTES", 1 << 20)
+    deaf, fine = await connect(), await connect()
+    lost = await deaf.subscribe("news")
+    heard = await fine.subscribe("news")
+    deaf._link._transport.pause_reading()
+    with caplog.at_level(logging.WARNING, LOGGER):
+        sent = 0
+        while "does not read" not in caplog.text:
+            await store.publish("news", bytes(1 << 19))
+            assert len(await anext(heard)) == 1 << 19
+            sent += 1
+            assert sent < 200
+    deaf._link._transport.resume_reading()
+    with pytest.raises(ConnectionError):
+        [message async for message in lost]
+    assert await store.publish("news", b"") == 1
+
+
+async def test_a_bug_in_an_operation_costs_one_connection(server, store, connect, caplog, monkeypatch):
+    other = await connect()
+    execute = server.state.execute
+
+    def broken(client, request, op, args):
+        if op is Op.LIST_KEYS:
+            raise ZeroDivisionError
+        return execute(client, request, op, args)
+
+    monkeypatch.setattr(server.state, "execute", broken)
+    with pytest.raises(ConnectionError):
+        await other.list_keys()
+    assert "could not be served" in caplog.text
+    assert await store.add("n", 1) == 1
+
+
+# -- where it listens ------------------------------------------------------------------------------
+
+
+async def test_a_port_in_use(server):
+    with pytest.raises(AddressError, match=f"port {server.port} is in use"):
+        await StoreServer.start("127.0.0.1", server.port, token=TOKEN)
+
+
+async def test_hosts_that_cannot_be_listened_on():
+    with pytest.raises(AddressError, match="does not resolve"):
+        await StoreServer.start("no-such-host.invalid", 0, token=TOKEN)
+    with pytest.raises(AddressError, match="no address of this machine"):
+        await StoreServer.start("192.0.2.1", 0, token=TOKEN)  # reserved for documentation
+    with pytest.raises(AddressError, match="port 70000"):
+        await StoreServer.start("127.0.0.1", 70000, token=TOKEN)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "", "::"])
+async def test_beyond_loopback_a_token_is_needed(host):
+    with pytest.raises(UsageError, match="ASYNCDIST_TOKEN"):
+        await StoreServer.start(host, 0, token=None)
+    with pytest.raises(UsageError, match="ASYNCDIST_ALLOW_UNAUTHENTICATED"):
+        await StoreServer.start(host, 0, token="")
+
+
+@pytest.mark.parametrize(
+    ("token", "config"), [(TOKEN, Config()), (None, Config(allow_unauthenticated=True))], ids=["token", "allowed"]
+)
+async def test_every_interface(token, config):
+    async with await StoreServer.start("", 0, token=token, config=config) as server:
+        hosts = ["127.0.0.1", "::1"] if ":" in server.address else ["127.0.0.1"]
+        for host in hosts:
+            async with await AsyncStore.connect(host, server.port, token=token, timeout=LONG) as store:
+                assert await store.add("n", 0) == 0
+
+
+async def test_localhost_by_name_and_every_address_of_it():
+    async with await StoreServer.start("localhost", 0) as server:
+        assert server.host == "localhost"
+        for host in {"localhost", *(each.sockets[0].getsockname()[0] for each in server._servers)}:
+            async with await AsyncStore.connect(host, server.port, timeout=LONG) as store:
+                await store.add("n", 1)
+
+
+async def test_a_socket_that_is_bound_already():
+    sock = socket.socket()
+    sock.bind(("127.0.0.1", 0))
+    port = sock.getsockname()[1]
+    async with (
+        await StoreServer.start("", 0, sock=sock) as server,
+        await AsyncStore.connect("127.0.0.1", port, timeout=LONG) as store,
+    ):
+        assert server.port == port
+        assert await store.add("n", 1) == 1
+    assert sock.fileno() == -1
+
+
+async def test_a_port_is_free_again_after_close(config):
+    first = await StoreServer.start("127.0.0.1", 0, token=TOKEN, config=config)
+    store = await AsyncStore.connect("127.0.0.1", first.port, token=TOKEN)
+    await first.close()
+    await first.close()
+    async with await StoreServer.start("127.0.0.1", first.port, token=TOKEN, config=config) as second:
+        assert second.port == first.port
+    await store.close()
