@@ -1,0 +1,95 @@
+"""Which address is told to whom, on hosts that are only imagined here."""
+
+import pytest
+
+from asyncdist.config import Config
+from asyncdist.deadline import Deadline
+from asyncdist.errors import AddressError
+from asyncdist.rendezvous import address
+from asyncdist.topology import InterfaceAddress, is_loopback
+
+OURS = "10.0.0.7"
+
+
+@pytest.fixture
+def host(monkeypatch):
+    """Be a host with one card, whose name ``debian`` means 127.0.1.1 here, as its /etc/hosts has it."""
+    names = {"debian": ["127.0.1.1"], "node0": ["10.0.0.1"], "dual": ["fd00::7", OURS]}
+
+    async def look_up(name):
+        return names[name]
+
+    def route(to):
+        return "127.0.0.1" if is_loopback(to) else "fd00::7" if ":" in to else OURS
+
+    monkeypatch.setattr(address, "_look_up", look_up)
+    monkeypatch.setattr(address, "address_towards", route)
+    monkeypatch.setattr(address, "is_local", lambda one: is_loopback(one) or one in (OURS, "fd00::7"))
+    cards = [InterfaceAddress("lo", "127.0.0.1"), InterfaceAddress("eth0", OURS), InterfaceAddress("ib0", "10.9.0.7")]
+    monkeypatch.setattr(address, "interface_addresses", lambda: cards)
+
+
+def soon():
+    return Deadline.after(5)
+
+
+@pytest.mark.usefixtures("host")
+async def test_a_name_that_means_loopback_here_means_this_hosts_outward_address():
+    assert await address.reachable("debian", Config(), soon()) == [OURS]
+    assert await address.to_listen_on("debian", Config(), soon()) == OURS
+
+
+@pytest.mark.usefixtures("host")
+async def test_loopback_by_spelling_stays_loopback():
+    for spelling in ("localhost", "127.0.0.1"):
+        assert await address.to_listen_on(spelling, Config(), soon()) == "127.0.0.1"
+    assert address.advertised("127.0.0.1", Config()) == "127.0.0.1"
+    assert await address.to_listen_on("127.3.2.1", Config(), soon()) == "127.3.2.1"
+
+
+@pytest.mark.usefixtures("host")
+async def test_ipv4_first_on_every_host():
+    assert await address.reachable("dual", Config(), soon()) == [OURS, "fd00::7"]
+
+
+@pytest.mark.usefixtures("host")
+async def test_rank_0_on_the_wrong_host():
+    with pytest.raises(AddressError, match=r"store at node0, which is 10\.0\.0\.1: no address of this host.*eth0 \(10"):
+        await address.to_listen_on("node0", Config(), soon())
+
+
+@pytest.mark.usefixtures("host")
+def test_the_route_to_the_store_is_advertised():
+    assert address.advertised("10.0.0.1", Config()) == OURS
+    assert address.advertised("fd00::1", Config()) == "fd00::7"
+
+
+def test_loopback_is_never_told_to_another_host(host, monkeypatch):
+    monkeypatch.setattr(address, "address_towards", lambda to: "127.0.0.1")
+    assert address.advertised("10.0.0.1", Config()) == OURS
+
+
+def test_without_any_network_only_loopback_is_left(host, monkeypatch):
+    monkeypatch.setattr(address, "address_towards", lambda to: None)
+    monkeypatch.setattr(address, "interface_addresses", lambda: [InterfaceAddress("lo", "127.0.0.1")])
+    assert address.outward(Config()) == "127.0.0.1"
+
+
+@pytest.mark.usefixtures("host")
+def test_the_users_interface_goes_before_the_route():
+    assert address.advertised("10.0.0.1", Config(interface="ib")) == "10.9.0.7"
+    assert address.advertised("10.0.0.1", Config(interface="^lo,ib")) == OURS
+    assert address.advertised("127.0.0.1", Config(interface="=eth0")) == OURS
+    assert address.outward(Config(interface="ib")) == "10.9.0.7"
+
+
+@pytest.mark.usefixtures("host")
+@pytest.mark.parametrize("rule", ["wlan", "=eth", "^lo,eth,ib"])
+def test_an_unknown_interface_lists_those_that_exist(rule):
+    with pytest.raises(AddressError, match=r"matches no usable interface .* has lo \(127.*eth0 \(10.*ib0 \(10"):
+        address.advertised("10.0.0.1", Config(interface=rule))
+
+
+async def test_a_host_that_does_not_resolve():
+    with pytest.raises(AddressError, match=r"host 'no-such-host\.invalid' does not resolve"):
+        await address.resolve("no-such-host.invalid", Deadline.after(0.1))

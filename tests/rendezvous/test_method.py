@@ -1,0 +1,86 @@
+import pytest
+
+from asyncdist.config import Launch
+from asyncdist.errors import UsageError
+from asyncdist.rendezvous.method import Method, url_of
+
+TORCHRUN = Launch(rank=1, world_size=4, master_addr="node0", master_port=29500, agent_store=True, run_id="job")
+
+
+def read(url=None, rank=None, world_size=None, has_store=False, launch=None):
+    return Method.read(url, rank=rank, world_size=world_size, has_store=has_store, launch=launch or Launch())
+
+
+def test_the_launcher_alone_is_enough():
+    assert read(launch=TORCHRUN) == Method("agent", 1, 4, "node0", 29500)
+    assert read("env://", launch=TORCHRUN) == read(launch=TORCHRUN)
+
+
+def test_without_an_agent_the_master_address_is_rank_0s_own():
+    launch = Launch(rank=0, world_size=2, master_addr="node0", master_port=29500)
+    assert read(launch=launch) == Method("direct", 0, 2, "node0", 29500)
+
+
+@pytest.mark.parametrize(
+    ("url", "host", "port"),
+    [
+        ("tcp://10.0.0.1:23456", "10.0.0.1", 23456),
+        ("tcp://[::1]:23456", "::1", 23456),
+        ("tcp://node0:0", "node0", 0),
+    ],
+)
+def test_tcp(url, host, port):
+    assert read(url, 0, 2) == Method("direct", 0, 2, host, port)
+    assert url_of(host, port) == url
+
+
+@pytest.mark.parametrize(
+    ("url", "path"),
+    [("file:///tmp/meet", "/tmp/meet"), ("file:///tmp/a%20b", "/tmp/a b"), ("file://relative/meet", "relative/meet")],
+)
+def test_file(url, path):
+    assert read(url, 1, 2) == Method("file", 1, 2, path=path)
+
+
+def test_a_store_needs_no_url():
+    assert read(None, 1, 2, has_store=True) == Method("store", 1, 2)
+
+
+def test_arguments_override_the_query_which_overrides_the_launcher():
+    url = "tcp://node0:1?rank=2&world_size=8"
+    assert (read(url, launch=TORCHRUN).rank, read(url, launch=TORCHRUN).world_size) == (2, 8)
+    assert (read(url, 3, 9, launch=TORCHRUN).rank, read(url, 3, 9).world_size) == (3, 9)
+
+
+def test_minus_one_is_not_given():
+    assert read("tcp://node0:1", -1, -1, launch=TORCHRUN) == Method("direct", 1, 4, "node0", 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({}, "world_size is not known: WORLD_SIZE is not set .*torchrun"),
+        ({"world_size": 2}, "rank is not known: RANK is not set .*torchrun"),
+        ({"rank": 0, "world_size": 2}, "MASTER_ADDR and MASTER_PORT not set"),
+        ({"rank": 0, "world_size": 2, "launch": Launch(master_addr="node0")}, "^MASTER_PORT not set"),
+        ({"rank": 2, "world_size": 2}, "rank 2 is outside a world of 2: ranks go from 0 to 1"),
+        ({"rank": -2, "world_size": 2}, "rank -2 is outside"),
+        ({"rank": 0, "world_size": 0}, "at least one rank"),
+        ({"url": "tcp://node0", "rank": 0, "world_size": 1}, "lacks its port"),
+        ({"url": "tcp://:29500", "rank": 0, "world_size": 1}, "lacks its host"),
+        ({"url": "tcp://node0:99999", "rank": 0, "world_size": 1}, "no number from 0 to 65535"),
+        ({"url": "tcp://[::1:3", "rank": 0, "world_size": 1}, "cannot be read"),
+        ({"url": "tcp://node0:1?rank=one", "world_size": 1}, "rank='one' .* not a whole number"),
+        ({"url": "tcp://node0:0", "rank": 1, "world_size": 2}, "rank 1 must be given the port"),
+        ({"url": "file://", "rank": 0, "world_size": 1}, "lacks its path"),
+        ({"url": "zeus://node0:1", "rank": 0, "world_size": 1}, "of no known kind; use env://, tcp://"),
+        ({"url": "env://", "rank": 0, "world_size": 1, "has_store": True}, "exclude each other"),
+        (
+            {"launch": Launch(rank=0, world_size=1, master_addr="node0", master_port=70000)},
+            "MASTER_PORT is 70000; ports go from 0 to 65535",
+        ),
+    ],
+)
+def test_what_is_wrong_is_named(arguments, says):
+    with pytest.raises(UsageError, match=says):
+        read(**arguments)

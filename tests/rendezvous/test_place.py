@@ -1,0 +1,192 @@
+import asyncio
+import json
+import stat
+import threading
+
+import pytest
+
+from asyncdist.errors import AddressError, RendezvousError
+from asyncdist.rendezvous.place import BlockingPlace, Record, RecordFile
+from asyncdist.store import FileStore, HashStore, PrefixStore, StoreServer, TCPStore
+
+ONE = Record("10.0.0.1", 4000, "secret", "aa", 2)
+TWO = Record("10.0.0.2", 4001, None, "bb", 2)
+
+
+def test_a_record_comes_back():
+    assert Record.decode(ONE.encode()) == ONE
+    assert Record.decode(TWO.encode()) == TWO
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\x00\xff garbage",
+        b"[]",
+        b"3",
+        b'{"asyncdist": 2}',
+        b'{"asyncdist": 1, "host": "a"}',
+        ONE.encode().replace(b"4000", b'"x"'),
+        ONE.encode().replace(b'"secret"', b"7"),
+        json.dumps({**json.loads(ONE.encode()), "more": 1}).encode(),
+    ],
+)
+def test_what_is_no_record_is_none(data):
+    assert Record.decode(data) is None
+
+
+@pytest.fixture(params=["HashStore", "FileStore", "PrefixStore", "RecordFile", "torch.HashStore", "torch.FileStore"])
+async def place(request, tmp_path):
+    if request.param.startswith("torch."):
+        import torch.distributed
+
+        kind = getattr(torch.distributed, request.param.removeprefix("torch."))
+        store = kind(str(tmp_path / "store"), 2) if "File" in request.param else kind()
+    elif request.param == "RecordFile":
+        store = RecordFile(str(tmp_path / "record"), "")
+    else:
+        store = {
+            "HashStore": HashStore,
+            "FileStore": lambda: FileStore(str(tmp_path / "store"), 2),
+            "PrefixStore": lambda: PrefixStore("part", HashStore()),
+        }[request.param]()
+    place = BlockingPlace(store, "key", request.param)
+    yield place
+    await place.close()
+    if hasattr(store, "close"):
+        store.close()
+
+
+async def test_compare_and_set_as_promised(place):
+    one, two = ONE.encode(), TWO.encode()
+    assert await place.read() == b""
+    assert await place.swap(two, one) == two, "absent, and something expected: what was expected comes back"
+    assert await place.read() == b""
+    assert await place.swap(b"", one) == one
+    assert await place.read() == one
+    assert await place.swap(b"", two) == one, "taken: what is there comes back"
+    assert await place.swap(two, one) == one
+    assert await place.swap(one, two) == two
+    await place.withdraw(one)
+    assert await place.read() == two, "not ours: it stays"
+    await place.withdraw(two)
+    assert await place.read() == b""
+    assert await place.swap(b"", one) == one
+
+
+async def test_a_blocked_store_blocks_no_loop():
+    entered, release = threading.Event(), threading.Event()
+
+    class Slow:
+        def check(self, keys):
+            entered.set()
+            return release.wait(5)
+
+        def get(self, key):
+            return b"value"
+
+    place = BlockingPlace(Slow(), "key", "slow")
+    reading = asyncio.ensure_future(place.read())
+    while not entered.is_set():
+        await asyncio.sleep(0.001)
+    release.set()
+    assert await reading == b"value"
+    await place.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("asyncdist-rendezvous")]
+
+
+async def test_a_store_that_has_gone_is_named():
+    server = await StoreServer.start("127.0.0.1", 0)
+    place = None
+    try:
+        client = await asyncio.to_thread(TCPStore, "127.0.0.1", server.port)
+        place = BlockingPlace(client, "key", "store=TCPStore")
+        assert await place.read() == b""
+    finally:
+        await server.close()
+    with pytest.raises(ConnectionError):
+        await place.read()
+    await place.close()
+    client.close()
+
+
+async def test_foreign_errors_are_translated():
+    class Broken:
+        def check(self, keys):
+            raise RuntimeError("Connection reset by peer\nException raised from …")
+
+    place = BlockingPlace(Broken(), "key", "torchrun's store at node0:1")
+    with pytest.raises(RendezvousError, match="cannot use torchrun's store at node0:1: Connection reset by peer; "):
+        await place.read()
+    await place.close()
+
+
+# -- files ----------------------------------------------------------------------------------------
+
+
+def test_a_folder_holds_one_file_for_each_world(tmp_path):
+    for name, file in (("", "asyncdist.json"), ("a/b", "asyncdist-a%2Fb.json")):
+        record = RecordFile(str(tmp_path), name)
+        assert record.compare_set("", b"", ONE.encode()) == ONE.encode()
+        assert record.path == tmp_path / file
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["asyncdist-a%2Fb.json", "asyncdist.json"]
+
+
+def test_named_worlds_take_files_beside_it(tmp_path):
+    assert RecordFile(str(tmp_path / "meet"), "").path.name == "meet"
+    assert RecordFile(str(tmp_path / "meet"), "b").path.name == "meet.b"
+
+
+def test_only_the_owner_may_read_it(tmp_path):
+    record = RecordFile(str(tmp_path / "meet"), "")
+    for old, new in ((b"", ONE), (ONE.encode(), TWO)):
+        record.compare_set("", old, new.encode())
+        assert stat.S_IMODE(record.path.stat().st_mode) == 0o600
+
+
+def test_an_empty_file_is_taken(tmp_path):
+    path = tmp_path / "made by tempfile"
+    path.touch()
+    record = RecordFile(str(path), "")
+    assert not record.check([""])
+    assert record.compare_set("", b"", ONE.encode()) == ONE.encode()
+    assert record.get("") == ONE.encode()
+
+
+def test_somebody_elses_file_is_left_alone(tmp_path):
+    path = tmp_path / "thesis.txt"
+    path.write_text("four years of work")
+    with pytest.raises(AddressError, match=r"thesis\.txt holds something that is not ours"):
+        RecordFile(str(path), "").compare_set("", b"", ONE.encode())
+    assert path.read_text() == "four years of work"
+
+
+def test_the_folder_must_exist(tmp_path):
+    with pytest.raises(AddressError, match="the folder of file://.*absent/meet does not exist"):
+        RecordFile(str(tmp_path / "absent" / "meet"), "")
+
+
+def test_what_is_no_file_is_refused():
+    with pytest.raises(AddressError, match="file:///dev/null is neither a file nor a folder"):
+        RecordFile("/dev/null", "").check([""])
+
+
+def test_of_many_writers_one_wins(tmp_path):
+    outcomes, start = [], threading.Barrier(8)
+
+    def write(number):
+        mine = Record("10.0.0.1", number, None, "aa", 2).encode()
+        record = RecordFile(str(tmp_path / "meet"), "")
+        start.wait()
+        outcomes.append((record.compare_set("", b"", mine), mine))
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    held = RecordFile(str(tmp_path / "meet"), "").get("")
+    assert [answer == mine for answer, mine in outcomes].count(True) == 1
+    assert all(answer == held for answer, _ in outcomes)
+    assert [path.name for path in tmp_path.iterdir()] == ["meet"], "no draft is left"

@@ -1,0 +1,108 @@
+import socket
+
+import pytest
+
+from asyncdist import interfaces
+from asyncdist.topology import InterfaceAddress, choose, is_address, is_loopback, named
+
+LO = InterfaceAddress("lo", "127.0.0.1")
+LO6 = InterfaceAddress("lo", "::1")
+ETH0 = InterfaceAddress("eth0", "10.0.0.7")
+ETH0_6 = InterfaceAddress("eth0", "fd00::7")
+ETH0_LINK = InterfaceAddress("eth0", "fe80::7")
+ETH01 = InterfaceAddress("eth01", "10.1.0.7")
+DOCKER = InterfaceAddress("docker0", "172.17.0.1")
+EVERY = [LO, DOCKER, ETH0, ETH01, ETH0_6, ETH0_LINK, LO6]
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST.", "db.localhost", "127.0.0.1", "127.1.2.3", "::1"])
+def test_loopback_by_spelling(host):
+    assert is_loopback(host)
+
+
+@pytest.mark.parametrize("host", ["node0", "10.0.0.1", "fd00::1", "localhost.example.org", "0.0.0.0", "::"])
+def test_not_loopback_by_spelling(host):
+    assert not is_loopback(host)
+
+
+def test_a_mapped_address_is_what_it_maps_to():
+    assert is_loopback("::ffff:127.0.0.1")
+    assert not is_loopback("::ffff:10.0.0.1")
+
+
+def test_names_are_no_addresses():
+    assert is_address("10.0.0.1")
+    assert is_address("fd00::1")
+    assert not is_address("node0")
+
+
+@pytest.mark.parametrize(
+    ("rule", "names"),
+    [
+        ("eth", {"eth0", "eth01"}),
+        ("eth0", {"eth0", "eth01"}),
+        ("=eth0", {"eth0"}),
+        ("=eth0,docker0", {"eth0", "docker0"}),
+        ("^lo,docker", {"eth0", "eth01"}),
+        ("^=eth0", {"lo", "docker0", "eth01"}),
+        ("ib", set()),
+    ],
+)
+def test_rules(rule, names):
+    assert {candidate.interface for candidate in named(EVERY, rule)} == names
+
+
+@pytest.mark.parametrize("rule", ["", "^", "=", "^=,", " , "])
+def test_a_rule_that_names_nothing(rule):
+    with pytest.raises(ValueError, match="names no interface"):
+        named(EVERY, rule)
+
+
+def test_the_route_wins_if_it_is_let_through():
+    assert choose(EVERY, route="10.1.0.7") == "10.1.0.7"
+    assert choose(named(EVERY, "docker"), route="10.1.0.7") == "172.17.0.1"
+
+
+def test_the_route_says_which_family_peers_reach():
+    assert choose([ETH0, ETH0_6], route="fd00::99") == "fd00::7"
+    assert choose([ETH0_6, ETH0], route="10.0.0.99") == "10.0.0.7"
+
+
+def test_loopback_is_the_last_resort_and_link_local_none():
+    assert choose([LO, ETH0_6]) == "fd00::7"
+    assert choose([LO6, LO]) == "127.0.0.1"
+    assert choose([ETH0_LINK]) is None
+    assert choose([]) is None
+
+
+# -- what this host really has --------------------------------------------------------------------
+
+
+def test_the_loopback_interface_is_listed():
+    listed = interfaces.interface_addresses()
+    assert "127.0.0.1" in {each.host for each in listed}
+    assert {each.interface for each in listed} <= {name for _, name in socket.if_nameindex()} | {"(by host name)"}
+
+
+def test_the_kernels_ipv6_table(tmp_path):
+    table = tmp_path / "if_inet6"
+    table.write_text(
+        "00000000000000000000000000000001 01 80 10 80       lo\n"
+        "fe80000000000000000000fffe000001 04 40 20 80     eth0\n"
+        "fd000000000000000000000000000002 04 40 00 82     eth0\n"
+    )
+    assert list(interfaces._ipv6_of_proc(table)) == [
+        InterfaceAddress("lo", "::1"),
+        InterfaceAddress("eth0", "fe80::ff:fe00:1"),
+        InterfaceAddress("eth0", "fd00::2"),
+    ]
+    assert list(interfaces._ipv6_of_proc(tmp_path / "absent")) == []
+
+
+def test_the_way_to_loopback_leaves_from_loopback():
+    assert interfaces.address_towards("127.0.0.1") == "127.0.0.1"
+
+
+def test_local_addresses():
+    assert interfaces.is_local("127.0.0.1")
+    assert not interfaces.is_local("198.51.100.1")
