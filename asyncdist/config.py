@@ -54,7 +54,10 @@ class Config:
     )
     algorithm: str = _setting("", "ASYNCDIST_ALGORITHM", "schedules to force, as all_reduce=ring,broadcast=tree")
     spin_us: float = _setting(
-        20.0, "ASYNCDIST_SPIN_US", "microseconds that an await polls before it sleeps on the loop"
+        300.0, "ASYNCDIST_SPIN_US", "microseconds that a blocked thread tries on before it sleeps (0 where ranks > cores)"
+    )
+    await_spin_us: float = _setting(
+        20.0, "ASYNCDIST_AWAIT_SPIN_US", "microseconds that an await tries on before it lets the loop run"
     )
     flight_recorder_size: int = _setting(2000, "ASYNCDIST_FLIGHT_RECORDER", "operations that the flight recorder keeps")
     dump_dir: str | None = _setting(
@@ -92,7 +95,7 @@ def _parse(default: object, variable: str, source: Mapping[str, str]) -> object:
         if isinstance(default, bool):
             return {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}[text.lower()]
         if isinstance(default, int):
-            return _size(text)
+            return whole_number(text)
         if isinstance(default, float):
             return float(text)
     except (KeyError, ValueError):
@@ -101,7 +104,8 @@ def _parse(default: object, variable: str, source: Mapping[str, str]) -> object:
     return text
 
 
-def _size(text: str) -> int:
+def whole_number(text: str) -> int:
+    """Read ``64K`` as 65536 (K, M, G are powers of 1024); ValueError if it is no whole number from 0 up."""
     unit = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(text[-1:].upper(), 1)
     value = int(text[:-1] if unit > 1 else text) * unit
     if value < 0:

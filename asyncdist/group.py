@@ -106,7 +106,7 @@ class Group:
         limit = self.timeout if timeout is None else seconds(timeout)
         entry = Entry(self.name, name, number, plan.fingerprint, plan.nbytes)
         mesh.recorder.add(entry)
-        work = Work(mesh.progress, spin=mesh.config.spin_us * 1e-6)
+        work = Work(mesh.progress, spin=mesh.config.await_spin_us * 1e-6)
         operation = Operation(channel, name, number, plan, work, limit, entry)
         mesh.issue(operation, background=background)
         return work

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -60,7 +61,9 @@ class Mesh:
         self.world_id = world_id
         self.config = config
         self.recorder = Recorder(rank, world_size, config.flight_recorder_size)
-        self.progress = Progress(self, home)
+        # Who spins takes a core from the peer that it waits for, where ranks outnumber cores.
+        spin = config.spin_us * 1e-6 if world_size <= (os.cpu_count() or 1) else 0.0
+        self.progress = Progress(self, home, spin=spin)
         self._transports = [kind(self) for kind in kinds]
         self._executor = Executor(self, Scratch(), config.piece_nbytes)
         self._addresses: Sequence[Addresses] = ()
@@ -70,7 +73,7 @@ class Mesh:
         self._ended: dict[bytes, GroupError] = {}
         self._leaving: set[int] = set()
         self._gone: dict[int, GroupError] = {}
-        self._finished: list[Callable[[], None]] = []
+        self.finished: list[Callable[[], None]] = []
 
     # -- coming and going ----------------------------------------------------------------------
 
@@ -189,7 +192,7 @@ class Mesh:
     def wake_later(self, work: Work) -> None:
         """Have a completed work's callbacks called once the lock is free."""
         if work.has_callbacks:
-            self._finished.append(work.run_callbacks)
+            self.finished.append(work.run_callbacks)
 
     # -- what transports report to: Host -------------------------------------------------------
 
@@ -302,9 +305,7 @@ class Mesh:
             self.fail(channel, error)
 
     def take_finished(self) -> list[Callable[[], None]]:
-        if not self._finished:
-            return self._finished
-        finished, self._finished = self._finished, []
+        finished, self.finished = self.finished, []
         return finished
 
     # -- for groups ----------------------------------------------------------------------------

@@ -46,6 +46,8 @@ class ReduceOp(Enum):
     BXOR = 8
     PREMUL_SUM = 9
 
+    __hash__ = object.__hash__  # members are unique; Enum's own goes through the name, in Python, at every look-up
+
 
 @dataclass(frozen=True, slots=True)
 class PremulSum:

@@ -39,6 +39,8 @@ from asyncdist.runtime import runtime
 READ, WRITE = select.POLLIN, select.POLLOUT
 Wait = tuple[int, int]
 
+_yield_core: Callable[[], None] = getattr(os, "sched_yield", lambda: None)
+
 _SLICE = 1e-3  # seconds for which the loop driver goes on before it lets the loop's other callbacks run
 
 
@@ -51,7 +53,12 @@ class Finishable(Protocol):
 
 
 class Machine(Protocol):
-    """Everything that is pending for one rank; its methods are called under the lock of its `Progress`."""
+    """Everything that is pending for one rank; its methods are called under the lock of its `Progress`.
+
+    ``finished`` is what `take_finished` would return.
+    """
+
+    finished: list[Callable[[], None]]
 
     def advance(self, ready: Iterable[int] | None) -> bool:
         """Move what can be moved, of the given descriptors or of all that want to; return whether anything moved."""
@@ -103,11 +110,15 @@ class Progress:
     """Sees to it that exactly one driver at a time advances a machine, and that there is one when it is needed.
 
     ``home`` is the loop that drives when nobody blocks; ``None`` takes the runtime's background loop, and only
-    while something is pending.
+    while something is pending. ``spin`` is for how many seconds an inline driver tries again before it sleeps: waking
+    a sleeper costs more than a short message takes.
     """
 
-    def __init__(self, machine: Machine, home: asyncio.AbstractEventLoop | None = None) -> None:
+    def __init__(
+        self, machine: Machine, home: asyncio.AbstractEventLoop | None = None, *, spin: float = 0.0
+    ) -> None:
         self._machine = machine
+        self._spin = spin
         self._home = home
         self._lock = threading.Lock()
         self._inbox: deque[Callable[[], None]] = deque()
@@ -169,8 +180,9 @@ class Progress:
             raise
 
     def _deliver(self) -> None:
-        for callback in self._machine.take_finished():
-            callback()
+        if self._machine.finished:
+            for callback in self._machine.take_finished():
+                callback()
 
     def _expire(self) -> None:
         now = monotonic()
@@ -205,16 +217,24 @@ class Progress:
 
     def _drive_seated(self, work: Finishable, until: float) -> None:
         ready: Iterable[int] | None = None
+        now = spin_until = 0.0
         while True:
             waits: list[Wait] | None = None
             with self._lock:
                 moved = self._turn(ready)
-                self._expire()
-                if not moved and not work.is_completed():
-                    waits = self._machine.waits()
-                    self._sleeping = True
+                if not work.is_completed():
+                    now = monotonic()
+                    if now >= self._machine.next_deadline():
+                        self._machine.expire(now)
+                    if moved:
+                        spin_until = now + self._spin
+                    elif now >= spin_until:
+                        waits = self._machine.waits()
+                        self._sleeping = True
+                    else:
+                        _yield_core()  # to a peer that shares it; two that both want to run are soon moved apart
             self._deliver()
-            if work.is_completed() or monotonic() >= until:
+            if work.is_completed() or now >= until:
                 self._sleeping = False
                 return
             ready = None if waits is None else self._sleep(waits, until)

@@ -88,7 +88,7 @@ class Operation:
     """
 
     __slots__ = (
-        "channel", "deadline", "entry", "issued", "key", "name", "parts", "plan", "sequence", "tasks", "timeout", "work",
+        "channel", "deadline", "entry", "issued", "key", "name", "over", "parts", "plan", "sequence", "tasks", "timeout", "work",
     )  # fmt: skip
 
     def __init__(
@@ -100,6 +100,7 @@ class Operation:
         self.plan = plan
         self.work = work
         self.timeout = timeout
+        self.over = False
         self.issued = now = monotonic()
         self.deadline = now + timeout
         self.entry = entry
@@ -193,7 +194,7 @@ class Executor:
         for part, generator in itertools.islice(operation.parts, operation.plan.window):
             self._add_task(operation, part, generator)
         self.run()
-        if not operation.tasks and not operation.work.is_completed():
+        if not operation.tasks and not operation.over:
             self._complete(operation)
 
     def run(self) -> bool:
@@ -220,6 +221,7 @@ class Executor:
         self._end(operation, None, value)
 
     def _end(self, operation: Operation, error: GroupError | None, value: Any = None) -> None:
+        operation.over = True
         self.operations.pop(operation.key, None)
         operation.channel.operations.pop(operation.key, None)
         if not self.operations:
@@ -257,18 +259,19 @@ class Executor:
 
     def _run(self, task: Task) -> None:
         operation = task.operation
-        if operation.work.is_completed():  # failed while the task stood in the queue
+        if operation.over:  # it failed while the task stood in the queue
             return
         try:
             while not task.outstanding:
                 reply, task.reply = task.reply, None
                 step = task.generator.send(reply)
-                self._give_scratch(task)
-                task.transfers = []
+                if task.transfers:
+                    self._give_scratch(task)
+                    task.transfers = []
                 task.outstanding = 1  # for ourselves: what ends while we still post must not put us into the queue
                 for action in step:
                     self._do(task, action)
-                    if operation.work.is_completed():  # a mismatch was found on the way
+                    if operation.over:  # a mismatch was found on the way
                         return
                 task.outstanding -= 1
         except StopIteration:
@@ -353,7 +356,7 @@ class Executor:
     def expire(self, now: float) -> None:
         """Fail the channels of all operations whose deadline has passed."""
         for operation in [operation for operation in self.operations.values() if operation.deadline <= now]:
-            if operation.work.is_completed():
+            if operation.over:
                 continue
             reason, peers = waiting_for(operation)
             self._peers.fail(

@@ -9,7 +9,6 @@ import secrets
 import select
 import socket
 import struct
-from collections import deque
 from time import monotonic
 
 from asyncdist.errors import AsyncdistError, ProtocolError
@@ -69,10 +68,11 @@ class Outbound:
         self._where = where
         self._host = host
         self._sock = _new_socket(where[0])
-        self._early: deque[Outgoing] = deque()
+        self._writer = Writer(self._sock)
+        self._reader = Reader(self._sock, peer, host, None)
         self._proving: Proving | None = None
-        self._writer: Writer | None = None
-        self._reader: Reader | None = None
+        self._open = False
+        self.queue = self._writer.queue  # messages that wait to be sent
         self.closed = False
         code = self._sock.connect_ex(where)
         if code not in (0, errno.EINPROGRESS):
@@ -83,37 +83,31 @@ class Outbound:
     def fileno(self) -> int:
         return self._sock.fileno()
 
-    @property
-    def queued(self) -> bool:
-        """Whether messages wait to be sent."""
-        return bool(self._early or (self._writer and self._writer.queue))
-
     def send(self, message: Outgoing) -> bool:
-        if self._writer is None:
-            self._early.append(message)
-            return False
-        return self._writer.send(message)
+        if self._open:
+            return self._writer.send(message)
+        self.queue.append(message)
+        return False
 
     def waits(self) -> int:
-        if self._writer is not None:
-            return READ | WRITE if self._writer.queue else READ
+        if self._open:
+            return READ | WRITE if self.queue else READ
         return READ if self._proving is not None else WRITE
 
     @property
     def eager(self) -> bool:
-        return self.queued
+        return bool(self.queue)
 
-    def pump(self) -> bool:
-        """Connect, prove, flush, listen for notices; whatever is next. Raises Ended and AsyncdistError."""
-        if self._failed:
-            raise Ended(self._failed)
-        if self._writer is None:
+    def pump(self, ready: bool) -> bool:
+        """Connect, prove, flush, and if the socket is ready listen for notices. Raises Ended and AsyncdistError."""
+        if not self._open:
             return self._establish()
-        assert self._reader is not None
-        moved = self._writer.flush()
-        return self._reader.read() or moved
+        moved = self._writer.flush() if self.queue else False
+        return (self._reader.read() or moved) if ready else moved
 
     def _establish(self) -> bool:
+        if self._failed:
+            raise Ended(self._failed)
         try:
             if self._proving is None:
                 if not select_writable(self._sock):
@@ -130,16 +124,14 @@ class Outbound:
             return False
         except OSError as cause:
             raise Ended(cause.strerror or str(cause)) from cause
-        self._reader = Reader(self._sock, self.peer, self._host, None)
-        self._writer = Writer(self._sock)
-        self._writer.queue, self._early = self._early, self._writer.queue
+        self._open = True
         self._writer.flush()
         return True
 
     def close(self, *, say_goodbye: bool) -> None:
         if not self.closed:
             self.closed = True
-            whole = self._writer is not None and not any(message.sent for message in self._writer.queue)
+            whole = self._open and not any(message.sent for message in self.queue)
             _end(self._sock, self._host, say_goodbye and whole)
 
 
@@ -170,7 +162,7 @@ class Inbound:
     def midway(self) -> bool:
         return self._reader is not None and self._reader.midway
 
-    def pump(self) -> bool:
+    def pump(self, ready: bool) -> bool:
         """Prove, then read; raises Ended and AsyncdistError."""
         if self._reader is not None:
             return self._reader.read()

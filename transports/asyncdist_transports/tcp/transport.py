@@ -86,12 +86,12 @@ class TcpTransport(Transport):
         if ready is None:
             for connection in list(self._connections.values()):
                 if connection.eager:
-                    moved = self._pump(connection) or moved
+                    moved = self._pump(connection, False) or moved
             return moved
         for descriptor in ready:
             known = self._connections.get(descriptor)
             if known is not None:
-                moved = self._pump(known) or moved
+                moved = self._pump(known, True) or moved
             elif self._listener is not None and self._listener.fileno() == descriptor:
                 moved = self._accept() or moved
         return moved
@@ -103,11 +103,14 @@ class TcpTransport(Transport):
         return waits
 
     def busy(self) -> bool:
-        return any(isinstance(c, Outbound) and c.queued for c in self._connections.values())
+        for connection in self._connections.values():
+            if type(connection) is Outbound and connection.queue:
+                return True
+        return False
 
-    def _pump(self, connection: Inbound | Outbound) -> bool:
+    def _pump(self, connection: Inbound | Outbound, ready: bool) -> bool:
         try:
-            return connection.pump()
+            return connection.pump(ready)
         except Ended as end:
             self._ended(connection, str(end))
         except AsyncdistError as error:
@@ -119,7 +122,7 @@ class TcpTransport(Transport):
         peer = connection.peer
         if peer is None:
             log.warning("refused a connection: %s", reason)
-        elif isinstance(connection, Inbound) or connection.queued or not self.hears(peer):
+        elif isinstance(connection, Inbound) or connection.queue or not self.hears(peer):
             self.host.lost(peer, reason)
 
     def _accept(self) -> bool:
@@ -140,7 +143,7 @@ class TcpTransport(Transport):
                 prepare(sock)
                 connection = Inbound(sock, self.host)
                 self._connections[sock.fileno()] = connection
-                self._pump(connection)
+                self._pump(connection, True)
                 moved = True
         return moved
 
