@@ -54,7 +54,9 @@ class Config:
     )
     algorithm: str = _setting("", "ASYNCDIST_ALGORITHM", "schedules to force, as all_reduce=ring,broadcast=tree")
     spin_us: float = _setting(
-        300.0, "ASYNCDIST_SPIN_US", "microseconds that a blocked thread tries on before it sleeps (0 where ranks > cores)"
+        300.0,
+        "ASYNCDIST_SPIN_US",
+        "microseconds that a blocked thread tries on before it sleeps (0 where ranks > cores)",
     )
     await_spin_us: float = _setting(
         20.0, "ASYNCDIST_AWAIT_SPIN_US", "microseconds that an await tries on before it lets the loop run"

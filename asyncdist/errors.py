@@ -22,6 +22,7 @@
     ├── AuthenticationError                  one side does not hold the job's token
     ├── GradientError                        you: backward gave no gradient, or two, or stopped half-way
     ├── ProtocolError                        remote: bytes that are not our protocol
+    ├── BenchmarkError                       a rank of `asyncdist bench` failed, or a result was wrong
     └── TransportUnavailableError            asked for by name, cannot be used here
 
 They carry fields and build their sentence late, in ``__str__``; each sentence ends with what to do.
@@ -293,6 +294,10 @@ class GradientError(AsyncdistError):
 
 class ProtocolError(AsyncdistError):
     """The other side sent bytes that are not our protocol."""
+
+
+class BenchmarkError(AsyncdistError):
+    """A rank of a benchmark failed, or a contender computed a wrong result; there are no figures then."""
 
 
 class TransportUnavailableError(AsyncdistError):

@@ -1,0 +1,37 @@
+"""Name the machine that a figure was measured on. No torch here."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+
+def machine() -> dict[str, str]:
+    """Return the processor, cores, system and versions, as short texts."""
+    return {
+        "processor": processor(),
+        "cores": str(os.cpu_count() or "?"),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        **{name: installed(name) for name in ("torch", "uvloop", "asyncdist")},
+    }
+
+
+def processor() -> str:
+    """Return the processor's model name, or at least its architecture."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith(("model name", "Model"))]
+    return models[0] if models else platform.processor() or platform.machine()
+
+
+def installed(package: str) -> str:
+    """Return the version of an installed package, without importing it."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,61 @@
+"""What a run measures: which collectives, at which sizes, among how many ranks, against whom. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+COLLECTIVES = (
+    "all_reduce",
+    "reduce",
+    "broadcast",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "gather",
+    "scatter",
+    "barrier",
+)
+RIVALS = ("gloo", "raw")
+SIZES = (4, 1 << 10, 64 << 10, 1 << 20, 25 << 20, 100 << 20)
+
+# Up to so many bytes: (timed calls of each contender, of which so many in a row before the next one's turn).
+_CALLS = ((64 << 10, 400, 20), (1 << 20, 150, 10), (8 << 20, 48, 4), (32 << 20, 24, 2))
+_CALLS_BEYOND = (12, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One run. ``against`` are names from `RIVALS`; ``repeat`` overrides the number of timed calls for every size."""
+
+    collectives: tuple[str, ...] = ("all_reduce",)
+    sizes: tuple[int, ...] = SIZES
+    ranks: int = 2
+    against: tuple[str, ...] = ()
+    awaited: bool = False
+    training: bool = False
+    transport: str = "tcp"
+    repeat: int | None = None
+    training_steps: int = 30
+
+    @property
+    def cases(self) -> list[tuple[str, int]]:
+        """The (collective, bytes) to measure, in order; a barrier has no size."""
+        return [
+            (collective, nbytes)
+            for collective in self.collectives
+            for nbytes in ((0,) if collective == "barrier" else self.sizes)
+        ]
+
+    def calls(self, nbytes: int) -> tuple[int, int]:
+        """Return (timed calls of each contender, calls in a row) for a size."""
+        calls, block = next((calls for limit, *calls in _CALLS if nbytes <= limit), _CALLS_BEYOND)
+        if self.repeat is not None:
+            calls = self.repeat
+        return calls, min(block, calls)
+
+
+def rounds(calls: int, block: int) -> Iterable[int]:
+    """Yield how many calls each contender makes in each round."""
+    for start in range(0, calls, block):
+        yield min(block, calls - start)

@@ -1,0 +1,76 @@
+"""What one rank process of a benchmark does, from its start to its end."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import traceback
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from asyncdist.bench.plan import Plan
+
+_TELL_EVERY = 0.4  # seconds: who draws the progress takes a core from those who are measured
+
+
+def main(plan: Plan, rank: int, sockets: Sequence[socket.socket | None], folder: str, pipe: Connection) -> None:
+    """Measure what the plan says and send ("done", share), ("row", Row), ("training", …) and at the end ("end", None).
+
+    Rank 0 tells; the others only report what went wrong: ("failed", text).
+    """
+    _silence_stdout()
+    try:
+        _run(plan, rank, sockets, Path(folder), pipe)
+    except BaseException as error:
+        details = str(error) if type(error).__name__ == "BenchmarkError" else traceback.format_exc()
+        pipe.send(("failed", f"rank {rank}: {details}"))
+        raise SystemExit(1) from None
+    pipe.send(("end", None))
+
+
+def _silence_stdout() -> None:
+    """Keep what libraries print in their C++ parts out of our table."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.close(nowhere)
+
+
+def _run(plan: Plan, rank: int, sockets: Sequence[socket.socket | None], folder: Path, pipe: Connection) -> None:
+    import torch
+
+    from asyncdist.bench import raw
+    from asyncdist.bench.contenders import open_contenders
+    from asyncdist.bench.measure import measure
+    from asyncdist.bench.pace import Pace
+    from asyncdist.bench.result import Row
+    from asyncdist.bench.traffic import traffic
+
+    torch.set_num_threads(1)
+    pace = Pace(rank, sockets)
+    tell = _Progress(pipe, len(plan.cases)) if rank == 0 else None
+    with open_contenders(plan, rank, folder, raw.Sockets(rank, sockets)) as contenders:
+        for collective, nbytes in plan.cases:
+            case = traffic(collective, rank, plan.ranks, nbytes)
+            timings = measure(case, contenders, pace, plan, tell or (lambda share: None))
+            if tell is not None:
+                pipe.send(("row", Row(collective, case.nbytes if nbytes else 0, plan.ranks, timings)))
+                tell.next()
+        pace()
+
+
+class _Progress:
+    """Tells how much of all cases is done, not too often."""
+
+    def __init__(self, pipe: Connection, cases: int) -> None:
+        self._pipe, self._cases = pipe, cases
+        self._case, self._told = 0, 0.0
+
+    def __call__(self, share: float) -> None:
+        if time.monotonic() - self._told >= _TELL_EVERY:
+            self._told = time.monotonic()
+            self._pipe.send(("done", (self._case + share) / self._cases))
+
+    def next(self) -> None:
+        self._case += 1

@@ -1,0 +1,38 @@
+"""The command line. It starts fast: torch is imported by the commands that need it, when they do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from asyncdist import __version__
+from asyncdist.cli.bench import bench
+from asyncdist.cli.info import info
+from asyncdist.cli.store import store
+from asyncdist.errors import AsyncdistError, BenchmarkError
+
+
+class _Main(click.Group):
+    """Shows the sentence of our errors and exits with 2; with 1 after a failed benchmark."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except AsyncdistError as error:
+            failure = click.ClickException(str(error))
+            failure.exit_code = 1 if isinstance(error, BenchmarkError) else 2
+            raise failure from error
+
+
+@click.group(cls=_Main, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="asyncdist")
+def main() -> None:
+    """Collectives for PyTorch that you can await: the store, the benchmark, and what there is on this machine.
+
+    Settings come from ASYNCDIST_* variables; `asyncdist info` lists them all.
+    """
+
+
+for _command in (store, info, bench):
+    main.add_command(_command)

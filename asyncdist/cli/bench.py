@@ -1,0 +1,155 @@
+"""``asyncdist bench``: measure ours beside gloo and plain sockets."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from asyncdist.bench.plan import COLLECTIVES, RIVALS, SIZES, Plan
+from asyncdist.cli.sizes import Names, Sizes
+
+if TYPE_CHECKING:
+    from asyncdist.bench.result import Report, Row
+
+_FILE = click.Path(dir_okay=False, writable=True, path_type=Path, allow_dash=True)
+_FOLDER = click.Path(file_okay=False, path_type=Path)
+
+
+@click.command(short_help="Measure collectives, beside gloo and plain sockets in the same run.")
+@click.argument("collectives", nargs=-1, type=click.Choice(COLLECTIVES), metavar="[COLLECTIVE]...")
+@click.option("--ranks", default=2, show_default=True, type=click.IntRange(2, 64), help="Rank processes to start.")
+@click.option("--sizes", default=SIZES, type=Sizes(), help="Bytes of the tensor.  [default: 4,1K,64K,1M,25M,100M]")
+@click.option("--against", default=(), type=Names(RIVALS), help="Rivals in the same run: gloo, raw, or gloo,raw.")
+@click.option("--awaited", is_flag=True, help="Measure `await` on uvloop too, and what it costs more than blocking.")
+@click.option("--ddp", is_flag=True, help="Measure a training step of 6.3 M parameters too.")
+@click.option("--transport", default="tcp", show_default=True, help="Transport of ours.")
+@click.option("--repeat", type=click.IntRange(1), help="Timed calls of each contender.  [default: by size, 400 to 12]")
+@click.option("--json", "json_file", type=_FILE, help="Write all figures to this file; - is stdout.")
+@click.option("--plot", "plot_file", type=_FILE, help="Draw time against size into this file (png, svg, pdf).")
+@click.option("--output", type=_FOLDER, help="Write bench.md, bench.json and bench.png into this folder.")
+def bench(
+    collectives: tuple[str, ...],
+    ranks: int,
+    sizes: tuple[int, ...],
+    against: tuple[str, ...],
+    awaited: bool,
+    ddp: bool,
+    transport: str,
+    repeat: int | None,
+    json_file: Path | None,
+    plot_file: Path | None,
+    output: Path | None,
+) -> None:
+    """Measure collectives (all_reduce, unless named) between processes that it starts itself.
+
+    Contenders take turns in one run, so that noise hits all alike; each result is checked before it is timed.
+    COLLECTIVE is one of all_reduce, reduce, broadcast, all_gather, reduce_scatter, all_to_all, gather, scatter,
+    barrier.
+
+    \b
+    asyncdist bench --against gloo,raw --awaited
+    asyncdist bench broadcast all_gather --ranks 4 --sizes 64K,1M --json figures.json
+    """
+    from asyncdist.bench.processes import run
+    from asyncdist.cli.screen import configured
+
+    configured()
+    _check_before_measuring(plot_file, output)
+    plan = Plan(
+        collectives=tuple(dict.fromkeys(collectives)) or ("all_reduce",),
+        sizes=sizes,
+        ranks=ranks,
+        against=against,
+        awaited=awaited,
+        training=ddp,
+        transport=transport,
+        repeat=repeat,
+    )
+    with _Progress() as progress:
+        report = run(plan, progress.update)
+    _print(report)
+    _write(report, json_file, plot_file, output)
+
+
+def _check_before_measuring(plot_file: Path | None, output: Path | None) -> None:
+    """Fail now rather than after minutes of measuring."""
+    if plot_file is not None or output is not None:
+        from asyncdist.bench.plot import require
+
+        require()
+    if output is not None:
+        output.mkdir(parents=True, exist_ok=True)
+
+
+class _Progress:
+    """A bar on stderr while ranks measure; nothing where that is no terminal."""
+
+    def __init__(self) -> None:
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+        from asyncdist.cli.screen import screen
+
+        console = screen(stderr=True)
+        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f} %"))
+        # It draws only when it is told something: the cores belong to the ranks.
+        self._bar = Progress(
+            *columns,
+            TimeElapsedColumn(),
+            console=console,
+            auto_refresh=False,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bar.add_task("starting the ranks", total=1.0)
+
+    def __enter__(self) -> _Progress:
+        self._bar.start()
+        self._bar.refresh()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def update(self, done: float, row: Row | None) -> None:
+        """Draw what share is done and the newest figure."""
+        from asyncdist.bench.table import duration, size
+
+        said = "measuring"
+        if row is not None:
+            said = f"{row.collective} {size(row.nbytes)}: {duration(row.ours.median)}"
+        self._bar.update(self._task, completed=done, description=said)
+        self._bar.refresh()
+
+
+def _print(report: Report) -> None:
+    from asyncdist.bench.table import about, tables
+    from asyncdist.cli.screen import screen
+
+    console = screen()
+    console.print(about(report), style="dim", soft_wrap=True)
+    for table in tables(report):
+        console.print(table)
+
+
+def _write(report: Report, json_file: Path | None, plot_file: Path | None, output: Path | None) -> None:
+    figures = json.dumps(report.as_json(), indent=1, ensure_ascii=False) + "\n"
+    if json_file is not None:
+        with click.open_file(str(json_file), "w", encoding="utf-8") as file:
+            file.write(figures)
+    if plot_file is not None:
+        _plot(report, plot_file)
+    if output is not None:
+        from asyncdist.bench.table import markdown
+
+        (output / "bench.md").write_text(markdown(report), encoding="utf-8")
+        (output / "bench.json").write_text(figures, encoding="utf-8")
+        _plot(report, output / "bench.png")
+
+
+def _plot(report: Report, path: Path) -> None:
+    from asyncdist.bench.plot import draw
+
+    draw(report, path)

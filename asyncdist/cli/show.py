@@ -1,0 +1,109 @@
+"""What ``asyncdist info`` shows, one table a function."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from asyncdist import registry
+from asyncdist.bench.machine import machine
+from asyncdist.bench.table import size
+from asyncdist.collectives import choose
+from asyncdist.config import Config
+from asyncdist.config import settings as settings_of
+from asyncdist.errors import TransportUnavailableError, UsageError
+from asyncdist.interfaces import interface_addresses
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def versions(console: Console) -> None:
+    """Show the machine and the versions of what we stand on."""
+    table = _table("This machine")
+    table.show_header = False
+    table.add_column()
+    table.add_column()
+    for name, value in machine().items():
+        table.add_row(name, escape(value))
+    console.print(table)
+
+
+def transports(console: Console) -> None:
+    """Show every announced transport and whether it can be used here."""
+    table = _table("Transports (the preferred first)", "name", "usable here", "from")
+    rows = []
+    for name in registry.names():
+        try:
+            kind = registry.load(name)
+        except TransportUnavailableError as error:
+            rows.append((0, name, f"[red]no[/]: {escape(str(error))}", ""))
+            continue
+        reason = kind.probe()
+        usable = "[green]yes[/]" if reason is None else f"[yellow]no[/]: {escape(reason)}"
+        rows.append((kind.preference, name, usable, f"{kind.__module__}.{kind.__qualname__}"))
+    for _, *row in sorted(rows, key=lambda row: -row[0]):
+        table.add_row(*row)
+    console.print(table)
+
+
+def addresses(console: Console, config: Config) -> None:
+    """Show the addresses of this machine, and which of them the configured interface allows."""
+    table = _table("Addresses (choose with ASYNCDIST_SOCKET_IFNAME)", "interface", "address")
+    for name, address in interface_addresses():
+        table.add_row(escape(name), address)
+    console.print(table)
+
+
+def settings(console: Console, config: Config) -> None:
+    """Show every setting: variable, value, default, meaning."""
+    table = _table("Settings", "variable", "value", "default", "meaning")
+    for variable, meaning, value, default in settings_of(config):
+        mark = "bold" if value != default else ""
+        table.add_row(variable, f"[{mark}]{_text(value)}[/]" if mark else _text(value), _text(default), escape(meaning))
+    console.print(table)
+
+
+def _text(value: object) -> str:
+    if value is None or value == "":
+        return "—"
+    return escape({True: "1", False: "0"}[value] if isinstance(value, bool) else str(value))
+
+
+def choice(console: Console, config: Config, collective: str, ranks: int, sizes: Sequence[int]) -> None:
+    """Show the cost model's prediction for every schedule of a collective; UsageError for a bad ASYNCDIST_ALGORITHM."""
+    try:
+        forced = choose.parse_forced(config.algorithm)
+    except ValueError as error:
+        raise UsageError(f"ASYNCDIST_ALGORITHM={config.algorithm!r}: {error}") from error
+    model = choose.Model(segment_nbytes=config.segment_nbytes)
+    rows = choose.explain(collective, ranks, sizes, model=model, forced=forced)
+    names = [candidate.name for candidate in choose.candidates(collective)]
+    table = _table(f"{collective} among {ranks} ranks: predicted time", "size", "runs", *names)
+    for row in rows:
+        table.add_row(size(row.nbytes), f"[bold]{row.chosen}[/]", *(_predicted(row, name) for name in names))
+    for column in table.columns[2:]:
+        column.justify = "right"
+    console.print(table)
+    console.print(
+        f"seconds = {model.alpha:g} × rounds + {model.overhead:g} × messages + {model.beta:g} × bytes moved "
+        f"+ {model.gamma:g} × bytes reduced"
+    )
+    how = f"forced by ASYNCDIST_ALGORITHM={config.algorithm}" if collective in forced else "the cheapest runs"
+    console.print(f"{how}; to force one on every rank: ASYNCDIST_ALGORITHM={collective}={names[-1]}", markup=False)
+
+
+def _predicted(row: choose.Row, name: str) -> str:
+    microseconds = row.microseconds[name]
+    if microseconds is None:
+        return "[dim]cannot run[/]"
+    text = f"{microseconds:,.1f} µs"
+    return f"[bold]{text}[/]" if name == row.chosen else text

@@ -1,0 +1,36 @@
+"""``asyncdist store``: the store as a daemon."""
+
+from __future__ import annotations
+
+import click
+
+
+@click.command(short_help="Serve a rendezvous store that outlives every worker.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address or name to listen on; '' is everywhere.")
+@click.option("--port", default=29500, show_default=True, type=click.IntRange(0, 65535), help="0 picks a free port.")
+def store(host: str, port: int) -> None:
+    """Serve a rendezvous store until SIGTERM or Ctrl-C.
+
+    Ranks meet in it, and workers may come and go while it stays. One line says when clients can connect. Beyond
+    loopback it wants the job's token in ASYNCDIST_TOKEN; a secret does not belong on a command line.
+
+    \b
+    ASYNCDIST_TOKEN=… asyncdist store --host 10.0.0.5 --port 29500
+    ASYNCDIST_TOKEN=… python train.py        # init_process_group(store=TCPStore("10.0.0.5", 29500), …)
+
+    Exits with 0 when told to stop, and with 2 when it cannot listen there: the port is in use, the host does not
+    resolve, or it would be open to anyone.
+    """
+    import asyncio
+
+    from asyncdist.cli.screen import configured
+    from asyncdist.store import serve
+
+    config = configured()
+
+    def ready(at: str, chosen: int) -> None:
+        shown = f"[{at}]" if ":" in at else at or "*"
+        guard = "token wanted" if config.token else "no token wanted"
+        click.echo(f"asyncdist store is ready at tcp://{shown}:{chosen} ({guard})")
+
+    asyncio.run(serve(host, port, token=config.token, config=config, ready=ready))
