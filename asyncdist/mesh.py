@@ -262,6 +262,8 @@ class Mesh:
         for channel in list(self._channels.values()):
             if peer in channel.members and (peer not in self._leaving or _waits_for(channel, peer)):
                 self.fail(channel, error)
+        for transport in self._transports:
+            transport.forget(peer)
 
     def post(self, action: Callable[[], None]) -> None:
         self.progress.post(action)

@@ -242,9 +242,9 @@ class Progress:
     def _sleep(self, waits: list[Wait], until: float) -> list[int] | None:
         """Sleep until a descriptor is ready, somebody rings, or it is time; return the ready ones."""
         try:
+            bell = self._bell = self._bell or _Bell()  # before we look: who comes after us finds it to ring
             if self._inbox:  # put there between our turn and our falling asleep
                 return None
-            bell = self._bell = self._bell or _Bell()
             poll = select.poll()
             poll.register(bell.reader, READ)
             for descriptor, events in waits:

@@ -330,6 +330,10 @@ class Transport(ABC):
         """Return whether the peer can still send us something, be it only what it sent before it left."""
 
     @abstractmethod
+    def forget(self, peer: int) -> None:
+        """Close whatever goes to or comes from a peer that is lost to us, so that it learns so if it is alive."""
+
+    @abstractmethod
     def close(self) -> None:
         """Stop listening and close every link; nothing is left behind."""
 
@@ -353,6 +357,9 @@ class Host(Protocol):
 
     def control(self, peer: int, kind: int, key: bytes, body: bytes) -> None:
         """Take a message about the peer or a group rather than for one."""
+
+    def gone(self, peer: int) -> Exception | None:
+        """Return what a peer was lost with; no connection of its is to be taken any more. None if it is not lost."""
 
     def lost(self, peer: int, reason: str) -> None:
         """Fail every group with a peer whose connection ended without goodbye."""

@@ -17,7 +17,8 @@ Perform. Comput. Appl. 19 (2005).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
+from functools import lru_cache
 
 from asyncdist.collectives.cost import Cost
 from asyncdist.collectives.schedule import Blocks, Combine, Place, Recv, Reduce, Schedule, Send
@@ -132,16 +133,14 @@ def barrier_cost(size: int, nbytes: int = 0) -> Cost:
 # -- the core and the ranks beside it -------------------------------------------------------------
 
 
-def _pairs(rank: int, size: int) -> Iterator[tuple[int, int]]:
-    """Yield (distance, peer) for the distances 1, 2, 4, … of a rank of the core."""
+@lru_cache(maxsize=1024)
+def _pairs(rank: int, size: int) -> Sequence[tuple[int, int]]:
+    """Return (distance, peer) for the distances 1, 2, 4, … of a rank of the core."""
     core = floor_power_of_two(size)
     lent = size - core
     place = _place(rank, size)
-    distance = 1
-    while distance < core:
-        other = place ^ distance
-        yield distance, 2 * other + 1 if other < lent else other + lent
-        distance *= 2
+    others = [(1 << bit, place ^ 1 << bit) for bit in range(core.bit_length() - 1)]
+    return [(distance, 2 * other + 1 if other < lent else other + lent) for distance, other in others]
 
 
 def _place(rank: int, size: int) -> int:

@@ -265,8 +265,9 @@ class Executor:
             while not task.outstanding:
                 reply, task.reply = task.reply, None
                 step = task.generator.send(reply)
-                if task.transfers:
+                if task.scratch:
                     self._give_scratch(task)
+                if task.transfers:
                     task.transfers = []
                 task.outstanding = 1  # for ourselves: what ends while we still post must not put us into the queue
                 for action in step:

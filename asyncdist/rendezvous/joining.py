@@ -37,7 +37,7 @@ from asyncdist.store.client import AsyncStore
 from asyncdist.store.dialling import describe
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.2
-_FIRST_TRY, _LONGEST_TRY = 0.5, 8.0
+_FIRST_TRY, _LONGEST_TRY = 0.4, 8.0
 _PREDECESSOR_TRY = 1.0
 _REFUSAL_GRACE = 3.0
 _TAKE_BACK_TIMEOUT = 1.0
@@ -79,13 +79,15 @@ class World:
 class NotYet(Exception):
     """What was read leads nowhere, or there was nothing to read; another look may find more.
 
-    ``refusal`` is the error to end with if it stays so for some seconds.
+    ``refusal`` is the error to end with if it stays so for some seconds; ``slow`` says that nothing answered at all,
+    neither yes nor no, so that more patience may help.
     """
 
-    def __init__(self, seen: str, refusal: AsyncdistError | None = None) -> None:
+    def __init__(self, seen: str, refusal: AsyncdistError | None = None, *, slow: bool = False) -> None:
         super().__init__(seen)
         self.seen = seen
         self.refusal = refusal
+        self.slow = slow
 
 
 # -- rank 0 ---------------------------------------------------------------------------------------
@@ -140,6 +142,8 @@ async def _publish(world: World, place: Place, record: Record) -> None:
 async def _leader(world: World, old: Record) -> bytes | None:
     """Return who leads the world of an old record, or None if nobody does any more."""
     token = old.token if old.token is not None else world.config.token
+    if not await _answers(old.host, old.port):
+        return None
     try:
         client = await world.connect(old.host, old.port, token, _PREDECESSOR_TRY)
     except (StoreError, AuthenticationError, ProtocolError, AddressError):
@@ -154,6 +158,18 @@ async def _leader(world: World, old: Record) -> bytes | None:
         return None
     finally:
         await client.close()
+
+
+async def _answers(host: str, port: int) -> bool:
+    """Say whether anything listens there; unlike `World.connect`, take a refusal for an answer."""
+    try:
+        async with asyncio.timeout(_PREDECESSOR_TRY):
+            _, writer = await asyncio.open_connection(host, port)
+            writer.close()
+            await writer.wait_closed()
+    except OSError:
+        return False
+    return True
 
 
 # -- the others -----------------------------------------------------------------------------------
@@ -184,7 +200,7 @@ def by_address(world: World, host: str, port: int, token: str | None) -> Find:
             except BaseException:
                 await client.close()
                 raise
-        raise NotYet(_why(error))
+        raise NotYet(_why(error), slow=_is_slow(error))
 
     return find
 
@@ -203,7 +219,8 @@ def by_record(world: World, place: Place) -> Find:
             raise NotYet(f"the store at {record.host}:{record.port} refused our token", refusal) from None
         except (StoreError, ProtocolError, AddressError) as failed:
             raise NotYet(
-                f"the address left there, {record.host}:{record.port}, leads nowhere: {_why(failed)}"
+                f"the address left there, {record.host}:{record.port}, leads nowhere: {_why(failed)}",
+                slow=_is_slow(failed),
             ) from None
 
     return find
@@ -224,13 +241,18 @@ def _why(error: Exception | None) -> str:
     return describe(error.__cause__ or error) if error is not None else "it has no address"
 
 
+def _is_slow(error: Exception | None) -> bool:
+    return error is not None and isinstance(error.__cause__, TimeoutError)
+
+
 async def follow(stack: AsyncExitStack, world: World, find: Find, where: str) -> Meeting:
     """Come into the world that rank 0 leads, looking again until there is one.
 
     Raises RendezvousTimeoutError, AuthenticationError, and RendezvousError where the rank is taken or rank 0 was
     told another world size. What is opened is left to the meeting, or on failure to ``stack``.
     """
-    pause, patience, refused_until = _FIRST_PAUSE, _FIRST_TRY, None
+    pause, patience, refused_until = _FIRST_PAUSE, _FIRST_TRY, Deadline.never()
+    refusal: AsyncdistError | None = None
     while True:
         try:
             client, record, token = await find(patience)
@@ -243,18 +265,25 @@ async def follow(stack: AsyncExitStack, world: World, find: Find, where: str) ->
             stack.push_async_callback(client.close)
             meeting.own(stack)
             return meeting
-        except NotYet as not_yet:
-            seen, refusal = not_yet.seen, not_yet.refusal
+        except NotYet as failed:
+            not_yet = failed
         except StoreError as error:  # it went away under our hands
-            seen, refusal = _why(error), None
-        refused_until = (refused_until or Deadline.after(_REFUSAL_GRACE)) if refusal else None
+            not_yet = NotYet(_why(error))
         left = world.limit.deadline.remaining()
-        if refusal and refused_until and (refused_until.expired() or left <= 0):
+        if not_yet.refusal is None and left > 0:  # a try that the deadline cut short tells nothing new
+            refusal, refused_until = None, Deadline.never()
+        elif not_yet.refusal is not None:
+            refused_until = Deadline.after(_REFUSAL_GRACE) if refusal is None else refused_until
+            refusal = not_yet.refusal
+        if refusal is not None and (refused_until.expired() or left <= 0):
             raise refusal
         if left <= 0:
+            seen = not_yet.seen
             raise RendezvousTimeoutError((world.rank,), (0,), world.limit.timeout, where, world.world_size, seen)
         await asyncio.sleep(min(pause, left))
-        pause, patience = min(2 * pause, _LONGEST_PAUSE), min(2 * patience, _LONGEST_TRY)
+        pause = min(2 * pause, _LONGEST_PAUSE)
+        if not_yet.slow:
+            patience = min(2 * patience, _LONGEST_TRY)
 
 
 async def _claim(world: World, record: Record, client: AsyncStore, meeting: Meeting) -> None:

@@ -199,12 +199,14 @@ class Meeting:
             await asyncio.gather(goodbyes, return_exceptions=True)
 
     async def _break_promise(self) -> None:
-        """If we leave an exchange before it is complete, let those who still wait hear it instead of our address."""
+        """If we leave an exchange before it is complete, let those who wait, or come later, hear that instead."""
         if self._settled:
             return
         reason = f"rank {self.rank} gave up before the world was complete; look at its own log first"
         verdict = _VERDICT + json.dumps({"reason": reason}).encode()
-        await self._client.set(self.keys("payload", max(0, self._exchanges - 1), self.rank), verdict)
+        keys = [self.keys("payload", max(0, self._exchanges - 1), rank) for rank in range(self.world_size)]
+        await self._client.set(keys[self.rank], verdict)
+        await asyncio.gather(*(self._client.compare_set(key, b"", verdict) for key in keys))
 
 
 def _verdict(value: bytes, where: str) -> RendezvousError:

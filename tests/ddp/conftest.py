@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from asyncdist.testing.cluster import run_ranks
+
 
 class Counting:
     """A group that notes what is issued on it."""
@@ -66,6 +68,12 @@ def assert_equal(ours, expected):
 
 def loss_of(module, inputs, targets):
     return nn.functional.mse_loss(module(inputs), targets)
+
+
+@pytest.fixture
+def together():
+    """``together(size, program)`` runs ``program(group)`` in a thread of each rank; returns the results by rank."""
+    return run_ranks
 
 
 @pytest.fixture(scope="session")

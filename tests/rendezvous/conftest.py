@@ -43,7 +43,9 @@ async def nothing_left(meet_as):
 
 
 def _belongings():
-    return _tasks() | {thread for thread in threading.enumerate() if not thread.name.startswith("asyncio_")} | _sockets()
+    return (
+        _tasks() | {thread for thread in threading.enumerate() if not thread.name.startswith("asyncio_")} | _sockets()
+    )
 
 
 def _tasks():

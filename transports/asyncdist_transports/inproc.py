@@ -60,6 +60,9 @@ class InprocTransport(Transport):
     def hears(self, peer: int) -> bool:
         return peer in self._heard
 
+    def forget(self, peer: int) -> None:
+        pass  # nothing comes between ranks of one process: who is lost has closed
+
     def close(self) -> None:
         _mailboxes.pop(self._number, None)
         for link in list(self._links.values()):

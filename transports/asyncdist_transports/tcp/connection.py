@@ -181,6 +181,8 @@ class Inbound:
         rank, _lane = HELLO.unpack(self._hello)
         if not 0 <= rank < self._host.world_size or rank == self._host.rank:
             raise ProtocolError(f"a connection that claims to come from rank {rank}")
+        if self._host.gone(rank) is not None:
+            raise Ended(f"it comes from rank {rank}, which was lost before")
         self.peer = rank
         self._reader = Reader(self._sock, rank, self._host, self._host.inbox(rank))
         self._reader.read()

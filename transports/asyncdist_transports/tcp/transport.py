@@ -67,6 +67,10 @@ class TcpTransport(Transport):
         """Return whether the peer has a connection to us, by whose end we would learn that it died."""
         return any(c.peer == peer for c in self._connections.values() if isinstance(c, Inbound))
 
+    def forget(self, peer: int) -> None:
+        for connection in [c for c in self._connections.values() if c.peer == peer]:
+            self.drop(connection, say_goodbye=False)
+
     def close(self) -> None:
         if self._listener is not None:
             self.host.retire(self._listener)
