@@ -31,55 +31,14 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from time import monotonic
-from typing import Protocol
 
 from asyncdist.errors import LoopThreadError
+from asyncdist.machine import READ, WRITE, Finishable, Machine, Wait
 from asyncdist.runtime import runtime
-
-READ, WRITE = select.POLLIN, select.POLLOUT
-Wait = tuple[int, int]
 
 _yield_core: Callable[[], None] = getattr(os, "sched_yield", lambda: None)
 
 _SLICE = 1e-3  # seconds for which the loop driver goes on before it lets the loop's other callbacks run
-
-
-class Finishable(Protocol):
-    """What a driver drives for: a Work."""
-
-    def is_completed(self) -> bool: ...
-
-    def add_done_callback(self, callback: Callable[..., object], /) -> None: ...
-
-
-class Machine(Protocol):
-    """Everything that is pending for one rank; its methods are called under the lock of its `Progress`.
-
-    ``finished`` is what `take_finished` would return.
-    """
-
-    finished: list[Callable[[], None]]
-
-    def advance(self, ready: Iterable[int] | None) -> bool:
-        """Move what can be moved, of the given descriptors or of all that want to; return whether anything moved."""
-
-    def waits(self) -> list[Wait]:
-        """Return the descriptors and events to wait for."""
-
-    def busy(self) -> bool:
-        """Return whether anything is pending that needs a driver."""
-
-    def next_deadline(self) -> float:
-        """Return the monotonic time at which `expire` has something to do; infinity for never."""
-
-    def expire(self, now: float) -> None:
-        """Fail what has run out of time."""
-
-    def interrupted(self, cause: BaseException) -> None:
-        """Fail everything: ``cause`` struck in the middle of a move, and nobody knows what was moved."""
-
-    def take_finished(self) -> list[Callable[[], None]]:
-        """Return and forget what is to be called, without the lock, for operations that have ended."""
 
 
 class _Bell:
@@ -101,7 +60,7 @@ class _Bell:
         with contextlib.suppress(BlockingIOError):
             os.read(self.reader, 64)
 
-    def close(self) -> None:
+    def __del__(self) -> None:  # not sooner: another thread may be about to ring
         for descriptor in {self.reader, self.writer}:
             os.close(descriptor)
 
@@ -114,9 +73,7 @@ class Progress:
     a sleeper costs more than a short message takes.
     """
 
-    def __init__(
-        self, machine: Machine, home: asyncio.AbstractEventLoop | None = None, *, spin: float = 0.0
-    ) -> None:
+    def __init__(self, machine: Machine, home: asyncio.AbstractEventLoop | None = None, *, spin: float = 0.0) -> None:
         self._machine = machine
         self._spin = spin
         self._home = home
@@ -279,8 +236,9 @@ class Progress:
             self.arm()
 
     def _ring(self) -> None:
-        if self._bell is not None:
-            self._bell.ring()
+        bell = self._bell
+        if bell is not None:
+            bell.ring()
 
     # -- the loop driver -----------------------------------------------------------------------
 
@@ -387,9 +345,7 @@ class Progress:
             loop.call_soon_threadsafe(leave)
             done.wait()
         self._closed = True
-        if self._bell is not None:
-            bell, self._bell = self._bell, None
-            bell.close()
+        self._bell = None
 
     def _leave_loop(self) -> None:
         if self._timer is not None:
