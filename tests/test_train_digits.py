@@ -1,0 +1,54 @@
+"""The main job as a user starts it: from another folder, with and without a launcher."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).parents[1] / "examples" / "train_digits.py"
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone"]
+pytestmark = pytest.mark.processes
+
+
+def run(arguments, folder):
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+
+
+def figures(stdout):
+    accuracy = float(re.search(r"test accuracy (\d\.\d+)", stdout)[1])
+    difference = float(re.search(r"single process: (\S+)", stdout)[1])
+    return accuracy, difference
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_it_learns_and_ends_with_the_weights_of_a_single_process(tmp_path, ranks):
+    launcher = [*TORCHRUN, f"--nproc-per-node={ranks}"] if ranks > 1 else []
+    result = run([*launcher, str(PROGRAM)], tmp_path)
+    assert result.returncode == 0, result.stderr
+    accuracy, difference = figures(result.stdout)
+    assert accuracy >= 0.97
+    assert difference <= 1e-5
+    assert len(re.findall(r"(?m)^epoch +\d+/15 +loss \d", result.stdout)) == 15  # once, by rank 0; no terminal here
+    picture = tmp_path / "out" / "train_digits.png"
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_too_little_training_fails_the_job(tmp_path):
+    result = run([str(PROGRAM), "--epochs", "1", "--out", "elsewhere/picture.png"], tmp_path)
+    assert result.returncode == 1
+    assert "the accuracy is below 0.97" in result.stderr
+    assert (tmp_path / "elsewhere" / "picture.png").exists()
