@@ -16,7 +16,7 @@ from asyncdist.buffers import Scratch
 from asyncdist.collectives import exchanges, plans, reductions
 from asyncdist.collectives.arguments import check_length
 from asyncdist.collectives.choose import Model, parse_forced
-from asyncdist.collectives.executor import Channel, Operation, Plan
+from asyncdist.collectives.operation import Channel, Operation, Plan
 from asyncdist.deadline import Timeout, seconds
 from asyncdist.errors import GroupAbortedError, NotInitializedError, UsageError
 from asyncdist.framing import channel_of
@@ -49,9 +49,7 @@ class Group:
         self._rank = self.ranks.index(mesh.rank)
         number = channel_of(mesh.world_id, name, *self.ranks, nonce)
         self._channel = Channel(number, name, self.ranks, mesh.rank)
-        self._messages = Channel(
-            channel_of(number, "point to point"), name, self.ranks, mesh.rank, point_to_point=True
-        )
+        self._messages = Channel(channel_of(number, "point to point"), name, self.ranks, mesh.rank, point_to_point=True)
         self._sequence = itertools.count(1)
         forced = parse_forced(mesh.config.algorithm)
         model = Model(segment_nbytes=mesh.config.segment_nbytes)

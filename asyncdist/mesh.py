@@ -18,7 +18,8 @@ from typing import Any
 import msgpack
 
 from asyncdist.buffers import Scratch
-from asyncdist.collectives.executor import Channel, Executor, Operation
+from asyncdist.collectives.executor import Executor
+from asyncdist.collectives.operation import Channel, Operation
 from asyncdist.config import Config
 from asyncdist.errors import (
     GroupAbortedError,
@@ -29,9 +30,10 @@ from asyncdist.errors import (
     TransportUnavailableError,
 )
 from asyncdist.framing import ABORT, GOODBYE, Fingerprint, pack_key
+from asyncdist.machine import Wait
 from asyncdist.mismatch import describe
 from asyncdist.observe.recorder import Recorder
-from asyncdist.progress import Progress, Wait
+from asyncdist.progress import Progress
 from asyncdist.transport import Discard, Inbox, Link, Outgoing, Receive, Transport
 from asyncdist.work import Work
 

@@ -14,7 +14,7 @@ import torch
 from asyncdist.buffers import DTYPE_NUMBERS, Blocks, Memory, Target, to_read
 from asyncdist.collectives import pairwise, ring, tree
 from asyncdist.collectives.arguments import check_length
-from asyncdist.collectives.executor import Plan, RecvAny
+from asyncdist.collectives.operation import Plan, RecvAny
 from asyncdist.collectives.plans import Member
 from asyncdist.collectives.schedule import Recv, Schedule, Send
 from asyncdist.errors import UsageError

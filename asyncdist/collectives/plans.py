@@ -17,7 +17,7 @@ import torch
 from asyncdist.buffers import DTYPE_NUMBERS, NOTHING, Blocks, Memory, Scratch, Target, to_read
 from asyncdist.collectives import arguments, doubling, pairwise, ring, tree
 from asyncdist.collectives.choose import Model, choose
-from asyncdist.collectives.executor import Plan
+from asyncdist.collectives.operation import Plan
 from asyncdist.collectives.schedule import Recv, Schedule, Send
 from asyncdist.config import Config
 from asyncdist.errors import UsageError

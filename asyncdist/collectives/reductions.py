@@ -13,7 +13,7 @@ import torch
 
 from asyncdist.buffers import Blocks, Memory, Target, to_read
 from asyncdist.collectives import arguments, doubling, pairwise, ring, tree
-from asyncdist.collectives.executor import Plan
+from asyncdist.collectives.operation import Plan
 from asyncdist.collectives.plans import WINDOW, Member, fingerprint, segments, striped_blocks, stripes
 from asyncdist.collectives.schedule import Schedule
 from asyncdist.errors import UsageError

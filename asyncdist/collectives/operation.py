@@ -1,0 +1,186 @@
+"""What is being done: plans, the operations they become when issued, their tasks, and the receives of these.
+
+A *plan* is what a group wants done: one or several schedules (parts) and the arithmetic between them. An *operation* is
+a plan that was issued on a channel, a *task* one of its generators.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from time import monotonic
+from typing import Any, NamedTuple
+
+from asyncdist.buffers import Memory
+from asyncdist.collectives.schedule import Schedule
+from asyncdist.errors import GroupError, ranks
+from asyncdist.framing import pack_key
+from asyncdist.observe.recorder import Entry
+from asyncdist.reduce import Fold
+from asyncdist.transport import Outgoing, Receive
+from asyncdist.work import Work
+
+
+class RecvAny(NamedTuple):
+    """Receive into ``place`` from whichever member sends first; the generator is sent that member's world rank."""
+
+    place: Memory
+
+
+@dataclass(slots=True)
+class Plan:
+    """What is to be done: the schedules of the parts, and what to do around them.
+
+    ``fold`` does the arithmetic of Reduce and Combine. At most ``window`` parts go on at once. ``finish`` is called when
+    all are over and gives the operation's value.
+    """
+
+    parts: Iterator[Schedule] | Sequence[Schedule]
+    fingerprint: int = 0
+    fold: Fold | None = None
+    finish: Callable[[], Any] | None = None
+    window: int = 4
+    nbytes: int = 0
+
+
+class Channel:
+    """What the executor knows of a group: its members by group rank, and whether it has failed."""
+
+    def __init__(
+        self, number: int, name: str, members: Sequence[int], world_rank: int, *, point_to_point: bool = False
+    ) -> None:
+        self.point_to_point = point_to_point
+        self.number = number
+        self.prefix = pack_key(number, 0, 0)[:8]
+        self.name = name
+        self.members = tuple(members)
+        self.world_rank = world_rank
+        self.error: GroupError | None = None
+        self.operations: dict[bytes, Operation] = {}
+
+
+_tickets = itertools.count()
+
+
+class Operation:
+    """A plan that was issued on a channel, and how far it has come.
+
+    ``key`` are the first 12 bytes of its messages' keys and its name in tables. A point-to-point operation has no number
+    of its own, its sequence is a tag that many share: a ticket behind the key makes its name unique.
+    """
+
+    __slots__ = (
+        "channel", "deadline", "entry", "issued", "key", "name", "over", "parts", "plan", "sequence", "tasks", "timeout", "work",
+    )  # fmt: skip
+
+    def __init__(
+        self, channel: Channel, name: str, sequence: int, plan: Plan, work: Work, timeout: float, entry: Entry
+    ) -> None:
+        self.channel = channel
+        self.name = name
+        self.sequence = sequence
+        self.plan = plan
+        self.work = work
+        self.timeout = timeout
+        self.over = False
+        self.issued = now = monotonic()
+        self.deadline = now + timeout
+        self.entry = entry
+        self.parts = enumerate(plan.parts)
+        self.tasks: list[Task] = []
+        self.key = channel.prefix + sequence.to_bytes(4, "little")
+        if channel.point_to_point:
+            self.key += next(_tickets).to_bytes(8, "little")
+
+    def failure(self, error: GroupError) -> GroupError:
+        """Return a channel's failure as this operation met it."""
+        channel = self.channel
+        return error.during(
+            group=channel.name,
+            rank=channel.world_rank,
+            op=self.name,
+            seq=self.sequence,
+            elapsed=monotonic() - self.issued,
+        )
+
+
+class Task:
+    """One generator of an operation, and what its present step still waits for."""
+
+    __slots__ = ("_runnable", "generator", "key", "operation", "outstanding", "reply", "scratch", "transfers")
+
+    def __init__(self, operation: Operation, part: int, generator: Schedule, runnable: deque[Task]) -> None:
+        self.operation = operation
+        self.generator = generator
+        self.key = operation.key[:12] + part.to_bytes(4, "little")
+        self.outstanding = 0
+        self.transfers: list[Outgoing | Receive] = []
+        self.scratch: list[Memory] = []
+        self.reply: Any = None
+        self._runnable = runnable
+
+    def transferred(self) -> None:
+        self.outstanding -= 1
+        if not self.outstanding:
+            self._runnable.append(self)
+
+
+class FoldingReceive(Receive):
+    """A receive that folds what comes into an accumulator, a piece at a time while it is still in the cache."""
+
+    __slots__ = ("_at", "_fold", "_piece", "_scratch", "_target")
+
+    def __init__(
+        self, peer: int, key: bytes, fingerprint: int, owner: Task, target: Memory, scratch: Memory, fold: Fold
+    ) -> None:
+        count = min(scratch.count, target.count)
+        super().__init__(peer, key, fingerprint, scratch.view[: count * scratch.itemsize], owner)
+        self.nbytes = target.count * scratch.itemsize
+        self._target, self._scratch, self._fold = target, scratch, fold
+        self._at, self._piece = 0, count
+
+    def filled(self) -> memoryview | None:
+        at, count = self._at, self._piece
+        target, scratch = self._target.tensor, self._scratch.tensor
+        if count == target.numel():
+            self._fold(target, scratch[:count] if scratch.numel() != count else scratch, False)
+            return None
+        self._fold(target[at : at + count], scratch[:count], False)
+        self._at = at = at + count
+        self._piece = count = min(self._scratch.count, target.numel() - at)
+        return self._scratch.view[: count * self._scratch.itemsize] if count else None
+
+
+class AnyReceive(Receive):
+    """A receive from whichever rank comes first; when it is over, the generator learns which."""
+
+    __slots__ = ()
+
+    def __init__(self, task: Task, fingerprint: int, room: memoryview) -> None:
+        super().__init__(-1, task.key, fingerprint, room, task)
+
+    def finish(self) -> None:
+        assert isinstance(self.owner, Task)
+        self.owner.reply = self.peer
+        super().finish()
+
+
+def waiting_for(operation: Operation) -> tuple[str, list[int]]:
+    """Say in words, and as world ranks, whom an operation waits for."""
+    pending = [transfer for task in operation.tasks for transfer in task.transfers if not transfer.done]
+    sources = sorted({t.peer for t in pending if isinstance(t, Receive)})
+    takers = sorted({t.peer for t in pending if isinstance(t, Outgoing)})
+    words = []
+    if sources == [-1]:
+        return "waiting for any rank to send", []
+    if sources:
+        words.append(f"waiting for data from {_name(sources)}")
+    if takers:
+        words.append(f"waiting for {_name(takers)} to take data")
+    return " and ".join(words) or "with nothing left to wait for", sorted(set(sources + takers))
+
+
+def _name(numbers: list[int]) -> str:
+    return f"rank{'s' if len(numbers) > 1 else ''} {ranks(numbers)}"

@@ -1,0 +1,48 @@
+"""What `progress.Progress` drives: the contract between it and the executor of one rank."""
+
+from __future__ import annotations
+
+import select
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+READ, WRITE = select.POLLIN, select.POLLOUT
+Wait = tuple[int, int]
+
+
+class Finishable(Protocol):
+    """What a driver drives for: a Work."""
+
+    def is_completed(self) -> bool: ...
+
+    def add_done_callback(self, callback: Callable[..., object], /) -> None: ...
+
+
+class Machine(Protocol):
+    """Everything that is pending for one rank; its methods are called under the lock of its `Progress`.
+
+    ``finished`` is what `take_finished` would return.
+    """
+
+    finished: list[Callable[[], None]]
+
+    def advance(self, ready: Iterable[int] | None) -> bool:
+        """Move what can be moved, of the given descriptors or of all that want to; return whether anything moved."""
+
+    def waits(self) -> list[Wait]:
+        """Return the descriptors and events to wait for."""
+
+    def busy(self) -> bool:
+        """Return whether anything is pending that needs a driver."""
+
+    def next_deadline(self) -> float:
+        """Return the monotonic time at which `expire` has something to do; infinity for never."""
+
+    def expire(self, now: float) -> None:
+        """Fail what has run out of time."""
+
+    def interrupted(self, cause: BaseException) -> None:
+        """Fail everything: ``cause`` struck in the middle of a move, and nobody knows what was moved."""
+
+    def take_finished(self) -> list[Callable[[], None]]:
+        """Return and forget what is to be called, without the lock, for operations that have ended."""
