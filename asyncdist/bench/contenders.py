@@ -156,8 +156,9 @@ def _new_loop() -> asyncio.AbstractEventLoop:
 def _open_gloo(plan: Plan, rank: int, folder: Path) -> Callable[[], None]:
     """Open torch.distributed and return what closes it."""
     from torch import distributed
+    from torch.distributed.distributed_c10d import FileStore
 
-    store = distributed.FileStore(str(folder / "gloo"), plan.ranks)
+    store = FileStore(str(folder / "gloo"), plan.ranks)
     distributed.init_process_group(
         "gloo", store=store, rank=rank, world_size=plan.ranks, timeout=timedelta(seconds=TIMEOUT)
     )

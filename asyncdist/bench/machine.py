@@ -9,11 +9,12 @@ from pathlib import Path
 
 
 def machine() -> dict[str, str]:
-    """Return the processor, cores, system and versions, as short texts."""
+    """Return the processor, cores, system, load of the last minute and versions, as short texts."""
     return {
         "processor": processor(),
         "cores": str(os.cpu_count() or "?"),
         "system": f"{platform.system()} {platform.release()}",
+        "load": f"{os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else "?",
         "python": platform.python_version(),
         **{name: installed(name) for name in ("torch", "uvloop", "asyncdist")},
     }

@@ -47,6 +47,11 @@ class Plan:
             for nbytes in ((0,) if collective == "barrier" else self.sizes)
         ]
 
+    @property
+    def parts(self) -> int:
+        """The number of cases, training included."""
+        return len(self.cases) + self.training
+
     def calls(self, nbytes: int) -> tuple[int, int]:
         """Return (timed calls of each contender, calls in a row) for a size."""
         calls, block = next((calls for limit, *calls in _CALLS if nbytes <= limit), _CALLS_BEYOND)

@@ -69,6 +69,6 @@ def _panel(panel: Any, name: str, rows: Sequence[Row]) -> None:
     panel.set_ylabel("median time of a call (band: to p99)", color=_INK, fontsize=9)
     panel.grid(color=_GRID, lw=0.8)
     panel.set_axisbelow(True)
-    panel.tick_params(colors=_INK, labelsize=8.5, length=0)
+    panel.tick_params(colors=_INK, labelsize=8.5, length=0, which="both")
     panel.spines[["top", "right", "left", "bottom"]].set_visible(False)
     panel.legend(frameon=False, fontsize=9, reverse=True)

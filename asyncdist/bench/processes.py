@@ -35,7 +35,7 @@ def run(plan: Plan, progress: Callable[[float, Row | None], None] = lambda done,
                 progress(value, None)
             elif kind == "row":
                 report.rows.append(value)
-                progress(len(report.rows) / len(plan.cases), value)
+                progress(len(report.rows) / plan.parts, value)
             elif kind == "training":
                 report.parameters, report.training = value
     return report
@@ -51,11 +51,10 @@ def _started(plan: Plan, folder: str) -> Iterator[tuple[list[BaseProcess], list[
         for rank in range(plan.ranks):
             ours, theirs = spawn.Pipe(duplex=False)
             pipes.append(ours)
-            process = spawn.Process(
-                target=rank_process.main, args=(plan, rank, sockets[rank], folder, theirs), daemon=True
+            ranks.append(
+                spawn.Process(target=rank_process.main, args=(plan, rank, sockets[rank], folder, theirs), daemon=True)
             )
-            process.start()
-            ranks.append(process)
+            ranks[rank].start()
             theirs.close()
         _close(sockets)
         yield ranks, pipes

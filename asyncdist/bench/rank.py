@@ -49,7 +49,7 @@ def _run(plan: Plan, rank: int, sockets: Sequence[socket.socket | None], folder:
 
     torch.set_num_threads(1)
     pace = Pace(rank, sockets)
-    tell = _Progress(pipe, len(plan.cases)) if rank == 0 else None
+    tell = _Progress(pipe, plan.parts) if rank == 0 else None
     with open_contenders(plan, rank, folder, raw.Sockets(rank, sockets)) as contenders:
         for collective, nbytes in plan.cases:
             case = traffic(collective, rank, plan.ranks, nbytes)
@@ -57,20 +57,26 @@ def _run(plan: Plan, rank: int, sockets: Sequence[socket.socket | None], folder:
             if tell is not None:
                 pipe.send(("row", Row(collective, case.nbytes if nbytes else 0, plan.ranks, timings)))
                 tell.next()
-        pace()
+        if plan.training:
+            from asyncdist.bench.training import train
+
+            trained = train(plan, rank, pace, tell or (lambda share: None))
+            if tell is not None:
+                pipe.send(("training", trained))
+        pace()  # nobody leaves while another one still measures
 
 
 class _Progress:
-    """Tells how much of all cases is done, not too often."""
+    """Tells how much of the run is done, not too often."""
 
-    def __init__(self, pipe: Connection, cases: int) -> None:
-        self._pipe, self._cases = pipe, cases
-        self._case, self._told = 0, 0.0
+    def __init__(self, pipe: Connection, parts: int) -> None:
+        self._pipe, self._parts = pipe, parts
+        self._part, self._told = 0, 0.0
 
     def __call__(self, share: float) -> None:
         if time.monotonic() - self._told >= _TELL_EVERY:
             self._told = time.monotonic()
-            self._pipe.send(("done", (self._case + share) / self._cases))
+            self._pipe.send(("done", (self._part + share) / self._parts))
 
     def next(self) -> None:
-        self._case += 1
+        self._part += 1

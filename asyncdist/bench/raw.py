@@ -9,6 +9,7 @@ from __future__ import annotations
 import select
 import socket
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -77,7 +78,8 @@ def prepare(sockets: Sockets, case: Traffic) -> Call:
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.numpy()).cast("B")
+    memory: Any = tensor.numpy()
+    return memoryview(memory).cast("B")
 
 
 def _parts(tensor: torch.Tensor, ranks: int) -> list[torch.Tensor]:

@@ -30,8 +30,8 @@ def duration(seconds: float) -> str:
 
 
 def bandwidth(nbytes_per_second: float) -> str:
-    """Write a bandwidth in GB/s (10^9), or MB/s below a hundredth."""
-    if nbytes_per_second >= 1e7:
+    """Write a bandwidth in GB/s (10^9), or MB/s below a tenth."""
+    if nbytes_per_second >= 1e8:
         return f"{_three(nbytes_per_second / 1e9)} GB/s"
     return f"{_three(nbytes_per_second / 1e6)} MB/s"
 
@@ -87,7 +87,8 @@ def about(report: Report) -> str:
     """Return one line on the machine and what ran on it."""
     machine = report.machine
     return (
-        f"{machine['processor']}, {machine['cores']} cores, {machine['system']}; Python {machine['python']}, "
+        f"{machine['processor']}, {machine['cores']} cores, {machine['system']}, "
+        f"load {machine['load']} before the run; Python {machine['python']}, "
         f"torch {machine['torch']}, asyncdist {machine['asyncdist']}; {report.plan.ranks} ranks, one thread each, "
         f"transport {report.plan.transport}, float32"
     )

@@ -13,6 +13,12 @@ from asyncdist.cli.store import store
 from asyncdist.errors import AsyncdistError, BenchmarkError
 
 
+class _Failure(click.ClickException):
+    def __init__(self, error: AsyncdistError) -> None:
+        super().__init__(str(error))
+        self.exit_code = 1 if isinstance(error, BenchmarkError) else 2  # type: ignore[misc]
+
+
 class _Main(click.Group):
     """Shows the sentence of our errors and exits with 2; with 1 after a failed benchmark."""
 
@@ -20,9 +26,7 @@ class _Main(click.Group):
         try:
             return super().invoke(ctx)
         except AsyncdistError as error:
-            failure = click.ClickException(str(error))
-            failure.exit_code = 1 if isinstance(error, BenchmarkError) else 2
-            raise failure from error
+            raise _Failure(error) from error
 
 
 @click.group(cls=_Main, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})

@@ -9,7 +9,7 @@ import click
 from asyncdist.config import whole_number
 
 
-class Sizes(click.ParamType):
+class Sizes(click.ParamType["tuple[int, ...]"]):
     """Bytes with commas between them; K, M and G are powers of 1024."""
 
     name = "SIZE,…"
@@ -23,7 +23,7 @@ class Sizes(click.ParamType):
             self.fail(f"{value!r} is no list of sizes such as 4,64K,25M", param, ctx)
 
 
-class Names(click.ParamType):
+class Names(click.ParamType["tuple[str, ...]"]):
     """Some of the given names, with commas between them."""
 
     name = "NAME,…"

@@ -72,7 +72,8 @@ class Operation:
     """
 
     __slots__ = (
-        "channel", "deadline", "entry", "issued", "key", "name", "over", "parts", "plan", "sequence", "tasks", "timeout", "work",
+        "channel", "deadline", "entry", "issued", "key", "name", "over", "parts", "plan", "sequence", "tasks", "timeout",
+        "work",
     )  # fmt: skip
 
     def __init__(

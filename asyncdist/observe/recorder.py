@@ -22,7 +22,7 @@ log = logging.getLogger("asyncdist")
 class Entry:
     """One operation: who, what, and when on `time.perf_counter` (0.0: not yet)."""
 
-    __slots__ = ("error", "finished", "fingerprint", "group", "issued", "nbytes", "op", "seq")
+    __slots__ = ("error", "fingerprint", "finished", "group", "issued", "nbytes", "op", "seq")
 
     def __init__(self, group: str, op: str, seq: int, fingerprint: int, nbytes: int) -> None:
         self.group = group
