@@ -26,7 +26,7 @@ types: $(READY)
 	$(BIN)/mypy
 
 bench: $(READY)  ## measure against gloo and raw sockets, side by side
-	$(BIN)/asyncdist bench --against gloo --output docs/bench
+	$(BIN)/asyncdist bench --against gloo,raw --awaited --ddp --output docs/bench
 
 build: $(READY)
 	$(BIN)/python -m build

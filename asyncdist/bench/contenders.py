@@ -156,10 +156,12 @@ def _new_loop() -> asyncio.AbstractEventLoop:
 def _open_gloo(plan: Plan, rank: int, folder: Path) -> Callable[[], None]:
     """Open torch.distributed and return what closes it."""
     from torch import distributed
-    from torch.distributed.distributed_c10d import FileStore
 
-    store = FileStore(str(folder / "gloo"), plan.ranks)
     distributed.init_process_group(
-        "gloo", store=store, rank=rank, world_size=plan.ranks, timeout=timedelta(seconds=TIMEOUT)
+        "gloo",
+        init_method=(folder / "gloo").as_uri(),
+        rank=rank,
+        world_size=plan.ranks,
+        timeout=timedelta(seconds=TIMEOUT),
     )
     return distributed.destroy_process_group

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from asyncdist.bench.plan import COLLECTIVES, RIVALS, SIZES, Plan
-from asyncdist.cli.sizes import Names, Sizes
+from asyncdist.bench.plan import COLLECTIVES, RIVALS, Plan
+from asyncdist.cli import several
 
 if TYPE_CHECKING:
     from asyncdist.bench.result import Report, Row
 
+_SIZES = "4,1K,64K,1M,25M,100M"
 _FILE = click.Path(dir_okay=False, writable=True, path_type=Path, allow_dash=True)
 _FOLDER = click.Path(file_okay=False, path_type=Path)
 
@@ -21,8 +22,10 @@ _FOLDER = click.Path(file_okay=False, path_type=Path)
 @click.command(short_help="Measure collectives, beside gloo and plain sockets in the same run.")
 @click.argument("collectives", nargs=-1, type=click.Choice(COLLECTIVES), metavar="[COLLECTIVE]...")
 @click.option("--ranks", default=2, show_default=True, type=click.IntRange(2, 64), help="Rank processes to start.")
-@click.option("--sizes", default=SIZES, type=Sizes(), help="Bytes of the tensor.  [default: 4,1K,64K,1M,25M,100M]")
-@click.option("--against", default=(), type=Names(RIVALS), help="Rivals in the same run: gloo, raw, or gloo,raw.")
+@click.option("--sizes", default=_SIZES, show_default=True, callback=several.sizes, help="Bytes of the tensor.")
+@click.option(
+    "--against", default="", callback=several.names(RIVALS), help="Rivals in the same run: gloo, raw, or gloo,raw."
+)
 @click.option("--awaited", is_flag=True, help="Measure `await` on uvloop too, and what it costs more than blocking.")
 @click.option("--ddp", is_flag=True, help="Measure a training step of 6.3 M parameters too.")
 @click.option("--transport", default="tcp", show_default=True, help="Transport of ours.")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import click
 
-from asyncdist.cli.sizes import Sizes
+from asyncdist.cli import several
 from asyncdist.collectives.choose import CANDIDATES
 
-_SIZES = (4, 1 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 25 << 20, 100 << 20)
+_SIZES = "4,1K,16K,64K,256K,1M,4M,25M,100M"
 
 
 @click.command(short_help="Show versions, transports, addresses, settings; explain the choice of schedules.")
@@ -15,7 +15,7 @@ _SIZES = (4, 1 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 25 << 20,
     "--collective", type=click.Choice(list(CANDIDATES)), help="Explain which schedule this collective runs, and why."
 )
 @click.option("--ranks", default=2, show_default=True, type=click.IntRange(1), help="Ranks to explain it for.")
-@click.option("--sizes", default=_SIZES, type=Sizes(), help="Bytes to explain it for; K, M, G allowed.")
+@click.option("--sizes", default=_SIZES, show_default=True, callback=several.sizes, help="Bytes to explain it for.")
 def info(collective: str | None, ranks: int, sizes: tuple[int, ...]) -> None:
     """Show versions, transports, addresses and settings; or explain the choice of schedules.
 

@@ -26,4 +26,4 @@ def configured() -> Config:
     try:
         return Config.from_environment()
     except ValueError as error:
-        raise UsageError(f"{error}; `asyncdist info --help` tells what settings there are") from error
+        raise UsageError(f"{error}; correct it, or unset it") from error

@@ -15,8 +15,9 @@ from asyncdist.bench.table import size
 from asyncdist.collectives import choose
 from asyncdist.config import Config
 from asyncdist.config import settings as settings_of
-from asyncdist.errors import TransportUnavailableError, UsageError
+from asyncdist.errors import AddressError, TransportUnavailableError, UsageError
 from asyncdist.interfaces import interface_addresses
+from asyncdist.rendezvous.address import outward
 
 
 def _table(title: str, *columns: str) -> Table:
@@ -56,11 +57,17 @@ def transports(console: Console) -> None:
 
 
 def addresses(console: Console, config: Config) -> None:
-    """Show the addresses of this machine, and which of them the configured interface allows."""
-    table = _table("Addresses (choose with ASYNCDIST_SOCKET_IFNAME)", "interface", "address")
-    for name, address in interface_addresses():
-        table.add_row(escape(name), address)
+    """Show the addresses of this machine, and which one peers on other hosts are told."""
+    try:
+        told, complaint = outward(config), ""
+    except AddressError as error:
+        told, complaint = "", str(error)
+    table = _table("Addresses", "interface", "address", "told to other hosts")
+    for each in interface_addresses():
+        table.add_row(escape(each.interface), each.host, "[green]yes[/]" if each.host == told else "")
     console.print(table)
+    if complaint:
+        console.print(complaint, style="red", markup=False)
 
 
 def settings(console: Console, config: Config) -> None:
@@ -94,8 +101,8 @@ def choice(console: Console, config: Config, collective: str, ranks: int, sizes:
         column.justify = "right"
     console.print(table)
     console.print(
-        f"seconds = {model.alpha:g} × rounds + {model.overhead:g} × messages + {model.beta:g} × bytes moved "
-        f"+ {model.gamma:g} × bytes reduced"
+        f"time = {model.alpha * 1e6:g} µs × rounds + {model.overhead * 1e6:g} µs × messages "
+        f"+ {model.beta * 1e9:g} ns × bytes moved + {model.gamma * 1e9:g} ns × bytes reduced"
     )
     how = f"forced by ASYNCDIST_ALGORITHM={config.algorithm}" if collective in forced else "the cheapest runs"
     console.print(f"{how}; to force one on every rank: ASYNCDIST_ALGORITHM={collective}={names[-1]}", markup=False)

@@ -1,0 +1,33 @@
+"""Options that hold several values with commas between them: sizes in bytes, and names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import click
+
+from asyncdist.config import whole_number
+
+
+def sizes(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, ...]:
+    """Read ``4,64K,25M`` as bytes (K, M and G are powers of 1024); a callback for `click.option`."""
+    try:
+        return tuple(whole_number(part) for part in _parts(value))
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is no list of sizes such as 4,64K,25M") from None
+
+
+def names(known: Sequence[str]) -> Callable[[click.Context, click.Parameter, str], tuple[str, ...]]:
+    """Return a callback that reads some of the known names."""
+
+    def read(ctx: click.Context, param: click.Parameter, value: str) -> tuple[str, ...]:
+        for name in _parts(value):
+            if name not in known:
+                raise click.BadParameter(f"{name!r} is not one of {', '.join(known)}")
+        return tuple(dict.fromkeys(_parts(value)))
+
+    return read
+
+
+def _parts(value: str) -> list[str]:
+    return [part.strip() for part in value.split(",") if part.strip()]
