@@ -123,7 +123,7 @@ class Executor:
 
     def _run(self, task: Task) -> None:
         operation = task.operation
-        if operation.over:  # it failed while the task stood in the queue
+        if task.operation.over:  # it failed while the task stood in the queue
             return
         try:
             while not task.outstanding:
@@ -205,6 +205,7 @@ class Executor:
                 if receive.done:
                     task.reply = peer
                 return
+            self._peers.inbox(peer).unblock()
         self.any_source.setdefault(task.key, deque()).append(receive)
         task.transfers.append(receive)
         task.outstanding += 1
