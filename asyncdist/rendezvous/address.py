@@ -14,6 +14,7 @@ from asyncdist.config import Config
 from asyncdist.deadline import Deadline
 from asyncdist.errors import AddressError
 from asyncdist.interfaces import address_towards, interface_addresses, is_local
+from asyncdist.rendezvous.place import Caller
 from asyncdist.store.dialling import NAME_GRACE, describe
 from asyncdist.topology import choose, is_address, is_loopback, named
 
@@ -33,7 +34,8 @@ async def resolve(host: str, deadline: Deadline) -> list[str]:
     grace = Deadline.after(NAME_GRACE)
     while True:
         try:
-            return sorted(await _look_up(host), key=lambda one: ":" in one)
+            async with asyncio.timeout(deadline.remaining_or_none()):
+                return sorted(await _look_up(host), key=lambda one: ":" in one)
         except (OSError, UnicodeError) as error:
             if grace.expired() or deadline.remaining() < _RETRY:
                 raise AddressError(
@@ -43,7 +45,11 @@ async def resolve(host: str, deadline: Deadline) -> list[str]:
 
 
 async def _look_up(name: str) -> list[str]:
-    found = await asyncio.get_running_loop().getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    caller = Caller(abandons=True)  # and not the loop's own: that would keep its thread for good
+    try:
+        found = await caller(lambda: socket.getaddrinfo(name, None, type=socket.SOCK_STREAM))
+    finally:
+        caller.close()
     return list(dict.fromkeys(str(address[0]).partition("%")[0] for *_, address in found))
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from datetime import timedelta
 from typing import Any
 
 from asyncdist.errors import RendezvousError, RendezvousTimeoutError, UsageError
+from asyncdist.rendezvous.address import resolve
 from asyncdist.rendezvous.meeting import Limit
 from asyncdist.rendezvous.method import Method
 from asyncdist.rendezvous.place import AwaitedPlace, BlockingPlace, BlockingStore, Caller, Place, RecordFile
+from asyncdist.store.dialling import describe
 from asyncdist.store.faces import AsyncFace
 
 _PAUSE = 0.1
@@ -72,20 +75,20 @@ async def _open_agent_store(method: Method, key: str, limit: Limit) -> Place:
 async def _until_served(method: Method, where: str, limit: Limit) -> None:
     """Wait until something listens there: torch's own client would wait in a way that nobody can cancel."""
     while True:
-        try:
-            async with asyncio.timeout(limit.deadline.remaining_or_none()):
-                _, writer = await asyncio.open_connection(method.host, method.port)
-        except OSError as error:
-            if limit.deadline.remaining() <= _PAUSE:
-                seen = f"the agent does not answer: {error.strerror or type(error).__name__}"
-                raise RendezvousTimeoutError(
-                    (method.rank,), (0,), limit.timeout, where, method.world_size, seen
-                ) from error
-            await asyncio.sleep(_PAUSE)
-            continue
-        writer.close()
-        await writer.wait_closed()
-        return
+        for host in await resolve(method.host, limit.deadline):
+            try:
+                async with asyncio.timeout(limit.deadline.remaining_or_none()):
+                    _, writer = await asyncio.open_connection(host, method.port)
+            except OSError as error:
+                seen = f"the agent's store does not answer: {describe(error)}"
+                continue
+            writer.close()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
+            return
+        if limit.deadline.remaining() <= _PAUSE:
+            raise RendezvousTimeoutError((method.rank,), (0,), limit.timeout, where, method.world_size, seen)
+        await asyncio.sleep(_PAUSE)
 
 
 def _torch_client(host: str, port: int, timeout: float) -> BlockingStore:

@@ -59,22 +59,28 @@ class Record:
 
 
 class Caller:
-    """A thread for calls that block, such as those of torch's stores; `close` joins it."""
+    """A thread for calls that block, such as those of torch's stores.
 
-    def __init__(self) -> None:
+    A thread cannot be interrupted. A call that is cancelled is waited out, so that nothing goes on afterwards; with
+    ``abandons``, for calls that may take long and do nothing but answer, the thread is left to end by itself.
+    """
+
+    def __init__(self, *, abandons: bool = False) -> None:
+        self._abandons = abandons
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="asyncdist-rendezvous")
 
     async def __call__(self, function: Callable[..., T], *args: Any) -> T:
-        """Run it there; when cancelled, wait it out first: a thread cannot be interrupted, and our calls are short."""
         future = asyncio.get_running_loop().run_in_executor(self._executor, lambda: function(*args))
         try:
             return await asyncio.shield(future)
         except asyncio.CancelledError:
-            await asyncio.wait([future])
+            if not self._abandons:
+                await asyncio.wait([future])
             raise
 
     def close(self) -> None:
-        self._executor.shutdown(wait=True, cancel_futures=True)
+        """Let the thread end."""
+        self._executor.shutdown(wait=not self._abandons, cancel_futures=True)
 
 
 class Place(ABC):

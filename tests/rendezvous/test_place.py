@@ -76,11 +76,11 @@ async def test_compare_and_set_as_promised(place):
 
 
 async def test_a_blocked_store_blocks_no_loop():
-    entered, release = threading.Event(), threading.Event()
+    loop, entered, release = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
 
     class Slow:
         def check(self, keys):
-            entered.set()
+            loop.call_soon_threadsafe(entered.set)
             return release.wait(5)
 
         def get(self, key):
@@ -88,19 +88,18 @@ async def test_a_blocked_store_blocks_no_loop():
 
     place = BlockingPlace(Slow(), "key", "slow")
     reading = asyncio.ensure_future(place.read())
-    while not entered.is_set():
-        await asyncio.sleep(0.001)
+    await entered.wait()
     release.set()
     assert await reading == b"value"
     await place.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("asyncdist-rendezvous")]
 
 
-async def test_a_store_that_has_gone_is_named():
+async def test_a_store_that_has_gone_is_named(in_thread):
     server = await StoreServer.start("127.0.0.1", 0)
     place = None
     try:
-        client = await asyncio.to_thread(TCPStore, "127.0.0.1", server.port)
+        client = await in_thread(TCPStore, "127.0.0.1", server.port)
         place = BlockingPlace(client, "key", "store=TCPStore")
         assert await place.read() == b""
     finally:
@@ -163,7 +162,7 @@ def test_somebody_elses_file_is_left_alone(tmp_path):
 
 
 def test_the_folder_must_exist(tmp_path):
-    with pytest.raises(AddressError, match="the folder of file://.*absent/meet does not exist"):
+    with pytest.raises(AddressError, match=r"the folder of file://.*absent/meet does not exist"):
         RecordFile(str(tmp_path / "absent" / "meet"), "")
 
 

@@ -1,0 +1,538 @@
+"""Ranks of this process meet over real sockets on loopback."""
+
+import asyncio
+import contextlib
+import socket
+import threading
+import time
+
+import pytest
+
+from asyncdist.config import Config, Launch
+from asyncdist.errors import (
+    AddressError,
+    AuthenticationError,
+    RendezvousError,
+    RendezvousTimeoutError,
+    UsageError,
+)
+from asyncdist.rendezvous import meet
+from asyncdist.rendezvous.place import Record
+from asyncdist.runtime import runtime
+from asyncdist.store import AsyncPrefixStore, AsyncStore, FileStore, HashStore, PrefixStore, StoreServer, TCPStore
+
+
+async def world_of(meet_as, size, init_method=None, **arguments):
+    """Bring a whole world together and check that it is one."""
+    if init_method == "tcp://127.0.0.1:0":
+        leader = await meet_as(init_method, 0, size, **arguments)
+        others = await asyncio.gather(*(meet_as(leader.where, rank, size, **arguments) for rank in range(1, size)))
+        meetings = [leader, *others]
+    else:
+        meetings = await asyncio.gather(*(meet_as(init_method, rank, size, **arguments) for rank in range(size)))
+    payloads = [b"payload of %d" % rank for rank in range(size)]
+    exchanged = await asyncio.gather(
+        *(meeting.exchange(payload) for meeting, payload in zip(meetings, payloads, strict=True))
+    )
+    assert exchanged == [payloads] * size
+    assert [meeting.rank for meeting in meetings] == list(range(size))
+    assert {meeting.world_size for meeting in meetings} == {size}
+    assert len({meeting.world_id for meeting in meetings}) == 1
+    assert len({meeting.token for meeting in meetings}) == 1
+    assert [meeting.server is not None for meeting in meetings] == [True] + [False] * (size - 1)
+    return meetings
+
+
+async def close_all(meetings):
+    begun = time.monotonic()
+    await asyncio.gather(*(meeting.close() for meeting in meetings))
+    assert time.monotonic() - begun < 2, "everybody said goodbye: nobody is waited for"
+
+
+# -- every meeting place --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 16])
+async def test_a_world_at_an_address(meet_as, size):
+    meetings = await world_of(meet_as, size, "tcp://127.0.0.1:0")
+    assert meetings[0].where == f"tcp://127.0.0.1:{meetings[0].server.port}"
+    assert {meeting.listen_host for meeting in meetings} == {"127.0.0.1"}
+    assert meetings[0].token is None
+    await close_all(meetings)
+
+
+@pytest.fixture(
+    params=[
+        "HashStore",
+        "FileStore",
+        "PrefixStore",
+        "TCPStore",
+        "AsyncStore",
+        "AsyncPrefixStore",
+        "torch HashStore",
+        "torch PrefixStore",
+    ]
+)
+async def store(request, tmp_path, in_thread):
+    async with contextlib.AsyncExitStack() as stack:
+        if request.param in ("TCPStore", "AsyncStore", "AsyncPrefixStore"):
+            server = await stack.enter_async_context(await StoreServer.start("127.0.0.1", 0))
+        if request.param.startswith("torch"):
+            import torch.distributed as torch_distributed
+
+            made = torch_distributed.HashStore()
+            if request.param == "torch PrefixStore":
+                made = torch_distributed.PrefixStore("part", torch_distributed.FileStore(str(tmp_path / "store"), 3))
+        elif request.param == "TCPStore":
+            made = stack.enter_context(await in_thread(TCPStore, "127.0.0.1", server.port))
+        elif request.param.startswith("Async"):
+            made = await stack.enter_async_context(await AsyncStore.connect("127.0.0.1", server.port))
+            if request.param == "AsyncPrefixStore":
+                made = AsyncPrefixStore("part", made)
+        elif request.param == "FileStore":
+            made = stack.enter_context(FileStore(str(tmp_path / "store"), 3))
+        elif request.param == "PrefixStore":
+            made = PrefixStore("part", stack.enter_context(HashStore()))
+        else:
+            made = stack.enter_context(HashStore())
+        yield made
+
+
+async def test_worlds_in_a_store_one_after_the_other(meet_as, store):
+    first = await world_of(meet_as, 3, store=store)
+    assert first[0].token
+    await close_all(first)
+    second = await world_of(meet_as, 3, store=store)
+    assert second[0].world_id != first[0].world_id
+    assert second[0].token != first[0].token
+    await close_all(second)
+
+
+async def test_a_store_on_this_machine_is_met_at_on_loopback(meet_as):
+    async with (
+        await StoreServer.start("127.0.0.1", 0) as server,
+        await AsyncStore.connect("127.0.0.1", server.port) as its,
+    ):
+        meetings = await world_of(meet_as, 2, store=its)
+        assert {meeting.listen_host for meeting in meetings} == {"127.0.0.1"}
+        await close_all(meetings)
+
+
+async def test_an_awaited_store_that_lives_on_another_loop(meet_as, in_thread):
+    async with await StoreServer.start("127.0.0.1", 0) as server:
+        there = await in_thread(runtime().run, AsyncStore.connect("127.0.0.1", server.port))
+        await close_all(await world_of(meet_as, 2, store=there))
+        await in_thread(runtime().run, there.close())
+
+
+async def test_no_store_at_all(meet_as):
+    with pytest.raises(UsageError, match=r"takes a store of asyncdist or of torch.distributed, not dict"):
+        await meet_as(rank=0, store={})
+
+
+@pytest.mark.parametrize("target", ["file", "folder"])
+async def test_worlds_in_a_file_one_after_the_other(meet_as, tmp_path, target):
+    url = f"file://{tmp_path / 'meet' if target == 'file' else tmp_path}"
+    for _ in range(2):
+        meetings = await world_of(meet_as, 3, url)
+        assert meetings[0].token
+        await close_all(meetings)
+        assert list(tmp_path.iterdir()) == [], "rank 0 cleans up"
+
+
+async def test_ranks_from_the_launcher(meet_as):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    launches = [Launch(rank=rank, world_size=2, master_addr="localhost", master_port=port) for rank in range(2)]
+    meetings = await asyncio.gather(*(meet_as(world_size=None, launch=launch) for launch in launches))
+    assert [meeting.rank for meeting in meetings] == [0, 1]
+    assert meetings[1].where == f"tcp://localhost:{port}"
+    assert await asyncio.gather(*(meeting.exchange(b"") for meeting in meetings)) == [[b"", b""]] * 2
+    await close_all(meetings)
+
+
+async def test_ipv6(meet_as):
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        pytest.skip("this host has no IPv6")
+    leader = await meet_as("tcp://[::1]:0", 0)
+    assert leader.where == f"tcp://[::1]:{leader.server.port}"
+    other = await meet_as(leader.where, 1)
+    assert (leader.listen_host, other.listen_host) == ("::1", "::1")
+    assert await asyncio.gather(leader.exchange(b"a"), other.exchange(b"b")) == [[b"a", b"b"]] * 2
+
+
+async def test_rank_and_size_in_the_query(meet_as):
+    leader = await meet_as("tcp://127.0.0.1:0?rank=0&world_size=2", world_size=None)
+    other = await meet_as(f"{leader.where}?rank=1&world_size=2", world_size=None)
+    assert (other.rank, other.world_size) == (1, 2)
+
+
+# -- several worlds, several times ----------------------------------------------------------------
+
+
+async def test_worlds_by_name_share_an_address_and_nothing_else(meet_as):
+    red = [await meet_as("tcp://127.0.0.1:0", 0, name="red")]
+    blue = [await meet_as(red[0].where, 0, name="blue")]
+    assert blue[0].server is red[0].server
+    red.append(await meet_as(red[0].where, 1, name="red"))
+    blue.append(await meet_as(red[0].where, 1, name="blue"))
+    answers = await asyncio.gather(*(meeting.exchange(b"red") for meeting in red), *(m.exchange(b"blue") for m in blue))
+    assert answers == [[b"red"] * 2] * 2 + [[b"blue"] * 2] * 2
+    await asyncio.gather(red[0].store.set("key", b"red"), blue[0].store.set("key", b"blue"))
+    await close_all(red)
+    assert await blue[1].store.get("key") == b"blue"
+    assert await blue[1].store.list_keys() == ["key"]
+    await close_all(blue)
+
+
+async def test_a_world_again_and_again_at_one_port(meet_as):
+    keeper = await meet_as("tcp://127.0.0.1:0", 0, 1, name="keeps the port")
+    worlds = []
+
+    async def live(rank):
+        for _ in range(5):
+            meeting = await meet_as(keeper.where, rank, name="cycle")
+            assert await meeting.exchange(b"%d" % rank) == [b"0", b"1"]
+            if rank == 0:
+                worlds.append(meeting.world_id)
+            await meeting.close()
+
+    await asyncio.gather(live(0), live(1))
+    assert len(set(worlds)) == 5
+    assert [key for key in await keeper._client.list_keys() if worlds[0] in key] == [], "nothing of it is kept"
+
+
+async def test_many_exchanges(meet_as):
+    meetings = await world_of(meet_as, 3, "tcp://127.0.0.1:0")
+    for turn in range(3):
+        answers = await asyncio.gather(*(meeting.exchange(b"%d" % turn, timeout=5) for meeting in meetings))
+        assert answers == [[b"%d" % turn] * 3] * 3
+
+
+# -- stale addresses ------------------------------------------------------------------------------
+
+
+async def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Watched(HashStore):
+    """A store that says when it has been read twice: by then, what was found first has been tried and given up."""
+
+    def __init__(self):
+        super().__init__()
+        self._loop = asyncio.get_running_loop()
+        self._reads = 0
+        self.read_twice = asyncio.Event()
+
+    def get(self, key, timeout=None):
+        self._reads += 1
+        if self._reads == 2:
+            self._loop.call_soon_threadsafe(self.read_twice.set)
+        return super().get(key, timeout)
+
+
+async def test_a_record_whose_store_is_dead_is_passed_over(meet_as):
+    store = Watched()
+    store.set("asyncdist/", Record("127.0.0.1", await free_port(), "dead", "0123", 2).encode())
+    follower = asyncio.ensure_future(meet_as(rank=1, store=store))
+    await store.read_twice.wait()
+    leader = await meet_as(rank=0, store=store)
+    assert (await follower).world_id == leader.world_id
+    store.close()
+
+
+@pytest.mark.parametrize("token", ["another", None])
+async def test_a_record_whose_port_serves_somebody_else_now(meet_as, token):
+    store = Watched()
+    async with await StoreServer.start("127.0.0.1", 0, token="another") as stranger:
+        store.set("asyncdist/", Record("127.0.0.1", stranger.port, token, "0123", 2).encode())
+        follower = asyncio.ensure_future(meet_as(rank=1, store=store))
+        await store.read_twice.wait()
+        leader = await meet_as(rank=0, store=store)
+        assert (await follower).world_id == leader.world_id
+    store.close()
+
+
+async def test_a_record_left_by_a_leader_that_was_killed(meet_as):
+    store = HashStore()
+    killed = await meet_as(rank=0, store=store)
+    await asyncio.wrap_future(runtime().submit(killed.server.close()))
+    leader, follower = await asyncio.gather(meet_as(rank=0, store=store), meet_as(rank=1, store=store))
+    assert leader.world_id == follower.world_id != killed.world_id
+    assert await asyncio.gather(leader.exchange(b"a"), follower.exchange(b"b")) == [[b"a", b"b"]] * 2
+    await killed.close()
+    assert Record.decode(store.get("asyncdist/")).world_id == leader.world_id, "the dead take back only their own"
+    store.close()
+
+
+# -- who does not belong --------------------------------------------------------------------------
+
+
+async def test_a_world_that_stays_incomplete_names_the_missing_on_every_rank(meet_as):
+    leader = await meet_as("tcp://127.0.0.1:0", 0, 5, timeout=0.3)
+    others = [await meet_as(leader.where, rank, 5, timeout=20) for rank in (1, 3)]
+    begun = time.monotonic()
+    outcomes = await asyncio.gather(*(each.exchange(b"") for each in (leader, *others)), return_exceptions=True)
+    assert time.monotonic() - begun < 2, "all hear it when the first of them runs out of time"
+    for error in outcomes:
+        assert isinstance(error, RendezvousTimeoutError)
+        assert (error.joined, error.missing, error.timeout) == ((0, 1, 3), (2, 4), 0.3)
+        assert "after 0.3 s only 3 of 5 ranks" in str(error)
+        assert "joined 0-1, 3, missing 2, 4" in str(error)
+    late = await meet_as(leader.where, 4, 5)
+    with pytest.raises(RendezvousTimeoutError, match="missing 2, 4"):
+        await late.exchange(b"")
+
+
+async def test_rank_0_never_comes(meet_as, tmp_path):
+    port = await free_port()
+    for init_method in (f"tcp://127.0.0.1:{port}", f"file://{tmp_path}"):
+        begun = time.monotonic()
+        with pytest.raises(RendezvousTimeoutError) as caught:
+            await meet_as(init_method, 1, 4, timeout=0.3)
+        assert 0.2 < time.monotonic() - begun < 2
+        assert (caught.value.joined, caught.value.missing, caught.value.world_size) == ((1,), (0,), 4)
+        assert "rank 1 of 4 had not found rank 0 at" in str(caught.value)
+
+
+async def test_a_world_of_another_name(meet_as):
+    leader = await meet_as("tcp://127.0.0.1:0", 0, name="red")
+    with pytest.raises(RendezvousTimeoutError, match="there is no world 'blue' in it"):
+        await meet_as(leader.where, 1, name="blue", timeout=0.3)
+
+
+async def test_another_world_size(meet_as):
+    leader = await meet_as("tcp://127.0.0.1:0", 0, 3)
+    waiting = asyncio.ensure_future(leader.exchange(b""))
+    reason = "rank 1 was started with world_size 4, and rank 0 with 3"
+    with pytest.raises(RendezvousError, match=reason):
+        await meet_as(leader.where, 1, 4)
+    with pytest.raises(RendezvousError, match="rank 3 was started with world_size 4, and rank 0 with 3"):
+        await meet_as(leader.where, 3, 4)
+    other = await meet_as(leader.where, 2, 3)
+    for each in (waiting, other.exchange(b"")):
+        with pytest.raises(RendezvousError, match=reason):
+            await each
+
+
+async def test_two_processes_as_one_rank(meet_as):
+    meetings = await world_of(meet_as, 2, "tcp://127.0.0.1:0")
+    with pytest.raises(RendezvousError, match=r"rank 1 is taken at tcp://.*two processes were started as rank 1"):
+        await meet_as(meetings[0].where, 1)
+    answers = await asyncio.gather(*(meeting.exchange(b"still") for meeting in meetings))
+    assert answers == [[b"still"] * 2] * 2, "those who were there first are not harmed"
+
+
+async def test_two_processes_as_rank_0(meet_as, tmp_path):
+    url = f"file://{tmp_path}"
+    meetings = await world_of(meet_as, 2, url)
+    with pytest.raises(RendezvousError, match=r"rank 0 is taken at file://.*two processes were started as rank 0"):
+        await meet_as(url, 0)
+    direct = await meet_as("tcp://127.0.0.1:0", 0)
+    with pytest.raises(RendezvousError, match="rank 0 is taken at tcp://"):
+        await meet_as(direct.where, 0)
+    await close_all(meetings)
+    assert (await meet_as(url, 0, 1)).world_size == 1, "a world that has ended does not stand in the way"
+
+
+async def test_a_port_in_use(meet_as):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(AddressError, match=f"port {port} is in use"):
+            await meet_as(f"tcp://127.0.0.1:{port}", 0)
+
+
+async def test_a_host_that_does_not_resolve(meet_as):
+    for rank in range(2):
+        with pytest.raises(AddressError, match=r"host 'no-such-host\.invalid' does not resolve"):
+            await meet_as("tcp://no-such-host.invalid:1", rank, timeout=0.3, config=Config(token="t"))
+
+
+async def test_rank_0_on_another_host(meet_as):
+    with pytest.raises(AddressError, match=r"no address of this host, which has .*127\.0\.0\.1"):
+        await meet_as("tcp://198.51.100.1:0", 0, config=Config(token="t"))
+
+
+async def test_an_unknown_interface(meet_as):
+    config = Config(interface="nosuch")
+    with pytest.raises(AddressError, match=r"='nosuch' matches no usable interface .*127\.0\.0\.1"):
+        await meet_as("tcp://127.0.0.1:0", 0, config=config)
+    leader = await meet_as("tcp://127.0.0.1:0", 0)
+    with pytest.raises(AddressError, match="nosuch"):
+        await meet_as(leader.where, 1, config=config)
+
+
+# -- tokens ---------------------------------------------------------------------------------------
+
+
+async def test_an_address_beyond_loopback_needs_a_token(meet_as):
+    for rank in range(2):
+        with pytest.raises(AuthenticationError, match=r"no loopback address.*ALLOW_UNAUTHENTICATED=1.*ASYNCDIST_TOKEN"):
+            await meet_as("tcp://192.0.2.1:4000", rank)
+
+
+async def test_every_interface_is_listened_on_when_told_so(meet_as):
+    leader = await meet_as("tcp://0.0.0.0:0", 0, config=Config(token="t"))
+    assert not leader.where.startswith("tcp://0.0.0.0")
+    other = await meet_as(leader.where, 1, config=Config(token="t"))
+    assert await asyncio.gather(leader.exchange(b"a"), other.exchange(b"b")) == [[b"a", b"b"]] * 2
+
+
+async def test_a_trusted_network_needs_none(meet_as):
+    leader = await meet_as("tcp://0.0.0.0:0", 0, config=Config(allow_unauthenticated=True))
+    assert leader.token is None
+
+
+async def test_the_users_token_is_everybodys_and_never_written_down(meet_as, tmp_path):
+    config = Config(token="the user's own")
+    meetings = await world_of(meet_as, 2, f"file://{tmp_path}", config=config)
+    assert meetings[1].token == "the user's own"
+    assert "the user's own" not in next(tmp_path.iterdir()).read_text()
+
+
+@pytest.mark.parametrize(("leads", "follows"), [("one", "two"), ("one", None), (None, "two")])
+@pytest.mark.parametrize("place", ["address", "file"])
+async def test_tokens_that_differ(meet_as, tmp_path, leads, follows, place):
+    leader = await meet_as(
+        "tcp://127.0.0.1:0" if place == "address" else f"file://{tmp_path}", 0, config=Config(token=leads)
+    )
+    begun = time.monotonic()
+    with pytest.raises(AuthenticationError, match="set ASYNCDIST_TOKEN to the same value"):
+        await meet_as(
+            leader.where if place == "address" else f"file://{tmp_path}", 1, config=Config(token=follows), timeout=1
+        )
+    assert time.monotonic() - begun < 3
+
+
+# -- the way out ----------------------------------------------------------------------------------
+
+
+async def test_rank_0_dies_while_the_others_wait(meet_as):
+    leader = await meet_as("tcp://127.0.0.1:0", 0, 3)
+    other = await meet_as(leader.where, 1, 3)
+    waiting = asyncio.ensure_future(other.exchange(b""))
+    await leader._client.wait([leader.keys("payload", 0, 1)])
+    begun = time.monotonic()
+    await asyncio.wrap_future(runtime().submit(leader.server.close()))
+    with pytest.raises(RendezvousError, match=r"rank 0 left or died before the world was complete.*hung up"):
+        await waiting
+    assert time.monotonic() - begun < 2
+
+
+async def test_rank_0_serves_until_the_others_are_done(meet_as):
+    leader, other = await world_of(meet_as, 2, "tcp://127.0.0.1:0")
+    closing = asyncio.ensure_future(leader.close())
+    await other._client.wait([leader.keys("left", 0)])
+    assert not closing.done()
+    await other.store.set("still", b"served")
+    assert await other.store.get("still") == b"served"
+    await other.close()
+    async with asyncio.timeout(2):
+        await closing
+
+
+async def test_rank_0_waits_for_the_others_only_so_long(meet_as):
+    leader, _ = await world_of(meet_as, 2, "tcp://127.0.0.1:0")
+    begun = time.monotonic()
+    await leader.close(timeout=0.2)
+    assert 0.15 < time.monotonic() - begun < 2
+
+
+async def test_rank_0_does_not_wait_for_the_dead(meet_as):
+    leader, other = await world_of(meet_as, 2, "tcp://127.0.0.1:0")
+    await other._client.close()
+    begun = time.monotonic()
+    await leader.close()
+    assert time.monotonic() - begun < 2
+
+
+async def test_closing_twice_is_closing_once(meet_as):
+    meetings = await world_of(meet_as, 2, "tcp://127.0.0.1:0")
+    await close_all(meetings)
+    await close_all(meetings)
+
+
+async def test_a_cancelled_rank_may_come_again(meet_as, tmp_path):
+    for init_method in (f"tcp://127.0.0.1:{await free_port()}", f"file://{tmp_path}"):
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(meet_as(init_method, 1), 0.05)
+        leader, again = await asyncio.gather(meet_as(init_method, 0), meet_as(init_method, 1))
+        await again.close()
+        third = await meet_as(init_method, 1)
+        assert await asyncio.gather(leader.exchange(b"a"), third.exchange(b"b")) == [[b"a", b"b"]] * 2
+        await close_all([leader, third])
+
+
+@pytest.mark.parametrize("leaver", [0, 1, 2])
+async def test_who_waits_for_a_rank_that_gave_up_hears_it(meet_as, leaver):
+    leader = await meet_as("tcp://127.0.0.1:0", 0, 4)
+    meetings = [leader, *[await meet_as(leader.where, rank, 4) for rank in (1, 2)]]
+    waiting = [asyncio.ensure_future(meeting.exchange(b"")) for meeting in meetings]
+    await leader._client.wait([leader.keys("payload", 0, rank) for rank in range(3)])
+    waiting[leaver].cancel()
+    begun = time.monotonic()
+    closing = asyncio.ensure_future(meetings[leaver].close())
+    for rank in {0, 1, 2} - {leaver}:
+        with pytest.raises(RendezvousError, match=f"rank {leaver} gave up before the world was complete"):
+            await waiting[rank]
+    await asyncio.gather(closing, *(meeting.close() for meeting in meetings))
+    assert time.monotonic() - begun < 2
+
+
+async def test_who_comes_after_a_rank_gave_up_hears_it(meet_as):
+    leader = await meet_as("tcp://127.0.0.1:0", 0, 3)
+    first = await meet_as(leader.where, 1, 3)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(first.exchange(b""), 0.05)
+    await first.close()
+    with pytest.raises(RendezvousError, match="rank 1 gave up before the world was complete"):
+        await (await meet_as(leader.where, 2, 3)).exchange(b"")
+    with pytest.raises(RendezvousError, match="rank 1 gave up"):
+        await leader.exchange(b"")
+
+
+@pytest.mark.parametrize("steps", range(0, 60, 3))
+async def test_cancelled_at_any_point_nothing_is_left(meet_as, tmp_path, steps):
+    ranks = [asyncio.ensure_future(meet_as(f"file://{tmp_path}", rank, timeout=5)) for rank in range(2)]
+    for _ in range(steps):
+        await asyncio.sleep(0)
+    for each in ranks:
+        each.cancel()
+    await asyncio.gather(*ranks, return_exceptions=True)
+    await asyncio.gather(*(meeting.close() for meeting in meet_as.meetings))
+    assert list(tmp_path.iterdir()) == []
+    # What is left of tasks, threads and sockets, the check after every test finds.
+
+
+async def test_a_meeting_belongs_to_the_loop_that_made_it(in_thread):
+    """Worlds of two loops in two threads meet like those of two processes."""
+
+    def live(rank, answers, where):
+        async def main():
+            config, launch = Config(), Launch()
+            meeting = await meet(where[0], rank=rank, world_size=2, config=config, launch=launch, timeout=10)
+            if rank == 0:
+                where[0] = meeting.where
+                published.set()
+            answers[rank] = await meeting.exchange(b"%d" % rank)
+            await meeting.close()
+
+        if rank == 1:
+            published.wait(10)
+        asyncio.run(main())
+
+    published, answers, where = threading.Event(), {}, ["tcp://127.0.0.1:0"]
+    threads = [threading.Thread(target=live, args=(rank, answers, where)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    await asyncio.gather(*(in_thread(thread.join) for thread in threads))
+    assert answers == {0: [b"0", b"1"], 1: [b"0", b"1"]}
