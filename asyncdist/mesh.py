@@ -75,6 +75,8 @@ class Mesh:
         self._ended: dict[bytes, GroupError] = {}
         self._leaving: set[int] = set()
         self._gone: dict[int, GroupError] = {}
+        self._failed = False
+        self._at_home = home is not None
         self.finished: list[Callable[[], None]] = []
 
     # -- coming and going ----------------------------------------------------------------------
@@ -91,6 +93,8 @@ class Mesh:
     def connect(self, addresses: Sequence[Addresses]) -> None:
         """Take what every rank's `listen` returned, by rank."""
         self._addresses = addresses
+        if self._at_home:
+            self.progress.arm()
 
     def close(self) -> None:
         """Fail what is pending, say goodbye to every peer, and close every connection. Idempotent."""
@@ -135,6 +139,7 @@ class Mesh:
         """Fail a group: everything pending on it, and every later call. Under the lock."""
         if channel.error is not None:
             return
+        self._failed = True
         channel.error = error
         log.info("rank %d: group %r failed: %s", self.rank, channel.name, error.reason)
         if self.config.dump_dir:
@@ -198,6 +203,10 @@ class Mesh:
 
     # -- what transports report to: Host -------------------------------------------------------
 
+    @property
+    def expects_anybody(self) -> bool:
+        return bool(self._executor.any_source)
+
     def unclaimed(self, peer: int, key: bytes, fingerprint: int, nbytes: int) -> Receive | None:
         waiting = self._executor.any_source.get(key)
         if waiting:
@@ -246,7 +255,7 @@ class Mesh:
         if kind == GOODBYE:
             self._leaving.add(peer)
         elif kind == ABORT:
-            error = _unspell(body, peer)
+            error = _unspell(body, peer, self.rank)
             channel = self._channels.get(key[:8])
             if channel is not None:
                 self.fail(channel, error, told_by=peer)
@@ -262,10 +271,16 @@ class Mesh:
             reason = "it has destroyed its process group"
         error = self._gone[peer] = PeerLostError(peer, reason)
         for channel in list(self._channels.values()):
-            if peer in channel.members and (peer not in self._leaving or _waits_for(channel, peer)):
+            if peer in channel.members and (peer not in self._leaving or self._waits_for(channel, peer)):
                 self.fail(channel, error)
         for transport in self._transports:
             transport.forget(peer)
+
+    def _waits_for(self, channel: Channel, peer: int) -> bool:
+        """Return whether anything pending needs the peer, or anybody at all when it was the last to go."""
+        operations = channel.operations.values()
+        awaited = {t.peer for operation in operations for task in operation.tasks for t in task.transfers if not t.done}
+        return peer in awaited or (-1 in awaited and set(channel.members) - {self.rank} <= self._gone.keys())
 
     def post(self, action: Callable[[], None]) -> None:
         self.progress.post(action)
@@ -287,7 +302,8 @@ class Mesh:
         return [wait for transport in self._transports for wait in transport.waits()]
 
     def busy(self) -> bool:
-        if self._executor.operations:
+        # After a failure we stay to be reached: who waits for us must hear of it, also where it connects only now.
+        if self._executor.operations or self._failed:
             return True
         for transport in self._transports:
             if transport.busy():
@@ -322,17 +338,8 @@ class Mesh:
             self.progress.run(start, operation.work, float("inf"))
             return
         self.progress.submit(start)
-        if not operation.work.is_completed():
+        if not operation.work.is_completed() or operation.channel.error is not None:
             self.progress.arm()
-
-
-def _waits_for(channel: Channel, peer: int) -> bool:
-    return any(
-        transfer.peer == peer and not transfer.done
-        for operation in channel.operations.values()
-        for task in operation.tasks
-        for transfer in task.transfers
-    )
 
 
 def _spell(error: GroupError, rank: int) -> dict[str, Any]:
@@ -345,7 +352,7 @@ def _spell(error: GroupError, rank: int) -> dict[str, Any]:
     }
 
 
-def _unspell(body: bytes, peer: int) -> GroupError:
+def _unspell(body: bytes, peer: int, rank: int) -> GroupError:
     """Return the failure that a notice tells of, from our own point of view."""
     try:
         said = msgpack.unpackb(body)
@@ -354,7 +361,9 @@ def _unspell(body: bytes, peer: int) -> GroupError:
     except (ValueError, KeyError, TypeError, msgpack.UnpackException):
         return GroupAbortedError(f"rank {peer} aborted the group without a legible reason", peer=peer)
     error: GroupError
-    if kind == PeerLostError.__name__ and isinstance(about, int):
+    if kind == PeerLostError.__name__ and about == rank:
+        error = PeerLostError(by, "it lost its connection with us")
+    elif kind == PeerLostError.__name__ and isinstance(about, int):
         error = PeerLostError(about, "")
         error.reason = reason if "noticed by" in reason else f"{reason}, noticed by rank {by}"
     elif kind == MismatchError.__name__ and isinstance(about, int):

@@ -58,6 +58,7 @@ class Channel:
         self.members = tuple(members)
         self.world_rank = world_rank
         self.error: GroupError | None = None
+        self.sibling: Channel | None = None  # the group's other channel, which fails with this one
         self.operations: dict[bytes, Operation] = {}
 
 
