@@ -50,6 +50,7 @@ class Group:
         number = channel_of(mesh.world_id, name, *self.ranks, nonce)
         self._channel = Channel(number, name, self.ranks, mesh.rank)
         self._messages = Channel(channel_of(number, "point to point"), name, self.ranks, mesh.rank, point_to_point=True)
+        self._channel.sibling, self._messages.sibling = self._messages, self._channel
         self._sequence = itertools.count(1)
         forced = parse_forced(mesh.config.algorithm)
         model = Model(segment_nbytes=mesh.config.segment_nbytes)
@@ -266,7 +267,6 @@ class Group:
         def fail() -> None:
             error = GroupAbortedError(f"rank {self.mesh.rank} aborted: {reason}", peer=self.mesh.rank)
             self.mesh.fail(self._channel, error)
-            self.mesh.fail(self._messages, error)
 
         self.mesh.progress.submit(fail)
         self.mesh.progress.arm()

@@ -140,12 +140,14 @@ class Mesh:
         if channel.error is not None:
             return
         self._failed = True
-        channel.error = error
         log.info("rank %d: group %r failed: %s", self.rank, channel.name, error.reason)
         if self.config.dump_dir:
             self.recorder.dump(self.config.dump_dir, str(error))
-        self._executor.abandon(channel, error)
-        self._bin(channel, error)
+        for one in (channel, channel.sibling):
+            if one is not None and one.error is None:
+                one.error = error
+                self._executor.abandon(one, error)
+                self._bin(one, error)
         self._tell(channel, error, told_by)
 
     def _bin(self, channel: Channel, error: GroupError) -> None:
