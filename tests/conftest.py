@@ -1,0 +1,165 @@
+"""What all tests share: the matrix of loops, the matrix of transports, and a check that nothing is left behind.
+
+A test that is a coroutine runs on asyncio's own loop in debug mode and on uvloop; one that takes ``transport`` runs over
+each of ours. After each test no new thread, task, process, socket, pipe, event descriptor or memory segment may be there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from asyncdist.runtime import runtime
+from asyncdist.testing.cluster import run_ranks
+
+PATIENCE = 5.0
+"""Seconds for what ends on another thread or loop to be gone."""
+
+# -- loops and transports ---------------------------------------------------------------------------
+
+
+def _debug_loop() -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+    loop.set_debug(True)
+    return loop
+
+
+LOOPS: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {"asyncio-debug": _debug_loop}
+try:
+    import uvloop
+
+    LOOPS["uvloop"] = uvloop.new_event_loop
+except ImportError:  # Windows
+    pass
+
+
+def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    return LOOPS
+
+
+@pytest.fixture(params=["inproc", "tcp"])
+def transport(request: pytest.FixtureRequest) -> str:
+    """The name of a transport: each in turn."""
+    return str(request.param)
+
+
+@pytest.fixture(params=sorted(LOOPS))
+def new_loop(request: pytest.FixtureRequest) -> Callable[[], asyncio.AbstractEventLoop]:
+    """What makes a further event loop, for tests with more than one: each kind in turn."""
+    return LOOPS[str(request.param)]
+
+
+# -- ranks ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def together() -> Callable[..., list[Any]]:
+    """Run a program in a thread of each rank: ``together(size, program)``; see `asyncdist.testing.cluster`."""
+    return run_ranks
+
+
+@pytest.fixture
+def each() -> Callable[[Sequence[Any], Callable[[Any], Awaitable[Any]]], Awaitable[list[Any]]]:
+    """Start a call on every rank's group, in the order of the ranks, and await all: ``await each(groups, call)``."""
+
+    async def each(groups: Sequence[Any], call: Callable[[Any], Awaitable[Any]]) -> list[Any]:
+        return list(await asyncio.gather(*[call(group) for group in groups]))
+
+    return each
+
+
+# -- nothing is left behind -------------------------------------------------------------------------
+
+_DESCRIPTORS = Path("/proc/self/fd")
+_KINDS = ("socket:", "pipe:", "anon_inode:", "/memfd:")
+# Threads that belong to the process rather than to anybody's world.
+_OF_THE_PROCESS = ("asyncdist-runtime", "asyncdist-futures")
+
+
+def _descriptors() -> Counter[str]:
+    """Count the open descriptors by kind; none where there is no /proc."""
+    kinds: Counter[str] = Counter()
+    if _DESCRIPTORS.is_dir():
+        for name in os.listdir(_DESCRIPTORS):
+            try:
+                target = os.readlink(_DESCRIPTORS / name)
+            except FileNotFoundError:  # the one that listed the folder
+                continue
+            kind = next((kind for kind in _KINDS if target.startswith(kind)), None)
+            if kind is not None:
+                kinds[target if kind == "anon_inode:" else kind] += 1
+    return kinds
+
+
+def _processes() -> set[str]:
+    """Return the numbers of our child processes."""
+    numbers: set[str] = set()
+    for path in Path("/proc/self/task").glob("*/children"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended meanwhile
+            numbers.update(path.read_text().split())
+    return numbers
+
+
+def _lasting(thread: threading.Thread) -> bool:
+    """Say whether a thread belongs to the process: ours by name, and those that torch starts by itself."""
+    return thread.name.startswith(_OF_THE_PROCESS) or isinstance(thread, threading._DummyThread)
+
+
+def _left(threads: set[threading.Thread], descriptors: Counter[str], processes: set[str]) -> list[str]:
+    """Say in words what is here that was not."""
+    new = [t for t in threading.enumerate() if t not in threads and not _lasting(t)]
+    opened = _descriptors() - descriptors
+    started = _processes() - processes
+    return [
+        *(f"thread {thread.name!r}" for thread in new),
+        *(f"{count} x {kind}" for kind, count in opened.items()),
+        *(f"process {number}" for number in started),
+    ]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _settled() -> None:
+    """Start what lives as long as the process, and set aside what the garbage collector need not look at again."""
+    runtime()
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_over() -> Iterator[None]:
+    """Fail the test that leaves something behind."""
+    runtime()
+    before = set(threading.enumerate()), _descriptors(), _processes()
+    yield
+    runtime()  # a test may have closed it
+    until = time.monotonic() + PATIENCE
+    while left := _left(*before):
+        gc.collect()
+        if time.monotonic() > until:
+            pytest.fail(f"left behind: {', '.join(left)}")
+        time.sleep(0.002)
+
+
+@pytest.fixture(autouse=True)
+def _no_task_left(request: pytest.FixtureRequest, nothing_left_over: None) -> None:
+    """Have tests that are coroutines looked after, inside the check of everything else: its loop is closed by then."""
+    if request.node.get_closest_marker("asyncio") is not None:
+        request.getfixturevalue("_no_task_left_on_the_loop")
+
+
+@pytest_asyncio.fixture
+async def _no_task_left_on_the_loop() -> AsyncIterator[None]:
+    yield
+    left = asyncio.all_tasks() - {asyncio.current_task()}
+    assert not left, f"tasks left behind: {left}"
