@@ -23,19 +23,13 @@ from asyncdist.errors import (
     StoreTimeoutError,
     UsageError,
 )
-from asyncdist.runtime import close_runtime, runtime
+from asyncdist.runtime import runtime
 from asyncdist.store import TCPStore
 from asyncdist.store.blocking import Connection
 from asyncdist.store.server import StoreServer
 
 UNIT, LONG = 0.05, 10.0
 CONFIG = Config(token="a token for tests")
-
-
-@pytest.fixture(autouse=True)
-def runtime_closed():
-    yield
-    close_runtime()
 
 
 @pytest.fixture

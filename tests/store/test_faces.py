@@ -11,7 +11,6 @@ import pytest
 
 from asyncdist.config import Config
 from asyncdist.errors import QueueEmptyError, StoreConnectionError, StoreError, StoreTimeoutError, UsageError
-from asyncdist.runtime import close_runtime
 from asyncdist.store import AsyncFace, FileStore, HashStore, PrefixStore, Store, TCPStore
 
 UNIT, LONG = 0.05, 10.0
@@ -24,7 +23,6 @@ def store(request, tmp_path):
     made.set_timeout(LONG)
     yield PrefixStore("part", made) if request.param.startswith("prefix") else made
     made.close()
-    close_runtime()
 
 
 def make(kind: str, tmp_path) -> Store:
@@ -84,6 +82,10 @@ def test_timeouts(store):
     for start in (lambda: store.get("k"), lambda: store.queue_pop("k"), lambda: store.barrier("k", 2)):
         with pytest.raises(StoreTimeoutError):
             start()
+    with pytest.raises(StoreTimeoutError):  # who gave up is not counted
+        store.barrier("k", 2)
+    store.queue_push("k", "item")  # nor is anything handed to them
+    assert store.queue_pop("k", block=False) == b"item"
     store.set("k", "still good")
     assert store.get("k") == b"still good"
 
@@ -164,7 +166,6 @@ def test_close_fails_those_who_wait(tmp_path, threads):
                 future.result(LONG)
         with pytest.raises(StoreConnectionError, match="closed"):
             store.get("k")
-    close_runtime()
 
 
 def test_prefixes():

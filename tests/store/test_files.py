@@ -86,13 +86,13 @@ def test_what_a_dead_writer_left_is_cut_off(tmp_path):
         store.set("k", "v")
         whole = path.stat().st_size
         with path.open("ab") as file:
-            file.write(b"\x50\0\0\0\0\0\0\0half of a frame")
+            file.write(b"\0\x10\0\0\0\0\0\0" + b"the first half of a frame" * 40)
         assert store.get("k") == b"v"
         store.set("l", "w")
         with FileStore(path) as other:
             assert other.multi_get(["k", "l"]) == [b"v", b"w"]
             assert other.num_keys() == 2
-    assert path.stat().st_size < whole + 500
+    assert path.stat().st_size < whole + 1000
 
 
 def test_a_header_cut_short_is_written_again(tmp_path):
