@@ -16,6 +16,7 @@ from asyncdist import sync
 from asyncdist.bench import raw
 from asyncdist.bench.plan import Plan
 from asyncdist.bench.traffic import Traffic
+from asyncdist.runtime import new_loop
 
 TIMEOUT = 60.0
 """Seconds that a call may take before the run is given up."""
@@ -132,7 +133,7 @@ def open_contenders(plan: Plan, rank: int, folder: Path, sockets: raw.Sockets) -
 
 @contextlib.contextmanager
 def _awaited(**where: Any) -> Iterator[Awaited]:
-    loop = _new_loop()
+    loop = new_loop()
     try:
         world = asyncdist.process_group(group_name="awaited", **where)
         group = loop.run_until_complete(world.__aenter__())
@@ -142,15 +143,6 @@ def _awaited(**where: Any) -> Iterator[Awaited]:
             loop.run_until_complete(world.__aexit__(None, None, None))
     finally:
         loop.close()
-
-
-def _new_loop() -> asyncio.AbstractEventLoop:
-    try:
-        import uvloop
-    except ImportError:
-        return asyncio.new_event_loop()
-    loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
-    return loop
 
 
 def _open_gloo(plan: Plan, rank: int, folder: Path) -> Callable[[], None]:

@@ -25,7 +25,10 @@ _CALLS_BEYOND = (12, 1)
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One run. ``against`` are names from `RIVALS`; ``repeat`` overrides the number of timed calls for every size."""
+    """One run. ``against`` are names from `RIVALS`; ``repeat`` overrides the number of timed calls and steps.
+
+    ``pin`` keeps each rank on one core.
+    """
 
     collectives: tuple[str, ...] = ("all_reduce",)
     sizes: tuple[int, ...] = (4, 1 << 20)
@@ -35,7 +38,7 @@ class Plan:
     training: bool = False
     transport: str = "tcp"
     repeat: int | None = None
-    training_steps: int = 30
+    pin: bool = False
 
     @property
     def cases(self) -> list[tuple[str, int]]:
@@ -50,6 +53,11 @@ class Plan:
     def parts(self) -> int:
         """The number of cases, training included."""
         return len(self.cases) + self.training
+
+    @property
+    def training_steps(self) -> int:
+        """The number of timed steps of each contender."""
+        return self.repeat or 30
 
     def calls(self, nbytes: int) -> tuple[int, int]:
         """Return (timed calls of each contender, calls in a row) for a size."""

@@ -115,10 +115,10 @@ def _messages(ranks: list[BaseProcess], pipes: list[Connection]) -> Iterator[tup
             else:
                 yield kind, value
     if failures:
-        raise BenchmarkError("the benchmark failed; " + "\n".join(_first_causes(failures)))
+        raise BenchmarkError(f"the benchmark failed; {_cause(failures)}")
 
 
-def _first_causes(failures: list[str]) -> list[str]:
-    """Leave out ranks that only saw another one go."""
-    causes = [text for text in failures if "of the benchmark has ended" not in text]
-    return causes or failures
+def _cause(failures: list[str]) -> str:
+    """Return the failure to look at first: not one of a rank that only saw another one go."""
+    causes = [text for text in failures if "PeerLostError" not in text and "has ended" not in text]
+    return (causes or failures)[0]

@@ -11,6 +11,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from asyncdist.bench.plan import Plan
+from asyncdist.errors import AsyncdistError, UnsupportedError
 
 _TELL_EVERY = 0.4  # seconds: who draws the progress takes a core from those who are measured
 
@@ -24,7 +25,7 @@ def main(plan: Plan, rank: int, sockets: Sequence[socket.socket | None], folder:
     try:
         _run(plan, rank, sockets, Path(folder), pipe)
     except BaseException as error:
-        details = str(error) if type(error).__name__ == "BenchmarkError" else traceback.format_exc()
+        details = str(error) if isinstance(error, AsyncdistError) else traceback.format_exc()
         pipe.send(("failed", f"rank {rank}: {details}"))
         raise SystemExit(1) from None
     pipe.send(("end", None))
@@ -48,6 +49,8 @@ def _run(plan: Plan, rank: int, sockets: Sequence[socket.socket | None], folder:
     from asyncdist.bench.traffic import traffic
 
     torch.set_num_threads(1)
+    if plan.pin:
+        _pin(rank)
     pace = Pace(rank, sockets)
     tell = _Progress(pipe, plan.parts) if rank == 0 else None
     with open_contenders(plan, rank, folder, raw.Sockets(rank, sockets)) as contenders:
@@ -64,6 +67,14 @@ def _run(plan: Plan, rank: int, sockets: Sequence[socket.socket | None], folder:
             if tell is not None:
                 pipe.send(("training", trained))
         pace()  # nobody leaves while another one still measures
+
+
+def _pin(rank: int) -> None:
+    """Keep this process on a core of its own, as launchers of MPI do; with fewer cores than ranks they share."""
+    if not hasattr(os, "sched_setaffinity"):
+        raise UnsupportedError("this system does not let a process choose its core: leave --pin out")
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
 
 
 class _Progress:

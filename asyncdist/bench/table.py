@@ -16,7 +16,7 @@ _TITLES = {"alone": "alone", "asyncdist": "asyncdist DDP", "gloo": "stock DDP ov
 def size(nbytes: int) -> str:
     """Write bytes as people do: ``64 KiB``."""
     for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
-        if nbytes >= unit and nbytes % (unit // 4) == 0:
+        if nbytes >= unit and nbytes % (unit // 2) == 0:
             return f"{nbytes / unit:g} {name}"
     return f"{nbytes} B"
 
@@ -90,7 +90,7 @@ def about(report: Report) -> str:
         f"{machine['processor']}, {machine['cores']} cores, {machine['system']}, "
         f"load {machine['load']} before the run; Python {machine['python']}, "
         f"torch {machine['torch']}, asyncdist {machine['asyncdist']}; {report.plan.ranks} ranks, one thread each, "
-        f"transport {report.plan.transport}, float32"
+        f"{'each on its own core, ' if report.plan.pin else ''}transport {report.plan.transport}, float32"
     )
 
 

@@ -130,7 +130,7 @@ class AllGather(Traffic):
     parts_in = True
 
     def call(self, face: Any, group: Any = None) -> Any:
-        return face.all_gather_into_tensor(self.output, self.input, group=group)
+        return _newer(face, "all_gather_single", "all_gather_into_tensor")(self.output, self.input, group=group)
 
     def expected(self, contributions: list[torch.Tensor]) -> torch.Tensor | None:
         return torch.cat(contributions)
@@ -152,7 +152,7 @@ class ReduceScatter(Traffic):
     parts_out = True
 
     def call(self, face: Any, group: Any = None) -> Any:
-        return face.reduce_scatter_tensor(self.output, self.input, group=group)
+        return _newer(face, "reduce_scatter_single", "reduce_scatter_tensor")(self.output, self.input, group=group)
 
     def expected(self, contributions: list[torch.Tensor]) -> torch.Tensor | None:
         return self._part(torch.stack(contributions).sum(0), self.rank)
@@ -195,6 +195,11 @@ _KINDS: dict[str, type[Traffic]] = {
     kind.name: kind
     for kind in (AllReduce, Reduce, Broadcast, AllGather, ReduceScatter, AllToAll, Gather, Scatter, Barrier)
 }
+
+
+def _newer(face: Any, name: str, older: str) -> Any:
+    """Return a function by its newer name: torch warns of the older one once it has both."""
+    return getattr(face, name, None) or getattr(face, older)
 
 
 def traffic(collective: str, rank: int, ranks: int, nbytes: int) -> Traffic:

@@ -30,6 +30,7 @@ _FOLDER = click.Path(file_okay=False, path_type=Path)
 @click.option("--ddp", is_flag=True, help="Measure a training step of 6.3 M parameters too.")
 @click.option("--transport", default="tcp", show_default=True, help="Transport of ours.")
 @click.option("--repeat", type=click.IntRange(1), help="Timed calls of each contender.  [default: by size, 400 to 12]")
+@click.option("--pin", is_flag=True, help="Keep each rank on a core of its own: less noise, less like real life.")
 @click.option("--json", "json_file", type=_FILE, help="Write all figures to this file; - is stdout.")
 @click.option("--plot", "plot_file", type=_FILE, help="Draw time against size into this file (png, svg, pdf).")
 @click.option("--output", type=_FOLDER, help="Write bench.md, bench.json and bench.png into this folder.")
@@ -42,6 +43,7 @@ def bench(
     ddp: bool,
     transport: str,
     repeat: int | None,
+    pin: bool,
     json_file: Path | None,
     plot_file: Path | None,
     output: Path | None,
@@ -70,10 +72,11 @@ def bench(
         training=ddp,
         transport=transport,
         repeat=repeat,
+        pin=pin,
     )
     with _Progress() as progress:
         report = run(plan, progress.update)
-    _print(report)
+    _print(report, to_stderr=str(json_file) == "-")
     _write(report, json_file, plot_file, output)
 
 
@@ -127,11 +130,11 @@ class _Progress:
         self._bar.refresh()
 
 
-def _print(report: Report) -> None:
+def _print(report: Report, *, to_stderr: bool) -> None:
     from asyncdist.bench.table import about, tables
     from asyncdist.cli.screen import screen
 
-    console = screen()
+    console = screen(stderr=to_stderr)
     console.print(about(report), style="dim", soft_wrap=True)
     for table in tables(report):
         console.print(table)

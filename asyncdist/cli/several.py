@@ -12,9 +12,12 @@ from asyncdist.config import whole_number
 def sizes(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, ...]:
     """Read ``4,64K,25M`` as bytes (K, M and G are powers of 1024); a callback for `click.option`."""
     try:
-        return tuple(whole_number(part) for part in _parts(value))
+        read = tuple(whole_number(part) for part in _parts(value))
     except ValueError:
-        raise click.BadParameter(f"{value!r} is no list of sizes such as 4,64K,25M") from None
+        read = ()
+    if not read:
+        raise click.BadParameter(f"{value!r} is no list of sizes such as 4,64K,25M")
+    return read
 
 
 def names(known: Sequence[str]) -> Callable[[click.Context, click.Parameter, str], tuple[str, ...]]:

@@ -24,6 +24,7 @@ def store(host: str, port: int) -> None:
     import asyncio
 
     from asyncdist.cli.screen import configured
+    from asyncdist.runtime import new_loop
     from asyncdist.store import serve
 
     config = configured()
@@ -33,4 +34,5 @@ def store(host: str, port: int) -> None:
         guard = "token wanted" if config.token else "no token wanted"
         click.echo(f"asyncdist store is ready at tcp://{shown}:{chosen} ({guard})")
 
-    asyncio.run(serve(host, port, token=config.token, config=config, ready=ready))
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(serve(host, port, token=config.token, config=config, ready=ready))

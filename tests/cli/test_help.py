@@ -1,0 +1,71 @@
+"""What every command says about itself, and that saying it costs no import of torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from asyncdist import __version__
+from asyncdist.cli import main
+
+_PROGRAM = """
+import sys
+from asyncdist.cli import main
+try:
+    main(sys.argv[1:], prog_name="asyncdist")
+except SystemExit as end:
+    assert end.code == 0, end.code
+heavy = {"torch", "numpy", "matplotlib"} & set(sys.modules)
+assert not heavy, heavy
+"""
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["store", "--help"], ["bench", "--help"], ["info", "--help"]], ids=str
+)
+def test_help_imports_nothing_heavy(arguments):
+    run = subprocess.run([sys.executable, "-c", _PROGRAM, *arguments], capture_output=True, text=True, timeout=30)
+    assert run.returncode == 0, run.stderr
+    assert "Usage: asyncdist" in run.stdout
+
+
+def test_the_commands_are_listed_with_what_they_do():
+    said = CliRunner().invoke(main, ["--help"]).output
+    assert [line.split()[0] for line in said.partition("Commands:\n")[2].splitlines() if line[2] != " "] == [
+        "bench",
+        "info",
+        "store",
+    ]
+
+
+def test_version():
+    assert CliRunner().invoke(main, ["--version"]).output == f"asyncdist, version {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["bench", "all_reduse"], "'all_reduse' is not one of 'all_reduce'"),
+        (["bench", "--sizes", "4,many"], "'4,many' is no list of sizes such as 4,64K,25M"),
+        (["bench", "--sizes", ","], "no list of sizes"),
+        (["bench", "--against", "nccl"], "'nccl' is not one of gloo, raw"),
+        (["bench", "--ranks", "1"], "1 is not in the range"),
+        (["info", "--collective", "sum"], "'sum' is not one of"),
+        (["store", "--port", "70000"], "70000 is not in the range"),
+    ],
+    ids=str,
+)
+def test_wrong_arguments_are_named(arguments, complaint):
+    run = CliRunner().invoke(main, arguments)
+    assert run.exit_code == 2
+    assert complaint in run.output
+
+
+@pytest.mark.parametrize("command", [["info"], ["store", "--port", "0"], ["bench"]], ids=str)
+def test_a_setting_that_cannot_be_read_is_named(command):
+    run = CliRunner(env={"ASYNCDIST_TCP_LANES": "several"}).invoke(main, command)
+    assert run.exit_code == 2
+    assert "ASYNCDIST_TCP_LANES='several' is not a whole number" in run.output

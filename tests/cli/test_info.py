@@ -1,0 +1,75 @@
+"""What ``asyncdist info`` shows."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from asyncdist.cli import main
+from asyncdist.collectives.choose import Model, explain
+from asyncdist.config import Config
+
+
+def info(*arguments: str, **environment: str) -> str:
+    run = CliRunner(env=environment).invoke(main, ["info", *arguments])
+    assert run.exit_code == 0, run.output
+    return run.output
+
+
+def row(said: str, first: str) -> list[str]:
+    """Return the words of the line that begins so."""
+    (line,) = [line for line in said.splitlines() if line.split()[:1] == [first]]
+    return line.split()
+
+
+def test_versions_transports_and_addresses():
+    said = info()
+    assert row(said, "torch") == ["torch", torch.__version__]
+    assert row(said, "tcp")[1:] == ["yes", "asyncdist_transports.tcp.transport.TcpTransport"]
+    assert row(said, "inproc")[1] == "yes"
+    assert "127.0.0.1" in said
+
+
+def test_every_setting_with_its_value_and_default():
+    said = info(ASYNCDIST_TCP_LANES="4", ASYNCDIST_TOKEN="hush")
+    for field in dataclasses.fields(Config):
+        assert row(said, field.metadata["variable"])
+    assert row(said, "ASYNCDIST_TCP_LANES")[1:3] == ["4", str(Config().lanes)]
+    assert row(said, "ASYNCDIST_TOKEN")[1] == "(set)"
+    assert "hush" not in said
+
+
+def test_a_rule_that_fits_no_interface_does_not_hide_the_rest():
+    said = info(ASYNCDIST_SOCKET_IFNAME="nosuch")
+    assert "ASYNCDIST_SOCKET_IFNAME='nosuch' matches no usable interface" in said
+    assert row(said, "ASYNCDIST_TIMEOUT")
+
+
+@pytest.mark.parametrize(("collective", "ranks"), [("all_reduce", 4), ("broadcast", 3), ("all_gather", 3)])
+def test_the_cost_model_is_shown_as_it_decides(collective, ranks):
+    said = info("--collective", collective, "--ranks", str(ranks), "--sizes", "4,1M")
+    for nbytes, label in ((4, ["4", "B"]), (1 << 20, ["1", "MiB"])):
+        (expected,) = explain(collective, ranks, [nbytes], model=Model(segment_nbytes=Config().segment_nbytes))
+        (line,) = [line.split() for line in said.splitlines() if line.split()[:2] == label]
+        assert line[2] == expected.chosen
+        predicted = [value for value in expected.microseconds.values() if value is not None]
+        assert [float(word.replace(",", "")) for word in line[3:] if word[0].isdigit()] == [
+            pytest.approx(value, abs=0.051) for value in predicted
+        ]
+    assert f"ASYNCDIST_ALGORITHM={collective}=" in said
+    assert "the cheapest runs" in said
+
+
+def test_a_forced_schedule_is_shown_as_forced():
+    said = info("--collective", "all_reduce", "--sizes", "4", ASYNCDIST_ALGORITHM="all_reduce=ring")
+    assert row(said, "4")[2] == "ring"
+    assert "forced by ASYNCDIST_ALGORITHM=all_reduce=ring" in said
+
+
+def test_a_forced_schedule_that_does_not_exist():
+    run = CliRunner(env={"ASYNCDIST_ALGORITHM": "all_reduce=magic"}).invoke(main, ["info", "--collective", "barrier"])
+    assert run.exit_code == 2
+    assert "there is no schedule 'magic' for all_reduce; there are doubling" in run.output
