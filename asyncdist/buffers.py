@@ -1,8 +1,8 @@
 """Memory as the runtime sees it: flat, contiguous, addressable as bytes and as elements, never copied to be looked at.
 
 `Memory` is the place of our schedules: a run of elements of a tensor with two faces, a `memoryview` for the wire and a
-tensor for arithmetic, each made only when asked for. `Blocks` splits one into numbered blocks. `Staging` says how a
-user's tensor of any layout becomes a Memory and how the result gets back. `Scratch` keeps buffers for reuse.
+tensor for arithmetic, each made only when asked for. `Blocks` splits one into numbered blocks. `to_read` and `Target` say
+how a user's tensor of any layout becomes a Memory and how the result gets back. `Scratch` keeps buffers for reuse.
 """
 
 from __future__ import annotations

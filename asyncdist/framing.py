@@ -63,8 +63,8 @@ class Fingerprint:
     """What one rank believes an operation to be, in 64 bits that can be read back.
 
     ``root`` is 1 + the root's group rank (0: there is none), ``count`` the number of elements modulo 2^24 and
-    ``shape`` a 12-bit checksum of the shape; dtype and reduction are numbers of `buffers` and `ops`. Zero stands for
-    "not compared".
+    ``shape`` a 12-bit checksum of the shape; dtype and reduction are numbers of `buffers` and `ops`. A field that an
+    operation does not compare is zero on every rank.
     """
 
     collective: int

@@ -1,4 +1,4 @@
-"""What `progress.Progress` drives: the contract between it and the executor of one rank."""
+"""What `progress.Progress` drives: the contract between it and the mesh of one rank."""
 
 from __future__ import annotations
 

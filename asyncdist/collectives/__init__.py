@@ -8,6 +8,11 @@
 `cost`       what an algorithm promises: rounds, messages, bytes
 `choose`     which algorithm for which size
 
-All of these are pure: no I/O, no tensor, no clock. Drivers (`executor`) run them over links;
-`asyncdist.testing.simulator` runs them over arrays, in lock step or as adversarially as a seed will have it.
+All of these are pure: no I/O, no tensor, no clock. `asyncdist.testing.simulator` runs them over arrays, in lock step or
+as adversarially as a seed will have it. What makes them operations on tensors:
+
+`operation`  what a group asks for (a plan), and what becomes of it (an operation and its tasks)
+`plans`      from a call's arguments to a plan, for what is moved; `reductions` for what is reduced, `exchanges` for two
+             ranks and for objects; `arguments` checks lists of tensors for all of them
+`executor`   runs the schedules of pending operations over links
 """
