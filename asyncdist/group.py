@@ -89,7 +89,7 @@ class Group:
     # -- the one path --------------------------------------------------------------------------
 
     def _issue(self, name: str, plan: Plan, how: How) -> Work:
-        return self._start(self._channel, name, next(self._sequence), plan, **how)
+        return self._start(self._channel, name, None, plan, **how)
 
     def _transfer(self, name: str, plan: Plan, tag: int, how: How) -> Work:
         if not 0 <= tag < 1 << 32:
@@ -97,12 +97,22 @@ class Group:
         return self._start(self._messages, name, tag, plan, **how)
 
     def _start(
-        self, channel: Channel, name: str, number: int, plan: Plan, background: bool = True, timeout: Timeout = None
+        self,
+        channel: Channel,
+        name: str,
+        number: int | None,
+        plan: Plan,
+        background: bool = True,
+        timeout: Timeout = None,
     ) -> Work:
         if self._closed:
             raise NotInitializedError(f"group {self.name!r} was destroyed: make a new one for {name}")
         mesh = self.mesh
         limit = self.timeout if timeout is None else seconds(timeout)
+        if not background:
+            mesh.progress.refuse_loop_thread(f"a blocking {name}")
+        if number is None:  # counted only now: a call that was refused on one rank must not shift its numbers
+            number = next(self._sequence)
         entry = Entry(self.name, name, number, plan.fingerprint, plan.nbytes)
         mesh.recorder.add(entry)
         work = Work(mesh.progress, spin=mesh.config.await_spin_us * 1e-6)
