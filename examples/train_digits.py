@@ -194,9 +194,9 @@ curve.set(xlabel="epoch", ylabel="cross-entropy loss", yscale="log", xlim=(0, op
 curve.set_title(f"Handwritten digits on {ranks}: {accuracy:.1%} right after {seconds:.1f} s", loc="left", weight="bold")
 curve.legend(frameon=False)
 
-# A typical step: the one of median length in the last epoch. A colour is a bucket: the gradients, and their all-reduce.
-last = sorted(timelines[-steps_per_epoch:], key=lambda times: times.finished - times.backward_started)
-step = last[len(last) // 2]
+# The step of median length, the first epoch apart. A colour is a bucket: its gradients, and their all-reduce.
+by_length = sorted(timelines[steps_per_epoch:] or timelines, key=lambda times: times.finished - times.backward_started)
+step = by_length[len(by_length) // 2]
 
 
 def at(moment: float) -> float:
@@ -209,7 +209,7 @@ rows, begun = ["backward"], step.backward_started
 chart.axvspan(0, computed, color="0.93", zorder=0)
 for row, (times, names, colour) in enumerate(zip(step.buckets, model.bucket_parameters, colours, strict=True), 1):
     layers = dict.fromkeys(type(model.module.get_submodule(name.rpartition(".")[0])).__name__ for name in names)
-    rows.append(f"all-reduce {', '.join(layers)}\n{times.nbytes / 1024:,.1f} KiB")
+    rows.append(f"{', '.join(layers)}\n{times.nbytes / 1024:,.1f} KiB")
     chart.barh(0, at(times.ready) - at(begun), left=at(begun), height=0.6, color=colour, edgecolor="white")
     chart.barh(row, at(times.finished) - at(times.started), left=at(times.started), height=0.6, color=colour)
     chart.plot([at(times.ready)] * 2, [0.3, row - 0.3], color=colour, linewidth=1, linestyle=":", zorder=1)
@@ -222,8 +222,9 @@ hidden = sum(max(0.0, min(times.finished, step.backward_finished) - times.starte
 hidden /= sum(times.finished - times.started for times in step.buckets)
 chart.set(xlabel="milliseconds since backward began", xlim=(0, 1.02 * ended), ylim=(len(rows) - 0.5, -0.8))
 chart.set_yticks(range(len(rows)), rows)
+chart.set_ylabel("all-reduce of each bucket", y=0.42)
 chart.set_title(
-    f"One step on rank 0: {hidden:.0%} of the all-reduces' time passes during backward", loc="left", weight="bold"
+    f"A median step on rank 0: {hidden:.0%} of the all-reduces' time passes during backward", loc="left", weight="bold"
 )
 for axes in (curve, chart):
     axes.spines[["top", "right"]].set_visible(False)

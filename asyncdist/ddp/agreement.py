@@ -27,11 +27,11 @@ def verify(
     text = json.dumps(own).encode()
     digest = int.from_bytes(hashlib.sha256(text).digest()[:7], "little")
     root = torch.tensor([digest, len(text)])
-    group.broadcast(root, 0).wait()
+    group.broadcast(root, 0, background=False).wait()
     strangers = torch.zeros(group.size(), dtype=torch.int64)
     if root.tolist() != [digest, len(text)]:
         strangers[group.rank()] = len(text)
-    group.all_reduce(strangers, ReduceOp.SUM).wait()
+    group.all_reduce(strangers, ReduceOp.SUM, background=False).wait()
     for rank, nbytes in enumerate(strangers.tolist()):
         if nbytes:
             expected = json.loads(_tell(group, text, int(root[1]), 0))
@@ -44,7 +44,7 @@ def verify(
 def _tell(group: Group, own: bytes, nbytes: int, src: int) -> bytes:
     mine = group.rank() == src
     text = torch.frombuffer(bytearray(own), dtype=torch.uint8) if mine else torch.empty(nbytes, dtype=torch.uint8)
-    group.broadcast(text, src).wait()
+    group.broadcast(text, src, background=False).wait()
     return bytes(text.tolist())
 
 
@@ -86,10 +86,10 @@ def broadcast_values(group: Group, tensors: Iterable[torch.Tensor]) -> None:
     with torch.no_grad():
         for pack in _packs([tensor.detach() for tensor in tensors if tensor.numel()]):
             if len(pack) == 1 and pack[0].is_contiguous():
-                group.broadcast(pack[0].view(-1).view(torch.uint8), 0).wait()
+                group.broadcast(pack[0].view(-1).view(torch.uint8), 0, background=False).wait()
                 continue
             flat = torch.cat([_octets(tensor) for tensor in pack])
-            group.broadcast(flat, 0).wait()
+            group.broadcast(flat, 0, background=False).wait()
             if group.rank() != 0:
                 parts = flat.split([tensor.nbytes for tensor in pack])
                 for tensor, part in zip(pack, parts, strict=True):

@@ -33,6 +33,9 @@ class DistributedDataParallel(nn.Module):
     UnsupportedError. A rank whose backward misses a parameter raises GradientError, naming it; GroupError comes out of
     ``backward()`` if a peer is lost. Wrapping raises MismatchError on every rank if the models differ.
 
+    In an async program, construct it and run its steps in a worker thread (``await asyncio.to_thread(step)``): backward
+    waits, and on the loop's own thread that raises LoopThreadError.
+
     Cost of a step on the wire: one all-reduce a bucket; the first step also broadcasts the order of the gradients.
     """
 

@@ -191,15 +191,19 @@ class Reducer:
         if bucket.pending:
             return
         assert self._step is not None
-        times = self._step.buckets
-        times[bucket.index].ready = perf_counter()
-        while len(self._works) < len(self._buckets) and not self._buckets[len(self._works)].pending:
-            sending = self._buckets[len(self._works)]
-            assert sending.flat is not None
-            times[sending.index].started = perf_counter()
-            work = self._group.all_reduce(sending.flat, ReduceOp.AVG)
-            self._works.append(work)
-            work.add_done_callback(times[sending.index].stop)
+        self._step.buckets[bucket.index].ready = perf_counter()
+        # The last one is left to `_finish`: nothing is computed meanwhile, so it need not wake a background thread.
+        while len(self._works) < len(self._buckets) - 1 and not self._buckets[len(self._works)].pending:
+            self._send(background=True)
+
+    def _send(self, *, background: bool) -> None:
+        assert self._step is not None
+        bucket = self._buckets[len(self._works)]
+        times = self._step.buckets[bucket.index]
+        times.started = perf_counter()
+        work = self._group.all_reduce(bucket.flat, ReduceOp.AVG, background=background)
+        self._works.append(work)
+        work.add_done_callback(times.stop)
 
     def _finish(self) -> None:
         """Wait for the averages; autograd calls this in the thread of backward's caller, who gets what it raises."""
@@ -212,7 +216,7 @@ class Reducer:
         step.backward_finished = perf_counter()
         missing = [index for index, came in enumerate(self._came) if not came]
         for index in missing:
-            self._send_zeros(index)
+            self._fill_with_zeros(index)
         self._wait()
         if not self._as_view:
             self._copy_back()
@@ -229,6 +233,7 @@ class Reducer:
 
     def _wait(self) -> None:
         try:
+            self._send(background=False)
             for work in self._works:
                 work.wait()
         except BaseException:
@@ -237,7 +242,7 @@ class Reducer:
                 work.exception()
             raise
 
-    def _send_zeros(self, index: int) -> None:
+    def _fill_with_zeros(self, index: int) -> None:
         """Stand in for a gradient that did not come, so that no other rank waits for this one until its timeout."""
         bucket = self._bucket_of[index]
         if bucket.flat is None:
@@ -254,7 +259,7 @@ class Reducer:
 
     def _deal_by_arrival(self) -> None:
         order = torch.tensor(buckets.arrival_order(self._arrived, len(self._parameters)))
-        self._group.broadcast(order, 0).wait()
+        self._group.broadcast(order, 0, background=False).wait()
         self._deal(order.tolist())
         self._dealt_by_arrival = True
 

@@ -1,4 +1,4 @@
-"""What the tests of data-parallel training share: toy models and data, and a world of ranks in threads."""
+"""What the tests of data-parallel training share: toy models and data."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-
-from asyncdist.testing.cluster import run_ranks
 
 
 class Counting:
@@ -21,13 +19,13 @@ class Counting:
     def __getattr__(self, name):
         return getattr(self._group, name)
 
-    def all_reduce(self, tensor, op):
+    def all_reduce(self, tensor, op, **how):
         self.issued.append(("all_reduce", tensor.numel()))
-        return self._group.all_reduce(tensor, op)
+        return self._group.all_reduce(tensor, op, **how)
 
-    def broadcast(self, tensor, src):
+    def broadcast(self, tensor, src, **how):
         self.issued.append(("broadcast", tensor.numel()))
-        return self._group.broadcast(tensor, src)
+        return self._group.broadcast(tensor, src, **how)
 
 
 def seeded(module, seed=0):
@@ -68,12 +66,6 @@ def assert_equal(ours, expected):
 
 def loss_of(module, inputs, targets):
     return nn.functional.mse_loss(module(inputs), targets)
-
-
-@pytest.fixture
-def together():
-    """``together(size, program)`` runs ``program(group)`` in a thread of each rank; returns the results by rank."""
-    return run_ranks
 
 
 @pytest.fixture(scope="session")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 import torch
 from torch import nn
 
 from asyncdist.ddp import DistributedDataParallel
-from asyncdist.errors import GradientError, UnsupportedError, UsageError
+from asyncdist.errors import GradientError, LoopThreadError, UnsupportedError, UsageError
+from asyncdist.testing.cluster import world_of
 
 
 class Two(nn.Module):
@@ -144,3 +147,16 @@ def test_arguments_that_are_wrong(together, module, arguments, sentence):
             DistributedDataParallel(module, process_group=group, **arguments)
 
     together(1, rank)
+
+
+async def test_an_async_program_steps_in_a_worker_thread():
+    def step(group):
+        model = DistributedDataParallel(nn.Linear(2, 1), process_group=group)
+        model(torch.full((1, 2), float(group.rank()))).sum().backward()
+        return model.module.weight.grad.tolist()
+
+    async with world_of(2) as groups:
+        with pytest.raises(LoopThreadError):
+            DistributedDataParallel(nn.Linear(2, 1), process_group=groups[0])
+        results = await asyncio.gather(*(asyncio.to_thread(step, group) for group in groups))
+    assert results == [[[0.5, 0.5]]] * 2
