@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from asyncdist.bench.result import Report, Row
-from asyncdist.bench.table import about, duration, size
+from asyncdist.bench.table import about, size
 from asyncdist.errors import UsageError
 
 # Contender: (label, colour, style, width, marker). Ours stands out, the limit stays in the background.
 _LINES = {
-    "raw": ("raw sockets (the limit)", "#9aa0a6", "--", 1.6, ""),
+    "raw": ("raw sockets (the limit)", "#9aa0a6", "--", 1.6, "."),
     "gloo": ("gloo", "#d9603b", "-", 1.8, "s"),
     "awaited": ("asyncdist, awaited", "#7fb3e6", "-", 1.8, "^"),
     "asyncdist": ("asyncdist", "#1a5fb4", "-", 2.6, "o"),
@@ -39,17 +39,19 @@ def draw(report: Report, path: Path) -> None:
     lines = -(-len(names) // columns) or 1
     figure = Figure(figsize=(1.6 + 6.4 * columns, 4.9 * lines), layout="constrained")
     FigureCanvasAgg(figure)
-    panels = figure.subplots(lines, columns, squeeze=False).flat
+    panels = list(figure.subplots(lines, columns, squeeze=False).flat)
     for panel, name in zip(panels, names, strict=False):
         _panel(panel, name, [row for row in sized if row.collective == name])
-    for panel in list(panels)[len(names) :]:
+    if names:
+        panels[0].legend(frameon=False, fontsize=9, reverse=True)
+    for panel in panels[len(names) :]:
         panel.set_axis_off()
     figure.supxlabel(about(report), fontsize=7, color="#777777")
     figure.savefig(path, dpi=150)
 
 
 def _panel(panel: Any, name: str, rows: Sequence[Row]) -> None:
-    from matplotlib.ticker import FuncFormatter, NullLocator
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
     for contender, (label, colour, style, width, marker) in _LINES.items():
         points = [(row.nbytes, row.timings[contender]) for row in rows if contender in row.timings]
@@ -63,12 +65,20 @@ def _panel(panel: Any, name: str, rows: Sequence[Row]) -> None:
     panel.set_yscale("log")
     panel.set_xticks([row.nbytes for row in rows])
     panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: size(round(value))))
-    panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: duration(value)))
+    panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(value)))
     panel.xaxis.set_minor_locator(NullLocator())
+    span = panel.get_ylim()[1] / panel.get_ylim()[0]
+    panel.yaxis.set_major_locator(LogLocator(subs=(1,) if span > 300 else (1, 2, 5)))
+    panel.yaxis.set_minor_formatter(NullFormatter())
     panel.set_title(f"{name}, {rows[0].ranks} ranks", loc="left", color=_INK, fontweight="bold")
     panel.set_ylabel("median time of a call (band: to p99)", color=_INK, fontsize=9)
     panel.grid(color=_GRID, lw=0.8)
     panel.set_axisbelow(True)
     panel.tick_params(colors=_INK, labelsize=8.5, length=0, which="both")
     panel.spines[["top", "right", "left", "bottom"]].set_visible(False)
-    panel.legend(frameon=False, fontsize=9, reverse=True)
+
+
+def _tick(seconds: float) -> str:
+    """Write a round time without superfluous digits: ``20 µs``."""
+    unit, name = next(((unit, name) for unit, name in ((1.0, "s"), (1e-3, "ms")) if seconds >= unit), (1e-6, "µs"))
+    return f"{seconds / unit:.3g} {name}"
