@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from datetime import timedelta
 from typing import Any
 
@@ -80,7 +81,8 @@ async def _until_served(method: Method, where: str, limit: Limit) -> None:
                 async with asyncio.timeout(limit.deadline.remaining_or_none()):
                     _, writer = await asyncio.open_connection(host, method.port)
             except OSError as error:
-                seen = f"the agent's store does not answer: {describe(error)}"
+                why = os.strerror(error.errno) if error.errno else describe(error)
+                seen = f"the agent's store does not answer: {why}"
                 continue
             writer.close()
             with contextlib.suppress(OSError):

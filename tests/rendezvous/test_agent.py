@@ -1,0 +1,82 @@
+"""Meeting in the store that torchrun's agent serves; here, torch's own server without the agent."""
+
+import asyncio
+import socket
+import time
+
+import pytest
+
+from asyncdist.config import Config, Launch
+from asyncdist.errors import RendezvousError, RendezvousTimeoutError
+
+HOST = "127.0.0.1"
+
+
+@pytest.fixture(scope="module")
+def agent():
+    import torch.distributed
+
+    return torch.distributed.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+
+
+def launched(rank, port, run_id="job"):
+    return Launch(rank=rank, world_size=2, master_addr=HOST, master_port=port, agent_store=True, run_id=run_id)
+
+
+@pytest.mark.parametrize("token", [None, "the user's own"])
+async def test_worlds_one_after_the_other(meet_as, agent, token):
+    seen = set()
+    for _ in range(2):
+        meetings = await asyncio.gather(
+            *(
+                meet_as(world_size=None, launch=launched(rank, agent.port), config=Config(token=token))
+                for rank in range(2)
+            )
+        )
+        assert (
+            await asyncio.gather(*(meeting.exchange(b"%d" % meeting.rank) for meeting in meetings))
+            == [[b"0", b"1"]] * 2
+        )
+        assert {meeting.listen_host for meeting in meetings} == {HOST}
+        assert meetings[0].where == f"torchrun's store at {HOST}:{agent.port}"
+        seen.add(meetings[1].world_id)
+        if token is not None:
+            assert meetings[1].token == token
+            assert token.encode() not in agent.get("asyncdist/job/")
+        await asyncio.gather(*(meeting.close() for meeting in meetings))
+    assert len(seen) == 2
+
+
+async def test_jobs_and_worlds_by_name_do_not_meet(meet_as, agent):
+    leaders = [
+        await meet_as(world_size=None, launch=launched(0, agent.port, run_id), name=name)
+        for run_id, name in (("a", ""), ("b", ""), ("b", "red"))
+    ]
+    follower = await meet_as(world_size=None, launch=launched(1, agent.port, "b"), name="red")
+    assert follower.world_id == leaders[2].world_id
+
+
+async def test_an_agent_that_never_comes(meet_as):
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        port = probe.getsockname()[1]
+    begun = time.monotonic()
+    with pytest.raises(RendezvousTimeoutError, match=r"rank 1 of 2 .*agent's store does not answer: Connection ref"):
+        await meet_as(world_size=None, launch=launched(1, port), timeout=0.3)
+    assert time.monotonic() - begun < 2
+
+
+async def test_what_is_no_agent(meet_as):
+    listener = await asyncio.start_server(lambda reader, writer: writer.close(), HOST, 0)
+    port = listener.sockets[0].getsockname()[1]
+    try:
+        with pytest.raises(RendezvousError, match="if that is no torchrun agent, unset TORCHELASTIC_USE_AGENT_STORE"):
+            await meet_as(world_size=None, launch=launched(0, port), timeout=1)
+    finally:
+        listener.close()
+        await listener.wait_closed()
+
+
+async def test_cancelled_while_it_waits_for_rank_0(meet_as, agent):
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(meet_as(world_size=None, launch=launched(1, agent.port, "nobody leads")), 0.1)
