@@ -1,6 +1,6 @@
 """Who moves the bytes: one machine of pending operations, driven by one thread at a time.
 
-A *machine* (the executor of one rank) knows how to move everything that can move without waiting, and which file
+A *machine* (the mesh of one rank) knows how to move everything that can move without waiting, and which file
 descriptors to wait for when nothing can. `Progress` sees to it that somebody drives it:
 
 * a thread that blocks in ``wait()`` drives it itself and sleeps in ``poll`` (the inline driver), so that a blocking
@@ -134,6 +134,7 @@ class Progress:
             return self._machine.advance(ready) or moved
         except BaseException as cause:
             self._machine.interrupted(cause)
+            self._kick()  # whoever waits for what has failed by this is to hear of it from another driver
             raise
 
     def _deliver(self) -> None:
@@ -229,10 +230,9 @@ class Progress:
             self._followers.remove(event)
 
     def _hand_over(self) -> None:
-        if self._followers:
-            for event in list(self._followers):
-                event.set()
-        elif self._inbox or self._machine.busy():
+        for event in list(self._followers):
+            event.set()
+        if self._inbox or self._machine.busy():  # a follower may have what it waits for, and not take the seat
             self.arm()
 
     def _ring(self) -> None:
@@ -261,7 +261,9 @@ class Progress:
                 self._lock.release()
             self._deliver()
             if work.is_completed() or (not moved and monotonic() >= until):
-                return
+                break
+        if self._inbox and not self._seat.locked():  # put there while we held the lock, by who could not wait for it
+            self._kick()
 
     def _kick(self) -> None:
         if not self._kicked and not self._closed:
@@ -345,6 +347,9 @@ class Progress:
             loop.call_soon_threadsafe(leave)
             done.wait()
         self._closed = True
+        with self._lock:  # what was left to a driver that has none to follow it
+            while self._inbox:
+                self._inbox.popleft()()
         self._bell = None
 
     def _leave_loop(self) -> None:
