@@ -49,6 +49,9 @@ class Config:
         "ASYNCDIST_EAGER_NBYTES",
         "an early message up to this size is put aside; a larger one waits on the wire",
     )
+    aside_nbytes: int = _setting(
+        64 << 20, "ASYNCDIST_ASIDE_NBYTES", "early messages of one peer are put aside up to this size together"
+    )
     max_message_nbytes: int = _setting(
         1 << 38, "ASYNCDIST_MAX_MESSAGE_NBYTES", "a frame that claims more is refused as damage"
     )

@@ -13,6 +13,7 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from time import monotonic
 from typing import Any
 
 import msgpack
@@ -40,6 +41,8 @@ from asyncdist.work import Work
 log = logging.getLogger("asyncdist")
 
 Addresses = Mapping[str, Mapping[str, Any]]
+
+_BENEFIT = 1.0  # seconds for which a peer that may just have left in order is given the benefit of the doubt
 
 
 class Mesh:
@@ -75,6 +78,7 @@ class Mesh:
         self._ended: dict[bytes, GroupError] = {}
         self._leaving: set[int] = set()
         self._gone: dict[int, GroupError] = {}
+        self._doubts: dict[int, tuple[float, str]] = {}
         self._failed = False
         self._at_home = home is not None
         self.finished: list[Callable[[], None]] = []
@@ -278,6 +282,10 @@ class Mesh:
         for transport in self._transports:
             transport.forget(peer)
 
+    def doubt(self, peer: int, reason: str) -> None:
+        if peer not in self._gone and peer not in self._leaving:
+            self._doubts.setdefault(peer, (monotonic() + _BENEFIT, reason))
+
     def _waits_for(self, channel: Channel, peer: int) -> bool:
         """Return whether anything pending needs the peer, or anybody at all when it was the last to go."""
         operations = channel.operations.values()
@@ -305,7 +313,7 @@ class Mesh:
 
     def busy(self) -> bool:
         # After a failure we stay to be reached: who waits for us must hear of it, also where it connects only now.
-        if self._executor.operations or self._failed:
+        if self._executor.operations or self._failed or self._doubts:
             return True
         for transport in self._transports:
             if transport.busy():
@@ -313,18 +321,28 @@ class Mesh:
         return False
 
     def next_deadline(self) -> float:
+        if self._doubts:
+            return min(self._executor.next_deadline(), *(until for until, _ in self._doubts.values()))
         return self._executor.next_deadline()
 
     def expire(self, now: float) -> None:
+        for peer, (until, reason) in list(self._doubts.items()):
+            if until <= now or peer in self._gone or peer in self._leaving:
+                del self._doubts[peer]
+                self.lost(peer, reason)
         self._executor.expire(now)
 
     def interrupted(self, cause: BaseException) -> None:
+        # A stream whose middle nobody knows is of no use: its end tells the peers, which a notice on it could not.
+        reason = f"interrupted by {type(cause).__name__} in the middle of a transfer"
+        error = GroupAbortedError(f"rank {self.rank} was {reason}", peer=self.rank)
+        error.__cause__ = cause
+        self._gone = dict.fromkeys(range(self.world_size), error)
         for channel in list(self._channels.values()):
-            error = GroupAbortedError(
-                f"interrupted by {type(cause).__name__} in the middle of a transfer", peer=self.rank
-            )
-            error.__cause__ = cause
             self.fail(channel, error)
+        for transport in self._transports:
+            for peer in self._gone:
+                transport.forget(peer)
 
     def take_finished(self) -> list[Callable[[], None]]:
         finished, self.finished = self.finished, []
@@ -336,7 +354,6 @@ class Mesh:
         """Start an operation, and see that it goes on (``background``) or drive it to its end in this thread."""
         start = functools.partial(self.start, operation)
         if not background:
-            self.progress.refuse_loop_thread(f"a blocking {operation.name}")
             self.progress.run(start, operation.work, float("inf"))
             return
         self.progress.submit(start)

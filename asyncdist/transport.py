@@ -7,11 +7,11 @@ each peer has an `Inbox`, shared by whatever connections that peer has opened to
 
 * posted before the message comes: the bytes go straight into the posted memory;
 * not yet posted, and small: the message is put aside and copied when somebody asks for it;
-* not yet posted, and large: it stays on the wire, which is back-pressure on the sender. Only when something else is
-  posted that may lie behind it (a deadlock otherwise) is it put aside after all.
+* not yet posted, and large, or too much put aside already: it stays on the wire, which is back-pressure on the sender.
+  Only when something else is posted that may lie behind it (a deadlock otherwise) is it put aside after all.
 
 Everything here is called under the lock of the world's `progress.Progress`; nothing here blocks. A transport reports to
-its `Host`, the executor. To write one: implement `Transport` and `Link`, announce the class under the entry-point group
+its `Host`, the mesh. To write one: implement `Transport` and `Link`, announce the class under the entry-point group
 ``asyncdist.transports``, and run `asyncdist.testing.conformance` on it.
 """
 
@@ -66,7 +66,7 @@ class Receive:
     """A posted receive of exactly ``nbytes`` bytes; ``room`` is where the next of them go.
 
     When ``room`` has been filled whole, `filled` gives the next room, or None if that was all. This one receives in one
-    piece; `executor.FoldingReceive` folds piece after piece into its accumulator.
+    piece; `operation.FoldingReceive` folds piece after piece into its accumulator.
     """
 
     __slots__ = ("done", "fingerprint", "key", "nbytes", "owner", "peer", "room")
@@ -148,12 +148,13 @@ class Blocked(Protocol):
 class Inbox:
     """The messages from one peer that wait for a receive, and the receives that wait for a message."""
 
-    __slots__ = ("_aside", "_blocked", "_host", "peer", "posted")
+    __slots__ = ("_aside", "_aside_nbytes", "_blocked", "_host", "peer", "posted")
 
     def __init__(self, peer: int, host: Host) -> None:
         self.peer = peer
         self.posted: dict[bytes, deque[Receive]] = {}
         self._aside: dict[bytes, deque[PutAside]] = {}
+        self._aside_nbytes = 0
         self._blocked: list[Blocked] = []
         self._host = host
 
@@ -183,10 +184,14 @@ class Inbox:
             self.posted[key] = deque((receive,))
         else:
             queue.append(receive)
-        while self._blocked:  # what we wait for may lie behind them
+        self.unblock()
+        return False
+
+    def unblock(self) -> None:
+        """Put aside what waits on the wire: what somebody waits for may lie behind it."""
+        while self._blocked:
             blocked = self._blocked.pop()
             blocked.resume(self._put_aside(blocked.key, blocked.fingerprint, blocked.nbytes))
-        return False
 
     def arrive(self, key: bytes, fingerprint: int, nbytes: int) -> Receive | None:
         """Return what receives the message whose header has come; None if its body is to wait on the wire.
@@ -202,7 +207,9 @@ class Inbox:
         taken = self._host.unclaimed(self.peer, key, fingerprint, nbytes)
         if taken is not None:
             return taken
-        if nbytes <= self._host.config.eager_nbytes or self.posted:
+        config = self._host.config
+        small = nbytes <= config.eager_nbytes and self._aside_nbytes + nbytes <= config.aside_nbytes
+        if small or self.posted or self._host.expects_anybody:
             return self._put_aside(key, fingerprint, nbytes)
         return None
 
@@ -212,9 +219,10 @@ class Inbox:
 
     def purge(self, channel: bytes) -> None:
         """Forget everything of a channel (the first 8 bytes of its keys) whose group has ended."""
-        for table in (self.posted, self._aside):
-            for key in [key for key in table if key.startswith(channel)]:
-                del table[key]
+        for key in [key for key in self.posted if key.startswith(channel)]:
+            del self.posted[key]
+        for key in [key for key in self._aside if key.startswith(channel)]:
+            self._aside_nbytes -= sum(message.nbytes for message in self._aside.pop(key))
         for blocked in [blocked for blocked in self._blocked if blocked.key.startswith(channel)]:
             self._blocked.remove(blocked)
             blocked.resume(Discard(self.peer, blocked.key, blocked.nbytes))
@@ -238,11 +246,13 @@ class Inbox:
 
     def _put_aside(self, key: bytes, fingerprint: int, nbytes: int) -> PutAside:
         message = PutAside(self.peer, key, fingerprint, nbytes)
+        self._aside_nbytes += nbytes
         self._aside.setdefault(key, deque()).append(message)
         return message
 
     def _claim(self, early: deque[PutAside], receive: Receive) -> bool:
         message = early.popleft()
+        self._aside_nbytes -= message.nbytes
         if not early:
             del self._aside[receive.key]
         if self._checked(receive, message.fingerprint, message.nbytes) is not receive:
@@ -339,12 +349,16 @@ class Transport(ABC):
 
 
 class Host(Protocol):
-    """What a transport sees of the executor that it serves."""
+    """What a transport sees of the mesh that it serves."""
 
     rank: int
     world_size: int
     world_id: str
     config: Config
+
+    @property
+    def expects_anybody(self) -> bool:
+        """Whether a receive from any rank is posted, so that no message may hold up those behind it."""
 
     def inbox(self, peer: int) -> Inbox:
         """Return the inbox of a peer."""
@@ -363,6 +377,9 @@ class Host(Protocol):
 
     def lost(self, peer: int, reason: str) -> None:
         """Fail every group with a peer whose connection ended without goodbye."""
+
+    def doubt(self, peer: int, reason: str) -> None:
+        """Call a peer lost unless what it still has to say explains the end of a connection to it soon."""
 
     def post(self, action: Callable[[], None]) -> None:
         """Have ``action`` done soon under this host's lock; callable from any thread and under any other lock."""

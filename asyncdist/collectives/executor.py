@@ -198,13 +198,15 @@ class Executor:
         """Take the message that is there already, else leave the receive where `unclaimed` finds it."""
         operation = task.operation
         receive = AnyReceive(task, operation.plan.fingerprint, action.place.view)
-        for peer in operation.channel.members:
-            if peer != operation.channel.world_rank and self._peers.inbox(peer).first_early(task.key) is not None:
+        others = [peer for peer in operation.channel.members if peer != operation.channel.world_rank]
+        for peer in others:
+            if self._peers.inbox(peer).first_early(task.key) is not None:
                 receive.peer = peer
                 self._post(task, receive)
                 if receive.done:
                     task.reply = peer
                 return
+        for peer in others:
             self._peers.inbox(peer).unblock()
         self.any_source.setdefault(task.key, deque()).append(receive)
         task.transfers.append(receive)

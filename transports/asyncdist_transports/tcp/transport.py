@@ -113,12 +113,16 @@ class TcpTransport(Transport):
         return False
 
     def _pump(self, connection: Inbound | Outbound, ready: bool) -> bool:
+        if connection.closed:  # with the peer that another connection has just been found to have lost
+            return False
         try:
             return connection.pump(ready)
         except Ended as end:
             self._ended(connection, str(end))
         except AsyncdistError as error:
             self._ended(connection, str(error))
+        except MemoryError:
+            self._ended(connection, "it sent a message that does not fit into our memory")
         return True
 
     def _ended(self, connection: Inbound | Outbound, reason: str) -> None:
@@ -128,6 +132,8 @@ class TcpTransport(Transport):
             log.warning("refused a connection: %s", reason)
         elif isinstance(connection, Inbound) or connection.queue or not self.hears(peer):
             self.host.lost(peer, reason)
+        else:
+            self.host.doubt(peer, reason)
 
     def _accept(self) -> bool:
         assert self._listener is not None

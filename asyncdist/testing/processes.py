@@ -1,0 +1,249 @@
+"""Ranks as real processes that a test starts, talks with, stops and kills.
+
+A `Nursery` is a process that has imported torch and asyncdist once and forks a rank off in milliseconds. A rank runs one
+function of a program file, whose first argument is the rank's end of a pipe; with that the two sides tell each other how
+far they are, so that no test has to sleep::
+
+    with Nursery() as nursery:
+        ranks = [nursery.start("program.py", "train", rank) for rank in range(4)]   # def train(test, rank): ...
+        assert ranks[0].hear() == "in the middle of it"                             # test.send("in the middle of it")
+        ranks[1].kill()
+        assert ranks[0].wait() == 0
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import runpy
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection, Pipe
+from multiprocessing.reduction import recv_handle, send_handle
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+PATIENCE = 30.0
+"""Seconds after which a test that waits for a rank gives up, unless it says otherwise."""
+
+
+class RankEndedError(AssertionError):
+    """A rank ended where the test expected it to say something."""
+
+
+class RankProcess:
+    """One forked rank, as the test sees it. ``pid`` is its process."""
+
+    def __init__(self, nursery: Nursery, pid: int, pipe: Connection, output: Any) -> None:
+        self.pid = pid
+        self._nursery = nursery
+        self._pipe = pipe
+        self._output = output
+
+    def say(self, value: Any) -> None:
+        """Send a value, which the rank gets from ``test.recv()``."""
+        self._pipe.send(value)
+
+    def hear(self, timeout: float = PATIENCE) -> Any:
+        """Return the next value that the rank sends; RankEndedError with its output if it ends first."""
+        if not self._pipe.poll(timeout):
+            raise TimeoutError(f"process {self.pid} said nothing for {timeout:g} s; its output: {self.output()}")
+        try:
+            return self._pipe.recv()
+        except (EOFError, ConnectionResetError):
+            raise RankEndedError(f"it ended with status {self.wait()}; its output: {self.output()}") from None
+
+    def kill(self) -> None:
+        """Kill it as a machine that loses power would: nothing of its own runs any more."""
+        os.kill(self.pid, signal.SIGKILL)
+
+    def stop(self) -> None:
+        """Freeze it, as a swapping or suspended machine is frozen."""
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let a frozen one go on."""
+        os.kill(self.pid, signal.SIGCONT)
+
+    def interrupt(self) -> None:
+        """Do what Ctrl-C does."""
+        os.kill(self.pid, signal.SIGINT)
+
+    def wait(self, timeout: float = PATIENCE) -> int:
+        """Return its exit status once it has ended; a signal's number is negative. TimeoutError with its output."""
+        return self._nursery.status(self, timeout)
+
+    def output(self) -> str:
+        """Return what it has written to its standard output and error so far."""
+        size = os.fstat(self._output.fileno()).st_size
+        return os.pread(self._output.fileno(), size, 0).decode(errors="replace")
+
+    def close(self) -> None:
+        """Let go of the pipe and the output."""
+        self._pipe.close()
+        self._output.close()
+
+
+class Nursery:
+    """Forks ranks off a process that has imported what they need. Close it: that kills what still runs."""
+
+    def __init__(self, preload: Sequence[str] = ("torch", "asyncdist", "asyncdist.sync")) -> None:
+        self._control, theirs = Pipe()
+        command = [sys.executable, "-m", __name__, str(theirs.fileno()), *preload]
+        with theirs:
+            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        self._statuses: dict[int, int] = {}
+        self._ranks: list[RankProcess] = []
+
+    def start(
+        self, program: str | Path, function: str, *args: Any, environment: Mapping[str, str] | None = None
+    ) -> RankProcess:
+        """Fork a rank that calls ``function(test, *args)`` of a program file, with more variables in its environment."""
+        ours, theirs = Pipe()
+        output = tempfile.TemporaryFile()  # noqa: SIM115  # the rank's own, closed with it
+        with theirs:
+            self._control.send((str(program), function, args, dict(environment or {})))
+            for descriptor in (theirs.fileno(), output.fileno()):
+                send_handle(self._control, descriptor, self._process.pid)
+        pid = self._next(PATIENCE, expected="forked")
+        rank = RankProcess(self, pid, ours, output)
+        self._ranks.append(rank)
+        return rank
+
+    def status(self, rank: RankProcess, timeout: float) -> int:
+        """Return a rank's exit status once it has ended."""
+        while rank.pid not in self._statuses:
+            try:
+                self._next(timeout, expected="ended")
+            except TimeoutError:
+                raise TimeoutError(
+                    f"process {rank.pid} has not ended within {timeout:g} s; its output: {rank.output()}"
+                ) from None
+        return self._statuses[rank.pid]
+
+    def _next(self, timeout: float, *, expected: str) -> int:
+        while True:
+            if not self._control.poll(timeout):
+                raise TimeoutError(f"the nursery did not say {expected!r} within {timeout:g} s")
+            what, pid, status = self._control.recv()
+            if what == "ended":
+                self._statuses[pid] = status
+            if what == expected:
+                return int(pid)
+
+    def clear(self) -> None:
+        """Kill every rank that still runs, and wait until it is gone: the end of one test."""
+        for rank in self._ranks:
+            if rank.pid not in self._statuses:
+                with contextlib.suppress(ProcessLookupError):
+                    rank.kill()
+        for rank in self._ranks:
+            rank.wait()
+            rank.close()
+        self._ranks.clear()
+        self._statuses.clear()
+
+    def close(self) -> None:
+        """Kill what still runs and end the process that forks."""
+        if self._process.returncode is None:
+            self.clear()
+            self._control.close()
+            self._process.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+# -- in the nursery's process ---------------------------------------------------------------------
+
+
+class _Job:
+    """What a forked rank is to do."""
+
+    def __init__(self, control: Connection) -> None:
+        self.program, self.function, self.args, self.environment = control.recv()
+        self.pipe = Connection(recv_handle(control))
+        self.output = recv_handle(control)
+
+    def run(self) -> None:
+        """Become the rank. Returns or raises as its program does, so that the interpreter ends as usual."""
+        os.dup2(self.output, 1)
+        os.dup2(self.output, 2)
+        os.close(self.output)
+        os.environ.update(self.environment)
+        runpy.run_path(self.program)[self.function](self.pipe, *self.args)
+
+    def forget(self) -> None:
+        """Close the parent's copies, so that the test sees the rank's end as the end of the pipe."""
+        self.pipe.close()
+        os.close(self.output)
+
+
+def _serve(control: Connection) -> _Job | None:
+    """Fork until the test hangs up; return a job in each child, and None in the parent."""
+    children: set[int] = set()
+    bell, rings = socket.socketpair()
+    bell.setblocking(False)
+    rings.setblocking(False)
+    signal.set_wakeup_fd(rings.fileno())
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    with selectors.DefaultSelector() as selector, bell, rings:
+        selector.register(control, selectors.EVENT_READ)
+        selector.register(bell, selectors.EVENT_READ)
+        while True:
+            ready = [key.fileobj for key, _ in selector.select()]
+            if bell in ready:
+                bell.recv(4096)
+                _report_ended(control, children)
+            if control in ready:
+                try:
+                    job = _Job(control)
+                except EOFError:  # the test is gone: nothing of it is to go on
+                    for pid in children:
+                        os.kill(pid, signal.SIGKILL)
+                    return None
+                pid = os.fork()
+                if pid == 0:
+                    signal.set_wakeup_fd(-1)
+                    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                    control.close()
+                    return job
+                children.add(pid)
+                job.forget()
+                control.send(("forked", pid, 0))
+
+
+def _report_ended(control: Connection, children: set[int]) -> None:
+    with contextlib.suppress(ChildProcessError, BrokenPipeError):
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            children.discard(pid)
+            control.send(("ended", pid, os.waitstatus_to_exitcode(status)))
+
+
+def _main(arguments: Sequence[str]) -> None:
+    descriptor, *preload = arguments
+    for name in preload:
+        __import__(name)
+    job = _serve(Connection(int(descriptor)))
+    if job is not None:
+        run: Callable[[], None] = job.run
+        del job
+        run()
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1:])

@@ -1,0 +1,220 @@
+"""A bad network between ranks: cut at any byte, slow, clogged, refusing."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import time
+import tracemalloc
+
+import pytest
+import torch
+
+from asyncdist.config import Config
+from asyncdist.errors import GroupAbortedError, PeerLostError
+from asyncdist.testing.cluster import world_of
+from asyncdist.testing.faults import proxied_world
+
+GREETING = 12 + 32  # magic and nonce
+PROOF = GREETING + 32
+HELLO = PROOF + 8
+HEADER = HELLO + 36
+SOON = 2.0
+
+
+async def outcomes(works):
+    return await asyncio.gather(*works, return_exceptions=True)
+
+
+def all_reduces(world, count):
+    return [group.all_reduce(torch.full((count,), float(group.rank() + 1))) for group in world.groups]
+
+
+@pytest.mark.parametrize(
+    "nbytes",
+    [1, 12, GREETING - 1, GREETING, GREETING + 1, PROOF - 1, PROOF, PROOF + 4, HELLO - 1, HELLO, HELLO + 1,
+     HEADER - 1, HEADER, HEADER + 1, HEADER + 2000, HEADER + 3999],
+)  # fmt: skip
+async def test_a_connection_cut_at_any_byte_fails_the_operation_on_both_sides_soon(nbytes, eventually):
+    with proxied_world(2, home=asyncio.get_running_loop()) as world:
+        world.proxies[0, 1].cut_after(nbytes)
+        gave, lost = await outcomes(all_reduces(world, 1000))
+        assert (type(lost), lost.peer) == (PeerLostError, 0)
+        # Rank 0 may have all it needs by then: its message had left, and rank 1's came another way.
+        await eventually(lambda: world.groups[0].error is not None)
+        assert time.monotonic() - world.proxies[0, 1].cut_at < SOON
+        for error in [world.groups[0].error, *([gave] if isinstance(gave, Exception) else [])]:
+            assert (type(error), error.peer) == (PeerLostError, 1)
+
+
+@pytest.mark.parametrize("nbytes", [HELLO + 100_000, HELLO + 1_000_000, HELLO + 3_999_999])
+async def test_a_cut_in_the_middle_of_a_large_message_reaches_also_ranks_that_are_not_next_to_it(nbytes):
+    with proxied_world(4, home=asyncio.get_running_loop()) as world:
+        world.proxies[0, 1].cut_after(nbytes)
+        errors = await outcomes(all_reduces(world, 5_000_000))
+        assert time.monotonic() - world.proxies[0, 1].cut_at < SOON
+        assert {type(error) for error in errors} == {PeerLostError}
+        assert {error.peer for error in errors} <= {0, 1}
+        assert [errors[0].peer, errors[1].peer] == [1, 0]
+        assert all(group.error is not None for group in world.groups)
+
+
+async def test_groups_that_do_not_hold_both_ends_of_a_cut_go_on():
+    with proxied_world(3, home=asyncio.get_running_loop()) as world:
+        untouched = world.new_group([0, 2])
+        await asyncio.gather(*all_reduces(world, 10))
+        world.proxies[0, 1].cut()
+        await outcomes(all_reduces(world, 10))
+        tensors = {rank: torch.ones(3) for rank in untouched}
+        await asyncio.gather(*(untouched[rank].all_reduce(tensors[rank]) for rank in untouched))
+        assert all(torch.equal(tensor, torch.full((3,), 2.0)) for tensor in tensors.values())
+
+
+@pytest.mark.parametrize("cut", [(0, 1), (1, 0)])
+async def test_a_cut_while_nothing_is_pending_is_found_at_the_latest_by_the_next_operation(cut, eventually):
+    with proxied_world(2, home=asyncio.get_running_loop()) as world:
+        await asyncio.gather(*all_reduces(world, 10))
+        world.proxies[cut].cut()
+        await eventually(lambda: not world.proxies[cut].num_connections)
+        before = time.monotonic()
+        errors = await outcomes(all_reduces(world, 10))
+        assert time.monotonic() - before < SOON
+        assert [type(error) for error in errors] == [PeerLostError, PeerLostError]
+
+
+async def test_a_slow_network_changes_nothing_but_the_time():
+    with proxied_world(2, home=asyncio.get_running_loop()) as world:
+        for proxy in world.proxies.values():
+            proxy.delay = 0.002
+            proxy.chunk_nbytes = 1000
+        tensors = [torch.arange(5000.0) for _ in world.groups]
+        works = [group.all_reduce(tensor) for group, tensor in zip(world.groups, tensors, strict=True)]
+        await asyncio.gather(*works)
+        assert all(torch.equal(tensor, 2 * torch.arange(5000.0)) for tensor in tensors)
+
+
+@pytest.mark.parametrize("count", [1, 700])
+async def test_bytes_may_come_one_at_a_time(count):
+    with proxied_world(3, home=asyncio.get_running_loop()) as world:
+        for proxy in world.proxies.values():
+            proxy.chunk_nbytes = 1
+        for _ in range(2):
+            tensors = [torch.full((count,), rank + 1.0) for rank in range(3)]
+            works = [group.all_reduce(tensor) for group, tensor in zip(world.groups, tensors, strict=True)]
+            await asyncio.gather(*works)
+            assert all(torch.equal(tensor, torch.full((count,), 6.0)) for tensor in tensors)
+
+
+async def test_a_clogged_network_holds_the_sender_back_without_filling_memory():
+    with proxied_world(2, home=asyncio.get_running_loop()) as world:
+        await asyncio.gather(*all_reduces(world, 10))
+        sent = torch.arange(16_000_000, dtype=torch.int32)
+        received = torch.zeros_like(sent)
+        proxy = world.proxies[0, 1]
+        proxy.clog()
+        tracemalloc.start()
+        try:
+            highest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            sending = world.groups[0].send(sent, 1)
+            receiving = world.groups[1].recv(received, 0)
+            passed = proxy.passed_nbytes
+            await asyncio.wait([asyncio.ensure_future(_of(sending))], timeout=0.2)
+            assert not sending.is_completed()
+            assert proxy.passed_nbytes == passed
+            proxy.unclog()
+            await asyncio.gather(sending, receiving)
+            assert torch.equal(sent, received)
+            assert tracemalloc.get_traced_memory()[1] < 4 << 20
+            grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - highest
+            assert grown < 16 << 10, f"{grown} KiB"
+        finally:
+            tracemalloc.stop()
+
+
+async def _of(work):
+    return await work
+
+
+async def test_large_messages_that_nobody_asked_for_wait_in_the_senders_memory(eventually):
+    with proxied_world(2, home=asyncio.get_running_loop()) as world:
+        await asyncio.gather(*all_reduces(world, 10))
+        tensors = [torch.full((1_000_000,), number) for number in range(10)]
+        highest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        sending = [world.groups[0].send(tensor, 1, tag) for tag, tensor in enumerate(tensors)]
+        await asyncio.wait([asyncio.ensure_future(_of(sending[0]))], timeout=0.2)
+        assert not any(work.is_completed() for work in sending)
+        room = torch.empty(1_000_000, dtype=tensors[0].dtype)
+        for tag in range(10):  # in the order in which they were sent nothing has to be put aside
+            await world.groups[1].recv(room, 0, tag)
+            assert torch.equal(room, tensors[tag])
+        await asyncio.gather(*sending)
+        grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - highest
+        assert grown < 24 << 10, f"{grown} KiB"
+
+
+async def test_small_messages_that_nobody_asks_for_do_not_fill_the_receivers_memory(eventually):
+    config = Config(token="secret", aside_nbytes=1 << 20)
+    with proxied_world(2, home=asyncio.get_running_loop(), config=config) as world:
+        await asyncio.gather(*all_reduces(world, 10))
+        block = torch.ones(10_000)
+        proxy, before = world.proxies[0, 1], world.proxies[0, 1].passed_nbytes
+        sending = [world.groups[0].send(block, 1, tag) for tag in range(300)]
+        await eventually(lambda: proxy.passed_nbytes - before > 1 << 20)
+        await asyncio.wait([asyncio.ensure_future(_of(sending[-1]))], timeout=0.2)
+        assert proxy.passed_nbytes - before < 5 << 20  # of 12 MB: the rest is with its sender
+        room = torch.zeros(10_000)
+        for tag in reversed(range(300)):  # the last ones first, so that everything before must be put aside after all
+            await world.groups[1].recv(room, 0, tag)
+            assert torch.equal(room, block)
+        await asyncio.gather(*sending)
+
+
+async def test_a_refused_connection_names_the_rank_and_the_reason():
+    with proxied_world(3, home=asyncio.get_running_loop()) as world:
+        for writer in (0, 2):
+            world.proxies[writer, 1].refuse()
+        before = time.monotonic()
+        errors = await outcomes(
+            [world.groups[0].send(torch.ones(1), 1), world.groups[2].recv(torch.ones(1), 1)],
+        )
+        assert time.monotonic() - before < SOON
+        for error in errors:
+            assert isinstance(error, PeerLostError)
+            assert error.peer == 1
+            assert "refused" in str(error)
+
+
+async def test_operations_issued_after_a_loss_say_what_became_of_the_group():
+    with proxied_world(2, home=asyncio.get_running_loop()) as world:
+        world.proxies[0, 1].cut_after(HEADER)
+        await outcomes(all_reduces(world, 10))
+        errors = await outcomes(all_reduces(world, 10))
+        assert all(isinstance(error, PeerLostError | GroupAbortedError) for error in errors)
+        assert all("rank" in str(error) for error in errors)
+
+
+@pytest.mark.parametrize("transport", ["tcp", "inproc"])
+async def test_a_receive_from_anybody_is_not_held_up_by_a_large_message_that_nobody_wants_yet(transport):
+    async with world_of(2, transport=transport) as (receiver, sender):
+        large = torch.arange(1_000_000)
+        first = sender.send(large, 0, tag=5)
+        second = sender.send(torch.ones(3), 0, tag=6)
+        room = torch.zeros(3)
+        assert await receiver.recv(room, None, tag=6) == 1
+        assert torch.equal(room, torch.ones(3))
+        whole = torch.zeros_like(large)
+        await receiver.recv(whole, None, tag=5)
+        assert torch.equal(whole, large)
+        await asyncio.gather(first, second)
+
+
+async def test_a_receive_from_anybody_fails_when_the_last_rank_that_could_send_has_left():
+    with proxied_world(3, home=asyncio.get_running_loop()) as world:
+        await asyncio.gather(*(group.monitored_barrier() for group in world.groups))  # rank 0 hears from all
+        receiving = world.groups[0].recv(torch.ones(1), None)
+        for mesh in world.meshes[1:]:
+            assert not receiving.is_completed()
+            mesh.close()
+            await asyncio.sleep(0)
+        with pytest.raises(PeerLostError, match="destroyed its process group"):
+            await receiving
