@@ -1,0 +1,95 @@
+"""What collectives should come to, computed by torch without communicating; values that make every order exact."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import numpy as np
+import torch
+
+from asyncdist.ops import PremulSum, ReduceOp, Reduction, premul_sum
+
+UNREDUCED = frozenset(getattr(torch, name) for name in ("float4_e2m1fn_x2", "float8_e8m0fnu") if hasattr(torch, name))
+"""Dtypes that are only ever moved: without arithmetic, or without a zero."""
+
+_UNSIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+
+
+def numbers(count: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Return ``count`` elements to reduce: 1 or 2 if floating or complex, anything that fits if not."""
+    random = torch.Generator().manual_seed(seed)
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.randint(1, 3, (count,), generator=random).to(torch.float32).to(dtype)
+    return noise(count, dtype, seed)
+
+
+def noise(count: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Return ``count`` elements of any bits at all, but for bool, to be moved."""
+    random = torch.Generator().manual_seed(seed)
+    bound = 2 if dtype is torch.bool else 256
+    raw = torch.randint(0, bound, (count * dtype.itemsize,), generator=random, dtype=torch.uint8)
+    return raw.view(dtype)
+
+
+def same(ours: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Say whether two tensors have the same shape, dtype and bits (-0.0 is not 0.0, and a NaN is itself)."""
+    if ours.shape != expected.shape or ours.dtype is not expected.dtype:
+        return False
+    return torch.equal(_bytes(ours), _bytes(expected))
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def reduced(inputs: Sequence[torch.Tensor], op: Reduction) -> torch.Tensor:
+    """Return what all ranks' tensors come to, computed here; narrow floats in float32, rounded once."""
+    dtype = inputs[0].dtype
+    if dtype.is_floating_point or dtype.is_complex:
+        return _reduced_floats(inputs, op).to(dtype)
+    if op in (ReduceOp.MIN, ReduceOp.MAX):
+        kernel = np.minimum if op is ReduceOp.MIN else np.maximum
+        return torch.from_numpy(functools.reduce(kernel, [tensor.numpy() for tensor in inputs]).copy())
+    signed = _UNSIGNED.get(dtype, dtype)
+    folded = functools.reduce(_WHOLE[cast(ReduceOp, op)], [tensor.view(signed) for tensor in inputs])
+    return folded.view(dtype)
+
+
+def _reduced_floats(inputs: Sequence[torch.Tensor], op: Reduction) -> torch.Tensor:
+    dtype = inputs[0].dtype
+    wide = torch.complex128 if dtype.is_complex else torch.float64
+    wides = [tensor.to(torch.float32).to(wide) if dtype.itemsize == 1 else tensor.to(wide) for tensor in inputs]
+    if op is ReduceOp.AVG:
+        return cast(torch.Tensor, sum(wides)) / len(wides)
+    if isinstance(op, PremulSum):
+        return cast(torch.Tensor, sum(wides)) * op.factor
+    return functools.reduce(_FLOATING[cast(ReduceOp, op)], wides)
+
+
+_FLOATING: dict[ReduceOp, Callable[..., torch.Tensor]] = {
+    ReduceOp.SUM: torch.add,
+    ReduceOp.PRODUCT: torch.mul,
+    ReduceOp.MIN: torch.minimum,
+    ReduceOp.MAX: torch.maximum,
+}
+_WHOLE: dict[ReduceOp, Callable[..., torch.Tensor]] = {
+    ReduceOp.SUM: torch.add,
+    ReduceOp.PRODUCT: torch.mul,
+    ReduceOp.BAND: operator.and_,
+    ReduceOp.BOR: operator.or_,
+    ReduceOp.BXOR: operator.xor,
+}
+
+
+def reductions(dtype: torch.dtype) -> list[Reduction]:
+    """Return the reductions that make sense for a dtype."""
+    if dtype.is_complex:
+        return [ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT, premul_sum(0.5)]
+    if dtype.is_floating_point:
+        return [ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX, premul_sum(0.5)]
+    return [
+        ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR,
+    ]  # fmt: skip
