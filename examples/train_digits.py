@@ -106,9 +106,8 @@ def optimizer_of(model: nn.Module) -> tuple[torch.optim.Optimizer, torch.optim.l
 
 # -- training ---------------------------------------------------------------------------------------
 
-model = DistributedDataParallel(
-    network(), bucket_cap_mb=1 / 256
-)  # 4 KiB: a bucket a layer, so that there is much to see
+# Buckets of 4 KiB rather than 25 MiB: about one a layer, so that there is something to see in so small a network.
+model = DistributedDataParallel(network(), bucket_cap_mb=1 / 256)
 optimizer, schedule = optimizer_of(model)
 sampler = DistributedSampler(training, seed=options.seed)
 losses: list[float] = []
