@@ -108,6 +108,11 @@ def arithmetic(op: Reduction, dtype: torch.dtype) -> Arithmetic:
     return Arithmetic(fold_of(op, wide), wide, widens, op is ReduceOp.AVG)
 
 
+def divide(tensor: torch.Tensor, by: int) -> None:
+    """Divide in place, every part of a complex number on its own: a complex division would round twice."""
+    (torch.view_as_real(tensor) if tensor.is_complex() else tensor).div_(by)
+
+
 def _torch_fold(kernel: Callable[..., torch.Tensor]) -> Fold:
     def fold(into: torch.Tensor, other: torch.Tensor, swapped: bool) -> None:
         if other.dtype is not into.dtype:

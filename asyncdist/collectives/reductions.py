@@ -18,13 +18,17 @@ from asyncdist.collectives.plans import WINDOW, Member, fingerprint, segments, s
 from asyncdist.collectives.schedule import Schedule
 from asyncdist.errors import UsageError
 from asyncdist.ops import Collective, PremulSum, Reduction
-from asyncdist.reduce import Arithmetic, arithmetic
+from asyncdist.reduce import Arithmetic, arithmetic, divide
 
 _SEGMENT_COUNT = 1 << 20  # elements of a segment that is accumulated in memory of its own
 
 
 def _scaled(tensor: torch.Tensor, op: Reduction) -> torch.Tensor:
-    return tensor * op.factor if isinstance(op, PremulSum) else tensor
+    if not isinstance(op, PremulSum):
+        return tensor
+    if tensor.dtype.itemsize > 1:
+        return tensor * op.factor
+    return (tensor.to(torch.float32) * op.factor).to(tensor.dtype)  # float8 has no arithmetic of its own
 
 
 def all_reduce(who: Member, tensor: Any, op: Reduction) -> Plan:
@@ -67,7 +71,7 @@ def _all_reduce_parts(
     who: Member, memory: Memory, op: Reduction, how: Arithmetic
 ) -> Sequence[Schedule] | Iterator[Schedule]:
     if type(op) is PremulSum:
-        memory.tensor.mul_(op.factor)
+        memory.tensor.copy_(_scaled(memory.tensor, op))
     algorithm = who.choose("all_reduce", memory.nbytes)
     if how.widens:
         return (_all_reduce_wide(who, part, how, algorithm) for part in segments(memory, _SEGMENT_COUNT))
@@ -81,17 +85,17 @@ def _all_reduce(who: Member, memory: Memory, how: Arithmetic, algorithm: str) ->
         yield from doubling.all_reduce(rank, size, memory, scratch)
         who.scratch.give(scratch)
         if how.averages:
-            memory.tensor.div_(size)
+            divide(memory.tensor, size)
     elif algorithm == "halving":
         blocks = Blocks.split(memory, doubling.floor_power_of_two(size))
         yield from doubling.halving_all_reduce(rank, size, blocks)
         if how.averages:
-            memory.tensor.div_(size)
+            divide(memory.tensor, size)
     else:
         blocks = Blocks.split(memory, size)
         yield from ring.reduce_scatter(rank, size, blocks)
         if how.averages:  # each rank divides its own block, before the others get it
-            blocks[rank].tensor.div_(size)
+            divide(blocks[rank].tensor, size)
         yield from ring.all_gather(rank, size, blocks)
 
 
@@ -110,7 +114,7 @@ def _all_reduce_wide(who: Member, memory: Memory, how: Arithmetic, algorithm: st
     else:
         yield from pairwise.reduce_scatter(rank, size, blocks, own)
     if how.averages:
-        own.tensor.div_(size)
+        divide(own.tensor, size)
     mine.tensor.copy_(own.tensor)
     if not small:
         yield from ring.all_gather(rank, size, blocks)
@@ -147,7 +151,7 @@ def _reduce_tree(who: Member, memory: Memory, root: int, op: Reduction, how: Ari
     yield from tree.reduce(who.rank, who.size, root, own)
     if who.rank == root:
         if how.averages:
-            own.tensor.div_(who.size)
+            divide(own.tensor, who.size)
         if own is not memory:
             memory.tensor.copy_(own.tensor)
 
@@ -159,7 +163,7 @@ def _reduce_scattered(who: Member, memory: Memory, root: int, op: Reduction, how
     own = Memory(blocks[rank].tensor.to(how.accumulator, copy=True), wire=memory.dtype)
     yield from pairwise.reduce_scatter(rank, size, blocks, own)
     if how.averages:
-        own.tensor.div_(size)
+        divide(own.tensor, size)
     result = Memory(own.tensor.to(memory.dtype))
     results = Blocks.split(memory, size)
     if rank == root:
@@ -201,7 +205,7 @@ def reduce_scatter(who: Member, output: Any, inputs: Sequence[Memory] | Blocks, 
 
     def finish() -> Any:
         if how.averages:
-            own.tensor.div_(who.size)
+            divide(own.tensor, who.size)
         if own is not memory:
             memory.tensor.copy_(own.tensor)
         target.store()
