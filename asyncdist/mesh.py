@@ -9,14 +9,14 @@ if who noticed first dies while telling.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import functools
 import logging
 import os
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from time import monotonic
 from typing import Any
-
-import msgpack
 
 from asyncdist.buffers import Scratch
 from asyncdist.collectives.executor import Executor
@@ -26,13 +26,13 @@ from asyncdist.errors import (
     GroupAbortedError,
     GroupError,
     MismatchError,
-    OperationTimeoutError,
     PeerLostError,
     TransportUnavailableError,
 )
 from asyncdist.framing import ABORT, GOODBYE, Fingerprint, pack_key
 from asyncdist.machine import Wait
 from asyncdist.mismatch import describe
+from asyncdist.notices import ENDED, LEFT, last_words, spell, unspell
 from asyncdist.observe.recorder import Recorder
 from asyncdist.progress import Progress
 from asyncdist.transport import Discard, Inbox, Link, Outgoing, Receive, Transport
@@ -76,12 +76,14 @@ class Mesh:
         self._inboxes: dict[int, Inbox] = {}
         self._channels: dict[bytes, Channel] = {}
         self._ended: dict[bytes, GroupError] = {}
-        self._leaving: set[int] = set()
+        self._leaving: dict[int, str] = {}
         self._gone: dict[int, GroupError] = {}
         self._doubts: dict[int, tuple[float, str]] = {}
-        self._failed = False
+        self._failures: dict[int, GroupError] = {}
+        self._goodbye = LEFT
         self._at_home = home is not None
         self.finished: list[Callable[[], None]] = []
+        _open.add(self)
 
     # -- coming and going ----------------------------------------------------------------------
 
@@ -102,8 +104,14 @@ class Mesh:
 
     def close(self) -> None:
         """Fail what is pending, say goodbye to every peer, and close every connection. Idempotent."""
+        _open.discard(self)
         self.progress.submit(self._close)
         self.progress.close()
+
+    def end_with_process(self) -> None:
+        """Say goodbye for a program that ends without closing us."""
+        self._goodbye = ENDED
+        self.progress.submit(self._close)
 
     def _close(self) -> None:
         for channel in list(self._channels.values()):
@@ -143,7 +151,7 @@ class Mesh:
         """Fail a group: everything pending on it, and every later call. Under the lock."""
         if channel.error is not None:
             return
-        self._failed = True
+        self._failures[channel.number] = error
         log.info("rank %d: group %r failed: %s", self.rank, channel.name, error.reason)
         if self.config.dump_dir:
             self.recorder.dump(self.config.dump_dir, str(error))
@@ -160,7 +168,7 @@ class Mesh:
             inbox.purge(channel.prefix)
 
     def _tell(self, channel: Channel, error: GroupError, told_by: int | None) -> None:
-        body = memoryview(msgpack.packb(_spell(error, self.rank)))
+        body = memoryview(spell(error, self.rank))
         size, own = len(channel.members), channel.members.index(self.rank)
         if told_by is None:
             others = [member for member in channel.members if member != self.rank]
@@ -259,9 +267,9 @@ class Mesh:
 
     def control(self, peer: int, kind: int, key: bytes, body: bytes) -> None:
         if kind == GOODBYE:
-            self._leaving.add(peer)
+            self._leaving[peer] = body.decode(errors="replace") or LEFT
         elif kind == ABORT:
-            error = _unspell(body, peer, self.rank)
+            error = unspell(body, peer, self.rank)
             channel = self._channels.get(key[:8])
             if channel is not None:
                 self.fail(channel, error, told_by=peer)
@@ -274,7 +282,7 @@ class Mesh:
         if peer in self._leaving:
             if any(transport.hears(peer) for transport in self._transports):
                 return  # what it sent before it left is still to be read
-            reason = "it has destroyed its process group"
+            reason = self._leaving[peer]
         error = self._gone[peer] = PeerLostError(peer, reason)
         for channel in list(self._channels.values()):
             if peer in channel.members and (peer not in self._leaving or self._waits_for(channel, peer)):
@@ -283,7 +291,9 @@ class Mesh:
             transport.forget(peer)
 
     def doubt(self, peer: int, reason: str) -> None:
-        if peer not in self._gone and peer not in self._leaving:
+        if peer in self._leaving:
+            self.lost(peer, reason)
+        elif peer not in self._gone:
             self._doubts.setdefault(peer, (monotonic() + _BENEFIT, reason))
 
     def _waits_for(self, channel: Channel, peer: int) -> bool:
@@ -294,6 +304,10 @@ class Mesh:
 
     def post(self, action: Callable[[], None]) -> None:
         self.progress.post(action)
+
+    @property
+    def last_words(self) -> bytes:
+        return last_words(self._failures, self.rank, self._goodbye)
 
     def retire(self, sock: Any) -> None:
         self.progress.retire(sock)
@@ -313,7 +327,7 @@ class Mesh:
 
     def busy(self) -> bool:
         # After a failure we stay to be reached: who waits for us must hear of it, also where it connects only now.
-        if self._executor.operations or self._failed or self._doubts:
+        if self._executor.operations or self._failures or self._doubts:
             return True
         for transport in self._transports:
             if transport.busy():
@@ -361,35 +375,16 @@ class Mesh:
             self.progress.arm()
 
 
-def _spell(error: GroupError, rank: int) -> dict[str, Any]:
-    """Return a failure as plain data for a notice."""
-    return {
-        "kind": type(error).__name__,
-        "reason": error.reason,
-        "peer": getattr(error, "peer", None),
-        "by": rank if error.by is None else error.by,
-    }
+# -- at the end of the process --------------------------------------------------------------------
+
+_open: weakref.WeakSet[Mesh] = weakref.WeakSet()
 
 
-def _unspell(body: bytes, peer: int, rank: int) -> GroupError:
-    """Return the failure that a notice tells of, from our own point of view."""
-    try:
-        said = msgpack.unpackb(body)
-        kind, reason, by = str(said["kind"]), str(said["reason"]), int(said["by"])
-        about = said["peer"]
-    except (ValueError, KeyError, TypeError, msgpack.UnpackException):
-        return GroupAbortedError(f"rank {peer} aborted the group without a legible reason", peer=peer)
-    error: GroupError
-    if kind == PeerLostError.__name__ and about == rank:
-        error = PeerLostError(by, "it lost its connection with us")
-    elif kind == PeerLostError.__name__ and isinstance(about, int):
-        error = PeerLostError(about, "")
-        error.reason = reason if "noticed by" in reason else f"{reason}, noticed by rank {by}"
-    elif kind == MismatchError.__name__ and isinstance(about, int):
-        error = MismatchError(by, f"rank {by} found that {reason}" if "found that" not in reason else reason)
-    elif kind == OperationTimeoutError.__name__:
-        error = GroupAbortedError(f"rank {by} {reason}", peer=by)
-    else:
-        error = GroupAbortedError(reason if reason.startswith("rank") else f"rank {by}: {reason}", peer=by)
-    error.by = by
-    return error
+def _say_goodbye() -> None:
+    for mesh in list(_open):
+        mesh.end_with_process()
+
+
+atexit.register(_say_goodbye)  # after the runtime's own, so that its loop is still there
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_open.clear)  # the connections are the parent's to close

@@ -381,6 +381,10 @@ class Host(Protocol):
     def doubt(self, peer: int, reason: str) -> None:
         """Call a peer lost unless what it still has to say explains the end of a connection to it soon."""
 
+    @property
+    def last_words(self) -> bytes:
+        """The notices to write at the end of a connection that is closed in order: failures, then goodbye."""
+
     def post(self, action: Callable[[], None]) -> None:
         """Have ``action`` done soon under this host's lock; callable from any thread and under any other lock."""
 

@@ -12,10 +12,9 @@ import struct
 from time import monotonic
 
 from asyncdist.errors import AsyncdistError, ProtocolError
-from asyncdist.framing import GOODBYE
 from asyncdist.handshake import Handshake, accept, dial
 from asyncdist.transport import Host, Outgoing
-from asyncdist_transports.tcp.wire import Ended, Reader, Writer, goodbye
+from asyncdist_transports.tcp.wire import Ended, Reader, Writer
 
 READ, WRITE = select.POLLIN, select.POLLOUT
 HELLO = struct.Struct("<IHxx")  # rank, lane
@@ -71,7 +70,7 @@ class Outbound:
         self._writer = Writer(self._sock)
         self._reader = Reader(self._sock, peer, host, None)
         self._proving: Proving | None = None
-        self._open = False
+        self.established = False
         self.queue = self._writer.queue  # messages that wait to be sent
         self.closed = False
         code = self._sock.connect_ex(where)
@@ -84,13 +83,13 @@ class Outbound:
         return self._sock.fileno()
 
     def send(self, message: Outgoing) -> bool:
-        if self._open:
+        if self.established:
             return self._writer.send(message)
         self.queue.append(message)
         return False
 
     def waits(self) -> int:
-        if self._open:
+        if self.established:
             return READ | WRITE if self.queue else READ
         return READ if self._proving is not None else WRITE
 
@@ -100,9 +99,13 @@ class Outbound:
 
     def pump(self, ready: bool) -> bool:
         """Connect, prove, flush, and if the socket is ready listen for notices. Raises Ended and AsyncdistError."""
-        if not self._open:
+        if not self.established:
             return self._establish()
-        moved = self._writer.flush() if self.queue else False
+        try:
+            moved = self._writer.flush() if self.queue else False
+        except Ended:
+            self._reader.read()  # the peer may have said why it went
+            raise
         return (self._reader.read() or moved) if ready else moved
 
     def _establish(self) -> bool:
@@ -124,14 +127,14 @@ class Outbound:
             return False
         except OSError as cause:
             raise Ended(cause.strerror or str(cause)) from cause
-        self._open = True
+        self.established = True
         self._writer.flush()
         return True
 
     def close(self, *, say_goodbye: bool) -> None:
         if not self.closed:
             self.closed = True
-            whole = self._open and not any(message.sent for message in self.queue)
+            whole = self.established and not any(message.sent for message in self.queue)
             _end(self._sock, self._host, say_goodbye and whole)
 
 
@@ -142,6 +145,7 @@ class Inbound:
         self._sock = sock
         self._host = host
         self.peer: int | None = None
+        self.established = True  # as soon as the peer is known
         self.since = monotonic()
         self._proving: Proving | None = Proving(sock, accept(host.config.token, purpose(host), secrets.token_bytes(32)))
         self._hello = bytearray()
@@ -197,7 +201,7 @@ class Inbound:
 def _end(sock: socket.socket, host: Host, say_goodbye: bool) -> None:
     if say_goodbye:
         with contextlib.suppress(OSError):
-            sock.send(goodbye(GOODBYE))
+            sock.send(host.last_words)
     with contextlib.suppress(OSError):
         sock.shutdown(socket.SHUT_WR)
     host.retire(sock)

@@ -130,9 +130,9 @@ class TcpTransport(Transport):
         peer = connection.peer
         if peer is None:
             log.warning("refused a connection: %s", reason)
-        elif isinstance(connection, Inbound) or connection.queue or not self.hears(peer):
+        elif connection.established and not any(c.peer == peer for c in self._connections.values()):
             self.host.lost(peer, reason)
-        else:
+        else:  # what explains it may lie on another connection, or come from another rank
             self.host.doubt(peer, reason)
 
     def _accept(self) -> bool:

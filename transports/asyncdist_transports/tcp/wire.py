@@ -6,7 +6,7 @@ import socket
 from collections import deque
 
 from asyncdist.errors import ProtocolError
-from asyncdist.framing import DATA, HEADER_NBYTES, KEY_NBYTES, KINDS, pack_header, pack_key, unpack_tail
+from asyncdist.framing import DATA, HEADER_NBYTES, KEY_NBYTES, KINDS, unpack_tail
 from asyncdist.transport import Discard, Host, Inbox, Outgoing, Receive
 
 QUANTUM = 1 << 20  # bytes moved one way before the other way gets its turn
@@ -240,8 +240,3 @@ class Reader:
         if count == 0:
             raise Ended("connection closed")
         return count
-
-
-def goodbye(kind: int) -> bytes:
-    """Return a notice without a body, as bytes."""
-    return pack_header(pack_key(0, 0, 0), 0, 0, kind)

@@ -1,0 +1,63 @@
+"""What ranks tell each other about a group rather than send in it: that it failed and of what, or that they leave."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgpack
+
+from asyncdist.errors import GroupAbortedError, GroupError, MismatchError, OperationTimeoutError, PeerLostError
+from asyncdist.framing import ABORT, GOODBYE, pack_header, pack_key
+
+LEFT = "it has destroyed its process group"
+ENDED = "its process has ended"
+_MOST = 64  # failures that fit into the last words of a rank
+
+
+def spell(error: GroupError, rank: int) -> bytes:
+    """Return a failure as the body of a notice from ``rank``."""
+    said = {
+        "kind": type(error).__name__,
+        "reason": error.reason,
+        "peer": getattr(error, "peer", None),
+        "by": rank if error.by is None else error.by,
+    }
+    packed: bytes = msgpack.packb(said)
+    return packed
+
+
+def unspell(body: bytes, peer: int, rank: int) -> GroupError:
+    """Return the failure that a notice of ``peer`` tells of, from ``rank``'s point of view."""
+    try:
+        said = msgpack.unpackb(body)
+        kind, reason, by = str(said["kind"]), str(said["reason"]), int(said["by"])
+        about = said["peer"]
+    except (ValueError, KeyError, TypeError, msgpack.UnpackException):
+        return GroupAbortedError(f"rank {peer} aborted the group without a legible reason", peer=peer)
+    error: GroupError
+    if kind == PeerLostError.__name__ and about == rank:
+        error = PeerLostError(by, "it lost its connection with us")
+    elif kind == PeerLostError.__name__ and isinstance(about, int):
+        error = PeerLostError(about, "")
+        error.reason = reason if "noticed by" in reason else f"{reason}, noticed by rank {by}"
+    elif kind == MismatchError.__name__ and isinstance(about, int):
+        error = MismatchError(by, f"rank {by} found that {reason}" if "found that" not in reason else reason)
+    elif kind == OperationTimeoutError.__name__:
+        error = GroupAbortedError(f"rank {by} {reason}", peer=by)
+    else:
+        error = GroupAbortedError(reason if reason.startswith("rank") else f"rank {by}: {reason}", peer=by)
+    error.by = by
+    return error
+
+
+def last_words(failures: Mapping[int, GroupError], rank: int, reason: str) -> bytes:
+    """Return what ``rank`` writes at the end of a connection: how groups (by number) have failed, then goodbye.
+
+    So nobody takes who leaves because of a failure for its cause.
+    """
+    frames = []
+    for number, error in list(failures.items())[-_MOST:]:
+        body = spell(error, rank)
+        frames.append(pack_header(pack_key(number, 0, 0), 0, len(body), ABORT) + body)
+    said = reason.encode()
+    return b"".join(frames) + pack_header(pack_key(0, 0, 0), 0, len(said), GOODBYE) + said

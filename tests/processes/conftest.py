@@ -1,0 +1,97 @@
+"""Real processes as ranks, told by the test what to do."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from asyncdist.testing.processes import Nursery
+
+PROGRAM = Path(__file__).parent / "program_obeys.py"
+SOON = 3.0
+"""Seconds within which a failure must have reached everybody; every deadline is ten times as far or farther."""
+
+
+@pytest.fixture(scope="session")
+def nursery():
+    with Nursery() as nursery:
+        yield nursery
+
+
+@pytest.fixture(autouse=True)
+def _cleared(nursery):
+    yield
+    nursery.clear()
+
+
+class Told:
+    """A rank that obeys: `tell` it what to do, and `hear` what came of it."""
+
+    def __init__(self, process):
+        self.process = process
+        self.told_at = 0.0
+
+    def tell(self, order, *arguments):
+        self.told_at = time.monotonic()
+        self.process.say((order, arguments))
+
+    def hear(self, timeout=30.0):
+        """Return what it did; a failure as a namespace of its kind, peer, text and time."""
+        how, answer = self.process.hear(timeout)
+        return SimpleNamespace(**answer) if how == "failed" else answer
+
+    def do(self, order, *arguments):
+        """Tell it something that must go well, and return what it gave."""
+        self.tell(order, *arguments)
+        answer = self.hear()
+        assert not isinstance(answer, SimpleNamespace), answer.text
+        return answer
+
+
+class Job:
+    """The ranks of a test. Worlds are numbered, so that the same processes can meet again."""
+
+    def __init__(self, nursery, folder):
+        self._nursery = nursery
+        self._folder = folder
+        self._worlds = itertools.count()
+
+    def start(self, count, face="blocking", **environment):
+        """Start processes that are not in a world yet."""
+        return [Told(self._nursery.start(PROGRAM, face, environment=environment)) for _ in range(count)]
+
+    def meet(self, ranks, timeout=60.0):
+        """Have them make a world of all of them."""
+        where = f"file://{self._folder}/world{next(self._worlds)}"
+        for rank, told in enumerate(ranks):
+            told.tell("init", where, rank, len(ranks), timeout)
+        for told in ranks:
+            answer = told.hear()
+            assert answer is None, answer.text
+
+    def world(self, count, face="blocking", timeout=60.0, **environment):
+        """Start processes and have them meet."""
+        ranks = self.start(count, face, **environment)
+        self.meet(ranks, timeout)
+        return ranks
+
+
+@pytest.fixture
+def job(nursery, tmp_path):
+    return Job(nursery, tmp_path)
+
+
+@pytest.fixture
+def all_do():
+    """Tell several ranks the same at once, and return what each did."""
+
+    def all_do(ranks, order, *arguments):
+        for told in ranks:
+            told.tell(order, *arguments)
+        return [told.hear() for told in ranks]
+
+    return all_do

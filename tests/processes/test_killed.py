@@ -1,0 +1,111 @@
+"""A rank that is killed: everybody who needs it hears of it soon and by its name; everybody else goes on."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+pytestmark = pytest.mark.processes
+SOON = 3.0
+FACES = ["blocking", "awaiting"]
+
+
+def check_all_lost(told, answers, dead, since):
+    for rank, answer in zip(told, answers, strict=True):
+        assert answer.kind == "PeerLostError", (rank.process.pid, answer)
+        assert answer.peer == dead, answer.text
+        assert f"rank {dead} was lost" in answer.text
+        assert answer.at - since < SOON
+
+
+@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize(
+    ("order", "algorithm", "moments"),
+    [
+        (("all_reduce", "world", 10, 50), "all_reduce=doubling", (0, 3, 9)),
+        (("all_reduce", "world", 300_000, 50), "all_reduce=ring", (0, 7, 20)),
+        (("broadcast", "world", 300_000, 2, 50), "broadcast=tree", (0, 1)),
+        (("broadcast", "world", 300_000, 0, 50), "broadcast=tree", (1, 4)),
+    ],
+)
+def test_death_in_the_middle_of_a_collective_reaches_every_rank(job, all_do, face, order, algorithm, moments):
+    """The survivors of one death meet again with a newcomer, so this also is: a new world after a failed one."""
+    survivors = job.start(3, face, ASYNCDIST_ALGORITHM=algorithm)
+    dead = 2
+    for moment in moments:
+        victim = job.start(1, face, ASYNCDIST_ALGORITHM=algorithm)[0]
+        job.meet([*survivors[:dead], victim, *survivors[dead:]])
+        victim.do("die_at", moment)
+        victim.tell(*order)
+        answers = all_do(survivors, *order)
+        assert victim.process.wait() == -9
+        check_all_lost(survivors, answers, dead, victim.told_at)
+        assert all_do(survivors, "destroy") == [None, None, None]
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_death_while_survivors_wait_in_different_ways(job, all_do, face):
+    """One blocks or awaits, one has works going on in the background, one is busy elsewhere and asks only later."""
+    waiting, behind, elsewhere, victim = ranks = job.world(4, face)
+    all_do(ranks, "barrier", "world")
+    behind.do("pend", "world", 10)
+    behind.do("pend", "world", 1_000_000)
+    waiting.tell("all_reduce", "world", 10)
+    behind.tell("settle")
+    killed_at = time.monotonic()
+    victim.process.kill()
+    check_all_lost([waiting], [waiting.hear()], 3, killed_at)
+    for ended in behind.hear():
+        assert ended["kind"] == "PeerLostError"
+        assert ended["peer"] == 3
+        assert ended["at"] - killed_at < SOON
+    elsewhere.tell("all_reduce", "world", 10)
+    check_all_lost([elsewhere], [elsewhere.hear()], 3, elsewhere.told_at)
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_death_between_operations_is_met_by_the_next_one(job, all_do, face):
+    ranks = job.world(4, face)
+    all_do(ranks, "all_reduce", "world", 10)
+    ranks[0].process.kill()
+    assert ranks[0].process.wait() == -9
+    answers = all_do(ranks[1:], "all_reduce", "world", 10)
+    check_all_lost(ranks[1:], answers, 0, ranks[1].told_at)
+    answers = all_do(ranks[1:], "all_reduce", "world", 10)
+    assert {(answer.kind, answer.peer) for answer in answers} == {("PeerLostError", 0)}
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_every_group_with_the_dead_fails_and_every_group_without_it_goes_on(job, all_do, face):
+    ranks = job.world(4, face)
+    for name, members in {"low": [0, 1], "mid": [1, 2], "high": [2, 3], "spare": [0, 1, 2]}.items():
+        all_do(ranks, "new_group", name, members)
+    all_do(ranks[:2], "all_reduce", "low", 10)
+    all_do(ranks[2:], "all_reduce", "high", 10)
+    ranks[2].do("pend", "high", 10)
+    ranks[2].do("pend_receive", "high", 3)
+    ranks[2].do("pend", "world", 10)
+    killed_at = time.monotonic()
+    ranks[3].process.kill()
+    ranks[2].tell("settle")
+    for ended in ranks[2].hear():
+        assert (ended["kind"], ended["peer"]) == ("PeerLostError", 3)
+        assert ended["at"] - killed_at < SOON
+    assert all_do(ranks[:3], "all_reduce", "spare", 1000) == [3.0, 3.0, 3.0]
+    assert all_do(ranks[:2], "all_reduce", "low", 1_000_000) == [2.0, 2.0]
+    assert all_do(ranks[1:3], "all_reduce", "mid", 10) == [2.0, 2.0]
+    check_all_lost(ranks[:3], all_do(ranks[:3], "all_reduce", "world", 1), 3, ranks[0].told_at)
+    all_do(ranks[:3], "new_group", "later", [0, 1, 2, 3])
+    check_all_lost(ranks[:3], all_do(ranks[:3], "all_reduce", "later", 1), 3, ranks[0].told_at)
+
+
+@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize(("algorithm", "count"), [("all_reduce=doubling", 10), ("all_reduce=ring", 100_000)])
+def test_who_learns_of_a_death_and_leaves_at_once_does_not_pass_for_the_dead(job, all_do, face, algorithm, count):
+    ranks = job.world(6, face, ASYNCDIST_ALGORITHM=algorithm)
+    ranks[4].do("die_at", 11)
+    ranks[4].tell("all_reduce", None, count, 50)
+    survivors = ranks[:4] + ranks[5:]
+    for ended in all_do(survivors, "all_reduce_or_leave", count, 50):
+        assert (ended["kind"], ended["peer"]) == ("PeerLostError", 4), ended["text"]
