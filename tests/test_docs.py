@@ -7,6 +7,7 @@ copy of the package; so the steps of a worked example are what they say, and its
 from __future__ import annotations
 
 import ast
+import asyncio
 import importlib
 import os
 import re
@@ -14,12 +15,25 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import torch
 
 from asyncdist.config import Config
+from asyncdist.errors import (
+    GroupAbortedError,
+    GroupError,
+    MismatchError,
+    OperationTimeoutError,
+    PeerLostError,
+    UsageError,
+)
+from asyncdist.group import Group
+from asyncdist.testing.cluster import world_of
+from asyncdist.work import Work
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = {path.relative_to(ROOT).as_posix(): path for path in [ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]}
@@ -34,6 +48,12 @@ pages = pytest.mark.parametrize("page", PAGES)
 def prose(page: str) -> str:
     """Return a page without its blocks of code."""
     return BLOCK.sub("", PAGES[page].read_text(encoding="utf-8"))
+
+
+def code_of(page: str) -> list[str]:
+    """Return the blocks of a page that are to run."""
+    blocks = BLOCK.findall(PAGES[page].read_text(encoding="utf-8"))
+    return [code for language, code in blocks if language in ("python", "toml")]
 
 
 # -- the code runs ----------------------------------------------------------------------------------
@@ -62,14 +82,12 @@ def announce(folder: Path) -> None:
             put(info, "entry_points.txt", None, "\n".join([f"[{group}]", *(f"{k} = {v}" for k, v in points.items())]))
 
 
-@pages
+@pytest.mark.processes
+@pytest.mark.parametrize("page", [page for page in PAGES if code_of(page)])
 def test_the_code_of_a_page_runs(page: str, tmp_path: Path) -> None:
-    blocks = [code for language, code in BLOCK.findall(PAGES[page].read_text()) if language in ("python", "toml")]
-    if not blocks:
-        pytest.skip("a page without code")
     shutil.copytree(ROOT / "asyncdist", tmp_path / "asyncdist", ignore=shutil.ignore_patterns("__pycache__"))
     tests = []
-    for code in blocks:
+    for code in code_of(page):
         place = PLACE.match(code)
         assert place is not None, f"{page}: this block does not say where it belongs:\n{code}"
         put(tmp_path, place[1], place[2], code[place.end() :])
@@ -139,3 +157,58 @@ def test_the_layers_are_those_of_the_architecture_test() -> None:
     assert list(drawn) == list(range(len(layers)))
     for number, layer in enumerate(layers):
         assert drawn[number] == layer, f"CONTRIBUTING.md, layer {number}: these differ: {drawn[number] ^ layer}"
+
+
+# -- the failure model of docs/architecture.md --------------------------------------------------------
+
+
+async def outcomes(groups: Sequence[Group], call: Callable[[Group], Work]) -> list[BaseException]:
+    """Return what each rank's work ends with; all have to fail."""
+    return [error for error in await asyncio.gather(*map(call, groups), return_exceptions=True) if error is not None]
+
+
+async def test_a_rank_whose_deadline_passes_says_so_to_the_others() -> None:
+    async with world_of(3) as groups:
+        impatient, *patient = await outcomes(groups[:2], lambda g: g.barrier(timeout=0.05 if g.rank() == 0 else None))
+        assert isinstance(impatient, OperationTimeoutError)
+        assert impatient.peers == (2,)
+        assert [type(error) for error in patient] == [GroupAbortedError]
+        assert "rank 0 timed out" in str(patient[0])
+
+
+async def test_different_calls_are_named_on_every_rank() -> None:
+    async with world_of(3) as groups:
+        errors = await outcomes(groups, lambda g: g.all_reduce(torch.ones(2 if g.rank() == 2 else 3)))
+        assert [type(error) for error in errors] == [MismatchError] * 3
+        assert all("2 x float32" in str(error) and "3 x float32" in str(error) for error in errors)
+
+
+async def test_an_abort_is_an_abort_everywhere_with_its_reason() -> None:
+    async with world_of(3) as groups:
+        waiting = asyncio.ensure_future(outcomes(groups[:2], lambda g: g.barrier()))
+        await asyncio.sleep(0)
+        groups[2].abort("no more data")
+        errors = await waiting
+        assert [type(error) for error in errors] == [GroupAbortedError] * 2
+        assert all("no more data" in str(error) for error in errors)
+
+
+async def test_an_exception_inside_an_operation_fails_it_here_and_aborts_it_elsewhere() -> None:
+    async with world_of(3) as groups:
+        errors = await outcomes(groups, lambda g: g.broadcast_object_list([None] * (1 + g.rank() // 2), 0))
+        assert type(errors[-1]) is GroupError
+        assert isinstance(errors[-1].__cause__, UsageError)
+        with pytest.raises(GroupError):
+            await groups[0].barrier()
+
+
+async def test_who_leaves_in_order_troubles_only_those_who_wait_for_it() -> None:
+    async with world_of(3) as groups:
+        pair = [group.world.new_group([0, 1]) for group in groups[:2]]
+        await asyncio.gather(*(group.barrier() for group in groups))
+        waiting = asyncio.ensure_future(outcomes(groups[:2], lambda g: g.all_reduce(torch.ones(4))))
+        await groups[2].world.close()
+        errors = await waiting
+        assert [type(error) for error in errors] == [PeerLostError] * 2
+        assert all("rank 2 was lost" in str(error) for error in errors)
+        await asyncio.gather(*(group.barrier() for group in pair))
