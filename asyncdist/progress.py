@@ -360,8 +360,3 @@ class Progress:
             self._watched = {}
         self._watch({})
         self._closed = True
-
-
-def running_loop() -> asyncio.AbstractEventLoop | None:
-    """Return the loop that runs in this thread, or None."""
-    return asyncio._get_running_loop()
