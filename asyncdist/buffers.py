@@ -161,7 +161,9 @@ class Target:
     def __init__(self, value: Any) -> None:
         self.tensor = tensor = tensor_of(value, written=True)
         self._copied = not tensor.is_contiguous()
-        self.memory = Memory((tensor.contiguous() if self._copied else tensor).view(-1))
+        if self._copied:
+            tensor = tensor.contiguous()
+        self.memory = Memory(tensor if tensor.dim() == 1 else tensor.view(-1))
 
     def store(self) -> None:
         if self._copied:

@@ -54,7 +54,8 @@ class Group:
         self._sequence = itertools.count(1)
         forced = parse_forced(mesh.config.algorithm)
         model = Model(segment_nbytes=mesh.config.segment_nbytes)
-        self._who = plans.Member(self._rank, len(self.ranks), mesh.config, model, forced, Scratch())
+        window = max(2, mesh.config.lanes)
+        self._who = plans.Member(self._rank, len(self.ranks), mesh.config, model, forced, Scratch(), window)
         self._closed = False
         self.world: Any = None
         mesh.progress.submit(self._open)
@@ -115,7 +116,7 @@ class Group:
             number = next(self._sequence)
         entry = Entry(self.name, name, number, plan.fingerprint, plan.nbytes)
         mesh.recorder.add(entry)
-        work = Work(mesh.progress, spin=mesh.config.await_spin_us * 1e-6)
+        work = Work(mesh.progress)
         operation = Operation(channel, name, number, plan, work, limit, entry)
         mesh.issue(operation, background=background)
         return work

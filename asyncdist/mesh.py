@@ -66,9 +66,10 @@ class Mesh:
         self.world_id = world_id
         self.config = config
         self.recorder = Recorder(rank, world_size, config.flight_recorder_size)
-        # Who spins takes a core from the peer that it waits for, where ranks outnumber cores.
-        spin = config.spin_us * 1e-6 if world_size <= (os.cpu_count() or 1) else 0.0
-        self.progress = Progress(self, home, spin=spin)
+        # Who spins takes a core from the peer that it waits for, where ranks outnumber cores or share a thread.
+        spins = world_size <= (os.cpu_count() or 1) and not kinds[0].same_thread
+        spin, loop_spin = (config.spin_us * 1e-6, config.await_spin_us * 1e-6) if spins else (0.0, 0.0)
+        self.progress = Progress(self, home, spin=spin, loop_spin=loop_spin)
         self._transports = [kind(self) for kind in kinds]
         self._executor = Executor(self, Scratch(), config.piece_nbytes)
         self._addresses: Sequence[Addresses] = ()
@@ -76,6 +77,7 @@ class Mesh:
         self._inboxes: dict[int, Inbox] = {}
         self._channels: dict[bytes, Channel] = {}
         self._ended: dict[bytes, GroupError] = {}
+        self._early: set[bytes] = set()  # operations (12 bytes of keys) that a message came for before they were issued
         self._leaving: dict[int, str] = {}
         self._gone: dict[int, GroupError] = {}
         self._doubts: dict[int, tuple[float, str]] = {}
@@ -143,7 +145,8 @@ class Mesh:
 
     def start(self, operation: Operation) -> None:
         """Begin an operation. Under the lock."""
-        if operation.channel.error is None:
+        if operation.key in self._early:
+            self._early.remove(operation.key)
             self._compare_early(operation)
         self._executor.start(operation)
 
@@ -164,6 +167,7 @@ class Mesh:
 
     def _bin(self, channel: Channel, error: GroupError) -> None:
         self._ended[channel.prefix] = error
+        self._early = {key for key in self._early if not key.startswith(channel.prefix)}
         for inbox in self._inboxes.values():
             inbox.purge(channel.prefix)
 
@@ -235,7 +239,11 @@ class Mesh:
         if key[:8] in self._ended:
             return Discard(peer, key, nbytes)
         operation = self._executor.operations.get(key[:12])
-        if operation is not None and operation.plan.fingerprint != fingerprint:
+        if operation is None:
+            channel = self._channels.get(key[:8])
+            if channel is None or not channel.point_to_point:
+                self._early.add(key[:12])
+        elif operation.plan.fingerprint != fingerprint:
             self._differ(operation.channel, peer, operation.plan.fingerprint, fingerprint)
             return Discard(peer, key, nbytes)
         return None
@@ -259,7 +267,7 @@ class Mesh:
         """Compare an operation with messages that came for it before it was issued."""
         for peer in operation.channel.members:
             inbox = self._inboxes.get(peer)
-            if inbox is not None and inbox.holds_early:
+            if inbox is not None:
                 for fingerprint, _ in inbox.early(operation.key[:12]):
                     if fingerprint != operation.plan.fingerprint:
                         self._differ(operation.channel, peer, operation.plan.fingerprint, fingerprint)

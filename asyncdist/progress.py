@@ -69,13 +69,21 @@ class Progress:
     """Sees to it that exactly one driver at a time advances a machine, and that there is one when it is needed.
 
     ``home`` is the loop that drives when nobody blocks; ``None`` takes the runtime's background loop, and only
-    while something is pending. ``spin`` is for how many seconds an inline driver tries again before it sleeps: waking
-    a sleeper costs more than a short message takes.
+    while something is pending. ``spin`` is for how many seconds an inline driver tries again before it sleeps, and
+    ``loop_spin`` the same for the home loop: waking a sleeper costs more than a short message takes.
     """
 
-    def __init__(self, machine: Machine, home: asyncio.AbstractEventLoop | None = None, *, spin: float = 0.0) -> None:
+    def __init__(
+        self,
+        machine: Machine,
+        home: asyncio.AbstractEventLoop | None = None,
+        *,
+        spin: float = 0.0,
+        loop_spin: float = 0.0,
+    ) -> None:
         self._machine = machine
         self._spin = spin
+        self._loop_spin = loop_spin if home is not None else 0.0
         self._home = home
         self._lock = threading.Lock()
         self._inbox: deque[Callable[[], None]] = deque()
@@ -251,9 +259,9 @@ class Progress:
         else:
             self._kick()
 
-    def poke(self, work: Finishable, spin: float) -> None:
-        """Try for up to ``spin`` seconds to complete ``work`` on the spot."""
-        until = monotonic() + spin
+    def poke(self, work: Finishable) -> None:
+        """Try for a moment to complete ``work`` on the spot."""
+        until = monotonic() + self._loop_spin
         while not self._seat.locked() and self._lock.acquire(blocking=False):
             try:
                 moved = self._turn(None)
@@ -268,8 +276,12 @@ class Progress:
     def _kick(self) -> None:
         if not self._kicked and not self._closed:
             self._kicked = True
+            loop = self.loop
             with contextlib.suppress(RuntimeError):  # the loop was closed under us: nothing is left to drive
-                self.loop.call_soon_threadsafe(self._kicked_on_loop)
+                if asyncio._get_running_loop() is loop:
+                    loop.call_soon(self._kicked_on_loop)
+                else:
+                    loop.call_soon_threadsafe(self._kicked_on_loop)
 
     def _kicked_on_loop(self) -> None:
         self._kicked = False
@@ -281,10 +293,14 @@ class Progress:
         if self._seat.locked():
             self._watch({})
             return
-        until = monotonic() + _SLICE
+        now = monotonic()
+        until, spin_until = now + _SLICE, now + self._loop_spin
         with self._lock:
             moved = self._turn(None if descriptor is None else (descriptor,))
-            while moved and monotonic() < until:
+            while now < until and (moved or now < spin_until) and self._machine.busy() and not self._machine.finished:
+                now = monotonic()
+                if moved:
+                    spin_until = now + self._loop_spin
                 moved = self._turn(None)
             self._expire()
             wanted = self._machine.waits() if self._home is not None or self._machine.busy() else []

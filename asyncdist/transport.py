@@ -227,11 +227,6 @@ class Inbox:
             self._blocked.remove(blocked)
             blocked.resume(Discard(self.peer, blocked.key, blocked.nbytes))
 
-    @property
-    def holds_early(self) -> bool:
-        """Whether any message is here that nobody has asked for yet."""
-        return bool(self._aside or self._blocked)
-
     def early(self, operation: bytes) -> list[tuple[int, int]]:
         """Return (fingerprint, nbytes) of messages that came early for an operation (12 bytes of its keys)."""
         aside = [
@@ -298,10 +293,15 @@ class Link(ABC):
 
 
 class Transport(ABC):
-    """One way of reaching peers. ``name`` is what users select it by; ``preference`` orders automatic choice."""
+    """One way of reaching peers.
+
+    ``name`` is what users select it by; ``preference`` orders automatic choice; ``same_thread`` says that peers may be
+    driven by the very thread that waits for them.
+    """
 
     name: ClassVar[str]
     preference: ClassVar[int] = 0
+    same_thread: ClassVar[bool] = False
 
     def __init__(self, host: Host) -> None:
         self.host = host

@@ -33,11 +33,10 @@ class Work:
     objects; of a receive, the sender's global rank; None of a barrier.
     """
 
-    __slots__ = ("__weakref__", "_callbacks", "_done", "_error", "_future", "_progress", "_seen", "_spin", "_value")
+    __slots__ = ("__weakref__", "_callbacks", "_done", "_error", "_future", "_progress", "_seen", "_value")
 
-    def __init__(self, progress: Progress | None = None, *, spin: float = 0.0) -> None:
+    def __init__(self, progress: Progress | None = None) -> None:
         self._progress = progress
-        self._spin = spin
         self._done = False
         self._seen = False
         self._value: Any = None
@@ -113,7 +112,7 @@ class Work:
 
     def __await__(self) -> Generator[Any, None, Any]:
         if not self._done and self._progress is not None:
-            self._progress.poke(self, self._spin)
+            self._progress.poke(self)
             if not self._done:
                 yield from self._suspend(self._progress)
         return self._outcome()

@@ -24,10 +24,8 @@ from asyncdist.errors import UsageError
 from asyncdist.framing import Fingerprint, shape_checksum
 from asyncdist.ops import Collective, ReduceOp, Reduction
 
-WINDOW = 2
 
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Member:
     """Who calls: rank and size in the group, and the world's settings."""
 
@@ -37,10 +35,16 @@ class Member:
     model: Model
     forced: dict[str, str]
     scratch: Scratch
+    window: int = 2  # parts that go on at once
 
     def choose(self, collective: str, nbytes: int, *, contiguous: bool = True) -> str:
         """Return the schedule for a size."""
-        return choose(collective, nbytes, self.size, model=self.model, forced=self.forced, contiguous=contiguous)
+        return _chosen(self, collective, nbytes, contiguous)
+
+
+@lru_cache(maxsize=4096)
+def _chosen(who: Member, collective: str, nbytes: int, contiguous: bool) -> str:
+    return choose(collective, nbytes, who.size, model=who.model, forced=who.forced, contiguous=contiguous)
 
 
 @lru_cache(maxsize=4096)

@@ -7,6 +7,7 @@ as float32; where each rank receives the contributions themselves, those travel 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ import torch
 from asyncdist.buffers import Blocks, Memory, Target, to_read
 from asyncdist.collectives import arguments, doubling, pairwise, ring, tree
 from asyncdist.collectives.operation import Plan
-from asyncdist.collectives.plans import WINDOW, Member, fingerprint, segments, striped_blocks, stripes
+from asyncdist.collectives.plans import Member, fingerprint, segments, striped_blocks, stripes
 from asyncdist.collectives.schedule import Schedule
 from asyncdist.errors import UsageError
 from asyncdist.ops import Collective, PremulSum, Reduction
@@ -35,20 +36,18 @@ def all_reduce(who: Member, tensor: Any, op: Reduction) -> Plan:
     """Reduce a tensor over the ranks, in place, the same bits on every rank."""
     target = Target(tensor)
     memory = target.memory
-    how = arithmetic(op, memory.dtype)
+    call, how = _all_reduce_call(memory.dtype, target.tensor.shape, op)
 
     def finish() -> Any:
         target.store()
         return tensor
 
-    return Plan(
-        _all_reduce_parts(who, memory, op, how),
-        fingerprint(Collective.all_reduce, memory.dtype, target.tensor.shape, op, None),
-        how.fold,
-        finish,
-        max(WINDOW, who.config.lanes),
-        memory.nbytes,
-    )
+    return Plan(_all_reduce_parts(who, memory, op, how), call, how.fold, finish, who.window, memory.nbytes)
+
+
+@lru_cache(maxsize=4096)
+def _all_reduce_call(dtype: torch.dtype, shape: tuple[int, ...], op: Reduction) -> tuple[int, Arithmetic]:
+    return fingerprint(Collective.all_reduce, dtype, shape, op, None), arithmetic(op, dtype)
 
 
 def all_reduce_coalesced(who: Member, tensors: Sequence[Any], op: Reduction) -> Plan:
@@ -62,7 +61,7 @@ def all_reduce_coalesced(who: Member, tensors: Sequence[Any], op: Reduction) -> 
         fingerprint(Collective.all_reduce_coalesced, memories[0].dtype, count, op, None),
         how.fold,
         arguments.storing(targets, list(tensors)),
-        max(WINDOW, who.config.lanes),
+        who.window,
         count * memories[0].itemsize,
     )
 
@@ -140,7 +139,7 @@ def reduce(who: Member, tensor: Any, root: int, op: Reduction) -> Plan:
         fingerprint(Collective.reduce, dtype, tuple(tensor.shape), op, root),
         how.fold,
         finish,
-        window=max(WINDOW, who.config.lanes),
+        window=who.window,
         nbytes=memory.nbytes,
     )
 
@@ -218,6 +217,6 @@ def reduce_scatter(who: Member, output: Any, inputs: Sequence[Memory] | Blocks, 
         fingerprint(Collective.reduce_scatter, dtype, total, op, None),
         how.fold,
         finish,
-        window=max(WINDOW, who.config.lanes),
+        window=who.window,
         nbytes=total * dtype.itemsize,
     )

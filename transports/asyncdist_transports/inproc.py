@@ -25,6 +25,7 @@ class InprocTransport(Transport):
 
     name: ClassVar[str] = "inproc"
     preference: ClassVar[int] = 100
+    same_thread: ClassVar[bool] = True
 
     def __init__(self, host: Host) -> None:
         super().__init__(host)
