@@ -12,6 +12,7 @@ Values are whole and small enough for every order of additions to give the same 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -279,6 +280,9 @@ def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 # -- between two ranks ------------------------------------------------------------------------------
 
 
+_tag_numbers = itertools.count(1)
+
+
 def between_two(size: int, count: int, dtype: torch.dtype) -> Iterator[Drill]:
     """Yield drills of send and recv: around a circle, under two tags that arrive the other way round, from any rank."""
     if size > 1:
@@ -290,12 +294,12 @@ def between_two(size: int, count: int, dtype: torch.dtype) -> Iterator[Drill]:
 def _circle(size: int, count: int, dtype: torch.dtype) -> Drill:
     inputs = _row(size, [count] * size, dtype, seed=3)
     outputs = _room(inputs)
-    name = f"a circle of {count} x {dtype}"
+    tag, name = next(_tag_numbers), f"a circle of {count} x {dtype}"
 
     def start(group: Group, **how: Any) -> list[Work]:
         rank = group.rank()
-        received = group.recv(outputs[rank], (rank - 1) % size)
-        return [group.send(inputs[rank], (rank + 1) % size, **how), received]
+        received = group.recv(outputs[rank], (rank - 1) % size, tag)
+        return [group.send(inputs[rank], (rank + 1) % size, tag, **how), received]
 
     return Drill(name, start, lambda: _check(name, outputs, [inputs[rank - 1] for rank in range(size)]))
 
@@ -303,13 +307,13 @@ def _circle(size: int, count: int, dtype: torch.dtype) -> Drill:
 def _tags(size: int, count: int, dtype: torch.dtype) -> Drill:
     inputs = [_row(2, [count, count], dtype, seed=rank) for rank in range(size)]
     outputs = [_room(row) for row in inputs]
-    name = f"two tags of {count} x {dtype}"
+    tags, name = (next(_tag_numbers), next(_tag_numbers)), f"two tags of {count} x {dtype}"
 
     def start(group: Group, **how: Any) -> list[Work]:
         rank = group.rank()
         left, right = (rank - 1) % size, (rank + 1) % size
-        received = [group.recv(outputs[rank][tag], left, tag) for tag in (1, 0)]
-        return [*(group.send(inputs[rank][tag], right, tag, **how) for tag in (0, 1)), *received]
+        received = [group.recv(outputs[rank][which], left, tags[which]) for which in (1, 0)]
+        return [*(group.send(inputs[rank][which], right, tags[which], **how) for which in (0, 1)), *received]
 
     return Drill(name, start, lambda: _check(name, _flat(outputs), inputs[-1] + _flat(inputs[:-1])))
 
@@ -318,16 +322,18 @@ def _from_any(size: int, count: int, dtype: torch.dtype) -> Drill:
     inputs = _row(size, [count] * size, dtype, seed=4)
     outputs = _room(inputs[1:])
     receipts: list[Work] = []
-    name = f"{size - 1} x {count} x {dtype} from any rank"
+    global_ranks: list[int] = []
+    tag, name = next(_tag_numbers), f"{size - 1} x {count} x {dtype} from any rank"
 
     def start(group: Group, **how: Any) -> list[Work]:
         if group.rank() != 0:
-            return [group.send(inputs[group.rank()], 0, tag=9, **how)]
-        receipts.extend(group.recv(output, None, tag=9) for output in outputs)
+            return [group.send(inputs[group.rank()], 0, tag, **how)]
+        global_ranks.extend(group.ranks)
+        receipts.extend(group.recv(output, None, tag) for output in outputs)
         return receipts
 
     def check() -> None:
-        senders = [work.result() for work in receipts]
+        senders = [global_ranks.index(work.result()) for work in receipts]
         assert sorted(senders) == list(range(1, size)), f"{name} came from {senders}"
         _check(name, outputs, [inputs[sender] for sender in senders])
 
