@@ -37,6 +37,8 @@ class Memory:
     __slots__ = ("_base", "_tensor", "_view", "count", "dtype", "itemsize", "nbytes", "start", "stop", "wire")
 
     def __init__(self, tensor: torch.Tensor, *, wire: torch.dtype | None = None) -> None:
+        if tensor.is_inference():
+            tensor = _written_anywhere(tensor)
         self._base: Memory | None = None
         self._tensor: torch.Tensor | None = tensor
         self._view: memoryview | None = None
@@ -84,6 +86,14 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     if tensor.dtype in _NATIVE:
         return memoryview(tensor.numpy()).cast("B")  # type: ignore[arg-type]
     return memoryview(tensor.view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def _written_anywhere(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory of a tensor made in inference mode as one that a driver outside of that mode may write."""
+    with torch.inference_mode(False):
+        if tensor.numel() == 0:
+            return torch.empty(0, dtype=tensor.dtype)
+        return torch.from_numpy(tensor.view(torch.uint8).numpy()).view(tensor.dtype)
 
 
 NOTHING = Memory(torch.empty(0, dtype=torch.uint8))
@@ -145,29 +155,45 @@ def _unusable(value: Any) -> UsageError:
 
 
 def to_read(value: Any) -> Memory:
-    """Return memory that holds the tensor's elements in order; a copy only if its layout is not contiguous."""
-    return Memory(tensor_of(value).contiguous().view(-1))
+    """Return memory that holds the tensor's elements in order; a copy only if they do not lie so already."""
+    return Memory(_in_order(tensor_of(value)).view(-1))
+
+
+def _lazy(tensor: torch.Tensor) -> bool:
+    """Say whether the tensor's memory holds the negatives or conjugates of its elements."""
+    return tensor.is_neg() or (tensor.dtype.is_complex and tensor.is_conj())
+
+
+def _in_order(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.resolve_conj().resolve_neg() if _lazy(tensor) else tensor).contiguous()
 
 
 class Target:
     """A user's tensor that an operation writes into (and may read first).
 
-    ``memory`` is the tensor's own where its layout is contiguous, else a copy; after the operation the caller calls
-    `store`, which writes a copy back.
+    ``memory`` is the tensor's own where its elements lie in order, else a copy; after the operation the caller calls
+    `store`, which writes a copy back. UsageError if several elements of the tensor share one place in memory.
     """
 
     __slots__ = ("_copied", "memory", "tensor")
 
     def __init__(self, value: Any) -> None:
         self.tensor = tensor = tensor_of(value, written=True)
-        self._copied = not tensor.is_contiguous()
+        self._copied = not tensor.is_contiguous() or _lazy(tensor)
         if self._copied:
-            tensor = tensor.contiguous()
+            _check_apart(tensor)
+            tensor = _in_order(tensor)
         self.memory = Memory(tensor if tensor.dim() == 1 else tensor.view(-1))
 
     def store(self) -> None:
         if self._copied:
-            self.tensor.copy_(self.memory.tensor.view(self.tensor.shape))
+            with torch.inference_mode(self.tensor.is_inference()):
+                self.tensor.copy_(self.memory.tensor.view(self.tensor.shape))
+
+
+def _check_apart(tensor: torch.Tensor) -> None:
+    if any(stride == 0 and count > 1 for stride, count in zip(tensor.stride(), tensor.shape, strict=True)):
+        raise UsageError("this tensor is expanded, several of its elements share one place in memory: pass .clone()")
 
 
 # -- scratch --------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ memory of its own, of which a window of two is open at a time.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -24,6 +24,8 @@ from asyncdist.errors import UsageError
 from asyncdist.framing import Fingerprint, shape_checksum
 from asyncdist.ops import Collective, ReduceOp, Reduction
 
+_KEPT_CHOICES = 4096
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Member:
@@ -36,15 +38,19 @@ class Member:
     forced: dict[str, str]
     scratch: Scratch
     window: int = 2  # parts that go on at once
+    choices: dict[tuple[str, int, bool], str] = field(default_factory=dict)
 
     def choose(self, collective: str, nbytes: int, *, contiguous: bool = True) -> str:
         """Return the schedule for a size."""
-        return _chosen(self, collective, nbytes, contiguous)
-
-
-@lru_cache(maxsize=4096)
-def _chosen(who: Member, collective: str, nbytes: int, contiguous: bool) -> str:
-    return choose(collective, nbytes, who.size, model=who.model, forced=who.forced, contiguous=contiguous)
+        key = (collective, nbytes, contiguous)
+        name = self.choices.get(key)
+        if name is None:
+            if len(self.choices) >= _KEPT_CHOICES:
+                self.choices.clear()
+            name = self.choices[key] = choose(
+                collective, nbytes, self.size, model=self.model, forced=self.forced, contiguous=contiguous
+            )
+        return name
 
 
 @lru_cache(maxsize=4096)
@@ -54,15 +60,18 @@ def fingerprint(
     shape: tuple[int, ...] | int,
     op: Reduction | None,
     root: int | None,
+    layout: tuple[int, ...] = (),
 ) -> int:
+    """Return what this rank believes the call to be; ``layout`` says how a number of elements is cut, if in need."""
     count = shape if isinstance(shape, int) else torch.Size(shape).numel()
+    form = layout or (None if isinstance(shape, int) else shape)
     return Fingerprint(
         collective=collective,
         dtype=0 if dtype is None else DTYPE_NUMBERS[dtype],
         reduction=0 if op is None else ReduceOp[op.name].value,
         root=0 if root is None else root + 1,
         count=count & 0xFFFFFF,
-        shape=0 if isinstance(shape, int) else shape_checksum(shape),
+        shape=0 if form is None else shape_checksum(form),
     ).pack()
 
 
@@ -133,6 +142,7 @@ def all_gather(
 ) -> Plan:
     """Gather every rank's input into the blocks of every rank; pairs of (blocks, own input), several when coalesced."""
     total = 0
+    layout: list[int] = []
     for blocks, own in pairs:
         if blocks[who.rank].count != own.count or blocks[who.rank].dtype is not own.dtype:
             raise UsageError(
@@ -140,7 +150,9 @@ def all_gather(
                 f"{blocks[who.rank].count} x {blocks[who.rank].dtype}"
             )
         blocks[who.rank].tensor.copy_(own.tensor)
-        total += sum(blocks[rank].count for rank in range(who.size))
+        counts = [blocks[rank].count for rank in range(who.size)]
+        total += sum(counts)
+        layout += [DTYPE_NUMBERS[own.dtype], *counts]
     dtype = pairs[0][1].dtype
 
     def part(blocks: list[Memory] | Blocks, algorithm: str) -> Schedule:
@@ -154,7 +166,7 @@ def all_gather(
                 yield part(stripe, who.choose("all_gather", nbytes, contiguous=isinstance(stripe, Blocks)))
 
     collective = Collective.all_gather if len(pairs) == 1 else Collective.all_gather_coalesced
-    call = fingerprint(collective, dtype, total, None, None)
+    call = fingerprint(collective, dtype, total, None, None, tuple(layout))
     return Plan(parts(), call, None, finish, window=max(2, who.config.lanes), nbytes=total * dtype.itemsize)
 
 

@@ -55,10 +55,11 @@ def all_reduce_coalesced(who: Member, tensors: Sequence[Any], op: Reduction) -> 
     targets = [Target(tensor) for tensor in tensors]
     memories = arguments.one_dtype([target.memory for target in targets], "tensors")
     how = arithmetic(op, memories[0].dtype)
-    count = sum(memory.count for memory in memories)
+    counts = tuple(memory.count for memory in memories)
+    count = sum(counts)
     return Plan(
         (part for memory in memories for part in _all_reduce_parts(who, memory, op, how)),
-        fingerprint(Collective.all_reduce_coalesced, memories[0].dtype, count, op, None),
+        fingerprint(Collective.all_reduce_coalesced, memories[0].dtype, count, op, None, counts),
         how.fold,
         arguments.storing(targets, list(tensors)),
         who.window,
@@ -197,7 +198,8 @@ def reduce_scatter(who: Member, output: Any, inputs: Sequence[Memory] | Blocks, 
     own = Memory(own_input.tensor.to(how.accumulator), wire=dtype) if how.widens else memory
     if own is memory:
         memory.tensor.copy_(own_input.tensor)
-    total = sum(inputs[rank].count for rank in range(who.size))
+    counts = tuple(inputs[rank].count for rank in range(who.size))
+    total = sum(counts)
 
     def part(blocks: list[Memory] | Blocks, accumulated: Memory) -> Schedule:
         yield from pairwise.reduce_scatter(who.rank, who.size, blocks, accumulated)
@@ -214,7 +216,7 @@ def reduce_scatter(who: Member, output: Any, inputs: Sequence[Memory] | Blocks, 
     owns = Blocks.split(own, len(cut))
     return Plan(
         (part(blocks, owns[number]) for number, blocks in enumerate(cut)),
-        fingerprint(Collective.reduce_scatter, dtype, total, op, None),
+        fingerprint(Collective.reduce_scatter, dtype, total, op, None, counts),
         how.fold,
         finish,
         window=who.window,
