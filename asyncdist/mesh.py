@@ -22,13 +22,7 @@ from asyncdist.buffers import Scratch
 from asyncdist.collectives.executor import Executor
 from asyncdist.collectives.operation import Channel, Operation
 from asyncdist.config import Config
-from asyncdist.errors import (
-    GroupAbortedError,
-    GroupError,
-    MismatchError,
-    PeerLostError,
-    TransportUnavailableError,
-)
+from asyncdist.errors import GroupAbortedError, GroupError, MismatchError, PeerLostError, TransportUnavailableError
 from asyncdist.framing import ABORT, GOODBYE, Fingerprint, pack_key
 from asyncdist.machine import Wait
 from asyncdist.mismatch import describe
@@ -148,6 +142,7 @@ class Mesh:
         if operation.key in self._early:
             self._early.remove(operation.key)
             self._compare_early(operation)
+        operation.channel.count(operation.sequence)
         self._executor.start(operation)
 
     def fail(self, channel: Channel, error: GroupError, *, told_by: int | None = None) -> None:
@@ -241,6 +236,9 @@ class Mesh:
         operation = self._executor.operations.get(key[:12])
         if operation is None:
             channel = self._channels.get(key[:8])
+            if channel is not None and channel.has_ended(key):  # nobody will ask for it any more
+                self._differ(channel, peer, self.recorder.fingerprint(channel.name, key), fingerprint)
+                return Discard(peer, key, nbytes)
             if channel is None or not channel.point_to_point:
                 self._early.add(key[:12])
         elif operation.plan.fingerprint != fingerprint:

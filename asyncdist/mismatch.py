@@ -10,6 +10,8 @@ from asyncdist.ops import Collective, ReduceOp
 def describe(ours: Fingerprint, rank: int, theirs: Fingerprint, peer: int) -> str:
     """Return one sentence: what each of two ranks called, and in what the calls differ."""
     differences = ours.differences(theirs)
+    if not ours.collective:
+        return f"rank {peer} called {_call(theirs)} where rank {rank} called something else, long ago"
     if differences == ["shape"]:
         return f"rank {rank} and rank {peer} called {_call(ours)} on tensors of different shapes"
     return f"rank {rank} called {_call(ours)} while rank {peer} called {_call(theirs)} (different {', '.join(differences)})"

@@ -60,8 +60,25 @@ class Channel:
         self.error: GroupError | None = None
         self.sibling: Channel | None = None  # the group's other channel, which fails with this one
         self.operations: dict[bytes, Operation] = {}
+        self._started = self._highest = 0
+
+    def count(self, sequence: int) -> None:
+        """Note that an operation was started."""
+        self._started += 1
+        if sequence > self._highest:
+            self._highest = sequence
+
+    def has_ended(self, key: bytes) -> bool:
+        """Say whether a message comes for a collective that is not pending because it is over.
+
+        False in doubt: threads that issue at once may start what they have numbered in another order.
+        """
+        if self.point_to_point or self._started != self._highest:
+            return False
+        return (self._highest - int.from_bytes(key[8:12], "little")) & _NUMBERS < _NUMBERS // 2
 
 
+_NUMBERS = 0xFFFFFFFF  # what a message's key has room for; the number after the last is 0
 _tickets = itertools.count()
 
 
@@ -92,7 +109,7 @@ class Operation:
         self.entry = entry
         self.parts = enumerate(plan.parts)
         self.tasks: list[Task] = []
-        self.key = channel.prefix + sequence.to_bytes(4, "little")
+        self.key = channel.prefix + (sequence & _NUMBERS).to_bytes(4, "little")
         if channel.point_to_point:
             self.key += next(_tickets).to_bytes(8, "little")
 

@@ -56,6 +56,14 @@ class Recorder:
     def add(self, entry: Entry) -> None:
         self._entries.append(entry)
 
+    def fingerprint(self, group: str, key: bytes) -> int:
+        """Return what we believed a group's collective to be, from a message's key; 0 if it is long forgotten."""
+        number = int.from_bytes(key[8:12], "little")
+        for entry in reversed(self._entries):
+            if entry.group == group and entry.seq & 0xFFFFFFFF == number and entry.op[:4] not in ("send", "recv"):
+                return entry.fingerprint
+        return 0
+
     def __iter__(self) -> Iterator[Entry]:
         return iter(list(self._entries))
 
