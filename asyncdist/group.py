@@ -27,8 +27,11 @@ from asyncdist.work import Work
 
 
 class How(TypedDict, total=False):
-    """How an operation is driven: ``background`` (the default) lets it go on by itself, else the call returns when it is
-    over; ``timeout`` (seconds, timedelta) overrides the group's."""
+    """How an operation is driven.
+
+    ``background`` (the default) lets it go on by itself; else the method returns when it is over, well or badly: call
+    ``result()`` on what it returns. ``timeout`` (seconds, timedelta) overrides the group's.
+    """
 
     background: bool
     timeout: Timeout

@@ -84,7 +84,7 @@ CANDIDATES: Mapping[str, tuple[Candidate, ...]] = {
         Candidate("halving", _priced(doubling.halving_all_reduce_cost), contiguous=True),
     ),
     "broadcast": (Candidate("tree", _priced(tree.broadcast_cost)), Candidate("chain", _chain_cost)),
-    "reduce": (Candidate("tree", _priced(tree.reduce_cost)), Candidate("ring", _priced(ring.reduce_cost))),
+    "reduce": (Candidate("tree", _priced(tree.reduce_cost)), Candidate("pairwise", _priced(pairwise.reduce_cost))),
     "all_gather": (
         Candidate("direct", _priced(pairwise.all_gather_cost)),
         Candidate("ring", _priced(ring.all_gather_cost)),

@@ -84,6 +84,11 @@ def gather_cost(size: int, nbytes: int) -> Cost:
     return _one_round(size, nbytes)
 
 
+def reduce_cost(size: int, nbytes: int) -> Cost:
+    """Price `reduce_scatter` followed by `gather` of the reduced blocks, which together reduce to a root."""
+    return reduce_scatter_cost(size, nbytes) + gather_cost(size, nbytes)
+
+
 def scatter(rank: int, size: int, root: int, own: Place, blocks: Blocks) -> Schedule:
     """Send the root's ``blocks[rank]`` to each rank's ``own``; the caller copies the root's.
 

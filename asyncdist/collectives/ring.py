@@ -19,7 +19,6 @@ Comput. 69 (2009). Each block's sum is made on one path and then copied, so all 
 
 from __future__ import annotations
 
-from asyncdist.collectives import pairwise
 from asyncdist.collectives.cost import Cost
 from asyncdist.collectives.schedule import Blocks, Recv, Reduce, Schedule, Send
 
@@ -68,17 +67,3 @@ def all_reduce(rank: int, size: int, blocks: Blocks) -> Schedule:
 def all_reduce_cost(size: int, nbytes: int) -> Cost:
     """Price `all_reduce` over ``nbytes``, all blocks together."""
     return reduce_scatter_cost(size, nbytes) + all_gather_cost(size, nbytes)
-
-
-def reduce(rank: int, size: int, root: int, blocks: Blocks) -> Schedule:
-    """Leave in all blocks of ``root`` their reduction; on other ranks the blocks are clobbered.
-
-    Costs P rounds: `reduce_scatter`, and one in which the root receives P-1 blocks.
-    """
-    yield from reduce_scatter(rank, size, blocks)
-    yield from pairwise.gather(rank, size, root, blocks[rank], blocks)
-
-
-def reduce_cost(size: int, nbytes: int) -> Cost:
-    """Price `reduce` over ``nbytes``, all blocks together."""
-    return reduce_scatter_cost(size, nbytes) + pairwise.gather_cost(size, nbytes)

@@ -21,7 +21,7 @@ def test_small_tensors_take_few_rounds_and_large_ones_few_bytes() -> None:
     assert choose("broadcast", 4, 8) == "tree"
     assert choose("broadcast", 100 << 20, 8) == "chain"
     assert choose("reduce", 4, 8) == "tree"
-    assert choose("reduce", 25 << 20, 8) == "ring"
+    assert choose("reduce", 25 << 20, 8) == "pairwise"
     assert choose("all_gather", 4, 2) == "direct"
     assert choose("all_gather", 4, 16) == "doubling"
 

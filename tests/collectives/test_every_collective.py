@@ -108,7 +108,7 @@ CUTS = {
     "pieces of one, three lanes": Config(lanes=3, stripe_nbytes=0, piece_nbytes=1, eager_nbytes=1, segment_nbytes=1),
     "all doubling": Config(algorithm="all_reduce=doubling,reduce=tree,broadcast=tree,all_gather=doubling"),
     "all rings": Config(
-        algorithm="all_reduce=ring,reduce=ring,broadcast=chain,all_gather=ring", segment_nbytes=64, lanes=2,
+        algorithm="all_reduce=ring,reduce=pairwise,broadcast=chain,all_gather=ring", segment_nbytes=64, lanes=2,
         stripe_nbytes=100,
     ),
     "halving": Config(algorithm="all_reduce=halving,all_gather=direct", lanes=2, stripe_nbytes=100),

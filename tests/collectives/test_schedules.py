@@ -130,12 +130,6 @@ def tree_reduce(inputs: list[Array], root: int) -> Trial:
     return Trial(schedules, [data[root]], [total(inputs)], priced(tree.reduce_cost, inputs))
 
 
-def ring_reduce(inputs: list[Array], root: int) -> Trial:
-    size, data = len(inputs), [each.copy() for each in inputs]
-    schedules = [ring.reduce(rank, size, root, ArrayBlocks(data[rank], size)) for rank in range(size)]
-    return Trial(schedules, [data[root]], [total(inputs)], priced(ring.reduce_cost, inputs), size)
-
-
 def gather(inputs: list[Array], root: int) -> Trial:
     size, whole = len(inputs), inputs[root]
     own = [ArrayBlocks(whole, size)[rank].copy() for rank in range(size)]
@@ -183,7 +177,6 @@ ANY_SIZE: dict[str, Maker] = {
     "pairwise.all_to_all": all_to_all,
 }
 ROOTED: dict[str, Maker] = {
-    "ring.reduce": ring_reduce,
     "tree.broadcast": tree_broadcast,
     "tree.chain_broadcast": chain_broadcast,
     "tree.reduce": tree_reduce,
