@@ -140,7 +140,12 @@ def tensor_of(value: Any, *, written: bool = False) -> torch.Tensor:
             if written:
                 raise UsageError("this numpy array is read-only, and the operation writes into it: pass a copy")
             value = value.copy()
-        return tensor_of(torch.from_numpy(value))
+        try:
+            return tensor_of(torch.from_numpy(value))
+        except (TypeError, ValueError) as cause:
+            if isinstance(cause, UsageError):
+                raise
+            raise UnsupportedError(f"this numpy array cannot be communicated: {cause}") from cause
     raise _unusable(value)
 
 
