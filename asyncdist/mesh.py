@@ -9,15 +9,14 @@ if who noticed first dies while telling.
 from __future__ import annotations
 
 import asyncio
-import atexit
 import functools
 import logging
 import os
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from time import monotonic
 from typing import Any
 
+from asyncdist import lifetime
 from asyncdist.buffers import Scratch
 from asyncdist.collectives.executor import Executor
 from asyncdist.collectives.operation import Channel, Operation
@@ -65,6 +64,7 @@ class Mesh:
         spin, loop_spin = (config.spin_us * 1e-6, config.await_spin_us * 1e-6) if spins else (0.0, 0.0)
         self.progress = Progress(self, home, spin=spin, loop_spin=loop_spin)
         self._transports = [kind(self) for kind in kinds]
+        self.of_parent: tuple[object, ...] = ()  # in a forked child: what only the parent may use
         self._executor = Executor(self, Scratch(), config.piece_nbytes)
         self._addresses: Sequence[Addresses] = ()
         self._links: dict[int, Link] = {}
@@ -79,7 +79,7 @@ class Mesh:
         self._goodbye = LEFT
         self._at_home = home is not None
         self.finished: list[Callable[[], None]] = []
-        _open.add(self)
+        lifetime.watch(self)
 
     # -- coming and going ----------------------------------------------------------------------
 
@@ -100,14 +100,26 @@ class Mesh:
 
     def close(self) -> None:
         """Fail what is pending, say goodbye to every peer, and close every connection. Idempotent."""
-        _open.discard(self)
+        lifetime.unwatch(self)
         self.progress.submit(self._close)
         self.progress.close()
 
     def end_with_process(self) -> None:
         """Say goodbye for a program that ends without closing us."""
         self._goodbye = ENDED
+        for operation in self._executor.operations.values():
+            operation.work.exception()  # that it fails now is no news to anybody
         self.progress.submit(self._close)
+
+    def leave_to_parent(self) -> None:
+        """Fail everything in a forked child, and keep what is the parent's from being used or collected."""
+        self.of_parent = (self.progress, self._transports)
+        self.progress, self._transports = Progress(self), []
+        error = GroupAbortedError(f"this process was forked from rank {self.rank} and is none itself", peer=self.rank)
+        self._gone = dict.fromkeys(range(self.world_size), error)
+        for channel in self._channels.values():
+            channel.error = channel.error or error
+            self._executor.abandon(channel, error)
 
     def _close(self) -> None:
         for channel in list(self._channels.values()):
@@ -374,23 +386,12 @@ class Mesh:
         """Start an operation, and see that it goes on (``background``) or drive it to its end in this thread."""
         start = functools.partial(self.start, operation)
         if not background:
-            self.progress.run(start, operation.work, float("inf"))
+            try:
+                self.progress.run(start, operation.work, float("inf"))
+            except BaseException:
+                operation.work.exception()  # whoever is interrupted never gets the work to look at
+                raise
             return
         self.progress.submit(start)
         if not operation.work.is_completed() or operation.channel.error is not None:
             self.progress.arm()
-
-
-# -- at the end of the process --------------------------------------------------------------------
-
-_open: weakref.WeakSet[Mesh] = weakref.WeakSet()
-
-
-def _say_goodbye() -> None:
-    for mesh in list(_open):
-        mesh.end_with_process()
-
-
-atexit.register(_say_goodbye)  # after the runtime's own, so that its loop is still there
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_open.clear)  # the connections are the parent's to close

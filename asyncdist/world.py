@@ -69,7 +69,8 @@ class World:
     async def close(self) -> None:
         """Leave the peers, and then the store, on the loop where the world was opened. Idempotent."""
         self.leave()
-        await self.meeting.close()
+        if not self.mesh.of_parent:
+            await self.meeting.close()
 
 
 async def open_world(

@@ -87,9 +87,43 @@ class Rank:
     def leave_suddenly(self, status):
         os._exit(status)
 
+    def fork(self, what):
+        """Fork a child that does ``what`` and ends; return its exit status and what it met."""
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                met = getattr(self, what)()
+            except Exception as error:
+                met = f"{type(error).__name__}: {error}"
+            os.write(writer, str(met).encode())
+            if type(self) is Blocking:
+                sys.exit(0)  # which runs what is registered for the end of the interpreter
+            os._exit(0)  # a loop must not be left in a child: it shares its selector with the parent's
+        os.close(writer)
+        with open(reader) as said:
+            met = said.read()
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), met
+
+    def look_around(self):
+        return f"rank {sync.get_rank()} of {sync.get_world_size()}"
+
+    def use_the_parents_group(self):
+        sync.all_reduce(torch.ones(1))
+
+    def leave_for_itself_and_begin_anew(self):
+        sync.destroy_process_group()
+        with sync.process_group(store=sync.HashStore(), rank=0, world_size=1) as group:
+            tensor = torch.ones(1)
+            group.all_reduce(tensor, background=False)
+            return tensor.item()
+
     def cpu_seconds(self):
         used = resource.getrusage(resource.RUSAGE_SELF)
         return used.ru_utime + used.ru_stime
+
+    def is_initialized(self):
+        return sync.is_initialized()
 
     def exit(self, status):
         sys.exit(status)
@@ -136,13 +170,29 @@ class Blocking(Rank):
             self.destroy()
             return failed
 
+    def all_reduce_or_crash(self, count, rounds):
+        try:
+            return self.all_reduce(None, count, rounds)
+        except Exception as error:
+            raise_out(error)
+
+    def send_and_destroy(self, count, dst):
+        sync.send(self.ones(count), dst)
+        sync.destroy_process_group()
+
+    def measured_receive(self, src):
+        """Return the processor seconds that it took to wait and receive."""
+        before = self.cpu_seconds()
+        sync.recv(torch.zeros(1), src)
+        return self.cpu_seconds() - before
+
     def barrier(self, group):
         sync.barrier(group=self.group(group))
 
-    def receive(self, group, src):
-        tensor = torch.zeros(1)
+    def receive(self, group, src, count=1):
+        tensor = torch.zeros(count)
         sync.recv(tensor, src, group=self.group(group))
-        return tensor.item()
+        return tensor.sum().item()
 
     def settle(self):
         """Wait for what was left going on; return how each ended."""
@@ -192,13 +242,28 @@ class Awaiting(Rank):
             await self.destroy()
             return failed
 
+    async def all_reduce_or_crash(self, count, rounds):
+        try:
+            return await self.all_reduce(None, count, rounds)
+        except Exception as error:
+            raise_out(error)
+
+    async def send_and_destroy(self, count, dst):
+        await asyncdist.send(self.ones(count), dst)
+        await asyncdist.destroy_process_group()
+
+    async def measured_receive(self, src):
+        before = self.cpu_seconds()
+        await asyncdist.recv(torch.zeros(1), src)
+        return self.cpu_seconds() - before
+
     async def barrier(self, group):
         await asyncdist.barrier(group=self.group(group))
 
-    async def receive(self, group, src):
-        tensor = torch.zeros(1)
+    async def receive(self, group, src, count=1):
+        tensor = torch.zeros(count)
         await asyncdist.recv(tensor, src, group=self.group(group))
-        return tensor.item()
+        return tensor.sum().item()
 
     async def settle(self):
         works, self.works = self.works, []
@@ -238,10 +303,10 @@ async def obey(test):
     readable = asyncio.Event()
     asyncio.get_running_loop().add_reader(test.fileno(), readable.set)
     while True:
-        await readable.wait()
-        name, arguments = test.recv()
-        if not test.poll(0):
+        while not test.poll(0):
             readable.clear()
+            await readable.wait()
+        name, arguments = test.recv()
         try:
             answer = getattr(rank, name)(*arguments)
             if asyncio.iscoroutine(answer):

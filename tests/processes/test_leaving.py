@@ -1,0 +1,145 @@
+"""Ranks that leave: in order, in the middle of something, without a word, twice, and coming back."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+pytestmark = pytest.mark.processes
+SOON = 3.0
+FACES = ["blocking", "awaiting"]
+
+
+@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize(
+    ("order", "status", "reason"),
+    [
+        (("destroy",), None, "it has destroyed its process group"),
+        (("exit", 7), 7, "its process has ended"),
+        (("fail", "on purpose"), 1, "its process has ended"),
+        (("leave_suddenly", 9), 9, "onnection"),  # closed, or reset if something was still unread
+    ],
+)
+def test_whoever_waits_for_a_rank_that_leaves_hears_of_it(job, all_do, face, order, status, reason):
+    """Any rank may leave, also rank 0, which serves the store; its exit status is kept."""
+    for leaver in (0, 1):
+        ranks = job.world(3, face)
+        all_do(ranks, "barrier", "world")
+        others = [told for told in ranks if told is not ranks[leaver]]
+        for told in others:
+            told.tell("all_reduce", "world", 10)
+        ranks[leaver].tell(*order)
+        for told in others:
+            answer = told.hear()
+            assert (answer.kind, answer.peer) == ("PeerLostError", leaver), answer.text
+            assert reason in answer.text
+            assert answer.at - ranks[leaver].told_at < SOON
+        if status is not None:
+            assert ranks[leaver].process.wait() == status
+            assert time.monotonic() - ranks[leaver].told_at < SOON
+            assert ("RuntimeError: on purpose" in ranks[leaver].process.output()) == (order[0] == "fail")
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_what_was_sent_before_leaving_arrives(job, all_do, face):
+    for count in (10, 20_000, 100_000):
+        receiver, leaver = ranks = job.world(2, face)
+        all_do(ranks, "barrier", "world")
+        leaver.tell("send_and_destroy", count, 0)
+        if count < 100_000:  # what the kernel takes has left: the leaver is gone before anybody receives
+            assert leaver.hear() is None
+        assert receiver.do("receive", "world", 1, count) == count
+        receiver.tell("receive", "world", 1, count)
+        late = receiver.hear()
+        assert (late.kind, late.peer) == ("PeerLostError", 1)
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_leaving_right_after_the_last_collective_harms_nobody(job, all_do, face):
+    ranks = job.start(4, face)
+    for count in (1, 1000, 300_000, 5, 70_000):
+        job.meet(ranks)
+        for told in ranks:
+            told.tell("all_reduce", "world", count, 3)
+            told.tell("destroy")
+        assert [told.hear() for told in ranks] == [64.0] * 4
+        assert [told.hear() for told in ranks] == [None] * 4
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_destroying_with_works_pending_ends_them_here_and_there(job, face):
+    stayer, leaver = job.world(2, face)
+    leaver.do("pend", "world", 10)
+    leaver.do("pend_receive", "world", 0)
+    stayer.do("pend_receive", "world", 1)
+    stayer.tell("settle")
+    leaver.do("destroy")
+    for ended in leaver.do("settle"):
+        assert ended["kind"] == "GroupAbortedError"
+        assert "destroyed while this operation was pending" in ended["text"]
+    (ended,) = stayer.hear()
+    assert (ended["kind"], ended["peer"]) == ("PeerLostError", 1)
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_everything_after_destroy_says_that_there_is_no_group_until_there_is_one_again(job, all_do, face):
+    ranks = job.world(2, face)
+    all_do(ranks, "new_group", "both", [0, 1])
+    assert all_do(ranks, "destroy") == [None, None]
+    for order in (("destroy",), ("all_reduce", "world", 1), ("barrier", "world"), ("new_group", "more", [0, 1])):
+        for answer in all_do(ranks, *order):
+            assert answer.kind == "NotInitializedError", answer
+    assert all_do(ranks, "is_initialized") == [False, False]
+    for _ in range(2):
+        job.meet(ranks)
+        ranks[0].tell("init", "env://", 0, 2)
+        assert ranks[0].hear().kind == "AlreadyInitializedError"
+        assert all_do(ranks, "all_reduce", "world", 1) == [2.0, 2.0]
+        assert all_do(ranks, "destroy") == [None, None]
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_abort_reaches_every_rank_with_its_reason_and_no_other_group(job, all_do, face):
+    ranks = job.world(4, face)
+    all_do(ranks, "new_group", "three", [0, 1, 2])
+    all_do(ranks, "new_group", "four", [3, 2, 1, 0])
+    all_do(ranks, "barrier", "world")
+    ranks[0].tell("all_reduce", "three", 100_000)
+    ranks[1].do("pend", "three", 100_000)
+    ranks[1].tell("settle")
+    ranks[2].do("abort", "three", "the loss is not a number")
+    answers = [ranks[0].hear(), *ranks[1].hear()]
+    for answer in answers:
+        answer = answer if isinstance(answer, dict) else vars(answer)
+        assert (answer["kind"], answer["peer"]) == ("GroupAbortedError", 2)
+        assert "rank 2 aborted: the loss is not a number" in answer["text"]
+        assert answer["at"] - ranks[2].told_at < SOON
+    for answer in all_do(ranks[:3], "all_reduce", "three", 10):
+        assert answer.kind == "GroupAbortedError"
+    assert all_do(ranks, "all_reduce", "four", 10) == [4.0] * 4
+    ranks[3].do("abort", "world", "enough")
+    assert {answer.kind for answer in all_do(ranks, "all_reduce", "world", 10)} == {"GroupAbortedError"}
+    assert all_do(ranks, "all_reduce", "four", 10) == [4.0] * 4
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_a_sub_group_that_disagrees_harms_itself_only(job, all_do, face):
+    ranks = job.world(3, face)
+    all_do(ranks, "new_group", "two", [0, 1])
+    for count, told in enumerate(ranks[:2], start=1):
+        told.tell("all_reduce", "two", 1000 * count)
+    assert [told.hear().kind for told in ranks[:2]] == ["MismatchError", "MismatchError"]
+    assert all_do(ranks, "all_reduce", "world", 10) == [3.0] * 3
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_a_rank_that_crashes_on_anothers_death_does_not_hide_it(job, face):
+    ranks = job.world(4, face)
+    ranks[3].do("die_at", 5)
+    for told in ranks:
+        told.tell("all_reduce_or_crash", 100_000, 50)
+    for told in ranks[:3]:
+        assert told.process.wait() == 1
+        assert "PeerLostError" in told.process.output()
+        assert "rank 3 was lost" in told.process.output()

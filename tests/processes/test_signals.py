@@ -1,0 +1,97 @@
+"""Ctrl-C, forks, and idle processes."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+
+import pytest
+
+pytestmark = pytest.mark.processes
+SOON = 3.0
+FACES = ["blocking", "awaiting"]
+
+
+def check_interrupted(told, since):
+    assert told.process.wait() == -signal.SIGINT
+    assert time.monotonic() - since < SOON
+    assert told.process.output().rstrip().endswith("KeyboardInterrupt")
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_an_interrupt_ends_a_blocked_rank_and_the_others_hear_of_it(job, all_do, face):
+    ranks = job.world(3, face)
+    all_do(ranks, "barrier", "world")
+    ranks[0].tell("all_reduce", "world", 10)
+    ranks[1].tell("all_reduce", "world", 10)
+    interrupted_at = time.monotonic()
+    ranks[1].process.interrupt()
+    check_interrupted(ranks[1], interrupted_at)
+    ranks[2].tell("all_reduce", "world", 10)
+    for told in (ranks[0], ranks[2]):
+        answer = told.hear()
+        assert (answer.kind, answer.peer) == ("PeerLostError", 1), answer.text
+        assert answer.at - interrupted_at < SOON
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_an_interrupt_at_any_moment_of_busy_ranks_leaves_nobody_hanging(job, face):
+    moments = random.Random(7)
+    for count in (1, 1, 1, 50_000, 50_000, 1_000_000, 1_000_000):
+        ranks = job.world(2, face)
+        for told in ranks:
+            told.tell("all_reduce", "world", count, 1_000_000)
+        time.sleep(moments.uniform(0.01, 0.05))  # the moment is what is varied: there is nothing to wait for
+        interrupted_at = time.monotonic()
+        ranks[1].process.interrupt()
+        check_interrupted(ranks[1], interrupted_at)
+        answer = ranks[0].hear()
+        assert (answer.kind, answer.peer) == ("PeerLostError", 1), answer.text
+        assert answer.at - interrupted_at < SOON
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_an_interrupt_ends_the_waiting_for_a_world(job, face, tmp_path):
+    for rank in (0, 1):
+        (told,) = job.start(1, face)
+        told.tell("init", f"file://{tmp_path}/never{rank}", rank, 2)
+        time.sleep(0.1)
+        interrupted_at = time.monotonic()
+        told.process.interrupt()
+        check_interrupted(told, interrupted_at)
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_a_forked_child_sees_its_parents_world_and_cannot_harm_it(job, all_do, face):
+    ranks = job.world(2, face)
+    all_do(ranks, "all_reduce", "world", 10)
+    ranks[1].do("pend_receive", "world", 0)
+    assert all_do(ranks, "fork", "look_around") == [(0, "rank 0 of 2"), (0, "rank 1 of 2")]
+    for status, met in all_do(ranks, "fork", "use_the_parents_group"):
+        assert (status, "forked" in met) == (0, True), met
+    if face == "blocking":
+        assert all_do(ranks, "fork", "leave_for_itself_and_begin_anew") == [(0, "1.0"), (0, "1.0")]
+    assert all_do(ranks, "all_reduce", "world", 100_000) == [2.0, 2.0]
+    ranks[0].do("pend_send", "world", 1)
+    assert ranks[1].do("settle") == [None]
+    assert all_do(ranks, "destroy") == [None, None]
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_idle_ranks_use_no_processor(job, all_do, face):
+    ranks = job.world(2, face)
+    all_do(ranks, "all_reduce", "world", 10)
+    ranks[0].do("new_group", "again", [0, 1])
+    ranks[1].do("new_group", "again", [0, 1])
+    all_do(ranks, "all_reduce", "again", 100_000)
+    assert max(all_do(ranks, "rest", 1.0)) < 0.01
+    ranks[0].tell("measured_receive", 1)
+    ranks[1].do("rest", 1.0)
+    ranks[1].do("pend_send", "world", 0)
+    assert ranks[0].hear() < 0.01
+    # Nor do they while something goes on in the background and waits for somebody else.
+    ranks[0].do("pend_receive", "world", 1)
+    assert max(all_do(ranks, "rest", 0.5)) < 0.01
+    ranks[1].do("pend_send", "world", 0)
+    assert ranks[0].do("settle") == [None]

@@ -1,0 +1,71 @@
+"""A rank that is frozen: the others' deadlines hold and name it, and when it thaws it hears what it missed."""
+
+from __future__ import annotations
+
+import pytest
+
+pytestmark = pytest.mark.processes
+SOON = 3.0
+FACES = ["blocking", "awaiting"]
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_a_frozen_rank_is_named_at_the_deadline_and_hears_of_it_when_it_thaws(job, all_do, face):
+    patient, frozen, brief = ranks = job.world(3, face)
+    all_do(ranks, "barrier", "world")
+    for told, timeout in ((patient, 60.0), (frozen, 60.0), (brief, 0.5)):
+        told.do("new_group", "all", [0, 1, 2], timeout)
+    frozen.process.stop()
+    patient.tell("all_reduce", "all", 100_000)
+    brief.tell("all_reduce", "all", 100_000)
+
+    gave_up = brief.hear()
+    assert gave_up.kind == "OperationTimeoutError"
+    assert 1 in gave_up.peers
+    assert "timed out after 0.5 s, waiting for" in gave_up.text
+    assert "rank 1" in gave_up.text or "ranks 0-1" in gave_up.text
+    assert 0.4 < gave_up.at - brief.told_at < SOON
+
+    was_told = patient.hear()
+    assert (was_told.kind, was_told.peer) == ("GroupAbortedError", 2)
+    assert "rank 2 timed out after 0.5 s, waiting for data from rank" in was_told.text
+    assert was_told.at - gave_up.at < SOON
+
+    frozen.process.resume()
+    frozen.tell("all_reduce", "all", 100_000)
+    woke = frozen.hear()
+    assert (woke.kind, woke.peer) == ("GroupAbortedError", 2)
+    assert "rank 2 timed out" in woke.text
+    assert woke.at - frozen.told_at < SOON
+    # The deadline was that of one group: the others have only waited.
+    assert all_do(ranks, "all_reduce", "world", 10) == [3.0, 3.0, 3.0]
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_a_rank_frozen_in_the_middle_of_an_operation_fails_too(job, all_do, face):
+    ranks = job.world(2, face)
+    all_do(ranks, "barrier", "world")
+    for told, timeout in zip(ranks, (0.5, 60.0), strict=True):
+        told.do("new_group", "both", [0, 1], timeout)
+    ranks[1].tell("all_reduce", "both", 3_000_000)
+    ranks[1].process.stop()
+    ranks[0].tell("all_reduce", "both", 3_000_000)
+    gave_up = ranks[0].hear()
+    assert (gave_up.kind, gave_up.peers) == ("OperationTimeoutError", (1,))
+    ranks[1].process.resume()
+    woke = ranks[1].hear()
+    assert (woke.kind, woke.peer) == ("GroupAbortedError", 0)
+    assert "rank 0 timed out" in woke.text
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_a_frozen_rank_that_thaws_in_time_harms_nothing(job, all_do, face):
+    ranks = job.world(3, face)
+    all_do(ranks, "barrier", "world")
+    for told in ranks:
+        told.tell("all_reduce", "world", 300_000, 10)
+    ranks[2].process.stop()
+    ranks[0].process.stop()
+    ranks[2].process.resume()
+    ranks[0].process.resume()
+    assert [told.hear() for told in ranks] == [3.0**10] * 3
