@@ -138,7 +138,7 @@ async def test_a_large_tensor_over_several_lanes(transport, lanes):
 @pytest.mark.parametrize("schedule", ["doubling", "ring"])
 async def test_narrow_floats_larger_than_a_segment(schedule):
     """More than the 2^20 elements that are widened at a time."""
-    config = Config(algorithm=f"all_reduce={schedule},reduce={'ring' if schedule == 'ring' else 'tree'}")
+    config = Config(algorithm=f"all_reduce={schedule},reduce={'pairwise' if schedule == 'ring' else 'tree'}")
     async with world_of(2, transport="tcp", config=config) as groups:
         for drill in itertools.islice(reducing(2, (1 << 20) + 3, torch.bfloat16), 3):
             await run(groups, drill)

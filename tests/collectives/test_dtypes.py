@@ -1,0 +1,170 @@
+"""Every dtype with every reduction that it allows, and every dtype moved; sums of narrow floats; equal bits."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+
+import pytest
+import torch
+
+from asyncdist.buffers import DTYPES
+from asyncdist.config import Config
+from asyncdist.errors import UnsupportedError
+from asyncdist.ops import ReduceOp, premul_sum, reduction
+from asyncdist.testing.arithmetic import UNREDUCED, reductions, same
+from asyncdist.testing.cluster import world_of
+from asyncdist.testing.drills import moving, reducing
+
+NAMES = [str(dtype).removeprefix("torch.") for dtype in DTYPES.values()]
+REDUCED = [name for name in NAMES if getattr(torch, name) not in UNREDUCED]
+NARROW = [name for name in REDUCED if name.startswith(("bfloat", "float16", "float8", "complex32"))]
+SCHEDULES = {
+    "doubling": Config(algorithm="all_reduce=doubling,reduce=tree"),
+    "ring": Config(algorithm="all_reduce=ring,reduce=pairwise"),
+    "halving": Config(algorithm="all_reduce=halving,reduce=tree"),
+}
+one_loop = pytest.mark.asyncio(loop_factories=["asyncio-debug"])
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
+
+
+def test_every_dtype_of_torch_has_a_number():
+    """Quantized ones, and those for which torch has no storage but bits, are none that a user could fill."""
+    listed = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+    without = {str(dtype).removeprefix("torch.") for dtype in listed - set(DTYPES.values())}
+    assert {name for name in without if not name.startswith(("q", "bits", "int", "uint"))} == set()
+    assert {name for name in without if name.startswith(("int", "uint"))} <= {
+        f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)
+    }
+
+
+@one_loop
+@pytest.mark.parametrize("name", REDUCED)
+async def test_every_reduction(name):
+    dtype = getattr(torch, name)
+    for size, schedule in itertools.product((2, 3), SCHEDULES):
+        async with world_of(size, config=SCHEDULES[schedule]) as groups:
+            for op in reductions(dtype):
+                started = [drill for count in (1, 7) for drill in reducing(size, count, dtype, op)]
+                await asyncio.gather(*(work for drill in started for g in groups for work in drill.start(g)))
+                for drill in started:
+                    drill.check()
+
+
+@one_loop
+@pytest.mark.parametrize("name", NAMES)
+async def test_every_dtype_is_moved(name):
+    async with world_of(3, transport="tcp") as groups:
+        started = [drill for count in (0, 1, 7) for drill in moving(3, count, getattr(torch, name))]
+        await asyncio.gather(*(work for drill in started for g in groups for work in drill.start(g)))
+        for drill in started:
+            drill.check()
+
+
+# -- which go together ------------------------------------------------------------------------------
+
+
+@one_loop
+async def test_what_makes_no_sense_is_refused_before_anything_is_sent():
+    async with world_of(2) as groups:
+        for name, op, message in [
+            ("float32", ReduceOp.BAND, "BAND works on integers and booleans"),
+            ("complex64", ReduceOp.BXOR, "integers"),
+            ("complex64", ReduceOp.MAX, "needs an order"),
+            ("int32", ReduceOp.AVG, "AVG works on floating-point"),
+            ("bool", ReduceOp.AVG, "AVG"),
+            ("uint8", premul_sum(2), "PREMUL_SUM works on floating-point"),
+        ]:
+            tensor = torch.ones(4).to(getattr(torch, name))
+            for call in (
+                lambda g, t, op: g.all_reduce(t, op),
+                lambda g, t, op: g.reduce(t, 0, op),
+                lambda g, t, op: g.reduce_scatter(t, [t, t], op),
+                lambda g, t, op: g.reduce_scatter_single(t[:2], t, op),
+                lambda g, t, op: g.all_reduce_coalesced([t], op),
+            ):
+                for group in groups:
+                    with pytest.raises(UnsupportedError, match=message):
+                        call(group, tensor, op)
+        await asyncio.gather(*(group.barrier() for group in groups))
+
+
+def test_reductions_are_taken_by_any_name():
+    theirs = torch.distributed.ReduceOp
+    for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"):
+        assert reduction(ReduceOp[name]) is ReduceOp[name]
+        assert reduction(name.lower()) is ReduceOp[name]
+        assert reduction(getattr(theirs, name)) is ReduceOp[name]
+    for wrong, message in ((ReduceOp.PREMUL_SUM, "factor"), ("mean", "there are SUM, AVG"), (None, "no reduction")):
+        with pytest.raises(ValueError, match=message):
+            reduction(wrong)
+
+
+@one_loop
+async def test_every_rank_may_scale_by_a_factor_of_its_own():
+    async with world_of(3) as groups:
+        tensors = [torch.tensor([1.0, -2.0]) for _ in groups]
+        await asyncio.gather(*(g.all_reduce(tensors[g.rank()], premul_sum(g.rank() + 1)) for g in groups))
+        for tensor in tensors:
+            assert tensor.tolist() == [6.0, -12.0]
+        await asyncio.gather(*(g.reduce(tensors[g.rank()], 1, premul_sum(0.5 * g.rank())) for g in groups))
+        assert [tensor.tolist() for tensor in tensors] == [[6.0, -12.0], [9.0, -18.0], [6.0, -12.0]]
+
+
+# -- narrow sums ------------------------------------------------------------------------------------
+
+# One rank has the first number and seven have ones. Added one by one in the narrow dtype, every one of them is lost.
+STEPS = {"bfloat16": 256, "float16": 2048, "float8_e4m3fn": 16, "float8_e5m2": 8, "complex32": 2048}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", STEPS)
+@one_loop
+async def test_narrow_sums_are_accumulated_in_float32(name, schedule):
+    dtype, count = getattr(torch, name), 50
+    parts = [torch.full((count,), float(STEPS[name] if rank == 0 else 1)).to(dtype) for rank in range(8)]
+    narrow = parts[0]
+    for part in parts[1:]:
+        wide = torch.complex64 if dtype.is_complex else torch.float32
+        narrow = (narrow.to(wide) + part.to(wide)).to(dtype)
+    exact = torch.full((count,), float(STEPS[name] + 7)).to(dtype)
+    assert not same(narrow, exact)
+    async with world_of(8, config=SCHEDULES[schedule]) as groups:
+        tensors = [part.clone() for part in parts]
+        await asyncio.gather(*(g.all_reduce(tensors[g.rank()]) for g in groups))
+        assert all(same(tensor, exact) for tensor in tensors)
+        tensors = [part.clone() for part in parts]
+        await asyncio.gather(*(g.reduce(tensors[g.rank()], 3) for g in groups))
+        assert same(tensors[3], exact)
+        outputs = [torch.zeros(count).to(dtype) for _ in groups]
+        await asyncio.gather(*(g.reduce_scatter(outputs[g.rank()], [parts[g.rank()]] * 8) for g in groups))
+        assert all(same(output, exact) for output in outputs)
+
+
+# -- the same bits ----------------------------------------------------------------------------------
+
+
+def _rough(rank, count, dtype):
+    """Numbers of all sizes and signs, with zeros of both signs, infinities and NaNs among them."""
+    random = torch.Generator().manual_seed(rank)
+    real = torch.randn(count, generator=random, dtype=torch.float64) * 10.0 ** torch.randint(
+        -3, 4, (count,), generator=random
+    )
+    at = torch.randint(0, 12, (count,), generator=random)
+    for place, special in enumerate((0.0, -0.0, float("inf"), float("-inf"), float("nan"))):
+        real[at == place] = special
+    return torch.complex(real, real.flip(0)).to(dtype) if dtype.is_complex else real.to(dtype)
+
+
+@pytest.mark.parametrize("schedule", [*SCHEDULES, ""])
+@pytest.mark.parametrize("size", [2, 3, 5, 8])
+@one_loop
+async def test_all_ranks_get_the_same_bits(size, schedule):
+    config = SCHEDULES.get(schedule, Config()).with_(piece_nbytes=64)
+    async with world_of(size, config=config) as groups:
+        for name in ("float32", "float64", "bfloat16", "float16", "complex64"):
+            dtype = getattr(torch, name)
+            for op, count in itertools.product(reductions(dtype), (1, 37, 1000)):
+                tensors = [_rough(rank, count, dtype) for rank in range(size)]
+                await asyncio.gather(*(g.all_reduce(tensors[g.rank()], op) for g in groups))
+                assert all(same(tensor, tensors[0]) for tensor in tensors), (name, op, count)
