@@ -13,7 +13,7 @@ from time import monotonic
 
 from asyncdist.errors import AsyncdistError, ProtocolError
 from asyncdist.handshake import Handshake, accept, dial
-from asyncdist.transport import Host, Outgoing
+from asyncdist.transport import Host
 from asyncdist_transports.tcp.wire import Ended, Reader, Writer
 
 READ, WRITE = select.POLLIN, select.POLLOUT
@@ -67,11 +67,11 @@ class Outbound:
         self._where = where
         self._host = host
         self._sock = _new_socket(where[0])
-        self._writer = Writer(self._sock)
+        self.writer = Writer(self._sock)
         self._reader = Reader(self._sock, peer, host, None)
         self._proving: Proving | None = None
         self.established = False
-        self.queue = self._writer.queue  # messages that wait to be sent
+        self.queue = self.writer.queue  # messages that wait to be sent
         self.closed = False
         code = self._sock.connect_ex(where)
         if code not in (0, errno.EINPROGRESS):
@@ -81,12 +81,6 @@ class Outbound:
 
     def fileno(self) -> int:
         return self._sock.fileno()
-
-    def send(self, message: Outgoing) -> bool:
-        if self.established:
-            return self._writer.send(message)
-        self.queue.append(message)
-        return False
 
     def waits(self) -> int:
         if self.established:
@@ -102,7 +96,7 @@ class Outbound:
         if not self.established:
             return self._establish()
         try:
-            moved = self._writer.flush() if self.queue else False
+            moved = self.writer.flush() if self.queue else False
         except Ended:
             self._reader.read()  # the peer may have said why it went
             raise
@@ -127,8 +121,8 @@ class Outbound:
             return False
         except OSError as cause:
             raise Ended(cause.strerror or str(cause)) from cause
-        self.established = True
-        self._writer.flush()
+        self.established = self.writer.open = True
+        self.writer.flush()
         return True
 
     def close(self, *, say_goodbye: bool) -> None:
@@ -160,11 +154,8 @@ class Inbound:
 
     @property
     def eager(self) -> bool:
-        return self._reader is not None and self._reader.eager
-
-    @property
-    def midway(self) -> bool:
-        return self._reader is not None and self._reader.midway
+        reader = self._reader
+        return reader is not None and reader.eager
 
     def pump(self, ready: bool) -> bool:
         """Prove, then read; raises Ended and AsyncdistError."""

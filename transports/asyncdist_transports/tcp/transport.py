@@ -178,7 +178,7 @@ class TcpLink(Link):
     def send(self, message: Outgoing) -> bool:
         lane = KEY.unpack_from(message.header)[2] % self._count if self._count > 1 else 0
         connection = self._lanes[lane] or self._open(lane)
-        return connection.send(message)
+        return connection.writer.send(message)
 
     def open(self) -> None:
         if self._lanes[0] is None and not self._transport.hears(self.peer):

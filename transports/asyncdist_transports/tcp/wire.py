@@ -20,24 +20,26 @@ class Ended(Exception):
 class Writer:
     """The sending half: a queue of messages, the first of them perhaps partly gone."""
 
-    __slots__ = ("_sock", "queue")
+    __slots__ = ("_sock", "open", "queue")
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
+        self.open = False  # until the peer has proven itself, everything waits in the queue
         self.queue: deque[Outgoing] = deque()
 
     def send(self, message: Outgoing) -> bool:
         """Send at once if nothing is before it; return True if all of it has left."""
-        if self.queue:
+        body = message.body
+        if self.queue or not self.open:
             self.queue.append(message)
             return False
         try:
-            message.sent = self._sock.sendmsg((message.header, message.body[:QUANTUM]))
+            message.sent = self._sock.sendmsg((message.header, body if len(body) <= QUANTUM else body[:QUANTUM]))
         except BlockingIOError:
             pass
         except OSError:  # the reading half will find the end and report it, after what the peer still had to say
             pass
-        if message.sent == HEADER_NBYTES + len(message.body):
+        if message.sent == HEADER_NBYTES + len(body):
             message.done = True
             return True
         self.queue.append(message)
@@ -128,11 +130,6 @@ class Reader:
         if self._blocked:
             return False
         return self._receive is not None or self._backlog is not None or bool(self._inbox and self._inbox.posted)
-
-    @property
-    def midway(self) -> bool:
-        """Whether a message has begun to come and is not whole."""
-        return self._got > 0 or self._receive is not None or self._blocked
 
     def read(self) -> bool:
         """Read what has come, up to a quantum; return whether anything had. Raises Ended and ProtocolError."""
