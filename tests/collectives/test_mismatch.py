@@ -1,0 +1,180 @@
+"""Ranks that issue different calls: each learns of it in words, no other group is harmed, and nobody hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+
+import pytest
+import torch
+
+from asyncdist.errors import GroupAbortedError, GroupError, MismatchError, OperationTimeoutError, UsageError
+from asyncdist.ops import ReduceOp, premul_sum
+from asyncdist.testing.cluster import world_of
+
+
+def ones(*shape, dtype=torch.float32):
+    return torch.ones(shape, dtype=dtype)
+
+
+# What one rank of three calls, what the others do, and words that the sentence must have.
+DIFFERENT = {
+    "count": (lambda g: g.all_reduce(ones(3)), lambda g: g.all_reduce(ones(4)), "3 x float32.*4 x float32|count"),
+    "large": (lambda g: g.all_reduce(ones(300_000)), lambda g: g.all_reduce(ones(300_001)), "300000 x float32|count"),
+    "empty": (lambda g: g.all_reduce(ones(0)), lambda g: g.all_reduce(ones(4)), "0 x float32|count"),
+    "shape": (lambda g: g.all_reduce(ones(2, 3)), lambda g: g.all_reduce(ones(3, 2)), "different shapes"),
+    "no dimension": (lambda g: g.all_reduce(ones()), lambda g: g.all_reduce(ones(1)), "different shapes"),
+    "dtype": (lambda g: g.all_reduce(ones(4, dtype=torch.int32)), lambda g: g.all_reduce(ones(4)), "int32"),
+    "op": (lambda g: g.all_reduce(ones(4), ReduceOp.MAX), lambda g: g.all_reduce(ones(4)), "MAX"),
+    "factor": (lambda g: g.all_reduce(ones(4), premul_sum(2)), lambda g: g.all_reduce(ones(4)), "PREMUL_SUM"),
+    "collective": (lambda g: g.broadcast(ones(4), 0), lambda g: g.all_reduce(ones(4)), "broadcast"),
+    "with a barrier": (lambda g: g.barrier(), lambda g: g.all_reduce(ones(4)), "barrier"),
+    "two barriers": (lambda g: g.barrier(), lambda g: g.monitored_barrier(), "monitored_barrier"),
+    "who sends": (lambda g: g.scatter(ones(4), [ones(4)] * 3, g.rank()), lambda g: g.broadcast(ones(4), 0), "scatter"),
+    "gathered sizes": (
+        lambda g: g.all_gather([ones(2), ones(3), ones(4)], ones(2 + g.rank())),
+        lambda g: g.all_gather([ones(4), ones(3), ones(2)], ones(4 - g.rank())),
+        "different shapes",
+    ),
+    "coalesced sizes": (
+        lambda g: g.all_reduce_coalesced([ones(2), ones(3)]),
+        lambda g: g.all_reduce_coalesced([ones(3), ones(2)]),
+        "different shapes",
+    ),
+    "coalesced number": (
+        lambda g: g.all_reduce_coalesced([ones(2), ones(3)]),
+        lambda g: g.all_reduce_coalesced([ones(5)]),
+        "different shapes",
+    ),
+    "coalesced dtypes": (
+        lambda g: g.all_gather_coalesced([[ones(1), ones(1)]] * 3, [ones(1)] * 2),
+        lambda g: g.all_gather_coalesced(
+            [[ones(1), ones(1, dtype=torch.int32)]] * 3, [ones(1), ones(1, dtype=torch.int32)]
+        ),
+        "different shapes",
+    ),
+    "scattered sizes": (
+        lambda g: g.reduce_scatter(ones((1, 2, 3)[g.rank()]), [ones(1), ones(2), ones(3)]),
+        lambda g: g.reduce_scatter(ones((3, 2, 1)[g.rank()]), [ones(3), ones(2), ones(1)]),
+        "different shapes",
+    ),
+    "split sizes": (
+        lambda g: g.all_to_all_single(ones(3), ones(3)),
+        lambda g: g.all_to_all_single(ones(6), ones(6)),
+        "sent (4|8) bytes where (4|8) were expected",
+    ),
+    "objects and tensors": (lambda g: g.all_gather_object([0] * 3, 1), lambda g: g.all_reduce(ones(4)), "object"),
+}
+
+
+async def outcomes(works, limit=10):
+    async with asyncio.timeout(limit):
+        return await asyncio.gather(*works, return_exceptions=True)
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+async def test_every_rank_learns_of_a_call_that_differs(transport, name):
+    other, usual, words = DIFFERENT[name]
+    async with world_of(3, transport=transport) as groups:
+        for odd in range(3):
+            among = [group.world.new_group(None) for group in groups]
+            works = [(other if group.rank() == odd else usual)(group) for group in among]
+            first = await outcomes(works)
+            # A rank may have done its part before the others came; the next call tells it.
+            second = await outcomes([group.barrier() for group in among])
+            for rank, errors in enumerate(zip(first, second, strict=True)):
+                seen = [error for error in errors if isinstance(error, GroupError)]
+                assert [type(error) for error in seen] == [MismatchError] * len(seen), seen
+                assert second[rank] in seen
+                assert seen[0].rank == rank
+            texts = [str(error) for error in first + second if isinstance(error, MismatchError)]
+            with pytest.raises(MismatchError, match=words):
+                raise next(error for error in first + second if isinstance(error, MismatchError))
+            assert all("every rank must issue the same operations" in text for text in texts)
+            assert all(f"rank {odd}" in text for text in texts)
+            assert await outcomes([group.all_reduce(ones(1)) for group in groups]) == [3, 3, 3]
+
+
+@pytest.mark.parametrize("call", ["broadcast", "scatter", "reduce", "gather"])
+async def test_two_roots(transport, call):
+    """Who only sends is done before the other can object; the objection comes with the next call at the latest."""
+
+    def start(group):
+        rank = group.rank()
+        lists = {"scatter": [ones(3)] * 2, "gather": [ones(3) for _ in "12"]}
+        return getattr(group, call)(ones(3), *([lists[call]] if call in lists else []), rank)
+
+    async with world_of(2, transport=transport) as groups:
+        among = [group.world.new_group(None, timeout=0.2) for group in groups]
+        first = await outcomes([start(group) for group in among])
+        second = await outcomes([group.barrier() for group in among])
+        assert all(isinstance(error, GroupError) for error in second)
+        if call in ("broadcast", "scatter"):
+            assert all(isinstance(error, MismatchError) for error in second)
+            assert "root 0" in str(second[0])
+            assert "root 1" in str(second[0])
+        else:  # both wait for the other: nothing is ever sent that could differ
+            assert {type(error) for error in first} <= {OperationTimeoutError, GroupAbortedError}
+            assert any(isinstance(error, OperationTimeoutError) for error in first)
+        assert await outcomes([group.all_reduce(ones(1)) for group in groups]) == [2, 2]
+
+
+async def test_a_call_too_few(transport):
+    """The rank that left one out meets the others' missing call with its next one."""
+    async with world_of(3, transport=transport) as groups:
+        works = [group.all_reduce(ones(5)) for group in groups[:2]]
+        works += [group.broadcast(ones(5), 0) for group in groups]
+        first = await outcomes(works)
+        assert [type(first[place]) for place in (0, 1, 4)] == [MismatchError] * 3  # rank 0 may be done with its second
+        second = await outcomes([group.barrier() for group in groups])
+        assert [type(error) for error in second] == [MismatchError] * 3
+
+
+async def test_a_call_that_was_refused_on_one_rank_can_be_made_again(transport):
+    async with world_of(2, transport=transport) as (zero, one):
+        waiting = one.all_gather([ones(2), ones(2)], ones(2))
+        for wrong in (lambda: zero.all_gather([ones(2)], ones(2)), lambda: zero.all_reduce(ones(2), ReduceOp.BAND)):
+            with pytest.raises(UsageError):
+                wrong()
+        results = await outcomes([zero.all_gather([ones(2), ones(2)], ones(2)), waiting])
+        assert [len(result) for result in results] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("sent", "room"),
+    [(ones(4), ones(3)), (ones(3), ones(4)), (ones(2), ones(2, dtype=torch.float64)), (ones(0), ones(1))],
+    ids=["longer", "shorter", "another dtype", "empty"],
+)
+@pytest.mark.parametrize("posted", [True, False], ids=["posted before", "posted after"])
+@pytest.mark.parametrize("anybody", [True, False], ids=["from anybody", "from the rank"])
+async def test_a_message_that_does_not_fit(transport, sent, room, posted, anybody):
+    async with world_of(2, transport=transport) as groups:
+        zero, one = (group.world.new_group(None) for group in groups)
+        source = None if anybody else 0
+        if posted:
+            received, sending = one.recv(room, source), zero.send(sent, 1)
+        else:
+            sending = zero.send(sent, 1)
+            received = one.recv(room, source)
+        error, _ = await outcomes([received, sending])
+        assert isinstance(error, MismatchError)
+        assert error.peer == 0
+        assert "send(" in str(error)
+        # Calls on the group fail on both sides from now on; the sender hears of it while it waits for the other.
+        assert all(isinstance(error, MismatchError) for error in await outcomes([zero.barrier(), one.barrier()]))
+        assert all(
+            isinstance(error, MismatchError) for error in await outcomes([zero.send(sent, 1), one.recv(room, 0)])
+        )
+        assert await outcomes([group.all_reduce(ones(1)) for group in groups]) == [2, 2]
+
+
+async def test_the_numbers_of_calls_start_again_after_the_last_one(transport):
+    async with world_of(2, transport=transport) as groups:
+        last = 2**32 - 3
+        for group in groups:
+            group._sequence = itertools.count(last + 1)
+            group._channel._started = group._channel._highest = last
+        for turn in range(8):
+            assert await outcomes([group.all_reduce(ones(1) * turn) for group in groups]) == [2 * turn] * 2
+        works = [group.all_reduce(ones(2 + group.rank())) for group in groups]
+        assert all(isinstance(error, MismatchError) for error in await outcomes(works))
