@@ -9,7 +9,6 @@ from asyncdist.bench.plan import Plan, rounds
 from asyncdist.bench.result import Timing
 from asyncdist.bench.traffic import Traffic
 
-
 # From this size on ranks start every call together: restoring the tensor takes them unequally long. Smaller ones run back
 # to back, as collectives benchmarks do: pacing spins, which starves contenders that have an I/O thread of their own
 # (gloo at 1 KiB to 1 MiB took three to eight times as long).

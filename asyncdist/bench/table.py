@@ -129,7 +129,8 @@ def markdown(report: Report) -> str:
         "# Benchmark",
         about(report),
         "Contenders took turns in one run, in the same processes; times are of single calls on rank 0, back to back "
-        "below 8 MiB and started by all ranks at the same instant above. *algbw* is bytes over the median, *busbw* what that puts on the busiest link "
+        "below 8 MiB and started by all ranks at the same instant above (rooted collectives always). *algbw* is bytes "
+        "over the median, *busbw* what that puts on the busiest link "
         "(all_reduce: × 2(n−1)/n). *raw sockets*: the same traffic over plain non-blocking sockets between the same "
         "processes, additions included; *of raw* is how much of that speed is reached.",
     ]

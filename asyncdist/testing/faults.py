@@ -33,7 +33,9 @@ _BUFFER_NBYTES = 1 << 16  # what the kernel may hold on either side of a proxy, 
 
 
 class Proxy:
-    """A TCP proxy in front of ``host:port``, at ``address``, in a thread of its own. All methods are thread-safe.
+    """A TCP proxy at ``address``, in front of the ``target`` ``(host, port)``, in a thread of its own.
+
+    All methods are thread-safe.
 
     Two faults are attributes, to be set at any time: ``delay`` (seconds before each chunk is passed on, either way) and
     ``chunk_nbytes`` (the longest chunk). ``passed_nbytes`` counts what was passed on towards the target; ``cut_at`` is
@@ -45,7 +47,7 @@ class Proxy:
         self.chunk_nbytes = 1 << 16
         self.passed_nbytes = 0
         self.cut_at: float | None = None
-        self._target = (host, port)
+        self.target = (host, port)
         self._limit: int | None = None
         self._connections: dict[asyncio.Task[None], tuple[socket.socket, socket.socket]] = {}
         self._changed = threading.Condition()
@@ -170,7 +172,7 @@ class Proxy:
 
     async def _connect(self, near: socket.socket, far: socket.socket) -> None:
         with contextlib.suppress(OSError):
-            await self._loop.sock_connect(far, self._target)
+            await self._loop.sock_connect(far, self.target)
             await asyncio.gather(self._pass_on(near, far, forth=True), self._pass_on(far, near, forth=False))
 
     async def _pass_on(self, source: socket.socket, sink: socket.socket, *, forth: bool) -> None:

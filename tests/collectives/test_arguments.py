@@ -1,0 +1,138 @@
+"""What bad arguments get: a sentence before anything is sent, and a group that works as before."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+
+from asyncdist.errors import UnsupportedError, UsageError
+from asyncdist.testing.cluster import world_of
+
+
+def ones(*shape, dtype=torch.float32):
+    return torch.ones(shape, dtype=dtype)
+
+
+class Unknown:
+    """Something that is neither plain data nor a tensor."""
+
+
+BIG_ENDIAN = np.ones(3, dtype=np.dtype(">f4"))
+BACKWARDS = np.arange(4)[::-1]
+
+# Calls on rank 0 of a group of two, and what the sentence says.
+WRONG_TENSORS = {
+    "no tensor": (lambda g: g.all_reduce([1.0]), "a tensor or numpy array is needed here, not list"),
+    "None": (lambda g: g.broadcast(None, 0), "not NoneType"),
+    "a numpy scalar": (lambda g: g.all_reduce(np.float32(1)), "not float32"),
+    "on another device": (lambda g: g.all_reduce(torch.ones(3, device="meta")), "on meta: move it with"),
+    "sparse": (lambda g: g.all_reduce(ones(3).to_sparse()), r"call \.to_dense"),
+    "quantized": (lambda g: g.all_reduce(torch.quantize_per_tensor(ones(2), 1.0, 0, torch.qint8)), "qint8"),
+    "expanded": (lambda g: g.all_reduce(ones(1).expand(4)), r"expanded.*pass \.clone\(\)"),
+    "expanded rows": (lambda g: g.recv(ones(3).expand(2, 3), 1), "expanded"),
+    "expanded in a list": (lambda g: g.all_gather([ones(3), ones(1).expand(3)], ones(3)), "expanded"),
+    "big-endian": (lambda g: g.all_reduce(BIG_ENDIAN), "this numpy array cannot be communicated"),
+    "strings": (lambda g: g.send(np.array(["a"]), 1), "cannot be communicated"),
+    "backwards": (lambda g: g.send(BACKWARDS, 1), "cannot be communicated"),
+}
+WRONG_RANKS = {
+    "dst": (lambda g: g.reduce(ones(3), 2), "dst=2 is not a rank of group"),
+    "negative": (lambda g: g.broadcast(ones(3), -1), "src=-1 is not a rank"),
+    "scatter": (lambda g: g.scatter(ones(3), None, 7), "src=7"),
+    "gather": (lambda g: g.gather(ones(3), None, 7), "dst=7"),
+    "send": (lambda g: g.send(ones(3), 2), "dst=2"),
+    "recv": (lambda g: g.recv(ones(3), -2), "src=-2"),
+    "objects": (lambda g: g.broadcast_object_list([1], 2), "src=2"),
+    "to oneself": (lambda g: g.send(ones(3), 0), "dst=0 is this rank itself"),
+    "from oneself": (lambda g: g.recv(ones(3), 0), "src=0 is this rank itself"),
+    "objects to oneself": (lambda g: g.send_object_list([1], 0), "itself"),
+    "negative tag": (lambda g: g.send(ones(3), 1, tag=-1), "a tag is a number from 0 to"),
+    "large tag": (lambda g: g.recv(ones(3), 1, tag=1 << 32), "a tag is a number"),
+}
+WRONG_LISTS = {
+    "too short": (lambda g: g.all_gather([ones(2)], ones(2)), "tensor_list has 1 entries: it needs one for each of the 2"),
+    "too long": (lambda g: g.all_to_all([ones(1)] * 3, [ones(1)] * 2), "output_tensor_list has 3 entries"),
+    "missing": (lambda g: g.all_gather(None, ones(2)), "tensor_list is missing"),
+    "of another input": (lambda g: g.all_to_all([ones(1)] * 2, [ones(1)]), "input_tensor_list has 1"),
+    "missing at the root": (lambda g: g.gather(ones(2), None, 0), "gather_list on the destination rank is missing"),
+    "missing at the source": (lambda g: g.scatter(ones(2), None, 0), "scatter_list on the source rank is missing"),
+    "beside the root": (lambda g: g.gather(ones(2), [ones(2)] * 2, 1), "belongs to the destination, rank 1"),
+    "beside the source": (lambda g: g.scatter(ones(2), [ones(2)] * 2, 1), "belongs to the source, rank 1"),
+    "of other sizes": (lambda g: g.gather(ones(2), [ones(2), ones(3)], 0), r"gather_list\[1\] has 3 x torch.float32"),
+    "to scatter of other sizes": (lambda g: g.scatter(ones(2), [ones(2), ones(3)], 0), r"scatter_list\[1\] has 3"),
+    "of mixed dtypes": (lambda g: g.all_gather([ones(2), ones(2, dtype=torch.int8)], ones(2)), "use one dtype"),
+    "of another dtype": (lambda g: g.all_gather([ones(2, dtype=torch.int8)] * 2, ones(2)), "this rank gives 2 x"),
+    "with another place for ourselves": (lambda g: g.all_gather([ones(3), ones(2)], ones(2)), "this rank gives 2 x"),
+    "reduced to another size": (lambda g: g.reduce_scatter(ones(3), [ones(2)] * 2), "the output has 3 x"),
+    "reduced to another dtype": (lambda g: g.reduce_scatter(ones(2, dtype=torch.float64), [ones(2)] * 2), "the output"),
+    "coalesced of none": (lambda g: g.all_reduce_coalesced([]), "at least one tensor"),
+    "coalesced of mixed dtypes": (lambda g: g.all_reduce_coalesced([ones(1), ones(1, dtype=torch.int32)]), "one dtype"),
+    "coalesced rows": (lambda g: g.all_gather_coalesced([[ones(1)], []], [ones(1)]), "needs 1 tensors"),
+    "coalesced columns": (lambda g: g.all_gather_coalesced([[ones(1)]], [ones(1)]), "has 1 entries"),
+    "objects": (lambda g: g.all_gather_object([None], 1), "the output list has 1"),
+    "objects at the root": (lambda g: g.gather_object(1, None, 0), "object_gather_list on the destination rank is missing"),
+    "objects at the source": (lambda g: g.scatter_object_list([None], [1], 0), "input_list on the source rank has 1"),
+    "no room for an object": (lambda g: g.scatter_object_list([], [1, 2], 0), "needs room for one object"),
+}  # fmt: skip
+WRONG_SPLITS = {
+    "output not shared equally": (lambda g: g.all_gather_single(ones(3), ones(1)), "2 ranks cannot share equally"),
+    "output of another size": (lambda g: g.all_gather_single(ones(4), ones(3)), "this rank gives 3 x"),
+    "input not shared equally": (lambda g: g.reduce_scatter_single(ones(1), ones(3)), "cannot share equally"),
+    "input of another size": (lambda g: g.reduce_scatter_single(ones(1), ones(4)), "the output has 1 x"),
+    "rows not shared equally": (lambda g: g.all_to_all_single(ones(4), ones(3)), "the input has 3 rows|pass split sizes"),
+    "sum of output sizes": (lambda g: g.all_to_all_single(ones(4), ones(4), [1, 2], [2, 2]), "do not add up to the 4"),
+    "sum of input sizes": (lambda g: g.all_to_all_single(ones(4), ones(4), [2, 2], [1, 2]), "input_split_sizes"),
+    "number of sizes": (lambda g: g.all_to_all_single(ones(4), ones(4), [4], [2, 2]), "output_split_sizes has 1 entries"),
+    "negative size": (lambda g: g.all_to_all_single(ones(4), ones(4), [5, -1], [2, 2]), "do not add up"),
+    "what we keep": (lambda g: g.all_to_all_single(ones(4), ones(4), [2, 2], [3, 1]), "this rank sends itself 3"),
+}  # fmt: skip
+WRONG_OTHERS = {
+    "op": (lambda g: g.all_reduce(ones(3), "median"), "is no reduction; there are SUM"),
+    "timeout": (lambda g: g.barrier(timeout=-1), "a timeout is a number of seconds"),
+    "object": (lambda g: g.all_gather_object([None] * 2, Unknown()), "of type .*Unknown cannot be sent as plain data"),
+}
+ALL = {
+    f"{kind}: {name}": case
+    for kind, cases in (
+        ("tensor", WRONG_TENSORS),
+        ("rank", WRONG_RANKS),
+        ("list", WRONG_LISTS),
+        ("split", WRONG_SPLITS),
+        ("other", WRONG_OTHERS),
+    )
+    for name, case in cases.items()
+}
+
+
+async def test_each_is_refused_and_harms_nothing(subtests):
+    async with world_of(2) as (zero, one):
+        for name, (call, message) in ALL.items():
+            with subtests.test(name):
+                with pytest.raises(ValueError, match=message) as refused:
+                    call(zero)
+                assert "timeout" in name or "op" in name or isinstance(refused.value, UsageError)
+                async with asyncio.timeout(5):
+                    total = await asyncio.gather(zero.all_reduce(ones(2)), one.all_reduce(ones(2)))
+                assert all(tensor.eq(2).all() for tensor in total)
+
+
+async def test_what_cannot_be_carried_is_unsupported():
+    async with world_of(1) as (group,):
+        for name in ("on another device", "sparse", "quantized", "big-endian", "strings"):
+            with pytest.raises(UnsupportedError):
+                WRONG_TENSORS[name][0](group)
+
+
+async def test_what_is_refused_was_not_written():
+    """A call that is refused leaves every tensor as it was."""
+    async with world_of(2) as (zero, _):
+        outputs, row = [torch.zeros(2), torch.zeros(3)], torch.ones(2)
+        with pytest.raises(UsageError):
+            zero.gather(row, outputs, 0)
+        with pytest.raises(UsageError):
+            zero.all_reduce(row, "BAND")
+        assert row.eq(1).all()
+        assert all(output.eq(0).all() for output in outputs)
