@@ -74,7 +74,7 @@ class Mesh:
         self._early: set[bytes] = set()  # operations (12 bytes of keys) that a message came for before they were issued
         self._leaving: dict[int, str] = {}
         self._gone: dict[int, GroupError] = {}
-        self._doubts: dict[int, tuple[float, str]] = {}
+        self._reminders: dict[object, tuple[float, Callable[[], None]]] = {}
         self._failures: dict[int, GroupError] = {}
         self._goodbye = LEFT
         self._at_home = home is not None
@@ -312,7 +312,13 @@ class Mesh:
         if peer in self._leaving:
             self.lost(peer, reason)
         elif peer not in self._gone:
-            self._doubts.setdefault(peer, (monotonic() + _BENEFIT, reason))
+            self.remind(peer, monotonic() + _BENEFIT, functools.partial(self.lost, peer, reason))
+
+    def remind(self, about: object, at: float, action: Callable[[], None]) -> None:
+        self._reminders.setdefault(about, (at, action))
+
+    def unremind(self, about: object) -> None:
+        self._reminders.pop(about, None)
 
     def _waits_for(self, channel: Channel, peer: int) -> bool:
         """Return whether anything pending needs the peer, or anybody at all when it was the last to go."""
@@ -345,7 +351,7 @@ class Mesh:
 
     def busy(self) -> bool:
         # After a failure we stay to be reached: who waits for us must hear of it, also where it connects only now.
-        if self._executor.operations or self._failures or self._doubts:
+        if self._executor.operations or self._failures or self._reminders:
             return True
         for transport in self._transports:
             if transport.busy():
@@ -353,15 +359,14 @@ class Mesh:
         return False
 
     def next_deadline(self) -> float:
-        if self._doubts:
-            return min(self._executor.next_deadline(), *(until for until, _ in self._doubts.values()))
+        if self._reminders:
+            return min(self._executor.next_deadline(), *(at for at, _ in self._reminders.values()))
         return self._executor.next_deadline()
 
     def expire(self, now: float) -> None:
-        for peer, (until, reason) in list(self._doubts.items()):
-            if until <= now or peer in self._gone or peer in self._leaving:
-                del self._doubts[peer]
-                self.lost(peer, reason)
+        for about, (_, action) in [entry for entry in self._reminders.items() if entry[1][0] <= now]:
+            del self._reminders[about]
+            action()
         self._executor.expire(now)
 
     def interrupted(self, cause: BaseException) -> None:

@@ -381,6 +381,12 @@ class Host(Protocol):
     def doubt(self, peer: int, reason: str) -> None:
         """Call a peer lost unless what it still has to say explains the end of a connection to it soon."""
 
+    def remind(self, about: object, at: float, action: Callable[[], None]) -> None:
+        """Do ``action`` under the lock at a monotonic time, unless `unremind` is called ``about`` it before."""
+
+    def unremind(self, about: object) -> None:
+        """Forget the reminder about something, if there is one."""
+
     @property
     def last_words(self) -> bytes:
         """The notices to write at the end of a connection that is closed in order: failures, then goodbye."""

@@ -9,15 +9,18 @@ import secrets
 import select
 import socket
 import struct
+from collections import deque
+from collections.abc import Callable
 from time import monotonic
 
 from asyncdist.errors import AsyncdistError, ProtocolError
 from asyncdist.handshake import Handshake, accept, dial
-from asyncdist.transport import Host
+from asyncdist.transport import Host, Outgoing
 from asyncdist_transports.tcp.wire import Ended, Reader, Writer
 
 READ, WRITE = select.POLLIN, select.POLLOUT
 HELLO = struct.Struct("<IHxx")  # rank, lane
+_KEPT_WAITING = 1.0  # seconds
 
 
 def purpose(host: Host) -> str:
@@ -66,18 +69,30 @@ class Outbound:
         self._lane = lane
         self._where = where
         self._host = host
+        self.queue: deque[Outgoing] = deque()  # messages that wait to be sent
+        self.closed = False
         self._sock = _new_socket(where[0])
-        self.writer = Writer(self._sock)
-        self._reader = Reader(self._sock, peer, host, None)
+        self._begin()
+
+    def begin_again(self) -> None:
+        """Connect once more: the peer gave us up before we had said anything."""
+        self._host.retire(self._sock)
+        self._sock = _new_socket(self._where[0])
+        self._begin()
+
+    def _begin(self) -> None:
+        self.writer = Writer(self._sock, self.queue)
+        self._reader = Reader(self._sock, self.peer, self._host, None)
         self._proving: Proving | None = None
         self.established = False
-        self.queue = self.writer.queue  # messages that wait to be sent
-        self.closed = False
-        code = self._sock.connect_ex(where)
-        if code not in (0, errno.EINPROGRESS):
-            self._failed = os.strerror(code)
-        else:
-            self._failed = ""
+        self._since = monotonic()
+        code = self._sock.connect_ex(self._where)
+        self._failed = "" if code in (0, errno.EINPROGRESS) else os.strerror(code)
+
+    @property
+    def kept_waiting(self) -> bool:
+        """Whether the handshake took so long, as it does where nobody drives, that its end means nothing."""
+        return not self.established and self._proving is not None and monotonic() - self._since > _KEPT_WAITING
 
     def fileno(self) -> int:
         return self._sock.fileno()
@@ -135,12 +150,12 @@ class Outbound:
 class Inbound:
     """A connection that somebody opened to write to us: nobody in particular until it has proven itself."""
 
-    def __init__(self, sock: socket.socket, host: Host) -> None:
+    def __init__(self, sock: socket.socket, host: Host, proven: Callable[[Inbound], None]) -> None:
         self._sock = sock
         self._host = host
+        self._proven = proven
         self.peer: int | None = None
         self.established = True  # as soon as the peer is known
-        self.since = monotonic()
         self._proving: Proving | None = Proving(sock, accept(host.config.token, purpose(host), secrets.token_bytes(32)))
         self._hello = bytearray()
         self._reader: Reader | None = None
@@ -179,6 +194,7 @@ class Inbound:
         if self._host.gone(rank) is not None:
             raise Ended(f"it comes from rank {rank}, which was lost before")
         self.peer = rank
+        self._proven(self)
         self._reader = Reader(self._sock, rank, self._host, self._host.inbox(rank))
         self._reader.read()
         return True

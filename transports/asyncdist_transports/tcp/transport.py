@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
+import functools
 import logging
-import socket
 from collections.abc import Iterable
 from time import monotonic
 from typing import Any, ClassVar
 
-from asyncdist.errors import AddressError, AsyncdistError
+from asyncdist.errors import AsyncdistError
 from asyncdist.framing import KEY
 from asyncdist.transport import Address, Host, Link, Outgoing, Transport, Wait
 from asyncdist_transports.tcp.connection import READ, Ended, Inbound, Outbound, prepare
+from asyncdist_transports.tcp.listener import Listener
 
 log = logging.getLogger("asyncdist.tcp")
+
+_MOST_STRANGERS = 256  # connections beside those of all peers that may be about to prove themselves
 
 
 class TcpTransport(Transport):
@@ -26,9 +27,9 @@ class TcpTransport(Transport):
 
     def __init__(self, host: Host) -> None:
         super().__init__(host)
-        self._listener: socket.socket | None = None
+        self._listener: Listener | None = None
         self._connections: dict[int, Inbound | Outbound] = {}
-        self._unproven = 0
+        self._strangers: dict[Inbound, None] = {}  # the oldest first
 
     @classmethod
     def probe(cls) -> str | None:
@@ -37,19 +38,8 @@ class TcpTransport(Transport):
     # -- coming and going ----------------------------------------------------------------------
 
     def listen(self, where: str) -> dict[str, Any]:
-        family = socket.AF_INET6 if ":" in where else socket.AF_INET
-        self._listener = listener = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            listener.setblocking(False)
-            listener.bind((where, 0))
-            listener.listen(4096)
-        except OSError as cause:
-            listener.close()
-            self._listener = None
-            raise AddressError(
-                f"cannot listen on {where}: {cause.strerror or cause}; choose an interface with ASYNCDIST_SOCKET_IFNAME"
-            ) from cause
-        return {"host": where, "port": listener.getsockname()[1]}
+        self._listener = Listener(where)
+        return {"host": where, "port": self._listener.port}
 
     def reaches(self, address: Address) -> bool:
         return True
@@ -73,7 +63,7 @@ class TcpTransport(Transport):
 
     def close(self) -> None:
         if self._listener is not None:
-            self.host.retire(self._listener)
+            self._listener.close(self.host)
             self._listener = None
         for connection in list(self._connections.values()):
             self.drop(connection, say_goodbye=True)
@@ -82,6 +72,8 @@ class TcpTransport(Transport):
         """Close a connection and forget it."""
         self._connections.pop(connection.fileno(), None)
         connection.close(say_goodbye=say_goodbye)
+        if isinstance(connection, Inbound):
+            self._no_stranger(connection)
 
     # -- moving --------------------------------------------------------------------------------
 
@@ -120,49 +112,52 @@ class TcpTransport(Transport):
         except Ended as end:
             self._ended(connection, str(end))
         except AsyncdistError as error:
-            self._ended(connection, str(error))
+            self._ended(connection, str(error), for_good=True)
         except MemoryError:
-            self._ended(connection, "it sent a message that does not fit into our memory")
+            self._ended(connection, "it sent a message that does not fit into our memory", for_good=True)
         return True
 
-    def _ended(self, connection: Inbound | Outbound, reason: str) -> None:
+    def _ended(self, connection: Inbound | Outbound, reason: str, *, for_good: bool = False) -> None:
+        if isinstance(connection, Outbound) and connection.kept_waiting and not for_good:
+            self._connections.pop(connection.fileno(), None)
+            connection.begin_again()
+            self._connections[connection.fileno()] = connection
+            return
         self.drop(connection, say_goodbye=False)
         peer = connection.peer
         if peer is None:
             log.warning("refused a connection: %s", reason)
-        elif connection.established and not any(c.peer == peer for c in self._connections.values()):
+        elif for_good or (connection.established and not any(c.peer == peer for c in self._connections.values())):
             self.host.lost(peer, reason)
         else:  # what explains it may lie on another connection, or come from another rank
             self.host.doubt(peer, reason)
 
+    # -- strangers -----------------------------------------------------------------------------
+
     def _accept(self) -> bool:
         assert self._listener is not None
-        self._drop_overdue()
         moved = False
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                try:
-                    sock, _ = self._listener.accept()
-                except OSError as cause:
-                    if cause.errno in (errno.EMFILE, errno.ENFILE):
-                        log.error("cannot take a connection: %s; raise the limit on open files (ulimit -n)", cause)
-                        return moved
-                    if isinstance(cause, BlockingIOError):
-                        raise
-                    continue  # it was gone again before we took it
-                prepare(sock)
-                connection = Inbound(sock, self.host)
-                self._connections[sock.fileno()] = connection
-                self._pump(connection, True)
-                moved = True
+        for sock in self._listener.take():
+            prepare(sock)
+            connection = Inbound(sock, self.host, self._no_stranger)
+            self._connections[sock.fileno()] = connection
+            self._strangers[connection] = None
+            until = monotonic() + self.host.config.handshake_timeout
+            self.host.remind(connection, until, functools.partial(self._overdue, connection))
+            self._pump(connection, True)
+            if len(self._strangers) > _MOST_STRANGERS + self.host.world_size * self.host.config.lanes:
+                self._ended(next(iter(self._strangers)), "it did not prove itself, and many wait behind it")
+            moved = True
         return moved
 
-    def _drop_overdue(self) -> None:
-        """Close connections that have had their time to prove themselves, now that others want in."""
-        latest = monotonic() - self.host.config.handshake_timeout
-        for connection in list(self._connections.values()):
-            if connection.peer is None and isinstance(connection, Inbound) and connection.since < latest:
-                self._ended(connection, "it did not prove itself in time")
+    def _overdue(self, stranger: Inbound) -> None:
+        self._ended(stranger, "it did not prove itself in time")
+
+    def _no_stranger(self, connection: Inbound) -> None:
+        """Note that a connection has proven itself, or is gone."""
+        if connection in self._strangers:
+            del self._strangers[connection]
+            self.host.unremind(connection)
 
 
 class TcpLink(Link):

@@ -22,10 +22,10 @@ class Writer:
 
     __slots__ = ("_sock", "open", "queue")
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, queue: deque[Outgoing]) -> None:
         self._sock = sock
         self.open = False  # until the peer has proven itself, everything waits in the queue
-        self.queue: deque[Outgoing] = deque()
+        self.queue = queue
 
     def send(self, message: Outgoing) -> bool:
         """Send at once if nothing is before it; return True if all of it has left."""
