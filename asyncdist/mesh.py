@@ -28,6 +28,7 @@ from asyncdist.mismatch import describe
 from asyncdist.notices import ENDED, LEFT, last_words, spell, unspell
 from asyncdist.observe.recorder import Recorder
 from asyncdist.progress import Progress
+from asyncdist.reminders import Reminders
 from asyncdist.transport import Discard, Inbox, Link, Outgoing, Receive, Transport
 from asyncdist.work import Work
 
@@ -74,7 +75,7 @@ class Mesh:
         self._early: set[bytes] = set()  # operations (12 bytes of keys) that a message came for before they were issued
         self._leaving: dict[int, str] = {}
         self._gone: dict[int, GroupError] = {}
-        self._reminders: dict[object, tuple[float, Callable[[], None]]] = {}
+        self.reminders = Reminders()
         self._failures: dict[int, GroupError] = {}
         self._goodbye = LEFT
         self._at_home = home is not None
@@ -312,13 +313,7 @@ class Mesh:
         if peer in self._leaving:
             self.lost(peer, reason)
         elif peer not in self._gone:
-            self.remind(peer, monotonic() + _BENEFIT, functools.partial(self.lost, peer, reason))
-
-    def remind(self, about: object, at: float, action: Callable[[], None]) -> None:
-        self._reminders.setdefault(about, (at, action))
-
-    def unremind(self, about: object) -> None:
-        self._reminders.pop(about, None)
+            self.reminders.add(peer, monotonic() + _BENEFIT, functools.partial(self.lost, peer, reason))
 
     def _waits_for(self, channel: Channel, peer: int) -> bool:
         """Return whether anything pending needs the peer, or anybody at all when it was the last to go."""
@@ -351,7 +346,7 @@ class Mesh:
 
     def busy(self) -> bool:
         # After a failure we stay to be reached: who waits for us must hear of it, also where it connects only now.
-        if self._executor.operations or self._failures or self._reminders:
+        if self._executor.operations or self._failures or self.reminders:
             return True
         for transport in self._transports:
             if transport.busy():
@@ -359,14 +354,12 @@ class Mesh:
         return False
 
     def next_deadline(self) -> float:
-        if self._reminders:
-            return min(self._executor.next_deadline(), *(at for at, _ in self._reminders.values()))
+        if self.reminders:
+            return min(self._executor.next_deadline(), self.reminders.next())
         return self._executor.next_deadline()
 
     def expire(self, now: float) -> None:
-        for about, (_, action) in [entry for entry in self._reminders.items() if entry[1][0] <= now]:
-            del self._reminders[about]
-            action()
+        self.reminders.run(now)
         self._executor.expire(now)
 
     def interrupted(self, cause: BaseException) -> None:

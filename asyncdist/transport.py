@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from asyncdist.config import Config
 from asyncdist.framing import pack_header
+from asyncdist.reminders import Reminders
 
 if TYPE_CHECKING:
     import socket
@@ -355,6 +356,7 @@ class Host(Protocol):
     world_size: int
     world_id: str
     config: Config
+    reminders: Reminders  # of what is to be done under the lock at a time
 
     @property
     def expects_anybody(self) -> bool:
@@ -380,12 +382,6 @@ class Host(Protocol):
 
     def doubt(self, peer: int, reason: str) -> None:
         """Call a peer lost unless what it still has to say explains the end of a connection to it soon."""
-
-    def remind(self, about: object, at: float, action: Callable[[], None]) -> None:
-        """Do ``action`` under the lock at a monotonic time, unless `unremind` is called ``about`` it before."""
-
-    def unremind(self, about: object) -> None:
-        """Forget the reminder about something, if there is one."""
 
     @property
     def last_words(self) -> bytes:

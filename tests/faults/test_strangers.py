@@ -265,3 +265,15 @@ async def test_a_proven_peer_that_vanishes_halfway_is_lost(eventually, nbytes):
         with pytest.raises(PeerLostError) as lost:
             await receiving
         assert lost.value.peer == 2
+
+
+async def test_a_rank_that_is_given_up_as_a_stranger_because_it_was_slow_comes_again(caplog, eventually):
+    """As one does that computes for minutes between connecting and its next call."""
+    config = Config(token=TOKEN, handshake_timeout=1.1)
+    with proxied_world(2, home=asyncio.get_running_loop(), config=config) as world:
+        world.proxies[0, 1].clog()
+        summing = asyncio.ensure_future(sums(world))
+        await eventually(lambda: "did not prove itself in time" in caplog.text)
+        world.proxies[0, 1].unclog()
+        assert await summing == [3.0, 3.0]
+        assert await sums(world) == [3.0, 3.0]

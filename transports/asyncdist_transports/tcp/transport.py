@@ -143,7 +143,7 @@ class TcpTransport(Transport):
             self._connections[sock.fileno()] = connection
             self._strangers[connection] = None
             until = monotonic() + self.host.config.handshake_timeout
-            self.host.remind(connection, until, functools.partial(self._overdue, connection))
+            self.host.reminders.add(connection, until, functools.partial(self._overdue, connection))
             self._pump(connection, True)
             if len(self._strangers) > _MOST_STRANGERS + self.host.world_size * self.host.config.lanes:
                 self._ended(next(iter(self._strangers)), "it did not prove itself, and many wait behind it")
@@ -157,7 +157,7 @@ class TcpTransport(Transport):
         """Note that a connection has proven itself, or is gone."""
         if connection in self._strangers:
             del self._strangers[connection]
-            self.host.unremind(connection)
+            self.host.reminders.forget(connection)
 
 
 class TcpLink(Link):
