@@ -9,6 +9,7 @@ if who noticed first dies while telling.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import os
@@ -188,7 +189,8 @@ class Mesh:
             others = [channel.members[(own + (1 << k)) % size] for k in range(max(1, (size - 1).bit_length()))]
         for peer in others:
             if peer not in (self.rank, told_by) and peer not in self._gone and peer not in self._leaving:
-                self.link(peer).send(Outgoing(peer, pack_key(channel.number, 0, 0), 0, body, None, ABORT))
+                with contextlib.suppress(TransportUnavailableError):  # it cannot be told
+                    self.link(peer).send(Outgoing(peer, pack_key(channel.number, 0, 0), 0, body, None, ABORT))
 
     # -- what the executor needs: Peers --------------------------------------------------------
 

@@ -1,7 +1,6 @@
 """Plans whose sizes are not known beforehand, or that concern two ranks only: point-to-point, and Python objects.
 
-An object travels in two steps of one schedule, its size and then its bytes: the same generators as for tensors, run one
-after the other.
+An object travels in two steps, its size and then its bytes: by the same generators as tensors, run one after the other.
 """
 
 from __future__ import annotations
@@ -183,15 +182,18 @@ def broadcast_objects(who: Member, values: list[Any], root: int) -> Plan:
     return _object_plan(Collective.broadcast_object_list, part(), finish, root)
 
 
+# Sizes and bytes are two parts, so that messages under one tag keep their order when several are under way at once.
+_MESSAGE = Fingerprint(Collective.send).pack()
+
+
 def send_objects(who: Member, values: Sequence[Any], destination: int) -> Plan:
     """Send a list of objects to a member of the group."""
     blob = _packed(who, list(values))
 
-    def part() -> Schedule:
-        yield (Send(destination, _number(blob.count)),)
-        yield (Send(destination, blob),)
+    def part(memory: Memory) -> Schedule:
+        yield (Send(destination, memory),)
 
-    return _object_plan(Collective.send, part(), lambda: None)
+    return Plan((part(_number(blob.count)), part(blob)), _MESSAGE)
 
 
 def receive_objects(who: Member, values: list[Any], source: int | None, members: Sequence[int]) -> Plan:
@@ -199,16 +201,17 @@ def receive_objects(who: Member, values: list[Any], source: int | None, members:
     received: list[Memory] = []
     found: list[Any] = [None if source is None else members[source]]
 
-    def part() -> Conversation:
-        size, sender = _number(), source
-        if sender is None:
+    size = _number()
+
+    def size_part() -> Conversation:
+        if source is None:
             found[0] = yield (RecvAny(size),)
-            sender = members.index(found[0])
         else:
-            yield (Recv(sender, size),)
-        blob = _blob(int(size.tensor[0]))
-        received.append(blob)
-        yield (Recv(sender, blob),)
+            yield (Recv(source, size),)
+
+    def blob_part() -> Schedule:
+        received.append(_blob(int(size.tensor[0])))
+        yield (Recv(members.index(found[0]), received[0]),)
 
     def finish() -> Any:
         objects = _unpacked(who, received[0])
@@ -217,4 +220,4 @@ def receive_objects(who: Member, values: list[Any], source: int | None, members:
         values[:] = objects
         return found[0]
 
-    return _object_plan(Collective.send, part(), finish)
+    return Plan((size_part(), blob_part()), _MESSAGE, None, finish, window=1)

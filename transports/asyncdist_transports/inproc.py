@@ -42,8 +42,7 @@ class InprocTransport(Transport):
         return {"process": os.getpid(), "mailbox": self._number, "world": self.host.world_id}
 
     def reaches(self, address: Address) -> bool:
-        mailbox = _mailboxes.get(address["mailbox"])
-        return address["process"] == os.getpid() and mailbox is not None and mailbox.host.world_id == address["world"]
+        return bool(address["process"] == os.getpid() and address["world"] == self.host.world_id)
 
     def link(self, peer: int, address: Address) -> InprocLink:
         link = self._links[peer] = InprocLink(peer, self, address["mailbox"])
