@@ -136,6 +136,9 @@ class Work:
         try:
             if not self._done:
                 yield from woken
+        except BaseException:
+            self._seen = True  # whoever is cancelled here chose not to look
+            raise
         finally:
             self._discard(completed)
 

@@ -1,0 +1,214 @@
+"""Tasks cancelled at every step: while a world opens, while it closes, while works are awaited."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import types
+
+import pytest
+import torch
+
+import asyncdist
+from asyncdist.errors import RendezvousError, WaitTimeoutError
+from asyncdist.store import HashStore
+from asyncdist.testing.cluster import world_of
+
+PATIENCE = 20.0
+
+
+async def steps(count):
+    """Let the loop turn ``count`` times."""
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+@types.coroutine
+def cancelled_at(number, coroutine):
+    """Await a coroutine in a task that is cancelled when it suspends for the ``number``-th time, from 0 on."""
+    resume, value = coroutine.send, None
+    for suspended in itertools.count():
+        try:
+            future = resume(value)
+        except StopIteration as over:
+            return over.value
+        if suspended == number:
+            asyncio.current_task().cancel()
+        try:
+            resume, value = coroutine.send, (yield future)
+        except BaseException as thrown:
+            resume, value = coroutine.throw, thrown
+
+
+async def use(rank, ready=None, **where):
+    """Come into a world of two, sum something, and leave."""
+    async with asyncdist.process_group("tcp", rank=rank, world_size=2, timeout=PATIENCE, **where) as group:
+        if ready is not None:
+            ready.set()
+        tensor = torch.ones(10)
+        await group.all_reduce(tensor)
+        return tensor[0].item()
+
+
+async def ended(task):
+    """Return what a task ended with, whatever it was."""
+    await asyncio.wait([task], timeout=PATIENCE)
+    assert task.done()
+    return "cancelled" if task.cancelled() else task.exception() or task.result()
+
+
+@pytest.mark.parametrize(("way", "victim"), [("file", 0), ("store", 1), ("tcp", 0), ("tcp", 1)])
+async def test_a_world_that_is_cancelled_at_any_step_of_opening_leaves_nothing_and_may_be_tried_again(
+    tmp_path, monkeypatch, caplog, way, victim
+):
+    monkeypatch.setattr("asyncdist.mesh._BENEFIT", 0.05)
+    outcomes = set()
+    for number in itertools.count():
+        if way == "file":
+            where = {"init_method": f"file://{tmp_path}/world{number}"}
+        elif way == "store":
+            where = {"store": HashStore()}
+        else:
+            where = {"init_method": f"tcp://127.0.0.1:{free_port()}"}
+        other = asyncio.ensure_future(use(1 - victim, **where))
+        entered = asyncio.Event()
+        outcome = await ended(asyncio.ensure_future(cancelled_at(number, use(victim, entered, **where))))
+        if outcome != "cancelled":
+            assert [outcome, await ended(other)] == [2.0, 2.0]
+            break
+        if entered.is_set():  # the other one has a world with it, and perhaps what it needed from it
+            outcomes.add(said(await ended(other)))
+            continue
+        # The other one either hears that there will be no world, or goes on waiting for a second attempt.
+        again = asyncio.ensure_future(use(victim, **where))
+        await asyncio.wait([again, other], timeout=PATIENCE, return_when=asyncio.FIRST_COMPLETED)
+        met = said(await ended(other))
+        if met != 2.0:
+            again.cancel()
+        outcomes.add((met, await ended(again)))
+    assert number > 8
+    assert "nobody looked" not in caplog.text
+    given_up, lost = ("RendezvousError", "cancelled"), ("PeerLostError", "cancelled")
+    assert {(2.0, 2.0)} < outcomes <= {(2.0, 2.0), given_up, lost, 2.0, "PeerLostError"}
+
+
+def said(outcome):
+    return type(outcome).__name__ if isinstance(outcome, Exception) else outcome
+
+
+def free_port():
+    import socket
+
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+async def test_the_default_group_can_be_made_after_making_it_was_cancelled(tmp_path, victim):
+    for number in range(6):
+        where = f"file://{tmp_path}/world{number}"
+        making = asyncdist.init_process_group(init_method=where, rank=victim, world_size=2)
+        assert await ended(asyncio.ensure_future(cancelled_at(number, making))) == "cancelled"
+        assert not asyncdist.is_initialized()
+    await asyncdist.init_process_group(store=HashStore(), rank=0, world_size=1)
+    await asyncdist.destroy_process_group()
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+async def test_leaving_that_is_cancelled_at_any_step_leaves_nothing_behind(tmp_path, victim):
+    for number in itertools.count():
+        where = {"init_method": f"file://{tmp_path}/world{number}"}
+        worlds = [asyncdist.process_group("tcp", rank=rank, world_size=2, **where) for rank in range(2)]
+        await asyncio.gather(*(world.__aenter__() for world in worlds))
+        leaving = [world.__aexit__(None, None, None) for world in worlds]
+        leaving[victim] = cancelled_at(number, leaving[victim])
+        outcomes = await asyncio.gather(*map(ended, map(asyncio.ensure_future, leaving)))
+        assert outcomes[1 - victim] is None or outcomes[1 - victim] is False
+        if outcomes[victim] != "cancelled":
+            break
+    assert number > 1
+
+
+@pytest.mark.parametrize("count", [10, 500_000])
+async def test_a_cancelled_waiter_stops_waiting_and_the_operation_goes_on(transport, count):
+    async with world_of(2, transport=transport) as groups:
+        for number in range(12):
+            tensors = [torch.full((count,), rank + 1.0) for rank in range(2)]
+            first = groups[0].all_reduce(tensors[0])
+            waiters = [asyncio.ensure_future(wait_for(first)) for _ in range(3)]
+            if number % 2:
+                await steps(number)
+                waiters[0].cancel()
+                second = groups[1].all_reduce(tensors[1])
+            else:
+                second = groups[1].all_reduce(tensors[1])
+                await steps(number // 2)
+                waiters[0].cancel()
+            assert await second is tensors[1]
+            assert await first is tensors[0]
+            assert [await waiter is tensors[0] for waiter in waiters[1:]] == [True, True]
+            assert await ended(waiters[0]) in ("cancelled", tensors[0]) or waiters[0].result() is tensors[0]
+            assert tensors[0][-1] == tensors[1][-1] == 3.0
+
+
+async def wait_for(work):
+    return await work
+
+
+async def test_timeouts_and_task_groups_around_works(transport):
+    async with world_of(2, transport=transport) as groups:
+        tensors = [torch.ones(1000), torch.ones(1000)]
+        work = groups[0].all_reduce(tensors[0])
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(wait_for(work), 0.01)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await work
+        with pytest.raises(ExceptionGroup) as failed:
+            await beside(work, fail())
+        assert failed.group_contains(ZeroDivisionError)
+        assert not work.is_completed()
+        await groups[1].all_reduce(tensors[1])
+        assert (await work)[0] == 2.0
+
+
+async def fail():
+    raise ZeroDivisionError
+
+
+async def beside(work, coroutine):
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(wait_for(work))
+        tasks.create_task(coroutine)
+
+
+def test_a_blocking_wait_that_times_out_leaves_the_operation_going(together, transport):
+    def program(group):
+        tensor = torch.ones(1000)
+        if group.rank() == 0:
+            work = group.all_reduce(tensor)
+            with pytest.raises(WaitTimeoutError, match="the operation goes on"):
+                work.wait(0.01)
+            group.send(torch.ones(1), 1, background=False)
+            work.wait()
+        else:
+            group.recv(torch.ones(1), 0, background=False)
+            group.all_reduce(tensor, background=False)
+        return tensor[0].item()
+
+    assert together(2, program, transport=transport) == [2.0, 2.0]
+
+
+async def test_who_waits_for_a_rank_that_gives_up_before_the_world_is_complete_hears_of_it(tmp_path):
+    where = {"init_method": f"file://{tmp_path}/world"}
+    leading = asyncio.ensure_future(use(0, **where))
+    following = asyncio.ensure_future(use(1, **where))
+    await steps(1)
+    following.cancel()
+    assert await ended(following) == "cancelled"
+    leading.cancel()
+    assert await ended(leading) == "cancelled"
+    with pytest.raises((RendezvousError, TimeoutError)):
+        async with asyncdist.process_group("tcp", rank=1, world_size=2, timeout=0.3, **where):
+            pass

@@ -1,0 +1,47 @@
+"""The wall clock jumps, as it does when a machine wakes or is told the time: nothing that waits may notice."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+import torch
+
+import asyncdist
+from asyncdist.errors import OperationTimeoutError, RendezvousTimeoutError, StoreTimeoutError
+from asyncdist.store import HashStore
+from asyncdist.testing.cluster import world_of
+
+
+@pytest.fixture(params=[1e9, -1e9, 0.0], ids=["ahead", "back", "stopped"])
+def jumping(request, monkeypatch):
+    """Have the wall clock jump farther at every look."""
+    looks = [time.time()]
+    monkeypatch.setattr(time, "time", lambda: looks.append(looks[-1] + request.param) or looks[-1])
+    monkeypatch.setattr(time, "time_ns", lambda: int(time.time() * 1e9))
+
+
+async def test_operations_and_their_deadlines_hold(jumping, transport):
+    async with world_of(2, transport=transport, timeout=0.3) as groups:
+        tensors = [torch.ones(1000), torch.ones(1000)]
+        await asyncio.gather(*(group.all_reduce(tensor) for group, tensor in zip(groups, tensors, strict=True)))
+        assert tensors[0][0] == 2.0
+        before = time.monotonic()
+        with pytest.raises(OperationTimeoutError, match="after 0.3 s"):
+            await groups[0].all_reduce(tensors[0])
+        assert 0.29 < time.monotonic() - before < 2.0
+
+
+async def test_the_deadline_of_a_rendezvous_holds(jumping, tmp_path):
+    before = time.monotonic()
+    with pytest.raises(RendezvousTimeoutError):
+        await asyncdist.init_process_group(init_method=f"file://{tmp_path}/world", rank=0, world_size=2, timeout=0.3)
+    assert 0.29 < time.monotonic() - before < 2.0
+
+
+def test_the_deadline_of_a_store_holds(jumping):
+    before = time.monotonic()
+    with pytest.raises(StoreTimeoutError):
+        HashStore().wait(["never"], 0.2)
+    assert 0.19 < time.monotonic() - before < 2.0
