@@ -1,0 +1,102 @@
+"""Worlds as users start them: by torchrun, by hand with variables, at an address, in a file."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.processes
+PROGRAM = Path(__file__).parent / "program_launched.py"
+FACES = ["blocking", "awaiting"]
+
+
+def torchrun(count, mode, folder, *options):
+    folder.mkdir()
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={count}", *options]
+    return subprocess.Popen(
+        [*command, str(PROGRAM), mode, str(folder)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def ended(launched):
+    """Return how a job ended, and what it said."""
+    try:
+        said, _ = launched.communicate(timeout=60)
+    finally:
+        launched.kill()
+    return launched.returncode, said
+
+
+def lines(folder, rank):
+    return (folder / f"rank{rank}").read_text().splitlines()
+
+
+def test_two_jobs_of_torchrun_at_once_on_one_machine_in_both_faces(tmp_path):
+    jobs = [torchrun(2, "both", tmp_path / name, "--standalone") for name in ("one", "other")]
+    for job, name in zip(jobs, ("one", "other"), strict=True):
+        status, said = ended(job)
+        assert status == 0, said
+        for rank in range(2):
+            assert lines(tmp_path / name, rank) == [
+                f"blocking: rank {rank} of 2, sum 3",
+                f"awaiting: rank {rank} of 2, sum 6",
+            ]
+
+
+def test_four_ranks_of_torchrun_without_a_rendezvous_backend(tmp_path):
+    """Without --standalone the agent's store is at a fixed address: MASTER_ADDR and MASTER_PORT as given."""
+    job = torchrun(4, "blocking", tmp_path / "job", "--master-addr=127.0.0.1", f"--master-port={free_port()}")
+    status, said = ended(job)
+    assert status == 0, said
+    assert [lines(tmp_path / "job", rank) for rank in range(4)] == [
+        [f"blocking: rank {rank} of 4, sum 10"] for rank in range(4)
+    ]
+
+
+def test_a_generation_that_fails_inside_a_collective_is_followed_by_one_that_meets(tmp_path):
+    status, said = ended(torchrun(2, "restart", tmp_path / "job", "--standalone", "--max-restarts=1"))
+    assert status == 0, said
+    assert lines(tmp_path / "job", 1) == ["fails", "generation 1 has met"]
+    # Rank 0 may have been ended by the agent before it could say anything.
+    first, *rest = lines(tmp_path / "job", 0)
+    assert [first, *rest][-1] == "generation 1 has met"
+    assert rest == [] or first == "generation 0: PeerLostError"
+
+
+def test_an_exception_on_one_rank_ends_the_job_soon(tmp_path):
+    status, said = ended(torchrun(2, "crash", tmp_path / "job", "--standalone"))
+    over = time.monotonic()
+    assert status == 1
+    assert "RuntimeError: rank 1 crashes" in said
+    (crashed,) = lines(tmp_path / "job", 1)
+    assert over - float(crashed) < 10.0
+
+
+def free_port():
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("given", ["variables", "address", "address in variables"])
+def test_ranks_started_by_hand_meet_at_rank_0(job, all_do, face, given):
+    """Rank 0 serves the store; whoever comes first waits."""
+    port, ranks = free_port(), []
+    for rank in (2, 0, 1):
+        variables = {"RANK": str(rank), "WORLD_SIZE": "3", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+        (told,) = job.start(1, face, **({} if given == "address" else variables))
+        if given == "variables":
+            told.tell("init", "env://", -1, -1)
+        else:
+            known = (rank, 3) if given == "address" else (-1, -1)
+            told.tell("init", f"tcp://127.0.0.1:{port}", *known)
+        ranks.append(told)
+    assert [told.hear() for told in ranks] == [None] * 3
+    assert all_do(ranks, "all_reduce", "world", 1000) == [3.0] * 3
+    assert all_do(ranks, "destroy") == [None] * 3
