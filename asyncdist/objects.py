@@ -1,13 +1,15 @@
 """Python objects as bytes, for the object collectives: plain data, tensors and arrays, without pickle.
 
-Carried as they are: None, bool, int, float, complex, str, bytes, list, tuple, dict (any of these as keys), set, dense CPU
-tensors of any dtype, numpy arrays and scalars of plain dtypes. Anything else needs a pickle, which executes what a peer
-sent: only where ``ASYNCDIST_ALLOW_PICKLE=1`` says that every rank is trusted.
+Carried as they are: None, bool, int, float, complex, str, bytes (as which bytearrays arrive), list, tuple, dict (any of
+these as keys), set, dense CPU tensors of any dtype, numpy arrays and scalars of plain dtypes; tuples and sets up to 32
+inside one another, lists and dicts up to 500. Anything else needs a pickle, which executes what a peer sent: only where
+``ASYNCDIST_ALLOW_PICKLE=1`` says that every rank is trusted.
 """
 
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import msgpack
@@ -17,11 +19,13 @@ import torch
 from asyncdist.buffers import DTYPE_NUMBERS, DTYPES, to_read
 from asyncdist.errors import ProtocolError, UsageError
 
+_DEPTH = 32  # of tuples and sets inside one another: each takes 40 KB of the stack to read
 _TENSOR, _ARRAY, _TUPLE, _SET, _COMPLEX, _INTEGER, _PICKLE = range(1, 8)
 
 
 def pack(value: Any, *, allow_pickle: bool) -> bytes:
     """Return an object as bytes; UsageError names the type of what only a pickle could carry."""
+    depth = 0
 
     def extend(part: Any) -> msgpack.ExtType:
         if isinstance(part, torch.Tensor):
@@ -38,7 +42,7 @@ def pack(value: Any, *, allow_pickle: bool) -> bytes:
         if type(part) is complex:
             return msgpack.ExtType(_COMPLEX, msgpack.packb((part.real, part.imag)))
         if type(part) is int:
-            return msgpack.ExtType(_INTEGER, str(part).encode())
+            return _integer(part)
         if not allow_pickle:
             raise UsageError(
                 f"an object of type {type(part).__module__}.{type(part).__qualname__} cannot be sent as plain data; "
@@ -47,17 +51,33 @@ def pack(value: Any, *, allow_pickle: bool) -> bytes:
         return msgpack.ExtType(_PICKLE, pickle.dumps(part))
 
     def encode(part: Any) -> bytes:
+        nonlocal depth
+        depth += 1
+        if depth > _DEPTH:
+            raise RecursionError
         try:
-            packed: bytes = msgpack.packb(part, default=extend, strict_types=True)
+            packed: bytes = _packb(part, extend)
         except OverflowError:  # an int beyond 64 bits somewhere inside
-            packed = msgpack.packb(_spell_integers(part), default=extend, strict_types=True)
+            packed = _packb(_spell_integers(part), extend)
+        depth -= 1
         return packed
 
-    return encode(value)
+    try:
+        return encode(value)
+    except UsageError:
+        raise
+    except (ValueError, RecursionError) as cause:
+        raise UsageError(f"an object that is nested too deep, or in a circle, cannot be sent: {cause}") from cause
+
+
+def _packb(part: Any, extend: Callable[[Any], Any]) -> bytes:
+    packed: bytes = msgpack.packb(part, default=extend, strict_types=True, unicode_errors="surrogatepass")
+    return packed
 
 
 def unpack(data: bytes | bytearray | memoryview, *, allow_pickle: bool) -> Any:
     """Return the object that `pack` wrote; ProtocolError for bytes it did not write, or a pickle that is not allowed."""
+    depth = 0
 
     def restore(code: int, body: bytes) -> Any:
         if code == _TENSOR:
@@ -65,8 +85,9 @@ def unpack(data: bytes | bytearray | memoryview, *, allow_pickle: bool) -> Any:
             flat = torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
             return flat.view(DTYPES[number]).view(shape).requires_grad_(requires_grad)
         if code == _ARRAY:
-            dtype, shape, raw = msgpack.unpackb(body)
-            array = np.frombuffer(bytearray(raw), dtype=np.dtype(dtype)).reshape(shape)
+            name, shape, raw = msgpack.unpackb(body)
+            dtype = np.dtype(str(name))
+            array = (np.frombuffer(bytearray(raw), dtype) if raw else np.empty(0, dtype)).reshape(shape)
             return array if shape else array[()]
         if code == _TUPLE:
             return tuple(decode(body))
@@ -75,7 +96,7 @@ def unpack(data: bytes | bytearray | memoryview, *, allow_pickle: bool) -> Any:
         if code == _COMPLEX:
             return complex(*msgpack.unpackb(body))
         if code == _INTEGER:
-            return int(body)
+            return int.from_bytes(body, "little", signed=True)
         if code == _PICKLE and allow_pickle:
             return pickle.loads(body)
         if code == _PICKLE:
@@ -83,23 +104,32 @@ def unpack(data: bytes | bytearray | memoryview, *, allow_pickle: bool) -> Any:
         raise ProtocolError(f"an object of unknown kind {code}")
 
     def decode(body: bytes | bytearray | memoryview) -> Any:
-        limit = len(body)
-        return msgpack.unpackb(
-            body, ext_hook=restore, strict_map_key=False, max_bin_len=limit, max_str_len=limit, max_ext_len=limit
-        )
+        nonlocal depth
+        depth += 1
+        if depth > _DEPTH:
+            raise ProtocolError(f"an object with more than {_DEPTH} tuples or sets inside one another")
+        value = msgpack.unpackb(body, ext_hook=restore, strict_map_key=False, unicode_errors="surrogatepass")
+        depth -= 1
+        return value
 
     try:
         return decode(data)
-    except (ValueError, TypeError, KeyError, msgpack.UnpackException) as cause:
-        raise ProtocolError(f"an object that cannot be read: {cause}") from cause
+    except ProtocolError:
+        raise
+    except Exception as cause:  # whatever torch, numpy and msgpack make of bytes that they did not write
+        raise ProtocolError(f"an object that cannot be read: {type(cause).__name__}: {cause}") from cause
+
+
+def _integer(value: int) -> msgpack.ExtType:
+    return msgpack.ExtType(_INTEGER, value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
 
 
 def _spell_integers(part: Any) -> Any:
     """Return the same data with integers beyond 64 bits as extension values."""
     if type(part) is int and not -(1 << 63) <= part < 1 << 64:
-        return msgpack.ExtType(_INTEGER, str(part).encode())
+        return _integer(part)
     if type(part) is list:
         return [_spell_integers(item) for item in part]
     if type(part) is dict:
-        return {key: _spell_integers(item) for key, item in part.items()}
+        return {_spell_integers(key): _spell_integers(item) for key, item in part.items()}
     return part

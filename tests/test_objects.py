@@ -1,0 +1,219 @@
+"""Objects as bytes: what comes out is what went in, and bytes that nobody wrote are a ProtocolError, nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+
+import msgpack
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncdist.buffers import DTYPES
+from asyncdist.errors import ProtocolError, UsageError
+from asyncdist.objects import pack, unpack
+from asyncdist.testing.arithmetic import noise, same
+
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
+
+
+def there_and_back(value):
+    return unpack(pack(value, allow_pickle=False), allow_pickle=False)
+
+
+keys = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(), st.binary())
+hashable = st.recursive(keys, lambda inner: st.tuples(inner, inner), max_leaves=4)
+plain = st.recursive(
+    st.one_of(keys, st.complex_numbers(allow_nan=False)),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4),
+        st.tuples(inner, inner),
+        st.dictionaries(hashable, inner, max_size=4),
+        st.sets(hashable, max_size=4),
+    ),
+    max_leaves=20,
+)
+
+
+def _typed(value):
+    """Spell a value out with its types, so that True is not 1 and (1,) is not [1]."""
+    if isinstance(value, (list, tuple)):
+        return type(value), [_typed(item) for item in value]
+    if isinstance(value, dict):
+        return dict, [(_typed(key), _typed(item)) for key, item in value.items()]
+    if isinstance(value, set):
+        return set, sorted(map(repr, map(_typed, value)))
+    if isinstance(value, float):
+        return float, value, math.copysign(1, value)
+    return type(value), value
+
+
+@given(plain)
+def test_plain_data_comes_back_with_its_types(value):
+    assert _typed(there_and_back(value)) == _typed(value)
+
+
+def test_special_numbers():
+    assert math.isnan(there_and_back(float("nan")))
+    assert there_and_back([2**64, -(2**63) - 1, {"deep": (10**40,)}]) == [2**64, -(2**63) - 1, {"deep": (10**40,)}]
+    assert there_and_back({2**80: {2**90}}) == {2**80: {2**90}}
+
+
+@pytest.mark.parametrize("name", [str(dtype).removeprefix("torch.") for dtype in DTYPES.values()])
+def test_tensors_of_every_dtype(name):
+    dtype = getattr(torch, name)
+    for shape in ((), (0,), (3, 0, 2), (1,), (2, 3)):
+        tensor = noise(int(torch.Size(shape).numel()), dtype, seed=1).view(shape)
+        assert same(there_and_back(tensor), tensor)
+
+
+def test_tensors_of_every_layout():
+    base = torch.arange(24.0).view(4, 6)
+    for tensor in (base.t(), base[1:3, ::2], base[2, 3], base[:, :0], base[:1].expand(3, 6)):
+        assert same(there_and_back(tensor), tensor.contiguous())
+    number = torch.tensor([1 + 2j])
+    assert same(there_and_back(number.conj()), number.conj().resolve_conj())
+    assert same(there_and_back(number.conj().imag), torch.tensor([-2.0]))
+    with torch.inference_mode():
+        assert there_and_back(torch.ones(2)).tolist() == [1, 1]
+
+
+def test_tensors_keep_whether_they_require_gradients():
+    leaf = torch.ones(2, requires_grad=True)
+    assert there_and_back(leaf).requires_grad
+    assert there_and_back(leaf * 2).requires_grad
+    assert not there_and_back(leaf.detach()).requires_grad
+    assert there_and_back(torch.nn.Parameter(torch.zeros(1))).requires_grad
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(6, dtype=">i4").reshape(2, 3), np.asfortranarray(np.ones((2, 3), np.float16)), np.zeros((0, 2)),
+        np.array(["ab", "ü"]), np.array([b"ab", b"c"]), np.array(["2020-01-02"], "M8[D]"), np.array([5], "m8[s]"),
+        np.arange(4)[::-1], np.float32(1.5), np.bool_(True), np.uint64(2**64 - 1), np.complex64(1j),
+    ],
+    ids=lambda array: f"{array.dtype}{array.shape}",
+)  # fmt: skip
+def test_arrays_and_scalars(array):
+    got = there_and_back(array)
+    assert type(got) is type(array)
+    assert got.dtype == array.dtype
+    np.testing.assert_array_equal(got, array)
+
+
+class Odd(list):
+    """A subclass: sending it as a list would lose what it is."""
+
+
+def function():
+    pass
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (object(), "builtins.object"), (Odd(), "Odd"), (function, "function"), (frozenset((1,)), "frozenset"),
+        (np.array([object()]), "numpy.ndarray"), (np.zeros(2, [("a", "i4")]), "numpy.ndarray"), (range(3), "range"),
+        (ValueError("x"), "builtins.ValueError"),
+    ],
+    ids=lambda part: part if isinstance(part, str) else "",
+)  # fmt: skip
+def test_what_needs_a_pickle_is_named_wherever_it_stands(value, words):
+    for place in (value, [value], (1, {"k": value})):
+        with pytest.raises(UsageError, match=f"{words} cannot be sent as plain data.*ASYNCDIST_ALLOW_PICKLE=1"):
+            pack(place, allow_pickle=False)
+
+
+def test_buffers_arrive_as_bytes():
+    assert there_and_back([bytearray(b"ab"), memoryview(b"cd")]) == [b"ab", b"cd"]
+    assert there_and_back("\ud800") == "\ud800"
+
+
+def test_pickles_where_they_are_allowed():
+    data = pack([Odd([1, 2]), (frozenset((1,)),)], allow_pickle=True)
+    got = unpack(data, allow_pickle=True)
+    assert type(got[0]) is Odd
+    assert got == [Odd([1, 2]), (frozenset((1,)),)]
+    with pytest.raises(ProtocolError, match="ASYNCDIST_ALLOW_PICKLE is not set here"):
+        unpack(data, allow_pickle=False)
+
+
+def test_data_that_is_too_deep_or_in_a_circle():
+    deep = []
+    for _ in range(100_000):
+        deep = [deep]
+    circle = []
+    circle.append(circle)
+    nested = ()
+    for _ in range(100_000):
+        nested = (nested,)
+    for value in (deep, circle, nested):
+        with pytest.raises(UsageError, match="too deep"):
+            pack(value, allow_pickle=False)
+    del deep, nested
+
+
+# -- bytes that nobody wrote --------------------------------------------------------------------------
+
+_KINDS = range(9)
+_extension = st.builds(msgpack.ExtType, st.sampled_from(_KINDS), st.binary(max_size=40))
+_shapes = st.lists(st.integers(-2, 2**40), max_size=3)
+_forged = st.one_of(
+    st.builds(
+        lambda number, shape, grad, raw: msgpack.ExtType(1, msgpack.packb((number, shape, grad, raw))),
+        st.one_of(st.integers(-3, 70), st.text(max_size=3)), _shapes, st.one_of(st.booleans(), st.text(max_size=3)),
+        st.binary(max_size=40),
+    ),
+    st.builds(
+        lambda dtype, shape, raw: msgpack.ExtType(2, msgpack.packb((dtype, shape, raw))),
+        st.sampled_from(["<f4", "O", "|O", "V8", "i4,O", "U3", "", "<M8[s]", "nonsense", ">c16", "|b1"]), _shapes,
+        st.binary(max_size=40),
+    ),
+    st.builds(lambda parts: msgpack.ExtType(5, msgpack.packb(parts)), st.lists(st.one_of(st.floats(), st.text()))),
+    _extension,
+)  # fmt: skip
+
+
+@given(st.one_of(st.binary(max_size=200), _forged.map(msgpack.packb), st.lists(_forged, max_size=3).map(msgpack.packb)))
+def test_any_bytes_give_an_object_or_a_protocol_error(data):
+    with contextlib.suppress(ProtocolError):
+        unpack(data, allow_pickle=False)
+
+
+@given(plain, st.data())
+def test_damaged_bytes_give_an_object_or_a_protocol_error(value, data):
+    packed = bytearray(pack([value, torch.ones(3), np.ones(2)], allow_pickle=False))
+    for _ in range(data.draw(st.integers(1, 4))):
+        packed[data.draw(st.integers(0, len(packed) - 1))] = data.draw(st.integers(0, 255))
+    for damaged in (packed, packed[: data.draw(st.integers(0, len(packed)))]):
+        with contextlib.suppress(ProtocolError):
+            unpack(damaged, allow_pickle=False)
+
+
+def test_forged_depth_is_a_protocol_error():
+    data = msgpack.packb(None)
+    for _ in range(3000):
+        data = msgpack.packb(msgpack.ExtType(3, msgpack.packb([msgpack.ExtType(3, data)])))
+    for forged in (data, b"\x91" * 100_000 + b"\xc0"):
+        with pytest.raises(ProtocolError):
+            unpack(forged, allow_pickle=False)
+
+
+def test_forged_sizes_allocate_nothing():
+    """A length beyond the message's own is not believed."""
+    for forged in (
+        b"\xdd\xff\xff\xff\xff",
+        b"\xc6\xff\xff\xff\xff",
+        b"\xdf\xff\xff\xff\xff",
+        b"\xc9\xff\xff\xff\xff\x01",
+    ):
+        with pytest.raises(ProtocolError):
+            unpack(forged, allow_pickle=False)
+    for shape in ([2**40], [2**31, 2**31]):
+        for code, body in ((1, (8, shape, False, b"")), (2, ("<f8", shape, b""))):
+            with pytest.raises(ProtocolError):
+                unpack(msgpack.packb(msgpack.ExtType(code, msgpack.packb(body))), allow_pickle=False)
