@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import secrets
 import socket
 import struct
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 from asyncdist import registry
@@ -206,10 +207,12 @@ class ProxiedWorld:
     meshes: list[Mesh]
     groups: list[Group]
     proxies: dict[tuple[int, int], Proxy]
+    _made: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     def new_group(self, ranks: list[int], timeout: float = PATIENCE) -> dict[int, Group]:
         """Make a group of some ranks; return it by rank."""
-        return {rank: Group(self.meshes[rank], ranks, f"ranks {ranks}", timeout) for rank in ranks}
+        nonce = next(self._made)
+        return {rank: Group(self.meshes[rank], ranks, f"ranks {ranks}", timeout, nonce=nonce) for rank in ranks}
 
 
 @contextlib.contextmanager

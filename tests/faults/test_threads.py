@@ -1,0 +1,165 @@
+"""Failures while several threads block, while one closes under another, and in the middle of a move."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from asyncdist.errors import AsyncdistError, GroupAbortedError, GroupError, NotInitializedError, PeerLostError
+from asyncdist.testing.faults import proxied_world
+from asyncdist_transports.tcp.wire import Reader, Writer
+
+SOON = 2.5
+
+
+@pytest.fixture
+def threads():
+    with ThreadPoolExecutor(16) as pool:
+        yield pool
+
+
+def outcome(call, *args, **how):
+    """Return what a blocking call gave or met, and when."""
+    try:
+        return call(*args, **how, background=False).result(), time.monotonic()
+    except AsyncdistError as error:
+        return error, time.monotonic()
+
+
+def warmed(world, threads):
+    """Have all ranks talk once."""
+    list(threads.map(lambda group: group.barrier(background=False).result(), world.groups))
+    return world
+
+
+def test_a_cut_reaches_every_thread_that_blocks_on_any_group_with_the_lost_rank(threads):
+    with proxied_world(3) as world:
+        warmed(world, threads)
+        pairs = [world.new_group([0, 1]) for _ in range(3)]
+        apart = world.new_group([0, 2])
+        waiting = [threads.submit(outcome, pair[0].all_reduce, torch.ones(10)) for pair in pairs]
+        waiting.append(threads.submit(outcome, world.groups[0].recv, torch.ones(1), 1))
+        behind = [pair[0].recv(torch.ones(1), 1, 5) for pair in pairs]
+        unharmed = threads.submit(outcome, apart[0].all_reduce, torch.ones(10))
+        world.proxies[1, 0].cut()
+        world.proxies[0, 1].cut()
+        for future in waiting:
+            error, at = future.result()
+            assert isinstance(error, PeerLostError)
+            assert error.peer == 1
+            assert at - world.proxies[1, 0].cut_at < SOON
+        for work in behind:
+            with pytest.raises(PeerLostError):
+                work.wait(SOON)
+        assert not unharmed.done()
+        value, _ = outcome(apart[2].all_reduce, torch.ones(10))
+        assert value[0] == 2.0
+        assert unharmed.result()[0][0] == 2.0
+
+
+def test_a_world_that_is_closed_under_blocked_threads_lets_them_go(threads):
+    with proxied_world(2) as world:
+        warmed(world, threads)
+        groups = [world.groups[0], world.new_group([0, 1])[0], world.new_group([1, 0])[0]]
+        waiting = [threads.submit(outcome, group.all_reduce, torch.ones(10)) for group in groups]
+        other = threads.submit(outcome, world.groups[1].recv, torch.ones(1), 0)
+        while len(world.meshes[0]._executor.operations) < 3:
+            time.sleep(0.001)
+        closed_at = time.monotonic()
+        world.meshes[0].close()
+        for future in waiting:
+            error, at = future.result()
+            assert isinstance(error, GroupAbortedError | NotInitializedError)
+            assert at - closed_at < SOON
+        error, at = other.result()
+        assert isinstance(error, PeerLostError)
+        assert at - closed_at < SOON
+
+
+def test_a_group_that_another_thread_aborts_lets_the_blocked_one_go(threads):
+    with proxied_world(2) as world:
+        warmed(world, threads)
+        waiting = [threads.submit(outcome, group.recv, torch.ones(1), 1 - group.rank()) for group in world.groups]
+        while any(len(mesh._executor.operations) < 1 for mesh in world.meshes):
+            time.sleep(0.001)
+        world.groups[1].abort("enough")
+        for future in waiting:
+            error, _ = future.result()
+            assert isinstance(error, GroupAbortedError)
+            assert "rank 1 aborted: enough" in str(error)
+
+
+@pytest.mark.parametrize("where", [Writer, Reader], ids=["writing", "reading"])
+@pytest.mark.parametrize("cause", [KeyboardInterrupt, ZeroDivisionError], ids=["interrupt", "bug"])
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_whatever_strikes_in_the_middle_of_a_move_ends_everything_of_that_rank_and_is_told(
+    threads, monkeypatch, where, cause
+):
+    """Nobody knows what was moved, so the connections are closed: the peer must not take halves for a whole."""
+    with proxied_world(2, timeout=20) as world:
+        warmed(world, threads)
+        blocked = threads.submit(outcome, world.groups[1].all_reduce, torch.ones(3_000_000))
+        mine = threading.get_ident()
+        name = "flush" if where is Writer else "read"
+        move = getattr(where, name)
+        left = [3]
+
+        def struck(self, *args):
+            if threading.get_ident() == mine:
+                left[0] -= 1
+                if left[0] == 0:
+                    raise cause
+            return move(self, *args)
+
+        monkeypatch.setattr(where, name, struck)
+        before = time.monotonic()
+        with pytest.raises(cause):
+            world.groups[0].all_reduce(torch.ones(3_000_000), background=False).result()
+        error, at = blocked.result()
+        assert isinstance(error, PeerLostError)
+        assert error.peer == 0
+        assert at - before < SOON
+        with pytest.raises(GroupAbortedError, match=cause.__name__):
+            world.groups[0].barrier(background=False).result()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_cuts_anywhere_at_any_time_end_every_operation_soon_with_the_right_value_or_an_error(
+    threads, monkeypatch, seed
+):
+    """Random collectives of three blocking ranks, a random connection cut at a random byte."""
+    monkeypatch.setattr("asyncdist.mesh._BENEFIT", 0.05)
+    chance = random.Random(seed)
+    with proxied_world(3, timeout=30) as world:
+        calls = [chance.choice(["all_reduce", "barrier", "broadcast", "all_gather"]) for _ in range(40)]
+        counts = [chance.choice([1, 10, 5_000, 200_000]) for _ in calls]
+        proxy = world.proxies[chance.choice(sorted(world.proxies))]
+        proxy.cut_after(chance.choice([chance.randrange(1, 200), chance.randrange(200, 3_000_000)]))
+
+        def program(group):
+            for call, count in zip(calls, counts, strict=True):
+                tensor = torch.full((count,), group.rank() + 1.0)
+                if call == "all_reduce":
+                    group.all_reduce(tensor, background=False).result()
+                    assert torch.equal(tensor, torch.full((count,), 6.0))
+                elif call == "broadcast":
+                    group.broadcast(tensor, 1, background=False).result()
+                    assert torch.equal(tensor, torch.full((count,), 2.0))
+                elif call == "all_gather":
+                    outputs = [torch.empty(count) for _ in range(3)]
+                    group.all_gather(outputs, tensor, background=False).result()
+                    assert [output[-1].item() for output in outputs] == [1.0, 2.0, 3.0]
+                else:
+                    group.barrier(background=False).result()
+
+        futures = [threads.submit(program, group) for group in world.groups]
+        errors = [future.exception(timeout=25) for future in futures]
+        over = time.monotonic()
+        assert all(error is None or isinstance(error, GroupError) for error in errors), errors
+        if any(errors):
+            assert over - proxy.cut_at < SOON
