@@ -62,7 +62,7 @@ class Config:
         "microseconds that a blocked thread tries on before it sleeps (0 where ranks > cores)",
     )
     await_spin_us: float = _setting(
-        20.0, "ASYNCDIST_AWAIT_SPIN_US", "microseconds that an await tries on before it lets the loop run"
+        100.0, "ASYNCDIST_AWAIT_SPIN_US", "microseconds that an await tries on before it lets the loop run"
     )
     flight_recorder_size: int = _setting(2000, "ASYNCDIST_FLIGHT_RECORDER", "operations that the flight recorder keeps")
     dump_dir: str | None = _setting(

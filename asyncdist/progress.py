@@ -270,6 +270,8 @@ class Progress:
             self._deliver()
             if work.is_completed() or (not moved and monotonic() >= until):
                 break
+            if not moved:
+                _yield_core()
         if self._inbox and not self._seat.locked():  # put there while we held the lock, by who could not wait for it
             self._kick()
 
@@ -301,6 +303,8 @@ class Progress:
                 now = monotonic()
                 if moved:
                     spin_until = now + self._loop_spin
+                else:
+                    _yield_core()
                 moved = self._turn(None)
             self._expire()
             wanted = self._machine.waits() if self._home is not None or self._machine.busy() else []
