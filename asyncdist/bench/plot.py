@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ def draw(report: Report, path: Path) -> None:
         panels[0].legend(frameon=False, fontsize=9, reverse=True)
     for panel in panels[len(names) :]:
         panel.set_axis_off()
-    figure.supxlabel(about(report), fontsize=7, color="#777777")
+    figure.supxlabel(textwrap.fill(about(report), 110), fontsize=7, color="#777777")
     figure.savefig(path, dpi=150)
 
 
