@@ -140,16 +140,13 @@ def new_group(
     use_local_synchronization: bool = False,
     group_desc: str | None = None,
     device_id: object = None,
-    sort_ranks: bool = True,
 ) -> Group | _NonMember:
-    """Make a group of some ranks (all if None); NON_GROUP_MEMBER on the other ranks.
+    """Make a group of some ranks (all if None), in the given order; NON_GROUP_MEMBER on the other ranks.
 
-    Ranks in the group follow the global ones, as in torch, or the order of ``ranks`` if not ``sort_ranks``. Costs no
-    communication. Members make groups with equal ranks in the same order; ``backend``, ``pg_options`` and
+    Costs no communication. Members make groups with equal ranks in the same order; ``backend``, ``pg_options`` and
     ``device_id`` are taken for compatibility and change nothing: a group uses its world's transports.
     """
-    members = sorted(ranks) if ranks is not None and sort_ranks else ranks
-    return default_world().new_group(members, group_desc, timeout) or GroupMember.NON_GROUP_MEMBER
+    return default_world().new_group(ranks, group_desc, timeout) or GroupMember.NON_GROUP_MEMBER
 
 
 def new_subgroups(
@@ -190,12 +187,11 @@ def split_group(
     timeout: Timeout = None,
     pg_options: object = None,
     group_desc: str | None = None,
-    backend: str | None = None,
 ) -> Group | None:
     """Split a group by lists of ranks in it; return the part that we are in, None if in none."""
     parent = resolve(parent_pg)
     if not split_ranks:
         raise UsageError("split_ranks needs at least one list of ranks")
     parts = [[get_global_rank(parent, rank) for rank in ranks] for ranks in split_ranks]
-    ours, _ = new_subgroups_by_enumeration(parts, timeout, backend, group_desc=group_desc)
+    ours, _ = new_subgroups_by_enumeration(parts, timeout, group_desc=group_desc)
     return ours if isinstance(ours, Group) else None

@@ -91,8 +91,7 @@ class Progress:
         self._followers: deque[threading.Event] = deque()
         self._sleeping = False
         self._bell: _Bell | None = None
-        self._kicked: asyncio.AbstractEventLoop | None = None
-        self._watching: asyncio.AbstractEventLoop | None = None
+        self._kicked = False
         self._watched: dict[int, int] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._retired: list[socket.socket] = []
@@ -277,9 +276,9 @@ class Progress:
             self._kick()
 
     def _kick(self) -> None:
-        loop = self.loop
-        if self._kicked is not loop and not self._closed:
-            self._kicked = loop
+        if not self._kicked and not self._closed:
+            self._kicked = True
+            loop = self.loop
             with contextlib.suppress(RuntimeError):  # the loop was closed under us: nothing is left to drive
                 if asyncio._get_running_loop() is loop:
                     loop.call_soon(self._kicked_on_loop)
@@ -287,7 +286,7 @@ class Progress:
                     loop.call_soon_threadsafe(self._kicked_on_loop)
 
     def _kicked_on_loop(self) -> None:
-        self._kicked = None
+        self._kicked = False
         self._drive_on_loop()
 
     def _drive_on_loop(self, descriptor: int | None = None) -> None:
@@ -318,11 +317,9 @@ class Progress:
 
     def _watch(self, wanted: dict[int, int]) -> None:
         """Make the loop watch exactly these descriptors. On the loop's thread only."""
-        loop = self.loop
-        if loop is not self._watching:  # the one before was closed, and what it watched and timed ended with it
-            self._watching, self._watched, self._timer = loop, {}, None
         watched = self._watched
         if wanted != watched:
+            loop = self.loop
             for fd in watched.keys() | wanted.keys():
                 before, after = watched.get(fd, 0), wanted.get(fd, 0)
                 if after & READ and not before & READ:
