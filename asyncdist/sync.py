@@ -78,7 +78,6 @@ def destroy_process_group(group: api.AnyGroup = None) -> None:
     if isinstance(group, Group) and group is not api.default_group():
         group.close()
     elif group is None or isinstance(group, Group):
-        api.default_world().mesh.progress.refuse_loop_thread("destroy_process_group")
         _close(api.take_world())
 
 

@@ -35,7 +35,6 @@ class World:
         self.timeout = timeout
         self.groups: list[Group] = []
         self._made: dict[tuple[Any, ...], itertools.count[int]] = {}
-        self._loop = asyncio.get_running_loop()
         everyone = self.new_group(range(mesh.world_size), name or "world")
         assert everyone is not None
         self.group = everyone
@@ -68,13 +67,9 @@ class World:
         self.mesh.close()
 
     async def close(self) -> None:
-        """Leave the peers, and then the store, which is left on the loop where the world was opened. Idempotent."""
+        """Leave the peers, and then the store, on the loop where the world was opened. Idempotent."""
         self.leave()
-        if self.mesh.of_parent:
-            return
-        if self._loop is not asyncio.get_running_loop() and self._loop.is_running():
-            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self.meeting.close(), self._loop))
-        else:
+        if not self.mesh.of_parent:
             await self.meeting.close()
 
 

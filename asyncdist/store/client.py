@@ -196,8 +196,6 @@ class _Link(asyncio.Protocol):
     def ask(self, command: Command, sink: Any) -> int:
         if self.over is not None:
             raise StoreConnectionError(*self.over.args)
-        if self._loop.is_closed():
-            raise broken(self.where, "the event loop that it was opened on is closed")
         number, frame = self._conversation.ask(command, sink)
         self._send(frame)
         return number
@@ -209,8 +207,6 @@ class _Link(asyncio.Protocol):
         self._send(self._conversation.confirm(number))
 
     async def close(self) -> None:
-        if self._loop.is_closed():  # which has hung up for us
-            return
         self._end(closed(self.where))
         if self._transport is None:
             return
