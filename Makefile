@@ -25,8 +25,9 @@ lint: $(READY)
 types: $(READY)
 	$(BIN)/mypy
 
-bench: $(READY)  ## measure against gloo and raw sockets, side by side
-	$(BIN)/asyncdist bench --against gloo,raw --awaited --ddp --output docs/bench
+bench: $(READY)  ## measure against gloo, raw sockets and, where installed, Open MPI, side by side; for docs/bench
+	$(BIN)/asyncdist bench all_reduce reduce_scatter all_gather broadcast all_to_all --ranks $(RANKS) \
+	    --transport auto,tcp --registered --awaited --ddp --against available --output docs/bench
 
 build: $(READY)
 	$(BIN)/python -m build

@@ -1,4 +1,7 @@
-"""Who moves the traffic: ours blocking, ours awaited, torch.distributed over gloo, and plain sockets."""
+"""Who moves the traffic: ours blocking and awaited, on ordinary and on registered tensors, and the rivals.
+
+The last one moves nothing to anybody: it copies memory, which no collective can beat by much.
+"""
 
 from __future__ import annotations
 
@@ -9,25 +12,44 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from time import perf_counter
-from typing import Any, ClassVar
+from typing import Any
+
+import torch
 
 import asyncdist
 from asyncdist import sync
-from asyncdist.bench import raw
+from asyncdist.bench import mpi, raw
+from asyncdist.bench.pace import Pace
 from asyncdist.bench.plan import Plan
 from asyncdist.bench.traffic import Traffic
+from asyncdist.errors import BenchmarkError
 from asyncdist.runtime import new_loop
 
 TIMEOUT = 60.0
 """Seconds that a call may take before the run is given up."""
 
-Pace = Callable[[], None]
+Start = Callable[[], None]
+"""Returns on all ranks at the same instant."""
 
 
 class Contender(ABC):
     """One way of moving a case's traffic. ``name`` is its key in the results."""
 
-    name: ClassVar[str]
+    name: str
+
+    def empty(self, count: int) -> torch.Tensor:
+        """Make a tensor of the kind that it moves."""
+        return torch.empty(count)
+
+    def enters(self, collective: str) -> bool:
+        """Say whether it takes part in a collective."""
+        return True
+
+    def verify(self, case: Traffic, start: Start) -> None:
+        """Do one call and compare every element; BenchmarkError if one is wrong."""
+        case.load()
+        self.run(case, 1, start, lambda: None)
+        case.check(self.name)
 
     @abstractmethod
     def run(self, case: Traffic, calls: int, before: Callable[[], None], after: Callable[[], None]) -> list[float]:
@@ -54,12 +76,25 @@ class Blocking(Contender):
 
 
 class Ours(Blocking):
-    """The blocking face."""
+    """The blocking face, in the default world or in that of ``group``."""
 
-    name = "asyncdist"
+    def __init__(self, name: str = "asyncdist", group: asyncdist.Group | None = None) -> None:
+        self.name = name
+        self._group = group
 
     def prepare(self, case: Traffic) -> Callable[[], object]:
-        return lambda: case.call(sync)
+        return lambda: case.call(sync, self._group)
+
+
+class Registered(Ours):
+    """The blocking face on tensors that live where all ranks see them."""
+
+    def __init__(self) -> None:
+        super().__init__("registered")
+
+    def empty(self, count: int) -> torch.Tensor:
+        made: torch.Tensor = asyncdist.empty(count, dtype=torch.float32, shared=True)
+        return made
 
 
 class Gloo(Blocking):
@@ -88,6 +123,54 @@ class Raw(Blocking):
         return self._prepared[1]
 
 
+class Mpi(Blocking):
+    """Open MPI through mpi4py: see `asyncdist.bench.mpi`."""
+
+    name = "mpi"
+
+    def __init__(self) -> None:
+        self._world = mpi.communicator()
+
+    def prepare(self, case: Traffic) -> Callable[[], object]:
+        return mpi.prepare(self._world, case)
+
+
+class Copy(Contender):
+    """One core copies as many bytes from one ordinary tensor to another, on rank 0 while the other ranks sleep."""
+
+    name = "copy"
+
+    def __init__(self, pace: Pace) -> None:
+        self._pace = pace
+        self._tensors: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def enters(self, collective: str) -> bool:
+        return collective != "barrier"
+
+    def verify(self, case: Traffic, start: Start) -> None:
+        self._tensors = None
+        if case.rank == 0:
+            count = case.nbytes // 4
+            self._tensors = torch.arange(count, dtype=torch.float32), torch.zeros(count)
+        self.run(case, 1, start, lambda: None)
+        if self._tensors is not None and not torch.equal(*self._tensors):
+            raise BenchmarkError("a memory copy gave something else than what was copied")
+
+    def run(self, case: Traffic, calls: int, before: Callable[[], None], after: Callable[[], None]) -> list[float]:
+        seconds = [0.0] * calls
+
+        def copy() -> None:
+            assert self._tensors is not None
+            source, target = self._tensors
+            for call in range(calls):
+                start = perf_counter()
+                target.copy_(source)
+                seconds[call] = perf_counter() - start
+
+        self._pace.alone(copy)
+        return seconds
+
+
 class Awaited(Contender):
     """The async face, in a world of its own whose home is this loop (uvloop where installed)."""
 
@@ -114,21 +197,34 @@ class Awaited(Contender):
 
 
 @contextlib.contextmanager
-def open_contenders(plan: Plan, rank: int, folder: Path, sockets: raw.Sockets) -> Iterator[list[Contender]]:
+def open_contenders(plan: Plan, rank: int, folder: Path, sockets: raw.Sockets, pace: Pace) -> Iterator[list[Contender]]:
     """Open everybody whom the plan asks for; ours is the first. ``folder`` is one that all ranks see."""
     with contextlib.ExitStack() as stack:
-        where = {"backend": plan.transport, "rank": rank, "world_size": plan.ranks, "timeout": TIMEOUT}
-        sync.init_process_group(init_method=(folder / "blocking").as_uri(), **where)  # type: ignore[arg-type]
+
+        def where(name: str, transport: str) -> dict[str, Any]:
+            meeting = (folder / name).as_uri()
+            ours = {"backend": transport, "rank": rank, "world_size": plan.ranks}
+            return {**ours, "init_method": meeting, "timeout": TIMEOUT}
+
+        first, *further = plan.transports
+        sync.init_process_group(**where("blocking", first))
         stack.callback(sync.destroy_process_group)
         contenders: list[Contender] = [Ours()]
+        if plan.registered:
+            contenders.append(Registered())
+        for name in further:
+            group = stack.enter_context(sync.process_group(group_name=name, **where(f"over-{name}", name)))
+            contenders.append(Ours(name, group))
         if plan.awaited:
-            contenders.append(stack.enter_context(_awaited(init_method=(folder / "awaited").as_uri(), **where)))
+            contenders.append(stack.enter_context(_awaited(**where("awaited", first))))
         if "gloo" in plan.against:
             stack.callback(_open_gloo(plan, rank, folder))
             contenders.append(Gloo())
+        if "mpi" in plan.against:
+            contenders.append(Mpi())
         if "raw" in plan.against:
             contenders.append(Raw(sockets))
-        yield contenders
+        yield [*contenders, Copy(pace)]
 
 
 @contextlib.contextmanager

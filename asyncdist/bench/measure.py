@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
-from asyncdist.bench.contenders import Contender, Pace
+from asyncdist.bench.contenders import Contender, Start
 from asyncdist.bench.plan import Plan, rounds
 from asyncdist.bench.result import Timing
-from asyncdist.bench.traffic import Traffic
+from asyncdist.bench.traffic import Traffic, traffic
 
 # From this size on ranks start every call together: restoring the tensor takes them unequally long. Smaller ones run back
 # to back, as collectives benchmarks do: pacing spins, which starves contenders that have an I/O thread of their own
@@ -17,37 +19,48 @@ _PACED_NBYTES = 8 << 20
 _ROOTED = frozenset(("broadcast", "reduce", "gather", "scatter"))
 
 
-def measure(
-    case: Traffic, contenders: Sequence[Contender], pace: Pace, plan: Plan, tell: Callable[[float], None]
-) -> dict[str, Timing]:
+Entry = tuple[Contender, Traffic]
+
+
+def entered(contenders: Sequence[Contender], collective: str, rank: int, ranks: int, nbytes: int) -> list[Entry]:
+    """Return who takes part with what; who moves tensors of the same kind shares them."""
+    made: dict[Any, Traffic] = {}
+    entries = []
+    for contender in contenders:
+        if contender.enters(collective):
+            kind = type(contender).empty
+            if kind not in made:
+                made[kind] = traffic(collective, rank, ranks, nbytes, contender.empty)
+            entries.append((contender, made[kind]))
+    return entries
+
+
+def measure(entries: Sequence[Entry], start: Start, plan: Plan, tell: Callable[[float], None]) -> dict[str, Timing]:
     """Check every contender's result once, then time them; call it on every rank with the same plan.
 
-    ``tell`` hears how much of the case is done, between 0 and 1. Raises BenchmarkError for a wrong result.
+    All entries are of one collective at one size. ``tell`` hears how much of the case is done, between 0 and 1. Raises
+    BenchmarkError for a wrong result.
     """
-    _check(case, contenders, pace)
-    case.settle()
-    calls, block = plan.calls(case.nbytes)
-    seconds: dict[str, list[float]] = {contender.name: [] for contender in contenders}
+    for contender, case in entries:
+        contender.verify(case, start)
+    for _, case in entries:
+        case.settle()
+    nbytes = entries[0][1].nbytes
+    calls, block = plan.calls(nbytes)
+    # In a row of calls the first one finds the caches full of another contender's code.
+    lead_in = 1 if block > 1 else 0
+    seconds: dict[str, list[float]] = {contender.name: [] for contender, _ in entries}
 
-    def before() -> None:
+    def before(case: Traffic) -> None:
         case.restore()
-        if case.nbytes >= _PACED_NBYTES or case.name in _ROOTED:
-            pace()
+        if nbytes >= _PACED_NBYTES or case.name in _ROOTED:
+            start()
 
     for turn, count in enumerate(rounds(calls, block)):
         tell(turn * block / calls)
-        first = turn % len(contenders)
-        for contender in [*contenders[first:], *contenders[:first]]:
-            # In a row of calls the first one finds the caches full of another contender's code.
-            lead_in = 1 if block > 1 else 0
-            pace()
-            times = contender.run(case, count + lead_in, before, lambda name=contender.name: case.glance(name))  # type: ignore[misc]
+        first = turn % len(entries)
+        for contender, case in [*entries[first:], *entries[:first]]:
+            start()
+            times = contender.run(case, count + lead_in, partial(before, case), partial(case.glance, contender.name))
             seconds[contender.name] += times[lead_in:]
     return {name: Timing.of(times) for name, times in seconds.items()}
-
-
-def _check(case: Traffic, contenders: Sequence[Contender], pace: Pace) -> None:
-    for contender in contenders:
-        case.load()
-        contender.run(case, 1, pace, lambda: None)
-        case.check(contender.name)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import monotonic_ns
 
 _INSTANT = struct.Struct("!q")
@@ -39,6 +40,19 @@ class Pace:
             (instant,) = _INSTANT.unpack(_receive(self._leader, _INSTANT.size))
         while monotonic_ns() < instant:
             pass
+
+    def alone(self, work: Callable[[], None]) -> None:
+        """Do the work on rank 0 while all other ranks sleep; ConnectionError if one has gone."""
+        if self._leader is None:
+            for sock in self._others:
+                _receive(sock, 1)
+            work()
+            for sock in self._others:
+                sock.send(b"!")
+        else:
+            self._leader.send(b"!")
+            select.select([self._leader], [], [])
+            _receive(self._leader, 1)
 
 
 def _receive(sock: socket.socket, nbytes: int) -> bytes:

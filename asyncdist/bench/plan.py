@@ -16,7 +16,9 @@ COLLECTIVES = (
     "scatter",
     "barrier",
 )
-RIVALS = ("gloo", "raw")
+RIVALS = ("gloo", "raw", "mpi")
+CONTENDERS = ("asyncdist", "registered", "awaited", *RIVALS, "copy")
+"""Keys of the results; a further transport's key is its own name."""
 
 # Up to so many bytes: (timed calls of each contender, of which so many in a row before the next one's turn).
 _CALLS = ((64 << 10, 400, 20), (1 << 20, 150, 10), (8 << 20, 48, 4), (32 << 20, 24, 2))
@@ -27,6 +29,7 @@ _CALLS_BEYOND = (12, 1)
 class Plan:
     """One run. ``against`` are names from `RIVALS`; ``repeat`` overrides the number of timed calls and steps.
 
+    The first of ``transports`` is that of "asyncdist", "registered" and "awaited"; each further one is a contender.
     ``pin`` keeps each rank on one core.
     """
 
@@ -35,8 +38,9 @@ class Plan:
     ranks: int = 2
     against: tuple[str, ...] = ()
     awaited: bool = False
+    registered: bool = False
     training: bool = False
-    transport: str = "tcp"
+    transports: tuple[str, ...] = ("auto",)
     repeat: int | None = None
     pin: bool = False
 
@@ -48,6 +52,18 @@ class Plan:
             for collective in self.collectives
             for nbytes in ((0,) if collective == "barrier" else self.sizes)
         ]
+
+    @property
+    def contenders(self) -> tuple[str, ...]:
+        """The keys of those who take part, in the order in which they are shown."""
+        return (
+            "asyncdist",
+            *(("registered",) if self.registered else ()),
+            *self.transports[1:],
+            *(("awaited",) if self.awaited else ()),
+            *(name for name in ("gloo", "mpi", "raw") if name in self.against),
+            "copy",
+        )
 
     @property
     def parts(self) -> int:

@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from asyncdist.bench.plan import Plan
 from asyncdist.bench.result import Report, Row
 from asyncdist.bench.table import about, size
 from asyncdist.errors import UsageError
 
-# Contender: (label, colour, style, width, marker). Ours stands out, the limit stays in the background.
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Line = tuple[str, str, str, float, str]
+
+# Contender: (label, colour, style, width, marker). Ours stands out, limits stay behind. The colours are Okabe and Ito's,
+# which the colour-blind can tell apart; marker and style say the same again.
 _LINES = {
-    "raw": ("raw sockets (the limit)", "#9aa0a6", "--", 1.6, "."),
-    "gloo": ("gloo", "#d9603b", "-", 1.8, "s"),
-    "awaited": ("asyncdist, awaited", "#7fb3e6", "-", 1.8, "^"),
-    "asyncdist": ("asyncdist", "#1a5fb4", "-", 2.6, "o"),
+    "copy": ("memory copy (the limit)", "#111111", ":", 1.6, ""),
+    "raw": ("raw sockets (TCP's limit)", "#9aa0a6", "--", 1.6, ""),
+    "gloo": ("gloo", "#d55e00", "-", 1.8, "s"),
+    "mpi": ("Open MPI", "#cc79a7", "-", 1.8, "D"),
+    "awaited": ("asyncdist, awaited", "#56b4e9", "-", 1.4, "^"),
+    "asyncdist": ("asyncdist", "#0072b2", "-", 2.6, "o"),
+    "registered": ("asyncdist, registered tensors", "#009e73", "-", 2.6, "v"),
 }
+_FURTHER = ("#56b4e9", "--", 1.4, "x")  # a further transport of ours
+_PANELS_ABREAST = 3
 _INK, _GRID = "#333333", "#e4e4e4"
 
 
@@ -30,53 +42,85 @@ def require() -> None:
 
 
 def draw(report: Report, path: Path) -> None:
-    """Draw the report into a file whose name ends in png, svg or pdf. Collectives without sizes are left out."""
+    """Draw the report into a file whose name ends in png, svg or pdf."""
+    figure_of(report).savefig(path, dpi=150)
+
+
+def figure_of(report: Report) -> Figure:
+    """Return the report as a figure. Collectives without sizes are left out."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     sized = [row for row in report.rows if row.nbytes]
     names = list(dict.fromkeys(row.collective for row in sized))
-    columns = min(len(names), 3) or 1
-    lines = -(-len(names) // columns) or 1
-    figure = Figure(figsize=(1.6 + 6.4 * columns, 4.9 * lines), layout="constrained")
+    abreast = min(len(names), _PANELS_ABREAST) or 1
+    lines = -(-len(names) // abreast) or 1
+    spare_width = 0.0 if len(names) < lines * abreast else 2.6
+    figure = Figure(figsize=(0.8 + 5.2 * abreast + spare_width, 0.6 + 4.2 * lines), layout="constrained")
     FigureCanvasAgg(figure)
-    panels = list(figure.subplots(lines, columns, squeeze=False).flat)
+    panels = list(figure.subplots(lines, abreast, squeeze=False, sharey=True).flat)
+    drawn = _lines(report.plan)
     for panel, name in zip(panels, names, strict=False):
-        _panel(panel, name, [row for row in sized if row.collective == name])
-    if names:
-        panels[0].legend(frameon=False, fontsize=9, reverse=True)
-    for panel in panels[len(names) :]:
+        _panel(panel, [row for row in sized if row.collective == name], drawn)
+    spare = panels[len(names) :]
+    for panel in spare:
         panel.set_axis_off()
-    figure.supxlabel(textwrap.fill(about(report), 110), fontsize=7, color="#777777")
-    figure.savefig(path, dpi=150)
+    if names:
+        _legend(figure, panels[0], spare)
+    columns = int(15 * figure.get_figwidth())
+    figure.supxlabel(textwrap.fill(about(report), columns), fontsize=7.5, color="#666666")
+    return figure
 
 
-def _panel(panel: Any, name: str, rows: Sequence[Row]) -> None:
+def _lines(plan: Plan) -> dict[str, Line]:
+    """Return how each contender of the plan is drawn, in the order of drawing."""
+    further = {name: (f"asyncdist over {name}", *_FURTHER) for name in plan.transports[1:]}
+    behind, front = ("copy", "raw", "gloo", "mpi"), ("awaited", "asyncdist", "registered")
+    order = (*behind, *further, *front)
+    return {name: {**_LINES, **further}[name] for name in order if name in plan.contenders}
+
+
+def _legend(figure: Any, panel: Any, spare: Sequence[Any]) -> None:
+    """Explain the lines once: in a place without a panel, else beside them all."""
+    handles, labels = panel.get_legend_handles_labels()
+    style = {"frameon": False, "fontsize": 9.5, "labelspacing": 0.9, "handlelength": 3}
+    if spare:
+        spare[0].legend(handles[::-1], labels[::-1], loc="center", **style)
+    else:
+        figure.legend(handles[::-1], labels[::-1], loc="outside right center", **style)
+
+
+def _panel(panel: Any, rows: Sequence[Row], lines: Mapping[str, Line]) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
-    for contender, (label, colour, style, width, marker) in _LINES.items():
+    for contender, (label, colour, style, width, marker) in lines.items():
         points = [(row.nbytes, row.timings[contender]) for row in rows if contender in row.timings]
-        if points:
-            sizes, timings = zip(*points, strict=True)
-            medians = [timing.median for timing in timings]
-            panel.plot(sizes, medians, style, color=colour, lw=width, marker=marker, ms=4.5, label=label)
-            if contender == "asyncdist":
-                panel.fill_between(sizes, medians, [timing.p99 for timing in timings], color=colour, alpha=0.12, lw=0)
+        sizes, medians = [nbytes for nbytes, _ in points], [timing.median for _, timing in points]
+        panel.plot(sizes, medians, style, color=colour, lw=width, marker=marker, ms=4.5, label=label)
+        if contender == "asyncdist":
+            panel.fill_between(sizes, medians, [timing.p99 for _, timing in points], color=colour, alpha=0.12, lw=0)
     panel.set_xscale("log", base=2)
     panel.set_yscale("log")
     panel.set_xticks([row.nbytes for row in rows])
-    panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: size(round(value))))
+    panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _short(round(value))))
     panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(value)))
     panel.xaxis.set_minor_locator(NullLocator())
     span = panel.get_ylim()[1] / panel.get_ylim()[0]
     panel.yaxis.set_major_locator(LogLocator(subs=(1,) if span > 300 else (1, 2, 5)))
     panel.yaxis.set_minor_formatter(NullFormatter())
-    panel.set_title(f"{name}, {rows[0].ranks} ranks", loc="left", color=_INK, fontweight="bold")
-    panel.set_ylabel("median time of a call (band: to p99)", color=_INK, fontsize=9)
+    panel.set_title(f"{rows[0].collective}, {rows[0].ranks} ranks", loc="left", color=_INK, fontweight="bold")
+    panel.set_xlabel("size of the tensor", color=_INK, fontsize=9)
+    if panel.get_subplotspec().is_first_col():
+        panel.set_ylabel("median time of a call (band: to p99)", color=_INK, fontsize=9)
     panel.grid(color=_GRID, lw=0.8)
     panel.set_axisbelow(True)
     panel.tick_params(colors=_INK, labelsize=8.5, length=0, which="both")
     panel.spines[["top", "right", "left", "bottom"]].set_visible(False)
+
+
+def _short(nbytes: int) -> str:
+    """Write a size so that neighbours fit side by side: ``64K``."""
+    return size(nbytes).removesuffix("iB").replace(" ", "")
 
 
 def _tick(seconds: float) -> str:

@@ -3,34 +3,45 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
+import os
+import secrets
+import signal
 import socket
+import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
-from asyncdist.bench import rank as rank_process
+from asyncdist.bench import launch
 from asyncdist.bench.machine import machine
 from asyncdist.bench.plan import Plan
+from asyncdist.bench.rank import MEETING
 from asyncdist.bench.result import Report, Row
-from asyncdist.errors import BenchmarkError
+from asyncdist.errors import BenchmarkError, UnsupportedError
 
+_LOOK_EVERY = 0.2  # seconds between looks whether who has not reported yet still lives
 _LAST_WORDS = 1.0  # seconds that ranks get to say why they failed, once one has
+_GOODBYE = 30.0  # seconds that ranks get to end by themselves
+_TERMINATION = 5.0  # seconds that they get to end when told to
 
-Sockets = list[list[socket.socket | None]]
+Program = subprocess.Popen[bytes]
 
 
 def run(plan: Plan, progress: Callable[[float, Row | None], None] = lambda done, row: None) -> Report:
     """Measure what the plan says in processes of our own and return the report.
 
     ``progress`` hears what share is done, and each row as it comes. Raises BenchmarkError when a rank fails or a result
-    is wrong.
+    is wrong, UnsupportedError when MPI is to compete and is not there.
     """
     report = Report(plan, machine())
-    with tempfile.TemporaryDirectory(prefix="asyncdist-bench-") as folder, _started(plan, folder) as (ranks, pipes):
-        for kind, value in _messages(ranks, pipes):
+    if "mpi" in plan.against:
+        if (missing := launch.mpi_missing()) is not None:
+            raise UnsupportedError(missing)
+        report.machine["mpi"] = launch.mpi_version()
+    with tempfile.TemporaryDirectory(prefix="asyncdist-bench-") as name, _started(plan, Path(name)) as pipes:
+        for kind, value in _messages(pipes, Path(name) / _WORDS):
             if kind == "done":
                 progress(value, None)
             elif kind == "row":
@@ -41,72 +52,87 @@ def run(plan: Plan, progress: Callable[[float, Row | None], None] = lambda done,
     return report
 
 
+# -- from start to end ------------------------------------------------------------------------------
+
+_WORDS = "stderr"  # the file, in the run's folder, of what the processes say on standard error
+
+
 @contextlib.contextmanager
-def _started(plan: Plan, folder: str) -> Iterator[tuple[list[BaseProcess], list[Connection]]]:
-    spawn = multiprocessing.get_context("spawn")
-    sockets = connected(plan.ranks)
-    pipes: list[Connection] = []
-    ranks: list[BaseProcess] = []
-    try:
-        for rank in range(plan.ranks):
-            ours, theirs = spawn.Pipe(duplex=False)
-            pipes.append(ours)
-            ranks.append(
-                spawn.Process(target=rank_process.main, args=(plan, rank, sockets[rank], folder, theirs), daemon=True)
-            )
-            ranks[rank].start()
-            theirs.close()
-        _close(sockets)
-        yield ranks, pipes
-        for process in ranks:
-            process.join()
-    finally:
-        _close(sockets)
-        for process in ranks:
-            process.terminate()
-            process.join(5)
-            process.kill()
-            process.join()
-        for pipe in pipes:
-            pipe.close()
+def _started(plan: Plan, folder: Path) -> Iterator[list[Connection]]:
+    """Start the ranks; yield their pipes, by rank, when all have the plan. None of them outlives the block."""
+    programs: list[Program] = []
+    with contextlib.ExitStack() as stack:
+        stack.callback(_end, programs)
+        server = stack.enter_context(socket.socket(socket.AF_UNIX))
+        server.bind(str(folder / MEETING))  # in a folder that only we may enter
+        server.listen(plan.ranks)
+        words = stack.enter_context((folder / _WORDS).open("wb"))
+        for command in launch.commands(plan, folder):
+            # In sessions of their own: an interrupt from the keyboard is for us, and we end them.
+            quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": words}
+            programs.append(subprocess.Popen(command, start_new_session=True, **quiet))  # type: ignore[call-overload]
+        pipes = _met(plan, server, programs, folder / _WORDS, stack)
+        yield pipes
+        for program in programs:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                program.wait(_GOODBYE)
 
 
-def connected(ranks: int) -> Sockets:
-    """Return a loopback TCP socket between every two ranks, as a table by rank and peer; None on its diagonal."""
-    table: Sockets = [[None] * ranks for _ in range(ranks)]
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        for rank in range(ranks):
-            for peer in range(rank):
-                dialled = socket.create_connection(server.getsockname())
-                accepted, _ = server.accept()
-                for sock in (dialled, accepted):
-                    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                    sock.setblocking(False)
-                table[rank][peer], table[peer][rank] = dialled, accepted
-    return table
+def _met(
+    plan: Plan, server: socket.socket, programs: Sequence[Program], words: Path, stack: contextlib.ExitStack
+) -> list[Connection]:
+    """Wait until every rank has reported, tell them the plan and each other's ports, and return their pipes."""
+    pipes: dict[int, Connection] = {}
+    ports: dict[int, int] = {}
+    server.settimeout(_LOOK_EVERY)
+    while len(pipes) < plan.ranks:
+        try:
+            accepted, _ = server.accept()
+        except TimeoutError:
+            if any(program.poll() is not None for program in programs):
+                raise BenchmarkError(f"the ranks of the benchmark did not start{_said(words)}") from None
+            continue
+        accepted.setblocking(True)
+        pipe = stack.enter_context(Connection(accepted.detach()))
+        rank, ports_of_rank = pipe.recv()
+        pipes[rank], ports[rank] = pipe, ports_of_rank
+    token = secrets.token_bytes(16)
+    in_order = range(plan.ranks)
+    for pipe in pipes.values():
+        pipe.send((plan, [ports[rank] for rank in in_order], token))
+    return [pipes[rank] for rank in in_order]
 
 
-def _close(sockets: Sockets) -> None:
-    for sock in (sock for row in sockets for sock in row if sock is not None):
-        sock.close()
+def _end(programs: Sequence[Program]) -> None:
+    """End whatever of them still runs, at once: their results are known or nobody wants them."""
+    running = [program for program in programs if program.poll() is None]
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        for program in running:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(program.pid, number)
+        for program in running:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                program.wait(_TERMINATION)
 
 
-def _messages(ranks: list[BaseProcess], pipes: list[Connection]) -> Iterator[tuple[str, Any]]:
+# -- what they say ----------------------------------------------------------------------------------
+
+
+def _messages(pipes: Sequence[Connection], words: Path) -> Iterator[tuple[str, Any]]:
     """Yield what the ranks say until all have ended; BenchmarkError once one has failed."""
-    speaking = dict(zip(pipes, range(len(ranks)), strict=True))
+    speaking = {pipe: rank for rank, pipe in enumerate(pipes)}
     failures: list[str] = []
+    silent: list[int] = []
     while speaking:
-        heard = wait(list(speaking), _LAST_WORDS if failures else None)
-        if failures and not heard:
+        heard = wait(list(speaking), _LAST_WORDS if failures or silent else None)
+        if not heard:
             break
         for pipe in heard:
             assert isinstance(pipe, Connection)
             try:
                 kind, value = pipe.recv()
-            except EOFError:
-                rank = speaking.pop(pipe)
-                ranks[rank].join()
-                failures.append(f"rank {rank} ended with exit code {ranks[rank].exitcode}")
+            except (EOFError, ConnectionResetError):
+                silent.append(speaking.pop(pipe))
                 continue
             if kind == "failed":
                 failures.append(value)
@@ -114,11 +140,19 @@ def _messages(ranks: list[BaseProcess], pipes: list[Connection]) -> Iterator[tup
                 speaking.pop(pipe)
             else:
                 yield kind, value
-    if failures:
-        raise BenchmarkError(f"the benchmark failed; {_cause(failures)}")
+    if failures or silent:
+        raise BenchmarkError(f"the benchmark failed; {_cause(failures, silent, words)}")
 
 
-def _cause(failures: list[str]) -> str:
+def _cause(failures: Sequence[str], silent: Sequence[int], words: Path) -> str:
     """Return the failure to look at first: not one of a rank that only saw another one go."""
     causes = [text for text in failures if "PeerLostError" not in text and "has ended" not in text]
-    return (causes or failures)[0]
+    if causes or not silent:
+        return (causes or failures)[0]
+    return f"rank {silent[0]} ended without a word{_said(words)}"
+
+
+def _said(words: Path) -> str:
+    """Return the end of what the processes said on standard error, to be put after a sentence without its stop."""
+    said = words.read_text(errors="replace").strip().splitlines()[-12:]
+    return ":\n" + "\n".join(said) if said else ", and said nothing on standard error"

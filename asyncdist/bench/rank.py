@@ -4,26 +4,40 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
 import traceback
-from collections.abc import Sequence
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Client, Connection
 from pathlib import Path
 
+from asyncdist.bench import sockets
+from asyncdist.bench.launch import BY_MPI
 from asyncdist.bench.plan import Plan
 from asyncdist.errors import AsyncdistError, UnsupportedError
+
+MEETING = "meeting"
+"""The name, in the run's folder, of the Unix socket at which rank processes report."""
 
 _TELL_EVERY = 0.4  # seconds: who draws the progress takes a core from those who are measured
 
 
-def main(plan: Plan, rank: int, sockets: Sequence[socket.socket | None], folder: str, pipe: Connection) -> None:
-    """Measure what the plan says and send ("done", share), ("row", Row), ("training", …) and at the end ("end", None).
+def main(folder: str, number: str) -> None:
+    """Report to who started us, measure what the plan says, and tell what comes out.
 
-    Rank 0 tells; the others only report what went wrong: ("failed", text).
+    ``number`` is our rank, or says that MPI knows it. We send (rank, port), get (plan, ports, token), and send
+    ("done", share), ("row", Row), ("training", …) and at the end ("end", None). Rank 0 tells; the others only report
+    what went wrong: ("failed", text).
     """
-    _silence_stdout()
+    rank = _rank(number)
+    pipe = Client(str(Path(folder) / MEETING), "AF_UNIX")
     try:
-        _run(plan, rank, sockets, Path(folder), pipe)
+        with sockets.listen() as server:
+            pipe.send((rank, server.getsockname()[1]))
+            plan, ports, token = pipe.recv()
+            threading.Thread(target=_end_with, args=(pipe,), daemon=True).start()
+            table = sockets.connect(rank, server, ports, token)
+        _run(plan, rank, table, Path(folder), pipe)
     except BaseException as error:
         details = str(error) if isinstance(error, AsyncdistError) else traceback.format_exc()
         pipe.send(("failed", f"rank {rank}: {details}"))
@@ -31,40 +45,55 @@ def main(plan: Plan, rank: int, sockets: Sequence[socket.socket | None], folder:
     pipe.send(("end", None))
 
 
-def _silence_stdout() -> None:
-    """Keep what libraries print in their C++ parts out of our table."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    os.close(nowhere)
+def _rank(number: str) -> int:
+    if number != BY_MPI:
+        return int(number)
+    from asyncdist.bench.mpi import communicator
+
+    rank: int = communicator().Get_rank()
+    return rank
 
 
-def _run(plan: Plan, rank: int, sockets: Sequence[socket.socket | None], folder: Path, pipe: Connection) -> None:
+def _end_with(pipe: Connection) -> None:
+    """End this process when the one that started it has gone: it sends nothing more, so what comes is the end."""
+    try:
+        pipe.recv()
+    except (EOFError, OSError):
+        os._exit(1)
+
+
+def _run(plan: Plan, rank: int, table: Sequence[socket.socket | None], folder: Path, pipe: Connection) -> None:
     import torch
 
     from asyncdist.bench import raw
-    from asyncdist.bench.contenders import open_contenders
-    from asyncdist.bench.measure import measure
+    from asyncdist.bench.contenders import Contender, open_contenders
+    from asyncdist.bench.measure import entered, measure
     from asyncdist.bench.pace import Pace
     from asyncdist.bench.result import Row
-    from asyncdist.bench.traffic import traffic
 
     torch.set_num_threads(1)
     if plan.pin:
         _pin(rank)
-    pace = Pace(rank, sockets)
-    tell = _Progress(pipe, plan.parts) if rank == 0 else None
-    with open_contenders(plan, rank, folder, raw.Sockets(rank, sockets)) as contenders:
+    pace = Pace(rank, table)
+    progress = _Progress(pipe, plan.parts) if rank == 0 else None
+    tell: Callable[[float], None] = progress or (lambda share: None)
+
+    def row(contenders: Sequence[Contender], collective: str, nbytes: int) -> Row:
+        entries = entered(contenders, collective, rank, plan.ranks, nbytes)
+        timings = measure(entries, pace, plan, tell)
+        return Row(collective, entries[0][1].nbytes if nbytes else 0, plan.ranks, timings)
+
+    with open_contenders(plan, rank, folder, raw.Sockets(rank, table), pace) as contenders:
         for collective, nbytes in plan.cases:
-            case = traffic(collective, rank, plan.ranks, nbytes)
-            timings = measure(case, contenders, pace, plan, tell or (lambda share: None))
-            if tell is not None:
-                pipe.send(("row", Row(collective, case.nbytes if nbytes else 0, plan.ranks, timings)))
-                tell.next()
+            found = row(contenders, collective, nbytes)
+            if progress is not None:
+                pipe.send(("row", found))
+                progress.next()
         if plan.training:
             from asyncdist.bench.training import train
 
-            trained = train(plan, rank, pace, tell or (lambda share: None))
-            if tell is not None:
+            trained = train(plan, rank, pace, tell)
+            if progress is not None:
                 pipe.send(("training", trained))
         pace()  # nobody leaves while another one still measures
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
-from asyncdist.bench.plan import Plan
+from asyncdist.bench.plan import RIVALS, Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One collective at one size. ``timings`` by contender: asyncdist, awaited, gloo, raw."""
+    """One collective at one size. ``timings`` by contender: see `Plan.contenders`."""
 
     collective: str
     nbytes: int
@@ -52,9 +52,15 @@ class Row:
         factor = {"all_reduce": 2 * share, "reduce": 1.0, "broadcast": 1.0}.get(self.collective, share)
         return self.algorithm_bandwidth * factor
 
-    def times_faster_than(self, rival: str) -> float | None:
-        """Return the rival's median over ours; None if it did not run."""
-        return self.timings[rival].median / self.ours.median if rival in self.timings else None
+    def times_faster_than(self, rival: str, who: str = "asyncdist") -> float | None:
+        """Return the rival's median over that of one of ours; None if one of them did not run."""
+        if rival not in self.timings or who not in self.timings:
+            return None
+        return self.timings[rival].median / self.timings[who].median
+
+    def copies(self, who: str = "asyncdist") -> float | None:
+        """Return in how many times one core's memory copy a contender is done; None if one of them did not run."""
+        return self.times_faster_than(who, "copy")
 
     @property
     def awaiting(self) -> float | None:
@@ -79,12 +85,20 @@ class Report:
             "machine": self.machine,
             "plan": asdict(self.plan),
             "rows": [_row(row) for row in self.rows],
-            "training": {
-                "parameters": self.parameters,
-                "contenders": {name: _timing(timing) for name, timing in self.training.items()},
-            }
-            if self.training
-            else None,
+            "training": self._training_as_json() if self.training else None,
+        }
+
+    def times_alone(self, who: str) -> float:
+        """Return how many times as long as the model's alone a contender's training step takes."""
+        return self.training[who].median / self.training["alone"].median
+
+    def _training_as_json(self) -> dict[str, Any]:
+        return {
+            "parameters": self.parameters,
+            "contenders": {
+                name: {**_timing(timing), "times_alone": self.times_alone(name)}
+                for name, timing in self.training.items()
+            },
         }
 
 
@@ -96,8 +110,12 @@ def _row(row: Row) -> dict[str, Any]:
         "contenders": {name: _timing(timing) for name, timing in row.timings.items()},
         "algorithm_bandwidth": row.algorithm_bandwidth,
         "bus_bandwidth": row.bus_bandwidth,
-        "times_faster_than_gloo": row.times_faster_than("gloo"),
-        "share_of_raw": row.times_faster_than("raw"),
+        "times_faster_than": {
+            who: {rival: row.times_faster_than(rival, who) for rival in row.timings if rival in RIVALS}
+            for who in ("asyncdist", "registered")
+            if who in row.timings
+        },
+        "copies": {who: row.copies(who) for who in row.timings if who != "copy"} if "copy" in row.timings else None,
         "awaiting_us": None if row.awaiting is None else row.awaiting * 1e6,
     }
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from asyncdist.bench.plan import RIVALS, Plan
 from asyncdist.bench.result import Report, Row
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+_EMPHASISED = frozenset(("asyncdist", "median", "of ours", "of alone"))
 _TITLES = {"alone": "alone", "asyncdist": "asyncdist DDP", "gloo": "stock DDP over gloo"}
 
 
@@ -36,61 +38,108 @@ def bandwidth(nbytes_per_second: float) -> str:
     return f"{_three(nbytes_per_second / 1e6)} MB/s"
 
 
+def times(ratio: float | None) -> str:
+    """Write a ratio with three digits: ``4.83×``; a dash for none."""
+    return "—" if ratio is None else f"{_three(ratio)}×"
+
+
 def _three(value: float) -> str:
     return f"{value:.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
 
 
-def headings(report: Report) -> list[str]:
-    """Return the columns that a report has."""
-    named = ["size", "median", "p99", "algbw", "busbw"]
-    if "gloo" in report.plan.against:
-        named += ["gloo", "vs gloo"]
-    if "raw" in report.plan.against:
-        named += ["raw sockets", "of raw"]
-    if report.plan.awaited:
-        named += ["awaited", "await − block"]
-    return named
+Column = tuple[str, Callable[[Row], str]]
+"""A heading, and what makes a row's text."""
+
+_NAMES = {"mpi": "Open MPI", "raw": "raw sockets", "copy": "memory copy"}
+_ONE_TABLE = 9  # more columns than these are divided over two tables: times, and what follows from them
 
 
-def cells(row: Row, report: Report) -> list[str]:
-    """Return a row's texts, in the order of `headings`."""
-    sized = row.nbytes > 0
-    made = [
-        size(row.nbytes) if sized else "—",
-        duration(row.ours.median),
-        duration(row.ours.p99),
-        bandwidth(row.algorithm_bandwidth) if sized else "—",
-        bandwidth(row.bus_bandwidth) if sized else "—",
-    ]
-    if (faster := row.times_faster_than("gloo")) is not None:
-        made += [duration(row.timings["gloo"].median), f"{_three(faster)}×"]
-    if (share := row.times_faster_than("raw")) is not None:
-        made += [duration(row.timings["raw"].median), f"{share:.0%}"]
-    if row.awaiting is not None:
-        made += [duration(row.timings["awaited"].median), f"{row.awaiting * 1e6:+.1f} µs"]
-    return made
+def named(contender: str) -> str:
+    """Return what a contender is called in tables."""
+    return _NAMES.get(contender, contender)
+
+
+def _times(plan: Plan) -> list[Column]:
+    """Return a column of medians for each contender, with our worst beside ours."""
+    columns = [(named(contender), _median(contender)) for contender in plan.contenders]
+    columns.insert(1, ("p99", lambda row: duration(row.ours.p99)))
+    return columns
+
+
+def _ratios(plan: Plan) -> list[Column]:
+    """Return the columns of what follows from the times; a heading may have two lines."""
+    columns: list[Column] = []
+    for who in ("asyncdist", *(("registered",) if plan.registered else ())):
+        prefix = "" if who == "asyncdist" else "registered\n"
+        columns += [(f"{prefix}vs {rival}", _faster(rival, who)) for rival in plan.contenders if rival in RIVALS]
+        columns.append((f"{prefix}× copy", _copies(who)))
+    if plan.awaited:
+        columns.append(("await − block", _awaiting))
+    columns.append(("algbw", lambda row: bandwidth(row.algorithm_bandwidth) if row.nbytes else "—"))
+    columns.append(("busbw", lambda row: bandwidth(row.bus_bandwidth) if row.nbytes else "—"))
+    return columns
+
+
+def _median(contender: str) -> Callable[[Row], str]:
+    return lambda row: duration(row.timings[contender].median) if contender in row.timings else "—"
+
+
+def _faster(rival: str, who: str) -> Callable[[Row], str]:
+    return lambda row: times(row.times_faster_than(rival, who))
+
+
+def _copies(who: str) -> Callable[[Row], str]:
+    return lambda row: times(row.copies(who))
+
+
+def _awaiting(row: Row) -> str:
+    return "—" if row.awaiting is None else f"{row.awaiting * 1e6:+.1f} µs"
+
+
+def sections(plan: Plan) -> list[tuple[str, list[Column]]]:
+    """Return the tables that each collective gets: what a table's title adds to the collective, and its columns."""
+    size_of: Column = ("size", lambda row: size(row.nbytes) if row.nbytes else "—")
+    times_, ratios = _times(plan), _ratios(plan)
+    if 1 + len(times_) + len(ratios) <= _ONE_TABLE:
+        return [("", [size_of, *times_, *ratios])]
+    return [("median time of a call", [size_of, *times_]), ("ratios and bandwidth", [size_of, *ratios])]
+
+
+def _grids(report: Report) -> Iterator[tuple[str, str, list[str], list[list[str]]]]:
+    """Yield every table of collectives: the collective, what it shows, headings, and the texts by row."""
+    for collective in dict.fromkeys(row.collective for row in report.rows):
+        rows = [row for row in report.rows if row.collective == collective]
+        for shows, columns in sections(report.plan):
+            yield collective, shows, [name for name, _ in columns], [[cell(row) for _, cell in columns] for row in rows]
+
+
+_TRAINING_HEADINGS = ["training step", "median", "p99", "of ours", "of alone"]
 
 
 def training_cells(report: Report) -> list[list[str]]:
-    """Return a line a contender: who, median, p99, and how much faster ours is."""
+    """Return a line a contender: who, median, p99, and how many times as long as ours and as the model alone."""
     ours = report.training["asyncdist"].median
     return [
-        [_TITLES[name], duration(timing.median), duration(timing.p99), f"{_three(timing.median / ours)}×"]
+        [
+            _TITLES[name],
+            duration(timing.median),
+            duration(timing.p99),
+            times(timing.median / ours),
+            times(report.times_alone(name)),
+        ]
         for name, timing in report.training.items()
     ]
-
-
-_TRAINING_HEADINGS = ["training step", "median", "p99", "of ours"]
 
 
 def about(report: Report) -> str:
     """Return one line on the machine and what ran on it."""
     machine = report.machine
+    mpi = f", {machine['mpi']}" if "mpi" in machine else ""
     return (
         f"{machine['processor']}, {machine['cores']} cores, {machine['system']}, "
         f"load {machine['load']} before the run; Python {machine['python']}, "
-        f"torch {machine['torch']}, asyncdist {machine['asyncdist']}; {report.plan.ranks} ranks, one thread each, "
-        f"{'each on its own core, ' if report.plan.pin else ''}transport {report.plan.transport}, float32"
+        f"torch {machine['torch']}, asyncdist {machine['asyncdist']}{mpi}; {report.plan.ranks} ranks, one thread each, "
+        f"{'each on its own core, ' if report.plan.pin else ''}transport {', '.join(report.plan.transports)}; float32"
     )
 
 
@@ -101,10 +150,10 @@ def training_title(report: Report) -> str:
 
 def tables(report: Report) -> list[Table]:
     """Return rich tables: one a collective, and one for training."""
-    made = []
-    for collective in dict.fromkeys(row.collective for row in report.rows):
-        rows = [cells(row, report) for row in report.rows if row.collective == collective]
-        made.append(_table(f"{collective}, {report.plan.ranks} ranks", headings(report), rows))
+    made = [
+        _table(f"{collective}, {report.plan.ranks} ranks{shows and ': '}{shows}", headings, rows)
+        for collective, shows, headings, rows in _grids(report)
+    ]
     if report.training:
         made.append(_table(training_title(report), _TRAINING_HEADINGS, training_cells(report)))
     return made
@@ -116,7 +165,7 @@ def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) ->
 
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     for position, name in enumerate(columns):
-        emphasis = "bold" if name in ("median", "vs gloo", "of raw", "of ours") else ""
+        emphasis = "bold" if name in _EMPHASISED or name.startswith("registered") or "vs " in name else ""
         table.add_column(name, justify="left" if position == 0 else "right", style=emphasis, no_wrap=True)
     for row in rows:
         table.add_row(*row)
@@ -125,18 +174,13 @@ def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) ->
 
 def markdown(report: Report) -> str:
     """Return the whole report as a Markdown page; ``bench.png`` lies beside it."""
-    parts = [
-        "# Benchmark",
-        about(report),
-        "Contenders took turns in one run, in the same processes; times are of single calls on rank 0, back to back "
-        "below 8 MiB and started by all ranks at the same instant above (rooted collectives always). *algbw* is bytes "
-        "over the median, *busbw* what that puts on the busiest link "
-        "(all_reduce: × 2(n−1)/n). *raw sockets*: the same traffic over plain non-blocking sockets between the same "
-        "processes, additions included; *of raw* is how much of that speed is reached.",
-    ]
-    for collective in dict.fromkeys(row.collective for row in report.rows):
-        rows = [cells(row, report) for row in report.rows if row.collective == collective]
-        parts += [f"## {collective}", _markdown(headings(report), rows)]
+    parts = ["# Benchmark", about(report), *_legend(report.plan)]
+    said = None
+    for collective, shows, headings, rows in _grids(report):
+        if collective != said:
+            parts.append(f"## {collective}, {report.plan.ranks} ranks")
+        said = collective
+        parts += [*([f"{shows[0].upper()}{shows[1:]}:"] if shows else []), _markdown(headings, rows)]
     if report.training:
         parts += [f"## Training step: {training_title(report)}", _markdown(_TRAINING_HEADINGS, training_cells(report))]
     if any(row.nbytes for row in report.rows):
@@ -144,6 +188,28 @@ def markdown(report: Report) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def _legend(plan: Plan) -> list[str]:
+    """Return what a reader must know about the columns: a paragraph on the run, and a list of the contenders."""
+    meanings = {
+        "asyncdist": f"our blocking face over the transport `{plan.transports[0]}`, on ordinary tensors",
+        "registered": "the same on tensors made by `asyncdist.empty(…, shared=True)`, which every rank sees",
+        **{name: f"our blocking face over the transport `{name}`" for name in plan.transports[1:]},
+        "awaited": "our async face on uvloop",
+        "gloo": "`torch.distributed` over gloo",
+        "mpi": "the buffer-based calls of mpi4py, in place where MPI can",
+        "raw": "the same traffic over plain non-blocking TCP sockets, additions included",
+        "copy": "one core's copy of as many bytes from one ordinary tensor to another while the other ranks sleep: "
+        "the physical limit",
+    }
+    return [
+        "Contenders took turns in one run, in the same processes; every result was checked. Times are of single calls on "
+        "rank 0, back to back below 8 MiB and started by all ranks at the same instant above (rooted collectives "
+        "always). *vs*: how many times faster ours is. *× copy*: how many memory copies ours takes. *algbw*: bytes over "
+        "our median; *busbw*: what that puts on the busiest link (all_reduce: × 2(n−1)/n).",
+        "\n".join(f"- *{named(contender)}*: {meanings[contender]}." for contender in plan.contenders),
+    ]
+
+
 def _markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [columns, [":--", *["--:"] * (len(columns) - 1)], *rows]
+    lines = [[name.replace("\n", " ") for name in columns], [":--", *["--:"] * (len(columns) - 1)], *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)

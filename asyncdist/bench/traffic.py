@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
 
 from asyncdist.errors import BenchmarkError
 
+Empty = Callable[[int], torch.Tensor]
+"""Makes a float32 tensor of so many elements, with whatever in it."""
+
 
 class Traffic(ABC):
     """One collective among ``ranks`` at ``nbytes`` (rounded up to whole float32 for each rank).
 
-    ``call`` goes to any face that has torch.distributed's names: ours, the awaited one, or torch's own.
+    ``call`` goes to any face that has torch.distributed's names: ours, the awaited one, or torch's own. ``empty`` makes
+    the tensors.
     """
 
     name: ClassVar[str]
@@ -22,16 +27,14 @@ class Traffic(ABC):
     parts_out: ClassVar[bool] = False
     in_place: ClassVar[bool] = False
 
-    def __init__(self, rank: int, ranks: int, nbytes: int) -> None:
+    def __init__(self, rank: int, ranks: int, nbytes: int, empty: Empty = torch.empty) -> None:
         self.rank, self.ranks = rank, ranks
         count = max(1, nbytes // 4)
         divides = self.parts_in or self.parts_out or self.name == "all_to_all"
         self.count = -(-count // ranks) * ranks if divides else count
         self.nbytes = self.count * 4
-        self.input = torch.empty(self.count // ranks if self.parts_in else self.count)
-        self.output = (
-            self.input if self.in_place else torch.empty(self.count // ranks if self.parts_out else self.count)
-        )
+        self.input = empty(self.count // ranks if self.parts_in else self.count)
+        self.output = self.input if self.in_place else empty(self.count // ranks if self.parts_out else self.count)
 
     @abstractmethod
     def call(self, face: Any, group: Any = None) -> Any:
@@ -202,6 +205,6 @@ def _newer(face: Any, name: str, older: str) -> Any:
     return getattr(face, name, None) or getattr(face, older)
 
 
-def traffic(collective: str, rank: int, ranks: int, nbytes: int) -> Traffic:
+def traffic(collective: str, rank: int, ranks: int, nbytes: int, empty: Empty = torch.empty) -> Traffic:
     """Make the traffic of a collective by its name in `plan.COLLECTIVES`."""
-    return _KINDS[collective](rank, ranks, nbytes)
+    return _KINDS[collective](rank, ranks, nbytes, empty)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from asyncdist.bench.contenders import Pace
+from asyncdist.bench.contenders import Start
 from asyncdist.bench.plan import Plan
 from asyncdist.bench.result import Timing
 from asyncdist.ddp import DistributedDataParallel
@@ -38,7 +38,7 @@ class _Trainer:
         self.optimizer.step()
 
 
-def train(plan: Plan, rank: int, pace: Pace, tell: Callable[[float], None]) -> tuple[int, dict[str, Timing]]:
+def train(plan: Plan, rank: int, start: Start, tell: Callable[[float], None]) -> tuple[int, dict[str, Timing]]:
     """Time steps of every contender; return the number of parameters and seconds by contender.
 
     The process groups are open already. All contenders see the same batches; BenchmarkError if ours and stock DDP, or
@@ -56,11 +56,11 @@ def train(plan: Plan, rank: int, pace: Pace, tell: Callable[[float], None]) -> t
         inputs, labels = torch.randn(_BATCH, 1024), torch.randint(_CLASSES, (_BATCH,))
         first = turn % len(names)
         for name in [*names[first:], *names[:first]]:
-            pace()
-            start = perf_counter()
+            start()
+            began = perf_counter()
             trainers[name].step(inputs, labels)
             if turn >= 0:
-                seconds[name].append(perf_counter() - start)
+                seconds[name].append(perf_counter() - began)
     _compare(trainers)
     parameters = sum(parameter.numel() for parameter in trainers["alone"].model.parameters())
     return parameters, {name: Timing.of(times) for name, times in seconds.items()}

@@ -1,4 +1,4 @@
-"""``asyncdist bench``: measure ours beside gloo and plain sockets."""
+"""``asyncdist bench``: measure ours beside gloo, Open MPI and plain sockets."""
 
 from __future__ import annotations
 
@@ -8,27 +8,58 @@ from typing import TYPE_CHECKING
 
 import click
 
-from asyncdist.bench.plan import COLLECTIVES, RIVALS, Plan
+from asyncdist.bench.plan import COLLECTIVES, CONTENDERS, RIVALS, Plan
 from asyncdist.cli import several
 
 if TYPE_CHECKING:
     from asyncdist.bench.result import Report, Row
 
-_SIZES = "4,1K,64K,1M,25M,100M"
+_SIZES = "4,1K,64K,256K,1M,4M,25M,100M"
+_AVAILABLE = "available"
 _FILE = click.Path(dir_okay=False, writable=True, path_type=Path, allow_dash=True)
 _FOLDER = click.Path(file_okay=False, path_type=Path)
 
 
-@click.command(short_help="Measure collectives, beside gloo and plain sockets in the same run.")
+def _rivals(ctx: click.Context, param: click.Parameter, value: str) -> tuple[str, ...]:
+    """Read names of rivals; "available" stands for all that are installed, and says who is not."""
+    asked = several.names((*RIVALS, _AVAILABLE))(ctx, param, value)
+    if _AVAILABLE not in asked:
+        return asked
+    from asyncdist.bench.launch import mpi_missing
+
+    missing = mpi_missing()
+    if missing is not None:
+        click.echo(f"mpi is left out: {missing}", err=True)
+    return tuple(rival for rival in RIVALS if rival != "mpi" or missing is None)
+
+
+def _transports(ctx: click.Context, param: click.Parameter, value: str) -> tuple[str, ...]:
+    """Read names of transports, each of which is a key of the results."""
+    asked = several.words(value)
+    taken = [name for name in asked[1:] if name in CONTENDERS]
+    if not asked or taken:
+        raise click.BadParameter(f"{taken[0]!r} is no transport" if taken else "name at least one")
+    return asked
+
+
+@click.command(short_help="Measure collectives, beside gloo, Open MPI and plain sockets in the same run.")
 @click.argument("collectives", nargs=-1, type=click.Choice(COLLECTIVES), metavar="[COLLECTIVE]...")
 @click.option("--ranks", default=2, show_default=True, type=click.IntRange(2, 64), help="Rank processes to start.")
 @click.option("--sizes", default=_SIZES, show_default=True, callback=several.sizes, help="Bytes of the tensor.")
 @click.option(
-    "--against", default="", callback=several.names(RIVALS), help="Rivals in the same run: gloo, raw, or gloo,raw."
+    "--against", default="", callback=_rivals, help="Rivals in the same run: gloo, mpi, raw; or all that are available."
 )
+@click.option("--registered", is_flag=True, help="Measure ours on tensors of asyncdist.empty(shared=True) too.")
 @click.option("--awaited", is_flag=True, help="Measure `await` on uvloop too, and what it costs more than blocking.")
 @click.option("--ddp", is_flag=True, help="Measure a training step of 6.3 M parameters too.")
-@click.option("--transport", default="tcp", show_default=True, help="Transport of ours.")
+@click.option(
+    "--transport",
+    "transports",
+    default="auto",
+    show_default=True,
+    callback=_transports,
+    help="Transport of ours; each further one competes too.",
+)
 @click.option("--repeat", type=click.IntRange(1), help="Timed calls of each contender.  [default: by size, 400 to 12]")
 @click.option("--pin", is_flag=True, help="Keep each rank on a core of its own: less noise, less like real life.")
 @click.option("--json", "json_file", type=_FILE, help="Write all figures to this file; - is stdout.")
@@ -39,9 +70,10 @@ def bench(
     ranks: int,
     sizes: tuple[int, ...],
     against: tuple[str, ...],
+    registered: bool,
     awaited: bool,
     ddp: bool,
-    transport: str,
+    transports: tuple[str, ...],
     repeat: int | None,
     pin: bool,
     json_file: Path | None,
@@ -55,7 +87,7 @@ def bench(
     barrier.
 
     \b
-    asyncdist bench --against gloo,raw --awaited
+    asyncdist bench --against gloo,mpi,raw --transport auto,tcp --registered
     asyncdist bench broadcast all_gather --ranks 4 --sizes 64K,1M --json figures.json
     """
     from asyncdist.bench.processes import run
@@ -69,8 +101,9 @@ def bench(
         ranks=ranks,
         against=against,
         awaited=awaited,
+        registered=registered,
         training=ddp,
-        transport=transport,
+        transports=transports,
         repeat=repeat,
         pin=pin,
     )

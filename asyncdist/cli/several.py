@@ -12,7 +12,7 @@ from asyncdist.config import whole_number
 def sizes(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, ...]:
     """Read ``4,64K,25M`` as bytes (K, M and G are powers of 1024); a callback for `click.option`."""
     try:
-        read = tuple(whole_number(part) for part in _parts(value))
+        read = tuple(whole_number(part) for part in words(value))
     except ValueError:
         read = ()
     if not read:
@@ -24,13 +24,14 @@ def names(known: Sequence[str]) -> Callable[[click.Context, click.Parameter, str
     """Return a callback that reads some of the known names."""
 
     def read(ctx: click.Context, param: click.Parameter, value: str) -> tuple[str, ...]:
-        for name in _parts(value):
+        for name in words(value):
             if name not in known:
                 raise click.BadParameter(f"{name!r} is not one of {', '.join(known)}")
-        return tuple(dict.fromkeys(_parts(value)))
+        return words(value)
 
     return read
 
 
-def _parts(value: str) -> list[str]:
-    return [part.strip() for part in value.split(",") if part.strip()]
+def words(value: str) -> tuple[str, ...]:
+    """Read words with commas between them, each once."""
+    return tuple(dict.fromkeys(part.strip() for part in value.split(",") if part.strip()))

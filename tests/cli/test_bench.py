@@ -1,23 +1,28 @@
-"""``asyncdist bench`` in small, and the parts that it stands on."""
+"""``asyncdist bench``: small runs as a user starts them, what ends them, and what may be asked."""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
-import threading
+import time
+from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
-from asyncdist.bench import raw
-from asyncdist.bench.contenders import Blocking
-from asyncdist.bench.measure import measure
-from asyncdist.bench.plan import COLLECTIVES, Plan, rounds
-from asyncdist.bench.processes import connected
-from asyncdist.bench.result import Report, Row, Timing
-from asyncdist.bench.table import bandwidth, cells, duration, headings, markdown, size
-from asyncdist.bench.traffic import traffic
-from asyncdist.errors import BenchmarkError
+import asyncdist
+from asyncdist.bench import launch, processes
+from asyncdist.bench.machine import machine
+from asyncdist.bench.plan import COLLECTIVES, Plan
+from asyncdist.bench.result import Report
+from asyncdist.cli import main
+from asyncdist.errors import BenchmarkError, UnsupportedError
+
+PATIENCE = 20.0
+"""Seconds for a process to start, or to be gone."""
 
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -25,11 +30,15 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
 
 
+# -- whole runs -------------------------------------------------------------------------------------
+
+
 @pytest.mark.processes
 def test_a_small_run_gives_table_figures_and_pictures(tmp_path):
-    folder, plot = tmp_path / "out", tmp_path / "all.svg"
+    folder, picture = tmp_path / "out", tmp_path / "all.svg"
     asked = ["all_reduce", "barrier", "--sizes", "4,1K", "--against", "gloo,raw", "--awaited", "--ddp", "--repeat", "2"]
-    run = bench(*asked, "--output", str(folder), "--plot", str(plot), "--json", "-")
+    asked += ["--transport", "tcp,auto"]
+    run = bench(*asked, "--output", str(folder), "--plot", str(picture), "--json", "-")
     assert run.returncode == 0, run.stderr
     found = json.loads(run.stdout)  # with --json - the table goes to stderr
     assert [(row["collective"], row["nbytes"]) for row in found["rows"]] == [
@@ -38,18 +47,38 @@ def test_a_small_run_gives_table_figures_and_pictures(tmp_path):
         ("barrier", 0),
     ]
     for row in found["rows"]:
-        assert set(row["contenders"]) == {"asyncdist", "awaited", "gloo", "raw"}
+        assert set(row["contenders"]) | {"copy"} == {"asyncdist", "auto", "awaited", "gloo", "raw", "copy"}
+        assert ("copy" in row["contenders"]) == (row["collective"] != "barrier")
         assert all(timing["calls"] == 2 and timing["median_us"] > 0 for timing in row["contenders"].values())
+        assert set(row["times_faster_than"]["asyncdist"]) == {"gloo", "raw"}
     assert set(found["training"]["contenders"]) == {"asyncdist", "gloo", "alone"}
     assert found["training"]["parameters"] == pytest.approx(6.3e6, rel=0.01)
-    for words in ("all_reduce, 2 ranks", "1 KiB", "vs gloo", "of raw", "await − block", "stock DDP over gloo"):
+    for words in ("all_reduce, 2 ranks", "1 KiB", "vs gloo", "vs raw", "memory copy", "await − block", "of alone"):
         assert words in run.stderr
     page = (folder / "bench.md").read_text()
     assert "| 1 KiB |" in page
     assert found["machine"]["processor"] in page
     assert json.loads((folder / "bench.json").read_text()) == found
     assert (folder / "bench.png").read_bytes().startswith(b"\x89PNG")
-    assert "<svg" in plot.read_text()
+    assert "<svg" in picture.read_text()
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(launch.mpi_missing() is not None, reason=str(launch.mpi_missing()))
+def test_open_mpi_computes_what_is_asked():
+    # A contender's wrong result ends a run, so figures mean that all results were right.
+    plan = Plan(COLLECTIVES, (4, 65_540), ranks=3, against=("mpi",), transports=("tcp",), repeat=2)
+    report = processes.run(plan)
+    assert [(row.collective, row.nbytes > 0) for row in report.rows] == [(name, size > 0) for name, size in plan.cases]
+    assert all(row.timings["mpi"].median > 0 for row in report.rows)
+    assert report.machine["mpi"].startswith("Open MPI ")
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(not hasattr(asyncdist, "empty"), reason="there are no registered tensors yet")
+def test_registered_tensors_compete():
+    report = processes.run(Plan(COLLECTIVES, (4, 65_540), registered=True, repeat=2))
+    assert all(row.timings["registered"].median > 0 for row in report.rows)
 
 
 @pytest.mark.processes
@@ -57,147 +86,121 @@ def test_a_rank_that_fails_is_told_of_and_nobody_is_left():
     run = bench("--sizes", "4", "--transport", "pigeon")
     assert run.returncode == 1
     assert run.stderr.startswith("Error: the benchmark failed; rank ")
-    assert "there is no transport 'pigeon'; there are inproc, tcp" in run.stderr
+    assert "there is no transport 'pigeon'; there are inproc, " in run.stderr
 
 
-def in_ranks(ranks, program):
-    """Run ``program(rank, sockets)`` in a thread a rank."""
-    table = connected(ranks)
-    failures = []
-
-    def run(rank):
-        try:
-            program(rank, table[rank])
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    for sock in (sock for row in table for sock in row if sock is not None):
-        sock.close()
-    if failures:
-        raise failures[0]
-
-
-@pytest.mark.parametrize("nbytes", [4, 300_000], ids=size)
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("collective", COLLECTIVES)
-def test_plain_sockets_compute_what_is_asked(collective, ranks, nbytes):
-    def program(rank, sockets):
-        case = traffic(collective, rank, ranks, nbytes)
-        call = raw.prepare(raw.Sockets(rank, sockets), case)
-        case.load()
-        call()
-        case.check("raw")
-        case.settle()
-        for _ in range(2):
-            case.restore()
-            call()
-            case.glance("raw")
-
-    in_ranks(ranks, program)
-
-
-class Idle(Blocking):
-    """Does nothing, as fast as can be; from a given call on."""
-
-    name = "idle"
-
-    def __init__(self, honest=0):
-        self.honest = honest
-
-    def prepare(self, case):
-        def call():
-            self.honest -= 1
-            if self.honest >= 0:
-                case.output.copy_(case.expected([case.contribution(rank) for rank in range(case.ranks)]))
-
-        return call
-
-
-@pytest.mark.parametrize("collective", [name for name in COLLECTIVES if name != "barrier"])
-@pytest.mark.parametrize(("honest", "said"), [(0, "gave a wrong result"), (1, "a timed")])
-def test_a_wrong_result_is_never_timed(collective, honest, said):
-    receives = 1 if collective in ("broadcast", "scatter") else 0
-    case = traffic(collective, receives, 2, 64)
-    with pytest.raises(BenchmarkError, match=f"idle: {said}" if honest else f"idle: {collective} .* {said}"):
-        measure(case, [Idle(honest)], lambda: None, Plan(repeat=3), lambda share: None)
-
-
-def test_the_turns_change_and_all_calls_are_made():
-    turns = []
-
-    class Noted(Idle):
-        def run(self, case, calls, before, after):
-            turns.append(self.name)
-            return [1.0] * calls
-
-    first, second = Noted(), Noted()
-    second.name = "second"
-    case = traffic("barrier", 0, 2, 0)
-    timings = measure(case, [first, second], lambda: None, Plan(repeat=45), lambda share: None)
-    assert turns[2:] == ["idle", "second", "second", "idle", "idle", "second"]
-    assert {name: timing.calls for name, timing in timings.items()} == {"idle": 45, "second": 45}
-    assert list(rounds(45, 20)) == [20, 20, 5]
-
-
-def test_figures():
-    timings = {"asyncdist": Timing(1e-3, 2e-3, 9e-4, 5), "gloo": Timing(4e-3, 5e-3, 3e-3, 5)}
-    timings |= {"raw": Timing(9e-4, 1e-3, 8e-4, 5), "awaited": Timing(1.02e-3, 2e-3, 1e-3, 5)}
-    row = Row("all_reduce", 4_000_000, 4, timings)
-    assert row.algorithm_bandwidth == pytest.approx(4e9)
-    assert row.bus_bandwidth == pytest.approx(6e9)
-    factors = {"reduce_scatter": 0.75, "all_gather": 0.75, "all_to_all": 0.75, "broadcast": 1, "reduce": 1}
-    for collective, factor in factors.items():
-        assert Row(collective, 4_000_000, 4, timings).bus_bandwidth == pytest.approx(4e9 * factor)
-    assert row.times_faster_than("gloo") == pytest.approx(4)
-    assert row.awaiting == pytest.approx(2e-5)
-    report = Report(Plan(ranks=4, against=("gloo", "raw"), awaited=True), {}, [row])
-    shown = dict(zip(headings(report), cells(row, report), strict=True))
-    assert shown == {
-        "size": "4000000 B",
-        "median": "1.00 ms",
-        "p99": "2.00 ms",
-        "algbw": "4.00 GB/s",
-        "busbw": "6.00 GB/s",
-        "gloo": "4.00 ms",
-        "vs gloo": "4.00×",
-        "raw sockets": "900 µs",
-        "of raw": "90%",
-        "awaited": "1.02 ms",
-        "await − block": "+20.0 µs",
-    }
-
-
-def test_summaries():
-    timing = Timing.of([float(second) for second in range(200, 0, -1)])
-    assert (timing.median, timing.p99, timing.best, timing.calls) == (100.5, 199.0, 1.0, 200)
-    assert Timing.of([3.0, 1.0]).p99 == 3.0
-
-
+@pytest.mark.processes
 @pytest.mark.parametrize(
-    ("text", "expected"),
+    ("program", "said"),
     [
-        (duration(14.24e-6), "14.2 µs"),
-        (duration(999.97e-6), "1000 µs"),
-        (duration(0.0421), "42.1 ms"),
-        (duration(2.5), "2.50 s"),
-        (bandwidth(15e6), "15.0 MB/s"),
-        (bandwidth(3.39e9), "3.39 GB/s"),
-        (size(4), "4 B"),
-        (size(300 << 10), "300 KiB"),
-        (size(1536 << 10), "1.5 MiB"),
+        ("raise SystemExit('no such thing')", "did not start:\nno such thing"),
+        ("raise SystemExit(3)", "did not start, and said nothing"),
+        (
+            "import os, sys; from asyncdist.bench import rank; "
+            "rank._run = lambda *_: sys.stderr.write('out of oil\\n') and sys.stderr.flush() or os._exit(3); "
+            "rank.main(sys.argv[1], sys.argv[2])",
+            "rank [01] ended without a word:\nout of oil",
+        ),
     ],
+    ids=["at once with words", "at once without", "at work"],
 )
-def test_words_for_figures(text, expected):
-    assert text == expected
+def test_a_rank_that_dies_is_told_of(program, said, monkeypatch):
+    def commands(plan, folder):
+        return [[sys.executable, "-c", program, str(folder), str(rank)] for rank in range(plan.ranks)]
+
+    monkeypatch.setattr(launch, "commands", commands)
+    with pytest.raises(BenchmarkError, match=said):
+        processes.run(Plan())
 
 
-def test_a_page_without_sizes_shows_no_picture():
-    machine = dict.fromkeys(["processor", "cores", "system", "load", "python", "torch", "asyncdist"], "?")
-    report = Report(Plan(), machine, [Row("barrier", 0, 2, {"asyncdist": Timing(1e-5, 1e-5, 1e-5, 1)})])
-    assert "bench.png" not in markdown(report)
-    assert "| — | 10.0 µs |" in markdown(report)
+def descendants(number):
+    """Return the processes that a process has started, and those that they have."""
+    found = set()
+    for path in Path(f"/proc/{number}/task").glob("*/children"):
+        try:
+            children = [int(child) for child in path.read_text().split()]
+        except (FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+            continue
+        found.update(children, *(descendants(child) for child in children))
+    return found
+
+
+def measures(number):
+    """Say whether a process is a rank that knows its plan: it loads torch only then."""
+    try:
+        return "libtorch_cpu" in Path(f"/proc/{number}/maps").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def lives(number):
+    try:
+        return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def until(condition, said):
+    give_up = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < give_up, said
+        time.sleep(0.02)
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="looks for processes in /proc")
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda how: how.name)
+@pytest.mark.parametrize("against", ["raw", "mpi"])
+def test_no_rank_outlives_the_run(against, how, tmp_path):
+    if against == "mpi" and (missing := launch.mpi_missing()) is not None:
+        pytest.skip(missing)
+    command = [sys.executable, "-m", "asyncdist.cli", "bench", "--sizes", "4", "--repeat", "1000000"]
+    command += ["--transport", "tcp", "--against", against]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}  # a killed one leaves its folder
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL, env=environment) as run:
+        until(lambda: sum(map(measures, descendants(run.pid))) == 2, "the ranks did not start")
+        started = descendants(run.pid)
+        run.send_signal(how)
+        assert run.wait(PATIENCE) != 0
+        until(lambda: not any(map(lives, started)), f"{how.name} left a rank")
+
+
+# -- what is asked ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def without_mpi(monkeypatch):
+    monkeypatch.setattr(launch.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(launch, "commands", lambda *_: pytest.fail("something was started"))
+
+
+def test_without_mpi_nothing_is_measured(without_mpi):
+    with pytest.raises(UnsupportedError, match=r"pip install 'asyncdist\[mpi\]'"):
+        processes.run(Plan(against=("mpi",)))
+
+
+@pytest.mark.parametrize(("there", "said"), [(None, "install Open MPI"), ("/bin/mpirun", "is not Open MPI's")])
+def test_without_open_mpi_it_is_said_what_to_install(there, said, monkeypatch):
+    monkeypatch.setattr(launch.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(launch.shutil, "which", lambda name: there)
+    monkeypatch.setattr(launch.subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 0, "HYDRA\n"))
+    assert said in launch.mpi_missing()
+
+
+def test_all_that_is_available_competes(without_mpi, monkeypatch):
+    plans = []
+    monkeypatch.setattr(
+        processes, "run", lambda plan, progress: plans.append(plan) or Report(plan, dict.fromkeys(machine(), "?"))
+    )
+    said = CliRunner().invoke(main, ["bench", "--against", "available", "--transport", "auto,tcp,tcp"])
+    assert said.exit_code == 0, said.output
+    assert "mpi is left out: mpi4py is not installed" in said.output
+    assert (plans[0].against, plans[0].transports) == (("gloo", "raw"), ("auto", "tcp"))
+    assert 4 << 20 in plans[0].sizes
+
+
+@pytest.mark.parametrize(("text", "said"), [("auto,gloo", "'gloo' is no transport"), (",", "name at least one")])
+def test_a_transport_is_no_rival(text, said):
+    run = CliRunner().invoke(main, ["bench", "--transport", text])
+    assert run.exit_code == 2
+    assert said in run.output

@@ -1,0 +1,7 @@
+"""One rank process of a benchmark: ``python -m asyncdist.bench FOLDER RANK``; `processes` starts it."""
+
+import sys
+
+from asyncdist.bench.rank import main
+
+main(sys.argv[1], sys.argv[2])

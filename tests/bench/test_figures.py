@@ -1,0 +1,149 @@
+"""What a run has found: figures, tables, page and picture."""
+
+from __future__ import annotations
+
+import pytest
+
+from asyncdist.bench import plot
+from asyncdist.bench.plan import COLLECTIVES, CONTENDERS, RIVALS, Plan
+from asyncdist.bench.result import Report, Row, Timing
+from asyncdist.bench.table import bandwidth, duration, markdown, sections, size, training_cells
+
+MACHINE = dict.fromkeys(["processor", "cores", "system", "load", "python", "torch", "asyncdist"], "?")
+
+
+def timing(milliseconds):
+    return Timing(milliseconds * 1e-3, milliseconds * 2e-3, milliseconds * 0.9e-3, 5)
+
+
+TIMINGS = {"asyncdist": timing(1), "gloo": timing(4), "raw": timing(0.9), "awaited": timing(1.02), "tcp": timing(3)}
+TIMINGS |= {"mpi": timing(2), "registered": timing(0.5), "copy": timing(0.4)}
+EVERYTHING = Plan(("all_reduce",), (4_000_000,), 4, RIVALS, awaited=True, registered=True, transports=("auto", "tcp"))
+
+
+def shown(plan, row):
+    return [(title, {name: text(row) for name, text in columns}) for title, columns in sections(plan)]
+
+
+def test_figures():
+    row = Row("all_reduce", 4_000_000, 4, TIMINGS)
+    assert row.algorithm_bandwidth == pytest.approx(4e9)
+    assert row.bus_bandwidth == pytest.approx(6e9)
+    factors = {"reduce_scatter": 0.75, "all_gather": 0.75, "all_to_all": 0.75, "broadcast": 1, "reduce": 1}
+    for collective, factor in factors.items():
+        assert Row(collective, 4_000_000, 4, TIMINGS).bus_bandwidth == pytest.approx(4e9 * factor)
+    assert row.times_faster_than("gloo") == pytest.approx(4)
+    assert row.times_faster_than("gloo", "registered") == pytest.approx(8)
+    assert row.copies() == pytest.approx(2.5)
+    assert row.awaiting == pytest.approx(2e-5)
+    assert shown(EVERYTHING, row) == [
+        (
+            "median time of a call",
+            {
+                "size": "4000000 B",
+                "asyncdist": "1.00 ms",
+                "p99": "2.00 ms",
+                "registered": "500 µs",
+                "tcp": "3.00 ms",
+                "awaited": "1.02 ms",
+                "gloo": "4.00 ms",
+                "Open MPI": "2.00 ms",
+                "raw sockets": "900 µs",
+                "memory copy": "400 µs",
+            },
+        ),
+        (
+            "ratios and bandwidth",
+            {
+                "size": "4000000 B",
+                "vs gloo": "4.00×",
+                "vs mpi": "2.00×",
+                "vs raw": "0.90×",
+                "× copy": "2.50×",
+                "registered\nvs gloo": "8.00×",
+                "registered\nvs mpi": "4.00×",
+                "registered\nvs raw": "1.80×",
+                "registered\n× copy": "1.25×",
+                "await − block": "+20.0 µs",
+                "algbw": "4.00 GB/s",
+                "busbw": "6.00 GB/s",
+            },
+        ),
+    ]
+
+
+def test_ours_alone_is_one_table():
+    ((title, texts),) = shown(Plan(), Row("barrier", 0, 2, {"asyncdist": timing(1)}))
+    assert title == ""
+    assert texts == {
+        "size": "—",
+        "asyncdist": "1.00 ms",
+        "p99": "2.00 ms",
+        "memory copy": "—",
+        "× copy": "—",
+        "algbw": "—",
+        "busbw": "—",
+    }
+
+
+def test_training_is_compared_with_ours_and_with_the_model_alone():
+    training = {"asyncdist": timing(3), "gloo": timing(6), "alone": timing(2)}
+    report = Report(Plan(), MACHINE, training=training)
+    assert [cells[3:] for cells in training_cells(report)] == [
+        ["1.00×", "1.50×"],
+        ["2.00×", "3.00×"],
+        ["0.67×", "1.00×"],
+    ]
+    assert report.as_json()["training"]["contenders"]["asyncdist"]["times_alone"] == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize("collectives", [COLLECTIVES[:1], COLLECTIVES[:5], COLLECTIVES])
+def test_every_contender_is_drawn_and_explained_once(collectives, tmp_path):
+    rows = [Row(name, nbytes, 4, TIMINGS) for name in collectives for nbytes in ((0,) if name == "barrier" else (4, 8))]
+    figure = plot.figure_of(Report(EVERYTHING, {**MACHINE, "processor": "an abacus"}, rows))
+    panels = [panel for panel in figure.axes if panel.lines]
+    assert len(panels) == len(set(collectives) - {"barrier"})
+    for panel in panels:
+        assert len(panel.lines) == len(EVERYTHING.contenders)
+        assert panel.get_xscale() == panel.get_yscale() == "log"
+    (legend,) = [*figure.legends, *(panel.get_legend() for panel in figure.axes if panel.get_legend())]
+    labels = [text.get_text() for text in legend.get_texts()]
+    assert len(set(labels)) == len(EVERYTHING.contenders)
+    assert "asyncdist over tcp" in labels
+    assert "an abacus" in figure.get_supxlabel()
+
+
+def test_summaries():
+    timing = Timing.of([float(second) for second in range(200, 0, -1)])
+    assert (timing.median, timing.p99, timing.best, timing.calls) == (100.5, 199.0, 1.0, 200)
+    assert Timing.of([3.0, 1.0]).p99 == 3.0
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (duration(14.24e-6), "14.2 µs"),
+        (duration(999.97e-6), "1000 µs"),
+        (duration(0.0421), "42.1 ms"),
+        (duration(2.5), "2.50 s"),
+        (bandwidth(15e6), "15.0 MB/s"),
+        (bandwidth(3.39e9), "3.39 GB/s"),
+        (size(4), "4 B"),
+        (size(300 << 10), "300 KiB"),
+        (size(1536 << 10), "1.5 MiB"),
+    ],
+)
+def test_words_for_figures(text, expected):
+    assert text == expected
+
+
+def test_a_page_without_sizes_shows_no_picture():
+    report = Report(Plan(), MACHINE, [Row("barrier", 0, 2, {"asyncdist": Timing(1e-5, 1e-5, 1e-5, 1)})])
+    assert "bench.png" not in markdown(report)
+    assert "| — | 10.0 µs |" in markdown(report)
+
+
+def test_the_contenders_of_a_plan():
+    plan = Plan(against=RIVALS, awaited=True, registered=True, transports=("auto", "tcp"))
+    assert set(plan.contenders) == {*CONTENDERS, "tcp"}
+    assert Plan().contenders == ("asyncdist", "copy")
