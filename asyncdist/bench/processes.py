@@ -64,8 +64,7 @@ def _started(plan: Plan, folder: Path) -> Iterator[list[Connection]]:
     with contextlib.ExitStack() as stack:
         stack.callback(_end, programs)
         server = stack.enter_context(socket.socket(socket.AF_UNIX))
-        server.bind(str(folder / MEETING))  # in a folder that only we may enter
-        server.listen(plan.ranks)
+        _listen(server, folder / MEETING, plan.ranks)
         words = stack.enter_context((folder / _WORDS).open("wb"))
         for command in launch.commands(plan, folder):
             # In sessions of their own: an interrupt from the keyboard is for us, and we end them.
@@ -76,6 +75,17 @@ def _started(plan: Plan, folder: Path) -> Iterator[list[Connection]]:
         for program in programs:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 program.wait(_GOODBYE)
+
+
+def _listen(server: socket.socket, path: Path, ranks: int) -> None:
+    """Let ranks dial a Unix socket: it lies in a folder that only we may enter."""
+    try:
+        server.bind(str(path))
+    except OSError as cause:
+        raise BenchmarkError(
+            f"{path} cannot be a socket ({cause}): set TMPDIR to a folder with a short name"
+        ) from cause
+    server.listen(ranks)
 
 
 def _met(

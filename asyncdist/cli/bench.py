@@ -47,7 +47,10 @@ def _transports(ctx: click.Context, param: click.Parameter, value: str) -> tuple
 @click.option("--ranks", default=2, show_default=True, type=click.IntRange(2, 64), help="Rank processes to start.")
 @click.option("--sizes", default=_SIZES, show_default=True, callback=several.sizes, help="Bytes of the tensor.")
 @click.option(
-    "--against", default="", callback=_rivals, help="Rivals in the same run: gloo, mpi, raw; or all that are available."
+    "--against",
+    default="",
+    callback=_rivals,
+    help="Rivals in the same run: gloo, mpi, raw; or `available` ones.",
 )
 @click.option("--registered", is_flag=True, help="Measure ours on tensors of asyncdist.empty(shared=True) too.")
 @click.option("--awaited", is_flag=True, help="Measure `await` on uvloop too, and what it costs more than blocking.")

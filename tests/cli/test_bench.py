@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -82,11 +83,23 @@ def test_registered_tensors_compete():
 
 
 @pytest.mark.processes
-def test_a_rank_that_fails_is_told_of_and_nobody_is_left():
-    run = bench("--sizes", "4", "--transport", "pigeon")
+@pytest.mark.parametrize("against", ["raw", "mpi"])
+def test_a_rank_that_fails_is_told_of_and_nobody_is_left(against):
+    if against == "mpi" and (missing := launch.mpi_missing()) is not None:
+        pytest.skip(missing)
+    run = bench("--sizes", "4", "--transport", "pigeon", "--against", against)
     assert run.returncode == 1
     assert run.stderr.startswith("Error: the benchmark failed; rank ")
     assert "there is no transport 'pigeon'; there are inproc, " in run.stderr
+
+
+@pytest.mark.processes
+def test_a_folder_too_deep_for_a_socket_is_named(tmp_path, monkeypatch):
+    deep = tmp_path / ("d" * 120)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    with pytest.raises(BenchmarkError, match="set TMPDIR to a folder with a short name"):
+        processes.run(Plan())
 
 
 @pytest.mark.processes
@@ -151,18 +164,22 @@ def until(condition, said):
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="looks for processes in /proc")
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda how: how.name)
 @pytest.mark.parametrize("against", ["raw", "mpi"])
-def test_no_rank_outlives_the_run(against, how, tmp_path):
+def test_no_rank_outlives_the_run(against, how):
     if against == "mpi" and (missing := launch.mpi_missing()) is not None:
         pytest.skip(missing)
     command = [sys.executable, "-m", "asyncdist.cli", "bench", "--sizes", "4", "--repeat", "1000000"]
     command += ["--transport", "tcp", "--against", against]
-    environment = {**os.environ, "TMPDIR": str(tmp_path)}  # a killed one leaves its folder
-    with subprocess.Popen(command, stderr=subprocess.DEVNULL, env=environment) as run:
+    with (
+        tempfile.TemporaryDirectory() as folder,  # a killed one leaves its own
+        subprocess.Popen(command, stderr=subprocess.DEVNULL, env={**os.environ, "TMPDIR": folder}) as run,
+    ):
         until(lambda: sum(map(measures, descendants(run.pid))) == 2, "the ranks did not start")
         started = descendants(run.pid)
         run.send_signal(how)
         assert run.wait(PATIENCE) != 0
         until(lambda: not any(map(lives, started)), f"{how.name} left a rank")
+        if how is signal.SIGINT:
+            assert not list(Path(folder).glob("asyncdist-bench-*"))
 
 
 # -- what is asked ----------------------------------------------------------------------------------
