@@ -16,7 +16,7 @@ COLLECTIVES = (
     "scatter",
     "barrier",
 )
-RIVALS = ("gloo", "raw", "mpi")
+RIVALS = ("gloo", "mpi", "raw")
 CONTENDERS = ("asyncdist", "registered", "awaited", *RIVALS, "copy")
 """Keys of the results; a further transport's key is its own name."""
 
@@ -61,7 +61,7 @@ class Plan:
             *(("registered",) if self.registered else ()),
             *self.transports[1:],
             *(("awaited",) if self.awaited else ()),
-            *(name for name in ("gloo", "mpi", "raw") if name in self.against),
+            *(name for name in RIVALS if name in self.against),
             "copy",
         )
 

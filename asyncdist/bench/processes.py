@@ -104,8 +104,9 @@ def _met(
             continue
         accepted.setblocking(True)
         pipe = stack.enter_context(Connection(accepted.detach()))
-        rank, ports_of_rank = pipe.recv()
-        pipes[rank], ports[rank] = pipe, ports_of_rank
+        with contextlib.suppress(EOFError):  # it has ended already, which the next look shows
+            rank, port = pipe.recv()
+            pipes[rank], ports[rank] = pipe, port
     token = secrets.token_bytes(16)
     in_order = range(plan.ranks)
     for pipe in pipes.values():

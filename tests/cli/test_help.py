@@ -51,7 +51,7 @@ def test_version():
         (["bench", "all_reduse"], "'all_reduse' is not one of 'all_reduce'"),
         (["bench", "--sizes", "4,many"], "'4,many' is no list of sizes such as 4,64K,25M"),
         (["bench", "--sizes", ","], "no list of sizes"),
-        (["bench", "--against", "nccl"], "'nccl' is not one of gloo, raw"),
+        (["bench", "--against", "nccl"], "'nccl' is not one of gloo, mpi, raw"),
         (["bench", "--ranks", "1"], "1 is not in the range"),
         (["info", "--collective", "sum"], "'sum' is not one of"),
         (["store", "--port", "70000"], "70000 is not in the range"),
