@@ -32,6 +32,9 @@ class Config:
         "ASYNCDIST_SOCKET_IFNAME",
         "interface to advertise: a name prefix, =exact, or ^prefix to exclude; a,b for several",
     )
+    host: str | None = _setting(
+        None, "ASYNCDIST_HOST", "name of this host: ranks of another name share no memory with us (default: the machine)"
+    )
     transport: str = _setting("auto", "ASYNCDIST_TRANSPORT", "transport when init_process_group names none")
     timeout: float = _setting(
         1800.0, "ASYNCDIST_TIMEOUT", "seconds after which an operation fails, unless told otherwise"
@@ -42,6 +45,9 @@ class Config:
     )
     piece_nbytes: int = _setting(
         256 << 10, "ASYNCDIST_PIECE_NBYTES", "bytes received before they are reduced (kept in cache)"
+    )
+    shm_area_nbytes: int = _setting(
+        512 << 10, "ASYNCDIST_SHM_AREA_NBYTES", "bytes of shared memory that a message goes through (kept in cache)"
     )
     segment_nbytes: int = _setting(1 << 20, "ASYNCDIST_SEGMENT_NBYTES", "bytes of one step of a pipelined broadcast")
     eager_nbytes: int = _setting(

@@ -23,6 +23,7 @@
     ├── GradientError                        you: backward gave no gradient, or two, or stopped half-way
     ├── ProtocolError                        remote: bytes that are not our protocol
     ├── BenchmarkError                       a rank of `asyncdist bench` failed, or a result was wrong
+    ├── SharedMemoryError (MemoryError)      the machine: no shared memory to be had, or no more of it
     └── TransportUnavailableError            asked for by name, cannot be used here
 
 They carry fields and build their sentence late, in ``__str__``; each sentence ends with what to do.
@@ -298,6 +299,10 @@ class ProtocolError(AsyncdistError):
 
 class BenchmarkError(AsyncdistError):
     """A rank of a benchmark failed, or a contender computed a wrong result; there are no figures then."""
+
+
+class SharedMemoryError(AsyncdistError, MemoryError):
+    """There is no shared memory to be had here, or no more of it; nothing was half done."""
 
 
 class TransportUnavailableError(AsyncdistError):

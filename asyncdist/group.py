@@ -9,7 +9,8 @@ Ranks issue the operations of one group in the same order, from any thread; seve
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from time import perf_counter
 from typing import Any, TypedDict, Unpack
 
 from asyncdist.buffers import Scratch
@@ -17,13 +18,14 @@ from asyncdist.collectives import exchanges, plans, reductions
 from asyncdist.collectives.arguments import check_length
 from asyncdist.collectives.choose import Model, parse_forced
 from asyncdist.collectives.operation import Channel, Operation, Plan
+from asyncdist.collectives.schedule import Schedule
 from asyncdist.deadline import Timeout, seconds
 from asyncdist.errors import GroupAbortedError, NotInitializedError, UsageError
 from asyncdist.framing import channel_of
 from asyncdist.mesh import Mesh
 from asyncdist.observe.recorder import Entry
 from asyncdist.ops import ReduceOp, Reduction, reduction
-from asyncdist.work import Work
+from asyncdist.work import Work, completed
 
 
 class How(TypedDict, total=False):
@@ -35,6 +37,23 @@ class How(TypedDict, total=False):
 
     background: bool
     timeout: Timeout
+
+
+def _announced(announcement: Schedule, parts: Iterable[Schedule]) -> Iterator[Schedule]:
+    """Have the first of several parts begin with an announcement."""
+
+    def first(part: Schedule) -> Schedule:
+        yield from announcement
+        yield from part
+
+    for number, part in enumerate(parts):
+        yield part if number else first(part)
+
+
+def _raising(cause: Exception) -> Schedule:
+    """Return a schedule that raises what a schedule has raised before it was an operation's."""
+    yield ()
+    raise cause
 
 
 class Group:
@@ -58,12 +77,17 @@ class Group:
         forced = parse_forced(mesh.config.algorithm)
         model = Model(segment_nbytes=mesh.config.segment_nbytes)
         window = max(2, mesh.config.lanes)
-        self._who = plans.Member(self._rank, len(self.ranks), mesh.config, model, forced, Scratch(), window)
+        self._native = mesh.native(self._channel) if len(self.ranks) > 1 else None
+        self._who = plans.Member(
+            self._rank, len(self.ranks), mesh.config, model, forced, Scratch(), window, native=self._native
+        )
         self._closed = False
         self.world: Any = None
         mesh.progress.submit(self._open)
 
     def _open(self) -> None:
+        if self._native is not None:
+            self._native.open()
         self.mesh.open(self._channel)
         self.mesh.open(self._messages)
 
@@ -119,10 +143,29 @@ class Group:
             number = next(self._sequence)
         entry = Entry(self.name, name, number, plan.fingerprint, plan.nbytes)
         mesh.recorder.add(entry)
+        parts = plan.parts
+        if self._native is not None and not channel.point_to_point:
+            if plan.native is not None:
+                schedule = plan.native(number, plan.fingerprint)
+                try:
+                    if channel.error is None and mesh.attempt(schedule, wait=not background):
+                        return self._completed(number, plan, entry)
+                except Exception as cause:
+                    schedule = _raising(cause)  # an operation that fails of it fails the group, and tells the peers
+                parts = (schedule,)
+            else:
+                parts = _announced(self._native.announce(number, plan.fingerprint), parts)
         work = Work(mesh.progress)
-        operation = Operation(channel, name, number, plan, work, limit, entry)
+        operation = Operation(channel, name, number, plan, parts, work, limit, entry)
         mesh.issue(operation, background=background)
         return work
+
+    def _completed(self, number: int, plan: Plan, entry: Entry) -> Work:
+        """Return the work of an operation that was over before it had to be made one."""
+        self._channel.count(number)
+        value = plan.finish() if plan.finish is not None else None
+        entry.finished = perf_counter()
+        return completed(value)
 
     def _other(self, rank: int, what: str) -> int:
         if self._peer(rank, what) == self._rank:
@@ -291,3 +334,5 @@ class Group:
             self._closed = True
             self.mesh.progress.submit(lambda: self.mesh.end(self._channel))
             self.mesh.progress.submit(lambda: self.mesh.end(self._messages))
+            if self._native is not None:
+                self.mesh.progress.submit(self._native.close)

@@ -29,11 +29,14 @@ class Machine(Protocol):
     def advance(self, ready: Iterable[int] | None) -> bool:
         """Move what can be moved, of the given descriptors or of all that want to; return whether anything moved."""
 
-    def waits(self) -> list[Wait]:
-        """Return the descriptors and events to wait for."""
+    def waits(self) -> list[Wait] | None:
+        """Return the descriptors and events to sleep on, and have peers ring there; None if something moved meanwhile."""
 
     def busy(self) -> bool:
         """Return whether anything is pending that needs a driver."""
+
+    def idle(self) -> bool:
+        """Return whether no operation is pending."""
 
     def next_deadline(self) -> float:
         """Return the monotonic time at which `expire` has something to do; infinity for never."""

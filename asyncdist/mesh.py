@@ -11,8 +11,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import itertools
 import logging
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from time import monotonic
 from typing import Any
@@ -21,11 +21,13 @@ from asyncdist import lifetime
 from asyncdist.buffers import Scratch
 from asyncdist.collectives.executor import Executor
 from asyncdist.collectives.operation import Channel, Operation
+from asyncdist.collectives.schedule import Schedule
 from asyncdist.config import Config
 from asyncdist.errors import GroupAbortedError, GroupError, MismatchError, PeerLostError, TransportUnavailableError
 from asyncdist.framing import ABORT, GOODBYE, Fingerprint, pack_key
 from asyncdist.machine import Wait
 from asyncdist.mismatch import describe
+from asyncdist.native import Native
 from asyncdist.notices import ENDED, LEFT, last_words, spell, unspell
 from asyncdist.observe.recorder import Recorder
 from asyncdist.progress import Progress
@@ -61,14 +63,13 @@ class Mesh:
         self.world_id = world_id
         self.config = config
         self.recorder = Recorder(rank, world_size, config.flight_recorder_size)
-        # Who spins takes a core from the peer that it waits for, where ranks outnumber cores or share a thread.
-        spins = world_size <= (os.cpu_count() or 1) and not kinds[0].same_thread
-        spin, loop_spin = (config.spin_us * 1e-6, config.await_spin_us * 1e-6) if spins else (0.0, 0.0)
-        self.progress = Progress(self, home, spin=spin, loop_spin=loop_spin)
+        self.progress = Progress(self, home)
         self._transports = [kind(self) for kind in kinds]
         self.of_parent: tuple[object, ...] = ()  # in a forked child: what only the parent may use
         self._executor = Executor(self, Scratch(), config.piece_nbytes)
         self._addresses: Sequence[Addresses] = ()
+        self._reached: dict[str, list[set[int]]] = {}  # by transport and rank: whom it has tried and reaches
+        self._spin = 0.0
         self._links: dict[int, Link] = {}
         self._inboxes: dict[int, Inbox] = {}
         self._channels: dict[bytes, Channel] = {}
@@ -95,10 +96,52 @@ class Mesh:
         return {transport.name: transport.listen(where) for transport in self._transports}
 
     def connect(self, addresses: Sequence[Addresses]) -> None:
-        """Take what every rank's `listen` returned, by rank."""
+        """Take what every rank's `listen` returned, by rank; then `settle`."""
         self._addresses = addresses
+
+    async def settle(self, timeout: float) -> dict[str, list[int]]:
+        """Try whom we reach by which transport; return it for every rank to learn."""
+        reached = {}
+        for transport in self._transports:
+            tried = await transport.settle([address.get(transport.name) for address in self._addresses], timeout)
+            if tried is not None:
+                reached[transport.name] = tried
+        return reached
+
+    def agree(self, reached: Sequence[Mapping[str, Sequence[int]]]) -> None:
+        """Take what every rank's `settle` returned, by rank. Two ranks use a transport if both reach the other."""
+        for transport in self._transports:
+            if transport.name in reached[self.rank]:
+                self._reached[transport.name] = [set(one.get(transport.name, ())) for one in reached]
+        ways = {self._way(peer) for peer in range(self.world_size) if peer != self.rank} - {None}
+        waits = [way.spin() for way in ways if way is not None]
+        self._spin = min((spin for spin, _ in waits), default=0.0)
+        loop_spin = min(self._spin, self.config.await_spin_us * 1e-6)
+        self.progress.spin_for(self._spin, loop_spin, crowded=any(crowded for _, crowded in waits))
         if self._at_home:
             self.progress.arm()
+
+    def _way(self, peer: int) -> Transport | None:
+        """Return the transport by which a peer is reached."""
+        for transport in self._transports:
+            address = self._addresses[peer].get(transport.name)
+            if address is not None and transport.reaches(address) and self._joined(transport.name, self.rank, peer):
+                return transport
+        return None
+
+    def _joined(self, name: str, rank: int, peer: int) -> bool:
+        reached = self._reached.get(name)
+        return reached is None or (peer in reached[rank] and rank in reached[peer])
+
+    def native(self, channel: Channel) -> Native | None:
+        """Return the native collectives of a group, if one transport that offers any reaches all of it."""
+        for transport in self._transports:
+            if transport.name in self._reached and all(
+                self._joined(transport.name, one, other)
+                for one, other in itertools.combinations(channel.members, 2)
+            ):
+                return transport.native(channel.number, channel.members)
+        return None
 
     def close(self) -> None:
         """Fail what is pending, say goodbye to every peer, and close every connection. Idempotent."""
@@ -204,11 +247,9 @@ class Mesh:
         return link
 
     def _make_link(self, peer: int) -> Link:
-        published = self._addresses[peer]
-        for transport in self._transports:
-            address = published.get(transport.name)
-            if address is not None and transport.reaches(address):
-                return transport.link(peer, address)
+        transport, published = self._way(peer), self._addresses[peer]
+        if transport is not None:
+            return transport.link(peer, published[transport.name])
         ours = ", ".join(transport.name for transport in self._transports)
         raise TransportUnavailableError(
             f"no transport reaches rank {peer}: it offers {', '.join(published) or 'none'}, we can use {ours}; "
@@ -273,8 +314,10 @@ class Mesh:
             )
 
     def _differ(self, channel: Channel, peer: int, ours: int, theirs: int) -> None:
-        reason = describe(Fingerprint.unpack(ours), self.rank, Fingerprint.unpack(theirs), peer)
-        self.fail(channel, MismatchError(peer, reason))
+        self.fail(channel, self.difference(peer, ours, theirs))
+
+    def difference(self, peer: int, ours: int, theirs: int) -> MismatchError:
+        return MismatchError(peer, describe(Fingerprint.unpack(ours), self.rank, Fingerprint.unpack(theirs), peer))
 
     def _compare_early(self, operation: Operation) -> None:
         """Compare an operation with messages that came for it before it was issued."""
@@ -320,7 +363,9 @@ class Mesh:
     def _waits_for(self, channel: Channel, peer: int) -> bool:
         """Return whether anything pending needs the peer, or anybody at all when it was the last to go."""
         operations = channel.operations.values()
-        awaited = {t.peer for operation in operations for task in operation.tasks for t in task.transfers if not t.done}
+        self._executor.run()  # what it did before it left may be all that was needed
+        tasks = [task for operation in operations for task in operation.tasks]
+        awaited = {t.peer for task in tasks for t in task.transfers if not t.done} | {task.awaits for task in tasks}
         return peer in awaited or (-1 in awaited and set(channel.members) - {self.rank} <= self._gone.keys())
 
     def post(self, action: Callable[[], None]) -> None:
@@ -341,10 +386,13 @@ class Mesh:
             moved = transport.advance(ready) or moved
         return self._executor.run() or moved
 
-    def waits(self) -> list[Wait]:
-        if len(self._transports) == 1:
-            return self._transports[0].waits()
-        return [wait for transport in self._transports for wait in transport.waits()]
+    def waits(self) -> list[Wait] | None:
+        waits = [wait for transport in self._transports for wait in transport.waits()]
+        # Peers ring from now on; what they did just before, without ringing, is seen by looking once more.
+        return None if self._executor.run() else waits
+
+    def idle(self) -> bool:
+        return not self._executor.operations
 
     def busy(self) -> bool:
         # After a failure we stay to be reached: who waits for us must hear of it, also where it connects only now.
@@ -381,6 +429,10 @@ class Mesh:
         return finished
 
     # -- for groups ----------------------------------------------------------------------------
+
+    def attempt(self, schedule: Schedule, *, wait: bool) -> bool:
+        """Run a native schedule here and now; return whether it is over. Else an operation goes on with it."""
+        return self.progress.attempt(schedule, self._spin if wait else 0.0)
 
     def issue(self, operation: Operation, *, background: bool) -> None:
         """Start an operation, and see that it goes on (``background``) or drive it to its end in this thread."""

@@ -32,6 +32,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from time import monotonic
 
+from asyncdist.collectives.schedule import Schedule
 from asyncdist.errors import LoopThreadError
 from asyncdist.machine import READ, WRITE, Finishable, Machine, Wait
 from asyncdist.runtime import runtime
@@ -69,21 +70,13 @@ class Progress:
     """Sees to it that exactly one driver at a time advances a machine, and that there is one when it is needed.
 
     ``home`` is the loop that drives when nobody blocks; ``None`` takes the runtime's background loop, and only
-    while something is pending. ``spin`` is for how many seconds an inline driver tries again before it sleeps, and
-    ``loop_spin`` the same for the home loop: waking a sleeper costs more than a short message takes.
+    while something is pending.
     """
 
-    def __init__(
-        self,
-        machine: Machine,
-        home: asyncio.AbstractEventLoop | None = None,
-        *,
-        spin: float = 0.0,
-        loop_spin: float = 0.0,
-    ) -> None:
+    def __init__(self, machine: Machine, home: asyncio.AbstractEventLoop | None = None) -> None:
         self._machine = machine
-        self._spin = spin
-        self._loop_spin = loop_spin if home is not None else 0.0
+        self._spin = self._loop_spin = 0.0
+        self._polls = 64
         self._home = home
         self._lock = threading.Lock()
         self._inbox: deque[Callable[[], None]] = deque()
@@ -96,6 +89,15 @@ class Progress:
         self._timer: asyncio.TimerHandle | None = None
         self._retired: list[socket.socket] = []
         self._closed = False
+
+    def spin_for(self, spin: float, loop_spin: float, *, crowded: bool) -> None:
+        """Set for how many seconds an inline driver tries again before it sleeps, and the home loop before it turns.
+
+        Waking a sleeper costs more than a short message takes. Where it is crowded, peers wait for the core that we spin
+        on: it is offered to them more often.
+        """
+        self._spin, self._loop_spin = spin, loop_spin if self._home is not None else 0.0
+        self._polls = 8 if crowded else 64
 
     # -- for everyone --------------------------------------------------------------------------
 
@@ -168,6 +170,47 @@ class Progress:
         self._inbox.append(action)
         self.drive(work, until)
 
+    def attempt(self, schedule: Schedule, spin: float) -> bool:
+        """Run a schedule that needs no links in this thread, for at most ``spin`` seconds of waiting.
+
+        Returns whether it is over; else it is as far as it got, and perhaps not begun: an operation goes on with it. This
+        is what a call costs when its peers are there, so nothing is made or asked that is not needed for that.
+        """
+        if not self._seat.acquire(blocking=False):
+            return False
+        try:
+            if not self._lock.acquire(blocking=False):
+                return False
+            try:
+                return not self._inbox and self._machine.idle() and self._run_out(schedule, spin)
+            except Exception:
+                raise
+            except BaseException as cause:
+                self._machine.interrupted(cause)
+                self._kick()
+                raise
+            finally:
+                self._lock.release()
+        finally:
+            self._seat.release()
+            if self._followers or self._inbox:
+                self._hand_over()
+
+    def _run_out(self, schedule: Schedule, spin: float) -> bool:
+        until, polls, enough = 0.0, 0, self._polls if spin else 1
+        for step in schedule:
+            if step == ():
+                polls, until = 0, 0.0
+                continue
+            polls += 1
+            if polls == enough:
+                polls, now = 0, monotonic()
+                until = until or now + spin
+                if now >= until:
+                    return False
+                _yield_core()
+        return True
+
     def drive(self, work: Finishable, until: float) -> None:
         """Block until ``work`` is completed or the monotonic time ``until`` has come, driving meanwhile."""
         while not work.is_completed():
@@ -196,7 +239,7 @@ class Progress:
                         spin_until = now + self._spin
                     elif now >= spin_until:
                         waits = self._machine.waits()
-                        self._sleeping = True
+                        self._sleeping = waits is not None
                     else:
                         _yield_core()  # to a peer that shares it; two that both want to run are soon moved apart
             self._deliver()
@@ -309,7 +352,10 @@ class Progress:
             self._expire()
             wanted = self._machine.waits() if self._home is not None or self._machine.busy() else []
             at = self._machine.next_deadline()
-        self._watch(dict(wanted))
+        if wanted is None:
+            moved = True
+        else:
+            self._watch(dict(wanted))
         self._set_timer(at)
         self._deliver()
         if moved or self._inbox:

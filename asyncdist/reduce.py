@@ -7,7 +7,7 @@ with numpy's kernels.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -19,6 +19,9 @@ from asyncdist.ops import PremulSum, ReduceOp, Reduction
 
 Fold = Callable[[torch.Tensor, torch.Tensor, bool], None]
 """``fold(into, other, swapped)``: into = into ∘ other, or other ∘ into when swapped; both flat and of one length."""
+
+Combine = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]
+"""``combine(first, second, out)``: out = first ∘ second; all flat, of one length and dtype; out may be one of them."""
 
 _TORCH: dict[ReduceOp, Callable[..., torch.Tensor]] = {
     ReduceOp.SUM: torch.add,
@@ -86,13 +89,48 @@ def fold_of(op: Reduction, dtype: torch.dtype) -> Fold:
     return _FOLDS[kernel]
 
 
+def combine_of(op: Reduction, dtype: torch.dtype) -> Combine:
+    """Return the function that combines two runs of elements of ``dtype`` into a third."""
+    kernel = kernel_of(op)
+    if dtype not in _SIGNED:
+        plain = _TORCH[kernel]
+        return lambda first, second, out: plain(first, second, out=out)
+    if kernel in _ORDERED:
+        compare = _NUMPY[kernel]
+        return lambda first, second, out: compare(first.numpy(), second.numpy(), out=out.numpy())
+    signed, wraps = _SIGNED[dtype], _TORCH[kernel]
+    return lambda first, second, out: wraps(first.view(signed), second.view(signed), out=out.view(signed))
+
+
 class Arithmetic(NamedTuple):
-    """What a reduction of a dtype needs: its kernel, the dtype to accumulate in, and whether that is another one."""
+    """What a reduction of a dtype needs: its kernels, the dtype to accumulate in, and whether that is another one.
+
+    ``rounds_once`` says that the dtype's own kernel gives for two operands what accumulating would.
+    """
 
     fold: Fold
+    combine: Combine
     accumulator: torch.dtype
     widens: bool
     averages: bool
+    rounds_once: bool
+
+    def reduce(self, inputs: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        """Set ``out`` to the reduction of several inputs, in their order; it may be the first or the second of them."""
+        if self.widens and not (self.rounds_once and len(inputs) == 2):
+            wide = inputs[0].to(self.accumulator, copy=True)
+            for other in inputs[1:]:
+                self.fold(wide, other, False)
+            if self.averages:
+                divide(wide, len(inputs))
+            out.copy_(wide)
+            return
+        first, second, *others = inputs
+        self.combine(first, second, out)
+        for other in others:
+            self.combine(out, other, out)
+        if self.averages:
+            divide(out, len(inputs))
 
 
 @lru_cache(maxsize=1024)
@@ -105,7 +143,9 @@ def arithmetic(op: Reduction, dtype: torch.dtype) -> Arithmetic:
     wide = accumulator(op, dtype)
     widens = wide is not dtype and (kernel_of(op) in (ReduceOp.SUM, ReduceOp.PRODUCT) or dtype.itemsize == 1)
     wide = wide if widens else dtype
-    return Arithmetic(fold_of(op, wide), wide, widens, op is ReduceOp.AVG)
+    averages = op is ReduceOp.AVG
+    rounds_once = dtype in (torch.float16, torch.bfloat16) and not averages
+    return Arithmetic(fold_of(op, wide), combine_of(op, dtype), wide, widens, averages, rounds_once)
 
 
 def divide(tensor: torch.Tensor, by: int) -> None:

@@ -12,260 +12,35 @@ each peer has an `Inbox`, shared by whatever connections that peer has opened to
 
 Everything here is called under the lock of the world's `progress.Progress`; nothing here blocks. A transport reports to
 its `Host`, the mesh. To write one: implement `Transport` and `Link`, announce the class under the entry-point group
-``asyncdist.transports``, and run `asyncdist.testing.conformance` on it.
+``asyncdist.transports``, and run the drills of `asyncdist.testing` over it.
+
+A transport that reaches some peers only by trying (shared memory) says so in `Transport.settle`, before the world is
+complete; one that can do better than messages where it reaches a whole group offers a `native.Native`.
 """
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from asyncdist.config import Config
-from asyncdist.framing import pack_header
+from asyncdist.inbox import Blocked, Discard, Inbox, Outgoing, Owner, PutAside, Receive, pour
 from asyncdist.reminders import Reminders
 
 if TYPE_CHECKING:
     import socket
 
+    from asyncdist.native import Native
+
+__all__ = [
+    "Address", "Blocked", "Discard", "Host", "Inbox", "Link", "Outgoing", "Owner", "PutAside", "Receive", "Transport",
+    "Wait", "pour",
+]  # fmt: skip
+
 Address = Mapping[str, Any]
 Wait = tuple[int, int]
-
-
-# -- what is moved --------------------------------------------------------------------------------
-
-
-class Owner(Protocol):
-    """Who is told that a transfer is over."""
-
-    def transferred(self) -> None: ...
-
-
-class Outgoing:
-    """One message on its way out: header and body, and how many of their bytes have left."""
-
-    __slots__ = ("body", "done", "header", "owner", "peer", "sent")
-
-    def __init__(
-        self, peer: int, key: bytes, fingerprint: int, body: memoryview, owner: Owner | None, kind: int = 1
-    ) -> None:
-        self.peer = peer
-        self.header = pack_header(key, fingerprint, len(body), kind)
-        self.body = body
-        self.owner = owner
-        self.sent = 0
-        self.done = False
-
-    def finish(self) -> None:
-        self.done = True
-        if self.owner is not None:
-            self.owner.transferred()
-
-
-class Receive:
-    """A posted receive of exactly ``nbytes`` bytes; ``room`` is where the next of them go.
-
-    When ``room`` has been filled whole, `filled` gives the next room, or None if that was all. This one receives in one
-    piece; `operation.FoldingReceive` folds piece after piece into its accumulator.
-    """
-
-    __slots__ = ("done", "fingerprint", "key", "nbytes", "owner", "peer", "room")
-
-    def __init__(self, peer: int, key: bytes, fingerprint: int, room: memoryview, owner: Owner | None) -> None:
-        self.peer = peer
-        self.key = key
-        self.fingerprint = fingerprint
-        self.nbytes = len(room)
-        self.room = room
-        self.owner = owner
-        self.done = False
-
-    def filled(self) -> memoryview | None:
-        return None
-
-    def finish(self) -> None:
-        self.done = True
-        if self.owner is not None:
-            self.owner.transferred()
-
-
-class PutAside(Receive):
-    """An early message, received into memory of its own until somebody posts for it."""
-
-    __slots__ = ("bytes", "claimed")
-
-    def __init__(self, peer: int, key: bytes, fingerprint: int, nbytes: int) -> None:
-        self.bytes = memoryview(bytearray(nbytes))
-        self.claimed: Receive | None = None
-        super().__init__(peer, key, fingerprint, self.bytes, None)
-
-    def finish(self) -> None:
-        self.done = True
-        if self.claimed is not None and not self.claimed.done:
-            pour(self.bytes, self.claimed)
-            self.claimed.finish()
-
-
-class Discard(Receive):
-    """The bin: takes the bytes of a message that nobody wants any more."""
-
-    __slots__ = ("_left",)
-
-    def __init__(self, peer: int, key: bytes, nbytes: int) -> None:
-        super().__init__(peer, key, 0, memoryview(bytearray(min(nbytes, 1 << 16))), None)
-        self.nbytes = nbytes
-        self._left = nbytes - len(self.room)
-
-    def filled(self) -> memoryview | None:
-        room = self.room[: self._left]
-        self._left -= len(room)
-        return room if room else None
-
-
-def pour(source: memoryview, receive: Receive) -> None:
-    """Fill a receive from memory."""
-    at, room = 0, receive.room if receive.nbytes else None
-    while room is not None:
-        room[:] = source[at : at + len(room)]
-        at += len(room)
-        room = receive.filled()
-
-
-# -- where messages meet receives -----------------------------------------------------------------
-
-
-class Blocked(Protocol):
-    """A connection that has read a header nobody has posted for, and waits with the body on the wire."""
-
-    key: bytes
-    fingerprint: int
-    nbytes: int
-
-    def resume(self, receive: Receive) -> None:
-        """Go on, with the body into ``receive``."""
-
-
-class Inbox:
-    """The messages from one peer that wait for a receive, and the receives that wait for a message."""
-
-    __slots__ = ("_aside", "_aside_nbytes", "_blocked", "_host", "peer", "posted")
-
-    def __init__(self, peer: int, host: Host) -> None:
-        self.peer = peer
-        self.posted: dict[bytes, deque[Receive]] = {}
-        self._aside: dict[bytes, deque[PutAside]] = {}
-        self._aside_nbytes = 0
-        self._blocked: list[Blocked] = []
-        self._host = host
-
-    def first(self) -> Receive | None:
-        """Return the receive that was posted first: most likely the next message is for it."""
-        for queue in self.posted.values():
-            return queue[0]
-        return None
-
-    def post(self, receive: Receive) -> bool:
-        """Post a receive; True if an early message has filled it on the spot, and nobody will be told that it is done.
-
-        Else its owner is told, perhaps before this returns.
-        """
-        key = receive.key
-        if self._aside:
-            early = self._aside.get(key)
-            if early:
-                return self._claim(early, receive)
-        for blocked in self._blocked:
-            if blocked.key == key:
-                self._blocked.remove(blocked)
-                blocked.resume(self._checked(receive, blocked.fingerprint, blocked.nbytes))
-                return False
-        queue = self.posted.get(key)
-        if queue is None:
-            self.posted[key] = deque((receive,))
-        else:
-            queue.append(receive)
-        self.unblock()
-        return False
-
-    def unblock(self) -> None:
-        """Put aside what waits on the wire: what somebody waits for may lie behind it."""
-        while self._blocked:
-            blocked = self._blocked.pop()
-            blocked.resume(self._put_aside(blocked.key, blocked.fingerprint, blocked.nbytes))
-
-    def arrive(self, key: bytes, fingerprint: int, nbytes: int) -> Receive | None:
-        """Return what receives the message whose header has come; None if its body is to wait on the wire.
-
-        In that case the connection calls `block` and reads no further until it is resumed.
-        """
-        queue = self.posted.get(key)
-        if queue is not None:
-            receive = queue.popleft()
-            if not queue:
-                del self.posted[key]
-            return self._checked(receive, fingerprint, nbytes)
-        taken = self._host.unclaimed(self.peer, key, fingerprint, nbytes)
-        if taken is not None:
-            return taken
-        config = self._host.config
-        small = nbytes <= config.eager_nbytes and self._aside_nbytes + nbytes <= config.aside_nbytes
-        if small or self.posted or self._host.expects_anybody:
-            return self._put_aside(key, fingerprint, nbytes)
-        return None
-
-    def block(self, connection: Blocked) -> None:
-        """Remember a connection that waits with a message nobody has posted for."""
-        self._blocked.append(connection)
-
-    def purge(self, channel: bytes) -> None:
-        """Forget everything of a channel (the first 8 bytes of its keys) whose group has ended."""
-        for key in [key for key in self.posted if key.startswith(channel)]:
-            del self.posted[key]
-        for key in [key for key in self._aside if key.startswith(channel)]:
-            self._aside_nbytes -= sum(message.nbytes for message in self._aside.pop(key))
-        for blocked in [blocked for blocked in self._blocked if blocked.key.startswith(channel)]:
-            self._blocked.remove(blocked)
-            blocked.resume(Discard(self.peer, blocked.key, blocked.nbytes))
-
-    def early(self, operation: bytes) -> list[tuple[int, int]]:
-        """Return (fingerprint, nbytes) of messages that came early for an operation (12 bytes of its keys)."""
-        aside = [
-            (m.fingerprint, m.nbytes) for key, queue in self._aside.items() if key.startswith(operation) for m in queue
-        ]
-        return aside + [(b.fingerprint, b.nbytes) for b in self._blocked if b.key.startswith(operation)]
-
-    def first_early(self, key: bytes) -> PutAside | Blocked | None:
-        """Return the message that waits under ``key``, if one does."""
-        queue = self._aside.get(key)
-        return queue[0] if queue else next((blocked for blocked in self._blocked if blocked.key == key), None)
-
-    def _put_aside(self, key: bytes, fingerprint: int, nbytes: int) -> PutAside:
-        message = PutAside(self.peer, key, fingerprint, nbytes)
-        self._aside_nbytes += nbytes
-        self._aside.setdefault(key, deque()).append(message)
-        return message
-
-    def _claim(self, early: deque[PutAside], receive: Receive) -> bool:
-        message = early.popleft()
-        self._aside_nbytes -= message.nbytes
-        if not early:
-            del self._aside[receive.key]
-        if self._checked(receive, message.fingerprint, message.nbytes) is not receive:
-            return False
-        if not message.done:
-            message.claimed = receive
-            return False
-        pour(message.bytes, receive)
-        receive.done = True
-        return True
-
-    def _checked(self, receive: Receive, fingerprint: int, nbytes: int) -> Receive:
-        """Return the receive if the message is what it expects; else report the mismatch and have it discarded."""
-        if receive.nbytes == nbytes and receive.fingerprint == fingerprint:
-            return receive
-        self._host.mismatch(self.peer, receive, fingerprint, nbytes)
-        return Discard(self.peer, receive.key, nbytes)
 
 
 # -- the two classes that a transport writes --------------------------------------------------------
@@ -320,6 +95,29 @@ class Transport(ABC):
     def reaches(self, address: Address) -> bool:
         """Return whether a peer that published ``address`` can be reached from here by this transport."""
 
+    async def settle(self, addresses: Sequence[Address | None], timeout: float) -> list[int] | None:
+        """Try, for ``timeout`` seconds at most, whom of all ranks (None: it does not use this transport) we reach.
+
+        Returns their ranks, which every rank learns of all others; None if `reaches` says it all. Never raises because
+        of a peer: who cannot be reached so will be by another transport.
+        """
+        return None
+
+    def native(self, number: int, members: Sequence[int]) -> Native | None:
+        """Return the native collectives of a group whose members all reach each other by this transport, if any.
+
+        ``number`` is the same on every member and no other group's. Any thread; messages go on over links.
+        """
+        return None
+
+    def spin(self) -> tuple[float, bool]:
+        """Return for how many seconds one who waits had better try on than sleep, and whether peers need our core.
+
+        Waking a sleeper takes longer than a short message.
+        """
+        crowded = self.host.world_size > (os.cpu_count() or 1)
+        return (0.0 if crowded or self.same_thread else self.host.config.spin_us * 1e-6), crowded
+
     @abstractmethod
     def link(self, peer: int, address: Address) -> Link:
         """Make the link to a peer. It connects when it is first used."""
@@ -330,7 +128,7 @@ class Transport(ABC):
 
     @abstractmethod
     def waits(self) -> list[Wait]:
-        """Return the descriptors and poll events to wait for."""
+        """Return the descriptors and poll events to sleep on; from now until `advance` peers must wake us there."""
 
     @abstractmethod
     def busy(self) -> bool:
@@ -370,6 +168,9 @@ class Host(Protocol):
 
     def mismatch(self, peer: int, receive: Receive, fingerprint: int, nbytes: int) -> None:
         """Fail the operation whose receive met a message of another kind or size."""
+
+    def difference(self, peer: int, ours: int, theirs: int) -> Exception:
+        """Return the error to raise where a peer's fingerprint of a collective is not ours."""
 
     def control(self, peer: int, kind: int, key: bytes, body: bytes) -> None:
         """Take a message about the peer or a group rather than for one."""

@@ -22,7 +22,7 @@ from asyncdist.mesh import Mesh
 from asyncdist.rendezvous import Meeting, meet
 
 # Settings that change what is sent to whom: they must be equal on every rank.
-_SHARED_SETTINGS = ("lanes", "stripe_nbytes", "segment_nbytes", "algorithm")
+_SHARED_SETTINGS = ("shm_area_nbytes", "lanes", "stripe_nbytes", "segment_nbytes", "algorithm")
 
 
 class World:
@@ -111,6 +111,8 @@ async def open_world(
             everyone = [msgpack.unpackb(payload) for payload in await meeting.exchange(msgpack.packb(ours))]
             _compare([one["settings"] for one in everyone], meeting.rank)
             mesh.connect([one["addresses"] for one in everyone])
+            reached = await mesh.settle(meeting.remaining())
+            mesh.agree([msgpack.unpackb(each) for each in await meeting.exchange(msgpack.packb(reached))])
             return World(meeting, mesh, name, limit)
         except BaseException:
             mesh.close()

@@ -41,6 +41,7 @@ class Executor:
         self._scratch = scratch
         self._piece_nbytes = max(64, piece_nbytes)
         self._runnable: deque[Task] = deque()
+        self._polled: list[Task] = []
         self._deadline = math.inf
         self.operations: dict[bytes, Operation] = {}
         self.any_source: dict[bytes, deque[Receive]] = {}
@@ -62,13 +63,20 @@ class Executor:
             self._complete(operation)
 
     def run(self) -> bool:
-        """Run every task whose step is over; return whether there was one."""
+        """Run every task whose step is over, and look once at those that are to be polled; return whether any moved."""
+        moved = self._poll() if self._polled else False
         runnable = self._runnable
-        if not runnable:
-            return False
         while runnable:
             self._run(runnable.popleft())
-        return True
+            moved = True
+        return moved
+
+    def _poll(self) -> bool:
+        polled, self._polled = self._polled, []
+        moved = False
+        for task in polled:
+            moved = self._run(task) or moved
+        return moved
 
     def _add_task(self, operation: Operation, part: int, generator: Schedule) -> None:
         task = Task(operation, part, generator, self._runnable)
@@ -116,19 +124,30 @@ class Executor:
                     transfer.done = True  # what is under way on a wire goes to the bin, or out as it is
             operation.tasks.clear()
             self._end(operation, operation.failure(error))
+        if self._polled:
+            self._polled = [task for task in self._polled if not task.operation.over]
         for key in [key for key in self.any_source if key.startswith(channel.prefix)]:
             del self.any_source[key]
 
     # -- tasks ---------------------------------------------------------------------------------
 
-    def _run(self, task: Task) -> None:
-        operation = task.operation
+    def _run(self, task: Task) -> bool:
+        """Resume a task until it waits; return False if it did nothing but look."""
+        operation, looks = task.operation, task.awaits is not None
         if task.operation.over:  # it failed while the task stood in the queue
-            return
+            return True
         try:
             while not task.outstanding:
                 reply, task.reply = task.reply, None
                 step = task.generator.send(reply)
+                before, task.awaits = task.awaits, None
+                if isinstance(step, int):
+                    self._polled.append(task)
+                    task.awaits = operation.channel.members[step]
+                    return not looks or task.awaits != before
+                if not step:
+                    self._polled.append(task)
+                    return True
                 if task.scratch:
                     self._give_scratch(task)
                 if task.transfers:
@@ -137,7 +156,7 @@ class Executor:
                 for action in step:
                     self._do(task, action)
                     if operation.over:  # a mismatch was found on the way
-                        return
+                        return True
                 task.outstanding -= 1
         except StopIteration:
             self._give_scratch(task)
@@ -148,6 +167,7 @@ class Executor:
                 self._complete(operation)
         except Exception as cause:
             self._break(operation, cause)
+        return True
 
     def _do(self, task: Task, action: Any) -> None:
         kind = type(action)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from time import monotonic
 from typing import Any, NamedTuple
@@ -34,15 +34,17 @@ class Plan:
     """What is to be done: the schedules of the parts, and what to do around them.
 
     ``fold`` does the arithmetic of Reduce and Combine. At most ``window`` parts go on at once. ``finish`` is called when
-    all are over and gives the operation's value.
+    all are over and gives the operation's value. Instead of parts there may be ``native(number, fingerprint)``, which
+    makes the one schedule of an operation that needs no links.
     """
 
-    parts: Iterator[Schedule] | Sequence[Schedule]
+    parts: Iterator[Schedule] | Sequence[Schedule] = ()
     fingerprint: int = 0
     fold: Fold | None = None
     finish: Callable[[], Any] | None = None
     window: int = 4
     nbytes: int = 0
+    native: Callable[[int, int], Schedule] | None = None
 
 
 class Channel:
@@ -95,7 +97,15 @@ class Operation:
     )  # fmt: skip
 
     def __init__(
-        self, channel: Channel, name: str, sequence: int, plan: Plan, work: Work, timeout: float, entry: Entry
+        self,
+        channel: Channel,
+        name: str,
+        sequence: int,
+        plan: Plan,
+        parts: Iterable[Schedule],
+        work: Work,
+        timeout: float,
+        entry: Entry,
     ) -> None:
         self.channel = channel
         self.name = name
@@ -107,7 +117,7 @@ class Operation:
         self.issued = now = monotonic()
         self.deadline = now + timeout
         self.entry = entry
-        self.parts = enumerate(plan.parts)
+        self.parts = enumerate(parts)
         self.tasks: list[Task] = []
         self.key = channel.prefix + (sequence & _NUMBERS).to_bytes(4, "little")
         if channel.point_to_point:
@@ -126,15 +136,19 @@ class Operation:
 
 
 class Task:
-    """One generator of an operation, and what its present step still waits for."""
+    """One generator of an operation, and what its present step still waits for.
 
-    __slots__ = ("_runnable", "generator", "key", "operation", "outstanding", "reply", "scratch", "transfers")
+    ``awaits`` is the member for whom a schedule that moves data itself waits, as a world rank; None if for none.
+    """
+
+    __slots__ = ("_runnable", "awaits", "generator", "key", "operation", "outstanding", "reply", "scratch", "transfers")
 
     def __init__(self, operation: Operation, part: int, generator: Schedule, runnable: deque[Task]) -> None:
         self.operation = operation
         self.generator = generator
         self.key = operation.key[:12] + part.to_bytes(4, "little")
         self.outstanding = 0
+        self.awaits: int | None = None
         self.transfers: list[Outgoing | Receive] = []
         self.scratch: list[Memory] = []
         self.reply: Any = None
@@ -189,7 +203,8 @@ class AnyReceive(Receive):
 def waiting_for(operation: Operation) -> tuple[str, list[int]]:
     """Say in words, and as world ranks, whom an operation waits for."""
     pending = [transfer for task in operation.tasks for transfer in task.transfers if not transfer.done]
-    sources = sorted({t.peer for t in pending if isinstance(t, Receive)})
+    absent = {task.awaits for task in operation.tasks if task.awaits is not None}
+    sources = sorted({t.peer for t in pending if isinstance(t, Receive)} | absent)
     takers = sorted({t.peer for t in pending if isinstance(t, Outgoing)})
     words = []
     if sources == [-1]:

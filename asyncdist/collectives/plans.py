@@ -7,6 +7,7 @@ memory of its own, of which a window of two is open at a time.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -22,6 +23,7 @@ from asyncdist.collectives.schedule import Recv, Schedule, Send
 from asyncdist.config import Config
 from asyncdist.errors import UsageError
 from asyncdist.framing import Fingerprint, shape_checksum
+from asyncdist.native import Native
 from asyncdist.ops import Collective, ReduceOp, Reduction
 
 _KEPT_CHOICES = 4096
@@ -39,6 +41,7 @@ class Member:
     scratch: Scratch
     window: int = 2  # parts that go on at once
     choices: dict[tuple[str, int, bool], str] = field(default_factory=dict)
+    native: Native | None = None  # what does whole collectives without links
 
     def choose(self, collective: str, nbytes: int, *, contiguous: bool = True) -> str:
         """Return the schedule for a size."""
@@ -105,6 +108,16 @@ def broadcast(who: Member, tensor: Any, root: int) -> Plan:
     """Copy the root's tensor to every rank."""
     target = Target(tensor)
     memory = target.memory
+
+    def finish() -> Any:
+        target.store()
+        return tensor
+
+    call = fingerprint(Collective.broadcast, memory.dtype, tuple(target.tensor.shape), None, root)
+    native = who.native
+    if native is not None:
+        start = functools.partial(native.broadcast, memory=memory, root=root)
+        return Plan(native=start, fingerprint=call, finish=finish, nbytes=memory.nbytes)
     if who.choose("broadcast", memory.nbytes) == "tree":
         parts: Iterable[Schedule] = (
             tree.broadcast(who.rank, who.size, root, stripe) for stripe in stripes(who, memory)
@@ -112,12 +125,6 @@ def broadcast(who: Member, tensor: Any, root: int) -> Plan:
     else:
         count = max(1, who.config.segment_nbytes // memory.itemsize)
         parts = (tree.chain_broadcast(who.rank, who.size, root, segment) for segment in segments(memory, count))
-
-    def finish() -> Any:
-        target.store()
-        return tensor
-
-    call = fingerprint(Collective.broadcast, memory.dtype, tuple(target.tensor.shape), None, root)
     return Plan(iter(parts), call, None, finish, window=max(4, who.config.lanes), nbytes=memory.nbytes)
 
 
@@ -167,6 +174,10 @@ def all_gather(
 
     collective = Collective.all_gather if len(pairs) == 1 else Collective.all_gather_coalesced
     call = fingerprint(collective, dtype, total, None, None, tuple(layout))
+    native = who.native
+    if native is not None:
+        start = functools.partial(native.all_gather, rows=[blocks for blocks, _ in pairs])
+        return Plan(native=start, fingerprint=call, finish=finish, nbytes=total * dtype.itemsize)
     return Plan(parts(), call, None, finish, window=max(2, who.config.lanes), nbytes=total * dtype.itemsize)
 
 
@@ -180,9 +191,14 @@ def gather(who: Member, tensor: Any, gather_list: Sequence[Any] | None, root: in
         written[who.rank].memory.tensor.copy_(own.tensor)
     elif gather_list:
         raise UsageError(f"gather_list belongs to the destination, rank {root} of the group: pass None elsewhere")
-    part = pairwise.gather(who.rank, who.size, root, own, [target.memory for target in written])
+    blocks = [target.memory for target in written]
     call = fingerprint(Collective.gather, own.dtype, own.count, None, root)
-    return Plan((part,), call, None, arguments.storing(written, gather_list), nbytes=own.nbytes * who.size)
+    finish, nbytes = arguments.storing(written, gather_list), own.nbytes * who.size
+    native = who.native
+    if native is not None:
+        start = functools.partial(native.gather, own=own, blocks=blocks, root=root)
+        return Plan(native=start, fingerprint=call, finish=finish, nbytes=nbytes)
+    return Plan((pairwise.gather(who.rank, who.size, root, own, blocks),), call, None, finish, nbytes=nbytes)
 
 
 def scatter(who: Member, tensor: Any, scatter_list: Sequence[Any] | None, root: int) -> Plan:
@@ -195,9 +211,13 @@ def scatter(who: Member, tensor: Any, scatter_list: Sequence[Any] | None, root: 
         memory.tensor.copy_(blocks[who.rank].tensor)
     elif scatter_list:
         raise UsageError(f"scatter_list belongs to the source, rank {root} of the group: pass None elsewhere")
-    part = pairwise.scatter(who.rank, who.size, root, memory, blocks)
     call = fingerprint(Collective.scatter, memory.dtype, memory.count, None, root)
-    return Plan((part,), call, None, arguments.storing([target], tensor), nbytes=memory.nbytes * who.size)
+    finish, nbytes = arguments.storing([target], tensor), memory.nbytes * who.size
+    native = who.native
+    if native is not None:
+        start = functools.partial(native.scatter, own=memory, blocks=blocks, root=root)
+        return Plan(native=start, fingerprint=call, finish=finish, nbytes=nbytes)
+    return Plan((pairwise.scatter(who.rank, who.size, root, memory, blocks),), call, None, finish, nbytes=nbytes)
 
 
 def all_to_all_lists(who: Member, output_list: Sequence[Any], input_list: Sequence[Any]) -> Plan:
@@ -227,11 +247,15 @@ def all_to_all(who: Member, incoming: Sequence[Memory], outgoing: Sequence[Memor
         )
     own_in.tensor.copy_(own_out.tensor)
     call = fingerprint(Collective.all_to_all, own_out.dtype, 0, None, None)
+    nbytes = sum(block.nbytes for block in outgoing)
+    native = who.native
+    if native is not None:
+        start = functools.partial(native.all_to_all, incoming=incoming, outgoing=outgoing)
+        return Plan(native=start, fingerprint=call, finish=finish, nbytes=nbytes)
     parts = [
         pairwise.all_to_all(who.rank, who.size, sent, received)
         for sent, received in zip(_split_each(who, outgoing), _split_each(who, incoming), strict=True)
     ]
-    nbytes = sum(block.nbytes for block in outgoing)
     return Plan(parts, call, None, finish, window=max(1, len(parts)), nbytes=nbytes)
 
 
@@ -244,8 +268,10 @@ def _split_each(who: Member, blocks: Sequence[Memory]) -> list[list[Memory]]:
 
 def barrier(who: Member) -> Plan:
     """Return when every rank has come."""
-    part = doubling.barrier(who.rank, who.size, NOTHING, NOTHING)
-    return Plan((part,), fingerprint(Collective.barrier, None, 0, None, None))
+    call = fingerprint(Collective.barrier, None, 0, None, None)
+    if who.native is not None:
+        return Plan(native=who.native.barrier, fingerprint=call)
+    return Plan((doubling.barrier(who.rank, who.size, NOTHING, NOTHING),), call)
 
 
 def monitored_barrier(who: Member) -> Plan:

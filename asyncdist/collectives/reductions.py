@@ -6,6 +6,7 @@ as float32; where each rank receives the contributions themselves, those travel 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
@@ -32,6 +33,11 @@ def _scaled(tensor: torch.Tensor, op: Reduction) -> torch.Tensor:
     return (tensor.to(torch.float32) * op.factor).to(tensor.dtype)  # float8 has no arithmetic of its own
 
 
+def _prescale(memory: Memory, op: Reduction) -> None:
+    if type(op) is PremulSum:
+        memory.tensor.copy_(_scaled(memory.tensor, op))
+
+
 def all_reduce(who: Member, tensor: Any, op: Reduction) -> Plan:
     """Reduce a tensor over the ranks, in place, the same bits on every rank."""
     target = Target(tensor)
@@ -42,6 +48,11 @@ def all_reduce(who: Member, tensor: Any, op: Reduction) -> Plan:
         target.store()
         return tensor
 
+    native = who.native
+    if native is not None:
+        _prescale(memory, op)
+        start = functools.partial(native.all_reduce, memories=(memory,), how=how)
+        return Plan(native=start, fingerprint=call, finish=finish, nbytes=memory.nbytes)
     return Plan(_all_reduce_parts(who, memory, op, how), call, how.fold, finish, who.window, memory.nbytes)
 
 
@@ -57,21 +68,28 @@ def all_reduce_coalesced(who: Member, tensors: Sequence[Any], op: Reduction) -> 
     how = arithmetic(op, memories[0].dtype)
     counts = tuple(memory.count for memory in memories)
     count = sum(counts)
+    call = fingerprint(Collective.all_reduce_coalesced, memories[0].dtype, count, op, None, counts)
+    finish, nbytes = arguments.storing(targets, list(tensors)), count * memories[0].itemsize
+    native = who.native
+    if native is not None:
+        for memory in memories:
+            _prescale(memory, op)
+        start = functools.partial(native.all_reduce, memories=memories, how=how)
+        return Plan(native=start, fingerprint=call, finish=finish, nbytes=nbytes)
     return Plan(
         (part for memory in memories for part in _all_reduce_parts(who, memory, op, how)),
-        fingerprint(Collective.all_reduce_coalesced, memories[0].dtype, count, op, None, counts),
+        call,
         how.fold,
-        arguments.storing(targets, list(tensors)),
+        finish,
         who.window,
-        count * memories[0].itemsize,
+        nbytes,
     )
 
 
 def _all_reduce_parts(
     who: Member, memory: Memory, op: Reduction, how: Arithmetic
 ) -> Sequence[Schedule] | Iterator[Schedule]:
-    if type(op) is PremulSum:
-        memory.tensor.copy_(_scaled(memory.tensor, op))
+    _prescale(memory, op)
     algorithm = who.choose("all_reduce", memory.nbytes)
     if how.widens:
         return (_all_reduce_wide(who, part, how, algorithm) for part in segments(memory, _SEGMENT_COUNT))
@@ -127,17 +145,25 @@ def reduce(who: Member, tensor: Any, root: int, op: Reduction) -> Plan:
     memory = target.memory if target is not None else to_read(tensor)
     dtype = memory.dtype
     how = arithmetic(op, dtype)
-    algorithm = who.choose("reduce", memory.nbytes)
-    run = _reduce_tree if algorithm == "tree" else _reduce_scattered
 
     def finish() -> Any:
         if target is not None:
             target.store()
         return tensor
 
+    call = fingerprint(Collective.reduce, dtype, tuple(tensor.shape), op, root)
+    native = who.native
+    if native is not None:
+        if at_root:
+            _prescale(memory, op)
+        own = memory if at_root or not isinstance(op, PremulSum) else Memory(_scaled(memory.tensor, op))
+        start = functools.partial(native.reduce, memory=own, root=root, how=how)
+        return Plan(native=start, fingerprint=call, finish=finish, nbytes=memory.nbytes)
+    algorithm = who.choose("reduce", memory.nbytes)
+    run = _reduce_tree if algorithm == "tree" else _reduce_scattered
     return Plan(
         (run(who, segment, root, op, how) for segment in segments(memory, _SEGMENT_COUNT)),
-        fingerprint(Collective.reduce, dtype, tuple(tensor.shape), op, root),
+        call,
         how.fold,
         finish,
         window=who.window,
@@ -195,16 +221,22 @@ def reduce_scatter(who: Member, output: Any, inputs: Sequence[Memory] | Blocks, 
     if isinstance(op, PremulSum):
         inputs = [Memory(_scaled(inputs[rank].tensor, op)) for rank in range(who.size)]
         own_input = inputs[who.rank]
+    counts = tuple(inputs[rank].count for rank in range(who.size))
+    total = sum(counts)
+    call = fingerprint(Collective.reduce_scatter, dtype, total, op, None, counts)
+    native = who.native
+    if native is not None:
+        start = functools.partial(native.reduce_scatter, inputs=inputs, own=memory, how=how)
+        finish = arguments.storing([target], output)
+        return Plan(native=start, fingerprint=call, finish=finish, nbytes=total * dtype.itemsize)
     own = Memory(own_input.tensor.to(how.accumulator), wire=dtype) if how.widens else memory
     if own is memory:
         memory.tensor.copy_(own_input.tensor)
-    counts = tuple(inputs[rank].count for rank in range(who.size))
-    total = sum(counts)
 
     def part(blocks: list[Memory] | Blocks, accumulated: Memory) -> Schedule:
         yield from pairwise.reduce_scatter(who.rank, who.size, blocks, accumulated)
 
-    def finish() -> Any:
+    def divided() -> Any:
         if how.averages:
             divide(own.tensor, who.size)
         if own is not memory:
@@ -216,9 +248,9 @@ def reduce_scatter(who: Member, output: Any, inputs: Sequence[Memory] | Blocks, 
     owns = Blocks.split(own, len(cut))
     return Plan(
         (part(blocks, owns[number]) for number, blocks in enumerate(cut)),
-        fingerprint(Collective.reduce_scatter, dtype, total, op, None, counts),
+        call,
         how.fold,
-        finish,
+        divided,
         window=who.window,
         nbytes=total * dtype.itemsize,
     )

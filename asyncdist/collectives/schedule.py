@@ -7,6 +7,9 @@ A *place* is a piece of memory, opaque to the schedule: a driver's business. *Bl
 ``blocks[i]`` is one, and where a schedule says so ``blocks[lo:hi]`` is the run of them as one place. Peers are ranks in
 the group. Between two ranks, messages of one generator are matched in the order in which both yield them.
 
+A schedule that moves data itself (`asyncdist.native`) yields steps without actions: ``()`` when it has done a piece of its
+work and would go on, or the number of the member for whom it waits. It is resumed to look again.
+
 The rules that make a step safe, which the simulator in `asyncdist.testing` checks:
 
 * no place of a step overlaps another one of it, except that several ``Send`` may share theirs;
@@ -56,7 +59,10 @@ class Combine(NamedTuple):
 
 Action = Send | Recv | Reduce | Combine
 Step = tuple[Action, ...]
-Schedule = Generator[Step, None, Any]
+Wait = int
+"""The member for whom a schedule that moves data itself waits."""
+
+Schedule = Generator[Step | Wait, None, Any]
 
 
 class Blocks(Protocol):

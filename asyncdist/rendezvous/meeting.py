@@ -104,6 +104,10 @@ class Meeting:
         self._resources = resources.pop_all()
         self._place = place
 
+    def remaining(self) -> float:
+        """Return the seconds that are left of the rendezvous's own time."""
+        return self._limit.deadline.remaining()
+
     async def exchange(self, payload: bytes, *, timeout: float | None = None) -> list[bytes]:
         """Give this rank's payload and return every rank's, in order of rank. Every rank calls it equally often.
 

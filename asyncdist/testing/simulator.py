@@ -204,6 +204,8 @@ class _World:
             except StopIteration:
                 task.done = True
                 return
+            if isinstance(step, int):
+                raise AssertionError("a schedule that moves data itself cannot be simulated")
             task.steps += 1
             self._check(task, step)
             task.step = step

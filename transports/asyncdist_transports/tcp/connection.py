@@ -16,7 +16,7 @@ from time import monotonic
 from asyncdist.errors import AsyncdistError, ProtocolError
 from asyncdist.handshake import Handshake, accept, dial
 from asyncdist.transport import Host, Outgoing
-from asyncdist_transports.tcp.wire import Ended, Reader, Writer
+from asyncdist_transports.stream import Ended, Reader, Writer
 
 READ, WRITE = select.POLLIN, select.POLLOUT
 HELLO = struct.Struct("<IHxx")  # rank, lane

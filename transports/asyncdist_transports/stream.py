@@ -1,9 +1,9 @@
-"""One open connection: messages out of a queue, messages into whatever the inbox names."""
+"""Messages over a stream of bytes, a socket or a ring: out of a queue, and into whatever the inbox names."""
 
 from __future__ import annotations
 
-import socket
 from collections import deque
+from typing import Any, Protocol
 
 from asyncdist.errors import ProtocolError
 from asyncdist.framing import DATA, HEADER_NBYTES, KEY_NBYTES, KINDS, unpack_tail
@@ -17,12 +17,28 @@ class Ended(Exception):
     """The stream is over; ``reason`` in words."""
 
 
+class Sink(Protocol):
+    """What takes bytes as far as there is room, like a non-blocking socket; BlockingIOError for none, OSError at its end."""
+
+    def sendmsg(self, buffers: Any, /) -> int: ...
+
+    def send(self, data: memoryview, /) -> int: ...
+
+
+class Source(Protocol):
+    """What gives bytes as far as they have come, like a non-blocking socket; BlockingIOError for none."""
+
+    def recv_into(self, buffer: memoryview, nbytes: int, /) -> int: ...
+
+    def recvmsg_into(self, buffers: Any, /) -> Any: ...
+
+
 class Writer:
     """The sending half: a queue of messages, the first of them perhaps partly gone."""
 
     __slots__ = ("_sock", "open", "queue")
 
-    def __init__(self, sock: socket.socket, queue: deque[Outgoing]) -> None:
+    def __init__(self, sock: Sink, queue: deque[Outgoing]) -> None:
         self._sock = sock
         self.open = False  # until the peer has proven itself, everything waits in the queue
         self.queue = queue
@@ -104,7 +120,7 @@ class Reader:
         "fingerprint", "key", "nbytes", "peer",
     )  # fmt: skip
 
-    def __init__(self, sock: socket.socket, peer: int, host: Host, inbox: Inbox | None) -> None:
+    def __init__(self, sock: Source, peer: int, host: Host, inbox: Inbox | None) -> None:
         self._sock = sock
         self.peer = peer
         self._host = host
@@ -130,6 +146,11 @@ class Reader:
         if self._blocked:
             return False
         return self._receive is not None or self._backlog is not None or bool(self._inbox and self._inbox.posted)
+
+    @property
+    def backlogged(self) -> bool:
+        """Whether bytes that have been read off the stream wait to be looked at."""
+        return self._backlog is not None
 
     def read(self) -> bool:
         """Read what has come, up to a quantum; return whether anything had. Raises Ended and ProtocolError."""

@@ -1,0 +1,236 @@
+"""Memory that the processes of one host share: one anonymous, sparse segment a process, and what lives in it.
+
+A process makes its *arena* when it first needs one: a memfd as large as the machine's memory, of which nothing exists until
+pages are reserved. Other processes get its descriptor and map the whole of it once; whatever is allocated later they see
+at its offset. It has no name, so nothing is left of it when its processes are gone, however they went.
+
+Pages are reserved (`fallocate`) before they are used: where there is no memory left an allocation fails with
+`SharedMemoryError`, and no access ever ends in SIGBUS.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import ctypes
+import errno
+import mmap
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from asyncdist.errors import SharedMemoryError
+
+PAGE_NBYTES = mmap.PAGESIZE
+ALIGNMENT = 64
+"""Bytes at whose multiples tensors begin: a cache line."""
+
+_RETURNED_NBYTES = 1 << 20  # a freed block from this size on gives its pages back to the system
+
+
+def unavailable() -> str | None:
+    """Return why this process can have no shared memory, in words; None if it can."""
+    if not hasattr(os, "memfd_create") or not hasattr(os, "posix_fallocate"):
+        return "this system has no anonymous shared memory (memfd_create)"
+    try:
+        arena()
+    except SharedMemoryError as error:
+        return str(error)
+    return None
+
+
+class Mapping:
+    """A whole arena, ours or another process's, as this process sees it."""
+
+    def __init__(self, descriptor: int, nbytes: int) -> None:
+        self.nbytes = nbytes
+        try:
+            self._map = mmap.mmap(descriptor, nbytes, mmap.MAP_SHARED)
+        except (OSError, ValueError) as cause:
+            raise SharedMemoryError(f"cannot map {nbytes >> 20} MiB of shared memory: {cause}") from cause
+        self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+        self.address = self._bytes.data_ptr()
+
+    def words(self, offset: int, count: int) -> memoryview:
+        """Return ``count`` 64-bit words from an offset (a multiple of 8) on.
+
+        Reading or writing one is a single aligned move of the processor, so that no other process sees half of it.
+        """
+        return memoryview(self._map)[offset : offset + 8 * count].cast("q")
+
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        """Return bytes from an offset on."""
+        return memoryview(self._map)[offset : offset + nbytes]
+
+    def tensor(self, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return ``count`` elements from an offset (a multiple of their size) on as a flat tensor."""
+        return self._bytes[offset : offset + count * dtype.itemsize].view(dtype)
+
+    def discard(self, offset: int, nbytes: int) -> None:
+        """Give whole pages back to the system."""
+        with contextlib.suppress(OSError):
+            self._map.madvise(mmap.MADV_REMOVE, offset, nbytes)
+
+
+class Block:
+    """A run of reserved pages of this process's arena, ours until `free`."""
+
+    __slots__ = ("__weakref__", "_arena", "nbytes", "offset")
+
+    def __init__(self, arena: Arena, offset: int, nbytes: int) -> None:
+        self._arena: Arena | None = arena
+        self.offset = offset
+        self.nbytes = nbytes
+
+    def free(self) -> None:
+        """Give the block back; nobody, in any process, may use it any more. Idempotent, from any thread."""
+        arena, self._arena = self._arena, None
+        if arena is not None:
+            arena.take_back(self.offset, self.nbytes)
+
+
+class Arena:
+    """The segment of this process, and which parts of it are in use."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self.nbytes = _sparse_nbytes()
+        try:
+            self.descriptor = os.memfd_create("asyncdist", os.MFD_CLOEXEC)
+            os.ftruncate(self.descriptor, self.nbytes)
+        except OSError as cause:
+            raise SharedMemoryError(f"cannot make a shared segment of {self.nbytes >> 20} MiB: {cause}") from cause
+        self.mapping = Mapping(self.descriptor, self.nbytes)
+        self._lock = threading.Lock()
+        self._free: list[tuple[int, int]] = [(0, self.nbytes)]  # (offset, nbytes) in order, never two that touch
+        self._returned: deque[tuple[int, int]] = deque()  # by finalizers, which may run while we hold the lock
+        weakref.finalize(self, os.close, self.descriptor)
+
+    def allocate(self, nbytes: int) -> Block:
+        """Return reserved pages for ``nbytes`` bytes, of undefined content. SharedMemoryError if there is no room."""
+        block = self.hold(nbytes)
+        try:
+            self.reserve(block.offset, block.nbytes)
+        except SharedMemoryError:
+            block.free()
+            raise
+        return block
+
+    def hold(self, nbytes: int) -> Block:
+        """Return an address range with no memory behind it yet: `reserve` its parts before using them."""
+        nbytes = -(-max(1, nbytes) // PAGE_NBYTES) * PAGE_NBYTES
+        with self._lock:
+            self._settle()
+            for place, (offset, free) in enumerate(self._free):
+                if free >= nbytes:
+                    self._free[place : place + 1] = [(offset + nbytes, free - nbytes)] if free > nbytes else []
+                    return Block(self, offset, nbytes)
+        raise SharedMemoryError(
+            f"no {nbytes >> 20} MiB in one piece are left in this process's shared segment of {self.nbytes >> 20} MiB: "
+            "let go of registered tensors"
+        )
+
+    def reserve(self, offset: int, nbytes: int) -> None:
+        """See that there is memory behind a range; SharedMemoryError if there is none left."""
+        try:
+            os.posix_fallocate(self.descriptor, offset, nbytes)
+        except OSError as cause:
+            reason = "no memory is left" if cause.errno in (errno.ENOSPC, errno.ENOMEM) else cause.strerror
+            raise SharedMemoryError(
+                f"cannot reserve {nbytes} bytes of shared memory: {reason}; free memory or raise the limit of this "
+                "process (or container), or start with ASYNCDIST_TRANSPORT=tcp"
+            ) from cause
+
+    def offset_of(self, address: int, nbytes: int) -> int | None:
+        """Return where in the arena a run of memory lies, None if it lies elsewhere."""
+        offset = address - self.mapping.address
+        return offset if 0 <= offset <= self.nbytes - nbytes else None
+
+    def take_back(self, offset: int, nbytes: int) -> None:
+        """Take back a block; see `Block.free`."""
+        self._returned.append((offset, nbytes))
+        if self._lock.acquire(blocking=False):
+            try:
+                self._settle()
+            finally:
+                self._lock.release()
+
+    @property
+    def used_nbytes(self) -> int:
+        """Bytes in blocks that have not been freed."""
+        with self._lock:
+            self._settle()
+            return self.nbytes - sum(nbytes for _, nbytes in self._free)
+
+    def _settle(self) -> None:
+        while self._returned:
+            offset, nbytes = self._returned.popleft()
+            if nbytes >= _RETURNED_NBYTES:
+                self.mapping.discard(offset, nbytes)
+            place = bisect.bisect(self._free, (offset, nbytes))
+            before = self._free[place - 1] if place else (0, 0)
+            after = self._free[place] if place < len(self._free) else (0, 0)
+            start, stop = place, place
+            if place and before[0] + before[1] == offset:
+                offset, nbytes, start = before[0], before[1] + nbytes, place - 1
+            if after[1] and offset + nbytes == after[0]:
+                nbytes, stop = nbytes + after[1], place + 1
+            self._free[start:stop] = [(offset, nbytes)]
+
+
+def _sparse_nbytes() -> int:
+    """Return the size of a new arena: all of the machine's memory, or as large as a file of ours may be."""
+    import resource
+
+    nbytes = os.sysconf("SC_PHYS_PAGES") * PAGE_NBYTES
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if limit != resource.RLIM_INFINITY:
+        nbytes = min(nbytes, limit // PAGE_NBYTES * PAGE_NBYTES)
+    if nbytes < 16 << 20:
+        raise SharedMemoryError(f"this process may make files of {limit} bytes at most (ulimit -f)")
+    return nbytes
+
+
+_arena: Arena | None = None
+_inherited: list[Arena] = []  # a forked child's tensors may lie in its parent's
+_making = threading.Lock()
+
+
+def arena() -> Arena:
+    """Return this process's arena, made when first asked for; a forked child gets one of its own."""
+    global _arena
+    current = _arena
+    if current is None or current.pid != os.getpid():
+        with _making:
+            current = _arena
+            if current is None or current.pid != os.getpid():
+                if current is not None:
+                    _inherited.append(current)
+                current = _arena = Arena()
+    return current
+
+
+def tensor_of_block(block: Block, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return the first elements of a block as a flat tensor; the block is freed with the last tensor that shares it."""
+    own = arena()
+    buffer = (ctypes.c_char * block.nbytes).from_address(own.mapping.address + block.offset)
+    weakref.finalize(buffer, block.free).atexit = False
+    if count == 0:
+        return torch.empty(0, dtype=dtype)
+    return torch.frombuffer(buffer, dtype=torch.uint8)[: count * dtype.itemsize].view(dtype)
+
+
+def carve(counts: Iterable[tuple[int, torch.dtype]]) -> Iterator[torch.Tensor]:
+    """Yield flat tensors of the given counts and dtypes that lie in one block, each at a cache line."""
+    wanted = list(counts)
+    starts, end = [], 0
+    for count, dtype in wanted:
+        starts.append(end)
+        end += -(-count * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+    whole = tensor_of_block(arena().allocate(end), end, torch.uint8)
+    for start, (count, dtype) in zip(starts, wanted, strict=True):
+        yield whole[start : start + count * dtype.itemsize].view(dtype)

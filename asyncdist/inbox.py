@@ -1,0 +1,246 @@
+"""Where messages meet the receives that were posted for them; see `asyncdist.transport`, which hands all of this on."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Protocol, TYPE_CHECKING
+
+from asyncdist.framing import pack_header
+
+if TYPE_CHECKING:
+    from asyncdist.transport import Host
+
+
+# -- what is moved --------------------------------------------------------------------------------
+
+
+class Owner(Protocol):
+    """Who is told that a transfer is over."""
+
+    def transferred(self) -> None: ...
+
+
+class Outgoing:
+    """One message on its way out: header and body, and how many of their bytes have left."""
+
+    __slots__ = ("body", "done", "header", "owner", "peer", "sent")
+
+    def __init__(
+        self, peer: int, key: bytes, fingerprint: int, body: memoryview, owner: Owner | None, kind: int = 1
+    ) -> None:
+        self.peer = peer
+        self.header = pack_header(key, fingerprint, len(body), kind)
+        self.body = body
+        self.owner = owner
+        self.sent = 0
+        self.done = False
+
+    def finish(self) -> None:
+        self.done = True
+        if self.owner is not None:
+            self.owner.transferred()
+
+
+class Receive:
+    """A posted receive of exactly ``nbytes`` bytes; ``room`` is where the next of them go.
+
+    When ``room`` has been filled whole, `filled` gives the next room, or None if that was all. This one receives in one
+    piece; `operation.FoldingReceive` folds piece after piece into its accumulator.
+    """
+
+    __slots__ = ("done", "fingerprint", "key", "nbytes", "owner", "peer", "room")
+
+    def __init__(self, peer: int, key: bytes, fingerprint: int, room: memoryview, owner: Owner | None) -> None:
+        self.peer = peer
+        self.key = key
+        self.fingerprint = fingerprint
+        self.nbytes = len(room)
+        self.room = room
+        self.owner = owner
+        self.done = False
+
+    def filled(self) -> memoryview | None:
+        return None
+
+    def finish(self) -> None:
+        self.done = True
+        if self.owner is not None:
+            self.owner.transferred()
+
+
+class PutAside(Receive):
+    """An early message, received into memory of its own until somebody posts for it."""
+
+    __slots__ = ("bytes", "claimed")
+
+    def __init__(self, peer: int, key: bytes, fingerprint: int, nbytes: int) -> None:
+        self.bytes = memoryview(bytearray(nbytes))
+        self.claimed: Receive | None = None
+        super().__init__(peer, key, fingerprint, self.bytes, None)
+
+    def finish(self) -> None:
+        self.done = True
+        if self.claimed is not None and not self.claimed.done:
+            pour(self.bytes, self.claimed)
+            self.claimed.finish()
+
+
+class Discard(Receive):
+    """The bin: takes the bytes of a message that nobody wants any more."""
+
+    __slots__ = ("_left",)
+
+    def __init__(self, peer: int, key: bytes, nbytes: int) -> None:
+        super().__init__(peer, key, 0, memoryview(bytearray(min(nbytes, 1 << 16))), None)
+        self.nbytes = nbytes
+        self._left = nbytes - len(self.room)
+
+    def filled(self) -> memoryview | None:
+        room = self.room[: self._left]
+        self._left -= len(room)
+        return room if room else None
+
+
+def pour(source: memoryview, receive: Receive) -> None:
+    """Fill a receive from memory."""
+    at, room = 0, receive.room if receive.nbytes else None
+    while room is not None:
+        room[:] = source[at : at + len(room)]
+        at += len(room)
+        room = receive.filled()
+
+
+# -- where messages meet receives -----------------------------------------------------------------
+
+
+class Blocked(Protocol):
+    """A connection that has read a header nobody has posted for, and waits with the body on the wire."""
+
+    key: bytes
+    fingerprint: int
+    nbytes: int
+
+    def resume(self, receive: Receive) -> None:
+        """Go on, with the body into ``receive``."""
+
+
+class Inbox:
+    """The messages from one peer that wait for a receive, and the receives that wait for a message."""
+
+    __slots__ = ("_aside", "_aside_nbytes", "_blocked", "_host", "peer", "posted")
+
+    def __init__(self, peer: int, host: Host) -> None:
+        self.peer = peer
+        self.posted: dict[bytes, deque[Receive]] = {}
+        self._aside: dict[bytes, deque[PutAside]] = {}
+        self._aside_nbytes = 0
+        self._blocked: list[Blocked] = []
+        self._host = host
+
+    def first(self) -> Receive | None:
+        """Return the receive that was posted first: most likely the next message is for it."""
+        for queue in self.posted.values():
+            return queue[0]
+        return None
+
+    def post(self, receive: Receive) -> bool:
+        """Post a receive; True if an early message has filled it on the spot, and nobody will be told that it is done.
+
+        Else its owner is told, perhaps before this returns.
+        """
+        key = receive.key
+        if self._aside:
+            early = self._aside.get(key)
+            if early:
+                return self._claim(early, receive)
+        for blocked in self._blocked:
+            if blocked.key == key:
+                self._blocked.remove(blocked)
+                blocked.resume(self._checked(receive, blocked.fingerprint, blocked.nbytes))
+                return False
+        queue = self.posted.get(key)
+        if queue is None:
+            self.posted[key] = deque((receive,))
+        else:
+            queue.append(receive)
+        self.unblock()
+        return False
+
+    def unblock(self) -> None:
+        """Put aside what waits on the wire: what somebody waits for may lie behind it."""
+        while self._blocked:
+            blocked = self._blocked.pop()
+            blocked.resume(self._put_aside(blocked.key, blocked.fingerprint, blocked.nbytes))
+
+    def arrive(self, key: bytes, fingerprint: int, nbytes: int) -> Receive | None:
+        """Return what receives the message whose header has come; None if its body is to wait on the wire.
+
+        In that case the connection calls `block` and reads no further until it is resumed.
+        """
+        queue = self.posted.get(key)
+        if queue is not None:
+            receive = queue.popleft()
+            if not queue:
+                del self.posted[key]
+            return self._checked(receive, fingerprint, nbytes)
+        taken = self._host.unclaimed(self.peer, key, fingerprint, nbytes)
+        if taken is not None:
+            return taken
+        config = self._host.config
+        small = nbytes <= config.eager_nbytes and self._aside_nbytes + nbytes <= config.aside_nbytes
+        if small or self.posted or self._host.expects_anybody:
+            return self._put_aside(key, fingerprint, nbytes)
+        return None
+
+    def block(self, connection: Blocked) -> None:
+        """Remember a connection that waits with a message nobody has posted for."""
+        self._blocked.append(connection)
+
+    def purge(self, channel: bytes) -> None:
+        """Forget everything of a channel (the first 8 bytes of its keys) whose group has ended."""
+        for key in [key for key in self.posted if key.startswith(channel)]:
+            del self.posted[key]
+        for key in [key for key in self._aside if key.startswith(channel)]:
+            self._aside_nbytes -= sum(message.nbytes for message in self._aside.pop(key))
+        for blocked in [blocked for blocked in self._blocked if blocked.key.startswith(channel)]:
+            self._blocked.remove(blocked)
+            blocked.resume(Discard(self.peer, blocked.key, blocked.nbytes))
+
+    def early(self, operation: bytes) -> list[tuple[int, int]]:
+        """Return (fingerprint, nbytes) of messages that came early for an operation (12 bytes of its keys)."""
+        aside = [
+            (m.fingerprint, m.nbytes) for key, queue in self._aside.items() if key.startswith(operation) for m in queue
+        ]
+        return aside + [(b.fingerprint, b.nbytes) for b in self._blocked if b.key.startswith(operation)]
+
+    def first_early(self, key: bytes) -> PutAside | Blocked | None:
+        """Return the message that waits under ``key``, if one does."""
+        queue = self._aside.get(key)
+        return queue[0] if queue else next((blocked for blocked in self._blocked if blocked.key == key), None)
+
+    def _put_aside(self, key: bytes, fingerprint: int, nbytes: int) -> PutAside:
+        message = PutAside(self.peer, key, fingerprint, nbytes)
+        self._aside_nbytes += nbytes
+        self._aside.setdefault(key, deque()).append(message)
+        return message
+
+    def _claim(self, early: deque[PutAside], receive: Receive) -> bool:
+        message = early.popleft()
+        self._aside_nbytes -= message.nbytes
+        if not early:
+            del self._aside[receive.key]
+        if self._checked(receive, message.fingerprint, message.nbytes) is not receive:
+            return False
+        if not message.done:
+            message.claimed = receive
+            return False
+        pour(message.bytes, receive)
+        receive.done = True
+        return True
+
+    def _checked(self, receive: Receive, fingerprint: int, nbytes: int) -> Receive:
+        """Return the receive if the message is what it expects; else report the mismatch and have it discarded."""
+        if receive.nbytes == nbytes and receive.fingerprint == fingerprint:
+            return receive
+        self._host.mismatch(self.peer, receive, fingerprint, nbytes)
+        return Discard(self.peer, receive.key, nbytes)

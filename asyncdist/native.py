@@ -1,0 +1,83 @@
+"""What a transport may offer beside links: whole collectives of a group, as schedules of its own.
+
+Where all ranks of a group share memory (or a device), messages are a detour. A `Native` runs a collective where the data
+lies: its methods return schedules that send nothing. They do a piece of the work and yield ``()``, or yield the member for
+whom they wait, to be resumed when something may have changed. So they run under either driver, or in the calling thread
+without any, and one that begun here may be finished there.
+
+``number`` counts the group's collectives from 1; every one of them goes through the native, be it only by `announce`, so
+that ranks who called different things find that out. ``fingerprint`` is what this rank believes the call to be. Members
+and roots are ranks in the group.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Protocol
+
+from asyncdist.buffers import Memory
+from asyncdist.collectives.schedule import Schedule
+from asyncdist.reduce import Arithmetic
+
+
+class MemoryBlocks(Protocol):
+    """Memory by number."""
+
+    def __getitem__(self, which: int, /) -> Memory: ...
+
+
+class Native(ABC):
+    """The collectives of one group, all of whose members its transport reaches. Called under the world's lock."""
+
+    @abstractmethod
+    def open(self) -> None:
+        """Let the members find us; they may have called something already."""
+
+    @abstractmethod
+    def announce(self, number: int, fingerprint: int) -> Schedule:
+        """Say what was called, for a collective that then goes over links; waits for nobody's data."""
+
+    @abstractmethod
+    def all_reduce(self, number: int, fingerprint: int, memories: Sequence[Memory], how: Arithmetic) -> Schedule:
+        """Reduce each memory over the members, in place, the same bits on all of them."""
+
+    @abstractmethod
+    def reduce(self, number: int, fingerprint: int, memory: Memory, root: int, how: Arithmetic) -> Schedule:
+        """Leave the reduction in the root's memory; that of the others is only read."""
+
+    @abstractmethod
+    def reduce_scatter(
+        self, number: int, fingerprint: int, inputs: MemoryBlocks, own: Memory, how: Arithmetic
+    ) -> Schedule:
+        """Leave in ``own`` the reduction of everybody's ``inputs[rank]``; inputs are only read."""
+
+    @abstractmethod
+    def broadcast(self, number: int, fingerprint: int, memory: Memory, root: int) -> Schedule:
+        """Copy the root's memory to all members."""
+
+    @abstractmethod
+    def all_gather(self, number: int, fingerprint: int, rows: Sequence[MemoryBlocks]) -> Schedule:
+        """Copy, for each row, each member's ``row[rank]`` to all members."""
+
+    @abstractmethod
+    def gather(self, number: int, fingerprint: int, own: Memory, blocks: MemoryBlocks, root: int) -> Schedule:
+        """Copy each member's ``own`` into the root's ``blocks[rank]``, but for the root's, which is there."""
+
+    @abstractmethod
+    def scatter(self, number: int, fingerprint: int, own: Memory, blocks: MemoryBlocks, root: int) -> Schedule:
+        """Copy the root's ``blocks[rank]`` into each member's ``own``, but for the root's, which is there."""
+
+    @abstractmethod
+    def all_to_all(
+        self, number: int, fingerprint: int, incoming: Sequence[Memory], outgoing: Sequence[Memory]
+    ) -> Schedule:
+        """Copy each member's ``outgoing[rank]`` into our ``incoming[member]``, but for our own, which is there."""
+
+    @abstractmethod
+    def barrier(self, number: int, fingerprint: int) -> Schedule:
+        """End when every member has come."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of what the group holds; what members still read stays until they are done."""

@@ -1,0 +1,89 @@
+"""What a rank shows its peers in its own memory: whether it sleeps, and where its windows and rings are.
+
+One block at the head of what a world has in the arena, in words of 8 bytes; a line is 8 words, a cache line.
+
+    line 0         asleep: 1 while the rank must be rung; whoever rings sets it to 0 first
+    line 1         places of the directory that were ever used
+    line 2 + peer  our ring to that peer (its offset, 0: none yet; bytes written); bytes of its ring to us that we have read
+    directory      pairs (group's number, offset of its window); 0: free
+
+A pair becomes visible by its first word, which is written last.
+"""
+
+from __future__ import annotations
+
+from asyncdist.arena import Arena, Block, Mapping
+from asyncdist.errors import SharedMemoryError
+from asyncdist_transports.shm.order import Fence
+
+LINE = 8
+_ASLEEP, _USED, _PEERS = 0, LINE, 2 * LINE
+_PAIRS = 1024
+RING, WRITTEN, READ = 0, 1, 2
+_SIGN = 1 << 63
+
+
+def signed(number: int) -> int:
+    """Return a 64-bit number as a word has it."""
+    return number - (1 << 64) if number & _SIGN else number
+
+
+class Board:
+    """A rank's board, ours or a peer's, at ``offset`` of its process's arena."""
+
+    def __init__(self, mapping: Mapping, offset: int, world_size: int) -> None:
+        self._directory = _PEERS + LINE * world_size
+        self.words = mapping.words(offset, self._directory + 2 * _PAIRS)
+
+    @staticmethod
+    def nbytes(world_size: int) -> int:
+        """Return how large the board of a rank of such a world is."""
+        return 8 * (_PEERS + LINE * world_size + 2 * _PAIRS)
+
+    def line(self, peer: int) -> memoryview:
+        """Return the words about one peer: see `RING`, `WRITTEN`, `READ`."""
+        start = _PEERS + LINE * peer
+        return self.words[start : start + LINE]
+
+    def window(self, number: int) -> int | None:
+        """Return the offset of a group's window; None if there is none (yet)."""
+        words, wanted = self.words, signed(number)
+        for place in range(self._directory, self._directory + 2 * words[_USED], 2):
+            if words[place] == wanted:
+                return words[place + 1]
+        return None
+
+    @property
+    def asleep(self) -> memoryview:
+        """The word that is 1 while the rank must be rung."""
+        return self.words[_ASLEEP : _ASLEEP + 1]
+
+
+class OwnBoard(Board):
+    """Our board, of which only we write the directory."""
+
+    def __init__(self, arena: Arena, world_size: int, fence: Fence) -> None:
+        self.block: Block = arena.allocate(self.nbytes(world_size))
+        super().__init__(arena.mapping, self.block.offset, world_size)
+        for place in range(len(self.words)):
+            self.words[place] = 0
+        self._fence = fence
+
+    def show(self, number: int, offset: int) -> None:
+        """Let peers find a group's window. SharedMemoryError if there are too many groups."""
+        words = self.words
+        for place in range(self._directory, self._directory + 2 * _PAIRS, 2):
+            if words[place] == 0:
+                words[place + 1] = offset
+                self._fence.full()
+                words[place] = signed(number)
+                words[_USED] = max(words[_USED], (place - self._directory) // 2 + 1)
+                return
+        raise SharedMemoryError(f"more than {_PAIRS} groups at once share memory: destroy some")
+
+    def hide(self, number: int) -> None:
+        """Take a group's window off the directory."""
+        words, wanted = self.words, signed(number)
+        for place in range(self._directory, self._directory + 2 * words[_USED], 2):
+            if words[place] == wanted:
+                words[place] = 0

@@ -1,0 +1,387 @@
+"""Every collective of a group whose members share memory: who stages what, and who takes it from where.
+
+A collective is a `Turn` in a window: it stages blocks, takes blocks, and leaves. `_Blocks` says where a block's pieces lie
+while they are staged. Reductions differ from moves in what taking is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from asyncdist.buffers import Memory
+from asyncdist.collectives.schedule import Schedule
+from asyncdist.errors import MismatchError
+from asyncdist.native import MemoryBlocks, Native
+from asyncdist.reduce import Arithmetic
+from asyncdist_transports.shm import direct
+from asyncdist_transports.shm.rounds import POSTED, Turn
+from asyncdist_transports.shm.window import DONE, Member, Window
+
+_LINE_NBYTES = 64
+_EXCHANGED_NBYTES = 256 << 10  # what one member may have to add up alone before the work is divided
+
+
+class _Pieces:
+    """How the pieces of ``blocks`` equally large places lie in an area: ``step`` elements of each, one after the other."""
+
+    __slots__ = ("dtype", "head", "number", "rank", "step", "stride", "window")
+
+    def __init__(self, turn: Turn, blocks: int, dtype: torch.dtype, *, head_nbytes: int = 0) -> None:
+        self.window, self.number, self.rank = turn.window, turn.number, turn.window.rank
+        self.dtype = dtype
+        self.head = -(-head_nbytes // _LINE_NBYTES) * _LINE_NBYTES
+        self.stride = (turn.window.area_nbytes - self.head) // blocks // _LINE_NBYTES * _LINE_NBYTES
+        self.step = self.stride // dtype.itemsize
+
+    def rounds(self, count: int) -> int:
+        """Return in how many pieces so many elements go through; at least one."""
+        return max(1, -(-count // self.step))
+
+    def of(self, memory: Memory, k: int) -> torch.Tensor:
+        """Return the k-th piece of memory."""
+        if memory.count <= self.step:
+            return memory.tensor if k == 0 else memory.tensor[:0]
+        return memory.tensor[k * self.step : (k + 1) * self.step]
+
+    def stage(self, block: int, source: Memory, k: int, half: int) -> None:
+        """Copy the k-th piece of memory into our area."""
+        piece = self.of(source, k)
+        count = piece.numel()
+        start = self.head + block * self.stride
+        self.window.reserve(self.number, half, start + count * self.dtype.itemsize)
+        self.window.area(self.number, half, self.rank, start, count, self.dtype).copy_(piece)
+
+    def staged(self, rank: int, block: int, count: int, half: int) -> torch.Tensor:
+        """Return a piece as a member has staged it."""
+        return self.window.area(self.number, half, rank, self.head + block * self.stride, count, self.dtype)
+
+
+class ShmNative(Native):
+    """The collectives of one group in shared memory."""
+
+    def __init__(self, window: Window, piece_nbytes: int, show: Callable[[], None], hide: Callable[[], None]) -> None:
+        self._window = window
+        self._piece_nbytes = piece_nbytes
+        self._views = direct.Views(window)
+        self._show, self._hide = show, hide
+        self._rank, self._size = window.rank, window.size
+        self._others = window.others
+
+    def open(self) -> None:
+        self._show()
+
+    def close(self) -> None:
+        self._hide()
+
+    # -- meeting -------------------------------------------------------------------------------
+
+    def announce(self, number: int, fingerprint: int) -> Schedule:
+        yield from self._window.enter(number)
+        self._window.post(number, fingerprint, 0, DONE)
+
+    def barrier(self, number: int, fingerprint: int) -> Schedule:
+        window = self._window
+        yield from window.enter(number)
+        window.post(number, fingerprint, 0, POSTED)
+        yield from window.reached(number, POSTED, self._others)
+        window.check(number, fingerprint, self._others)
+        window.publish(number, DONE)
+
+    # -- reducing ------------------------------------------------------------------------------
+
+    def all_reduce(self, number: int, fingerprint: int, memories: Sequence[Memory], how: Arithmetic) -> Schedule:
+        """Costs one meeting for what fits into one piece; each member then adds everybody's contribution itself.
+
+        Of larger ones each member reduces its own block, two meetings a piece; between two members there is nothing to
+        be gained by that.
+        """
+        if len(memories) == 1 and self._exchanges(memories[0]) and memories[0].nbytes <= direct.MIN_NBYTES:
+            yield from self._exchange_at_once(number, fingerprint, memories[0], how)
+            return
+        place = direct.place_of(self._window, memories[0]) if len(memories) == 1 else 0
+        turn = Turn(self._window, number, fingerprint, place)
+        yield from self._window.enter(number)
+        if place:
+            turn.say(POSTED)
+            yield from turn.meet(self._others)
+            if all(turn.places.values()):
+                yield from direct.all_reduce(turn, self._views, memories[0], how, self._piece_nbytes)
+                return
+        for memory in memories:
+            if self._exchanges(memory):
+                yield from self._exchange(turn, memory, how)
+            else:
+                yield from self._scatter_and_gather(turn, memory, how)
+        self._window.publish(number, DONE)
+
+    def _exchanges(self, memory: Memory) -> bool:
+        return self._size == 2 or memory.nbytes * (self._size - 1) <= _EXCHANGED_NBYTES
+
+    def _exchange_at_once(self, number: int, fingerprint: int, memory: Memory, how: Arithmetic) -> Schedule:
+        """The shortest way: what `_exchange` does in one round, without the words of one."""
+        window, tensor, count, dtype = self._window, memory.tensor, memory.count, memory.dtype
+        yield from window.enter(number)
+        window.reserve(number, 0, memory.nbytes)
+        mine = window.area(number, 0, self._rank, 0, count, dtype)
+        mine.copy_(tensor)
+        window.post(number, fingerprint, 0, POSTED)
+        yield from window.reached(number, POSTED, self._others)
+        window.check(number, fingerprint, self._others)
+        how.reduce([window.area(number, 0, rank, 0, count, dtype) for rank in range(self._size)], tensor)
+        window.publish(number, DONE)
+
+    def _exchange(self, turn: Turn, memory: Memory, how: Arithmetic) -> Schedule:
+        """Everybody's pieces to everybody, each adds them all, in the order of the ranks."""
+        pieces = _Pieces(turn, 1, memory.dtype)
+        in_place = self._size == 2  # then ours need not be read from the area, and may be overwritten at once
+
+        def take(k: int, half: int) -> None:
+            own = pieces.of(memory, k)
+            inputs = [pieces.staged(rank, 0, own.numel(), half) for rank in range(self._size)]
+            if in_place:
+                inputs[self._rank] = own
+            how.reduce(inputs, own)
+
+        yield from turn.rounds(
+            pieces.rounds(memory.count),
+            lambda k, half: pieces.stage(0, memory, k, half),
+            take,
+            self._others,
+            self._others,
+            reads_open=False,
+        )
+
+    def _scatter_and_gather(self, turn: Turn, memory: Memory, how: Arithmetic) -> Schedule:
+        """Each member reduces the pieces of its own block, and hands them out: rounds of the one and of the other."""
+        pieces = _Pieces(turn, self._size, memory.dtype)
+        blocks = _split(memory, self._size)
+        own = blocks[self._rank]
+
+        def stage(k: int, half: int) -> None:
+            if k % 2:
+                pieces.stage(self._rank, own, k // 2, half)
+                return
+            for member in self._others:
+                pieces.stage(member.rank, blocks[member.rank], k // 2, half)
+
+        def take(k: int, half: int) -> None:
+            if not k % 2:
+                self._reduce_block(pieces, own, pieces.of(own, k // 2), half, how)
+                return
+            for member in self._others:
+                piece = pieces.of(blocks[member.rank], k // 2)
+                piece.copy_(pieces.staged(member.rank, member.rank, piece.numel(), half))
+
+        count = 2 * pieces.rounds(max(block.count for block in blocks))
+        yield from turn.rounds(count, stage, take, self._others, self._others, reads_open=False)
+
+    def _reduce_block(self, pieces: _Pieces, own: Memory, piece: torch.Tensor, half: int, how: Arithmetic) -> None:
+        others = [pieces.staged(member.rank, self._rank, piece.numel(), half) for member in self._others]
+        how.reduce([piece, *others], piece)
+
+    def reduce(self, number: int, fingerprint: int, memory: Memory, root: int, how: Arithmetic) -> Schedule:
+        place = direct.place_of(self._window, memory) if self._rank != root else 0
+        turn = Turn(self._window, number, fingerprint, place)
+        pieces = _Pieces(turn, 1, memory.dtype)
+        yield from self._window.enter(number)
+        if self._rank != root:
+            takers = [self._window.by_rank[root]]
+            count = 1 if place else pieces.rounds(memory.count)
+            yield from turn.rounds(count, lambda k, half: pieces.stage(0, memory, k, half), None, (), takers)
+            yield from turn.end(takers)
+            return
+
+        def take(k: int, half: int) -> None:
+            own = pieces.of(memory, k)
+            others = [self._seen(turn, pieces, member, 0, 0, k, own.numel(), half) for member in self._others]
+            how.reduce([own, *others], own)
+
+        yield from turn.rounds(pieces.rounds(memory.count), None, take, self._others, ())
+        yield from turn.end(())
+
+    def _seen(
+        self, turn: Turn, pieces: _Pieces, member: Member, block: int, first: int, k: int, count: int, half: int
+    ) -> torch.Tensor:
+        """Return the k-th piece of a member's block where it lies: staged, or open from element ``first`` on."""
+        place = turn.places[member.rank]
+        if not place:
+            return pieces.staged(member.rank, block, count, half)
+        offset = place - 1 + (first + k * pieces.step) * pieces.dtype.itemsize
+        return self._views(member.rank, offset, count, pieces.dtype)
+
+    def reduce_scatter(
+        self, number: int, fingerprint: int, inputs: MemoryBlocks, own: Memory, how: Arithmetic
+    ) -> Schedule:
+        """One meeting a piece: each member adds what everybody has for it."""
+        blocks = [inputs[rank] for rank in range(self._size)]
+        turn = Turn(self._window, number, fingerprint, self._place_of_run(blocks))
+        pieces = _Pieces(turn, self._size, own.dtype)
+        first = sum(block.count for block in blocks[: self._rank])
+        yield from self._window.enter(number)
+
+        def stage(k: int, half: int) -> None:
+            for member in self._others:
+                pieces.stage(member.rank, blocks[member.rank], k, half)
+
+        def take(k: int, half: int) -> None:
+            piece = pieces.of(own, k)
+            count = piece.numel()
+            others = [self._seen(turn, pieces, member, self._rank, first, k, count, half) for member in self._others]
+            how.reduce([pieces.of(blocks[self._rank], k), *others], piece)
+
+        count = pieces.rounds(max(block.count for block in blocks))
+        yield from turn.rounds(count, stage, take, self._others, self._others)
+        yield from turn.end(self._others)
+
+    def _place_of_run(self, blocks: Sequence[Memory]) -> int:
+        """Return the place of blocks that lie one after the other in open memory; 0 if they do not."""
+        place = direct.place_of(self._window, blocks[0])
+        at = blocks[0].tensor.data_ptr() if place else 0
+        for block in blocks:
+            if not place or block.tensor.data_ptr() != at:
+                return 0
+            at += block.nbytes
+        return place
+
+    # -- moving --------------------------------------------------------------------------------
+
+    def broadcast(self, number: int, fingerprint: int, memory: Memory, root: int) -> Schedule:
+        place = direct.place_of(self._window, memory) if self._rank == root else 0
+        turn = Turn(self._window, number, fingerprint, place)
+        pieces = _Pieces(turn, 1, memory.dtype)
+        yield from self._window.enter(number)
+        if self._rank == root:
+            count = 1 if place else pieces.rounds(memory.count)
+            yield from turn.rounds(count, lambda k, half: pieces.stage(0, memory, k, half), None, (), self._others)
+            yield from turn.end(self._others)
+            return
+        source = self._window.by_rank[root]
+
+        def take(k: int, half: int) -> None:
+            piece = pieces.of(memory, k)
+            piece.copy_(self._seen(turn, pieces, source, 0, 0, k, piece.numel(), half))
+
+        yield from turn.rounds(pieces.rounds(memory.count), None, take, [source], ())
+        yield from turn.end(())
+
+    def all_gather(self, number: int, fingerprint: int, rows: Sequence[MemoryBlocks]) -> Schedule:
+        place = direct.place_of(self._window, rows[0][self._rank]) if len(rows) == 1 else 0
+        turn = Turn(self._window, number, fingerprint, place)
+        yield from self._window.enter(number)
+        for row in rows:
+            yield from self._gather_row(turn, [row[rank] for rank in range(self._size)])
+        yield from turn.end(self._others)
+
+    def _gather_row(self, turn: Turn, blocks: Sequence[Memory]) -> Schedule:
+        own = blocks[self._rank]
+        pieces = _Pieces(turn, 1, own.dtype)
+
+        def take(k: int, half: int) -> None:
+            for member in self._others:
+                piece = pieces.of(blocks[member.rank], k)
+                if piece.numel():
+                    piece.copy_(self._seen(turn, pieces, member, 0, 0, k, piece.numel(), half))
+
+        count = pieces.rounds(max(block.count for block in blocks))
+        yield from turn.rounds(
+            count, lambda k, half: pieces.stage(0, own, k, half), take, self._others, self._others
+        )
+
+    def gather(self, number: int, fingerprint: int, own: Memory, blocks: MemoryBlocks, root: int) -> Schedule:
+        place = direct.place_of(self._window, own) if self._rank != root else 0
+        turn = Turn(self._window, number, fingerprint, place)
+        pieces = _Pieces(turn, 1, own.dtype)
+        yield from self._window.enter(number)
+        if self._rank != root:
+            takers = [self._window.by_rank[root]]
+            count = 1 if place else pieces.rounds(own.count)
+            yield from turn.rounds(count, lambda k, half: pieces.stage(0, own, k, half), None, (), takers)
+            yield from turn.end(takers)
+            return
+
+        def take(k: int, half: int) -> None:
+            for member in self._others:
+                piece = pieces.of(blocks[member.rank], k)
+                piece.copy_(self._seen(turn, pieces, member, 0, 0, k, piece.numel(), half))
+
+        yield from turn.rounds(pieces.rounds(own.count), None, take, self._others, ())
+        yield from turn.end(())
+
+    def scatter(self, number: int, fingerprint: int, own: Memory, blocks: MemoryBlocks, root: int) -> Schedule:
+        place = self._place_of_run([blocks[rank] for rank in range(self._size)]) if self._rank == root else 0
+        turn = Turn(self._window, number, fingerprint, place)
+        pieces = _Pieces(turn, self._size, own.dtype)
+        yield from self._window.enter(number)
+        count = 1 if place else pieces.rounds(own.count)
+        if self._rank == root:
+
+            def stage(k: int, half: int) -> None:
+                for member in self._others:
+                    pieces.stage(member.rank, blocks[member.rank], k, half)
+
+            yield from turn.rounds(count, stage, None, (), self._others)
+            yield from turn.end(self._others)
+            return
+        source = self._window.by_rank[root]
+
+        def take(k: int, half: int) -> None:
+            piece = pieces.of(own, k)
+            first = self._rank * own.count
+            piece.copy_(self._seen(turn, pieces, source, self._rank, first, k, piece.numel(), half))
+
+        yield from turn.rounds(count, None, take, [source], ())
+        yield from turn.end(())
+
+    def all_to_all(
+        self, number: int, fingerprint: int, incoming: Sequence[Memory], outgoing: Sequence[Memory]
+    ) -> Schedule:
+        """Sizes differ by pair, so members may need unequally many rounds; who has left has taken everything.
+
+        How much each sends to whom stands in a table at the head of its area.
+        """
+        dtype = outgoing[self._rank].dtype
+        turn = Turn(self._window, number, fingerprint, self._place_of_run(outgoing))
+        pieces = _Pieces(turn, self._size, dtype, head_nbytes=8 * self._size)
+        yield from self._window.enter(number)
+        self._window.reserve(number, 0, 8 * self._size)
+        self._table(number, self._rank).copy_(torch.tensor([block.count for block in outgoing]))
+        firsts: dict[int, int] = {}
+
+        def stage(k: int, half: int) -> None:
+            for member in self._others:
+                pieces.stage(member.rank, outgoing[member.rank], k, half)
+
+        def take(k: int, half: int) -> None:
+            for member in self._others:
+                block = incoming[member.rank]
+                if k == 0:
+                    firsts[member.rank] = self._sent_before(number, member, block)
+                piece = pieces.of(block, k)
+                if piece.numel():
+                    first = firsts[member.rank]
+                    piece.copy_(self._seen(turn, pieces, member, self._rank, first, k, piece.numel(), half))
+
+        most = max(memory.count for memory in (*incoming, *outgoing))
+        yield from turn.rounds(pieces.rounds(most), stage, take, self._others, self._others)
+        yield from turn.end(self._others)
+
+    def _table(self, number: int, rank: int) -> torch.Tensor:
+        return self._window.area(number, 0, rank, 0, self._size, torch.int64)
+
+    def _sent_before(self, number: int, member: Member, block: Memory) -> int:
+        """Return how many elements a member sends to ranks below ours; MismatchError if ours are not as many as expected."""
+        counts = self._table(number, member.rank).tolist()
+        if counts[self._rank] != block.count:
+            peer, itemsize = self._window.world_ranks[member.rank], block.itemsize
+            raise MismatchError(
+                peer,
+                f"rank {peer} sent {counts[self._rank] * itemsize} bytes where {block.nbytes} were expected",
+            )
+        return int(sum(counts[: self._rank]))
+
+
+def _split(memory: Memory, parts: int) -> list[Memory]:
+    bounds = [memory.count * part // parts for part in range(parts + 1)]
+    return [memory.slice(start, stop) for start, stop in zip(bounds, bounds[1:], strict=False)]

@@ -1,0 +1,270 @@
+"""How two ranks of one host become neighbours: over a Unix socket, on which each proves itself and hands over its memory.
+
+Every rank listens at an abstract address, which no file system knows and which ends with it. Abstract addresses belong to a
+network namespace; for peers in another one, and only if there are any, a rank also opens a *door*: a socket that had a
+name for some microseconds, and is reached through the descriptor that holds it (``/proc/<pid>/fd/<door>``).
+
+    dialler (the higher rank)                acceptor
+    proof of the job's token           ⇄     proof of the job's token
+    rank, size, board, arena           →
+                                       ←     rank, size, board, arena     or why not, in words
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import socket
+import struct
+import tempfile
+from collections.abc import Mapping
+from typing import Any
+
+from asyncdist.arena import Arena
+from asyncdist.arena import Mapping as Memory
+from asyncdist.errors import AsyncdistError, ProtocolError
+from asyncdist.handshake import Handshake, accept, dial
+from asyncdist.transport import Host
+
+_INTRODUCTION = struct.Struct("<IQQ")  # rank, bytes of the arena, offset of the board
+_PACKET_NBYTES = 4096
+_PAUSE = 0.005
+_CREDENTIALS = struct.Struct("3i")
+
+Introduction = tuple[int, Memory, int]
+"""Rank, arena and the offset of the board of a peer."""
+
+
+class Refused(Exception):
+    """This peer does not become our neighbour; the reason in words."""
+
+
+def host_name() -> str:
+    """Return what names this machine as long as it runs."""
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        return file.read().strip()
+    return socket.gethostname()
+
+
+def _namespace(kind: str) -> int:
+    with contextlib.suppress(OSError):
+        return os.stat(f"/proc/self/ns/{kind}").st_ino
+    return 0
+
+
+class Porch:
+    """Where peers find us: the listening socket, and the door for those of other network namespaces."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._name = secrets.token_hex(16)
+        self._sockets: list[socket.socket] = []
+        self._door = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        self._sockets.append(_listening(f"\0asyncdist-{self._name}"))
+
+    def address(self) -> dict[str, Any]:
+        """Return what peers need to know to find us."""
+        return {
+            "host": self._host.config.host or host_name(),
+            "user": os.getuid(),
+            "name": self._name,
+            "net": _namespace("net"),
+            "pids": _namespace("pid"),
+            "pid": os.getpid(),
+            "door": self._door,
+        }
+
+    def open_door(self) -> None:
+        """Let peers of other network namespaces in, under the descriptor that `address` has told them."""
+        path = os.path.join(tempfile.gettempdir(), f"asyncdist-{self._name}")
+        sock = _listening(path)
+        self._sockets.append(sock)
+        try:
+            descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        finally:
+            os.unlink(path)
+        os.dup2(descriptor, self._door, inheritable=False)
+        os.close(descriptor)
+
+    async def visitor(self) -> socket.socket:
+        """Wait for a connection."""
+        while True:
+            for sock in self._sockets:
+                with contextlib.suppress(BlockingIOError):
+                    accepted, _ = sock.accept()
+                    accepted.setblocking(False)
+                    return accepted
+            await _any_ready(self._sockets)
+
+    def close(self) -> None:
+        """Listen no more. Idempotent."""
+        if self._door >= 0:
+            os.close(self._door)
+            self._door = -1
+        while self._sockets:
+            self._sockets.pop().close()
+
+
+def _listening(address: str) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        sock.setblocking(False)
+        sock.bind(address)
+        sock.listen(512)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+async def visit(address: Mapping[str, Any], host: Host, arena: Arena, board: int) -> tuple[socket.socket, Introduction]:
+    """Go to a peer and become its neighbour. Raises Refused, and TimeoutError of whoever limits us."""
+    sock = await _dialled(address)
+    try:
+        await _prove(sock, dial(host.config.token, _purpose(host), secrets.token_bytes(32)))
+        await _introduce(sock, host, arena, board)
+        return sock, await _introduction(sock, host)
+    except BaseException:
+        sock.close()
+        raise
+
+
+async def receive(sock: socket.socket, host: Host, arena: Arena, board: int) -> Introduction:
+    """Let a visitor become our neighbour. Raises Refused; closes the connection then."""
+    try:
+        _, user, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+        if user != os.getuid():
+            raise Refused(f"it runs as user {user}")
+        await _prove(sock, accept(host.config.token, _purpose(host), secrets.token_bytes(32)))
+        try:
+            introduction = await _introduction(sock, host)
+        except Refused as refusal:
+            await _send(sock, str(refusal).encode()[:_PACKET_NBYTES])
+            raise
+        await _introduce(sock, host, arena, board)
+        return introduction
+    except BaseException:
+        sock.close()
+        raise
+
+
+def _purpose(host: Host) -> str:
+    return f"neighbour of world {host.world_id}"
+
+
+async def _dialled(address: Mapping[str, Any]) -> socket.socket:
+    same_network = address["net"] == _namespace("net")
+    if not same_network and address["pids"] != _namespace("pid"):
+        raise Refused("it has another network and another process namespace")
+    where = f"\0asyncdist-{address['name']}" if same_network else f"/proc/{address['pid']}/fd/{address['door']}"
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    sock.setblocking(False)
+    try:
+        while True:
+            try:
+                sock.connect(where)
+                return sock
+            except BlockingIOError:  # many are before us
+                await asyncio.sleep(_PAUSE)
+            except ConnectionRefusedError:
+                if same_network:
+                    raise
+                await asyncio.sleep(_PAUSE)  # the door is not open yet
+    except OSError as cause:
+        sock.close()
+        raise Refused(f"its Unix socket cannot be reached: {cause.strerror}") from cause
+    except BaseException:
+        sock.close()
+        raise
+
+
+async def _prove(sock: socket.socket, handshake: Handshake) -> None:
+    """Run a handshake, a packet a message."""
+    try:
+        step = next(handshake)
+        while True:
+            if isinstance(step, bytes):
+                await _send(sock, step)
+                step = next(handshake)
+            else:
+                packet, _ = await _receive(sock)
+                if len(packet) != step:
+                    raise ProtocolError(f"a packet of {len(packet)} bytes where {step} were expected")
+                step = handshake.send(packet)
+    except StopIteration:
+        return
+    except AsyncdistError as error:
+        raise Refused(str(error)) from error
+
+
+async def _introduce(sock: socket.socket, host: Host, arena: Arena, board: int) -> None:
+    await _send(sock, _INTRODUCTION.pack(host.rank, arena.nbytes, board), arena.descriptor)
+
+
+async def _introduction(sock: socket.socket, host: Host) -> Introduction:
+    packet, descriptors = await _receive(sock)
+    try:
+        if len(packet) != _INTRODUCTION.size:
+            raise Refused(packet.decode(errors="replace") or "it closed the connection")
+        rank, nbytes, board = _INTRODUCTION.unpack(packet)
+        if not 0 <= rank < host.world_size or rank == host.rank:
+            raise Refused(f"it claims to be rank {rank}")
+        if len(descriptors) != 1:
+            raise Refused("its memory did not come with the packet: descriptors are not passed between us")
+        if os.fstat(descriptors[0]).st_size < nbytes or not board + 8 <= nbytes:
+            raise Refused("its memory is smaller than it says")
+        try:
+            return rank, Memory(descriptors[0], nbytes), board
+        except AsyncdistError as error:
+            raise Refused(str(error)) from error
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+# -- packets on the running loop --------------------------------------------------------------------
+
+
+async def _send(sock: socket.socket, packet: bytes, descriptor: int | None = None) -> None:
+    while True:
+        try:
+            if descriptor is None:
+                sock.send(packet)
+            else:
+                socket.send_fds(sock, [packet], [descriptor])
+            return
+        except BlockingIOError:
+            await asyncio.sleep(_PAUSE)
+        except OSError as cause:
+            raise Refused(f"the connection ended: {cause.strerror}") from cause
+
+
+async def _receive(sock: socket.socket) -> tuple[bytes, list[int]]:
+    while True:
+        try:
+            packet, descriptors, _, _ = socket.recv_fds(sock, _PACKET_NBYTES, 4, socket.MSG_CMSG_CLOEXEC)
+            return packet, descriptors
+        except BlockingIOError:
+            await _any_ready([sock])
+        except OSError as cause:
+            raise Refused(f"the connection ended: {cause.strerror}") from cause
+
+
+async def _any_ready(socks: list[socket.socket]) -> None:
+    loop = asyncio.get_running_loop()
+    ready: asyncio.Future[None] = loop.create_future()
+
+    def come() -> None:
+        if not ready.done():
+            ready.set_result(None)
+
+    descriptors = [sock.fileno() for sock in socks]
+    for descriptor in descriptors:
+        loop.add_reader(descriptor, come)
+    try:
+        await ready
+    finally:
+        for descriptor in descriptors:
+            loop.remove_reader(descriptor)

@@ -1,0 +1,160 @@
+"""A peer on this host: its memory as we see it, and the Unix socket that is doorbell, notice board and death notice.
+
+The socket keeps packets apart (SOCK_SEQPACKET). A packet is a ring of the bell (one byte) or notices, in the frames in which
+they go over any stream. When it ends, the peer has gone, in order if it has said goodbye before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+from collections import deque
+from collections.abc import Callable
+
+from asyncdist.arena import Arena, Mapping
+from asyncdist.errors import ProtocolError
+from asyncdist.framing import HEADER_NBYTES, KEY_NBYTES, unpack_tail
+from asyncdist.transport import Host, Outgoing
+from asyncdist_transports.shm.board import READ, RING, WRITTEN, Board, OwnBoard
+from asyncdist_transports.shm.order import Fence
+from asyncdist_transports.shm.ring import NBYTES, RingIn, RingOut
+from asyncdist_transports.stream import Reader, Writer
+
+PACKET_NBYTES = 1 << 17
+BELL = b"!"
+READABLE, WRITABLE = select.POLLIN, select.POLLOUT
+
+
+class Gone(Exception):
+    """The peer's end of the socket is closed; the reason in words."""
+
+
+class Neighbour:
+    """One peer of the world with whom we share memory."""
+
+    def __init__(
+        self, peer: int, sock: socket.socket, mapping: Mapping, board: Board, own: OwnBoard, host: Host, fence: Fence
+    ) -> None:
+        self.peer = peer
+        self.sock = sock
+        self.mapping, self.board = mapping, board
+        self.asleep = board.asleep
+        self._host, self._fence = host, fence
+        self._ours, self._theirs = own.line(peer), board.line(host.rank)
+        self._notices: deque[bytes] = deque()  # which the socket had no room for
+        self.queue: deque[Outgoing] = deque()
+        self._writer: Writer | None = None
+        self._ring: RingIn | None = None
+        self._reader: Reader | None = None
+        self.ended: str | None = None
+        """Why the peer's socket is no more; None while it is."""
+
+    # -- the socket ----------------------------------------------------------------------------
+
+    def ring(self) -> None:
+        """Wake the peer, which sleeps. Whoever rings clears the flag first: what comes after needs no bell again."""
+        self.asleep[0] = 0
+        # A socket that has no room has a packet already, and one that is closed nobody to wake.
+        with contextlib.suppress(OSError):
+            self.sock.send(BELL)
+
+    def wake(self) -> None:
+        """Ring if the peer sleeps."""
+        if self.asleep[0]:
+            self.ring()
+
+    def tell(self, packet: bytes) -> None:
+        """Send notices, after those sent before."""
+        self._notices.append(packet)
+        self.flush_notices()
+
+    def flush_notices(self) -> None:
+        """Send what the socket takes."""
+        try:
+            while self._notices:
+                self.sock.send(self._notices[0])
+                self._notices.popleft()
+        except BlockingIOError:
+            pass
+        except OSError:  # the reading side will find the end, after what the peer still had to say
+            self._notices.clear()
+
+    def waits(self) -> int:
+        """Return the poll events to wait for at the socket."""
+        return READABLE | WRITABLE if self._notices else READABLE
+
+    def listen(self) -> None:
+        """Take what has come to the socket. Raises Gone at its end, and ProtocolError for what no peer of ours says."""
+        while True:
+            try:
+                packet = self.sock.recv(PACKET_NBYTES)
+            except BlockingIOError:
+                return
+            except OSError as cause:
+                raise Gone(cause.strerror or str(cause)) from cause
+            if not packet:
+                raise Gone("its end of the socket is closed")
+            if packet != BELL:
+                self._hear(packet)
+
+    def _hear(self, packet: bytes) -> None:
+        at = 0
+        while at < len(packet):
+            head = packet[at : at + HEADER_NBYTES]
+            if len(head) < HEADER_NBYTES:
+                raise ProtocolError("a notice that is cut short")
+            _, nbytes, kind = unpack_tail(head)
+            at += HEADER_NBYTES + nbytes
+            if at > len(packet):
+                raise ProtocolError(f"a notice that claims {nbytes} bytes and has fewer")
+            self._host.control(self.peer, kind, head[:KEY_NBYTES], packet[at - nbytes : at])
+
+    # -- messages ------------------------------------------------------------------------------
+
+    def send(self, message: Outgoing, make_ring: Callable[[], int], arena: Arena) -> bool:
+        """Send a message through our ring, made with the first; return whether all of it is in there."""
+        if self._writer is None:
+            offset = make_ring()
+            ring = RingOut(arena.mapping.view(offset, NBYTES), self._ours, self._theirs, self._fence, self.wake)
+            self._writer = Writer(ring, self.queue)
+            self._writer.open = True
+            self._fence.light()
+            self._ours[RING] = offset
+        return self._writer.send(message)
+
+    def pump(self) -> bool:
+        """Move messages, both ways, as far as they can be moved; return whether any byte was."""
+        moved = self._writer.flush() if self.queue and self._writer is not None else False
+        ring = self._ring
+        if ring is None:
+            offset = self._theirs[RING]
+            if not offset:
+                return moved
+            self._fence.light()
+            ring = self._ring = RingIn(
+                self.mapping.view(offset, NBYTES), self._ours, self._theirs, self._fence, self.wake
+            )
+            self._reader = Reader(ring, self.peer, self._host, self._host.inbox(self.peer))
+        reader = self._reader
+        assert reader is not None
+        if not ring.empty or reader.backlogged:
+            return reader.read() or moved
+        return moved
+
+    @property
+    def silent(self) -> bool:
+        """Whether all that the peer has sent has been read."""
+        return self._theirs[RING] == 0 or (self._ring is not None and self._ring.empty)
+
+    @property
+    def heard(self) -> bool:
+        """Whether the peer has read all that we have sent."""
+        return self._ours[WRITTEN] == self._theirs[READ]
+
+    def end(self, reason: str) -> None:
+        """Let go of the socket; the peer finds it ended. Idempotent."""
+        if self.ended is None:
+            self.ended = reason
+            self._host.retire(self.sock)
+            self.queue.clear()

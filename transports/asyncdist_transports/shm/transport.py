@@ -1,0 +1,299 @@
+"""The shared-memory transport of one rank: its neighbours, its board, and the windows of its groups."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import os
+import socket
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar
+
+from asyncdist import arena as shared
+from asyncdist.arena import Arena, Block
+from asyncdist.errors import AsyncdistError, ranks
+from asyncdist.framing import DATA
+from asyncdist.native import Native
+from asyncdist.transport import Address, Host, Link, Outgoing, Transport, Wait
+from asyncdist_transports.shm import limbo
+from asyncdist_transports.shm.board import Board, OwnBoard
+from asyncdist_transports.shm.collectives import ShmNative
+from asyncdist_transports.shm.meeting import Introduction, Porch, Refused, receive, visit
+from asyncdist_transports.shm.neighbour import Gone, Neighbour
+from asyncdist_transports.shm.order import Fence
+from asyncdist_transports.shm.ring import NBYTES as RING_NBYTES
+from asyncdist_transports.shm.window import Sharer, Window
+
+log = logging.getLogger("asyncdist.shm")
+
+_PATIENCE = 10.0  # seconds within which ranks that have all been heard of are expected to meet
+
+
+class ShmTransport(Transport):
+    """Mapped memory between ranks of one host and user."""
+
+    name: ClassVar[str] = "shm"
+    preference: ClassVar[int] = 50
+
+    def __init__(self, host: Host) -> None:
+        super().__init__(host)
+        self._arena: Arena = shared.arena()
+        self._fence = Fence()
+        self._board = OwnBoard(self._arena, host.world_size, self._fence)
+        self._asleep = self._board.asleep
+        self._porch: Porch | None = None
+        self._cores: dict[int, set[int]] = {}
+        self._same_process = False
+        self._neighbours: dict[int, Neighbour] = {}
+        self._by_descriptor: dict[int, Neighbour] = {}
+        self._rings: list[tuple[Block, Neighbour]] = []
+        self._windows: dict[int, Window] = {}
+
+    @classmethod
+    def probe(cls) -> str | None:
+        if not hasattr(socket, "SOCK_SEQPACKET") or not hasattr(socket, "recv_fds"):
+            return "this system cannot pass descriptors over a Unix socket"
+        return shared.unavailable()
+
+    # -- coming --------------------------------------------------------------------------------
+
+    def listen(self, where: str) -> dict[str, Any]:
+        self._porch = Porch(self.host)
+        return {**self._porch.address(), "cores": sorted(os.sched_getaffinity(0))}
+
+    def reaches(self, address: Address) -> bool:
+        return True  # whom we have not met is not asked about
+
+    async def settle(self, addresses: Sequence[Address | None], timeout: float) -> list[int]:
+        porch, own = self._porch, addresses[self.host.rank]
+        assert porch is not None
+        assert own is not None
+        here: dict[int, Address] = {}
+        refused: dict[str, list[int]] = {}
+        for peer, address in enumerate(addresses):
+            if peer == self.host.rank or address is None or address["host"] != own["host"]:
+                continue
+            if address["user"] != own["user"]:
+                refused.setdefault(f"another user, {address['user']}", []).append(peer)
+            else:
+                here[peer] = address
+        try:
+            if any(address["net"] != own["net"] for peer, address in here.items() if peer > self.host.rank):
+                porch.open_door()
+            await self._meet(porch, here, min(timeout, _PATIENCE), refused)
+        finally:
+            porch.close()
+        for reason, peers in refused.items():
+            log.warning(
+                "rank %d shares no memory with rank %s, and uses the next transport: %s", self.host.rank, ranks(peers), reason
+            )
+        self._cores = {peer: set(here[peer]["cores"]) for peer in self._neighbours} | {self.host.rank: set(own["cores"])}
+        self._same_process = any(here[peer]["pid"] == own["pid"] for peer in self._neighbours)
+        return sorted(self._neighbours)
+
+    async def _meet(
+        self, porch: Porch, here: Mapping[int, Address], timeout: float, refused: dict[str, list[int]]
+    ) -> None:
+        """Visit the lower ranks, and receive the higher ones."""
+        visits = [self._visit(peer, address, timeout) for peer, address in here.items() if peer < self.host.rank]
+        expected = {peer for peer in here if peer > self.host.rank}
+        outcomes = await asyncio.gather(self._receive(porch, expected, timeout), *visits)
+        for reason, peers in (outcome for outcome in outcomes if outcome is not None):
+            refused.setdefault(reason, []).extend(peers)
+
+    async def _visit(self, peer: int, address: Address, timeout: float) -> tuple[str, list[int]] | None:
+        try:
+            async with asyncio.timeout(timeout):
+                sock, introduction = await visit(address, self.host, self._arena, self._board.block.offset)
+        except Refused as refusal:
+            return str(refusal), [peer]
+        except TimeoutError:
+            return "it did not answer at its Unix socket", [peer]
+        self._welcome(sock, introduction)
+        return None
+
+    async def _receive(self, porch: Porch, expected: set[int], timeout: float) -> tuple[str, list[int]] | None:
+        reason = "it did not come to our Unix socket"
+        missing = set(expected)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                while missing:
+                    sock = await porch.visitor()
+                    try:
+                        introduction = await receive(sock, self.host, self._arena, self._board.block.offset)
+                    except Refused as refusal:
+                        reason = str(refusal)
+                        continue
+                    missing.discard(introduction[0])
+                    self._welcome(sock, introduction)
+        return (reason, sorted(missing)) if missing else None
+
+    def _welcome(self, sock: socket.socket, introduction: Introduction) -> None:
+        peer, mapping, offset = introduction
+        if peer in self._neighbours:
+            sock.close()
+            return
+        board = Board(mapping, offset, self.host.world_size)
+        neighbour = Neighbour(peer, sock, mapping, board, self._board, self.host, self._fence)
+        self._neighbours[peer] = self._by_descriptor[sock.fileno()] = neighbour
+
+    def spin(self) -> tuple[float, bool]:
+        spin = self.host.config.spin_us * 1e-6
+        if self._same_process:  # who spins keeps the interpreter from its peer
+            return 0.0, True
+        return spin, len(self._cores) > len(set().union(*self._cores.values()))
+
+    # -- groups --------------------------------------------------------------------------------
+
+    def native(self, number: int, members: Sequence[int]) -> Native:
+        sharers = [None if member == self.host.rank else self._sharer(member) for member in members]
+        config = self.host.config
+
+        def difference(member: int, ours: int, theirs: int) -> Exception:
+            return self.host.difference(members[member], ours, theirs)
+
+        window = Window(
+            number, members.index(self.host.rank), members, sharers, self._arena, self._fence, config.shm_area_nbytes,
+            difference,
+        )  # fmt: skip
+
+        return ShmNative(
+            window, config.piece_nbytes, functools.partial(self._show, window), functools.partial(self._hide, window)
+        )
+
+    def _sharer(self, peer: int) -> Sharer:
+        neighbour = self._neighbours[peer]
+        return Sharer(neighbour.mapping, neighbour.board.window, neighbour.asleep, neighbour.ring)
+
+    def _show(self, window: Window) -> None:
+        self._windows[window.number] = window
+        self._board.show(window.number, window.block.offset)
+        for neighbour in self._neighbours.values():
+            neighbour.wake()  # it may wait for this very group
+
+    def _hide(self, window: Window) -> None:
+        if self._windows.pop(window.number, None) is not None:
+            limbo.leave(window, self._board)
+
+    # -- links ---------------------------------------------------------------------------------
+
+    def link(self, peer: int, address: Address) -> ShmLink:
+        return ShmLink(self._neighbours[peer], self)
+
+    def send(self, neighbour: Neighbour, message: Outgoing) -> bool:
+        """Send a message of ours: through the ring, or beside it if it is a notice."""
+        if unpack_kind(message) == DATA:
+            return neighbour.send(message, functools.partial(self._make_ring, neighbour), self._arena)
+        neighbour.tell(message.header + bytes(message.body))
+        message.done = True
+        return True
+
+    def _make_ring(self, neighbour: Neighbour) -> int:
+        block = self._arena.allocate(RING_NBYTES)
+        self._rings.append((block, neighbour))
+        return block.offset
+
+    # -- driving -------------------------------------------------------------------------------
+
+    def advance(self, ready: Iterable[int] | None) -> bool:
+        self._asleep[0] = 0
+        moved = False
+        if ready is not None:
+            for descriptor in ready:
+                neighbour = self._by_descriptor.get(descriptor)
+                if neighbour is not None:
+                    self._listen(neighbour)
+                    moved = True
+        return self._pump() or moved
+
+    def _pump(self) -> bool:
+        moved = False
+        for neighbour in list(self._neighbours.values()):
+            try:
+                moved = neighbour.pump() or moved
+            except AsyncdistError as error:
+                self._part(neighbour)
+                self.host.lost(neighbour.peer, str(error))
+            if neighbour.ended is not None and neighbour.silent and neighbour.peer in self._neighbours:
+                self._part(neighbour)
+                self.host.lost(neighbour.peer, neighbour.ended)
+        return moved
+
+    def _listen(self, neighbour: Neighbour) -> None:
+        try:
+            neighbour.flush_notices()
+            neighbour.listen()
+        except Gone as gone:
+            self._lost(neighbour, str(gone))
+        except AsyncdistError as error:
+            self._lost(neighbour, str(error))
+
+    def _lost(self, neighbour: Neighbour, reason: str) -> None:
+        """Note that a peer's socket has ended; what it had sent before is there still, and is read first."""
+        self._by_descriptor.pop(neighbour.sock.fileno(), None)
+        neighbour.end(reason)
+        self._pump()
+        if neighbour.peer in self._neighbours:
+            self.host.lost(neighbour.peer, reason)
+
+    def _part(self, neighbour: Neighbour) -> None:
+        if self._neighbours.pop(neighbour.peer, None) is not None:
+            self._by_descriptor.pop(neighbour.sock.fileno(), None)
+            neighbour.end("")
+
+    def waits(self) -> list[Wait]:
+        self._asleep[0] = 1
+        self._fence.full()  # before we, and whoever asks us, look once more: see `order`
+        self._pump()
+        return [(descriptor, neighbour.waits()) for descriptor, neighbour in self._by_descriptor.items()]
+
+    def busy(self) -> bool:
+        for neighbour in self._neighbours.values():
+            if neighbour.queue:
+                return True
+        return False
+
+    def hears(self, peer: int) -> bool:
+        return peer in self._neighbours  # until it has gone and all is read that it has sent
+
+    # -- going ---------------------------------------------------------------------------------
+
+    def forget(self, peer: int) -> None:
+        neighbour = self._neighbours.get(peer)
+        if neighbour is not None:
+            self._part(neighbour)
+
+    def close(self) -> None:
+        if self._porch is not None:
+            self._porch.close()
+        for window in list(self._windows.values()):
+            self._hide(window)
+        for neighbour in list(self._neighbours.values()):
+            neighbour.tell(self.host.last_words)
+            self._part(neighbour)
+        limbo.leave_board(self._board, self._rings)
+
+
+class ShmLink(Link):
+    """The way to one neighbour."""
+
+    def __init__(self, neighbour: Neighbour, transport: ShmTransport) -> None:
+        super().__init__(neighbour.peer)
+        self._neighbour = neighbour
+        self._transport = transport
+
+    def send(self, message: Outgoing) -> bool:
+        return self._transport.send(self._neighbour, message)
+
+    def open(self) -> None:
+        """There is nothing to open: neighbours have met before the world was complete."""
+
+    def close(self) -> None:
+        """Neighbours part when the transport closes."""
+
+
+def unpack_kind(message: Outgoing) -> int:
+    """Return the kind of a message: data or a notice."""
+    return message.header[32]

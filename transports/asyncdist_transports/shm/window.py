@@ -1,0 +1,178 @@
+"""Where the collectives of one group meet: numbered slots, in each member's own memory, with steps that only grow.
+
+The n-th collective of a group uses slot ``n % SLOTS``. A slot is a line of words and two areas for staged data. Its word
+STEP says how far this member is: ``n << 24 | step``, and ``n << 24 | DONE`` when it will not look at anybody's slot for
+this collective again (FINISHED: at anybody's memory, but others may still look at ours). Since steps of later collectives are larger, "has reached" is one comparison, and nothing is ever
+reset. A member may use a slot again when all have said DONE to the collective before it there.
+
+A window is an address range; memory is reserved behind its areas as far as messages need it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from asyncdist.arena import PAGE_NBYTES, Arena, Mapping
+from asyncdist.collectives.schedule import Schedule
+from asyncdist_transports.shm.order import Fence
+
+SLOTS = 8
+STEP, CALL, PLACE = 0, 1, 2
+_LINE = 8
+_SHIFT = 24
+DONE = (1 << _SHIFT) - 1
+FINISHED = DONE - 1
+_LINES_NBYTES = PAGE_NBYTES
+
+
+class Sharer(NamedTuple):
+    """A member of a window other than ourselves, as its transport knows it."""
+
+    mapping: Mapping
+    find: Callable[[int], int | None]
+    asleep: memoryview
+    ring: Callable[[], None]
+
+
+class Member:
+    """Another member of a group: its words and memory, once its window has been found."""
+
+    __slots__ = ("asleep", "mapping", "offset", "rank", "ring", "sharer", "words")
+
+    def __init__(self, rank: int, sharer: Sharer) -> None:
+        self.rank = rank
+        self.sharer = sharer
+        self.mapping, self.asleep, self.ring = sharer.mapping, sharer.asleep, sharer.ring
+        self.offset = -1
+        self.words: memoryview = memoryview(b"")
+
+
+class Window:
+    """One group's meeting place, as one member sees it.
+
+    ``sharers`` are the members by rank in the group, None for ourselves. ``difference(member, ours, theirs)`` returns the
+    error to raise when a member has called something else.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        rank: int,
+        world_ranks: Sequence[int],
+        sharers: Sequence[Sharer | None],
+        arena: Arena,
+        fence: Fence,
+        area_nbytes: int,
+        difference: Callable[[int, int, int], Exception],
+    ) -> None:
+        self.number, self.rank, self.size = number, rank, len(sharers)
+        self.world_ranks = tuple(world_ranks)
+        self.area_nbytes = -(-area_nbytes // PAGE_NBYTES) * PAGE_NBYTES
+        self.arena, self.fence = arena, fence
+        self._difference = difference
+        self.others = [Member(peer, sharer) for peer, sharer in enumerate(sharers) if sharer is not None]
+        self.by_rank: dict[int, Member] = {member.rank: member for member in self.others}
+        self._strangers = list(self.others)  # whose windows we have not found yet
+        self.block = arena.hold(_LINES_NBYTES + SLOTS * 2 * self.area_nbytes)
+        arena.reserve(self.block.offset, _LINES_NBYTES)
+        self.words = arena.mapping.words(self.block.offset, SLOTS * _LINE)
+        for place in range(len(self.words)):
+            self.words[place] = 0
+        self._reserved = [0] * (2 * SLOTS)
+        self._areas: dict[tuple[int, int, int, torch.dtype], torch.Tensor] = {}
+        self._last = [0] * SLOTS
+
+    # -- steps ---------------------------------------------------------------------------------
+
+    def enter(self, number: int) -> Schedule:
+        """Wait until the slot of the n-th collective is free."""
+        while self._strangers:
+            member = self._strangers[-1]
+            offset = member.sharer.find(self.number)
+            if offset is None:
+                yield member.rank
+                continue
+            member.offset = offset
+            member.words = member.mapping.words(offset, SLOTS * _LINE)
+            self._strangers.pop()
+        if number > SLOTS:
+            at, free = number % SLOTS * _LINE, (number - SLOTS) << _SHIFT | DONE
+            for member in self.others:
+                words = member.words
+                while words[at] < free:
+                    yield member.rank
+        self._last[number % SLOTS] = number
+
+    def post(self, number: int, call: int, place: int, step: int) -> None:
+        """Say what we call, and where our data lies (0: it is staged), with the first step."""
+        at, words = number % SLOTS * _LINE, self.words
+        words[at + CALL], words[at + PLACE] = call, place
+        self.publish(number, step)
+
+    def publish(self, number: int, step: int) -> None:
+        """Say that we have reached a step; wake who sleeps."""
+        self.fence.light()  # what we have written, and read, before the word that says so
+        self.words[number % SLOTS * _LINE] = number << _SHIFT | step
+        self.fence.full()  # and that before we look who sleeps: see `order`
+        for member in self.others:
+            if member.asleep[0]:
+                member.ring()
+
+    def reached(self, number: int, step: int, members: Sequence[Member]) -> Schedule:
+        """Wait until each of some members has reached a step."""
+        at, goal = number % SLOTS * _LINE, number << _SHIFT | step
+        for member in members:
+            words = member.words
+            while words[at] < goal:
+                yield member.rank
+        self.fence.light()  # their words before their data
+
+    def check(self, number: int, call: int, members: Sequence[Member]) -> None:
+        """Raise if one of some members, who have posted, called something else."""
+        at = number % SLOTS * _LINE + CALL
+        for member in members:
+            theirs = member.words[at]
+            if theirs != call:
+                raise self._difference(member.rank, call, theirs)
+
+    def place(self, number: int, member: Member) -> int:
+        """Return where a member's data for this collective lies, 0 if it is staged."""
+        return member.words[number % SLOTS * _LINE + PLACE]
+
+    # -- areas ---------------------------------------------------------------------------------
+
+    def reserve(self, number: int, half: int, nbytes: int) -> None:
+        """See that there is memory behind an area of a slot. SharedMemoryError if there is none left."""
+        which = number % SLOTS * 2 + half
+        if nbytes > self._reserved[which]:
+            start = self.block.offset + _LINES_NBYTES + which * self.area_nbytes
+            self.arena.reserve(start, nbytes)
+            self._reserved[which] = nbytes
+
+    def area(self, number: int, half: int, rank: int, start: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return elements of a member's area, from byte ``start`` on; of ours if ``rank`` is our own."""
+        which = number % SLOTS * 2 + half
+        key = (which * self.size + rank, start, count, dtype)
+        tensor = self._areas.get(key)
+        if tensor is None:
+            if len(self._areas) >= 4096:
+                self._areas.clear()
+            member = self.by_rank.get(rank)
+            mapping, offset = (self.arena.mapping, self.block.offset) if member is None else (member.mapping, member.offset)
+            tensor = self._areas[key] = mapping.tensor(
+                offset + _LINES_NBYTES + which * self.area_nbytes + start, count, dtype
+            )
+        return tensor
+
+    # -- the end -------------------------------------------------------------------------------
+
+    def pending(self) -> Iterator[Member]:
+        """Yield the members who may still look at what we have written."""
+        for member in self.others:
+            if member.offset >= 0 and member.sharer.find(self.number) is not None:
+                words = member.words
+                if any(last and words[slot * _LINE] < (last << _SHIFT | DONE) for slot, last in enumerate(self._last)):
+                    yield member
