@@ -44,6 +44,7 @@ _NAMES: dict[str, tuple[str, str]] = {
     "P2POp": ("asyncdist.face", "P2POp"),
     "ReduceOp": ("asyncdist.ops", "ReduceOp"),
     "Work": ("asyncdist.work", "Work"),
+    "empty": ("asyncdist.registered", "empty"),
     "premul_sum": ("asyncdist.ops", "premul_sum"),
 }
 
@@ -104,6 +105,7 @@ if TYPE_CHECKING:
     from asyncdist.group import Group as Group
     from asyncdist.ops import ReduceOp as ReduceOp
     from asyncdist.ops import premul_sum as premul_sum
+    from asyncdist.registered import empty as empty
     from asyncdist.sampler import DistributedSampler as DistributedSampler
     from asyncdist.store import FileStore as FileStore
     from asyncdist.store import HashStore as HashStore

@@ -31,6 +31,7 @@ from asyncdist.deadline import Timeout
 from asyncdist.face import Face, P2POp
 from asyncdist.group import Group
 from asyncdist.ops import ReduceOp, premul_sum
+from asyncdist.registered import empty
 from asyncdist.runtime import runtime
 from asyncdist.store import FileStore, HashStore, PrefixStore, TCPStore
 from asyncdist.work import Work
@@ -160,7 +161,7 @@ __all__ = [
     "FileStore", "Group", "GroupMember", "HashStore", "P2POp", "PrefixStore", "ReduceOp", "TCPStore", "Work",
     "all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object", "all_gather_single",
     "all_reduce", "all_reduce_coalesced", "all_to_all", "all_to_all_single", "barrier", "batch_isend_irecv",
-    "broadcast", "broadcast_object_list", "destroy_process_group", "gather", "gather_object", "get_backend",
+    "broadcast", "broadcast_object_list", "destroy_process_group", "empty", "gather", "gather_object", "get_backend",
     "get_global_rank", "get_group_rank", "get_process_group_ranks", "get_rank", "get_world_size", "group",
     "init_process_group", "irecv", "is_available", "is_initialized", "isend", "monitored_barrier", "new_group",
     "new_subgroups", "new_subgroups_by_enumeration", "premul_sum", "process_group", "recv", "recv_object_list",

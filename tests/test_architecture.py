@@ -18,7 +18,7 @@ LAYERS: list[list[str]] = [
      "store.log", "collectives.schedule", "collectives.cost", "collectives.ring", "collectives.tree",
      "collectives.doubling", "collectives.pairwise", "collectives.choose", "ddp.buckets"],
     ["transport", "registry", "buffers", "objects", "reduce", "work", "runtime", "progress", "machine", "mismatch",
-     "notices", "lifetime", "reminders", "interfaces"],
+     "notices", "lifetime", "reminders", "interfaces", "arena", "inbox", "native", "registered"],
     ["store", "observe", "mesh", "collectives.executor", "collectives.operation", "collectives.plans",
      "collectives.reductions", "collectives.exchanges", "collectives.arguments"],
     ["rendezvous", "group", "world"],

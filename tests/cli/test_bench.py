@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-import asyncdist
 from asyncdist.bench import launch, processes
 from asyncdist.bench.machine import machine
 from asyncdist.bench.plan import COLLECTIVES, Plan
@@ -76,7 +75,6 @@ def test_open_mpi_computes_what_is_asked():
 
 
 @pytest.mark.processes
-@pytest.mark.skipif(not hasattr(asyncdist, "empty"), reason="there are no registered tensors yet")
 def test_registered_tensors_compete():
     report = processes.run(Plan(COLLECTIVES, (4, 65_540), registered=True, repeat=2))
     assert all(row.timings["registered"].median > 0 for row in report.rows)

@@ -1,0 +1,166 @@
+"""Registered tensors: where they lie, what becomes of their memory, and that collectives on them copy nothing."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import logging
+import os
+import threading
+import warnings
+
+import pytest
+import torch
+
+import asyncdist
+from asyncdist import registered
+from asyncdist.arena import PAGE_NBYTES, arena, unavailable
+from asyncdist.errors import SharedMemoryError
+
+pytestmark = pytest.mark.skipif(unavailable() is not None, reason=f"no shared memory: {unavailable()}")
+
+
+def is_registered(tensor):
+    return arena().offset_of(tensor.data_ptr(), tensor.nbytes) is not None
+
+
+@pytest.fixture
+def nothing_kept():
+    """The bytes in use before, which must be those after."""
+    gc.collect()
+    before = arena().used_nbytes
+    yield before
+    gc.collect()
+    assert arena().used_nbytes == before
+
+
+@pytest.mark.usefixtures("nothing_kept")
+@pytest.mark.parametrize("size", [(3,), (2, 5), ((2, 5),), ([4],), (torch.Size([2, 0, 3]),), ((),), (0,)])
+def test_empty_takes_the_sizes_that_torch_takes(size):
+    tensor = asyncdist.empty(*size)
+    like = torch.empty(*size)
+    assert (tensor.shape, tensor.stride(), tensor.dtype) == (like.shape, like.stride(), like.dtype)
+    assert tensor.is_contiguous()
+    if tensor.numel():
+        assert is_registered(tensor)
+        assert tensor.data_ptr() % 64 == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int32, torch.bool, torch.complex128, torch.float8_e4m3fn])
+def test_empty_of_any_dtype(dtype):
+    tensor = asyncdist.empty(1001, dtype=dtype)
+    assert tensor.dtype is dtype
+    tensor.copy_(torch.ones(1001))
+    assert tensor.to(torch.complex128).tolist() == [1] * 1001
+
+
+def test_empty_takes_the_default_dtype_and_makes_leaves():
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        tensor = asyncdist.empty(4, requires_grad=True)
+    finally:
+        torch.set_default_dtype(before)
+    assert tensor.dtype is torch.float64
+    assert tensor.is_leaf
+    with torch.no_grad():
+        tensor.fill_(3)
+    (tensor * tensor).sum().backward()
+    assert tensor.grad.tolist() == [6] * 4
+
+
+@pytest.mark.parametrize(("size", "error"), [((-1,), RuntimeError), (("x",), TypeError), ((2.5,), TypeError)])
+def test_empty_refuses_what_torch_refuses(size, error):
+    with pytest.raises(error):
+        asyncdist.empty(*size)
+
+
+def test_empty_may_be_ordinary():
+    assert not is_registered(asyncdist.empty(100, shared=False))
+
+
+def test_memory_is_given_back_with_the_last_view(nothing_kept):
+    tensor = asyncdist.empty(10, PAGE_NBYTES)
+    assert arena().used_nbytes == nothing_kept + tensor.nbytes
+    view = tensor[3:5].t()
+    del tensor
+    assert arena().used_nbytes > nothing_kept
+    view.fill_(1)
+    del view
+    assert arena().used_nbytes == nothing_kept
+
+
+@pytest.mark.usefixtures("nothing_kept")
+def test_memory_of_many_sizes_is_used_again():
+    generator = torch.Generator().manual_seed(0)
+    kept = []
+    for count in torch.randint(1, 600_000, (300,), generator=generator).tolist():
+        tensor = asyncdist.empty(count, dtype=torch.int32)
+        tensor.fill_(count)
+        kept.append(tensor)
+        if len(kept) > 10:
+            gone = kept.pop(count % 10)
+            assert gone.unique().tolist() == [gone.numel()]
+    assert all(tensor.unique().tolist() == [tensor.numel()] for tensor in kept)
+    highest = max(tensor.data_ptr() + tensor.nbytes for tensor in kept) - arena().mapping.address
+    assert highest < 200 << 20  # of 360 MiB that were asked for in turn
+
+
+@pytest.mark.usefixtures("nothing_kept")
+def test_any_thread_may_make_and_drop_them():
+    def work():
+        for _ in range(200):
+            tensor = asyncdist.empty(3 * PAGE_NBYTES, dtype=torch.uint8)
+            tensor.fill_(7)
+            assert int(tensor.sum()) == 7 * tensor.numel()
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+@pytest.mark.usefixtures("nothing_kept")
+def test_more_than_there_is_says_what_to_do():
+    with pytest.raises(SharedMemoryError, match="let go of registered tensors"):
+        asyncdist.empty(arena().nbytes + 1, dtype=torch.uint8)
+
+
+@pytest.mark.usefixtures("nothing_kept")
+def test_no_memory_left_says_what_to_do(monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(SharedMemoryError, match="no memory is left; free memory or raise the limit"):
+        asyncdist.empty(1000)
+
+
+def test_without_shared_memory_tensors_are_ordinary_and_the_log_says_so_once(monkeypatch, caplog):
+    monkeypatch.setattr(registered, "unavailable", lambda: "there is none")
+    monkeypatch.setattr(registered, "_told", False)
+    with caplog.at_level(logging.WARNING, logger="asyncdist"):
+        tensors = [asyncdist.empty(2, 3, dtype=torch.int16, requires_grad=False) for _ in range(3)]
+    assert [tensor.shape for tensor in tensors] == [(2, 3)] * 3
+    assert not any(is_registered(tensor) for tensor in tensors)
+    assert [record.getMessage() for record in caplog.records] == [
+        "registered tensors are ordinary ones here: there is none"
+    ]
+
+
+def test_a_forked_child_does_not_give_back_the_memory_of_its_parent():
+    tensor = asyncdist.empty(2 << 20, dtype=torch.uint8)
+    tensor.fill_(5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # newer Pythons warn of the threads that torch has
+        child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            del tensor
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0
+    assert tensor.unique().tolist() == [5]
