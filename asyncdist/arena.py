@@ -152,6 +152,8 @@ class Arena:
 
     def take_back(self, offset: int, nbytes: int) -> None:
         """Take back a block; see `Block.free`."""
+        if os.getpid() != self.pid:
+            return  # a forked child's copy of a block: the pages are its parent's
         self._returned.append((offset, nbytes))
         if self._lock.acquire(blocking=False):
             try:
