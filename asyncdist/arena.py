@@ -218,21 +218,33 @@ def arena() -> Arena:
 
 def tensor_of_block(block: Block, count: int, dtype: torch.dtype) -> torch.Tensor:
     """Return the first elements of a block as a flat tensor; the block is freed with the last tensor that shares it."""
-    own = arena()
-    buffer = (ctypes.c_char * block.nbytes).from_address(own.mapping.address + block.offset)
-    weakref.finalize(buffer, block.free).atexit = False
-    if count == 0:
-        return torch.empty(0, dtype=dtype)
-    return torch.frombuffer(buffer, dtype=torch.uint8)[: count * dtype.itemsize].view(dtype)
+    return _tensor(_buffer(block), 0, count, dtype)
 
 
 def carve(counts: Iterable[tuple[int, torch.dtype]]) -> Iterator[torch.Tensor]:
-    """Yield flat tensors of the given counts and dtypes that lie in one block, each at a cache line."""
+    """Yield flat tensors of the given counts and dtypes that lie in one block, each at a cache line.
+
+    Each has a storage of its own, as tensors that were made apart: what is saved with one of them is that one. The block
+    is freed with the last of them.
+    """
     wanted = list(counts)
     starts, end = [], 0
     for count, dtype in wanted:
         starts.append(end)
         end += -(-count * dtype.itemsize // ALIGNMENT) * ALIGNMENT
-    whole = tensor_of_block(arena().allocate(end), end, torch.uint8)
+    whole = _buffer(arena().allocate(end))
     for start, (count, dtype) in zip(starts, wanted, strict=True):
-        yield whole[start : start + count * dtype.itemsize].view(dtype)
+        yield _tensor(whole, start, count, dtype)
+
+
+def _buffer(block: Block) -> ctypes.Array[ctypes.c_char]:
+    """Return a block as an object that tensors hold, with which it is freed."""
+    buffer = (ctypes.c_char * block.nbytes).from_address(arena().mapping.address + block.offset)
+    weakref.finalize(buffer, block.free).atexit = False
+    return buffer
+
+
+def _tensor(buffer: ctypes.Array[ctypes.c_char], start: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    if count == 0:
+        return torch.empty(0, dtype=dtype)
+    return torch.frombuffer(buffer, dtype=torch.uint8, offset=start, count=count * dtype.itemsize).view(dtype)

@@ -25,6 +25,7 @@ from asyncdist.framing import channel_of
 from asyncdist.mesh import Mesh
 from asyncdist.observe.recorder import Entry
 from asyncdist.ops import ReduceOp, Reduction, reduction
+from asyncdist.registered import T, register
 from asyncdist.work import Work, completed
 
 
@@ -113,6 +114,22 @@ class Group:
             raise UsageError(
                 f"global rank {global_rank} is not in group {self.name!r}, which has {self.ranks}"
             ) from None
+
+    # -- memory that all members see -----------------------------------------------------------
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether all members see one another's registered memory; see `register`."""
+        return self._native is not None
+
+    def register(self, target: T) -> T:
+        """Move a tensor, or a module's parameters and buffers, into mapped memory, and return it.
+
+        In place: values, strides, ties, and the tensor objects that optimizers hold stay. Collectives on it then copy
+        nothing but their result. Where the members share no memory, nothing is moved. UnsupportedError for what is not
+        a dense CPU tensor, SharedMemoryError if no memory is left; then nothing was moved.
+        """
+        return register(target, wanted=self.shares_memory)
 
     # -- the one path --------------------------------------------------------------------------
 

@@ -8,11 +8,17 @@ The memory is given back with the last tensor that shares it.
 from __future__ import annotations
 
 import logging
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
-from asyncdist.arena import arena, tensor_of_block, unavailable
+from asyncdist.arena import ALIGNMENT, arena, carve, tensor_of_block, unavailable
+from asyncdist.buffers import tensor_of
+from asyncdist.errors import UnsupportedError, UsageError
+
+T = TypeVar("T", bound="torch.Tensor | nn.Module")
 
 log = logging.getLogger("asyncdist")
 
@@ -44,3 +50,64 @@ def _possible() -> bool:
         _told = True
         log.warning("registered tensors are ordinary ones here: %s", reason)
     return reason is None
+
+
+def register(target: T, *, wanted: bool = True) -> T:
+    """Move a tensor, or a module's parameters and buffers, into mapped memory; return the same object.
+
+    Values, strides and what is tied to what stay; so do the tensor objects, and optimizers that hold them. Other views
+    of the old memory (numpy arrays, slices taken before) stay there. If not ``wanted``, the arguments are only checked.
+    """
+    tensors = _tensors(target)
+    if not wanted or not _possible():
+        return target
+    by_storage: dict[int, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel() and arena().offset_of(tensor.data_ptr(), tensor.itemsize) is None:
+            by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
+    if not by_storage:
+        return target
+    runs = [(members, *_span(members)) for members in by_storage.values()]
+    areas = carve((stop - start, torch.uint8) for _, start, stop in runs)
+    for (members, start, stop), area in zip(runs, areas, strict=True):
+        source = torch.empty(0, dtype=torch.uint8).set_(members[0].untyped_storage(), start, (stop - start,), (1,))
+        area.copy_(source)
+        for tensor in members:
+            _move(tensor, area.untyped_storage(), start)
+    return target
+
+
+def _tensors(target: object) -> Sequence[torch.Tensor]:
+    """Return the tensors of what is to be registered; raise if one of them cannot be."""
+    if isinstance(target, nn.Module):
+        tensors = [*target.parameters(), *target.buffers()]
+    elif isinstance(target, torch.Tensor):
+        tensors = [target]
+    else:
+        raise UsageError(f"register takes a tensor or a module, not {type(target).__name__}")
+    for tensor in tensors:
+        if isinstance(tensor, (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)):
+            raise UsageError("a lazy module's parameters have no shape yet: run one forward before registering it")
+        dense = tensor_of(tensor)
+        if dense.is_neg() or dense.is_conj():
+            raise UnsupportedError("a tensor that is a conjugate or negative view: call .resolve_conj().resolve_neg()")
+    return tensors
+
+
+def _span(tensors: Sequence[torch.Tensor]) -> tuple[int, int]:
+    """Return which bytes of their one storage tensors lie in, beginning where alignments stay what they are."""
+    start: list[int] = []
+    stop: list[int] = []
+    for tensor in tensors:
+        last = sum((count - 1) * stride for count, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        start.append(int(tensor.storage_offset()) * tensor.itemsize)
+        stop.append(start[-1] + (last + 1) * tensor.itemsize)
+    return min(start) // ALIGNMENT * ALIGNMENT, max(stop)
+
+
+def _move(tensor: torch.Tensor, storage: torch.UntypedStorage, start: int) -> None:
+    """Let a tensor lie in ``storage``, which is what its own was from byte ``start`` on."""
+    offset = tensor.storage_offset() - start // tensor.itemsize
+    with torch.inference_mode(tensor.is_inference()):
+        moved = torch.empty(0, dtype=tensor.dtype).set_(storage, offset, tensor.shape, tensor.stride())
+        tensor.data = moved

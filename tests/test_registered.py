@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import gc
+import io
 import logging
 import os
 import threading
@@ -15,7 +17,8 @@ import torch
 import asyncdist
 from asyncdist import registered
 from asyncdist.arena import PAGE_NBYTES, arena, unavailable
-from asyncdist.errors import SharedMemoryError
+from asyncdist.errors import SharedMemoryError, UnsupportedError, UsageError
+from asyncdist.testing.cluster import run_ranks
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=f"no shared memory: {unavailable()}")
 
@@ -164,3 +167,156 @@ def test_a_forked_child_does_not_give_back_the_memory_of_its_parent():
             os._exit(status)
     assert os.waitpid(child, 0)[1] == 0
     assert tensor.unique().tolist() == [5]
+
+
+# -- register -------------------------------------------------------------------------------------
+
+
+def moved(target):
+    return registered.register(target)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+def test_a_tensor_moves_in_place(dtype):
+    tensor = torch.arange(24).remainder(2).to(dtype).view(2, 3, 4)
+    before = tensor.clone()
+    assert moved(tensor) is tensor
+    assert is_registered(tensor)
+    assert torch.equal(tensor, before)
+
+
+def strided():
+    channels_last = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    return [channels_last, torch.randn(5, 7).t(), torch.randn(40)[3:30:2], torch.randn(3, 1).expand(3, 4)]
+
+
+@pytest.mark.parametrize("tensor", strided(), ids=["channels last", "transposed", "slice", "expanded"])
+def test_strides_are_kept(tensor):
+    before, values = (tensor.shape, tensor.stride()), tensor.clone()
+    moved(tensor)
+    assert is_registered(tensor)
+    assert (tensor.shape, tensor.stride()) == before
+    assert torch.equal(tensor, values)
+
+
+def test_what_is_registered_is_left_as_it_is(nothing_kept):
+    tensor = asyncdist.empty(10)
+    used, address = arena().used_nbytes, tensor.data_ptr()
+    moved(tensor)
+    moved(tensor[2:])
+    assert (arena().used_nbytes, tensor.data_ptr()) == (used, address)
+    moved(torch.empty(0))
+    moved(torch.nn.ReLU())
+    del tensor
+    assert arena().used_nbytes == nothing_kept
+
+
+class Tied(torch.nn.Module):
+    """Two layers of one weight, a view into a parameter as a buffer, and buffers of other dtypes."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Linear(6, 6)
+        self.second = torch.nn.Linear(6, 6, bias=False)
+        self.second.weight = self.first.weight
+        self.norm = torch.nn.BatchNorm1d(6)
+        self.register_buffer("row", self.first.weight.detach()[3])
+        self.register_buffer("mask", torch.ones(5, dtype=torch.float16))
+
+    def forward(self, inputs):
+        return self.norm(self.second(self.first(inputs)))
+
+
+def train(pairs, inputs):
+    for module, optimizer in pairs:
+        module(inputs).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_a_module_moves_with_its_ties_and_its_optimizer(nothing_kept):
+    module = Tied()
+    twin = copy.deepcopy(module)
+    pairs = [(each, torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9)) for each in (module, twin)]
+    inputs = torch.randn(8, 6)
+
+    train(pairs, inputs)
+    parameters = list(module.parameters())
+    assert moved(module) is module
+    tensors = [*module.parameters(), *module.buffers()]
+    assert all(is_registered(tensor) for tensor in tensors)
+    assert arena().used_nbytes == nothing_kept + PAGE_NBYTES  # one block for all of them
+    train(pairs, inputs)
+    assert [id(each) for each in module.parameters()] == [id(each) for each in parameters]
+    assert all(each.is_leaf and each.requires_grad for each in parameters)
+    assert module.second.weight is module.first.weight
+    assert torch.equal(module.row, module.first.weight[3])
+    state, expected = module.state_dict(), twin.state_dict()
+    expected["row"] = twin.first.weight[3]  # a copied module has lost this tie
+    assert all(torch.equal(state[name], expected[name]) for name in state)
+    del tensors, module, parameters, pairs, state
+    gc.collect()
+    assert arena().used_nbytes == nothing_kept
+
+
+def test_a_registered_parameter_is_saved_alone():
+    module = moved(torch.nn.Linear(1000, 1000))
+    file = io.BytesIO()
+    torch.save(module.bias, file)
+    assert file.tell() < 20_000
+
+
+def test_inference_tensors_stay_what_they_are():
+    with torch.inference_mode():
+        tensor = torch.arange(5.0)
+    moved(tensor)
+    assert is_registered(tensor)
+    assert tensor.is_inference()
+    assert tensor.tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("target", "error", "said"),
+    [
+        (torch.eye(3).to_sparse(), UnsupportedError, "call .to_dense"),
+        (torch.empty(3, device="meta"), UnsupportedError, "move it with .cpu"),
+        (torch.nn.Linear(2, 2, device="meta"), UnsupportedError, "move it with .cpu"),
+        (torch.ones(3, dtype=torch.complex64).conj(), UnsupportedError, "call .resolve_conj"),
+        (torch.nn.LazyLinear(3), UsageError, "run one forward"),
+        ([1, 2], UsageError, "a tensor or a module, not list"),
+    ],
+    ids=["sparse", "elsewhere", "module elsewhere", "conjugate", "lazy", "list"],
+)
+@pytest.mark.parametrize("wanted", [True, False])
+def test_what_cannot_be_registered(target, error, said, wanted):
+    with pytest.raises(error, match=said):
+        registered.register(target, wanted=wanted)
+
+
+@pytest.mark.usefixtures("nothing_kept")
+def test_a_module_that_does_not_fit_is_left_as_it_was(monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    module = torch.nn.Linear(3, 3)
+    before = [(each.data_ptr(), each.clone()) for each in module.parameters()]
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(SharedMemoryError, match="no memory is left"):
+        moved(module)
+    for each, (address, values) in zip(module.parameters(), before, strict=True):
+        assert each.data_ptr() == address
+        assert torch.equal(each, values)
+
+
+@pytest.mark.parametrize("transport", ["shm", "inproc"])
+def test_a_group_moves_only_what_its_members_see(transport):
+    def program(group):
+        tensor = torch.full((20_000,), float(group.rank() + 1))
+        assert group.register(tensor) is tensor
+        group.all_reduce(tensor, background=False).wait()
+        with pytest.raises(UnsupportedError):
+            group.register(torch.eye(2).to_sparse())
+        return group.shares_memory, is_registered(tensor), tensor.unique().tolist()
+
+    expected = (transport == "shm", transport == "shm", [3.0])
+    assert run_ranks(2, program, transport=transport) == [expected] * 2
