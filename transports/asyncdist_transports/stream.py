@@ -18,7 +18,7 @@ class Ended(Exception):
 
 
 class Sink(Protocol):
-    """What takes bytes as far as there is room, like a non-blocking socket; BlockingIOError for none, OSError at its end."""
+    """Takes bytes as far as there is room, like a non-blocking socket; BlockingIOError for none, OSError at its end."""
 
     def sendmsg(self, buffers: Any, /) -> int: ...
 

@@ -46,9 +46,10 @@ class Board:
         return self.words[start : start + LINE]
 
     def window(self, number: int) -> int | None:
-        """Return the offset of a group's window; None if there is none (yet)."""
+        """Return the offset of a group's window; None if there is none (yet, or any more)."""
         words, wanted = self.words, signed(number)
-        for place in range(self._directory, self._directory + 2 * words[_USED], 2):
+        used = min(words[_USED], _PAIRS)  # where its owner has left, anything may stand there
+        for place in range(self._directory, self._directory + 2 * used, 2):
             if words[place] == wanted:
                 return words[place + 1]
         return None

@@ -2,35 +2,45 @@
 
 A member that is done with its group's last collective may leave at once; others may still be adding up what lies in its
 slots. What it leaves behind is kept here, visible on its board, until they are done too or gone. Looked through whenever
-something is added.
+something is added; a world that we have left with peers still in it has a thread that waits for their ends, as a process
+may have no further business with us.
 """
 
 from __future__ import annotations
 
+import os
+import select
 import threading
+from collections.abc import Sequence
 
 from asyncdist.arena import Block
 from asyncdist_transports.shm.board import OwnBoard
-from asyncdist_transports.shm.neighbour import Neighbour
+from asyncdist_transports.shm.neighbour import READABLE, Neighbour
 from asyncdist_transports.shm.window import Window
 
 _lock = threading.Lock()
 _windows: list[tuple[Window, OwnBoard]] = []
-_boards: list[tuple[OwnBoard, list[tuple[Block, Neighbour]]]] = []
+_boards: list[tuple[list[Block], Sequence[Neighbour]]] = []
 
 
 def leave(window: Window, board: OwnBoard) -> None:
     """Free a window, and take it off the board, once nobody looks at it any more."""
+    window.leave()
     with _lock:
         _windows.append((window, board))
     sweep()
 
 
-def leave_board(board: OwnBoard, rings: list[tuple[Block, Neighbour]]) -> None:
-    """Free the board and the rings of a world that we have left, once nobody looks at any window on it, or reads a ring."""
+def leave_board(board: OwnBoard, rings: Sequence[Block], neighbours: Sequence[Neighbour]) -> None:
+    """Free the board and the rings of a world that we have left, once all neighbours have left it too."""
     with _lock:
-        _boards.append((board, rings))
+        _boards.append(([board.block, *rings], neighbours))
     sweep()
+    waiting = [neighbour for neighbour in neighbours if not neighbour.gone()]
+    if waiting:
+        threading.Thread(target=_outlast, args=(waiting, neighbours), name="asyncdist-limbo", daemon=True).start()
+    else:
+        _close(neighbours)
 
 
 def sweep() -> None:
@@ -44,13 +54,44 @@ def sweep() -> None:
                 board.hide(window.number)
                 window.block.free()
         _windows[:] = kept
-        shown = {id(board) for _, board in kept}
         waiting = []
-        for board, rings in _boards:
-            unread = [(block, neighbour) for block, neighbour in rings if not neighbour.heard]
-            if id(board) in shown or unread:
-                waiting.append((board, rings))
-                continue
-            for block in (board.block, *(block for block, _ in rings)):
-                block.free()
+        for blocks, neighbours in _boards:
+            if all(neighbour.gone() for neighbour in neighbours):
+                for block in blocks:
+                    block.free()
+            else:
+                waiting.append((blocks, neighbours))
         _boards[:] = waiting
+
+
+def _outlast(waiting: list[Neighbour], neighbours: Sequence[Neighbour]) -> None:
+    """Wait until each of some neighbours has left; all are neighbours of one world."""
+    poll = select.poll()
+    for neighbour in waiting:
+        assert neighbour.kept is not None
+        poll.register(neighbour.kept, READABLE)
+    while waiting:
+        poll.poll()
+        for neighbour in [neighbour for neighbour in waiting if neighbour.gone()]:
+            assert neighbour.kept is not None
+            poll.unregister(neighbour.kept)
+            waiting.remove(neighbour)
+    _close(neighbours)
+    sweep()
+
+
+def _close(neighbours: Sequence[Neighbour]) -> None:
+    with _lock:  # somebody may just be asking them
+        for neighbour in neighbours:
+            neighbour.close()
+
+
+def _in_child() -> None:
+    """Forget what is the parent's."""
+    global _lock
+    _lock = threading.Lock()
+    _windows.clear()
+    _boards.clear()
+
+
+os.register_at_fork(after_in_child=_in_child)

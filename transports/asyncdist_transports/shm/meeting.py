@@ -8,6 +8,7 @@ name for some microseconds, and is reached through the descriptor that holds it 
     proof of the job's token           ⇄     proof of the job's token
     rank, size, board, arena           →
                                        ←     rank, size, board, arena     or why not, in words
+    welcome, or why not, in words      →
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import secrets
 import socket
 import struct
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from asyncdist.arena import Arena
@@ -27,10 +28,12 @@ from asyncdist.arena import Mapping as Memory
 from asyncdist.errors import AsyncdistError, ProtocolError
 from asyncdist.handshake import Handshake, accept, dial
 from asyncdist.transport import Host
+from asyncdist_transports.shm.board import Board
 
 _INTRODUCTION = struct.Struct("<IQQ")  # rank, bytes of the arena, offset of the board
 _PACKET_NBYTES = 4096
 _PAUSE = 0.005
+_WELCOME = b"."
 _CREDENTIALS = struct.Struct("3i")
 
 Introduction = tuple[int, Memory, int]
@@ -38,7 +41,9 @@ Introduction = tuple[int, Memory, int]
 
 
 class Refused(Exception):
-    """This peer does not become our neighbour; the reason in words."""
+    """A peer does not become our neighbour; the reason in words. ``rank`` is who it is, if it has proven itself."""
+
+    rank: int | None = None
 
 
 def host_name() -> str:
@@ -119,32 +124,48 @@ def _listening(address: str) -> socket.socket:
     return sock
 
 
+def out_of_reach(own: Mapping[str, Any], address: Mapping[str, Any]) -> str | None:
+    """Return why a peer and we need not even try to meet: as both of us know, neither waits for the other."""
+    if address["user"] != own["user"]:
+        return f"it runs as another user, {address['user']}"
+    if address["net"] != own["net"] and address["pids"] != own["pids"]:
+        return "it has another network and another process namespace"
+    return None
+
+
 async def visit(address: Mapping[str, Any], host: Host, arena: Arena, board: int) -> tuple[socket.socket, Introduction]:
     """Go to a peer and become its neighbour. Raises Refused, and TimeoutError of whoever limits us."""
     sock = await _dialled(address)
     try:
         await _prove(sock, dial(host.config.token, _purpose(host), secrets.token_bytes(32)))
         await _introduce(sock, host, arena, board)
-        return sock, await _introduction(sock, host)
+        introduction = await _introduction(sock, host)
+        await _send(sock, _WELCOME)
+        return sock, introduction
     except BaseException:
         sock.close()
         raise
 
 
-async def receive(sock: socket.socket, host: Host, arena: Arena, board: int) -> Introduction:
-    """Let a visitor become our neighbour. Raises Refused; closes the connection then."""
+async def receive(sock: socket.socket, host: Host, arena: Arena, board: int, expected: Collection[int]) -> Introduction:
+    """Let a visitor become our neighbour if it is one of those expected. Raises Refused; closes the connection then."""
+    rank: int | None = None
     try:
         _, user, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
         if user != os.getuid():
-            raise Refused(f"it runs as user {user}")
+            raise Refused(f"it runs as another user, {user}")
         await _prove(sock, accept(host.config.token, _purpose(host), secrets.token_bytes(32)))
-        try:
-            introduction = await _introduction(sock, host)
-        except Refused as refusal:
-            await _send(sock, str(refusal).encode()[:_PACKET_NBYTES])
-            raise
+        introduction = await _introduction(sock, host, expected)
+        rank = introduction[0]
         await _introduce(sock, host, arena, board)
+        answer, _ = await _receive(sock)
+        if answer != _WELCOME:
+            raise Refused(_in_words(answer))
         return introduction
+    except Refused as refusal:
+        refusal.rank = rank if refusal.rank is None else refusal.rank
+        sock.close()
+        raise
     except BaseException:
         sock.close()
         raise
@@ -156,8 +177,6 @@ def _purpose(host: Host) -> str:
 
 async def _dialled(address: Mapping[str, Any]) -> socket.socket:
     same_network = address["net"] == _namespace("net")
-    if not same_network and address["pids"] != _namespace("pid"):
-        raise Refused("it has another network and another process namespace")
     where = f"\0asyncdist-{address['name']}" if same_network else f"/proc/{address['pid']}/fd/{address['door']}"
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     sock.setblocking(False)
@@ -203,25 +222,43 @@ async def _introduce(sock: socket.socket, host: Host, arena: Arena, board: int) 
     await _send(sock, _INTRODUCTION.pack(host.rank, arena.nbytes, board), arena.descriptor)
 
 
-async def _introduction(sock: socket.socket, host: Host) -> Introduction:
+async def _introduction(sock: socket.socket, host: Host, expected: Collection[int] | None = None) -> Introduction:
+    """Receive who the peer is, and its memory; tell it if we cannot take it."""
     packet, descriptors = await _receive(sock)
+    if len(packet) != _INTRODUCTION.size:
+        _close(descriptors)
+        raise Refused(_in_words(packet))
+    rank, nbytes, board = _INTRODUCTION.unpack(packet)
     try:
-        if len(packet) != _INTRODUCTION.size:
-            raise Refused(packet.decode(errors="replace") or "it closed the connection")
-        rank, nbytes, board = _INTRODUCTION.unpack(packet)
-        if not 0 <= rank < host.world_size or rank == host.rank:
+        if not 0 <= rank < host.world_size or rank == host.rank or (expected is not None and rank not in expected):
             raise Refused(f"it claims to be rank {rank}")
         if len(descriptors) != 1:
             raise Refused("its memory did not come with the packet: descriptors are not passed between us")
-        if os.fstat(descriptors[0]).st_size < nbytes or not board + 8 <= nbytes:
+        if (
+            os.fstat(descriptors[0]).st_size < nbytes
+            or board % 8
+            or not board + Board.nbytes(host.world_size) <= nbytes
+        ):
             raise Refused("its memory is smaller than it says")
         try:
             return rank, Memory(descriptors[0], nbytes), board
         except AsyncdistError as error:
             raise Refused(str(error)) from error
+    except Refused as refusal:
+        refusal.rank = rank
+        await _send(sock, str(refusal).encode()[:_PACKET_NBYTES])
+        raise
     finally:
-        for descriptor in descriptors:
-            os.close(descriptor)
+        _close(descriptors)
+
+
+def _in_words(packet: bytes) -> str:
+    return f"it says: {packet.decode(errors='replace')}" if packet else "it closed the connection"
+
+
+def _close(descriptors: Iterable[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 # -- packets on the running loop --------------------------------------------------------------------

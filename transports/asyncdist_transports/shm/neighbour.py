@@ -1,14 +1,16 @@
 """A peer on this host: its memory as we see it, and the Unix socket that is doorbell, notice board and death notice.
 
-The socket keeps packets apart (SOCK_SEQPACKET). A packet is a ring of the bell (one byte) or notices, in the frames in which
-they go over any stream. When it ends, the peer has gone, in order if it has said goodbye before.
+The socket keeps packets apart (SOCK_SEQPACKET). A packet is a ring of the bell (one byte) or notices, in the frames in
+which they go over any stream. When it ends, the peer has gone, in order if it has said goodbye before.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import select
 import socket
+import weakref
 from collections import deque
 from collections.abc import Callable
 
@@ -16,13 +18,14 @@ from asyncdist.arena import Arena, Mapping
 from asyncdist.errors import ProtocolError
 from asyncdist.framing import HEADER_NBYTES, KEY_NBYTES, unpack_tail
 from asyncdist.transport import Host, Outgoing
-from asyncdist_transports.shm.board import READ, RING, WRITTEN, Board, OwnBoard
+from asyncdist_transports.shm.board import RING, Board, OwnBoard
 from asyncdist_transports.shm.order import Fence
 from asyncdist_transports.shm.ring import NBYTES, RingIn, RingOut
 from asyncdist_transports.stream import Reader, Writer
 
 PACKET_NBYTES = 1 << 17
 BELL = b"!"
+CLOSED = "its connection has ended"
 READABLE, WRITABLE = select.POLLIN, select.POLLOUT
 
 
@@ -48,7 +51,10 @@ class Neighbour:
         self._ring: RingIn | None = None
         self._reader: Reader | None = None
         self.ended: str | None = None
-        """Why the peer's socket is no more; None while it is."""
+        """Why nothing more comes over the peer's socket; None while something may."""
+        self._over = False  # the peer has closed its end, and so looks at nothing of ours
+        self._kept: socket.socket | None = None
+        _living.add(self)
 
     # -- the socket ----------------------------------------------------------------------------
 
@@ -92,9 +98,11 @@ class Neighbour:
             except BlockingIOError:
                 return
             except OSError as cause:
+                self._over = True
                 raise Gone(cause.strerror or str(cause)) from cause
             if not packet:
-                raise Gone("its end of the socket is closed")
+                self._over = True
+                raise Gone(CLOSED)
             if packet != BELL:
                 self._hear(packet)
 
@@ -147,14 +155,62 @@ class Neighbour:
         """Whether all that the peer has sent has been read."""
         return self._theirs[RING] == 0 or (self._ring is not None and self._ring.empty)
 
-    @property
-    def heard(self) -> bool:
-        """Whether the peer has read all that we have sent."""
-        return self._ours[WRITTEN] == self._theirs[READ]
+    # -- the end -------------------------------------------------------------------------------
 
     def end(self, reason: str) -> None:
-        """Let go of the socket; the peer finds it ended. Idempotent."""
+        """Expect nothing more of the socket. It stays open: that it does tells the peer that we may look at its memory."""
         if self.ended is None:
             self.ended = reason
-            self._host.retire(self.sock)
-            self.queue.clear()
+
+    def hang_up(self) -> None:
+        """Have the peer find the socket ended. Idempotent."""
+        with contextlib.suppress(OSError):
+            self.sock.shutdown(socket.SHUT_WR)
+
+    def leave(self) -> None:
+        """Let go: we look at nothing of the peer's any more. What it still may look at is for `gone` to say."""
+        self.hang_up()
+        if not self._over:
+            self._kept = self.sock.dup()  # the socket itself may be watched by a loop
+        self._host.retire(self.sock)
+        self._writer = self._reader = self._ring = None
+        self.queue.clear()
+
+    def gone(self) -> bool:
+        """Return whether the peer has left the world, or has died: it looks at nothing of ours any more."""
+        if not self._over and self._kept is not None:
+            with contextlib.suppress(BlockingIOError):
+                while not self._over:
+                    try:
+                        self._over = not self._kept.recv(PACKET_NBYTES)
+                    except ConnectionError:
+                        self._over = True
+        return self._over
+
+    @property
+    def kept(self) -> socket.socket | None:
+        """The socket on which `gone` waits for the peer, after `leave`."""
+        return self._kept
+
+    def close(self) -> None:
+        """Close what `leave` has kept. Idempotent."""
+        if self._kept is not None:
+            self._over = True
+            self._kept.close()
+
+    def leave_to_parent(self) -> None:
+        """Close a forked child's copy of the socket, which would keep the peer from finding it ended."""
+        for sock in (self.sock, self._kept):
+            if sock is not None and sock.fileno() >= 0:
+                os.close(sock.detach())
+
+
+_living: weakref.WeakSet[Neighbour] = weakref.WeakSet()
+
+
+def _in_child() -> None:
+    for neighbour in list(_living):
+        neighbour.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_in_child)

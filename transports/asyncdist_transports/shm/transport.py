@@ -20,7 +20,7 @@ from asyncdist.transport import Address, Host, Link, Outgoing, Transport, Wait
 from asyncdist_transports.shm import limbo
 from asyncdist_transports.shm.board import Board, OwnBoard
 from asyncdist_transports.shm.collectives import ShmNative
-from asyncdist_transports.shm.meeting import Introduction, Porch, Refused, receive, visit
+from asyncdist_transports.shm.meeting import Introduction, Porch, Refused, out_of_reach, receive, visit
 from asyncdist_transports.shm.neighbour import Gone, Neighbour
 from asyncdist_transports.shm.order import Fence
 from asyncdist_transports.shm.ring import NBYTES as RING_NBYTES
@@ -47,9 +47,13 @@ class ShmTransport(Transport):
         self._cores: dict[int, set[int]] = {}
         self._same_process = False
         self._neighbours: dict[int, Neighbour] = {}
+        """All whom we have met, also those that have gone: what they have left behind may still be wanted."""
+        self._living: dict[int, Neighbour] = {}
+        self._used: set[int] = set()  # whom the world reaches by us; who has refused us too late is of no interest
         self._by_descriptor: dict[int, Neighbour] = {}
-        self._rings: list[tuple[Block, Neighbour]] = []
+        self._rings: list[Block] = []
         self._windows: dict[int, Window] = {}
+        self._closed = False
 
     @classmethod
     def probe(cls) -> str | None:
@@ -73,10 +77,11 @@ class ShmTransport(Transport):
         here: dict[int, Address] = {}
         refused: dict[str, list[int]] = {}
         for peer, address in enumerate(addresses):
-            if peer == self.host.rank or address is None or address["host"] != own["host"]:
+            if peer == self.host.rank or (address is not None and address["host"] != own["host"]):
                 continue
-            if address["user"] != own["user"]:
-                refused.setdefault(f"another user, {address['user']}", []).append(peer)
+            reason = "it offers none" if address is None else out_of_reach(own, address)
+            if address is None or reason is not None:
+                refused.setdefault(str(reason), []).append(peer)
             else:
                 here[peer] = address
         try:
@@ -87,9 +92,14 @@ class ShmTransport(Transport):
             porch.close()
         for reason, peers in refused.items():
             log.warning(
-                "rank %d shares no memory with rank %s, and uses the next transport: %s", self.host.rank, ranks(peers), reason
+                "rank %d shares no memory with %s, and uses the next transport: %s",
+                self.host.rank,
+                ranks(peers),
+                reason,
             )
-        self._cores = {peer: set(here[peer]["cores"]) for peer in self._neighbours} | {self.host.rank: set(own["cores"])}
+        self._cores = {peer: set(here[peer]["cores"]) for peer in self._neighbours} | {
+            self.host.rank: set(own["cores"])
+        }
         self._same_process = any(here[peer]["pid"] == own["pid"] for peer in self._neighbours)
         return sorted(self._neighbours)
 
@@ -97,47 +107,65 @@ class ShmTransport(Transport):
         self, porch: Porch, here: Mapping[int, Address], timeout: float, refused: dict[str, list[int]]
     ) -> None:
         """Visit the lower ranks, and receive the higher ones."""
-        visits = [self._visit(peer, address, timeout) for peer, address in here.items() if peer < self.host.rank]
         expected = {peer for peer in here if peer > self.host.rank}
-        outcomes = await asyncio.gather(self._receive(porch, expected, timeout), *visits)
-        for reason, peers in (outcome for outcome in outcomes if outcome is not None):
-            refused.setdefault(reason, []).extend(peers)
+        async with asyncio.TaskGroup() as tasks:
+            for peer, address in here.items():
+                if peer < self.host.rank:
+                    tasks.create_task(self._visit(peer, address, timeout, refused))
+            if expected:
+                tasks.create_task(self._receive(porch, expected, timeout, refused))
 
-    async def _visit(self, peer: int, address: Address, timeout: float) -> tuple[str, list[int]] | None:
+    async def _visit(self, peer: int, address: Address, timeout: float, refused: dict[str, list[int]]) -> None:
         try:
             async with asyncio.timeout(timeout):
                 sock, introduction = await visit(address, self.host, self._arena, self._board.block.offset)
         except Refused as refusal:
-            return str(refusal), [peer]
+            refused.setdefault(str(refusal), []).append(peer)
         except TimeoutError:
-            return "it did not answer at its Unix socket", [peer]
-        self._welcome(sock, introduction)
-        return None
+            refused.setdefault("it did not answer at its Unix socket", []).append(peer)
+        else:
+            self._welcome(sock, introduction)
 
-    async def _receive(self, porch: Porch, expected: set[int], timeout: float) -> tuple[str, list[int]] | None:
-        reason = "it did not come to our Unix socket"
+    async def _receive(self, porch: Porch, expected: set[int], timeout: float, refused: dict[str, list[int]]) -> None:
+        """Receive visitors, strangers among them, side by side: who says nothing keeps nobody waiting."""
         missing = set(expected)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout):
-                while missing:
-                    sock = await porch.visitor()
+            async with asyncio.timeout(timeout), asyncio.TaskGroup() as tasks:
+                visitors: set[asyncio.Task[None]] = set()
+
+                async def receive_one(sock: socket.socket) -> None:
                     try:
-                        introduction = await receive(sock, self.host, self._arena, self._board.block.offset)
+                        introduction = await receive(sock, self.host, self._arena, self._board.block.offset, missing)
                     except Refused as refusal:
-                        reason = str(refusal)
-                        continue
-                    missing.discard(introduction[0])
-                    self._welcome(sock, introduction)
-        return (reason, sorted(missing)) if missing else None
+                        log.debug("rank %d turned a visitor away: %s", self.host.rank, refusal)
+                        if refusal.rank in missing:
+                            missing.discard(refusal.rank)
+                            refused.setdefault(str(refusal), []).append(refusal.rank)
+                    else:
+                        missing.discard(introduction[0])
+                        self._welcome(sock, introduction)
+                    if not missing:
+                        entrance.cancel()
+
+                async def stand_open() -> None:
+                    while True:
+                        sock = await porch.visitor()
+                        visitor = tasks.create_task(receive_one(sock))
+                        visitors.add(visitor)
+                        visitor.add_done_callback(visitors.discard)
+
+                entrance = tasks.create_task(stand_open())
+                await asyncio.wait([entrance])
+                for visitor in visitors:
+                    visitor.cancel()
+        if missing:
+            refused.setdefault("it did not come to our Unix socket", []).extend(sorted(missing))
 
     def _welcome(self, sock: socket.socket, introduction: Introduction) -> None:
         peer, mapping, offset = introduction
-        if peer in self._neighbours:
-            sock.close()
-            return
         board = Board(mapping, offset, self.host.world_size)
         neighbour = Neighbour(peer, sock, mapping, board, self._board, self.host, self._fence)
-        self._neighbours[peer] = self._by_descriptor[sock.fileno()] = neighbour
+        self._neighbours[peer] = self._living[peer] = self._by_descriptor[sock.fileno()] = neighbour
 
     def spin(self) -> tuple[float, bool]:
         spin = self.host.config.spin_us * 1e-6
@@ -165,34 +193,36 @@ class ShmTransport(Transport):
 
     def _sharer(self, peer: int) -> Sharer:
         neighbour = self._neighbours[peer]
-        return Sharer(neighbour.mapping, neighbour.board.window, neighbour.asleep, neighbour.ring)
+        self._used.add(peer)
+        return Sharer(neighbour.mapping, neighbour.board.window, neighbour.asleep, neighbour.ring, neighbour.gone)
 
     def _show(self, window: Window) -> None:
         self._windows[window.number] = window
         self._board.show(window.number, window.block.offset)
-        for neighbour in self._neighbours.values():
+        for neighbour in self._living.values():
             neighbour.wake()  # it may wait for this very group
 
     def _hide(self, window: Window) -> None:
-        if self._windows.pop(window.number, None) is not None:
+        if self._windows.pop(window.number, None) is not None and self._arena.pid == os.getpid():
             limbo.leave(window, self._board)
 
     # -- links ---------------------------------------------------------------------------------
 
     def link(self, peer: int, address: Address) -> ShmLink:
+        self._used.add(peer)
         return ShmLink(self._neighbours[peer], self)
 
     def send(self, neighbour: Neighbour, message: Outgoing) -> bool:
         """Send a message of ours: through the ring, or beside it if it is a notice."""
         if unpack_kind(message) == DATA:
-            return neighbour.send(message, functools.partial(self._make_ring, neighbour), self._arena)
+            return neighbour.send(message, self._make_ring, self._arena)
         neighbour.tell(message.header + bytes(message.body))
         message.done = True
         return True
 
-    def _make_ring(self, neighbour: Neighbour) -> int:
+    def _make_ring(self) -> int:
         block = self._arena.allocate(RING_NBYTES)
-        self._rings.append((block, neighbour))
+        self._rings.append(block)
         return block.offset
 
     # -- driving -------------------------------------------------------------------------------
@@ -210,38 +240,43 @@ class ShmTransport(Transport):
 
     def _pump(self) -> bool:
         moved = False
-        for neighbour in list(self._neighbours.values()):
+        for neighbour in list(self._living.values()):
             try:
                 moved = neighbour.pump() or moved
             except AsyncdistError as error:
-                self._part(neighbour)
-                self.host.lost(neighbour.peer, str(error))
-            if neighbour.ended is not None and neighbour.silent and neighbour.peer in self._neighbours:
-                self._part(neighbour)
-                self.host.lost(neighbour.peer, neighbour.ended)
+                self._lose(neighbour, str(error))
+            if neighbour.ended is not None and neighbour.silent and neighbour.peer in self._living:
+                self._lose(neighbour, neighbour.ended)
         return moved
 
     def _listen(self, neighbour: Neighbour) -> None:
         try:
             neighbour.flush_notices()
             neighbour.listen()
+            return
         except Gone as gone:
-            self._lost(neighbour, str(gone))
+            reason = str(gone)
         except AsyncdistError as error:
-            self._lost(neighbour, str(error))
-
-    def _lost(self, neighbour: Neighbour, reason: str) -> None:
-        """Note that a peer's socket has ended; what it had sent before is there still, and is read first."""
+            reason = str(error)
         self._by_descriptor.pop(neighbour.sock.fileno(), None)
         neighbour.end(reason)
-        self._pump()
-        if neighbour.peer in self._neighbours:
+        self._pump()  # what it had sent before is there still, and is read first
+        if neighbour.peer in self._living and neighbour.peer in self._used:
+            self.host.lost(neighbour.peer, reason)
+
+    def _lose(self, neighbour: Neighbour, reason: str) -> None:
+        """Have no more to do with a peer, nor the world either if it reaches it by us."""
+        self._part(neighbour)
+        if neighbour.peer in self._used:
             self.host.lost(neighbour.peer, reason)
 
     def _part(self, neighbour: Neighbour) -> None:
-        if self._neighbours.pop(neighbour.peer, None) is not None:
+        if self._living.pop(neighbour.peer, None) is not None:
             self._by_descriptor.pop(neighbour.sock.fileno(), None)
-            neighbour.end("")
+            if neighbour.ended is None:
+                neighbour.hang_up()
+                neighbour.end("")
+            neighbour.queue.clear()
 
     def waits(self) -> list[Wait]:
         self._asleep[0] = 1
@@ -250,18 +285,18 @@ class ShmTransport(Transport):
         return [(descriptor, neighbour.waits()) for descriptor, neighbour in self._by_descriptor.items()]
 
     def busy(self) -> bool:
-        for neighbour in self._neighbours.values():
+        for neighbour in self._living.values():
             if neighbour.queue:
                 return True
         return False
 
     def hears(self, peer: int) -> bool:
-        return peer in self._neighbours  # until it has gone and all is read that it has sent
+        return peer in self._living  # until it has gone and all is read that it has sent
 
     # -- going ---------------------------------------------------------------------------------
 
     def forget(self, peer: int) -> None:
-        neighbour = self._neighbours.get(peer)
+        neighbour = self._living.get(peer)
         if neighbour is not None:
             self._part(neighbour)
 
@@ -270,10 +305,16 @@ class ShmTransport(Transport):
             self._porch.close()
         for window in list(self._windows.values()):
             self._hide(window)
-        for neighbour in list(self._neighbours.values()):
+        if self._closed:
+            return
+        self._closed = True
+        for neighbour in self._living.values():
             neighbour.tell(self.host.last_words)
-            self._part(neighbour)
-        limbo.leave_board(self._board, self._rings)
+        self._living.clear()
+        self._by_descriptor.clear()
+        for neighbour in self._neighbours.values():
+            neighbour.leave()
+        limbo.leave_board(self._board, self._rings, list(self._neighbours.values()))
 
 
 class ShmLink(Link):

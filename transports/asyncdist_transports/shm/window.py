@@ -21,9 +21,10 @@ from asyncdist_transports.shm.order import Fence
 
 SLOTS = 8
 STEP, CALL, PLACE = 0, 1, 2
-_LINE = 8
-_SHIFT = 24
-DONE = (1 << _SHIFT) - 1
+LEFT = 3  # in the first line only: 1 when this member will not look at any slot again
+LINE = 8
+SHIFT = 24
+DONE = (1 << SHIFT) - 1
 FINISHED = DONE - 1
 _LINES_NBYTES = PAGE_NBYTES
 
@@ -35,6 +36,7 @@ class Sharer(NamedTuple):
     find: Callable[[int], int | None]
     asleep: memoryview
     ring: Callable[[], None]
+    gone: Callable[[], bool]
 
 
 class Member:
@@ -75,47 +77,51 @@ class Window:
         self._difference = difference
         self.others = [Member(peer, sharer) for peer, sharer in enumerate(sharers) if sharer is not None]
         self.by_rank: dict[int, Member] = {member.rank: member for member in self.others}
-        self._strangers = list(self.others)  # whose windows we have not found yet
+        self.newcomers = list(self.others)
+        """The members whose windows we have not found yet."""
         self.block = arena.hold(_LINES_NBYTES + SLOTS * 2 * self.area_nbytes)
         arena.reserve(self.block.offset, _LINES_NBYTES)
-        self.words = arena.mapping.words(self.block.offset, SLOTS * _LINE)
+        self.words = arena.mapping.words(self.block.offset, SLOTS * LINE)
         for place in range(len(self.words)):
             self.words[place] = 0
+        self.words[STEP] = DONE  # the collective before the first in this slot, number 0, is over
         self._reserved = [0] * (2 * SLOTS)
         self._areas: dict[tuple[int, int, int, torch.dtype], torch.Tensor] = {}
-        self._last = [0] * SLOTS
+        self.last = [0] * SLOTS
+        """The last collective in each slot."""
 
     # -- steps ---------------------------------------------------------------------------------
 
     def enter(self, number: int) -> Schedule:
         """Wait until the slot of the n-th collective is free."""
-        while self._strangers:
-            member = self._strangers[-1]
+        while self.newcomers:
+            member = self.newcomers[-1]
             offset = member.sharer.find(self.number)
             if offset is None:
                 yield member.rank
                 continue
             member.offset = offset
-            member.words = member.mapping.words(offset, SLOTS * _LINE)
-            self._strangers.pop()
-        if number > SLOTS:
-            at, free = number % SLOTS * _LINE, (number - SLOTS) << _SHIFT | DONE
-            for member in self.others:
-                words = member.words
-                while words[at] < free:
-                    yield member.rank
-        self._last[number % SLOTS] = number
+            member.words = member.mapping.words(offset, SLOTS * LINE)
+            self.newcomers.pop()
+        at, free = number % SLOTS * LINE, (number - SLOTS) << SHIFT | DONE
+        while self.words[at] < free:  # others may have done with us before we are
+            yield self.rank
+        for member in self.others:
+            words = member.words
+            while words[at] < free:
+                yield member.rank
+        self.last[number % SLOTS] = number
 
     def post(self, number: int, call: int, place: int, step: int) -> None:
         """Say what we call, and where our data lies (0: it is staged), with the first step."""
-        at, words = number % SLOTS * _LINE, self.words
+        at, words = number % SLOTS * LINE, self.words
         words[at + CALL], words[at + PLACE] = call, place
         self.publish(number, step)
 
     def publish(self, number: int, step: int) -> None:
         """Say that we have reached a step; wake who sleeps."""
         self.fence.light()  # what we have written, and read, before the word that says so
-        self.words[number % SLOTS * _LINE] = number << _SHIFT | step
+        self.words[number % SLOTS * LINE] = number << SHIFT | step
         self.fence.full()  # and that before we look who sleeps: see `order`
         for member in self.others:
             if member.asleep[0]:
@@ -123,7 +129,7 @@ class Window:
 
     def reached(self, number: int, step: int, members: Sequence[Member]) -> Schedule:
         """Wait until each of some members has reached a step."""
-        at, goal = number % SLOTS * _LINE, number << _SHIFT | step
+        at, goal = number % SLOTS * LINE, number << SHIFT | step
         for member in members:
             words = member.words
             while words[at] < goal:
@@ -132,7 +138,7 @@ class Window:
 
     def check(self, number: int, call: int, members: Sequence[Member]) -> None:
         """Raise if one of some members, who have posted, called something else."""
-        at = number % SLOTS * _LINE + CALL
+        at = number % SLOTS * LINE + CALL
         for member in members:
             theirs = member.words[at]
             if theirs != call:
@@ -140,7 +146,7 @@ class Window:
 
     def place(self, number: int, member: Member) -> int:
         """Return where a member's data for this collective lies, 0 if it is staged."""
-        return member.words[number % SLOTS * _LINE + PLACE]
+        return member.words[number % SLOTS * LINE + PLACE]
 
     # -- areas ---------------------------------------------------------------------------------
 
@@ -169,10 +175,17 @@ class Window:
 
     # -- the end -------------------------------------------------------------------------------
 
+    def leave(self) -> None:
+        """Say that we look at nobody's slots again, whatever had become of the collectives in them."""
+        self.fence.light()
+        self.words[LEFT] = 1
+
     def pending(self) -> Iterator[Member]:
         """Yield the members who may still look at what we have written."""
         for member in self.others:
-            if member.offset >= 0 and member.sharer.find(self.number) is not None:
-                words = member.words
-                if any(last and words[slot * _LINE] < (last << _SHIFT | DONE) for slot, last in enumerate(self._last)):
-                    yield member
+            if member.offset < 0 or member.sharer.gone() or member.sharer.find(self.number) is None:
+                continue
+            words = member.words
+            unseen = any(last and words[slot * LINE] < (last << SHIFT | DONE) for slot, last in enumerate(self.last))
+            if unseen and not words[LEFT]:
+                yield member
