@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from asyncdist.arena import arena
 from asyncdist.runtime import runtime
 from asyncdist.testing.cluster import run_ranks
 
@@ -48,7 +49,7 @@ def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEv
     return LOOPS
 
 
-@pytest.fixture(params=["inproc", "tcp"])
+@pytest.fixture(params=["inproc", "shm", "tcp"])
 def transport(request: pytest.FixtureRequest) -> str:
     """The name of a transport: each in turn."""
     return str(request.param)
@@ -132,6 +133,7 @@ def _left(threads: set[threading.Thread], descriptors: Counter[str], processes: 
 def _settled() -> None:
     """Start what lives as long as the process, and set aside what the garbage collector need not look at again."""
     runtime()
+    arena()
     gc.collect()
     gc.freeze()
 
@@ -140,6 +142,7 @@ def _settled() -> None:
 def nothing_left_over() -> Iterator[None]:
     """Fail the test that leaves something behind."""
     runtime()
+    arena()
     before = set(threading.enumerate()), _descriptors(), _processes()
     yield
     runtime()  # a test may have closed it

@@ -12,7 +12,7 @@ import torch
 
 from asyncdist.errors import AsyncdistError, GroupAbortedError, GroupError, NotInitializedError, PeerLostError
 from asyncdist.testing.faults import proxied_world
-from asyncdist_transports.tcp.wire import Reader, Writer
+from asyncdist_transports.stream import Reader, Writer
 
 SOON = 2.5
 
