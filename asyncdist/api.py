@@ -77,7 +77,9 @@ AnyGroup = Group | _NonMember | None
 def resolve(of: AnyGroup) -> Group:
     """Return a group argument as a group: None is the default one; UsageError on a rank outside the group."""
     if of is None:
-        return default_group()
+        if _world is None:
+            raise NotInitializedError
+        return _world.group
     if isinstance(of, _NonMember):
         raise UsageError("this rank is not in the group: call the collective on its members only")
     return of

@@ -164,6 +164,16 @@ def to_read(value: Any) -> Memory:
     return Memory(_in_order(tensor_of(value)).view(-1))
 
 
+def in_order(tensor: torch.Tensor) -> bool:
+    """Return whether an operation may read and write a tensor of real numbers just as it is."""
+    return (
+        tensor.is_cpu
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        and not (tensor.requires_grad or tensor.is_neg() or tensor.is_inference())
+    )
+
+
 def _lazy(tensor: torch.Tensor) -> bool:
     """Say whether the tensor's memory holds the negatives or conjugates of its elements."""
     return tensor.is_neg() or (tensor.dtype.is_complex and tensor.is_conj())

@@ -13,10 +13,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from time import perf_counter
 from typing import Any, TypedDict, Unpack
 
-from asyncdist.buffers import Scratch
+import torch
+
+from asyncdist.buffers import Scratch, in_order
 from asyncdist.collectives import exchanges, plans, reductions
 from asyncdist.collectives.arguments import check_length
 from asyncdist.collectives.choose import Model, parse_forced
+from asyncdist.collectives.islands import Islands
 from asyncdist.collectives.operation import Channel, Operation, Plan
 from asyncdist.collectives.schedule import Schedule
 from asyncdist.deadline import Timeout, seconds
@@ -27,6 +30,8 @@ from asyncdist.observe.recorder import Entry
 from asyncdist.ops import ReduceOp, Reduction, reduction
 from asyncdist.registered import T, register
 from asyncdist.work import Work, completed
+
+_KEPT_SMALL = 512
 
 
 class How(TypedDict, total=False):
@@ -79,16 +84,21 @@ class Group:
         model = Model(segment_nbytes=mesh.config.segment_nbytes)
         window = max(2, mesh.config.lanes)
         self._native = mesh.native(self._channel) if len(self.ranks) > 1 else None
+        lies = mesh.islands(self._channel) if self._native is None else None
+        self._islands = None if lies is None else Islands(*lies, model, Scratch())
         self._who = plans.Member(
-            self._rank, len(self.ranks), mesh.config, model, forced, Scratch(), window, native=self._native
-        )
+            self._rank, len(self.ranks), mesh.config, model, forced, Scratch(), window, native=self._native,
+            islands=self._islands,
+        )  # fmt: skip
+        self._small: dict[Any, reductions.Small] = {}  # by dtype, shape and reduction
         self._closed = False
         self.world: Any = None
         mesh.progress.submit(self._open)
 
     def _open(self) -> None:
-        if self._native is not None:
-            self._native.open()
+        inside = self._native or self._islands
+        if inside is not None:
+            inside.open()
         self.mesh.open(self._channel)
         self.mesh.open(self._messages)
 
@@ -150,39 +160,45 @@ class Group:
         background: bool = True,
         timeout: Timeout = None,
     ) -> Work:
-        if self._closed:
-            raise NotInitializedError(f"group {self.name!r} was destroyed: make a new one for {name}")
-        mesh = self.mesh
-        limit = self.timeout if timeout is None else seconds(timeout)
-        if not background:
-            mesh.progress.refuse_loop_thread(f"a blocking {name}")
+        self._check(name, background)
         if number is None:  # counted only now: a call that was refused on one rank must not shift its numbers
             number = next(self._sequence)
         entry = Entry(self.name, name, number, plan.fingerprint, plan.nbytes)
-        mesh.recorder.add(entry)
-        parts = plan.parts
-        if self._native is not None and not channel.point_to_point:
-            if plan.native is not None:
-                schedule = plan.native(number, plan.fingerprint)
-                try:
-                    if channel.error is None and mesh.attempt(schedule, wait=not background):
-                        return self._completed(number, plan, entry)
-                except Exception as cause:
-                    schedule = _raising(cause)  # an operation that fails of it fails the group, and tells the peers
-                parts = (schedule,)
-            else:
-                parts = _announced(self._native.announce(number, plan.fingerprint), parts)
-        work = Work(mesh.progress)
-        operation = Operation(channel, name, number, plan, parts, work, limit, entry)
-        mesh.issue(operation, background=background)
-        return work
+        self.mesh.recorder.add(entry)
+        if self._native is None or channel.point_to_point:
+            return self._operate(channel, plan, plan.parts, entry, background, timeout)
+        if plan.native is None:
+            announcement = self._native.announce(number, plan.fingerprint)
+            return self._operate(channel, plan, _announced(announcement, plan.parts), entry, background, timeout)
+        return self._attempt(plan, plan.native(number, plan.fingerprint), entry, background, timeout)
 
-    def _completed(self, number: int, plan: Plan, entry: Entry) -> Work:
-        """Return the work of an operation that was over before it had to be made one."""
-        self._channel.count(number)
-        value = plan.finish() if plan.finish is not None else None
-        entry.finished = perf_counter()
-        return completed(value)
+    def _check(self, name: str, background: bool) -> None:
+        if self._closed:
+            raise NotInitializedError(f"group {self.name!r} was destroyed: make a new one for {name}")
+        if not background:
+            self.mesh.progress.refuse_loop_thread(name)
+
+    def _attempt(self, plan: Plan, schedule: Schedule, entry: Entry, background: bool, timeout: Timeout) -> Work:
+        """Run a native schedule here and now if its peers are there; make an operation of it if they are not."""
+        channel = self._channel
+        try:
+            if channel.error is None and self.mesh.progress.attempt(schedule, wait=not background):
+                channel.count(entry.seq)
+                value = plan.finish() if plan.finish is not None else None
+                entry.finished = perf_counter()
+                return completed(value)
+        except Exception as cause:
+            schedule = _raising(cause)  # an operation that fails of it fails the group, and tells the peers
+        return self._operate(channel, plan, (schedule,), entry, background, timeout)
+
+    def _operate(
+        self, channel: Channel, plan: Plan, parts: Iterable[Schedule], entry: Entry, background: bool, timeout: Timeout
+    ) -> Work:
+        limit = self.timeout if timeout is None else seconds(timeout)
+        work = Work(self.mesh.progress)
+        operation = Operation(channel, entry.op, entry.seq, plan, parts, work, limit, entry)
+        self.mesh.issue(operation, background=background)
+        return work
 
     def _other(self, rank: int, what: str) -> int:
         if self._peer(rank, what) == self._rank:
@@ -196,9 +212,40 @@ class Group:
 
     # -- reductions ----------------------------------------------------------------------------
 
-    def all_reduce(self, tensor: Any, op: Reduction = ReduceOp.SUM, **how: Unpack[How]) -> Work:
+    def all_reduce(
+        self, tensor: Any, op: Reduction = ReduceOp.SUM, *, background: bool = True, timeout: Timeout = None
+    ) -> Work:
         """Reduce ``tensor`` over the ranks, in place, with the same bits on every rank."""
-        return self._issue("all_reduce", reductions.all_reduce(self._who, tensor, reduction(op)), how)
+        if type(tensor) is torch.Tensor and self._native is not None:
+            small = self._small.get((tensor.dtype, tensor.shape, op))
+            if small is not None and in_order(tensor):
+                return self._all_reduce_small(small, tensor, background, timeout)
+            if len(self._small) < _KEPT_SMALL:
+                small = reductions.small_all_reduce(self._who, tensor, reduction(op))
+                if small is not None:
+                    self._small[tensor.dtype, tensor.shape, op] = small
+        plan = reductions.all_reduce(self._who, tensor, reduction(op))
+        return self._issue("all_reduce", plan, {"background": background, "timeout": timeout})
+
+    def _all_reduce_small(
+        self, small: reductions.Small, tensor: torch.Tensor, background: bool, timeout: Timeout
+    ) -> Work:
+        """Take the short cut of tensors like one that was all-reduced before."""
+        if self._closed or not background:
+            self._check("all_reduce", background)
+        number = next(self._sequence)
+        entry = Entry(self.name, "all_reduce", number, small.fingerprint, small.nbytes)
+        self.mesh.recorder.add(entry)
+        schedule = small.start(number, tensor)
+        try:
+            if self._channel.error is None and self.mesh.progress.attempt(schedule, wait=not background):
+                self._channel.count(number)
+                entry.finished = perf_counter()
+                return completed(tensor)
+        except Exception as cause:
+            schedule = _raising(cause)
+        plan = Plan(fingerprint=small.fingerprint, finish=lambda: tensor, nbytes=small.nbytes)
+        return self._operate(self._channel, plan, (schedule,), entry, background, timeout)
 
     def all_reduce_coalesced(self, tensors: Sequence[Any], op: Reduction = ReduceOp.SUM, **how: Unpack[How]) -> Work:
         """Reduce several tensors of one dtype over the ranks as one operation."""
@@ -351,5 +398,6 @@ class Group:
             self._closed = True
             self.mesh.progress.submit(lambda: self.mesh.end(self._channel))
             self.mesh.progress.submit(lambda: self.mesh.end(self._messages))
-            if self._native is not None:
-                self.mesh.progress.submit(self._native.close)
+            inside = self._native or self._islands
+            if inside is not None:
+                self.mesh.progress.submit(inside.close)

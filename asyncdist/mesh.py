@@ -20,8 +20,8 @@ from typing import Any
 from asyncdist import lifetime
 from asyncdist.buffers import Scratch
 from asyncdist.collectives.executor import Executor
+from asyncdist.collectives.hierarchy import Layout, layout
 from asyncdist.collectives.operation import Channel, Operation
-from asyncdist.collectives.schedule import Schedule
 from asyncdist.config import Config
 from asyncdist.errors import GroupAbortedError, GroupError, MismatchError, PeerLostError, TransportUnavailableError
 from asyncdist.framing import ABORT, GOODBYE, Fingerprint, pack_key
@@ -69,7 +69,6 @@ class Mesh:
         self._executor = Executor(self, Scratch(), config.piece_nbytes)
         self._addresses: Sequence[Addresses] = ()
         self._reached: dict[str, list[set[int]]] = {}  # by transport and rank: whom it has tried and reaches
-        self._spin = 0.0
         self._links: dict[int, Link] = {}
         self._inboxes: dict[int, Inbox] = {}
         self._channels: dict[bytes, Channel] = {}
@@ -115,9 +114,9 @@ class Mesh:
                 self._reached[transport.name] = [set(one.get(transport.name, ())) for one in reached]
         ways = {self._way(peer) for peer in range(self.world_size) if peer != self.rank} - {None}
         waits = [way.spin() for way in ways if way is not None]
-        self._spin = min((spin for spin, _ in waits), default=0.0)
-        loop_spin = min(self._spin, self.config.await_spin_us * 1e-6)
-        self.progress.spin_for(self._spin, loop_spin, crowded=any(crowded for _, crowded in waits))
+        spin = min((spin for spin, _ in waits), default=0.0)
+        loop_spin = min(spin, self.config.await_spin_us * 1e-6)
+        self.progress.spin_for(spin, loop_spin, crowded=any(crowded for _, crowded in waits))
         if self._at_home:
             self.progress.arm()
 
@@ -141,6 +140,18 @@ class Mesh:
                 for one, other in itertools.combinations(channel.members, 2)
             ):
                 return transport.native(channel.number, channel.members)
+        return None
+
+    def islands(self, channel: Channel) -> tuple[Layout, Native | None] | None:
+        """Return how a group lies on several hosts, with the native collectives of our part of it (None if alone)."""
+        members = channel.members
+        for transport in self._transports:
+            if transport.name in self._reached:
+                joined = functools.partial(self._joined, transport.name)
+                where = layout(members, self.rank, joined)
+                if where is not None:
+                    ours = tuple(members[rank] for rank in where.members)
+                    return where, transport.native(channel.number, ours) if len(ours) > 1 else None
         return None
 
     def close(self) -> None:
@@ -429,10 +440,6 @@ class Mesh:
         return finished
 
     # -- for groups ----------------------------------------------------------------------------
-
-    def attempt(self, schedule: Schedule, *, wait: bool) -> bool:
-        """Run a native schedule here and now; return whether it is over. Else an operation goes on with it."""
-        return self.progress.attempt(schedule, self._spin if wait else 0.0)
 
     def issue(self, operation: Operation, *, background: bool) -> None:
         """Start an operation, and see that it goes on (``background``) or drive it to its end in this thread."""

@@ -13,8 +13,10 @@ and roots are ranks in the group.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
+
+import torch
 
 from asyncdist.buffers import Memory
 from asyncdist.collectives.schedule import Schedule
@@ -41,6 +43,15 @@ class Native(ABC):
     @abstractmethod
     def all_reduce(self, number: int, fingerprint: int, memories: Sequence[Memory], how: Arithmetic) -> Schedule:
         """Reduce each memory over the members, in place, the same bits on all of them."""
+
+    @abstractmethod
+    def small_all_reduce(
+        self, fingerprint: int, shape: tuple[int, ...], dtype: torch.dtype, how: Arithmetic
+    ) -> Callable[[int, torch.Tensor], Schedule] | None:
+        """Return what all-reduces contiguous tensors of one shape, in place: ``(number, tensor)`` gives the schedule.
+
+        For tensors so small that what a call costs is what is asked about it; None for others.
+        """
 
     @abstractmethod
     def reduce(self, number: int, fingerprint: int, memory: Memory, root: int, how: Arithmetic) -> Schedule:

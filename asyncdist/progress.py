@@ -170,8 +170,8 @@ class Progress:
         self._inbox.append(action)
         self.drive(work, until)
 
-    def attempt(self, schedule: Schedule, spin: float) -> bool:
-        """Run a schedule that needs no links in this thread, for at most ``spin`` seconds of waiting.
+    def attempt(self, schedule: Schedule, *, wait: bool) -> bool:
+        """Run a schedule that needs no links in this thread; unless told to ``wait`` a moment, only while nobody waits.
 
         Returns whether it is over; else it is as far as it got, and perhaps not begun: an operation goes on with it. This
         is what a call costs when its peers are there, so nothing is made or asked that is not needed for that.
@@ -182,7 +182,21 @@ class Progress:
             if not self._lock.acquire(blocking=False):
                 return False
             try:
-                return not self._inbox and self._machine.idle() and self._run_out(schedule, spin)
+                if self._inbox or not self._machine.idle():
+                    return False
+                until, polls, enough = 0.0, 0, self._polls if wait else 1
+                for step in schedule:
+                    if step == ():
+                        polls, until = 0, 0.0
+                        continue
+                    polls += 1
+                    if polls == enough:
+                        polls, now = 0, monotonic()
+                        until = until or (now + self._spin if wait else now)
+                        if now >= until:
+                            return False
+                        _yield_core()
+                return True
             except Exception:
                 raise
             except BaseException as cause:
@@ -195,21 +209,6 @@ class Progress:
             self._seat.release()
             if self._followers or self._inbox:
                 self._hand_over()
-
-    def _run_out(self, schedule: Schedule, spin: float) -> bool:
-        until, polls, enough = 0.0, 0, self._polls if spin else 1
-        for step in schedule:
-            if step == ():
-                polls, until = 0, 0.0
-                continue
-            polls += 1
-            if polls == enough:
-                polls, now = 0, monotonic()
-                until = until or now + spin
-                if now >= until:
-                    return False
-                _yield_core()
-        return True
 
     def drive(self, work: Finishable, until: float) -> None:
         """Block until ``work`` is completed or the monotonic time ``until`` has come, driving meanwhile."""

@@ -20,8 +20,8 @@ from asyncdist.ops import PremulSum, ReduceOp, Reduction
 Fold = Callable[[torch.Tensor, torch.Tensor, bool], None]
 """``fold(into, other, swapped)``: into = into ∘ other, or other ∘ into when swapped; both flat and of one length."""
 
-Combine = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]
-"""``combine(first, second, out)``: out = first ∘ second; all flat, of one length and dtype; out may be one of them."""
+Combine = Callable[..., object]
+"""``combine(first, second, out=out)``: out = first ∘ second; all of one shape and dtype; out may be one of them."""
 
 _TORCH: dict[ReduceOp, Callable[..., torch.Tensor]] = {
     ReduceOp.SUM: torch.add,
@@ -93,8 +93,7 @@ def combine_of(op: Reduction, dtype: torch.dtype) -> Combine:
     """Return the function that combines two runs of elements of ``dtype`` into a third."""
     kernel = kernel_of(op)
     if dtype not in _SIGNED:
-        plain = _TORCH[kernel]
-        return lambda first, second, out: plain(first, second, out=out)
+        return _TORCH[kernel]
     if kernel in _ORDERED:
         compare = _NUMPY[kernel]
         return lambda first, second, out: compare(first.numpy(), second.numpy(), out=out.numpy())
@@ -115,6 +114,11 @@ class Arithmetic(NamedTuple):
     averages: bool
     rounds_once: bool
 
+    @property
+    def of_two(self) -> Combine | None:
+        """The one kernel that does what `reduce` does with two inputs; None where one is not enough."""
+        return None if self.averages or (self.widens and not self.rounds_once) else self.combine
+
     def reduce(self, inputs: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         """Set ``out`` to the reduction of several inputs, in their order; it may be the first or the second of them."""
         if self.widens and not (self.rounds_once and len(inputs) == 2):
@@ -126,9 +130,9 @@ class Arithmetic(NamedTuple):
             out.copy_(wide)
             return
         first, second, *others = inputs
-        self.combine(first, second, out)
+        self.combine(first, second, out=out)
         for other in others:
-            self.combine(out, other, out)
+            self.combine(out, other, out=out)
         if self.averages:
             divide(out, len(inputs))
 

@@ -33,22 +33,32 @@ class Work:
     objects; of a receive, the sender's global rank; None of a barrier.
     """
 
-    __slots__ = ("__weakref__", "_callbacks", "_done", "_error", "_future", "_progress", "_seen", "_value")
+    # Class attributes for what most works never set: a call in shared memory takes as long as a dozen assignments.
+    _progress: Progress | None = None
+    _done = False
+    _seen = False
+    _value: Any = None
+    _error: BaseException | None = None
+    _unseen: _Unseen | None = None
+    _callbacks: list[Callable[[Work], object]] | None = None
+    _future: Any = None
 
     def __init__(self, progress: Progress | None = None) -> None:
         self._progress = progress
-        self._done = False
-        self._seen = False
-        self._value: Any = None
-        self._error: BaseException | None = None
-        self._callbacks: list[Callable[[Work], object]] | None = None
-        self._future: Any = None
 
     # -- completing (the executor's side) ------------------------------------------------------
 
     def finish(self, value: Any = None, error: BaseException | None = None) -> None:
         """Complete the work; its callbacks are then due (`run_callbacks`)."""
+        if error is not None and not self._seen:
+            self._unseen = _Unseen(error)
         self._value, self._error, self._done = value, error, True
+
+    def _look(self) -> None:
+        """Note that somebody has seen how the operation ended, or chose not to."""
+        self._seen = True
+        if self._unseen is not None:
+            self._unseen.error = None
 
     @property
     def has_callbacks(self) -> bool:
@@ -76,7 +86,7 @@ class Work:
 
     def exception(self) -> BaseException | None:
         """Return what the operation failed with; None if it went well or still goes on."""
-        self._seen = True
+        self._look()
         return self._error
 
     def result(self) -> Any:
@@ -87,7 +97,7 @@ class Work:
 
     def _outcome(self) -> Any:
         if self._error is not None:
-            self._seen = True
+            self._look()
             raise self._error
         return self._value
 
@@ -137,7 +147,7 @@ class Work:
             if not self._done:
                 yield from woken
         except BaseException:
-            self._seen = True  # whoever is cancelled here chose not to look
+            self._look()
             raise
         finally:
             self._discard(completed)
@@ -173,15 +183,24 @@ class Work:
         state = "going on" if not self._done else f"failed: {self._error}" if self._error else "completed"
         return f"<Work {state}>"
 
+
+class _Unseen:
+    """Goes with a failed work, and speaks up if nobody has looked at it by then."""
+
+    __slots__ = ("error",)
+
+    def __init__(self, error: BaseException) -> None:
+        self.error: BaseException | None = error
+
     def __del__(self) -> None:
-        if self._error is not None and not self._seen:
-            log.error("an operation failed and nobody looked: %s", self._error)
+        if self.error is not None:
+            log.error("an operation failed and nobody looked: %s", self.error)
 
 
 def completed(value: Any = None) -> Work:
     """Return a work that has ended already, for what needed no communication."""
-    work = Work()
-    work.finish(value)
+    work = Work.__new__(Work)
+    work._value, work._done = value, True
     return work
 
 

@@ -18,6 +18,7 @@ import torch
 from asyncdist.buffers import DTYPE_NUMBERS, NOTHING, Blocks, Memory, Scratch, Target, to_read
 from asyncdist.collectives import arguments, doubling, pairwise, ring, tree
 from asyncdist.collectives.choose import Model, choose
+from asyncdist.collectives.islands import Islands
 from asyncdist.collectives.operation import Plan
 from asyncdist.collectives.schedule import Recv, Schedule, Send
 from asyncdist.config import Config
@@ -42,6 +43,11 @@ class Member:
     window: int = 2  # parts that go on at once
     choices: dict[tuple[str, int, bool], str] = field(default_factory=dict)
     native: Native | None = None  # what does whole collectives without links
+    islands: Islands | None = None  # what does them partly so, if the group lies on several hosts
+
+    def islands_for(self, collective: str) -> Islands | None:
+        """Return what runs a collective over several hosts, None if that goes over links alone."""
+        return None if collective in self.forced else self.islands
 
     def choose(self, collective: str, nbytes: int, *, contiguous: bool = True) -> str:
         """Return the schedule for a size."""
@@ -118,6 +124,9 @@ def broadcast(who: Member, tensor: Any, root: int) -> Plan:
     if native is not None:
         start = functools.partial(native.broadcast, memory=memory, root=root)
         return Plan(native=start, fingerprint=call, finish=finish, nbytes=memory.nbytes)
+    islands = who.islands_for("broadcast")
+    if islands is not None:
+        return Plan(islands.broadcast(memory, root, call), call, None, finish, islands.window, memory.nbytes)
     if who.choose("broadcast", memory.nbytes) == "tree":
         parts: Iterable[Schedule] = (
             tree.broadcast(who.rank, who.size, root, stripe) for stripe in stripes(who, memory)
@@ -178,6 +187,10 @@ def all_gather(
     if native is not None:
         start = functools.partial(native.all_gather, rows=[blocks for blocks, _ in pairs])
         return Plan(native=start, fingerprint=call, finish=finish, nbytes=total * dtype.itemsize)
+    islands = who.islands_for("all_gather")
+    if islands is not None:
+        rows = islands.all_gather([blocks for blocks, _ in pairs], call)
+        return Plan(rows, call, None, finish, islands.window, total * dtype.itemsize)
     return Plan(parts(), call, None, finish, window=max(2, who.config.lanes), nbytes=total * dtype.itemsize)
 
 
@@ -271,6 +284,9 @@ def barrier(who: Member) -> Plan:
     call = fingerprint(Collective.barrier, None, 0, None, None)
     if who.native is not None:
         return Plan(native=who.native.barrier, fingerprint=call)
+    islands = who.islands_for("barrier")
+    if islands is not None:
+        return Plan(islands.barrier(call), call)
     return Plan((doubling.barrier(who.rank, who.size, NOTHING, NOTHING),), call)
 
 

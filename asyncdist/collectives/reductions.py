@@ -7,13 +7,13 @@ as float32; where each rank receives the contributions themselves, those travel 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from asyncdist.buffers import Blocks, Memory, Target, to_read
+from asyncdist.buffers import DTYPE_NUMBERS, Blocks, Memory, Target, to_read
 from asyncdist.collectives import arguments, doubling, pairwise, ring, tree
 from asyncdist.collectives.operation import Plan
 from asyncdist.collectives.plans import Member, fingerprint, segments, striped_blocks, stripes
@@ -53,7 +53,28 @@ def all_reduce(who: Member, tensor: Any, op: Reduction) -> Plan:
         _prescale(memory, op)
         start = functools.partial(native.all_reduce, memories=(memory,), how=how)
         return Plan(native=start, fingerprint=call, finish=finish, nbytes=memory.nbytes)
+    islands = who.islands_for("all_reduce")
+    if islands is not None:
+        _prescale(memory, op)
+        return Plan(islands.all_reduce([memory], op, call), call, how.fold, finish, islands.window, memory.nbytes)
     return Plan(_all_reduce_parts(who, memory, op, how), call, how.fold, finish, who.window, memory.nbytes)
+
+
+class Small(NamedTuple):
+    """How small tensors of one shape are all-reduced: ``start(number, tensor)`` makes the schedule."""
+
+    start: Callable[[int, torch.Tensor], Schedule]
+    fingerprint: int
+    nbytes: int
+
+
+def small_all_reduce(who: Member, tensor: torch.Tensor, op: Reduction) -> Small | None:
+    """Return the short cut for tensors like this one, None if there is none."""
+    if who.native is None or isinstance(op, PremulSum) or tensor.dtype not in DTYPE_NUMBERS or tensor.is_complex():
+        return None
+    call, how = _all_reduce_call(tensor.dtype, tensor.shape, op)
+    start = who.native.small_all_reduce(call, tensor.shape, tensor.dtype, how)
+    return None if start is None else Small(start, call, tensor.nbytes)
 
 
 @lru_cache(maxsize=4096)
@@ -76,6 +97,11 @@ def all_reduce_coalesced(who: Member, tensors: Sequence[Any], op: Reduction) -> 
             _prescale(memory, op)
         start = functools.partial(native.all_reduce, memories=memories, how=how)
         return Plan(native=start, fingerprint=call, finish=finish, nbytes=nbytes)
+    islands = who.islands_for("all_reduce")
+    if islands is not None:
+        for memory in memories:
+            _prescale(memory, op)
+        return Plan(islands.all_reduce(memories, op, call), call, how.fold, finish, islands.window, nbytes)
     return Plan(
         (part for memory in memories for part in _all_reduce_parts(who, memory, op, how)),
         call,
@@ -152,11 +178,14 @@ def reduce(who: Member, tensor: Any, root: int, op: Reduction) -> Plan:
         return tensor
 
     call = fingerprint(Collective.reduce, dtype, tuple(tensor.shape), op, root)
-    native = who.native
-    if native is not None:
+    native, islands = who.native, who.islands_for("reduce")
+    if native is not None or islands is not None:
         if at_root:
             _prescale(memory, op)
         own = memory if at_root or not isinstance(op, PremulSum) else Memory(_scaled(memory.tensor, op))
+        if islands is not None:
+            return Plan(islands.reduce(own, root, op, call), call, how.fold, finish, islands.window, memory.nbytes)
+        assert native is not None
         start = functools.partial(native.reduce, memory=own, root=root, how=how)
         return Plan(native=start, fingerprint=call, finish=finish, nbytes=memory.nbytes)
     algorithm = who.choose("reduce", memory.nbytes)
@@ -229,6 +258,11 @@ def reduce_scatter(who: Member, output: Any, inputs: Sequence[Memory] | Blocks, 
         start = functools.partial(native.reduce_scatter, inputs=inputs, own=memory, how=how)
         finish = arguments.storing([target], output)
         return Plan(native=start, fingerprint=call, finish=finish, nbytes=total * dtype.itemsize)
+    islands = who.islands_for("reduce_scatter")
+    if islands is not None:
+        parts = islands.reduce_scatter(inputs, memory, op, call)
+        finish = arguments.storing([target], output)
+        return Plan(parts, call, how.fold, finish, islands.window, total * dtype.itemsize)
     own = Memory(own_input.tensor.to(how.accumulator), wire=dtype) if how.widens else memory
     if own is memory:
         memory.tensor.copy_(own_input.tensor)

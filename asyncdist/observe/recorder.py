@@ -52,9 +52,7 @@ class Recorder:
         self.rank = rank
         self.world_size = world_size
         self._entries: deque[Entry] = deque(maxlen=max(1, size))
-
-    def add(self, entry: Entry) -> None:
-        self._entries.append(entry)
+        self.add = self._entries.append
 
     def fingerprint(self, group: str, key: bytes) -> int:
         """Return what we believed a group's collective to be, from a message's key; 0 if it is long forgotten."""

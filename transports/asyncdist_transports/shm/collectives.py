@@ -17,9 +17,11 @@ from asyncdist.native import MemoryBlocks, Native
 from asyncdist.reduce import Arithmetic
 from asyncdist_transports.shm import direct
 from asyncdist_transports.shm.rounds import POSTED, Turn
+from asyncdist_transports.shm.swap import Swap
 from asyncdist_transports.shm.window import DONE, Member, Window
 
 _LINE_NBYTES = 64
+_KEPT_SWAPS = 512
 _EXCHANGED_NBYTES = 256 << 10  # what one member may have to add up alone before the work is divided
 
 
@@ -68,6 +70,7 @@ class ShmNative(Native):
         self._show, self._hide = show, hide
         self._rank, self._size = window.rank, window.size
         self._others = window.others
+        self._swaps: dict[tuple[int, tuple[int, ...]], Swap] = {}
 
     def open(self) -> None:
         self._show()
@@ -97,9 +100,12 @@ class ShmNative(Native):
         Of larger ones each member reduces its own block, two meetings a piece; between two members there is nothing to
         be gained by that.
         """
-        if len(memories) == 1 and self._exchanges(memories[0]) and memories[0].nbytes <= direct.MIN_NBYTES:
-            yield from self._exchange_at_once(number, fingerprint, memories[0], how)
-            return
+        if len(memories) == 1:
+            memory = memories[0]
+            small = self.small_all_reduce(fingerprint, (memory.count,), memory.dtype, how)
+            if small is not None:
+                yield from small(number, memory.tensor)
+                return
         place = direct.place_of(self._window, memories[0]) if len(memories) == 1 else 0
         turn = Turn(self._window, number, fingerprint, place)
         yield from self._window.enter(number)
@@ -110,27 +116,28 @@ class ShmNative(Native):
                 yield from direct.all_reduce(turn, self._views, memories[0], how, self._piece_nbytes)
                 return
         for memory in memories:
-            if self._exchanges(memory):
+            if self._exchanges(memory.nbytes):
                 yield from self._exchange(turn, memory, how)
             else:
                 yield from self._scatter_and_gather(turn, memory, how)
         self._window.publish(number, DONE)
 
-    def _exchanges(self, memory: Memory) -> bool:
-        return self._size == 2 or memory.nbytes * (self._size - 1) <= _EXCHANGED_NBYTES
+    def small_all_reduce(
+        self, fingerprint: int, shape: tuple[int, ...], dtype: torch.dtype, how: Arithmetic
+    ) -> Swap | None:
+        key = fingerprint, shape
+        swap = self._swaps.get(key)
+        if swap is None:
+            nbytes = torch.Size(shape).numel() * dtype.itemsize
+            if nbytes > min(direct.MIN_NBYTES, self._window.area_nbytes) or not self._exchanges(nbytes):
+                return None
+            if len(self._swaps) >= _KEPT_SWAPS:
+                self._swaps.clear()
+            swap = self._swaps[key] = Swap(self._window, fingerprint, shape, dtype, how)
+        return swap
 
-    def _exchange_at_once(self, number: int, fingerprint: int, memory: Memory, how: Arithmetic) -> Schedule:
-        """The shortest way: what `_exchange` does in one round, without the words of one."""
-        window, tensor, count, dtype = self._window, memory.tensor, memory.count, memory.dtype
-        yield from window.enter(number)
-        window.reserve(number, 0, memory.nbytes)
-        mine = window.area(number, 0, self._rank, 0, count, dtype)
-        mine.copy_(tensor)
-        window.post(number, fingerprint, 0, POSTED)
-        yield from window.reached(number, POSTED, self._others)
-        window.check(number, fingerprint, self._others)
-        how.reduce([window.area(number, 0, rank, 0, count, dtype) for rank in range(self._size)], tensor)
-        window.publish(number, DONE)
+    def _exchanges(self, nbytes: int) -> bool:
+        return self._size == 2 or nbytes * (self._size - 1) <= _EXCHANGED_NBYTES
 
     def _exchange(self, turn: Turn, memory: Memory, how: Arithmetic) -> Schedule:
         """Everybody's pieces to everybody, each adds them all, in the order of the ranks."""

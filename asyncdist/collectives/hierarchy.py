@@ -1,0 +1,154 @@
+"""Where the ranks of a group lie: islands, inside which memory is shared, and rails, which join them.
+
+An *island* is a set of members that share memory pairwise: the ranks of one host. A *rail* takes one member of each island,
+the carrier of its number; there are as many rails as the smallest island has members. What is reduced inside an island
+first, and spread inside it last, goes between islands once a rail, each rail its own slice; so the bytes between hosts
+fall by the number of ranks a host, and every carrier has its share of the sending.
+
+    island 0      0   1   2          rails: 0-3 and 1-4; rank 2 is no carrier
+                  |   |
+    island 1      3   4
+
+Source: the "2D" all-reduce of Cho, Finkler, Kung, Hunter, "BlueConnect: decomposing all-reduce for deep learning on
+heterogeneous network hierarchy", MLSys (2019).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from asyncdist.collectives import doubling, ring
+from asyncdist.collectives.choose import Model
+from asyncdist.collectives.cost import Cost
+from asyncdist.collectives.schedule import Action, Combine, Place, Recv, Schedule, Send
+
+_FEWEST_PARTS = 8
+_LEAST_SLICE_NBYTES = 256 << 10
+_MEETING = 10e-6  # seconds that members of an island need to meet once
+_COPY = 0.2e-9  # seconds a byte that goes through shared memory
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The islands of a group, as seen by one member. Members are ranks in the group, islands in order of their first."""
+
+    islands: tuple[tuple[int, ...], ...]
+    rank: int
+    island: int = field(init=False)
+    place: int = field(init=False)
+    """Our place in our island; its number is that of our rail, if we are a carrier."""
+    rails: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        island = next(number for number, members in enumerate(self.islands) if self.rank in members)
+        object.__setattr__(self, "island", island)
+        object.__setattr__(self, "place", self.islands[island].index(self.rank))
+        object.__setattr__(self, "rails", min(len(members) for members in self.islands))
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The members of our island."""
+        return self.islands[self.island]
+
+    @property
+    def carries(self) -> bool:
+        """Whether we are on a rail."""
+        return self.place < self.rails
+
+    @property
+    def even(self) -> bool:
+        """Whether every member of every island is on a rail."""
+        return all(len(members) == self.rails for members in self.islands)
+
+    def rail(self, number: int) -> tuple[int, ...]:
+        """Return the carriers of a rail, by island."""
+        return tuple(members[number] for members in self.islands)
+
+    def carrier(self, island: int, rank: int) -> int:
+        """Return the member of an island that carries to and from a member of another."""
+        home = next(members for members in self.islands if rank in members)
+        return self.islands[island][home.index(rank) % self.rails]
+
+    def carried(self, island: int, rail: int) -> tuple[int, ...]:
+        """Return the members of an island whose blocks a rail carries."""
+        return self.islands[island][rail :: self.rails]
+
+    def turns(self, island: int) -> Iterator[tuple[int, ...]]:
+        """Yield the members of an island as its rails take them, one a rail each time."""
+        members = self.islands[island]
+        for start in range(0, len(members), self.rails):
+            yield members[start : start + self.rails]
+
+
+def layout(members: Sequence[int], own: int, shares: Callable[[int, int], bool]) -> Layout | None:
+    """Return how the members of a group lie, from who shares memory with whom; None where that gives no hierarchy.
+
+    ``members`` are world ranks by rank in the group, ``own`` is ours. There is none if all or no two share memory, or if
+    sharing is not transitive. Every rank that knows the same of ``shares`` gets the same islands.
+    """
+    islands: list[list[int]] = []
+    for rank, member in enumerate(members):
+        homes = [island for island in islands if any(shares(members[other], member) for other in island)]
+        if not homes:
+            islands.append([rank])
+        elif len(homes) > 1 or not all(shares(members[other], member) for other in homes[0]):
+            return None
+        else:
+            homes[0].append(rank)
+    if len(islands) < 2 or len(islands) == len(members):
+        return None
+    return Layout(tuple(map(tuple, islands)), members.index(own))
+
+
+def among(members: Sequence[int], schedule: Schedule) -> Schedule:
+    """Run a schedule of a part of a group, whose peers are places in ``members``, in the group."""
+    for step in schedule:
+        if isinstance(step, int):
+            yield members[step]
+        else:
+            yield tuple(_renamed(action, members) for action in step)
+
+
+def _renamed(action: Action, members: Sequence[int]) -> Action:
+    return action if isinstance(action, Combine) else type(action)(members[action.peer], action.place)
+
+
+def gather_runs(place: int, size: int, runs: Sequence[Sequence[Place]]) -> Schedule:
+    """Copy each member's blocks ``runs[place]`` to all members around a ring; runs may differ in length.
+
+    Costs P-1 rounds.
+    """
+    left, right = (place - 1) % size, (place + 1) % size
+    for passed in range(size - 1):
+        sends = (Send(right, block) for block in runs[(place - passed) % size])
+        receives = (Recv(left, block) for block in runs[(place - passed - 1) % size])
+        yield (*sends, *receives)
+
+
+def part_count(nbytes: int, rails: int, segment_nbytes: int) -> int:
+    """Return into how many parts to cut what goes over the rails, so that the links are busy while islands reduce."""
+    return max(
+        1,
+        -(-nbytes // (rails * max(1, segment_nbytes))),
+        min(_FEWEST_PARTS, nbytes // (rails * _LEAST_SLICE_NBYTES)),
+    )
+
+
+def slices_pay(nbytes: int, where: Layout, model: Model) -> bool:
+    """Say whether an all-reduce had better go over each rail in slices than whole over all of them at once.
+
+    Whole, it is reduced inside once and then known to each carrier, so nothing need be spread: one meeting less, for as
+    many times the bytes as there are rails. Takes what is equal on every rank.
+    """
+    if not where.even:
+        return True
+    hosts, rails = len(where.islands), where.rails
+
+    def exchange(nbytes: float) -> float:
+        costs: list[Cost] = [doubling.all_reduce_cost(hosts, int(nbytes)), ring.all_reduce_cost(hosts, int(nbytes))]
+        return min(model.seconds(cost) + model.beta * cost.nbytes * (rails - 1) for cost in costs)  # a link in common
+
+    whole = exchange(nbytes)
+    sliced = exchange(nbytes / rails) + _MEETING + _COPY * nbytes
+    return sliced < whole

@@ -1,0 +1,319 @@
+"""Collectives of a group that lies on several islands: shared memory inside each, messages along the rails between them.
+
+`hierarchy` says what islands and rails are. Every collective is cut into parts, each a generator of its own, so that the
+links carry one part while the islands work at others:
+
+====================  =========================  ==============================  ======================
+                      inside                     along each rail                 inside
+====================  =========================  ==============================  ======================
+all_reduce            reduce-scatter to a slice  all-reduce of the slice         all-gather of slices
+all_reduce, small     all-reduce                 all-reduce, the same on each
+reduce_scatter        reduce-scatter, once for   each partial result straight
+                      what each island wants     to the rank that wants it
+all_gather            (all-gather, if uneven)    all-gather of what it carries   all-gather of the rest
+broadcast             broadcast (root's island)  broadcast of a slice            all-gather of slices
+reduce                reduce to one member       tree among these
+barrier               barrier                    barrier                         (barrier, if uneven)
+====================  =========================  ==============================  ======================
+
+**Numbers.** The meetings inside an island are numbered for it alone (`Native`), and the n-th must be the same on all its
+members, whatever order parts come to an end in. So an operation takes numbers for all meetings of all its parts when it
+is started; members start operations in one order, as they issue them. A part has consecutive numbers, later parts higher
+ones.
+
+**No deadlock.** A native may make the n-th meeting wait until earlier ones are over for all (slots are used in turn), and
+numbers may be taken whose part has not begun. Say that of two parts the one with the lower numbers is the earlier. Of
+all parts that are not over on every rank, take the earliest. It has begun wherever it was issued: parts begin in their
+order, and an operation's window is only filled by parts that are not over, none of which is earlier. Whatever its meetings
+wait for in earlier parts is over everywhere. What they wait for in the part itself lies behind them on every rank, since
+every rank goes through the part's meetings and messages in the same order. So it comes to an end; and so do all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from asyncdist.buffers import NOTHING, Blocks, Memory, Scratch
+from asyncdist.collectives import doubling, pairwise, ring, tree
+from asyncdist.collectives.choose import Model, choose
+from asyncdist.collectives.hierarchy import Layout, among, gather_runs, part_count, slices_pay
+from asyncdist.collectives.schedule import Reduce, Schedule, Send
+from asyncdist.native import Native
+from asyncdist.ops import Reduction
+from asyncdist.reduce import Arithmetic, arithmetic, divide
+
+Part = Callable[[int], Schedule]
+"""Makes the schedule of a part, given the first of its numbers."""
+
+Sources = Sequence[Memory] | Blocks
+
+
+class Islands:
+    """The collectives of one group over its islands; ``native`` does those of ours, None if we are alone there.
+
+    ``call`` is the fingerprint of what was called. Methods give the parts of a plan; at most `window` of them go on.
+    """
+
+    window = 4
+
+    def __init__(self, where: Layout, native: Native | None, model: Model, scratch: Scratch) -> None:
+        self._where = where
+        self._native = native
+        self._model = model
+        self._scratch = scratch
+        self._taken = 0  # numbers
+        self._size = sum(len(members) for members in where.islands)
+        self._hosts = len(where.islands)
+
+    def open(self) -> None:
+        """Let the members of our island find us."""
+        if self._native is not None:
+            self._native.open()
+
+    def close(self) -> None:
+        """Let go of what our island holds."""
+        if self._native is not None:
+            self._native.close()
+
+    def _numbered(self, parts: Iterable[tuple[int, Part]]) -> Iterator[Schedule]:
+        """Give each part as many numbers as it says; all are taken when the first part begins."""
+        counted = list(parts)
+        number = self._taken + 1
+        self._taken += sum(meetings for meetings, _ in counted)
+        for meetings, part in counted:
+            yield part(number)
+            number += meetings
+
+    def _cut(self, nbytes: int) -> int:
+        return part_count(nbytes, self._where.rails, self._model.segment_nbytes)
+
+    # -- reducing ------------------------------------------------------------------------------
+
+    def all_reduce(self, memories: Sequence[Memory], op: Reduction, call: int) -> Iterator[Schedule]:
+        """Reduce each memory over all ranks, in place, the same bits on all of them; scaling was done before."""
+        how = arithmetic(op, memories[0].dtype)
+
+        def parts() -> Iterator[tuple[int, Part]]:
+            for memory in memories:
+                sliced = slices_pay(memory.nbytes, self._where, self._model)
+                run, meetings = (self._all_reduce_slices, 2) if sliced else (self._all_reduce_whole, 1)
+                blocks = Blocks.split(memory, self._cut(memory.nbytes))
+                for part in range(len(blocks)):
+                    yield meetings, _bound(run, call, blocks[part], how)
+
+        return self._numbered(parts())
+
+    def _all_reduce_slices(self, number: int, call: int, memory: Memory, how: Arithmetic) -> Schedule:
+        where = self._where
+        narrow, wide = self._slices(memory), self._slices(self._widened(memory, how))
+        own, result = wide[where.place], narrow[where.place]
+        yield from self._reduce_scatter(number, call, wide, own, how)
+        if where.carries:
+            rail = self._reduce_along(own, result if how.widens else own, how)
+            yield from among(where.rail(where.place), rail)
+        yield from self._all_gather(number + 1, call, [narrow])
+
+    def _all_reduce_whole(self, number: int, call: int, memory: Memory, how: Arithmetic) -> Schedule:
+        where, own = self._where, self._widened(memory, how)
+        if self._native is not None:
+            yield from among(where.members, self._native.all_reduce(number, call, [own], _plain(how)))
+        yield from among(where.rail(where.place), self._reduce_along(own, memory, how))
+
+    def _reduce_along(self, own: Memory, result: Memory, how: Arithmetic) -> Schedule:
+        """All-reduce ``own`` along our rail, and divide if it is an average; ``result`` may be of a narrower dtype."""
+        place, hosts = self._where.island, self._hosts
+        if choose("all_reduce", own.nbytes, hosts, model=self._model) == "doubling":
+            scratch = self._scratch.take(own.count, own.dtype)
+            yield from doubling.all_reduce(place, hosts, own, scratch)
+            self._scratch.give(scratch)
+            self._settle(own, result, how)
+            return
+        blocks, results = Blocks.split(own, hosts), Blocks.split(result, hosts)
+        yield from ring.reduce_scatter(place, hosts, blocks)
+        self._settle(blocks[place], results[place], how)
+        yield from ring.all_gather(place, hosts, results)
+
+    def _settle(self, own: Memory, result: Memory, how: Arithmetic) -> None:
+        """Turn a sum over all ranks into the result."""
+        if how.averages:
+            divide(own.tensor, self._size)
+        if how.widens:
+            result.tensor.copy_(own.tensor)
+
+    def reduce(self, memory: Memory, root: int, op: Reduction, call: int) -> Iterator[Schedule]:
+        """Leave the reduction in the root's memory; that of the others is only read."""
+        how, at_root = arithmetic(op, memory.dtype), self._where.rank == root
+        agents = [root if root in members else members[0] for members in self._where.islands]
+
+        def part(number: int, piece: Memory) -> Schedule:
+            where, island = self._where, agents.index(root)
+            ours = agents[where.island]
+            own = piece
+            if how.widens or (where.rank == ours and not at_root):
+                own = Memory(piece.tensor.to(how.accumulator, copy=True))
+            if self._native is not None:
+                place = where.members.index(ours)
+                yield from among(where.members, self._native.reduce(number, call, own, place, _plain(how)))
+            if where.rank == ours:
+                yield from among(agents, tree.reduce(where.island, self._hosts, island, own))
+            if at_root:
+                self._settle(own, piece, how)
+
+        # one rail carries all: it is the root's own that everything goes to
+        blocks = Blocks.split(memory, part_count(memory.nbytes, 1, self._model.segment_nbytes))
+        return self._numbered((1, _bound(part, blocks[place])) for place in range(len(blocks)))
+
+    def reduce_scatter(self, inputs: Sources, own: Memory, op: Reduction, call: int) -> Iterator[Schedule]:
+        """Leave in ``own`` the reduction of everybody's ``inputs[rank]``; inputs are only read."""
+        how = arithmetic(op, own.dtype)
+        count = self._cut(sum(inputs[rank].nbytes for rank in range(self._size)))
+        cut = [Blocks.split(inputs[rank], count) for rank in range(self._size)]
+        owns, where = Blocks.split(own, count), self._where
+        meetings = 1 + sum(len(list(where.turns(other))) for other in range(self._hosts) if other != where.island)
+
+        def part(number: int, which: int) -> Schedule:
+            wanted = [self._widened(blocks[which], how) for blocks in cut]
+            result = owns[which]
+            total = self._scratch.take(result.count, how.accumulator) if how.widens else result
+            yield from self._reduce_scatter(number, call, [wanted[rank] for rank in where.members], total, how)
+            yield from self._give_partial_sums(number + 1, call, wanted, total, how)
+            self._settle(total, result, how)
+            if how.widens:
+                self._scratch.give(total)
+
+        return self._numbered((meetings, _bound(part, which)) for which in range(count))
+
+    def _give_partial_sums(
+        self, number: int, call: int, wanted: Sequence[Memory], total: Memory, how: Arithmetic
+    ) -> Schedule:
+        """Reduce inside what each other island wants, send it there, and fold what comes into our total."""
+        where = self._where
+        for distance in range(1, self._hosts):
+            there, back = (where.island + distance) % self._hosts, (where.island - distance) % self._hosts
+            sends: list[Send] = []
+            for turn in where.turns(there):
+                blocks = self._on_rails([wanted[rank] for rank in turn])
+                out = blocks[where.place]
+                if where.place < len(turn):
+                    if self._native is not None:
+                        out = self._scratch.take(out.count, out.dtype)
+                    sends.append(Send(turn[where.place], out))
+                yield from self._reduce_scatter(number, call, blocks, out, how)
+                number += 1
+            yield (*sends, Reduce(where.carrier(back, where.rank), total))
+            if self._native is not None:
+                for send in sends:
+                    self._scratch.give(send.place)
+
+    # -- moving --------------------------------------------------------------------------------
+
+    def all_gather(self, rows: Sequence[Sources], call: int) -> Iterator[Schedule]:
+        """Copy, for each row, each rank's ``row[rank]`` to all ranks."""
+        meetings = 1 if len(self._where.members) == self._where.rails else 2
+
+        def parts() -> Iterator[tuple[int, Part]]:
+            for row in rows:
+                count = self._cut(sum(row[rank].nbytes for rank in range(self._size)))
+                cut = [Blocks.split(row[rank], count) for rank in range(self._size)]
+                for which in range(count):
+                    yield meetings, _bound(self._gather_row, call, [blocks[which] for blocks in cut])
+
+        return self._numbered(parts())
+
+    def _gather_row(self, number: int, call: int, row: Sequence[Memory]) -> Schedule:
+        where = self._where
+        all_carry = len(where.members) == where.rails
+        ours = [row[rank] for rank in where.members]
+        if not all_carry:  # a carrier takes along what others of its island have
+            yield from self._all_gather(number, call, [ours])
+            number += 1
+        if where.carries:
+            rail = where.rail(where.place)
+            runs = [[row[rank] for rank in where.carried(island, where.place)] for island in range(self._hosts)]
+            nbytes, single = sum(block.nbytes for run in runs for block in run), all(len(run) == 1 for run in runs)
+            if single and choose("all_gather", nbytes, self._hosts, model=self._model) == "direct":
+                yield from among(rail, pairwise.all_gather(where.island, self._hosts, [run[0] for run in runs]))
+            else:
+                yield from among(rail, gather_runs(where.island, self._hosts, runs))
+        rows = [
+            self._on_rails([row[rank] for rank in turn])
+            for island in range(self._hosts)
+            if island != where.island
+            for turn in where.turns(island)
+        ]
+        yield from self._all_gather(number, call, [ours, *rows] if all_carry else rows)
+
+    def broadcast(self, memory: Memory, root: int, call: int) -> Iterator[Schedule]:
+        """Copy the root's memory to all ranks."""
+        where = self._where
+        home = next(number for number, members in enumerate(where.islands) if root in members)
+        chosen = choose("broadcast", memory.nbytes // where.rails, self._hosts, model=self._model)
+        along: Callable[[int, int, int, Memory], Schedule]
+        along = tree.broadcast if chosen == "tree" else tree.chain_broadcast
+
+        def part(number: int, piece: Memory) -> Schedule:
+            slices = self._slices(piece)
+            if where.island == home and self._native is not None:
+                place = where.members.index(root)
+                yield from among(where.members, self._native.broadcast(number, call, piece, place))
+            if where.carries:
+                rail = along(where.island, self._hosts, home, slices[where.place])
+                yield from among(where.rail(where.place), rail)
+            if where.island != home:
+                yield from self._all_gather(number, call, [slices])
+
+        blocks = Blocks.split(memory, self._cut(memory.nbytes))
+        return self._numbered((1, _bound(part, blocks[place])) for place in range(len(blocks)))
+
+    def barrier(self, call: int) -> Iterator[Schedule]:
+        """Give the one part of a barrier."""
+        where, native = self._where, self._native
+        all_carry = len(where.members) == where.rails
+
+        def part(number: int) -> Schedule:
+            if native is not None:
+                yield from among(where.members, native.barrier(number, call))
+            if where.carries:
+                rail = doubling.barrier(where.island, self._hosts, NOTHING, NOTHING)
+                yield from among(where.rail(where.place), rail)
+            if native is not None and not all_carry:
+                yield from among(where.members, native.barrier(number + 1, call))
+
+        return self._numbered([(1 if all_carry else 2, part)])
+
+    # -- inside our island ---------------------------------------------------------------------
+
+    def _reduce_scatter(
+        self, number: int, call: int, inputs: Sequence[Memory], own: Memory, how: Arithmetic
+    ) -> Schedule:
+        native, members = self._native, self._where.members
+        if native is not None:
+            yield from among(members, native.reduce_scatter(number, call, inputs, own, _plain(how)))
+        elif own is not inputs[0]:
+            own.tensor.copy_(inputs[0].tensor)
+
+    def _all_gather(self, number: int, call: int, rows: Sequence[Sequence[Memory]]) -> Schedule:
+        if self._native is not None:
+            yield from among(self._where.members, self._native.all_gather(number, call, rows))
+
+    def _slices(self, memory: Memory) -> list[Memory]:
+        """Cut memory into a slice a rail, and an empty one for each member of our island that is on none."""
+        blocks = Blocks.split(memory, self._where.rails)
+        return self._on_rails([blocks[rail] for rail in range(self._where.rails)])
+
+    def _on_rails(self, blocks: list[Memory]) -> list[Memory]:
+        """Return one block a member of our island: those given, and empty ones."""
+        return blocks + [blocks[0].slice(0, 0)] * (len(self._where.members) - len(blocks))
+
+    def _widened(self, memory: Memory, how: Arithmetic) -> Memory:
+        return Memory(memory.tensor.to(how.accumulator)) if how.widens else memory
+
+
+def _plain(how: Arithmetic) -> Arithmetic:
+    """Return the arithmetic of partial results: of the accumulator's dtype, and not divided."""
+    return how._replace(widens=False, averages=False)
+
+
+def _bound(run: Callable[..., Schedule], *arguments: object) -> Part:
+    """Return what runs a part with its number first."""
+    return lambda number: run(number, *arguments)

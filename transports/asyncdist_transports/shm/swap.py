@@ -1,0 +1,76 @@
+"""Small all-reduces: everybody shows its tensor, everybody adds all of them. One meeting, and nothing else.
+
+This is the call that a program makes thousands of times a second, and its cost is Python's own: so everything that
+is the same for tensors of one shape is worked out once, and what follows is written out where it would read better as
+calls of `Window`, whose protocol it is.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from asyncdist.collectives.schedule import Schedule
+from asyncdist.reduce import Arithmetic
+from asyncdist_transports.shm.window import CALL, DONE, LINE, PLACE, SHIFT, SLOTS, Window
+
+_POSTED = 1
+
+
+class Swap:
+    """All-reduces of tensors of one shape and dtype with one reduction; each is a schedule."""
+
+    def __init__(self, window: Window, call: int, shape: tuple[int, ...], dtype: torch.dtype, how: Arithmetic) -> None:
+        self._window, self._call, self._shape, self._dtype = window, call, shape, dtype
+        self._how = how
+        self._combine = how.of_two if window.size == 2 else None
+        self._words, self._others = window.words, window.others
+        self._light, self._full = window.fence.light, window.fence.full
+        self._areas: list[list[torch.Tensor] | None] = [None] * SLOTS  # by slot, and member
+
+    def __call__(self, number: int, tensor: torch.Tensor) -> Schedule:
+        """Reduce a contiguous tensor over the members, in place, as the group's n-th collective."""
+        window, words, others, combine = self._window, self._words, self._others, self._combine
+        light, full = self._light, self._full
+        if window.newcomers:
+            yield from window.enter(number)
+        slot = number % SLOTS
+        at, posted, free = slot * LINE, number << SHIFT | _POSTED, (number - SLOTS) << SHIFT | DONE
+        areas = self._areas[slot] or self._made(number)
+        for member in others:
+            while member.words[at] < free:
+                yield member.rank
+        window.last[slot] = number
+        areas[window.rank].copy_(tensor)
+        words[at + CALL], words[at + PLACE] = self._call, 0
+        light()
+        words[at] = posted
+        full()
+        for member in others:
+            if member.asleep[0]:
+                member.ring()
+        for member in others:
+            theirs = member.words
+            while theirs[at] < posted:
+                yield member.rank
+            if theirs[at + CALL] != self._call:
+                window.check(number, self._call, others)
+        light()
+        if combine is not None:
+            combine(areas[0], areas[1], out=tensor)
+        else:
+            self._how.reduce(areas, tensor)
+        light()
+        words[at] = posted | DONE
+        full()
+        for member in others:
+            if member.asleep[0]:
+                member.ring()
+
+    def _made(self, number: int) -> list[torch.Tensor]:
+        """Return the members' areas of a slot, in the tensors' shape."""
+        window, dtype, shape = self._window, self._dtype, torch.Size(self._shape)
+        count = shape.numel()
+        window.reserve(number, 0, count * dtype.itemsize)
+        made = [window.area(number, 0, rank, 0, count, dtype).view(shape) for rank in range(window.size)]
+        self._areas[number % SLOTS] = made
+        return made
