@@ -31,7 +31,7 @@ from asyncdist.ops import ReduceOp, Reduction, reduction
 from asyncdist.registered import T, register
 from asyncdist.work import Work, completed
 
-_KEPT_SMALL = 512
+_KEPT_SHAPES = 512
 
 
 class How(TypedDict, total=False):
@@ -90,7 +90,7 @@ class Group:
             self._rank, len(self.ranks), mesh.config, model, forced, Scratch(), window, native=self._native,
             islands=self._islands,
         )  # fmt: skip
-        self._small: dict[Any, reductions.Small] = {}  # by dtype, shape and reduction
+        self._known: dict[Any, reductions.Known] = {}  # by dtype, shape and reduction
         self._closed = False
         self.world: Any = None
         mesh.progress.submit(self._open)
@@ -217,26 +217,26 @@ class Group:
     ) -> Work:
         """Reduce ``tensor`` over the ranks, in place, with the same bits on every rank."""
         if type(tensor) is torch.Tensor and self._native is not None:
-            small = self._small.get((tensor.dtype, tensor.shape, op))
-            if small is not None and in_order(tensor):
-                return self._all_reduce_small(small, tensor, background, timeout)
-            if len(self._small) < _KEPT_SMALL:
-                small = reductions.small_all_reduce(self._who, tensor, reduction(op))
-                if small is not None:
-                    self._small[tensor.dtype, tensor.shape, op] = small
+            known = self._known.get((tensor.dtype, tensor.shape, op))
+            if known is not None and in_order(tensor):
+                return self._all_reduce_known(known, tensor, background, timeout)
+            if len(self._known) < _KEPT_SHAPES:
+                known = reductions.known_all_reduce(self._who, tensor, reduction(op))
+                if known is not None:
+                    self._known[tensor.dtype, tensor.shape, op] = known
         plan = reductions.all_reduce(self._who, tensor, reduction(op))
         return self._issue("all_reduce", plan, {"background": background, "timeout": timeout})
 
-    def _all_reduce_small(
-        self, small: reductions.Small, tensor: torch.Tensor, background: bool, timeout: Timeout
+    def _all_reduce_known(
+        self, known: reductions.Known, tensor: torch.Tensor, background: bool, timeout: Timeout
     ) -> Work:
         """Take the short cut of tensors like one that was all-reduced before."""
         if self._closed or not background:
             self._check("all_reduce", background)
         number = next(self._sequence)
-        entry = Entry(self.name, "all_reduce", number, small.fingerprint, small.nbytes)
+        entry = Entry(self.name, "all_reduce", number, known.fingerprint, known.nbytes)
         self.mesh.recorder.add(entry)
-        schedule = small.start(number, tensor)
+        schedule = known.start(number, tensor)
         try:
             if self._channel.error is None and self.mesh.progress.attempt(schedule, wait=not background):
                 self._channel.count(number)
@@ -244,7 +244,7 @@ class Group:
                 return completed(tensor)
         except Exception as cause:
             schedule = _raising(cause)
-        plan = Plan(fingerprint=small.fingerprint, finish=lambda: tensor, nbytes=small.nbytes)
+        plan = Plan(fingerprint=known.fingerprint, finish=lambda: tensor, nbytes=known.nbytes)
         return self._operate(self._channel, plan, (schedule,), entry, background, timeout)
 
     def all_reduce_coalesced(self, tensors: Sequence[Any], op: Reduction = ReduceOp.SUM, **how: Unpack[How]) -> Work:

@@ -45,12 +45,12 @@ class Native(ABC):
         """Reduce each memory over the members, in place, the same bits on all of them."""
 
     @abstractmethod
-    def small_all_reduce(
+    def all_reduce_of(
         self, fingerprint: int, shape: tuple[int, ...], dtype: torch.dtype, how: Arithmetic
-    ) -> Callable[[int, torch.Tensor], Schedule] | None:
+    ) -> Callable[[int, torch.Tensor], Schedule]:
         """Return what all-reduces contiguous tensors of one shape, in place: ``(number, tensor)`` gives the schedule.
 
-        For tensors so small that what a call costs is what is asked about it; None for others.
+        What does not depend on the single call is worked out here, once.
         """
 
     @abstractmethod

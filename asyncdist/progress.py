@@ -76,7 +76,7 @@ class Progress:
     def __init__(self, machine: Machine, home: asyncio.AbstractEventLoop | None = None) -> None:
         self._machine = machine
         self._spin = self._loop_spin = 0.0
-        self._polls = 64
+        self._polls = 512
         self._home = home
         self._lock = threading.Lock()
         self._inbox: deque[Callable[[], None]] = deque()
@@ -97,7 +97,7 @@ class Progress:
         on: it is offered to them more often.
         """
         self._spin, self._loop_spin = spin, loop_spin if self._home is not None else 0.0
-        self._polls = 8 if crowded else 64
+        self._polls = 8 if crowded else 512
 
     # -- for everyone --------------------------------------------------------------------------
 

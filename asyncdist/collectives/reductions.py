@@ -60,21 +60,21 @@ def all_reduce(who: Member, tensor: Any, op: Reduction) -> Plan:
     return Plan(_all_reduce_parts(who, memory, op, how), call, how.fold, finish, who.window, memory.nbytes)
 
 
-class Small(NamedTuple):
-    """How small tensors of one shape are all-reduced: ``start(number, tensor)`` makes the schedule."""
+class Known(NamedTuple):
+    """How tensors of one shape are all-reduced natively: ``start(number, tensor)`` makes the schedule."""
 
     start: Callable[[int, torch.Tensor], Schedule]
     fingerprint: int
     nbytes: int
 
 
-def small_all_reduce(who: Member, tensor: torch.Tensor, op: Reduction) -> Small | None:
-    """Return the short cut for tensors like this one, None if there is none."""
+def known_all_reduce(who: Member, tensor: torch.Tensor, op: Reduction) -> Known | None:
+    """Return the short cut for further tensors like this one, None if there is none."""
     if who.native is None or isinstance(op, PremulSum) or tensor.dtype not in DTYPE_NUMBERS or tensor.is_complex():
         return None
     call, how = _all_reduce_call(tensor.dtype, tensor.shape, op)
-    start = who.native.small_all_reduce(call, tensor.shape, tensor.dtype, how)
-    return None if start is None else Small(start, call, tensor.nbytes)
+    start = who.native.all_reduce_of(call, tensor.shape, tensor.dtype, how)
+    return Known(start, call, tensor.nbytes)
 
 
 @lru_cache(maxsize=4096)

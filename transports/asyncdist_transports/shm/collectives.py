@@ -21,7 +21,7 @@ from asyncdist_transports.shm.swap import Swap
 from asyncdist_transports.shm.window import DONE, Member, Window
 
 _LINE_NBYTES = 64
-_KEPT_SWAPS = 512
+_KEPT_CALLS = 512
 _EXCHANGED_NBYTES = 256 << 10  # what one member may have to add up alone before the work is divided
 
 
@@ -70,7 +70,7 @@ class ShmNative(Native):
         self._show, self._hide = show, hide
         self._rank, self._size = window.rank, window.size
         self._others = window.others
-        self._swaps: dict[tuple[int, tuple[int, ...]], Swap] = {}
+        self._kept: dict[tuple[int, tuple[int, ...]], Callable[[int, torch.Tensor], Schedule]] = {}
 
     def open(self) -> None:
         self._show()
@@ -101,40 +101,57 @@ class ShmNative(Native):
         be gained by that.
         """
         if len(memories) == 1:
-            memory = memories[0]
-            small = self.small_all_reduce(fingerprint, (memory.count,), memory.dtype, how)
-            if small is not None:
-                yield from small(number, memory.tensor)
-                return
-        place = direct.place_of(self._window, memories[0]) if len(memories) == 1 else 0
-        turn = Turn(self._window, number, fingerprint, place)
+            start = self.all_reduce_of(fingerprint, (memories[0].count,), memories[0].dtype, how)
+            yield from start(number, memories[0].tensor)
+            return
+        turn = Turn(self._window, number, fingerprint)
         yield from self._window.enter(number)
-        if place:
-            turn.say(POSTED)
-            yield from turn.meet(self._others)
-            if all(turn.places.values()):
-                yield from direct.all_reduce(turn, self._views, memories[0], how, self._piece_nbytes)
-                return
         for memory in memories:
-            if self._exchanges(memory.nbytes):
-                yield from self._exchange(turn, memory, how)
-            else:
-                yield from self._scatter_and_gather(turn, memory, how)
+            yield from self._staged(turn, memory, how)
         self._window.publish(number, DONE)
 
-    def small_all_reduce(
+    def _staged(self, turn: Turn, memory: Memory, how: Arithmetic) -> Schedule:
+        if self._exchanges(memory.nbytes):
+            yield from self._exchange(turn, memory, how)
+        else:
+            yield from self._scatter_and_gather(turn, memory, how)
+
+    def all_reduce_of(
         self, fingerprint: int, shape: tuple[int, ...], dtype: torch.dtype, how: Arithmetic
-    ) -> Swap | None:
+    ) -> Callable[[int, torch.Tensor], Schedule]:
         key = fingerprint, shape
-        swap = self._swaps.get(key)
-        if swap is None:
-            nbytes = torch.Size(shape).numel() * dtype.itemsize
-            if nbytes > min(direct.MIN_NBYTES, self._window.area_nbytes) or not self._exchanges(nbytes):
-                return None
-            if len(self._swaps) >= _KEPT_SWAPS:
-                self._swaps.clear()
-            swap = self._swaps[key] = Swap(self._window, fingerprint, shape, dtype, how)
-        return swap
+        start = self._kept.get(key)
+        if start is None:
+            if len(self._kept) >= _KEPT_CALLS:
+                self._kept.clear()
+            start = self._kept[key] = self._made_all_reduce(fingerprint, torch.Size(shape), dtype, how)
+        return start
+
+    def _made_all_reduce(
+        self, fingerprint: int, shape: torch.Size, dtype: torch.dtype, how: Arithmetic
+    ) -> Callable[[int, torch.Tensor], Schedule]:
+        window, count = self._window, shape.numel()
+        nbytes = count * dtype.itemsize
+
+        def finish_staged(turn: Turn, tensor: torch.Tensor) -> Schedule:
+            yield from self._staged(turn, Memory(tensor.view(-1)), how)
+            window.publish(turn.number, DONE)
+
+        def stage(number: int, tensor: torch.Tensor) -> Schedule:
+            yield from window.enter(number)
+            yield from finish_staged(Turn(window, number, fingerprint), tensor)
+
+        push = direct.Push(
+            window, self._views, fingerprint, count, dtype, how, self._piece_nbytes, finish_staged
+        )
+
+        def openly(number: int, tensor: torch.Tensor) -> Schedule | None:
+            place = direct.place_of(window, tensor)
+            return push(number, tensor, place) if place else None
+
+        if nbytes <= window.area_nbytes and self._exchanges(nbytes):
+            return Swap(window, fingerprint, shape, dtype, how, openly if nbytes >= direct.MIN_NBYTES else None)
+        return lambda number, tensor: openly(number, tensor) or stage(number, tensor)
 
     def _exchanges(self, nbytes: int) -> bool:
         return self._size == 2 or nbytes * (self._size - 1) <= _EXCHANGED_NBYTES
@@ -189,7 +206,7 @@ class ShmNative(Native):
         how.reduce([piece, *others], piece)
 
     def reduce(self, number: int, fingerprint: int, memory: Memory, root: int, how: Arithmetic) -> Schedule:
-        place = direct.place_of(self._window, memory) if self._rank != root else 0
+        place = direct.place_of(self._window, memory.tensor) if self._rank != root else 0
         turn = Turn(self._window, number, fingerprint, place)
         pieces = _Pieces(turn, 1, memory.dtype)
         yield from self._window.enter(number)
@@ -244,18 +261,20 @@ class ShmNative(Native):
 
     def _place_of_run(self, blocks: Sequence[Memory]) -> int:
         """Return the place of blocks that lie one after the other in open memory; 0 if they do not."""
-        place = direct.place_of(self._window, blocks[0])
-        at = blocks[0].tensor.data_ptr() if place else 0
-        for block in blocks:
-            if not place or block.tensor.data_ptr() != at:
+        nbytes = sum(block.nbytes for block in blocks)
+        filled = [block.tensor for block in blocks if block.count]
+        at = start = filled[0].data_ptr() if nbytes >= direct.MIN_NBYTES else 0
+        for tensor in filled if at else ():
+            if tensor.data_ptr() != at:
                 return 0
-            at += block.nbytes
-        return place
+            at += tensor.nbytes
+        offset = self._window.arena.offset_of(start, nbytes) if at else None
+        return 0 if offset is None or offset % blocks[0].itemsize else offset + 1
 
     # -- moving --------------------------------------------------------------------------------
 
     def broadcast(self, number: int, fingerprint: int, memory: Memory, root: int) -> Schedule:
-        place = direct.place_of(self._window, memory) if self._rank == root else 0
+        place = direct.place_of(self._window, memory.tensor) if self._rank == root else 0
         turn = Turn(self._window, number, fingerprint, place)
         pieces = _Pieces(turn, 1, memory.dtype)
         yield from self._window.enter(number)
@@ -274,7 +293,7 @@ class ShmNative(Native):
         yield from turn.end(())
 
     def all_gather(self, number: int, fingerprint: int, rows: Sequence[MemoryBlocks]) -> Schedule:
-        place = direct.place_of(self._window, rows[0][self._rank]) if len(rows) == 1 else 0
+        place = direct.place_of(self._window, rows[0][self._rank].tensor) if len(rows) == 1 else 0
         turn = Turn(self._window, number, fingerprint, place)
         yield from self._window.enter(number)
         for row in rows:
@@ -297,7 +316,7 @@ class ShmNative(Native):
         )
 
     def gather(self, number: int, fingerprint: int, own: Memory, blocks: MemoryBlocks, root: int) -> Schedule:
-        place = direct.place_of(self._window, own) if self._rank != root else 0
+        place = direct.place_of(self._window, own.tensor) if self._rank != root else 0
         turn = Turn(self._window, number, fingerprint, place)
         pieces = _Pieces(turn, 1, own.dtype)
         yield from self._window.enter(number)

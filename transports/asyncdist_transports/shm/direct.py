@@ -7,22 +7,22 @@ touched before its owner has come, and nobody leaves before all slices are writt
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import torch
 
 from asyncdist.arena import Mapping
-from asyncdist.buffers import Memory
 from asyncdist.collectives.schedule import Schedule
 from asyncdist.reduce import Arithmetic
-from asyncdist_transports.shm.rounds import Turn
-from asyncdist_transports.shm.window import DONE, Window
+from asyncdist_transports.shm.rounds import POSTED, Turn
+from asyncdist_transports.shm.window import CALL, DONE, LINE, PLACE, SHIFT, SLOTS, Window
 
 MIN_NBYTES = 32 << 10
 """Smaller messages are staged: two copies that stay in the cache cost less than a second meeting."""
 
 _ALIGNED = 64
 _KEPT_VIEWS = 4096
+_KEPT_TENSORS = 64
 
 
 class Views:
@@ -44,50 +44,102 @@ class Views:
         return tensor
 
 
-def place_of(window: Window, memory: Memory) -> int:
-    """Return 1 + the offset of memory that lies open for all members; 0 if it does not, or is better staged."""
-    nbytes = memory.nbytes
+def place_of(window: Window, tensor: torch.Tensor) -> int:
+    """Return 1 + the offset of a flat tensor that lies open for all members; 0 if it does not, or is better staged."""
+    nbytes = tensor.nbytes
     if nbytes < MIN_NBYTES:
         return 0
-    offset = window.arena.offset_of(memory.tensor.data_ptr(), nbytes)
-    return 0 if offset is None or offset % memory.itemsize else offset + 1
+    offset = window.arena.offset_of(tensor.data_ptr(), nbytes)
+    return 0 if offset is None or offset % tensor.itemsize else offset + 1
 
 
-def all_reduce(turn: Turn, views: Views, memory: Memory, how: Arithmetic, piece_nbytes: int) -> Schedule:
-    """Reduce memory that lies open on every member; all have posted.
-
-    Costs two meetings; a member reads 1/P of each of P tensors and writes as much. Source: the sketch above is the
-    "direct" all-reduce of shared-memory MPI implementations, with the sum pushed instead of fetched.
-    """
-    window = turn.window
-    try:
-        for _ in _pushed(turn, views, memory, how, piece_nbytes):
-            yield ()
-        yield from turn.finish(window.others)
-    except GeneratorExit:
-        _abandoned.append(memory)
-        raise
-    window.publish(turn.number, DONE)
-
-
-_abandoned: list[Memory] = []
+_abandoned: list[torch.Tensor] = []
 """Memory into which a peer may still write because its side of a failed all-reduce goes on: never to be used again."""
 
 
-def _pushed(turn: Turn, views: Views, memory: Memory, how: Arithmetic, piece_nbytes: int) -> Iterator[None]:
-    """Reduce our slice into everybody's memory, a piece each time."""
-    window, dtype, itemsize = turn.window, memory.dtype, memory.itemsize
-    order = [(window.rank, turn.place), *((member.rank, turn.places[member.rank]) for member in window.others)]
-    start, stop = _slice(memory.count, window.rank, window.size, _ALIGNED // itemsize or 1)
-    step = max(_ALIGNED, piece_nbytes) // itemsize
-    while start < stop:
-        count = min(step, stop - start)
-        own, *others = [views(rank, place - 1 + start * itemsize, count, dtype) for rank, place in order]
-        how.reduce([own, *others], own)
-        for other in others:
+class Push:
+    """All-reduces of open tensors of one size and dtype with one reduction; each is a schedule.
+
+    Costs two meetings; a member reads 1/P of each of P tensors and writes as much. ``staged(turn, tensor)`` goes on where
+    a member's tensor turns out not to lie open.
+    """
+
+    def __init__(
+        self,
+        window: Window,
+        views: Views,
+        call: int,
+        count: int,
+        dtype: torch.dtype,
+        how: Arithmetic,
+        piece_nbytes: int,
+        staged: Callable[[Turn, torch.Tensor], Schedule],
+    ) -> None:
+        self._window, self._views, self._call, self._count, self._dtype = window, views, call, count, dtype
+        self._how, self._combine = how, how.of_two if window.size == 2 else None
+        self._piece_count = max(_ALIGNED, piece_nbytes) // dtype.itemsize
+        self._staged = staged
+        self._kept: dict[tuple[int, ...], list[list[torch.Tensor]]] = {}
+
+    def __call__(self, number: int, tensor: torch.Tensor, place: int) -> Schedule:
+        """Reduce a contiguous tensor, which lies at ``place``, in place, as the group's n-th collective."""
+        window, others, call = self._window, self._window.others, self._call
+        yield from window.enter(number)
+        window.post(number, call, place, POSTED)
+        at, posted, done = number % SLOTS * LINE, number << SHIFT | POSTED, number << SHIFT | DONE
+        places = [place]
+        for member in others:
+            words = member.words
+            while words[at] < posted:
+                yield member.rank
+            if words[at + CALL] != call:
+                window.check(number, call, others)
+            places.append(words[at + PLACE])
+        if 0 in places:
+            yield from self._staged(Turn(window, number, call, posted=True), tensor)
+            return
+        window.fence.light()
+        try:
+            for pieces in self._pieces(tuple(places)):
+                self._push(pieces)
+                yield ()
+            window.publish(number, DONE)
+            for member in others:
+                words = member.words
+                while words[at] < done:
+                    yield member.rank
+            window.fence.light()
+        except GeneratorExit:
+            _abandoned.append(tensor)
+            raise
+
+    def _push(self, pieces: list[torch.Tensor]) -> None:
+        own = pieces[0]
+        if self._combine is not None:
+            self._combine(own, pieces[1], out=own)
+            pieces[1].copy_(own)
+            return
+        self._how.reduce(pieces, own)
+        for other in pieces[1:]:
             other.copy_(own)
-        start += count
-        yield
+
+    def _pieces(self, places: tuple[int, ...]) -> list[list[torch.Tensor]]:
+        """Return our slice, piece by piece, of every member's tensor, ours first."""
+        kept = self._kept.get(places)
+        if kept is None:
+            if len(self._kept) >= _KEPT_TENSORS:
+                self._kept.clear()
+            window, step, itemsize = self._window, self._piece_count, self._dtype.itemsize
+            start, stop = _slice(self._count, window.rank, window.size, max(1, _ALIGNED // itemsize))
+            ranks = [window.rank, *(member.rank for member in window.others)]
+            kept = self._kept[places] = [
+                [
+                    self._views(rank, place - 1 + at * itemsize, min(step, stop - at), self._dtype)
+                    for rank, place in zip(ranks, places, strict=True)
+                ]
+                for at in range(start, stop, step)
+            ]
+        return kept
 
 
 def _slice(count: int, rank: int, size: int, aligned: int) -> tuple[int, int]:

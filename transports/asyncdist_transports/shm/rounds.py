@@ -18,9 +18,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from asyncdist.collectives.schedule import Schedule
-from asyncdist_transports.shm.window import DONE, FINISHED, Member, Window
+from asyncdist_transports.shm.window import DONE, Member, Window
 
-POSTED = 1
+POSTED, STAGED = 1, 2
 Piece = Callable[[int, int], None]
 """``piece(k, half)`` stages or takes the k-th piece of everything, in that half of the slots."""
 
@@ -30,13 +30,13 @@ class Turn:
 
     __slots__ = ("_met", "_posted", "_round", "call", "number", "place", "places", "window")
 
-    def __init__(self, window: Window, number: int, call: int, place: int = 0) -> None:
+    def __init__(self, window: Window, number: int, call: int, place: int = 0, *, posted: bool = False) -> None:
         self.window, self.number, self.call = window, number, call
         self.place = place
         """Where ours lies for all to read: 1 + its offset in the arena; 0 if we stage it."""
         self.places: dict[int, int] = {}
         """The same of the members whom we have met."""
-        self._met = self._posted = False
+        self._met = self._posted = posted
         self._round = 0
 
     def say(self, step: int) -> None:
@@ -78,25 +78,22 @@ class Turn:
                 if turn >= 2:
                     yield from window.reached(number, 2 * turn - 1, takers)
                 stages(k, half)
-                self.say(2 * turn + 2)
+                self.say(2 * turn + STAGED)
             elif not self._posted:
                 self.say(POSTED)
             if sources and not self._met:
                 yield from self.meet(sources)
             staged = [member for member in sources if not (reads_open and self.places[member.rank])]
-            yield from window.reached(number, 2 * turn + 2, staged)
+            yield from window.reached(number, 2 * turn + STAGED, staged)
             if take is not None:
                 take(k, half)
             window.publish(number, 2 * turn + 3)
             yield ()
 
     def end(self, takers: Sequence[Member]) -> Schedule:
-        """Leave the slot; if our data lay open, not before those who take it have."""
-        if self.place:
-            yield from self.finish(takers)
+        """Leave the slot; if our data lay open, wait until those who take it have left too."""
+        if len(self.places) < len(self.window.others):  # those whom we have not met may have called something else
+            self.window.unchecked.append((self.number, self.call))
         self.window.publish(self.number, DONE)
-
-    def finish(self, members: Sequence[Member]) -> Schedule:
-        """Wait until some members have done all they do to other members' memory."""
-        self.window.publish(self.number, FINISHED)
-        yield from self.window.reached(self.number, FINISHED, members)
+        if self.place:
+            yield from self.window.reached(self.number, DONE, takers)

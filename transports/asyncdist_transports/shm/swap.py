@@ -7,60 +7,84 @@ calls of `Window`, whose protocol it is.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from asyncdist.collectives.schedule import Schedule
 from asyncdist.reduce import Arithmetic
+from asyncdist_transports.shm.rounds import STAGED
 from asyncdist_transports.shm.window import CALL, DONE, LINE, PLACE, SHIFT, SLOTS, Window
-
-_POSTED = 1
 
 
 class Swap:
-    """All-reduces of tensors of one shape and dtype with one reduction; each is a schedule."""
+    """All-reduces of tensors of one shape and dtype with one reduction; each is a schedule.
 
-    def __init__(self, window: Window, call: int, shape: tuple[int, ...], dtype: torch.dtype, how: Arithmetic) -> None:
+    ``openly(number, tensor)`` gives the schedule of a tensor that lies open for all members, None of one that does not.
+    """
+
+    def __init__(
+        self,
+        window: Window,
+        call: int,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        how: Arithmetic,
+        openly: Callable[[int, torch.Tensor], Schedule | None] | None,
+    ) -> None:
         self._window, self._call, self._shape, self._dtype = window, call, shape, dtype
-        self._how = how
-        self._combine = how.of_two if window.size == 2 else None
         self._words, self._others = window.words, window.others
         self._light, self._full = window.fence.light, window.fence.full
+        self._how = how
+        self._combine = how.of_two if window.size == 2 else None
+        self._openly = openly
         self._areas: list[list[torch.Tensor] | None] = [None] * SLOTS  # by slot, and member
 
     def __call__(self, number: int, tensor: torch.Tensor) -> Schedule:
         """Reduce a contiguous tensor over the members, in place, as the group's n-th collective."""
+        if self._openly is not None:
+            open_one = self._openly(number, tensor)
+            if open_one is not None:
+                return open_one
+        return self._swapped(number, tensor)
+
+    def _swapped(self, number: int, tensor: torch.Tensor) -> Schedule:
         window, words, others, combine = self._window, self._words, self._others, self._combine
         light, full = self._light, self._full
         if window.newcomers:
             yield from window.enter(number)
         slot = number % SLOTS
-        at, posted, free = slot * LINE, number << SHIFT | _POSTED, (number - SLOTS) << SHIFT | DONE
+        at, staged, free = slot * LINE, number << SHIFT | STAGED, (number - SLOTS) << SHIFT | DONE
         areas = self._areas[slot] or self._made(number)
         for member in others:
             while member.words[at] < free:
                 yield member.rank
         window.last[slot] = number
         areas[window.rank].copy_(tensor)
+        words[at] = number << SHIFT
+        light()
         words[at + CALL], words[at + PLACE] = self._call, 0
         light()
-        words[at] = posted
+        words[at] = staged
         full()
         for member in others:
             if member.asleep[0]:
                 member.ring()
         for member in others:
             theirs = member.words
-            while theirs[at] < posted:
+            while theirs[at] < staged:
                 yield member.rank
-            if theirs[at + CALL] != self._call:
+            if theirs[at + CALL] != self._call or window.unchecked:
                 window.check(number, self._call, others)
         light()
-        if combine is not None:
-            combine(areas[0], areas[1], out=tensor)
-        else:
+        if combine is None:
             self._how.reduce(areas, tensor)
+        elif window.rank == 0:  # our own is still in the nearest cache, and need not be read from the area
+            combine(tensor, areas[1], out=tensor)
+        else:
+            combine(areas[0], tensor, out=tensor)
         light()
-        words[at] = posted | DONE
+        words[at] = staged | DONE
         full()
         for member in others:
             if member.asleep[0]:

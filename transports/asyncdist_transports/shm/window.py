@@ -2,7 +2,7 @@
 
 The n-th collective of a group uses slot ``n % SLOTS``. A slot is a line of words and two areas for staged data. Its word
 STEP says how far this member is: ``n << 24 | step``, and ``n << 24 | DONE`` when it will not look at anybody's slot for
-this collective again (FINISHED: at anybody's memory, but others may still look at ours). Since steps of later collectives are larger, "has reached" is one comparison, and nothing is ever
+this collective again. Since steps of later collectives are larger, "has reached" is one comparison, and nothing is ever
 reset. A member may use a slot again when all have said DONE to the collective before it there.
 
 A window is an address range; memory is reserved behind its areas as far as messages need it.
@@ -10,6 +10,7 @@ A window is an address range; memory is reserved behind its areas as far as mess
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -25,7 +26,6 @@ LEFT = 3  # in the first line only: 1 when this member will not look at any slot
 LINE = 8
 SHIFT = 24
 DONE = (1 << SHIFT) - 1
-FINISHED = DONE - 1
 _LINES_NBYTES = PAGE_NBYTES
 
 
@@ -89,6 +89,8 @@ class Window:
         self._areas: dict[tuple[int, int, int, torch.dtype], torch.Tensor] = {}
         self.last = [0] * SLOTS
         """The last collective in each slot."""
+        self.unchecked: deque[tuple[int, int]] = deque()
+        """Collectives that we did with some members only, and what we called: see `recheck`."""
 
     # -- steps ---------------------------------------------------------------------------------
 
@@ -110,11 +112,15 @@ class Window:
             words = member.words
             while words[at] < free:
                 yield member.rank
+        if self.unchecked:
+            self.recheck(number)
         self.last[number % SLOTS] = number
 
     def post(self, number: int, call: int, place: int, step: int) -> None:
         """Say what we call, and where our data lies (0: it is staged), with the first step."""
         at, words = number % SLOTS * LINE, self.words
+        words[at + STEP] = number << SHIFT  # what stands in the line is no longer of the collective before: see `recheck`
+        self.fence.light()
         words[at + CALL], words[at + PLACE] = call, place
         self.publish(number, step)
 
@@ -143,6 +149,27 @@ class Window:
             theirs = member.words[at]
             if theirs != call:
                 raise self._difference(member.rank, call, theirs)
+        if self.unchecked:
+            self.recheck(number)
+
+    def recheck(self, number: int) -> None:
+        """Raise if a member called something else where we did not wait for it, as a root that only sends does not.
+
+        ``number`` is the collective that we are at. Who is at one that uses the same slot has looked before it began, so
+        of two members that differ one finds out.
+        """
+        while self.unchecked and self.unchecked[0][0] < number:
+            before, call = self.unchecked[0]
+            at = before % SLOTS * LINE
+            for member in self.others:
+                posted = member.words[at] >> SHIFT
+                if posted < before:  # not there yet: another time
+                    return
+                theirs = member.words[at + CALL]
+                self.fence.light()
+                if theirs != call and posted == before == member.words[at] >> SHIFT:
+                    raise self._difference(member.rank, call, theirs)
+            self.unchecked.popleft()
 
     def place(self, number: int, member: Member) -> int:
         """Return where a member's data for this collective lies, 0 if it is staged."""
