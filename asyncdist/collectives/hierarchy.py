@@ -123,7 +123,8 @@ def gather_runs(place: int, size: int, runs: Sequence[Sequence[Place]]) -> Sched
     for passed in range(size - 1):
         sends = (Send(right, block) for block in runs[(place - passed) % size])
         receives = (Recv(left, block) for block in runs[(place - passed - 1) % size])
-        yield (*sends, *receives)
+        if step := (*sends, *receives):
+            yield step
 
 
 def part_count(nbytes: int, rails: int, segment_nbytes: int) -> int:

@@ -11,14 +11,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from asyncdist.config import Config
 from asyncdist.group import Group
+from asyncdist.runtime import runtime
 from asyncdist.store import HashStore
-from asyncdist.sync import process_group
 from asyncdist.world import World, open_world
 
 T = TypeVar("T")
@@ -26,9 +26,17 @@ T = TypeVar("T")
 
 @contextlib.asynccontextmanager
 async def world_of(
-    size: int, *, transport: str = "inproc", timeout: float = 20.0, config: Config | None = None
+    size: int,
+    *,
+    transport: str = "inproc",
+    timeout: float = 20.0,
+    config: Config | None = None,
+    hosts: Sequence[str] | None = None,
 ) -> AsyncIterator[list[Group]]:
-    """Hold a world of ``size`` ranks in the running loop; gives their groups by rank."""
+    """Hold a world of ``size`` ranks in the running loop; gives their groups by rank.
+
+    ``hosts`` names a host for each rank: those of different names share no memory, as if they were on several machines.
+    """
     store = HashStore()
     home = asyncio.get_running_loop()
     opened: list[asyncio.Task[World]] = []
@@ -42,7 +50,7 @@ async def world_of(
                     world_size=size,
                     timeout=timeout,
                     home=home,
-                    config=config,
+                    config=config if hosts is None else (config or Config()).with_(host=hosts[rank]),
                 )
                 opened.append(tasks.create_task(opening))
         yield [task.result().group for task in opened]
@@ -53,8 +61,15 @@ async def world_of(
         await asyncio.gather(*(world.close() for world in worlds))
 
 
-def run_ranks(size: int, program: Callable[[Group], T], *, transport: str = "inproc", timeout: float = 20.0) -> list[T]:
-    """Run ``program(group)`` in one thread a rank and return the results by rank.
+def run_ranks(
+    size: int,
+    program: Callable[[Group], T],
+    *,
+    transport: str = "inproc",
+    timeout: float = 20.0,
+    hosts: Sequence[str] | None = None,
+) -> list[T]:
+    """Run ``program(group)`` in one thread a rank and return the results by rank; ``hosts`` as in `world_of`.
 
     If some raise, the first rank's error is raised once all have ended.
     """
@@ -62,8 +77,21 @@ def run_ranks(size: int, program: Callable[[Group], T], *, transport: str = "inp
 
     def rank_main(rank: int) -> T:
         threading.current_thread().name = f"rank {rank}"
-        with process_group(transport, store=store, rank=rank, world_size=size, timeout=timeout) as group:
-            return program(group)
+        config = Config.from_environment()
+        opening = open_world(
+            backend=transport,
+            store=store,
+            rank=rank,
+            world_size=size,
+            timeout=timeout,
+            config=config if hosts is None else config.with_(host=hosts[rank]),
+        )
+        world = runtime().run(opening)
+        try:
+            return program(world.group)
+        finally:
+            world.leave()
+            runtime().run(world.close())
 
     with ThreadPoolExecutor(size) as threads:
         futures = [threads.submit(rank_main, rank) for rank in range(size)]
