@@ -56,6 +56,8 @@ class Swap:
         slot = number % SLOTS
         at, staged, free = slot * LINE, number << SHIFT | STAGED, (number - SLOTS) << SHIFT | DONE
         areas = self._areas[slot] or self._made(number)
+        while words[at] < free:  # as in `Window.enter`
+            yield window.rank
         for member in others:
             while member.words[at] < free:
                 yield member.rank
