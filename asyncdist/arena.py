@@ -52,7 +52,8 @@ class Mapping:
             self._map = mmap.mmap(descriptor, nbytes, mmap.MAP_SHARED)
         except (OSError, ValueError) as cause:
             raise SharedMemoryError(f"cannot map {nbytes >> 20} MiB of shared memory: {cause}") from cause
-        self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+        with torch.inference_mode(False):  # else only who is in that mode could write
+            self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
         self.address = self._bytes.data_ptr()
 
     def words(self, offset: int, count: int) -> memoryview:
@@ -68,7 +69,8 @@ class Mapping:
 
     def tensor(self, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Return ``count`` elements from an offset (a multiple of their size) on as a flat tensor."""
-        return self._bytes[offset : offset + count * dtype.itemsize].view(dtype)
+        with torch.inference_mode(False):
+            return self._bytes[offset : offset + count * dtype.itemsize].view(dtype)
 
     def discard(self, offset: int, nbytes: int) -> None:
         """Give whole pages back to the system."""

@@ -93,7 +93,7 @@ class Push:
             while words[at] < posted:
                 yield member.rank
             if words[at + CALL] != call:
-                window.check(number, call, others)
+                window.check(number, call, [member])
             places.append(words[at + PLACE])
         if 0 in places:
             yield from self._staged(Turn(window, number, call, posted=True), tensor)

@@ -76,8 +76,10 @@ class Swap:
             theirs = member.words
             while theirs[at] < staged:
                 yield member.rank
-            if theirs[at + CALL] != self._call or window.unchecked:
-                window.check(number, self._call, others)
+            if theirs[at + CALL] != self._call:
+                window.check(number, self._call, [member])
+        if window.unchecked:
+            window.recheck(number)
         light()
         if combine is None:
             self._how.reduce(areas, tensor)

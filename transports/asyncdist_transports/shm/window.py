@@ -162,12 +162,12 @@ class Window:
             before, call = self.unchecked[0]
             at = before % SLOTS * LINE
             for member in self.others:
-                posted = member.words[at] >> SHIFT
-                if posted < before:  # not there yet: another time
+                if member.words[at] <= before << SHIFT:  # not there yet: another time
                     return
+                self.fence.light()
                 theirs = member.words[at + CALL]
                 self.fence.light()
-                if theirs != call and posted == before == member.words[at] >> SHIFT:
+                if theirs != call and member.words[at] >> SHIFT == before:
                     raise self._difference(member.rank, call, theirs)
             self.unchecked.popleft()
 
