@@ -9,7 +9,7 @@ Ranks issue the operations of one group in the same order, from any thread; seve
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from time import perf_counter
 from typing import Any, TypedDict, Unpack
 
@@ -26,6 +26,7 @@ from asyncdist.deadline import Timeout, seconds
 from asyncdist.errors import GroupAbortedError, NotInitializedError, UsageError
 from asyncdist.framing import channel_of
 from asyncdist.mesh import Mesh
+from asyncdist.native import announced, raising
 from asyncdist.observe.recorder import Entry
 from asyncdist.ops import ReduceOp, Reduction, reduction
 from asyncdist.registered import T, register
@@ -43,23 +44,6 @@ class How(TypedDict, total=False):
 
     background: bool
     timeout: Timeout
-
-
-def _announced(announcement: Schedule, parts: Iterable[Schedule]) -> Iterator[Schedule]:
-    """Have the first of several parts begin with an announcement."""
-
-    def first(part: Schedule) -> Schedule:
-        yield from announcement
-        yield from part
-
-    for number, part in enumerate(parts):
-        yield part if number else first(part)
-
-
-def _raising(cause: Exception) -> Schedule:
-    """Return a schedule that raises what a schedule has raised before it was an operation's."""
-    yield ()
-    raise cause
 
 
 class Group:
@@ -83,8 +67,8 @@ class Group:
         forced = parse_forced(mesh.config.algorithm)
         model = Model(segment_nbytes=mesh.config.segment_nbytes)
         window = max(2, mesh.config.lanes)
-        self._native = mesh.native(self._channel) if len(self.ranks) > 1 else None
-        lies = mesh.islands(self._channel) if self._native is None else None
+        self._native = mesh.ways.native(self._channel) if len(self.ranks) > 1 else None
+        lies = mesh.ways.islands(self._channel) if self._native is None else None
         self._islands = None if lies is None else Islands(*lies, model, Scratch())
         self._who = plans.Member(
             self._rank, len(self.ranks), mesh.config, model, forced, Scratch(), window, native=self._native,
@@ -169,7 +153,7 @@ class Group:
             return self._operate(channel, plan, plan.parts, entry, background, timeout)
         if plan.native is None:
             announcement = self._native.announce(number, plan.fingerprint)
-            return self._operate(channel, plan, _announced(announcement, plan.parts), entry, background, timeout)
+            return self._operate(channel, plan, announced(announcement, plan.parts), entry, background, timeout)
         return self._attempt(plan, plan.native(number, plan.fingerprint), entry, background, timeout)
 
     def _check(self, name: str, background: bool) -> None:
@@ -188,7 +172,7 @@ class Group:
                 entry.finished = perf_counter()
                 return completed(value)
         except Exception as cause:
-            schedule = _raising(cause)  # an operation that fails of it fails the group, and tells the peers
+            schedule = raising(cause)  # an operation that fails of it fails the group, and tells the peers
         return self._operate(channel, plan, (schedule,), entry, background, timeout)
 
     def _operate(
@@ -243,7 +227,7 @@ class Group:
                 entry.finished = perf_counter()
                 return completed(tensor)
         except Exception as cause:
-            schedule = _raising(cause)
+            schedule = raising(cause)
         plan = Plan(fingerprint=known.fingerprint, finish=lambda: tensor, nbytes=known.nbytes)
         return self._operate(self._channel, plan, (schedule,), entry, background, timeout)
 

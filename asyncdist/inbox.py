@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Protocol, TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from asyncdist.framing import pack_header
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import itertools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from time import monotonic
@@ -20,24 +19,21 @@ from typing import Any
 from asyncdist import lifetime
 from asyncdist.buffers import Scratch
 from asyncdist.collectives.executor import Executor
-from asyncdist.collectives.hierarchy import Layout, layout
 from asyncdist.collectives.operation import Channel, Operation
 from asyncdist.config import Config
 from asyncdist.errors import GroupAbortedError, GroupError, MismatchError, PeerLostError, TransportUnavailableError
 from asyncdist.framing import ABORT, GOODBYE, Fingerprint, pack_key
 from asyncdist.machine import Wait
 from asyncdist.mismatch import describe
-from asyncdist.native import Native
 from asyncdist.notices import ENDED, LEFT, last_words, spell, unspell
 from asyncdist.observe.recorder import Recorder
 from asyncdist.progress import Progress
 from asyncdist.reminders import Reminders
 from asyncdist.transport import Discard, Inbox, Link, Outgoing, Receive, Transport
+from asyncdist.ways import Addresses, Ways
 from asyncdist.work import Work
 
 log = logging.getLogger("asyncdist")
-
-Addresses = Mapping[str, Mapping[str, Any]]
 
 _BENEFIT = 1.0  # seconds for which a peer that may just have left in order is given the benefit of the doubt
 
@@ -46,7 +42,7 @@ class Mesh:
     """The peers of one rank in one world.
 
     ``kinds`` are the transports to use, the preferred first. Call `listen`, exchange what it returns with every rank,
-    and hand all of it to `connect`; links are then made when first used.
+    hand all of it to `settle`, exchange that too, and hand it to `agree`; links are then made when first used.
     """
 
     def __init__(
@@ -64,11 +60,9 @@ class Mesh:
         self.config = config
         self.recorder = Recorder(rank, world_size, config.flight_recorder_size)
         self.progress = Progress(self, home)
-        self._transports = [kind(self) for kind in kinds]
+        self.ways = Ways(rank, [kind(self) for kind in kinds])
         self.of_parent: tuple[object, ...] = ()  # in a forked child: what only the parent may use
         self._executor = Executor(self, Scratch(), config.piece_nbytes)
-        self._addresses: Sequence[Addresses] = ()
-        self._reached: dict[str, list[set[int]]] = {}  # by transport and rank: whom it has tried and reaches
         self._links: dict[int, Link] = {}
         self._inboxes: dict[int, Inbox] = {}
         self._channels: dict[bytes, Channel] = {}
@@ -88,71 +82,24 @@ class Mesh:
     @property
     def transport_names(self) -> str:
         """The transports in use, the preferred first."""
-        return ",".join(transport.name for transport in self._transports)
+        return ",".join(transport.name for transport in self.ways.transports)
 
     def listen(self, where: str) -> dict[str, Any]:
         """Start every transport's listener at this machine's address; return what the peers need, by transport."""
-        return {transport.name: transport.listen(where) for transport in self._transports}
+        return {transport.name: transport.listen(where) for transport in self.ways.transports}
 
-    def connect(self, addresses: Sequence[Addresses]) -> None:
-        """Take what every rank's `listen` returned, by rank; then `settle`."""
-        self._addresses = addresses
-
-    async def settle(self, timeout: float) -> dict[str, list[int]]:
-        """Try whom we reach by which transport; return it for every rank to learn."""
-        reached = {}
-        for transport in self._transports:
-            tried = await transport.settle([address.get(transport.name) for address in self._addresses], timeout)
-            if tried is not None:
-                reached[transport.name] = tried
-        return reached
+    async def settle(self, addresses: Sequence[Addresses], timeout: float) -> dict[str, list[int]]:
+        """Take what every rank's `listen` returned, by rank; try whom we reach; return it for every rank to learn."""
+        self.ways.connect(addresses)
+        return await self.ways.settle(timeout)
 
     def agree(self, reached: Sequence[Mapping[str, Sequence[int]]]) -> None:
-        """Take what every rank's `settle` returned, by rank. Two ranks use a transport if both reach the other."""
-        for transport in self._transports:
-            if transport.name in reached[self.rank]:
-                self._reached[transport.name] = [set(one.get(transport.name, ())) for one in reached]
-        ways = {self._way(peer) for peer in range(self.world_size) if peer != self.rank} - {None}
-        waits = [way.spin() for way in ways if way is not None]
-        spin = min((spin for spin, _ in waits), default=0.0)
-        loop_spin = min(spin, self.config.await_spin_us * 1e-6)
-        self.progress.spin_for(spin, loop_spin, crowded=any(crowded for _, crowded in waits))
+        """Take what every rank's `settle` returned, by rank: now groups may be made."""
+        self.ways.agree(reached)
+        spin, crowded = self.ways.spin()
+        self.progress.spin_for(spin, min(spin, self.config.await_spin_us * 1e-6), crowded=crowded)
         if self._at_home:
             self.progress.arm()
-
-    def _way(self, peer: int) -> Transport | None:
-        """Return the transport by which a peer is reached."""
-        for transport in self._transports:
-            address = self._addresses[peer].get(transport.name)
-            if address is not None and transport.reaches(address) and self._joined(transport.name, self.rank, peer):
-                return transport
-        return None
-
-    def _joined(self, name: str, rank: int, peer: int) -> bool:
-        reached = self._reached.get(name)
-        return reached is None or (peer in reached[rank] and rank in reached[peer])
-
-    def native(self, channel: Channel) -> Native | None:
-        """Return the native collectives of a group, if one transport that offers any reaches all of it."""
-        for transport in self._transports:
-            if transport.name in self._reached and all(
-                self._joined(transport.name, one, other)
-                for one, other in itertools.combinations(channel.members, 2)
-            ):
-                return transport.native(channel.number, channel.members)
-        return None
-
-    def islands(self, channel: Channel) -> tuple[Layout, Native | None] | None:
-        """Return how a group lies on several hosts, with the native collectives of our part of it (None if alone)."""
-        members = channel.members
-        for transport in self._transports:
-            if transport.name in self._reached:
-                joined = functools.partial(self._joined, transport.name)
-                where = layout(members, self.rank, joined)
-                if where is not None:
-                    ours = tuple(members[rank] for rank in where.members)
-                    return where, transport.native(channel.number, ours) if len(ours) > 1 else None
-        return None
 
     def close(self) -> None:
         """Fail what is pending, say goodbye to every peer, and close every connection. Idempotent."""
@@ -169,8 +116,8 @@ class Mesh:
 
     def leave_to_parent(self) -> None:
         """Fail everything in a forked child, and keep what is the parent's from being used or collected."""
-        self.of_parent = (self.progress, self._transports)
-        self.progress, self._transports = Progress(self), []
+        self.of_parent = (self.progress, self.ways.transports)
+        self.progress, self.ways.transports = Progress(self), []
         error = GroupAbortedError(f"this process was forked from rank {self.rank} and is none itself", peer=self.rank)
         self._gone = dict.fromkeys(range(self.world_size), error)
         for channel in self._channels.values():
@@ -180,7 +127,7 @@ class Mesh:
     def _close(self) -> None:
         for channel in list(self._channels.values()):
             self.end(channel)
-        for transport in self._transports:
+        for transport in self.ways.transports:
             transport.close()
 
     # -- groups --------------------------------------------------------------------------------
@@ -252,20 +199,10 @@ class Mesh:
         """Return the link to a peer, made when first asked for; raises what ended it if the peer is gone."""
         link = self._links.get(peer)
         if link is None:
-            link = self._links[peer] = self._make_link(peer)
+            link = self._links[peer] = self.ways.link(peer)
         if peer in self._gone:
             raise self._gone[peer]
         return link
-
-    def _make_link(self, peer: int) -> Link:
-        transport, published = self._way(peer), self._addresses[peer]
-        if transport is not None:
-            return transport.link(peer, published[transport.name])
-        ours = ", ".join(transport.name for transport in self._transports)
-        raise TransportUnavailableError(
-            f"no transport reaches rank {peer}: it offers {', '.join(published) or 'none'}, we can use {ours}; "
-            "start every rank with the same backend"
-        )
 
     def inbox(self, peer: int) -> Inbox:
         inbox = self._inboxes.get(peer)
@@ -355,14 +292,14 @@ class Mesh:
         if peer in self._gone:
             return
         if peer in self._leaving:
-            if any(transport.hears(peer) for transport in self._transports):
+            if any(transport.hears(peer) for transport in self.ways.transports):
                 return  # what it sent before it left is still to be read
             reason = self._leaving[peer]
         error = self._gone[peer] = PeerLostError(peer, reason)
         for channel in list(self._channels.values()):
             if peer in channel.members and (peer not in self._leaving or self._waits_for(channel, peer)):
                 self.fail(channel, error)
-        for transport in self._transports:
+        for transport in self.ways.transports:
             transport.forget(peer)
 
     def doubt(self, peer: int, reason: str) -> None:
@@ -393,12 +330,12 @@ class Mesh:
 
     def advance(self, ready: Iterable[int] | None) -> bool:
         moved = False
-        for transport in self._transports:
+        for transport in self.ways.transports:
             moved = transport.advance(ready) or moved
         return self._executor.run() or moved
 
     def waits(self) -> list[Wait] | None:
-        waits = [wait for transport in self._transports for wait in transport.waits()]
+        waits = [wait for transport in self.ways.transports for wait in transport.waits()]
         # Peers ring from now on; what they did just before, without ringing, is seen by looking once more.
         return None if self._executor.run() else waits
 
@@ -409,7 +346,7 @@ class Mesh:
         # After a failure we stay to be reached: who waits for us must hear of it, also where it connects only now.
         if self._executor.operations or self._failures or self.reminders:
             return True
-        for transport in self._transports:
+        for transport in self.ways.transports:
             if transport.busy():
                 return True
         return False
@@ -431,7 +368,7 @@ class Mesh:
         self._gone = dict.fromkeys(range(self.world_size), error)
         for channel in list(self._channels.values()):
             self.fail(channel, error)
-        for transport in self._transports:
+        for transport in self.ways.transports:
             for peer in self._gone:
                 transport.forget(peer)
 

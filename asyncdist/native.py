@@ -13,7 +13,7 @@ and roots are ranks in the group.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -92,3 +92,20 @@ class Native(ABC):
     @abstractmethod
     def close(self) -> None:
         """Let go of what the group holds; what members still read stays until they are done."""
+
+
+def announced(announcement: Schedule, parts: Iterable[Schedule]) -> Iterator[Schedule]:
+    """Have the first of several parts begin with an announcement."""
+
+    def first(part: Schedule) -> Schedule:
+        yield from announcement
+        yield from part
+
+    for number, part in enumerate(parts):
+        yield part if number else first(part)
+
+
+def raising(cause: Exception) -> Schedule:
+    """Return a schedule that raises what a schedule has raised before it was an operation's."""
+    yield ()
+    raise cause

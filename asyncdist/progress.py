@@ -32,6 +32,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from time import monotonic
 
+from asyncdist.bell import Bell
 from asyncdist.collectives.schedule import Schedule
 from asyncdist.errors import LoopThreadError
 from asyncdist.machine import READ, WRITE, Finishable, Machine, Wait
@@ -40,30 +41,6 @@ from asyncdist.runtime import runtime
 _yield_core: Callable[[], None] = getattr(os, "sched_yield", lambda: None)
 
 _SLICE = 1e-3  # seconds for which the loop driver goes on before it lets the loop's other callbacks run
-
-
-class _Bell:
-    """A descriptor that wakes a thread from its poll."""
-
-    def __init__(self) -> None:
-        if hasattr(os, "eventfd"):
-            self.reader = self.writer = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        else:
-            self.reader, self.writer = os.pipe()
-            os.set_blocking(self.reader, False)
-            os.set_blocking(self.writer, False)
-
-    def ring(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.write(self.writer, b"\1\0\0\0\0\0\0\0")
-
-    def clear(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.read(self.reader, 64)
-
-    def __del__(self) -> None:  # not sooner: another thread may be about to ring
-        for descriptor in {self.reader, self.writer}:
-            os.close(descriptor)
 
 
 class Progress:
@@ -83,18 +60,18 @@ class Progress:
         self._seat = threading.Lock()
         self._followers: deque[threading.Event] = deque()
         self._sleeping = False
-        self._bell: _Bell | None = None
+        self._bell: Bell | None = None
         self._kicked = False
         self._watched: dict[int, int] = {}
         self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = math.inf
         self._retired: list[socket.socket] = []
         self._closed = False
 
     def spin_for(self, spin: float, loop_spin: float, *, crowded: bool) -> None:
         """Set for how many seconds an inline driver tries again before it sleeps, and the home loop before it turns.
 
-        Waking a sleeper costs more than a short message takes. Where it is crowded, peers wait for the core that we spin
-        on: it is offered to them more often.
+        Where it is crowded, peers wait for the core that we spin on: it is offered to them more often.
         """
         self._spin, self._loop_spin = spin, loop_spin if self._home is not None else 0.0
         self._polls = 8 if crowded else 512
@@ -171,10 +148,9 @@ class Progress:
         self.drive(work, until)
 
     def attempt(self, schedule: Schedule, *, wait: bool) -> bool:
-        """Run a schedule that needs no links in this thread; unless told to ``wait`` a moment, only while nobody waits.
+        """Run a schedule that needs no links in this thread; ``wait`` lets it wait for peers as long as one spins.
 
-        Returns whether it is over; else it is as far as it got, and perhaps not begun: an operation goes on with it. This
-        is what a call costs when its peers are there, so nothing is made or asked that is not needed for that.
+        Returns whether it is over; else it is as far as it got, and perhaps not begun: an operation goes on with it.
         """
         if not self._seat.acquire(blocking=False):
             return False
@@ -197,11 +173,10 @@ class Progress:
                             return False
                         _yield_core()
                 return True
-            except Exception:
-                raise
             except BaseException as cause:
-                self._machine.interrupted(cause)
-                self._kick()
+                if not isinstance(cause, Exception):
+                    self._machine.interrupted(cause)
+                    self._kick()
                 raise
             finally:
                 self._lock.release()
@@ -250,7 +225,7 @@ class Progress:
     def _sleep(self, waits: list[Wait], until: float) -> list[int] | None:
         """Sleep until a descriptor is ready, somebody rings, or it is time; return the ready ones."""
         try:
-            bell = self._bell = self._bell or _Bell()  # before we look: who comes after us finds it to ring
+            bell = self._bell = self._bell or Bell()  # before we look: who comes after us finds it to ring
             if self._inbox:  # put there between our turn and our falling asleep
                 return None
             poll = select.poll()
@@ -388,8 +363,6 @@ class Progress:
         if at != math.inf:
             self._timer_at = at
             self._timer = self.loop.call_later(max(0.0, at - monotonic()), self._timed)
-
-    _timer_at = math.inf
 
     def _timed(self) -> None:
         self._timer = None

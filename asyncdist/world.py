@@ -110,8 +110,7 @@ async def open_world(
             ours = {"addresses": mesh.listen(meeting.listen_host), "settings": _shared(config)}
             everyone = [msgpack.unpackb(payload) for payload in await meeting.exchange(msgpack.packb(ours))]
             _compare([one["settings"] for one in everyone], meeting.rank)
-            mesh.connect([one["addresses"] for one in everyone])
-            reached = await mesh.settle(meeting.remaining())
+            reached = await mesh.settle([one["addresses"] for one in everyone], meeting.remaining())
             mesh.agree([msgpack.unpackb(each) for each in await meeting.exchange(msgpack.packb(reached))])
             return World(meeting, mesh, name, limit)
         except BaseException:

@@ -238,7 +238,8 @@ def proxied_world(
             if writer != reader
         }
         for rank, mesh in enumerate(meshes):
-            mesh.connect([_behind(proxies.get((rank, peer)), listening[peer]) for peer in range(size)])
+            mesh.ways.connect([_behind(proxies.get((rank, peer)), listening[peer]) for peer in range(size)])
+            mesh.agree([{}] * size)
         yield ProxiedWorld(meshes, [Group(mesh, range(size), "world", timeout) for mesh in meshes], proxies)
 
 

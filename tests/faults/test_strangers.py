@@ -39,7 +39,7 @@ async def sums(world, count=1000):
 
 
 def num_connections(world):
-    return [len(mesh._transports[0]._connections) for mesh in world.meshes]
+    return [len(mesh.ways.transports[0]._connections) for mesh in world.meshes]
 
 
 @pytest.fixture
@@ -166,7 +166,7 @@ async def test_hundreds_of_silent_connections_keep_nobody_out(a_world, eventuall
 
 
 def _connections(mesh):
-    return list(mesh._transports[0]._connections.values())
+    return list(mesh.ways.transports[0]._connections.values())
 
 
 def _is_proven(connection):

@@ -9,8 +9,11 @@ Read in this order:
 `window`       where a group's collectives meet: numbered slots with steps that only grow
 `rounds`       staged data: pieces that stay in cache, copied in by one and out by the others
 `direct`       registered tensors: read and written where they lie
+`swap`         small all-reduces, the shortest way
+`pieces`       how blocks go through an area
 `collectives`  every collective in these terms
 `ring`         messages between two ranks, as a stream through a ring
+`limbo`        what we have left and others may still read
 `transport`    the transport of one rank
 """
 

@@ -1,6 +1,6 @@
 """Every collective of a group whose members share memory: who stages what, and who takes it from where.
 
-A collective is a `Turn` in a window: it stages blocks, takes blocks, and leaves. `_Blocks` says where a block's pieces lie
+A collective is a `Turn` in a window: it stages blocks, takes blocks, and leaves. `Pieces` says where a block's pieces lie
 while they are staged. Reductions differ from moves in what taking is.
 """
 
@@ -10,54 +10,19 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from asyncdist.buffers import Memory
+from asyncdist.buffers import Blocks, Memory
 from asyncdist.collectives.schedule import Schedule
 from asyncdist.errors import MismatchError
 from asyncdist.native import MemoryBlocks, Native
 from asyncdist.reduce import Arithmetic
 from asyncdist_transports.shm import direct
+from asyncdist_transports.shm.pieces import Pieces
 from asyncdist_transports.shm.rounds import POSTED, Turn
 from asyncdist_transports.shm.swap import Swap
 from asyncdist_transports.shm.window import DONE, Member, Window
 
-_LINE_NBYTES = 64
 _KEPT_CALLS = 512
 _EXCHANGED_NBYTES = 256 << 10  # what one member may have to add up alone before the work is divided
-
-
-class _Pieces:
-    """How the pieces of ``blocks`` equally large places lie in an area: ``step`` elements of each, one after the other."""
-
-    __slots__ = ("dtype", "head", "number", "rank", "step", "stride", "window")
-
-    def __init__(self, turn: Turn, blocks: int, dtype: torch.dtype, *, head_nbytes: int = 0) -> None:
-        self.window, self.number, self.rank = turn.window, turn.number, turn.window.rank
-        self.dtype = dtype
-        self.head = -(-head_nbytes // _LINE_NBYTES) * _LINE_NBYTES
-        self.stride = (turn.window.area_nbytes - self.head) // blocks // _LINE_NBYTES * _LINE_NBYTES
-        self.step = self.stride // dtype.itemsize
-
-    def rounds(self, count: int) -> int:
-        """Return in how many pieces so many elements go through; at least one."""
-        return max(1, -(-count // self.step))
-
-    def of(self, memory: Memory, k: int) -> torch.Tensor:
-        """Return the k-th piece of memory."""
-        if memory.count <= self.step:
-            return memory.tensor if k == 0 else memory.tensor[:0]
-        return memory.tensor[k * self.step : (k + 1) * self.step]
-
-    def stage(self, block: int, source: Memory, k: int, half: int) -> None:
-        """Copy the k-th piece of memory into our area."""
-        piece = self.of(source, k)
-        count = piece.numel()
-        start = self.head + block * self.stride
-        self.window.reserve(self.number, half, start + count * self.dtype.itemsize)
-        self.window.area(self.number, half, self.rank, start, count, self.dtype).copy_(piece)
-
-    def staged(self, rank: int, block: int, count: int, half: int) -> torch.Tensor:
-        """Return a piece as a member has staged it."""
-        return self.window.area(self.number, half, rank, self.head + block * self.stride, count, self.dtype)
 
 
 class ShmNative(Native):
@@ -141,9 +106,7 @@ class ShmNative(Native):
             yield from window.enter(number)
             yield from finish_staged(Turn(window, number, fingerprint), tensor)
 
-        push = direct.Push(
-            window, self._views, fingerprint, count, dtype, how, self._piece_nbytes, finish_staged
-        )
+        push = direct.Push(window, self._views, fingerprint, count, dtype, how, self._piece_nbytes, finish_staged)
 
         def openly(number: int, tensor: torch.Tensor) -> Schedule | None:
             place = direct.place_of(window, tensor)
@@ -158,7 +121,7 @@ class ShmNative(Native):
 
     def _exchange(self, turn: Turn, memory: Memory, how: Arithmetic) -> Schedule:
         """Everybody's pieces to everybody, each adds them all, in the order of the ranks."""
-        pieces = _Pieces(turn, 1, memory.dtype)
+        pieces = Pieces(turn, 1, memory.dtype)
         in_place = self._size == 2  # then ours need not be read from the area, and may be overwritten at once
 
         def take(k: int, half: int) -> None:
@@ -179,8 +142,9 @@ class ShmNative(Native):
 
     def _scatter_and_gather(self, turn: Turn, memory: Memory, how: Arithmetic) -> Schedule:
         """Each member reduces the pieces of its own block, and hands them out: rounds of the one and of the other."""
-        pieces = _Pieces(turn, self._size, memory.dtype)
-        blocks = _split(memory, self._size)
+        pieces = Pieces(turn, self._size, memory.dtype)
+        parts = Blocks.split(memory, self._size)
+        blocks = [parts[rank] for rank in range(self._size)]
         own = blocks[self._rank]
 
         def stage(k: int, half: int) -> None:
@@ -201,14 +165,14 @@ class ShmNative(Native):
         count = 2 * pieces.rounds(max(block.count for block in blocks))
         yield from turn.rounds(count, stage, take, self._others, self._others, reads_open=False)
 
-    def _reduce_block(self, pieces: _Pieces, own: Memory, piece: torch.Tensor, half: int, how: Arithmetic) -> None:
+    def _reduce_block(self, pieces: Pieces, own: Memory, piece: torch.Tensor, half: int, how: Arithmetic) -> None:
         others = [pieces.staged(member.rank, self._rank, piece.numel(), half) for member in self._others]
         how.reduce([piece, *others], piece)
 
     def reduce(self, number: int, fingerprint: int, memory: Memory, root: int, how: Arithmetic) -> Schedule:
         place = direct.place_of(self._window, memory.tensor) if self._rank != root else 0
         turn = Turn(self._window, number, fingerprint, place)
-        pieces = _Pieces(turn, 1, memory.dtype)
+        pieces = Pieces(turn, 1, memory.dtype)
         yield from self._window.enter(number)
         if self._rank != root:
             takers = [self._window.by_rank[root]]
@@ -226,7 +190,7 @@ class ShmNative(Native):
         yield from turn.end(())
 
     def _seen(
-        self, turn: Turn, pieces: _Pieces, member: Member, block: int, first: int, k: int, count: int, half: int
+        self, turn: Turn, pieces: Pieces, member: Member, block: int, first: int, k: int, count: int, half: int
     ) -> torch.Tensor:
         """Return the k-th piece of a member's block where it lies: staged, or open from element ``first`` on."""
         place = turn.places[member.rank]
@@ -241,7 +205,7 @@ class ShmNative(Native):
         """One meeting a piece: each member adds what everybody has for it."""
         blocks = [inputs[rank] for rank in range(self._size)]
         turn = Turn(self._window, number, fingerprint, self._place_of_run(blocks))
-        pieces = _Pieces(turn, self._size, own.dtype)
+        pieces = Pieces(turn, self._size, own.dtype)
         first = sum(block.count for block in blocks[: self._rank])
         yield from self._window.enter(number)
 
@@ -276,7 +240,7 @@ class ShmNative(Native):
     def broadcast(self, number: int, fingerprint: int, memory: Memory, root: int) -> Schedule:
         place = direct.place_of(self._window, memory.tensor) if self._rank == root else 0
         turn = Turn(self._window, number, fingerprint, place)
-        pieces = _Pieces(turn, 1, memory.dtype)
+        pieces = Pieces(turn, 1, memory.dtype)
         yield from self._window.enter(number)
         if self._rank == root:
             count = 1 if place else pieces.rounds(memory.count)
@@ -302,7 +266,7 @@ class ShmNative(Native):
 
     def _gather_row(self, turn: Turn, blocks: Sequence[Memory]) -> Schedule:
         own = blocks[self._rank]
-        pieces = _Pieces(turn, 1, own.dtype)
+        pieces = Pieces(turn, 1, own.dtype)
 
         def take(k: int, half: int) -> None:
             for member in self._others:
@@ -311,14 +275,12 @@ class ShmNative(Native):
                     piece.copy_(self._seen(turn, pieces, member, 0, 0, k, piece.numel(), half))
 
         count = pieces.rounds(max(block.count for block in blocks))
-        yield from turn.rounds(
-            count, lambda k, half: pieces.stage(0, own, k, half), take, self._others, self._others
-        )
+        yield from turn.rounds(count, lambda k, half: pieces.stage(0, own, k, half), take, self._others, self._others)
 
     def gather(self, number: int, fingerprint: int, own: Memory, blocks: MemoryBlocks, root: int) -> Schedule:
         place = direct.place_of(self._window, own.tensor) if self._rank != root else 0
         turn = Turn(self._window, number, fingerprint, place)
-        pieces = _Pieces(turn, 1, own.dtype)
+        pieces = Pieces(turn, 1, own.dtype)
         yield from self._window.enter(number)
         if self._rank != root:
             takers = [self._window.by_rank[root]]
@@ -338,7 +300,7 @@ class ShmNative(Native):
     def scatter(self, number: int, fingerprint: int, own: Memory, blocks: MemoryBlocks, root: int) -> Schedule:
         place = self._place_of_run([blocks[rank] for rank in range(self._size)]) if self._rank == root else 0
         turn = Turn(self._window, number, fingerprint, place)
-        pieces = _Pieces(turn, self._size, own.dtype)
+        pieces = Pieces(turn, self._size, own.dtype)
         yield from self._window.enter(number)
         count = 1 if place else pieces.rounds(own.count)
         if self._rank == root:
@@ -369,7 +331,7 @@ class ShmNative(Native):
         """
         dtype = outgoing[self._rank].dtype
         turn = Turn(self._window, number, fingerprint, self._place_of_run(outgoing))
-        pieces = _Pieces(turn, self._size, dtype, head_nbytes=8 * self._size)
+        pieces = Pieces(turn, self._size, dtype, head_nbytes=8 * self._size)
         yield from self._window.enter(number)
         self._window.reserve(number, 0, 8 * self._size)
         self._table(number, self._rank).copy_(torch.tensor([block.count for block in outgoing]))
@@ -397,7 +359,7 @@ class ShmNative(Native):
         return self._window.area(number, 0, rank, 0, self._size, torch.int64)
 
     def _sent_before(self, number: int, member: Member, block: Memory) -> int:
-        """Return how many elements a member sends to ranks below ours; MismatchError if ours are not as many as expected."""
+        """Return how many elements a member sends to ranks below ours; MismatchError if not what we expect."""
         counts = self._table(number, member.rank).tolist()
         if counts[self._rank] != block.count:
             peer, itemsize = self._window.world_ranks[member.rank], block.itemsize
@@ -406,8 +368,3 @@ class ShmNative(Native):
                 f"rank {peer} sent {counts[self._rank] * itemsize} bytes where {block.nbytes} were expected",
             )
         return int(sum(counts[: self._rank]))
-
-
-def _split(memory: Memory, parts: int) -> list[Memory]:
-    bounds = [memory.count * part // parts for part in range(parts + 1)]
-    return [memory.slice(start, stop) for start, stop in zip(bounds, bounds[1:], strict=False)]

@@ -119,7 +119,9 @@ class Window:
     def post(self, number: int, call: int, place: int, step: int) -> None:
         """Say what we call, and where our data lies (0: it is staged), with the first step."""
         at, words = number % SLOTS * LINE, self.words
-        words[at + STEP] = number << SHIFT  # what stands in the line is no longer of the collective before: see `recheck`
+        words[at + STEP] = (
+            number << SHIFT
+        )  # what stands in the line is no longer of the collective before: see `recheck`
         self.fence.light()
         words[at + CALL], words[at + PLACE] = call, place
         self.publish(number, step)
@@ -194,7 +196,9 @@ class Window:
             if len(self._areas) >= 4096:
                 self._areas.clear()
             member = self.by_rank.get(rank)
-            mapping, offset = (self.arena.mapping, self.block.offset) if member is None else (member.mapping, member.offset)
+            mapping, offset = (
+                (self.arena.mapping, self.block.offset) if member is None else (member.mapping, member.offset)
+            )
             tensor = self._areas[key] = mapping.tensor(
                 offset + _LINES_NBYTES + which * self.area_nbytes + start, count, dtype
             )

@@ -1,0 +1,30 @@
+"""What wakes a thread of ours that sleeps in poll."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+
+class Bell:
+    """A descriptor that wakes a thread from its poll."""
+
+    def __init__(self) -> None:
+        if hasattr(os, "eventfd"):
+            self.reader = self.writer = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        else:
+            self.reader, self.writer = os.pipe()
+            os.set_blocking(self.reader, False)
+            os.set_blocking(self.writer, False)
+
+    def ring(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.write(self.writer, b"\1\0\0\0\0\0\0\0")
+
+    def clear(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.read(self.reader, 64)
+
+    def __del__(self) -> None:  # not sooner: another thread may be about to ring
+        for descriptor in {self.reader, self.writer}:
+            os.close(descriptor)

@@ -1,0 +1,103 @@
+"""By which transport each peer is reached, and where that is good enough for native collectives.
+
+Every rank publishes an address for each transport that it can use; some transports then try whom they really reach. What
+each rank found out all ranks learn, so that any two agree on how they speak, and any group on whether it shares memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from asyncdist.collectives.hierarchy import Layout, layout
+from asyncdist.collectives.operation import Channel
+from asyncdist.errors import TransportUnavailableError
+from asyncdist.native import Native
+from asyncdist.transport import Link, Transport
+
+Addresses = Mapping[str, Mapping[str, Any]]
+
+
+class Ways:
+    """The transports of one rank, the preferred first, and whom they reach."""
+
+    def __init__(self, rank: int, transports: Sequence[Transport]) -> None:
+        self._rank = rank
+        self.transports = list(transports)
+        self._addresses: Sequence[Addresses] = ()
+        self._tried: dict[str, list[set[int]]] = {}  # by transport and rank: whom it has tried and reaches
+
+    # -- finding out ---------------------------------------------------------------------------
+
+    def connect(self, addresses: Sequence[Addresses]) -> None:
+        """Take every rank's addresses, by rank."""
+        self._addresses = addresses
+
+    async def settle(self, timeout: float) -> dict[str, list[int]]:
+        """Try whom we reach by which transport; return it for every rank to learn."""
+        reached = {}
+        for transport in self.transports:
+            tried = await transport.settle([address.get(transport.name) for address in self._addresses], timeout)
+            if tried is not None:
+                reached[transport.name] = tried
+        return reached
+
+    def agree(self, reached: Sequence[Mapping[str, Sequence[int]]]) -> None:
+        """Take what every rank's `settle` returned, by rank. Two ranks use a transport if both reach the other."""
+        for transport in self.transports:
+            if transport.name in reached[self._rank]:
+                self._tried[transport.name] = [set(one.get(transport.name, ())) for one in reached]
+
+    # -- asking --------------------------------------------------------------------------------
+
+    def to(self, peer: int) -> Transport | None:
+        """Return the transport by which a peer is reached."""
+        for transport in self.transports:
+            address = self._addresses[peer].get(transport.name)
+            if address is not None and transport.reaches(address) and self._joined(transport.name, self._rank, peer):
+                return transport
+        return None
+
+    def link(self, peer: int) -> Link:
+        """Make the link to a peer; TransportUnavailableError if there is no way to it."""
+        transport, published = self.to(peer), self._addresses[peer]
+        if transport is not None:
+            return transport.link(peer, published[transport.name])
+        ours = ", ".join(transport.name for transport in self.transports)
+        raise TransportUnavailableError(
+            f"no transport reaches rank {peer}: it offers {', '.join(published) or 'none'}, we can use {ours}; "
+            "start every rank with the same backend"
+        )
+
+    def spin(self) -> tuple[float, bool]:
+        """Return for how many seconds one who waits had better try on, and whether peers need our core meanwhile."""
+        ways = {self.to(peer) for peer in range(len(self._addresses)) if peer != self._rank}
+        waits = [way.spin() for way in ways if way is not None]
+        return min((spin for spin, _ in waits), default=0.0), any(crowded for _, crowded in waits)
+
+    def _joined(self, name: str, rank: int, peer: int) -> bool:
+        tried = self._tried.get(name)
+        return tried is None or (peer in tried[rank] and rank in tried[peer])
+
+    # -- for groups ----------------------------------------------------------------------------
+
+    def native(self, channel: Channel) -> Native | None:
+        """Return the native collectives of a group, if one transport that offers any reaches all of it."""
+        pairs = list(itertools.combinations(channel.members, 2))
+        for transport in self.transports:
+            if transport.name in self._tried and all(self._joined(transport.name, *pair) for pair in pairs):
+                return transport.native(channel.number, channel.members)
+        return None
+
+    def islands(self, channel: Channel) -> tuple[Layout, Native | None] | None:
+        """Return how a group lies on several hosts, with the native collectives of our part of it (None if alone)."""
+        members = channel.members
+        for transport in self.transports:
+            if transport.name in self._tried:
+                where = layout(members, self._rank, functools.partial(self._joined, transport.name))
+                if where is not None:
+                    ours = tuple(members[rank] for rank in where.members)
+                    return where, transport.native(channel.number, ours) if len(ours) > 1 else None
+        return None

@@ -1,0 +1,45 @@
+"""How blocks of memory go through an area in pieces."""
+
+from __future__ import annotations
+
+import torch
+
+from asyncdist.buffers import Memory
+from asyncdist_transports.shm.rounds import Turn
+
+_LINE_NBYTES = 64
+
+
+class Pieces:
+    """How the pieces of ``blocks`` equally large places lie in an area: ``step`` elements of each, one after the other."""
+
+    __slots__ = ("dtype", "head", "number", "rank", "step", "stride", "window")
+
+    def __init__(self, turn: Turn, blocks: int, dtype: torch.dtype, *, head_nbytes: int = 0) -> None:
+        self.window, self.number, self.rank = turn.window, turn.number, turn.window.rank
+        self.dtype = dtype
+        self.head = -(-head_nbytes // _LINE_NBYTES) * _LINE_NBYTES
+        self.stride = (turn.window.area_nbytes - self.head) // blocks // _LINE_NBYTES * _LINE_NBYTES
+        self.step = self.stride // dtype.itemsize
+
+    def rounds(self, count: int) -> int:
+        """Return in how many pieces so many elements go through; at least one."""
+        return max(1, -(-count // self.step))
+
+    def of(self, memory: Memory, k: int) -> torch.Tensor:
+        """Return the k-th piece of memory."""
+        if memory.count <= self.step:
+            return memory.tensor if k == 0 else memory.tensor[:0]
+        return memory.tensor[k * self.step : (k + 1) * self.step]
+
+    def stage(self, block: int, source: Memory, k: int, half: int) -> None:
+        """Copy the k-th piece of memory into our area."""
+        piece = self.of(source, k)
+        count = piece.numel()
+        start = self.head + block * self.stride
+        self.window.reserve(self.number, half, start + count * self.dtype.itemsize)
+        self.window.area(self.number, half, self.rank, start, count, self.dtype).copy_(piece)
+
+    def staged(self, rank: int, block: int, count: int, half: int) -> torch.Tensor:
+        """Return a piece as a member has staged it."""
+        return self.window.area(self.number, half, rank, self.head + block * self.stride, count, self.dtype)
