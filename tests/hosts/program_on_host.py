@@ -1,0 +1,103 @@
+"""A rank on a host of its own: enters a network namespace, meets the others, and does what the test says."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import threading
+import time
+
+import torch
+
+from asyncdist import sync
+
+_NEW_NETWORK = 0x40000000
+torch.set_num_threads(1)
+
+
+def enter(namespace):
+    """Move this process, whose only thread calls, into a network namespace."""
+    descriptor = os.open(namespace, os.O_RDONLY)
+    try:
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.setns(descriptor, _NEW_NETWORK) != 0:
+            raise OSError(ctypes.get_errno(), f"setns {namespace}")
+    finally:
+        os.close(descriptor)
+
+
+def on_host(test, namespace, where, rank, size):
+    enter(namespace)
+    with sync.process_group(init_method=where, rank=rank, world_size=size, timeout=30) as group:
+        test.send("met")
+        while True:
+            name, *arguments = test.recv()
+            if name == "end":
+                return
+            test.send(globals()[name](group, *arguments))
+
+
+def reduced(group, count):
+    """All-reduce, reduce-scatter and gather; return what came out, in short."""
+    tensor = torch.full((count,), float(group.rank() + 1))
+    group.all_reduce(tensor, background=False).result()
+    part = torch.zeros(count)
+    group.reduce_scatter_single(part, tensor.repeat(group.size()), background=False).result()
+    whole = torch.zeros(count * group.size())
+    group.all_gather_single(whole, part * (group.rank() + 1), background=False).result()
+    return tensor.unique().tolist(), part.unique().tolist(), whole.unique().tolist()
+
+
+def timed(group, nbytes):
+    """All-reduce once; return the seconds that it took from when all were ready, and whether the sum is right."""
+    tensor = torch.ones(nbytes // 4)
+    group.barrier(background=False).result()
+    begun = time.perf_counter()
+    group.all_reduce(tensor, background=False).result()
+    took = time.perf_counter() - begun
+    return took, bool((tensor == group.size()).all())
+
+
+def listen(group, address):
+    """Listen for `raw`; return the port."""
+    global _listener
+    _listener = socket.create_server((address, 0))
+    return _listener.getsockname()[1]
+
+
+def accept(group):
+    global _connection
+    _connection, _ = _listener.accept()
+    _listener.close()
+
+
+def connect(group, address, port):
+    global _connection
+    _connection = socket.create_connection((address, port))
+
+
+def raw(group, nbytes):
+    """Send and receive so many bytes over a plain socket, both at once; return the seconds that it took."""
+    outgoing, incoming = bytes(nbytes), bytearray(1 << 20)
+    begun = time.perf_counter()
+    sender = threading.Thread(target=_connection.sendall, args=(outgoing,))
+    sender.start()
+    left = nbytes
+    while left:
+        left -= _connection.recv_into(incoming, min(left, len(incoming)))
+    sender.join()
+    return time.perf_counter() - begun
+
+
+def hang_up(group):
+    _connection.close()
+
+
+def wait_for_the_others(group, count):
+    """All-reduce with somebody who does not come; return how that fails."""
+    try:
+        group.all_reduce(torch.ones(count), background=False).result()
+    except Exception as error:
+        return type(error).__name__, getattr(error, "peer", None)
+    return "no failure", None
