@@ -4,7 +4,7 @@ One backward, as autograd drives it:
 
     the output's gradient is known   begin()      forget the last step; ask to be called when backward ends
     a parameter's gradient is ready  _ready()     put it into its bucket; send every full bucket whose turn it is
-    backward ends                    _finish()    wait for what was sent; `loss.backward()` returns
+    backward ends                    _finish()    send the rest, wait for all; `loss.backward()` returns
 
 Buckets are sent strictly in their order, also where gradients come in another, so that all ranks issue the same
 all-reduces. After the first backward they are dealt again by the order in which gradients came to rank 0.
@@ -12,6 +12,8 @@ all-reduces. After the first backward they are dealt again by the order in which
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -21,9 +23,10 @@ from time import perf_counter
 import torch
 
 from asyncdist.ddp import buckets
-from asyncdist.errors import GradientError, UnsupportedError
+from asyncdist.errors import GradientError, SharedMemoryError, UnsupportedError
 from asyncdist.group import Group
 from asyncdist.ops import ReduceOp
+from asyncdist.registered import empty
 from asyncdist.work import Work
 
 
@@ -56,24 +59,48 @@ class StepTimes:
 
 
 class Bucket:
-    """Gradients of one dtype and device that are averaged together, as views of one flat tensor."""
+    """Gradients of one dtype and device that are averaged together, as views of one flat tensor.
 
-    def __init__(self, index: int, members: Sequence[int], parameters: Sequence[torch.Tensor]) -> None:
+    Wide ones are divided by the number of ranks on their way into the bucket, where that costs nothing, and then added;
+    narrow ones are left to the all-reduce, which adds them in a wider dtype and rounds once.
+    """
+
+    def __init__(self, index: int, members: Sequence[int], parameters: Sequence[torch.Tensor], ranks: int) -> None:
         self.index = index
         self.members = members
         self.pending = len(members)
         self.flat: torch.Tensor | None = None
         self.views: dict[int, torch.Tensor] = {}
         self.nbytes = sum(parameters[member].nbytes for member in members)
+        wide = parameters[members[0]].dtype in (torch.float32, torch.float64)
+        self.divisor, self.op = (ranks, ReduceOp.SUM) if wide else (1, ReduceOp.AVG)
 
-    def allocate(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Make the memory; late, so that buckets of an earlier layout are gone first where nobody holds them."""
+    def allocate(self, parameters: Sequence[torch.Tensor], *, shared: bool) -> None:
+        """Make the memory; late, so that buckets of an earlier layout are gone first where nobody holds them.
+
+        With ``shared``, what lies on the processor is registered as long as there is room: then nothing is staged.
+        """
         like = parameters[self.members[0]]
-        self.flat = torch.empty(sum(parameters[m].numel() for m in self.members), dtype=like.dtype, device=like.device)
+        count = sum(parameters[member].numel() for member in self.members)
+        if shared and like.is_cpu:
+            with contextlib.suppress(SharedMemoryError):  # slower is better than not at all
+                self.flat = empty(count, dtype=like.dtype)
+        if self.flat is None:
+            self.flat = torch.empty(count, dtype=like.dtype, device=like.device)
         offset = 0
         for member in self.members:
             self.views[member] = _view(self.flat, offset, parameters[member])
             offset += parameters[member].numel()
+
+
+def _has_free_cores(ranks: int) -> bool:
+    """Say whether a core is left on this machine when each of its ranks computes.
+
+    Over shared memory an all-reduce is the processor's work. Where it has to take a core from backward, nothing is won
+    by doing both at once, and the threads get in each other's way.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return cores > ranks * torch.get_num_threads()
 
 
 def _view(flat: torch.Tensor, offset: int, parameter: torch.Tensor) -> torch.Tensor:
@@ -103,6 +130,7 @@ class Reducer:
         self._parameters = [parameter for _, parameter in named]
         self._limits = limits
         self._as_view = gradient_as_bucket_view
+        self._overlaps = not group.shares_memory or _has_free_cores(group.size())
         self._lock = threading.Lock()  # models spread over devices have a backward thread for each
         self._step: StepTimes | None = None
         self._arrived: list[int] = []  # parameters of this backward in the order in which their gradients came
@@ -116,7 +144,9 @@ class Reducer:
     def _deal(self, order: Sequence[int]) -> None:
         kinds = [(parameter.dtype, parameter.device) for parameter in self._parameters]
         layout = buckets.assign([p.nbytes for p in self._parameters], kinds, order, self._limits)
-        self._buckets = [Bucket(index, members, self._parameters) for index, members in enumerate(layout)]
+        self._buckets = [
+            Bucket(index, members, self._parameters, self._group.size()) for index, members in enumerate(layout)
+        ]
         self._bucket_of = [self._buckets[0]] * len(self._parameters)
         for bucket in self._buckets:
             for member in bucket.members:
@@ -172,16 +202,21 @@ class Reducer:
 
     def _fill(self, bucket: Bucket, index: int) -> None:
         if bucket.flat is None:
-            bucket.allocate(self._parameters)
+            bucket.allocate(self._parameters, shared=self._group.shares_memory)
         parameter, view = self._parameters[index], bucket.views[index]
         gradient = parameter.grad
         if gradient is view:
+            if bucket.divisor != 1:
+                view.div_(bucket.divisor)
             return
         if gradient is None or gradient.layout is not torch.strided:
             raise UnsupportedError(
                 f"the gradient of {self._names[index]!r} is not a dense tensor; build its layer with sparse=False"
             )
-        view.copy_(gradient.detach())
+        if bucket.divisor == 1:
+            view.copy_(gradient.detach())
+        else:
+            torch.div(gradient.detach(), bucket.divisor, out=view)
         if self._as_view:
             parameter.grad = view
 
@@ -192,16 +227,17 @@ class Reducer:
             return
         assert self._step is not None
         self._step.buckets[bucket.index].ready = perf_counter()
-        # The last one is left to `_finish`: nothing is computed meanwhile, so it need not wake a background thread.
-        while len(self._works) < len(self._buckets) - 1 and not self._buckets[len(self._works)].pending:
-            self._send(background=True)
+        if self._overlaps:
+            # The last one is left to `_finish`: nothing is computed meanwhile, so it need not wake a background thread.
+            while len(self._works) < len(self._buckets) - 1 and not self._buckets[len(self._works)].pending:
+                self._send(background=True)
 
     def _send(self, *, background: bool) -> None:
         assert self._step is not None
         bucket = self._buckets[len(self._works)]
         times = self._step.buckets[bucket.index]
         times.started = perf_counter()
-        work = self._group.all_reduce(bucket.flat, ReduceOp.AVG, background=background)
+        work = self._group.all_reduce(bucket.flat, bucket.op, background=background)
         self._works.append(work)
         work.add_done_callback(times.stop)
 
@@ -233,7 +269,8 @@ class Reducer:
 
     def _wait(self) -> None:
         try:
-            self._send(background=False)
+            while len(self._works) < len(self._buckets):
+                self._send(background=False)
             for work in self._works:
                 work.wait()
         except BaseException:
@@ -246,7 +283,7 @@ class Reducer:
         """Stand in for a gradient that did not come, so that no other rank waits for this one until its timeout."""
         bucket = self._bucket_of[index]
         if bucket.flat is None:
-            bucket.allocate(self._parameters)
+            bucket.allocate(self._parameters, shared=self._group.shares_memory)
         bucket.views[index].zero_()
         self._count(bucket)
 

@@ -1,0 +1,107 @@
+"""Where buckets lie, when they are sent, and how gradients are divided: what a group's shared memory changes."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+
+import pytest
+import torch
+from torch import nn
+
+from asyncdist.arena import arena, unavailable
+from asyncdist.ddp import DistributedDataParallel, reducer
+
+without_memory = pytest.mark.skipif(unavailable() is not None, reason=f"no shared memory: {unavailable()}")
+
+
+def is_registered(tensor):
+    return arena().offset_of(tensor.data_ptr(), tensor.nbytes) is not None
+
+
+def train(toy, group, module, steps=2, **how):
+    ours = DistributedDataParallel(module, process_group=group, **how)
+    for _ in range(steps):
+        ours.zero_grad()
+        toy.loss_of(ours, *toy.share(group, toy.samples())).backward()
+    return ours
+
+
+def alone(toy, module):
+    module.zero_grad()
+    toy.loss_of(module, *toy.samples()).backward()
+    return toy.gradients(module)
+
+
+@without_memory
+@pytest.mark.parametrize("transport", ["shm", "inproc"])
+def test_buckets_lie_in_shared_memory_where_there_is_some(together, toy, transport):
+    gc.collect()
+    before = arena().used_nbytes
+
+    def rank(group):
+        ours = train(toy, group, toy.network(), bucket_cap_mb=0.0001)
+        assert len(ours.bucket_parameters) > 1
+        toy.assert_close(toy.gradients(ours), alone(toy, toy.network()))
+        return [is_registered(parameter.grad) for parameter in ours.parameters()]
+
+    for registered in together(2, rank, transport=transport):
+        assert set(registered) == {transport == "shm"}
+    gc.collect()
+    assert arena().used_nbytes == before
+
+
+@without_memory
+def test_where_no_shared_memory_is_left_buckets_are_ordinary(together, toy, monkeypatch):
+    def rank(group):
+        ours = train(toy, group, toy.network(), steps=0)
+        before = ours._reducer._buckets[0].flat
+        assert before is None  # they are made when first needed
+        group.barrier(background=False).wait()
+        monkeypatch.setattr(reducer, "empty", full)
+        toy.loss_of(ours, *toy.share(group, toy.samples())).backward()
+        toy.assert_close(toy.gradients(ours), alone(toy, toy.network()))
+        return [is_registered(parameter.grad) for parameter in ours.parameters()]
+
+    def full(*_, **__):
+        raise reducer.SharedMemoryError(os.strerror(errno.ENOSPC))
+
+    for registered in together(2, rank, transport="shm"):
+        assert set(registered) == {False}
+
+
+@without_memory
+@pytest.mark.parametrize(("cores", "overlaps"), [(2, False), (64, True)])
+def test_buckets_wait_for_the_end_of_backward_unless_a_core_is_free(together, toy, monkeypatch, cores, overlaps):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+
+    def rank(group):
+        step = train(toy, group, toy.network(), bucket_cap_mb=0.0001).last_step
+        return [bucket.started < step.backward_finished for bucket in step.buckets]
+
+    for early in together(2, rank, transport="shm"):
+        assert len(early) > 1
+        assert early == [overlaps] * (len(early) - 1) + [False]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_gradients_that_accumulate_are_averaged_like_fresh_ones(together, dtype):
+    """Three backwards: a fresh gradient, one added to the average in its bucket, one after a backward without sync."""
+
+    def rank(group):
+        module = nn.Linear(1, 1, bias=False).to(dtype)
+        with torch.no_grad():
+            module.weight.fill_(1)
+        ours = DistributedDataParallel(module, process_group=group)
+        seen = []
+        for factor in (1, 2):
+            ours(torch.full((1, 1), factor * 4.0 * (group.rank() + 1), dtype=dtype)).sum().backward()
+            seen.append(module.weight.grad.item())
+        with ours.no_sync():
+            ours(torch.full((1, 1), 4.0 * group.rank(), dtype=dtype)).sum().backward()
+        ours(torch.full((1, 1), 4.0, dtype=dtype)).sum().backward()
+        return [*seen, module.weight.grad.item()]
+
+    assert together(4, rank) == [[10.0, 30.0, 40.0]] * 4
