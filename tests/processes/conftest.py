@@ -18,7 +18,9 @@ SOON = 3.0
 
 @pytest.fixture(scope="session")
 def nursery():
-    with Nursery() as nursery:
+    with Nursery(
+        ("torch", "asyncdist", "asyncdist.sync", "asyncdist_transports.shm", "asyncdist_transports.tcp")
+    ) as nursery:
         yield nursery
 
 
@@ -55,13 +57,15 @@ class Told:
 class Job:
     """The ranks of a test. Worlds are numbered, so that the same processes can meet again."""
 
-    def __init__(self, nursery, folder):
+    def __init__(self, nursery, folder, transport):
         self._nursery = nursery
+        self.transport = transport
         self._folder = folder
         self._worlds = itertools.count()
 
     def start(self, count, face="blocking", **environment):
         """Start processes that are not in a world yet."""
+        environment.setdefault("ASYNCDIST_TRANSPORT", self.transport)
         return [Told(self._nursery.start(PROGRAM, face, environment=environment)) for _ in range(count)]
 
     def meet(self, ranks, timeout=60.0):
@@ -80,9 +84,9 @@ class Job:
         return ranks
 
 
-@pytest.fixture
-def job(nursery, tmp_path):
-    return Job(nursery, tmp_path)
+@pytest.fixture(params=["shm", "tcp"])
+def job(request, nursery, tmp_path):
+    return Job(nursery, tmp_path, request.param)
 
 
 @pytest.fixture

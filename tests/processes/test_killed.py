@@ -85,7 +85,7 @@ def test_every_group_with_the_dead_fails_and_every_group_without_it_goes_on(job,
     all_do(ranks[2:], "all_reduce", "high", 10)
     ranks[2].do("pend", "high", 10)
     ranks[2].do("pend_receive", "high", 3)
-    ranks[2].do("pend", "world", 10)
+    ranks[2].do("pend", "world", 1)
     killed_at = time.monotonic()
     ranks[3].process.kill()
     ranks[2].tell("settle")
