@@ -103,11 +103,11 @@ def layout(members: Sequence[int], own: int, shares: Callable[[int, int], bool])
 
 def among(members: Sequence[int], schedule: Schedule) -> Schedule:
     """Run a schedule of a part of a group, whose peers are places in ``members``, in the group."""
-    for step in schedule:
-        if isinstance(step, int):
-            yield members[step]
-        else:
-            yield tuple(_renamed(action, members) for action in step)
+    try:
+        for step in schedule:
+            yield members[step] if isinstance(step, int) else tuple(_renamed(action, members) for action in step)
+    finally:
+        schedule.close()  # at once: it may have to clear up behind itself
 
 
 def _renamed(action: Action, members: Sequence[int]) -> Action:

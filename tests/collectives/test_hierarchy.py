@@ -9,6 +9,7 @@ from collections import Counter
 import pytest
 import torch
 
+import asyncdist
 from asyncdist import registry
 from asyncdist.collectives.hierarchy import gather_runs, layout, part_count
 from asyncdist.collectives.islands import Islands
@@ -125,6 +126,15 @@ async def test_large_tensors_in_several_parts(hosts):
 
 
 @lie_well
+@pytest.mark.parametrize("lanes", [2, 3])
+async def test_several_lanes(hosts, lanes):
+    config = Config(segment_nbytes=20_000, lanes=lanes, stripe_nbytes=100, piece_nbytes=1000)
+    async with world(hosts, config=config) as groups:
+        for drill in reducing(len(hosts), 20_001, torch.float32):
+            await run(groups, drill)
+
+
+@lie_well
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e5m2, torch.uint16, torch.int64, torch.complex64])
 async def test_dtypes(hosts, dtype):
     async with world(hosts, config=Config(segment_nbytes=10_000)) as groups:
@@ -175,6 +185,42 @@ async def test_narrow_floats_are_rounded_once(hosts, count):
         await asyncio.gather(*(group.all_reduce(value) for group, value in zip(groups, values, strict=True)))
         for value in values:
             assert torch.equal(value, expected)
+
+
+@lie_well
+async def test_registered_tensors(hosts):
+    """Tensors that island mates read, and write, where they lie, while a rail carries other parts of them."""
+    size, count = len(hosts), 60_000 * len(hosts)
+    async with world(hosts, config=Config(segment_nbytes=200_000)) as groups:
+        tensors = [asyncdist.empty(count, shared=True) for _ in hosts]
+        parts = [asyncdist.empty(count // size, shared=True) for _ in hosts]
+        pattern = torch.arange(count) % 97
+        for _ in range(3):
+            for rank, tensor in enumerate(tensors):
+                tensor.copy_(pattern + rank)
+            await asyncio.gather(*(group.all_reduce(tensor) for group, tensor in zip(groups, tensors, strict=True)))
+            expected = pattern * size + sum(range(size))
+            assert all(torch.equal(tensor, expected.float()) for tensor in tensors)
+            await asyncio.gather(
+                *(
+                    group.reduce_scatter_single(part, tensor)
+                    for group, part, tensor in zip(groups, parts, tensors, strict=True)
+                )
+            )
+            assert torch.equal(torch.cat(parts), expected.float() * size)
+            await asyncio.gather(
+                *(
+                    group.all_gather_single(tensor, part)
+                    for group, part, tensor in zip(groups, parts, tensors, strict=True)
+                )
+            )
+            assert all(torch.equal(tensor, expected.float() * size) for tensor in tensors)
+            tensors[1].copy_(pattern)
+            await asyncio.gather(*(group.broadcast(tensor, 1) for group, tensor in zip(groups, tensors, strict=True)))
+            assert all(torch.equal(tensor, pattern.float()) for tensor in tensors)
+            await asyncio.gather(*(group.reduce(tensor, 0) for group, tensor in zip(groups, tensors, strict=True)))
+            assert torch.equal(tensors[0], pattern.float() * size)
+            assert all(torch.equal(tensor, pattern.float()) for tensor in tensors[1:])
 
 
 async def test_groups_of_some_hosts_and_some_ranks():
