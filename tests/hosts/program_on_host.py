@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
+import signal
 import socket
 import threading
 import time
@@ -11,6 +13,7 @@ import time
 import torch
 
 from asyncdist import sync
+from asyncdist.collectives.executor import Executor
 
 _NEW_NETWORK = 0x40000000
 torch.set_num_threads(1)
@@ -92,6 +95,28 @@ def raw(group, nbytes):
 
 def hang_up(group):
     _connection.close()
+
+
+def reduce_until_it_fails(group, counts, dies_at):
+    """All-reduce tensors of some sizes in turn until that fails; ``dies_at`` is at which step of it all to be killed."""
+    steps = itertools.count()
+    run = Executor._run
+
+    def run_or_die(executor, task):
+        if next(steps) == dies_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return run(executor, task)
+
+    Executor._run = run_or_die
+    tensors = [torch.zeros(count) for count in counts]
+    try:
+        for turn in itertools.count():
+            tensor = tensors[turn % len(tensors)].fill_(1.0)
+            group.all_reduce(tensor, background=False).result()
+            if not (tensor == group.size()).all():
+                return "a wrong sum", turn
+    except Exception as error:
+        return type(error).__name__, getattr(error, "peer", None)
 
 
 def wait_for_the_others(group, count):

@@ -77,6 +77,16 @@ def test_a_killed_rank_is_named_on_both_hosts(hosts, nursery, tmp_path):
     assert [rank.hear() for rank in job.ranks[:3]] == [("PeerLostError", 3)] * 3
 
 
+@pytest.mark.parametrize("dies_at", [3, 50, 333, 1200])
+@pytest.mark.parametrize("lost", [0, 3])
+def test_a_rank_that_dies_in_the_middle_is_named_on_both_hosts(hosts, nursery, tmp_path, lost, dies_at):
+    job = Job(hosts, nursery, f"file://{tmp_path}/world")
+    for number, rank in enumerate(job.ranks):
+        rank.say(("reduce_until_it_fails", [200_000, 5, 3000, 50_000], dies_at if number == lost else -1))
+    others = [rank for number, rank in enumerate(job.ranks) if number != lost]
+    assert [rank.hear() for rank in others] == [("PeerLostError", lost)] * 3
+
+
 def test_a_link_of_one_gigabit_is_used_up(hosts, nursery, tmp_path):
     """All-reduce of 25 MiB, which each host must send and receive once, beside a plain socket over the same link.
 
