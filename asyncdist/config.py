@@ -47,7 +47,7 @@ class Config:
         256 << 10, "ASYNCDIST_PIECE_NBYTES", "bytes received before they are reduced (kept in cache)"
     )
     shm_area_nbytes: int = _setting(
-        512 << 10, "ASYNCDIST_SHM_AREA_NBYTES", "bytes of shared memory that a message goes through (kept in cache)"
+        1 << 20, "ASYNCDIST_SHM_AREA_NBYTES", "bytes of shared memory that a message goes through (kept in cache)"
     )
     segment_nbytes: int = _setting(1 << 20, "ASYNCDIST_SEGMENT_NBYTES", "bytes of one step of a pipelined broadcast")
     eager_nbytes: int = _setting(

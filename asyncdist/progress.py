@@ -53,7 +53,7 @@ class Progress:
     def __init__(self, machine: Machine, home: asyncio.AbstractEventLoop | None = None) -> None:
         self._machine = machine
         self._spin = self._loop_spin = 0.0
-        self._polls = 512
+        self._polls, self._glances = 512, 1
         self._home = home
         self._lock = threading.Lock()
         self._inbox: deque[Callable[[], None]] = deque()
@@ -75,6 +75,7 @@ class Progress:
         """
         self._spin, self._loop_spin = spin, loop_spin if self._home is not None else 0.0
         self._polls = 8 if crowded else 512
+        self._glances = 32 if spin and not crowded else 1  # some microseconds: less than making an operation takes
 
     # -- for everyone --------------------------------------------------------------------------
 
@@ -160,7 +161,7 @@ class Progress:
             try:
                 if self._inbox or not self._machine.idle():
                     return False
-                until, polls, enough = 0.0, 0, self._polls if wait else 1
+                until, polls, enough = 0.0, 0, self._polls if wait else self._glances
                 for step in schedule:
                     if step == ():
                         polls, until = 0, 0.0

@@ -112,7 +112,7 @@ class ShmNative(Native):
             place = direct.place_of(window, tensor)
             return push(number, tensor, place) if place else None
 
-        if nbytes <= window.area_nbytes and self._exchanges(nbytes):
+        if self._exchanges(nbytes):
             return Swap(window, fingerprint, shape, dtype, how, openly if nbytes >= direct.MIN_NBYTES else None)
         return lambda number, tensor: openly(number, tensor) or stage(number, tensor)
 

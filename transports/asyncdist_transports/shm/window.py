@@ -119,9 +119,7 @@ class Window:
     def post(self, number: int, call: int, place: int, step: int) -> None:
         """Say what we call, and where our data lies (0: it is staged), with the first step."""
         at, words = number % SLOTS * LINE, self.words
-        words[at + STEP] = (
-            number << SHIFT
-        )  # what stands in the line is no longer of the collective before: see `recheck`
+        words[at + STEP] = number << SHIFT  # the line is no longer that of the collective before: see `recheck`
         self.fence.light()
         words[at + CALL], words[at + PLACE] = call, place
         self.publish(number, step)
