@@ -59,14 +59,12 @@ class Progress:
         self._inbox: deque[Callable[[], None]] = deque()
         self._seat = threading.Lock()
         self._followers: deque[threading.Event] = deque()
-        self._sleeping = False
+        self._sleeping = self._kicked = self._closed = False
         self._bell: Bell | None = None
-        self._kicked = False
         self._watched: dict[int, int] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = math.inf
         self._retired: list[socket.socket] = []
-        self._closed = False
 
     def spin_for(self, spin: float, loop_spin: float, *, crowded: bool) -> None:
         """Set for how many seconds an inline driver tries again before it sleeps, and the home loop before it turns.
@@ -74,8 +72,8 @@ class Progress:
         Where it is crowded, peers wait for the core that we spin on: it is offered to them more often.
         """
         self._spin, self._loop_spin = spin, loop_spin if self._home is not None else 0.0
-        self._polls = 8 if crowded else 512
-        self._glances = 32 if spin and not crowded else 1  # some microseconds: less than making an operation takes
+        # Looks before the core is offered; and at the call itself, in less time than making an operation takes.
+        self._polls, self._glances = (8, 1) if crowded or not spin else (512, 32)
 
     # -- for everyone --------------------------------------------------------------------------
 
