@@ -15,7 +15,7 @@ from asyncdist.arena import Mapping
 from asyncdist.collectives.schedule import Schedule
 from asyncdist.reduce import Arithmetic
 from asyncdist_transports.shm.rounds import POSTED, Turn
-from asyncdist_transports.shm.window import CALL, DONE, LINE, PLACE, SHIFT, SLOTS, Window
+from asyncdist_transports.shm.window import CALL, DONE, FINISHED, LINE, PLACE, SHIFT, SLOTS, Window
 
 MIN_NBYTES = 32 << 10
 """Smaller messages are staged: two copies that stay in the cache cost less than a second meeting."""
@@ -86,7 +86,7 @@ class Push:
         window, others, call = self._window, self._window.others, self._call
         yield from window.enter(number)
         window.post(number, call, place, POSTED)
-        at, posted, done = number % SLOTS * LINE, number << SHIFT | POSTED, number << SHIFT | DONE
+        at, posted, finished = number % SLOTS * LINE, number << SHIFT | POSTED, number << SHIFT | FINISHED
         places = [place]
         for member in others:
             words = member.words
@@ -103,12 +103,12 @@ class Push:
             for pieces in self._pieces(tuple(places)):
                 self._push(pieces)
                 yield ()
-            window.publish(number, DONE)
+            window.publish(number, FINISHED)
             for member in others:
                 words = member.words
-                while words[at] < done:
+                while words[at] < finished:
                     yield member.rank
-            window.fence.light()
+            window.publish(number, DONE)
         except GeneratorExit:
             _abandoned.append(tensor)
             raise

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from asyncdist.collectives.schedule import Schedule
-from asyncdist_transports.shm.window import DONE, Member, Window
+from asyncdist_transports.shm.window import DONE, FINISHED, Member, Window
 
 POSTED, STAGED = 1, 2
 Piece = Callable[[int, int], None]
@@ -91,9 +91,8 @@ class Turn:
             yield ()
 
     def end(self, takers: Sequence[Member]) -> Schedule:
-        """Leave the slot; if our data lay open, wait until those who take it have left too."""
-        if len(self.places) < len(self.window.others):  # those whom we have not met may have called something else
-            self.window.unchecked.append((self.number, self.call))
-        self.window.publish(self.number, DONE)
+        """Leave the slot; if our data lay open, not before those who take it have finished with it."""
         if self.place:
-            yield from self.window.reached(self.number, DONE, takers)
+            self.window.publish(self.number, FINISHED)
+            yield from self.window.reached(self.number, FINISHED, takers)
+        self.window.publish(self.number, DONE)

@@ -1,8 +1,9 @@
 """Where the collectives of one group meet: numbered slots, in each member's own memory, with steps that only grow.
 
 The n-th collective of a group uses slot ``n % SLOTS``. A slot is a line of words and two areas for staged data. Its word
-STEP says how far this member is: ``n << 24 | step``, and ``n << 24 | DONE`` when it will not look at anybody's slot for
-this collective again. Since steps of later collectives are larger, "has reached" is one comparison, and nothing is ever
+STEP says how far this member is: ``n << 24 | step``; ``n << 24 | FINISHED`` when it is through with everybody's data, and
+``n << 24 | DONE`` when it will not even look at anybody's words for this collective again: then those who have left may
+free them. Since steps of later collectives are larger, "has reached" is one comparison, and nothing is ever
 reset. A member may use a slot again when all have said DONE to the collective before it there.
 
 A window is an address range; memory is reserved behind its areas as far as messages need it.
@@ -26,6 +27,7 @@ LEFT = 3  # in the first line only: 1 when this member will not look at any slot
 LINE = 8
 SHIFT = 24
 DONE = (1 << SHIFT) - 1
+FINISHED = DONE - 1
 _LINES_NBYTES = PAGE_NBYTES
 
 
