@@ -37,6 +37,8 @@ class DistributedDataParallel(nn.Module):
     waits, and on the loop's own thread that raises LoopThreadError.
 
     Cost of a step on the wire: one all-reduce a bucket; the first step also broadcasts the order of the gradients.
+    Among ranks of one host buckets lie in registered memory, as long as there is room, and are sent during backward only
+    where more cores are left than all ranks' backward keeps busy, else at its end.
     """
 
     def __init__(
