@@ -102,11 +102,12 @@ NOTHING = Memory(torch.empty(0, dtype=torch.uint8))
 class Blocks:
     """One memory in numbered blocks: ``blocks[i]`` is a block, ``blocks[lo:hi]`` the run of them as one place."""
 
-    __slots__ = ("_bounds", "_memory")
+    __slots__ = ("_bounds", "_memory", "_single")
 
     def __init__(self, memory: Memory, bounds: Sequence[int]) -> None:
         self._memory = memory
         self._bounds = bounds
+        self._single: list[Memory | None] = [None] * (len(bounds) - 1)
 
     @classmethod
     def split(cls, memory: Memory, parts: int) -> Blocks:
@@ -120,7 +121,10 @@ class Blocks:
         if isinstance(which, slice):
             low, high, _ = which.indices(len(self))
             return self._memory.slice(self._bounds[low], self._bounds[high])
-        return self._memory.slice(self._bounds[which], self._bounds[which + 1])
+        block = self._single[which]
+        if block is None:
+            block = self._single[which] = self._memory.slice(self._bounds[which], self._bounds[which + 1])
+        return block
 
 
 # -- a user's tensor ------------------------------------------------------------------------------

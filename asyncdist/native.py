@@ -68,8 +68,8 @@ class Native(ABC):
         """Copy the root's memory to all members."""
 
     @abstractmethod
-    def all_gather(self, number: int, fingerprint: int, rows: Sequence[MemoryBlocks]) -> Schedule:
-        """Copy, for each row, each member's ``row[rank]`` to all members."""
+    def all_gather(self, number: int, fingerprint: int, rows: Sequence[tuple[MemoryBlocks, Memory]]) -> Schedule:
+        """Copy, for each row (blocks, own), each member's ``own`` into everybody's ``blocks[rank]``, ours too."""
 
     @abstractmethod
     def gather(self, number: int, fingerprint: int, own: Memory, blocks: MemoryBlocks, root: int) -> Schedule:
@@ -83,7 +83,7 @@ class Native(ABC):
     def all_to_all(
         self, number: int, fingerprint: int, incoming: Sequence[Memory], outgoing: Sequence[Memory]
     ) -> Schedule:
-        """Copy each member's ``outgoing[rank]`` into our ``incoming[member]``, but for our own, which is there."""
+        """Copy each member's ``outgoing[rank]`` into our ``incoming[member]``, our own too."""
 
     @abstractmethod
     def barrier(self, number: int, fingerprint: int) -> Schedule:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from asyncdist.collectives import doubling, ring
 from asyncdist.collectives.choose import Model
 from asyncdist.collectives.cost import Cost
-from asyncdist.collectives.schedule import Action, Combine, Place, Recv, Schedule, Send
+from asyncdist.collectives.schedule import Action, Combine, Place, Recv, Schedule, Send, Step
 
 _FEWEST_PARTS = 8
 _LEAST_SLICE_NBYTES = 256 << 10
@@ -123,7 +123,8 @@ def gather_runs(place: int, size: int, runs: Sequence[Sequence[Place]]) -> Sched
     for passed in range(size - 1):
         sends = (Send(right, block) for block in runs[(place - passed) % size])
         receives = (Recv(left, block) for block in runs[(place - passed - 1) % size])
-        if step := (*sends, *receives):
+        step: Step = (*sends, *receives)
+        if step:
             yield step
 
 

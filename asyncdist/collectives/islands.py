@@ -294,7 +294,8 @@ class Islands:
 
     def _all_gather(self, number: int, call: int, rows: Sequence[Sequence[Memory]]) -> Schedule:
         if self._native is not None:
-            yield from among(self._where.members, self._native.all_gather(number, call, rows))
+            pairs = [(row, row[self._where.place]) for row in rows]
+            yield from among(self._where.members, self._native.all_gather(number, call, pairs))
 
     def _slices(self, memory: Memory) -> list[Memory]:
         """Cut memory into a slice a rail, and an empty one for each member of our island that is on none."""

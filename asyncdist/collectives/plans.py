@@ -165,7 +165,6 @@ def all_gather(
                 f"this rank gives {own.count} x {own.dtype}, but its place in the output has "
                 f"{blocks[who.rank].count} x {blocks[who.rank].dtype}"
             )
-        blocks[who.rank].tensor.copy_(own.tensor)
         counts = [blocks[rank].count for rank in range(who.size)]
         total += sum(counts)
         layout += [DTYPE_NUMBERS[own.dtype], *counts]
@@ -185,8 +184,10 @@ def all_gather(
     call = fingerprint(collective, dtype, total, None, None, tuple(layout))
     native = who.native
     if native is not None:
-        start = functools.partial(native.all_gather, rows=[blocks for blocks, _ in pairs])
+        start = functools.partial(native.all_gather, rows=pairs)
         return Plan(native=start, fingerprint=call, finish=finish, nbytes=total * dtype.itemsize)
+    for blocks, own in pairs:
+        blocks[who.rank].tensor.copy_(own.tensor)
     islands = who.islands_for("all_gather")
     if islands is not None:
         rows = islands.all_gather([blocks for blocks, _ in pairs], call)
@@ -258,13 +259,13 @@ def all_to_all(who: Member, incoming: Sequence[Memory], outgoing: Sequence[Memor
         raise UsageError(
             f"this rank sends itself {own_out.count} x {own_out.dtype}, but has room for {own_in.count} x {own_in.dtype}"
         )
-    own_in.tensor.copy_(own_out.tensor)
     call = fingerprint(Collective.all_to_all, own_out.dtype, 0, None, None)
     nbytes = sum(block.nbytes for block in outgoing)
     native = who.native
     if native is not None:
         start = functools.partial(native.all_to_all, incoming=incoming, outgoing=outgoing)
         return Plan(native=start, fingerprint=call, finish=finish, nbytes=nbytes)
+    own_in.tensor.copy_(own_out.tensor)
     parts = [
         pairwise.all_to_all(who.rank, who.size, sent, received)
         for sent, received in zip(_split_each(who, outgoing), _split_each(who, incoming), strict=True)

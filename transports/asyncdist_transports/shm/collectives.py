@@ -256,19 +256,22 @@ class ShmNative(Native):
         yield from turn.rounds(pieces.rounds(memory.count), None, take, [source], ())
         yield from turn.end(())
 
-    def all_gather(self, number: int, fingerprint: int, rows: Sequence[MemoryBlocks]) -> Schedule:
-        place = direct.place_of(self._window, rows[0][self._rank].tensor) if len(rows) == 1 else 0
+    def all_gather(self, number: int, fingerprint: int, rows: Sequence[tuple[MemoryBlocks, Memory]]) -> Schedule:
+        place = direct.place_of(self._window, rows[0][1].tensor) if len(rows) == 1 else 0
         turn = Turn(self._window, number, fingerprint, place)
         yield from self._window.enter(number)
-        for row in rows:
-            yield from self._gather_row(turn, [row[rank] for rank in range(self._size)])
+        for blocks, own in rows:
+            yield from self._gather_row(turn, [blocks[rank] for rank in range(self._size)], own)
         yield from turn.end(self._others)
 
-    def _gather_row(self, turn: Turn, blocks: Sequence[Memory]) -> Schedule:
-        own = blocks[self._rank]
+    def _gather_row(self, turn: Turn, blocks: Sequence[Memory], own: Memory) -> Schedule:
         pieces = Pieces(turn, 1, own.dtype)
+        room = blocks[self._rank]
+        in_place = own is room or own.tensor.data_ptr() == room.tensor.data_ptr()
 
         def take(k: int, half: int) -> None:
+            if not in_place:  # what we have staged just now is still in the nearest cache
+                pieces.of(room, k).copy_(pieces.of(own, k))
             for member in self._others:
                 piece = pieces.of(blocks[member.rank], k)
                 if piece.numel():
@@ -334,7 +337,9 @@ class ShmNative(Native):
         pieces = Pieces(turn, self._size, dtype, head_nbytes=8 * self._size)
         yield from self._window.enter(number)
         self._window.reserve(number, 0, 8 * self._size)
-        self._table(number, self._rank).copy_(torch.tensor([block.count for block in outgoing]))
+        table = self._window.head(number, self._rank, self._size)
+        for rank, block in enumerate(outgoing):
+            table[rank] = block.count
         firsts: dict[int, int] = {}
 
         def stage(k: int, half: int) -> None:
@@ -342,6 +347,7 @@ class ShmNative(Native):
                 pieces.stage(member.rank, outgoing[member.rank], k, half)
 
         def take(k: int, half: int) -> None:
+            pieces.of(incoming[self._rank], k).copy_(pieces.of(outgoing[self._rank], k))
             for member in self._others:
                 block = incoming[member.rank]
                 if k == 0:
@@ -355,16 +361,13 @@ class ShmNative(Native):
         yield from turn.rounds(pieces.rounds(most), stage, take, self._others, self._others)
         yield from turn.end(self._others)
 
-    def _table(self, number: int, rank: int) -> torch.Tensor:
-        return self._window.area(number, 0, rank, 0, self._size, torch.int64)
-
     def _sent_before(self, number: int, member: Member, block: Memory) -> int:
         """Return how many elements a member sends to ranks below ours; MismatchError if not what we expect."""
-        counts = self._table(number, member.rank).tolist()
+        counts = self._window.head(number, member.rank, self._size).tolist()
         if counts[self._rank] != block.count:
             peer, itemsize = self._window.world_ranks[member.rank], block.itemsize
             raise MismatchError(
                 peer,
                 f"rank {peer} sent {counts[self._rank] * itemsize} bytes where {block.nbytes} were expected",
             )
-        return int(sum(counts[: self._rank]))
+        return sum(counts[: self._rank])

@@ -53,10 +53,6 @@ def place_of(window: Window, tensor: torch.Tensor) -> int:
     return 0 if offset is None or offset % tensor.itemsize else offset + 1
 
 
-_abandoned: list[torch.Tensor] = []
-"""Memory into which a peer may still write because its side of a failed all-reduce goes on: never to be used again."""
-
-
 class Push:
     """All-reduces of open tensors of one size and dtype with one reduction; each is a schedule.
 
@@ -110,7 +106,7 @@ class Push:
                     yield member.rank
             window.publish(number, DONE)
         except GeneratorExit:
-            _abandoned.append(tensor)
+            window.abandoned.append(tensor)
             raise
 
     def _push(self, pieces: list[torch.Tensor]) -> None:

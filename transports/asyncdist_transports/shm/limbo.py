@@ -8,12 +8,14 @@ may have no further business with us.
 
 from __future__ import annotations
 
+import gc
 import os
 import select
 import threading
+import weakref
 from collections.abc import Sequence
 
-from asyncdist.arena import Block
+from asyncdist.arena import Block, Mapping
 from asyncdist_transports.shm.board import OwnBoard
 from asyncdist_transports.shm.neighbour import READABLE, Neighbour
 from asyncdist_transports.shm.window import Window
@@ -21,6 +23,10 @@ from asyncdist_transports.shm.window import Window
 _lock = threading.Lock()
 _windows: list[tuple[Window, OwnBoard]] = []
 _boards: list[tuple[list[Block], Sequence[Neighbour]]] = []
+_foreign: weakref.WeakSet[Mapping] = weakref.WeakSet()
+_MOST_FOREIGN = (
+    16  # mappings of peers whose worlds we have left, before we look for the rings of references they hang in
+)
 
 
 def leave(window: Window, board: OwnBoard) -> None:
@@ -35,7 +41,10 @@ def leave_board(board: OwnBoard, rings: Sequence[Block], neighbours: Sequence[Ne
     """Free the board and the rings of a world that we have left, once all neighbours have left it too."""
     with _lock:
         _boards.append(([board.block, *rings], neighbours))
+        _foreign.update(neighbour.mapping for neighbour in neighbours)
     sweep()
+    if len(_foreign) > _MOST_FOREIGN:  # the traceback of one error is enough to keep a world, and a dead peer's memory
+        gc.collect()
     waiting = [neighbour for neighbour in neighbours if not neighbour.gone()]
     if waiting:
         threading.Thread(target=_outlast, args=(waiting, neighbours), name="asyncdist-limbo", daemon=True).start()

@@ -92,6 +92,8 @@ class Turn:
 
     def end(self, takers: Sequence[Member]) -> Schedule:
         """Leave the slot; if our data lay open, not before those who take it have finished with it."""
+        if len(self.places) < len(self.window.others):  # those whom we have not met may have called something else
+            self.window.unchecked.append((self.number, self.call))
         if self.place:
             self.window.publish(self.number, FINISHED)
             yield from self.window.reached(self.number, FINISHED, takers)

@@ -88,9 +88,12 @@ class Window:
             self.words[place] = 0
         self.words[STEP] = DONE  # the collective before the first in this slot, number 0, is over
         self._reserved = [0] * (2 * SLOTS)
+        self._heads: dict[int, memoryview] = {}
         self._areas: dict[tuple[int, int, int, torch.dtype], torch.Tensor] = {}
         self.last = [0] * SLOTS
         """The last collective in each slot."""
+        self.abandoned: list[torch.Tensor] = []
+        """Into which a member may still write because its side of a failed all-reduce goes on: kept until it has left."""
         self.unchecked: deque[tuple[int, int]] = deque()
         """Collectives that we did with some members only, and what we called: see `recheck`."""
 
@@ -195,14 +198,23 @@ class Window:
         if tensor is None:
             if len(self._areas) >= 4096:
                 self._areas.clear()
-            member = self.by_rank.get(rank)
-            mapping, offset = (
-                (self.arena.mapping, self.block.offset) if member is None else (member.mapping, member.offset)
-            )
-            tensor = self._areas[key] = mapping.tensor(
-                offset + _LINES_NBYTES + which * self.area_nbytes + start, count, dtype
-            )
+            mapping, offset = self._area_of(which, rank)
+            tensor = self._areas[key] = mapping.tensor(offset + start, count, dtype)
         return tensor
+
+    def head(self, number: int, rank: int, count: int) -> memoryview:
+        """Return the first words of a member's first area of a slot."""
+        which = number % SLOTS * 2
+        words = self._heads.get(which * self.size + rank)
+        if words is None:
+            mapping, offset = self._area_of(which, rank)
+            words = self._heads[which * self.size + rank] = mapping.words(offset, count)
+        return words
+
+    def _area_of(self, which: int, rank: int) -> tuple[Mapping, int]:
+        member = self.by_rank.get(rank)
+        mapping, offset = (self.arena.mapping, self.block.offset) if member is None else (member.mapping, member.offset)
+        return mapping, offset + _LINES_NBYTES + which * self.area_nbytes
 
     # -- the end -------------------------------------------------------------------------------
 
