@@ -1,0 +1,124 @@
+"""Ranks that reduce, gather and send at random, and check every result, until one of them dies."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import random
+import time
+
+import torch
+
+import asyncdist
+from asyncdist import arena, sync
+from asyncdist.errors import AsyncdistError
+
+torch.set_num_threads(1)
+COUNTS = (1, 5, 1000, 9000, 70_000, 200_000)
+
+
+def sums(test):
+    """Enter worlds as told, ``(where, rank, size, seed)``; say how each ended."""
+    while (order := test.recv()) is not None:
+        where, rank, size, seed = order
+        with sync.process_group("shm", init_method=where, rank=rank, world_size=size, timeout=30) as group:
+            test.send("ready")
+            done, error = until_it_fails(group, random.Random(seed))
+            test.send((done, type(error).__name__, getattr(error, "peer", None), str(error), time.monotonic()))
+            del error, group  # the traceback of the one leads to the world
+        test.send(left())
+    gc.collect()
+    until = time.monotonic() + 5
+    while left()[2] and time.monotonic() < until:  # what a peer may still look at stays until it has left too
+        time.sleep(0.01)
+    test.send(left())
+
+
+def until_it_fails(group, chance):
+    registered = asyncdist.empty(200_000, shared=True)
+    done = 0
+    while True:
+        try:
+            step(group, chance, registered)
+        except AsyncdistError as error:
+            return done, error
+        except AssertionError as error:
+            return done, error
+        done += 1
+
+
+def step(group, chance, registered):
+    rank, size = group.rank(), group.size()
+    kind, count, root = chance.choice(KINDS), chance.choice(COUNTS), chance.randrange(size)
+    base = float(chance.randrange(100))
+    if kind == "all_reduce":
+        tensor = torch.full((count,), base + rank)
+        group.all_reduce(tensor, background=False).result()
+        assert_all(tensor, size * base + size * (size - 1) / 2)
+    elif kind == "registered":
+        tensor = registered[:count]
+        tensor.fill_(base + rank)
+        group.all_reduce(tensor, background=False).result()
+        assert_all(tensor, size * base + size * (size - 1) / 2)
+    elif kind == "reduce":
+        tensor = torch.full((count,), base + rank)
+        group.reduce(tensor, root, background=False).result()
+        assert_all(tensor, size * base + size * (size - 1) / 2 if rank == root else base + rank)
+    elif kind == "broadcast":
+        tensor = torch.full((count,), base + rank)
+        group.broadcast(tensor, root, background=False).result()
+        assert_all(tensor, base + root)
+    elif kind == "all_gather":
+        tensors = [torch.empty(count) for _ in range(size)]
+        group.all_gather(tensors, torch.full((count,), base + rank), background=False).result()
+        for peer, tensor in enumerate(tensors):
+            assert_all(tensor, base + peer)
+    elif kind == "reduce_scatter":
+        output = torch.empty(count)
+        group.reduce_scatter(
+            output, [torch.full((count,), base + rank + peer) for peer in range(size)], background=False
+        ).result()
+        assert_all(output, size * (base + rank) + size * (size - 1) / 2)
+    elif kind == "all_to_all":
+        tensors = [torch.empty(count) for _ in range(size)]
+        group.all_to_all(
+            tensors, [torch.full((count,), base + rank + 10 * peer) for peer in range(size)], background=False
+        ).result()
+        for peer, tensor in enumerate(tensors):
+            assert_all(tensor, base + peer + 10 * rank)
+    elif kind == "several":
+        tensors = [torch.full((count,), base + rank + number) for number in range(4)]
+        works = [group.all_reduce(tensor) for tensor in tensors]
+        for number, work in enumerate(works):
+            work.wait()
+            assert_all(tensors[number], size * (base + number) + size * (size - 1) / 2)
+    elif kind == "pass on":
+        tensor = torch.empty(count)
+        receiving = group.recv(tensor, (rank - 1) % size)
+        group.send(torch.full((count,), base + rank), (rank + 1) % size, background=False).result()
+        receiving.wait()
+        assert_all(tensor, base + (rank - 1) % size)
+    else:
+        group.barrier(background=False).result()
+
+
+KINDS = (
+    "all_reduce", "registered", "reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "several", "pass on",
+    "barrier",
+)  # fmt: skip
+
+
+def assert_all(tensor, value):
+    assert bool((tensor == value).all()), f"{tensor[tensor != value][:3].tolist()} where {value} was expected"
+
+
+def left():
+    """Return what of ours there is in this process: descriptors of sockets and segments, and bytes of shared memory."""
+    kinds = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile, as the one that listed the folder is
+            kinds.append(os.readlink(f"/proc/self/fd/{name}"))
+    sockets = sum("socket:" in kind for kind in kinds)
+    segments = sum("memfd:asyncdist" in kind for kind in kinds)
+    return sockets, segments, arena.arena().used_nbytes
