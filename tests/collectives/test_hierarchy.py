@@ -11,7 +11,8 @@ import torch
 
 import asyncdist
 from asyncdist import registry
-from asyncdist.collectives.hierarchy import gather_runs, layout, part_count
+from asyncdist.collectives.choose import DEFAULT
+from asyncdist.collectives.hierarchy import gather_runs, layout, part_count, slices_pay
 from asyncdist.collectives.islands import Islands
 from asyncdist.collectives.schedule import Recv, Send
 from asyncdist.config import Config
@@ -30,6 +31,7 @@ HOSTS = {
     "3 + 2": "baabb",
     "2 + 1": "aab",
     "1 + 2 + 4": "abbcccc",
+    "4 x 2": "abcdabcd",
 }
 
 lie = pytest.mark.parametrize("hosts", HOSTS.values(), ids=HOSTS)
@@ -105,6 +107,14 @@ def test_parts_are_as_large_as_segments_but_not_fewer_than_pipelining_needs():
     assert part_count(1 << 16, 2, 1 << 20) == 1
     assert part_count(4 << 20, 2, 1 << 20) == 8
     assert part_count(100 << 20, 2, 1 << 20) == 50
+
+
+def test_small_tensors_go_along_every_rail_whole():
+    even, uneven = lies("aabb"), lies("aab")
+    assert [slices_pay(nbytes, even, DEFAULT) for nbytes in (4, 4096, 1 << 20, 25 << 20)] == [False, False, True, True]
+    assert all(
+        slices_pay(nbytes, uneven, DEFAULT) for nbytes in (4, 25 << 20)
+    )  # who is on no rail is to get it as well
 
 
 # -- what comes out ---------------------------------------------------------------------------------
