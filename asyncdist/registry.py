@@ -5,11 +5,14 @@ Ours come in by the same door as a third party's.
 
 from __future__ import annotations
 
+import logging
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 
 from asyncdist.errors import TransportUnavailableError, UsageError
 from asyncdist.transport import Transport
+
+log = logging.getLogger("asyncdist")
 
 GROUP = "asyncdist.transports"
 
@@ -53,7 +56,11 @@ def selected(backend: str | None) -> list[type[Transport]]:
         if reason is not None:
             raise TransportUnavailableError(f"the transport {name!r} cannot be used here: {reason}")
         return [transport]
-    usable = [kind for kind in map(load, names()) if kind.probe() is None]
+    reasons = {kind: kind.probe() for kind in map(load, names())}
+    for kind, reason in reasons.items():
+        if reason is not None:
+            log.info("the transport %s cannot be used here: %s", kind.name, reason)
+    usable = [kind for kind, reason in reasons.items() if reason is None]
     if not usable:
         raise TransportUnavailableError("no transport can be used here; `asyncdist info` says why for each")
     return sorted(usable, key=lambda kind: -kind.preference)

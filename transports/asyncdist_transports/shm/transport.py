@@ -147,12 +147,17 @@ class ShmTransport(Transport):
                     if not missing:
                         entrance.cancel()
 
+                def part_with(sock: socket.socket, visitor: asyncio.Task[None]) -> None:
+                    visitors.discard(visitor)
+                    if visitor.cancelled():  # perhaps before it began
+                        sock.close()
+
                 async def stand_open() -> None:
                     while True:
                         sock = await porch.visitor()
                         visitor = tasks.create_task(receive_one(sock))
                         visitors.add(visitor)
-                        visitor.add_done_callback(visitors.discard)
+                        visitor.add_done_callback(functools.partial(part_with, sock))
 
                 entrance = tasks.create_task(stand_open())
                 await asyncio.wait([entrance])

@@ -1,0 +1,140 @@
+"""How ranks become neighbours, and what becomes of the memory when they part."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import socket
+import time
+import types
+
+import pytest
+import torch
+
+from asyncdist.arena import arena
+from asyncdist.store import HashStore
+from asyncdist.testing.cluster import world_of
+from asyncdist.world import open_world
+from asyncdist_transports.shm import meeting
+from asyncdist_transports.shm.meeting import Porch, out_of_reach
+
+
+async def check_sums(groups):
+    tensors = [torch.full((1000,), group.rank() + 1.0) for group in groups]
+    await asyncio.gather(*[group.all_reduce(tensor) for group, tensor in zip(groups, tensors, strict=True)])
+    assert {tensor[-1].item() for tensor in tensors} == {len(groups) * (len(groups) + 1) / 2}
+
+
+async def test_ranks_of_different_network_namespaces_meet_at_a_door(monkeypatch):
+    """Abstract addresses would not be seen from there: each rank says that it lives in a namespace of its own."""
+    address, numbers, dialled = Porch.address, itertools.count(1), []
+    monkeypatch.setattr(Porch, "address", lambda porch: {**address(porch), "net": next(numbers)})
+    opened = Porch.open_door
+    monkeypatch.setattr(Porch, "open_door", lambda porch: dialled.append(porch) or opened(porch))
+    async with world_of(3, transport="shm") as groups:
+        assert len(dialled) == 2
+        await check_sums(groups)
+
+
+@pytest.mark.parametrize("says", [None, b"", b"garbage", b"x" * 44, b"asyncdist/1\n" + bytes(32)])
+async def test_strangers_at_the_door_neither_come_in_nor_keep_anybody_out(monkeypatch, says):
+    address, strangers = Porch.address, []
+
+    def visited(porch):
+        there = address(porch)
+        for _ in range(3):
+            stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            strangers.append(stranger)
+            stranger.connect(f"\0asyncdist-{there['name']}")
+            if says is not None:
+                stranger.send(says)
+        return there
+
+    monkeypatch.setattr(Porch, "address", visited)
+    began = time.monotonic()
+    try:
+        async with world_of(3, transport="shm") as groups:
+            assert time.monotonic() - began < 5
+            await check_sums(groups)
+    finally:
+        for stranger in strangers:
+            stranger.close()
+
+
+async def test_another_user_is_turned_away_by_who_is_visited(monkeypatch):
+    """The kernel says who is at the other end; the address says nothing of it here."""
+    true = meeting.os.getuid()
+    monkeypatch.setattr("asyncdist_transports.shm.transport._PATIENCE", 0.5)
+    monkeypatch.setattr(meeting, "os", types.SimpleNamespace(**{**vars(meeting.os), "getuid": lambda: true + 1}))
+    began = time.monotonic()
+    with pytest.raises(Exception, match="no transport reaches rank"):
+        async with world_of(2, transport="shm") as groups:
+            await check_sums(groups)
+    assert time.monotonic() - began < 5
+
+
+def test_who_is_out_of_reach():
+    own = {"user": 1, "net": 1, "pids": 1}
+    assert out_of_reach(own, own) is None
+    assert out_of_reach(own, {**own, "net": 2}) is None
+    assert "another user" in out_of_reach(own, {**own, "user": 2})
+    assert "namespace" in out_of_reach(own, {**own, "net": 2, "pids": 2})
+
+
+@types.coroutine
+def cancelled_at(number, coroutine):
+    """Await a coroutine in a task that is cancelled when it suspends for the ``number``-th time, from 0 on."""
+    resume, value = coroutine.send, None
+    for suspended in itertools.count():
+        try:
+            future = resume(value)
+        except StopIteration as over:
+            return over.value
+        if suspended == number:
+            asyncio.current_task().cancel()
+        try:
+            resume, value = coroutine.send, (yield future)
+        except BaseException as thrown:
+            resume, value = coroutine.throw, thrown
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+async def test_opening_that_is_cancelled_at_any_step_leaves_no_socket_and_no_memory(victim):
+    used = arena().used_nbytes
+    for number in itertools.count():
+        where = {"backend": "shm", "store": HashStore(), "world_size": 2, "timeout": 20}
+        other = asyncio.ensure_future(open_world(rank=1 - victim, **where))
+        opening = asyncio.ensure_future(cancelled_at(number, open_world(rank=victim, **where)))
+        await asyncio.wait([opening])
+        if not opening.cancelled():
+            worlds = [opening.result(), await other]
+            await asyncio.gather(*(world.close() for world in worlds))
+            break
+        other.cancel()
+        for ended in await asyncio.gather(other, return_exceptions=True):
+            if not isinstance(ended, BaseException):
+                await ended.close()
+    assert number > 4
+    assert arena().used_nbytes == used
+
+
+async def test_groups_that_come_and_go_leave_no_memory_behind():
+    used = arena().used_nbytes
+    async with world_of(2, transport="shm") as groups:
+        most = []
+        for _ in range(600):
+            among = [group.world.new_group(None) for group in groups]
+            await asyncio.gather(*[group.all_reduce(torch.ones(10)) for group in among])
+            for group in among:
+                group.close()
+            most.append(arena().used_nbytes)
+        assert max(most[-100:]) == max(most[:100])
+    assert arena().used_nbytes == used
+
+
+async def test_worlds_that_come_and_go_leave_no_memory_behind():
+    used = arena().used_nbytes
+    for _ in range(60):
+        async with world_of(2, transport="shm") as groups:
+            await check_sums(groups)
+        assert arena().used_nbytes == used

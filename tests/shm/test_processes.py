@@ -1,0 +1,110 @@
+"""Ranks as processes over shared memory: how they wait, what a fork, a limit or a stranger's user does to them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from asyncdist.testing.processes import Nursery
+
+pytestmark = pytest.mark.processes
+PROGRAM = Path(__file__).parent / "program_waits.py"
+
+
+@pytest.fixture(scope="module")
+def nursery():
+    with Nursery(
+        ("torch", "asyncdist", "asyncdist.sync", "asyncdist_transports.shm", "asyncdist_transports.tcp")
+    ) as it:
+        yield it
+
+
+@pytest.fixture
+def start(nursery, tmp_path):
+    """Start two ranks that run a function of the program: ``start(function, *args, **environment)``."""
+
+    def start(function, *args, **environment):
+        where = f"file://{tmp_path}/world"
+        return [nursery.start(PROGRAM, function, where, rank, 2, *args, environment=environment) for rank in range(2)]
+
+    yield start
+    nursery.clear()
+
+
+@pytest.mark.parametrize("spin", ["0", "5", "300"])
+def test_no_wake_up_is_lost(start, spin):
+    """Without spinning every wait sleeps; with little of it peers publish while one falls asleep."""
+    ranks = start("often", 8000, ASYNCDIST_SPIN_US=spin)
+    assert [rank.hear(120) for rank in ranks] == ["done", "done"]
+    assert [rank.wait() for rank in ranks] == [0, 0]
+
+
+def test_who_waits_for_a_stopped_rank_sleeps_and_gives_up_at_its_deadline(start):
+    waiting, stopped = start("waits_for_a_stopped_one")
+    assert [waiting.hear(), stopped.hear()] == ["warm", "warm"]
+    stopped.stop()
+    waiting.say("go")
+    kind, peers, took, used = waiting.hear()
+    assert (kind, tuple(peers)) == ("OperationTimeoutError", (1,))
+    assert 0.9 < took < 2.0
+    assert used < 0.02
+    stopped.resume()
+
+
+def test_a_death_is_noticed_though_a_forked_child_lives_on(start):
+    survivor, victim = start("dies_with_a_child")
+    child = victim.hear()
+    try:
+        survivor.say("go")
+        killed_at = time.monotonic()
+        victim.kill()
+        kind, peer, at = survivor.hear()
+        assert (kind, peer) == ("PeerLostError", 1)
+        assert at - killed_at < 1.0
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("how", ["nothing", "another folder"])
+def test_ranks_of_one_host_share_memory_whatever_else_differs(start, how):
+    ranks = start("falls_back", how)
+    for rank in ranks:
+        total, names, lines, _ = rank.hear()
+        assert (total, names) == (3.0, ["ShmLink"]), lines
+        assert not [line for line in lines if "next transport" in line]
+    for rank in ranks:
+        rank.say("leave")
+
+
+@pytest.mark.parametrize(
+    ("how", "reasons"),
+    [
+        ("small files", ["it offers none", "ulimit -f"]),
+        ("no descriptors", ["descriptors are not passed"]),
+    ],
+)
+def test_ranks_that_cannot_share_memory_use_the_next_transport_and_say_why_at_once(start, how, reasons):
+    ranks = start("falls_back", how)
+    said = []
+    for rank in ranks:
+        total, names, lines, took = rank.hear()
+        assert (total, names) == (3.0, ["TcpLink"])
+        assert took < 5.0
+        (line,) = [line for line in lines if "next transport" in line or "cannot be used here" in line]
+        said.append(line)
+    assert all(any(reason in line for line in said) for reason in reasons), said
+    for rank in ranks:
+        rank.say("leave")
+
+
+def test_a_segment_that_cannot_grow_is_an_error_on_every_rank_before_anything_is_summed(start):
+    ranks = start("cannot_grow")
+    for rank in ranks:
+        kind, text, unharmed = rank.hear()
+        assert kind in ("GroupError", "GroupAbortedError")
+        assert "cannot reserve" in text
+        assert unharmed
