@@ -33,7 +33,9 @@ class Config:
         "interface to advertise: a name prefix, =exact, or ^prefix to exclude; a,b for several",
     )
     host: str | None = _setting(
-        None, "ASYNCDIST_HOST", "name of this host: ranks of another name share no memory with us (default: the machine)"
+        None,
+        "ASYNCDIST_HOST",
+        "name of this host: ranks of another name share no memory with us (default: the machine)",
     )
     transport: str = _setting("auto", "ASYNCDIST_TRANSPORT", "transport when init_process_group names none")
     timeout: float = _setting(

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("asyncdist")
 
+_changing_callbacks = threading.RLock()  # of any work: held for a moment, and by few
+
 
 class Work:
     """One operation, started and going on by itself.
@@ -67,8 +69,9 @@ class Work:
     def run_callbacks(self) -> None:
         """Call what was hung on the completed work, once; an exception in a callback is logged."""
         while self._callbacks:
-            callbacks, self._callbacks = self._callbacks, None
-            for callback in callbacks:
+            with _changing_callbacks:
+                callbacks, self._callbacks = self._callbacks, None
+            for callback in callbacks or ():
                 try:
                     callback(self)
                 except Exception:
@@ -154,29 +157,32 @@ class Work:
 
     def add_done_callback(self, callback: Callable[[Work], object]) -> None:
         """Call ``callback(work)`` when the operation has ended, at once if it has; from any thread, so keep it short."""
-        if self._callbacks is None:
-            self._callbacks = [callback]
-        else:
-            self._callbacks.append(callback)
-        if self._done:  # it may have ended while we were appending: whoever takes the list calls it
+        with _changing_callbacks:
+            if self._callbacks is None:
+                self._callbacks = [callback]
+            else:
+                self._callbacks.append(callback)
+        if self._done:  # it may have ended meanwhile: whoever takes the list calls it
             self.run_callbacks()
 
     def _discard(self, callback: Callable[[Work], object]) -> None:
-        callbacks = self._callbacks
-        if callbacks is not None and callback in callbacks:
-            callbacks.remove(callback)
+        with _changing_callbacks:
+            if self._callbacks is not None and callback in self._callbacks:
+                self._callbacks.remove(callback)
 
     def get_future(self) -> torch.futures.Future[Any]:
         """Return a `torch.futures.Future` of the operation's value; one and the same at every call.
 
         It is completed on a thread of its own kind, never on the loop's: its callbacks run inline and may block.
         """
-        if self._future is None:
-            import torch
+        import torch
 
-            self._future = torch.futures.Future()
+        with _changing_callbacks:
+            first = self._future is None
+            future: torch.futures.Future[Any] = torch.futures.Future() if first else self._future
+            self._future = future
+        if first:
             self.add_done_callback(_complete_later)
-        future: torch.futures.Future[Any] = self._future
         return future
 
     def __repr__(self) -> str:

@@ -108,7 +108,7 @@ async def open_world(
         mesh = Mesh(meeting.rank, meeting.world_size, meeting.world_id, config, kinds, home)
         try:
             ours = {"addresses": mesh.listen(meeting.listen_host), "settings": _shared(config)}
-            everyone = [msgpack.unpackb(payload) for payload in await meeting.exchange(msgpack.packb(ours))]
+            everyone = [msgpack.unpackb(payload) for payload in await meeting.exchange(msgpack.packb(ours), more=True)]
             _compare([one["settings"] for one in everyone], meeting.rank)
             reached = await mesh.settle([one["addresses"] for one in everyone], meeting.remaining())
             mesh.agree([msgpack.unpackb(each) for each in await meeting.exchange(msgpack.packb(reached))])

@@ -21,7 +21,7 @@ CONTENDERS = ("asyncdist", "registered", "awaited", *RIVALS, "copy")
 """Keys of the results; a further transport's key is its own name."""
 
 # Up to so many bytes: (timed calls of each contender, of which so many in a row before the next one's turn).
-_CALLS = ((64 << 10, 400, 20), (1 << 20, 150, 10), (8 << 20, 48, 4), (32 << 20, 24, 2))
+_CALLS = ((64 << 10, 1000, 100), (1 << 20, 150, 10), (8 << 20, 48, 4), (32 << 20, 24, 2))
 _CALLS_BEYOND = (12, 1)
 
 

@@ -93,7 +93,7 @@ class Meeting:
         self._resources = AsyncExitStack()
         self._place: Place | None = None
         self._exchanges = 0
-        self._settled = False
+        self._promised = [0]  # the exchanges in which others may wait for us
         self._closed = False
 
     def __repr__(self) -> str:
@@ -108,8 +108,10 @@ class Meeting:
         """Return the seconds that are left of the rendezvous's own time."""
         return self._limit.deadline.remaining()
 
-    async def exchange(self, payload: bytes, *, timeout: float | None = None) -> list[bytes]:
+    async def exchange(self, payload: bytes, *, timeout: float | None = None, more: bool = False) -> list[bytes]:
         """Give this rank's payload and return every rank's, in order of rank. Every rank calls it equally often.
+
+        ``more`` says that another exchange follows at once, without which the world is not complete.
 
         One flight: the payload goes out together with the wait for all of them. The time allowed is what is left of
         the rendezvous's own, or ``timeout`` seconds.
@@ -118,7 +120,8 @@ class Meeting:
         RendezvousError when a rank gave up or rank 0's store is gone. Then close the meeting.
         """
         limit = self._limit if timeout is None else Limit(timeout, Deadline.after(timeout))
-        number, self._exchanges, self._settled = self._exchanges, self._exchanges + 1, False
+        number, self._exchanges = self._exchanges, self._exchanges + 1
+        self._promised = [number, number + 1] if more else [number]
         keys = [self.keys("payload", number, rank) for rank in range(self.world_size)]
         try:
             values = await self._offer_and_wait(keys, _PAYLOAD + payload, limit)
@@ -127,7 +130,7 @@ class Meeting:
                 f"rank 0 left or died before the world was complete: its store (met at {self.where}) hung up; "
                 "look at rank 0's own log first"
             ) from error
-        self._settled = True
+        self._promised = [number + 1] if more else []
         for value in values:
             if not value.startswith(_PAYLOAD):
                 raise _verdict(value, self.where)
@@ -204,13 +207,14 @@ class Meeting:
 
     async def _break_promise(self) -> None:
         """If we leave an exchange before it is complete, let those who wait, or come later, hear that instead."""
-        if self._settled:
+        if not self._promised:
             return
         reason = f"rank {self.rank} gave up before the world was complete; look at its own log first"
         verdict = _VERDICT + json.dumps({"reason": reason}).encode()
-        keys = [self.keys("payload", max(0, self._exchanges - 1), rank) for rank in range(self.world_size)]
-        await self._client.set(keys[self.rank], verdict)
-        await asyncio.gather(*(self._client.compare_set(key, b"", verdict) for key in keys))
+        for number in self._promised:
+            keys = [self.keys("payload", number, rank) for rank in range(self.world_size)]
+            await self._client.set(keys[self.rank], verdict)
+            await asyncio.gather(*(self._client.compare_set(key, b"", verdict) for key in keys))
 
 
 def _verdict(value: bytes, where: str) -> RendezvousError:

@@ -164,7 +164,7 @@ def test_the_turns_change_and_all_calls_are_made():
     first, second = Noted(), Noted()
     second.name = "second"
     case = traffic("barrier", 0, 2, 0)
-    timings = measure([(first, case), (second, case)], lambda: None, Plan(repeat=45), lambda share: None)
+    timings = measure([(first, case), (second, case)], lambda: None, Plan(repeat=250), lambda share: None)
     assert turns[2:] == ["idle", "second", "second", "idle", "idle", "second"]
-    assert {name: timing.calls for name, timing in timings.items()} == {"idle": 45, "second": 45}
-    assert list(rounds(45, 20)) == [20, 20, 5]
+    assert {name: timing.calls for name, timing in timings.items()} == {"idle": 250, "second": 250}
+    assert list(rounds(250, 100)) == [100, 100, 50]

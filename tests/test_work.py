@@ -1,0 +1,470 @@
+"""The handle of an operation: waited for in any loop and thread, by many at once, and never harmed by who gives up."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch
+
+from asyncdist.errors import GroupAbortedError, GroupError, LoopThreadError, MismatchError, UsageError, WaitTimeoutError
+from asyncdist.testing.cluster import world_of
+from asyncdist.work import Work, completed
+
+LARGE = 300_000
+
+
+def ones(count=4):
+    return torch.ones(count)
+
+
+@pytest.fixture
+def threads():
+    with ThreadPoolExecutor(12) as executor:
+        yield executor
+
+
+async def in_a_loop_of_its_own(executor, new_loop, make_coroutine):
+    """Run a coroutine to its end on another thread's loop."""
+
+    def main():
+        with asyncio.Runner(loop_factory=new_loop) as runner:
+            return runner.run(make_coroutine())
+
+    return await asyncio.get_running_loop().run_in_executor(executor, main)
+
+
+# -- one at a time -----------------------------------------------------------------------------------
+
+
+async def test_values(transport):
+    """An awaited operation gives what it wrote; a receive gives the sender, a barrier nothing."""
+    async with world_of(2, transport=transport) as (zero, one):
+        tensors = ones(), ones()
+        works = zero.all_reduce(tensors[0]), one.all_reduce(tensors[1])
+        assert [(await work) is tensor for work, tensor in zip(works, tensors, strict=True)] == [True, True]
+        works = zero.barrier(), one.barrier()
+        assert [await work for work in works] == [None, None]
+        lists = [[ones(), ones()] for _ in range(2)]
+        works = zero.all_gather(lists[0], ones()), one.all_gather(lists[1], ones())
+        assert [await work for work in works] == lists
+        assert (await works[0]) is lists[0]
+        works = zero.send(ones(), 1), one.recv(ones(), 0)
+        assert [await work for work in works] == [None, 0]
+        for work in works:
+            assert work.is_completed()
+            assert work.is_success()
+            assert work.exception() is None
+            assert work.wait()
+
+
+async def test_before_it_is_over(transport):
+    async with world_of(2, transport=transport) as (zero, one):
+        work = zero.all_reduce(ones())
+        assert not work.is_completed()
+        assert not work.is_success()
+        assert work.exception() is None
+        assert repr(work) == "<Work going on>"
+        with pytest.raises(UsageError, match="still goes on: await it"):
+            work.result()
+        await one.all_reduce(ones())
+        await work
+        assert repr(work) == "<Work completed>"
+        assert work.result().eq(2).all()
+
+
+async def test_a_work_may_be_awaited_again_and_by_many(transport):
+    async with world_of(2, transport=transport) as (zero, one):
+        work = zero.all_reduce(ones())
+
+        async def waiter():
+            return await work
+
+        waiters = [asyncio.ensure_future(waiter()) for _ in range(5)]
+        await asyncio.sleep(0)
+        await one.all_reduce(ones())
+        results = await asyncio.gather(*waiters, work, waiter())
+        assert all(result is results[0] for result in results)
+
+
+def test_a_completed_work():
+    work = completed(5)
+    assert work.is_success()
+    assert work.wait(0)
+    assert work.result() == 5
+    assert work.get_future().wait() == 5
+    assert asyncio.run(_await(work)) == 5
+
+
+async def _await(work):
+    return await work
+
+
+# -- asyncio around it -------------------------------------------------------------------------------
+
+
+async def test_a_waiter_that_gives_up_harms_nothing(transport):
+    """wait_for, asyncio.timeout and cancellation stop the waiting; the operation and the next ones go on."""
+    async with world_of(2, transport=transport) as (zero, one):
+        for count in (4, LARGE):
+            first, second, third = (zero.all_reduce(ones(count)) for _ in range(3))
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(first, 0.01)
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.01):
+                    await second
+            task = asyncio.ensure_future(_await(third))
+            await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert not any(work.is_completed() for work in (first, second, third))
+            for _ in range(3):
+                await one.all_reduce(ones(count))
+            for work in (first, second, third):
+                assert (await work).eq(2).all()
+            results = await asyncio.gather(zero.all_reduce(ones()), one.all_reduce(ones()))
+            assert all(result.eq(2).all() for result in results)
+
+
+async def test_gather_and_as_completed_and_wait(transport):
+    async with world_of(3, transport=transport) as groups:
+        results = await asyncio.gather(*(group.all_reduce(ones()) for group in groups))
+        assert all(result.eq(3).all() for result in results)
+        for finished in asyncio.as_completed([_await(group.all_reduce(ones())) for group in groups]):
+            assert (await finished).eq(3).all()
+        done, pending = await asyncio.wait([asyncio.ensure_future(group.all_reduce(ones())) for group in groups])
+        assert len(done) == 3
+        assert not pending
+        failed = [group.all_reduce(ones(3 + group.rank())) for group in groups]
+        with pytest.raises(MismatchError):
+            await asyncio.gather(*failed)
+        for work in failed:
+            assert isinstance(work.exception(), MismatchError)
+
+
+async def test_task_groups(transport):
+    async with world_of(2, transport=transport) as (zero, one):
+        async with asyncio.TaskGroup() as tasks:
+            started = [tasks.create_task(_await(group.all_reduce(ones()))) for group in (zero, one)]
+        assert all(task.result().eq(2).all() for task in started)
+        # A task that fails cancels its neighbours' waiting, not what they wait for.
+        pending = zero.all_reduce(ones())
+
+        async def fail():
+            raise ValueError("something else")
+
+        with pytest.raises(ExceptionGroup):  # noqa: PT012
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(_await(pending))
+                tasks.create_task(fail())
+        await one.all_reduce(ones())
+        assert (await pending).eq(2).all()
+
+
+async def test_shield_and_cancelling_every_waiter(transport):
+    async with world_of(2, transport=transport) as (zero, one):
+        work = zero.broadcast(ones(LARGE), 1)
+        tasks = [asyncio.ensure_future(asyncio.shield(_await(work))) for _ in range(3)]
+        tasks += [asyncio.ensure_future(_await(work)) for _ in range(3)]
+        await asyncio.sleep(0)
+        for task in tasks:
+            task.cancel()
+        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(outcome, asyncio.CancelledError) for outcome in outcomes)
+        await one.broadcast(torch.full((LARGE,), 7.0), 1)
+        assert (await work).eq(7).all()
+
+
+# -- other loops, and threads ------------------------------------------------------------------------
+
+
+async def test_awaited_in_another_loop(transport, threads, new_loop):
+    async with world_of(2, transport=transport) as (zero, one):
+        for count in (4, LARGE):
+            works = zero.all_reduce(ones(count)), one.all_reduce(ones(count))
+
+            async def both(works=works):
+                return await asyncio.gather(*works)
+
+            results = await in_a_loop_of_its_own(threads, new_loop, both)
+            assert all(result.eq(2).all() for result in results)
+
+            async def started_there(count=count):
+                return await asyncio.gather(zero.all_reduce(ones(count)), one.all_reduce(ones(count)))
+
+            results = await in_a_loop_of_its_own(threads, new_loop, started_there)
+            assert all(result.eq(2).all() for result in results)
+
+            pending = zero.all_reduce(ones(count))
+
+            async def given_up_there(pending=pending):
+                with pytest.raises(TimeoutError):
+                    await asyncio.wait_for(_await(pending), 0.01)
+
+            await in_a_loop_of_its_own(threads, new_loop, given_up_there)
+            await one.all_reduce(ones(count))
+            assert (await pending).eq(2).all()
+
+
+async def test_waited_for_in_threads_while_the_loop_goes_on(transport, threads):
+    async with world_of(2, transport=transport) as (zero, one):
+        loop = asyncio.get_running_loop()
+        for count in (4, LARGE):
+            works = [group.all_reduce(ones(count)) for _ in range(4) for group in (zero, one)]
+            waits = [loop.run_in_executor(threads, work.wait, 30) for work in works]
+            later = [group.all_reduce(ones(count)) for group in (zero, one)]
+            await asyncio.gather(*later)
+            assert all(await asyncio.gather(*waits))
+            assert all(work.result().eq(2).all() for work in works + later)
+
+
+async def test_started_in_a_thread(transport, threads):
+    async with world_of(2, transport=transport) as groups:
+        loop = asyncio.get_running_loop()
+
+        def rank(group, turn):
+            work = group.all_reduce(ones(LARGE if turn % 2 else 4), background=turn < 3)
+            assert work.is_completed() or turn < 3
+            assert work.wait()
+            return work.result()
+
+        for turn in range(6):
+            results = await asyncio.gather(*(loop.run_in_executor(threads, rank, group, turn) for group in groups))
+            assert all(result.eq(2).all() for result in results)
+
+
+async def test_a_wait_in_a_thread_that_times_out(transport, threads):
+    async with world_of(2, transport=transport) as (zero, one):
+        loop = asyncio.get_running_loop()
+        work = zero.all_reduce(ones())
+        for limit in (0, 0.01, timedelta(milliseconds=10)):
+            with pytest.raises(WaitTimeoutError, match="the operation goes on") as late:
+                await loop.run_in_executor(threads, work.wait, limit)
+            assert isinstance(late.value, TimeoutError)
+        assert not work.is_completed()
+        with pytest.raises(ValueError, match="a timeout is a number of seconds"):
+            await loop.run_in_executor(threads, work.wait, -1)
+        await one.all_reduce(ones())
+        assert await loop.run_in_executor(threads, work.wait, 10)
+
+
+async def test_a_wait_on_the_loops_own_thread_is_refused(transport):
+    async with world_of(2, transport=transport) as (zero, one):
+        work = zero.all_reduce(ones())
+        with pytest.raises(LoopThreadError, match="use `await` instead"):
+            work.wait()
+        with pytest.raises(LoopThreadError, match="all_reduce on the event loop"):
+            one.all_reduce(ones(), background=False)
+        await one.all_reduce(ones())  # the refused call was none
+        assert work.is_completed() or await work is not None
+        assert work.wait(), "what is over can be waited for anywhere"
+
+
+def test_a_blocking_program_may_wait_inside_a_loop_that_drives_nothing(together, transport):
+    """The runtime's loop drives a blocking world; another loop's thread may block, at that loop's own cost."""
+
+    def rank(group):
+        async def main():
+            work = group.all_reduce(ones())
+            assert work.wait()
+            return (await group.all_reduce(ones())).tolist() + work.result().tolist()
+
+        return asyncio.run(main())
+
+    assert together(2, rank, transport=transport) == [[2.0] * 8] * 2
+
+
+def test_many_threads_wait_for_one_work(together, transport):
+    def rank(group):
+        for turn in range(10):
+            if group.rank() == 0:
+                work = group.all_reduce(ones(3))
+                with ThreadPoolExecutor(6) as threads:
+                    waits = [threads.submit(work.wait, 20) for _ in range(6)]
+                    assert all(wait.result() for wait in waits)
+            else:
+                group.all_reduce(ones(3), background=turn % 2 == 0).wait()
+        return True
+
+    assert all(together(3, rank, transport=transport))
+
+
+def test_threads_with_groups_of_their_own(together, transport):
+    """Several threads of a rank, each with its own group, block and wait at the same time."""
+
+    def rank(group):
+        groups = [group.world.new_group(None) for _ in range(4)]
+
+        def thread(number):
+            total = 0.0
+            for turn in range(30):
+                tensor = torch.full((1 + turn * 500,), float(number + 1))
+                if turn % 3 == 0:
+                    groups[number].all_reduce(tensor, background=False)
+                else:
+                    groups[number].all_reduce(tensor).wait()
+                total += float(tensor[-1])
+            return total
+
+        with ThreadPoolExecutor(4) as threads:
+            return list(threads.map(thread, range(4)))
+
+    for totals in together(3, rank, transport=transport):
+        assert totals == [30 * 3.0 * (number + 1) for number in range(4)]
+
+
+# -- callbacks and futures ---------------------------------------------------------------------------
+
+
+async def test_callbacks(transport, caplog):
+    async with world_of(2, transport=transport) as (zero, one):
+        seen = []
+        work = zero.all_reduce(ones())
+        work.add_done_callback(lambda done: seen.append(("first", done is work, done.is_completed())))
+        work.add_done_callback(lambda done: 1 / 0)
+        work.add_done_callback(lambda done: seen.append("third"))
+        await one.all_reduce(ones())
+        await work
+        work.add_done_callback(lambda done: seen.append("late"))
+        assert seen == [("first", True, True), "third", "late"]
+        assert "a callback of <Work completed> raised" in caplog.text
+        assert "ZeroDivisionError" in caplog.text
+        caplog.clear()  # the frames of its traceback hold the world, and its mapped memory
+
+
+async def test_a_callback_may_start_the_next_operation(transport):
+    """Callbacks run without the lock of the machine: they may issue, wait for nothing, and start others in turn."""
+    async with world_of(2, transport=transport) as groups:
+        finished = [asyncio.Event() for _ in groups]
+
+        def go_on(group, left):
+            def next_one(work):
+                if left:
+                    group.all_reduce(work.result()).add_done_callback(go_on(group, left - 1))
+                else:
+                    loop.call_soon_threadsafe(finished[group.rank()].set)
+
+            return next_one
+
+        loop = asyncio.get_running_loop()
+        tensors = [ones() for _ in groups]
+        for group in groups:
+            group.all_reduce(tensors[group.rank()]).add_done_callback(go_on(group, 5))
+        async with asyncio.timeout(10):
+            await asyncio.gather(*(event.wait() for event in finished))
+        assert all(tensor.eq(64).all() for tensor in tensors)
+
+
+def test_callbacks_that_are_hung_on_while_it_ends():
+    """Whatever the interleaving of adding and completing, every callback is called, and once."""
+    for _ in range(300):
+        work, called, start = Work(), [], threading.Barrier(4)
+
+        def add(number, work=work, called=called, start=start):
+            start.wait()
+            work.add_done_callback(lambda _: called.append(number))
+
+        adders = [threading.Thread(target=add, args=(number,)) for number in range(3)]
+        for adder in adders:
+            adder.start()
+        start.wait()
+        work.finish(1)
+        work.run_callbacks()
+        for adder in adders:
+            adder.join()
+        assert sorted(called) == [0, 1, 2]
+
+
+async def test_torch_futures(transport, threads):
+    async with world_of(2, transport=transport) as (zero, one):
+        loop = asyncio.get_running_loop()
+        work = zero.all_reduce(ones())
+        future = work.get_future()
+        assert isinstance(future, torch.futures.Future)
+        assert work.get_future() is future
+        assert not future.done()
+        doubled = future.then(lambda done: done.value() * 2)
+        await one.all_reduce(ones())
+        assert (await loop.run_in_executor(threads, future.wait)).eq(2).all()
+        assert (await loop.run_in_executor(threads, doubled.wait)).eq(4).all()
+        both = torch.futures.collect_all([work.get_future(), one.barrier().get_future()])
+        await zero.barrier()
+        assert len(await loop.run_in_executor(threads, both.wait)) == 2
+        # A callback of a future may block on another operation.
+        chained = zero.all_reduce(ones()).get_future().then(lambda _: zero.all_reduce(ones()).wait())
+        await one.all_reduce(ones())
+        await one.all_reduce(ones())
+        assert await loop.run_in_executor(threads, chained.wait)
+
+
+async def test_torch_futures_of_what_failed(transport, threads):
+    async with world_of(2, transport=transport) as (zero, one):
+        works = zero.all_reduce(ones(3)), one.all_reduce(ones(4))
+        for work in works:
+            with pytest.raises(MismatchError):
+                await asyncio.get_running_loop().run_in_executor(threads, work.get_future().wait)
+        for work in works:  # a future hides its error from the garbage collector, and its frames hold the world
+            work.exception().with_traceback(None)
+
+
+def test_futures_are_made_once_by_many_threads():
+    work = Work()
+    with ThreadPoolExecutor(8) as threads:
+        futures = list(threads.map(lambda _: work.get_future(), range(8)))
+        assert all(future is futures[0] for future in futures)
+        work.finish("x")
+        work.run_callbacks()
+        assert futures[0].wait() == "x"
+
+
+# -- failures ----------------------------------------------------------------------------------------
+
+
+async def test_a_failure_is_raised_wherever_one_looks(transport, threads):
+    async with world_of(2, transport=transport) as (zero, one):
+        work, other = zero.all_reduce(ones(3)), one.all_reduce(ones(4))
+        for _ in range(2):
+            with pytest.raises(MismatchError):
+                await work
+            with pytest.raises(MismatchError):
+                work.result()
+            with pytest.raises(MismatchError):
+                work.wait()
+        assert work.is_completed()
+        assert not work.is_success()
+        assert isinstance(work.exception(), MismatchError)
+        assert "failed: all_reduce #1" in repr(work)
+        with pytest.raises(MismatchError):
+            await asyncio.get_running_loop().run_in_executor(threads, other.wait)
+
+
+async def test_what_is_pending_when_its_group_is_destroyed(transport):
+    async with world_of(2, transport=transport) as groups:
+        group = groups[0].world.new_group(None)
+        works = [group.all_reduce(ones()), group.recv(ones(), 1)]
+        task = asyncio.ensure_future(_await(works[0]))
+        await asyncio.sleep(0)
+        group.close()
+        for pending in (task, works[1]):
+            with pytest.raises(GroupAbortedError, match="was destroyed while this operation was pending"):
+                await pending
+        await asyncio.gather(*(one.barrier() for one in groups))
+
+
+async def test_an_abort_ends_it_for_everyone(transport):
+    async with world_of(3, transport=transport) as groups:
+        among = [group.world.new_group(None) for group in groups]
+        works = [group.all_reduce(ones()) for group in among[:2]] + [among[2].recv(ones(), 0)]
+        among[1].abort("enough")
+        async with asyncio.timeout(10):
+            for work in works:
+                with pytest.raises(GroupAbortedError, match="enough"):
+                    await work
+            for group in among:
+                with pytest.raises(GroupError, match="enough"):
+                    await group.barrier()
+        await asyncio.gather(*(group.barrier() for group in groups))
