@@ -76,7 +76,8 @@ class Face(Generic[R, V]):
         self, tensor: Any, op: Reduction = ReduceOp.SUM, group: AnyGroup = None, async_op: bool = False
     ) -> R:
         """Reduce ``tensor`` (any shape, CPU) over the group, in place; every rank gets the same bits."""
-        return self._finish(resolve(group).all_reduce(tensor, op, background=self._runs(async_op)), async_op)
+        work = resolve(group).all_reduce(tensor, op, background=async_op or not self._blocking)
+        return self._finish(work, async_op)
 
     def all_reduce_coalesced(
         self, tensors: Sequence[Any], op: Reduction = ReduceOp.SUM, group: AnyGroup = None, async_op: bool = False

@@ -9,6 +9,7 @@ Ranks issue the operations of one group in the same order, from any thread; seve
 from __future__ import annotations
 
 import itertools
+from asyncio import _get_running_loop
 from collections.abc import Iterable, Sequence
 from time import perf_counter
 from typing import Any, TypedDict, Unpack
@@ -215,7 +216,7 @@ class Group:
         self, known: reductions.Known, tensor: torch.Tensor, background: bool, timeout: Timeout
     ) -> Work:
         """Take the short cut of tensors like one that was all-reduced before."""
-        if self._closed or not background:
+        if self._closed or (not background and _get_running_loop() is not None):
             self._check("all_reduce", background)
         number = next(self._sequence)
         entry = Entry(self.name, "all_reduce", number, known.fingerprint, known.nbytes)

@@ -335,7 +335,12 @@ class Mesh:
         return self._executor.run() or moved
 
     def waits(self) -> list[Wait] | None:
-        waits = [wait for transport in self.ways.transports for wait in transport.waits()]
+        waits: list[Wait] = []
+        for transport in self.ways.transports:
+            wanted = transport.waits()
+            if wanted is None:
+                return None
+            waits += wanted
         # Peers ring from now on; what they did just before, without ringing, is seen by looking once more.
         return None if self._executor.run() else waits
 

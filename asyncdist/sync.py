@@ -118,7 +118,8 @@ def process_group(
 def _finish(work: Work, async_op: bool) -> Work | None:
     if async_op:
         return work
-    work.result()
+    if not work.is_success():
+        work.result()
     return None
 
 

@@ -127,8 +127,11 @@ class Transport(ABC):
         """Move what can be moved: on the given descriptors, or on all that have something to do."""
 
     @abstractmethod
-    def waits(self) -> list[Wait]:
-        """Return the descriptors and poll events to sleep on; from now until `advance` peers must wake us there."""
+    def waits(self) -> list[Wait] | None:
+        """Return the descriptors and poll events to sleep on; from now until `advance` peers must wake us there.
+
+        None if something has moved meanwhile: who wanted to sleep looks again first.
+        """
 
     @abstractmethod
     def busy(self) -> bool:

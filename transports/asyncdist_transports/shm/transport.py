@@ -283,10 +283,11 @@ class ShmTransport(Transport):
                 neighbour.end("")
             neighbour.queue.clear()
 
-    def waits(self) -> list[Wait]:
+    def waits(self) -> list[Wait] | None:
         self._asleep[0] = 1
         self._fence.full()  # before we, and whoever asks us, look once more: see `order`
-        self._pump()
+        if self._pump():
+            return None
         return [(descriptor, neighbour.waits()) for descriptor, neighbour in self._by_descriptor.items()]
 
     def busy(self) -> bool:

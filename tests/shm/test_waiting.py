@@ -1,0 +1,178 @@
+"""Every way of waiting in shared memory: looking, offering the core, sleeping; and whoever has begun an operation."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+
+import pytest
+import torch
+
+from asyncdist.config import Config
+from asyncdist.testing.cluster import run_ranks, world_of
+
+COUNTS = [1, 20_000, 1_000_001]  # one line; an area; several pieces
+
+
+def shm_of(group):
+    return group.mesh.ways.transports[0]
+
+
+# -- lost wake-ups ----------------------------------------------------------------------------------
+
+
+async def test_what_a_peer_publishes_before_we_sleep_is_seen():
+    """The peer looks at our flag before we raise it, and so does not ring: the look after it must find the step."""
+    async with world_of(2, transport="shm") as (zero, one):
+        await asyncio.gather(zero.barrier(), one.barrier())
+        mesh, ours = zero.mesh, shm_of(zero)
+        rung = []
+        shm_of(one)._neighbours[0].ring = lambda: rung.append(True)
+        work = zero.barrier()
+        assert not work.is_completed()
+        ours._asleep[0] = 0  # as while a driver is awake
+        other = one.barrier()  # publishes, and finds nobody asleep
+        assert not rung
+        with mesh.progress._lock:
+            assert mesh.waits() is None  # raises the flag and looks once more: something moved, so nobody sleeps
+        await asyncio.gather(work, other)
+
+
+async def test_what_a_peer_publishes_after_we_said_that_we_sleep_rings():
+    async with world_of(2, transport="shm") as (zero, one):
+        await asyncio.gather(zero.barrier(), one.barrier())
+        rung = []
+        neighbour = shm_of(one)._neighbours[0]
+        ring = neighbour.ring
+
+        def noted():
+            rung.append(neighbour.asleep[0])
+            ring()
+
+        neighbour.ring = noted
+        for member in one._native._window.others:
+            member.ring = noted
+        work = zero.barrier()
+        with zero.mesh.progress._lock:
+            assert zero.mesh.waits()
+        await one.barrier()
+        assert rung[0] == 1
+        assert neighbour.asleep[0] == 0  # cleared by who rings, before it rings
+        async with asyncio.timeout(5):
+            await work
+
+
+async def test_a_message_that_came_while_we_fell_asleep_is_seen():
+    async with world_of(2, transport="shm") as (zero, one):
+        await asyncio.gather(one.send(torch.ones(1), 0), zero.recv(torch.empty(1), 1))
+        received = zero.recv(tensor := torch.empty(3), 1)
+        shm_of(zero)._asleep[0] = 0
+        shm_of(one)._neighbours[0].ring = lambda: pytest.fail("rung, though nobody had said that it sleeps")
+        await one.send(torch.arange(3.0), 0)
+        del shm_of(one)._neighbours[0].ring
+        with zero.mesh.progress._lock:
+            assert zero.mesh.waits() is None
+        await received
+        assert tensor.tolist() == [0, 1, 2]
+
+
+# -- spinning and yielding --------------------------------------------------------------------------
+
+
+def test_who_waits_spins_for_a_bounded_time_and_offers_the_core_where_ranks_outnumber_cores(monkeypatch):
+    offered = []
+    monkeypatch.setattr("asyncdist.progress._yield_core", lambda: offered.append(True))
+
+    def never():
+        while True:
+            yield 1
+
+    def program(group):
+        if group.rank() != 0:
+            return None
+        counts = []
+        for crowded in (False, True):
+            offered.clear()
+            group.mesh.progress.spin_for(5e-3, 0.0, crowded=crowded)
+            before = time.monotonic()
+            assert not group.mesh.progress.attempt(never(), wait=True)
+            assert 5e-3 <= time.monotonic() - before < 2.0
+            counts.append(len(offered))
+        return counts
+
+    counts, _ = run_ranks(2, program, transport="shm")
+    assert counts[1] > 8 * counts[0] > 0
+
+
+def test_ranks_of_one_process_do_not_spin():
+    assert run_ranks(2, lambda group: shm_of(group).spin()[0], transport="shm") == [0.0, 0.0]
+
+
+async def test_the_spin_is_a_setting():
+    async with world_of(2, transport="shm", config=Config(spin_us=0.0)) as groups:
+        assert [group.mesh.progress._spin for group in groups] == [0.0, 0.0]
+
+
+# -- begun by one, finished by another --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", COUNTS)
+async def test_begun_inline_and_finished_by_the_loop(count):
+    """A schedule that was attempted, and had to wait, goes on as an operation of the loop."""
+    async with world_of(2, transport="shm") as (zero, one):
+        tensors = [torch.full((count,), rank + 1.0) for rank in range(2)]
+        first = zero.all_reduce(tensors[0])  # posts, and finds nobody
+        assert not first.is_completed()
+        assert zero.mesh._executor.operations
+        await one.all_reduce(tensors[1])
+        await first
+        assert [tensor[-1].item() for tensor in tensors] == [3.0, 3.0]
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_begun_in_the_background_and_finished_by_who_waits(count):
+    late = threading.Event()
+
+    def program(group):
+        tensor = torch.full((count,), group.rank() + 1.0)
+        if group.rank() == 0:
+            work = group.all_reduce(tensor)
+            assert not work.is_completed()
+            late.set()
+            work.wait()
+        else:
+            assert late.wait(10)
+            group.all_reduce(tensor, background=False).result()
+        return tensor[-1].item()
+
+    assert run_ranks(2, program, transport="shm") == [3.0, 3.0]
+
+
+def test_threads_and_overlapping_groups_at_once():
+    """Threads with a group each, over the same ranks and over parts of them, many operations in flight."""
+
+    def program(group):
+        world, rank = group.world, group.rank()
+        groups = [world.new_group([0, 1, 2]), world.new_group([0, 1]), world.new_group([1, 2]), world.new_group([2, 0])]
+        sums: list[list[float]] = [[] for _ in groups]
+
+        def use(place):
+            one = groups[place]
+            if one is None:
+                return
+            works = [one.all_reduce(torch.full((1 + 40_000 * (turn % 3),), rank + 1.0)) for turn in range(20)]
+            sums[place] = [work.get_future().wait()[-1].item() for work in works]
+            sums[place] += [one.all_reduce(torch.ones(3), background=False).result()[0].item() for _ in range(20)]
+
+        threads = [threading.Thread(target=use, args=(place,)) for place in range(len(groups))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for one, got in zip(groups, sums, strict=True):
+            if one is not None:
+                assert got == [float(sum(member + 1 for member in one.ranks))] * 20 + [float(len(one.ranks))] * 20
+        return True
+
+    assert run_ranks(3, program, transport="shm", timeout=60) == [True] * 3
