@@ -146,16 +146,17 @@ class Group:
         timeout: Timeout = None,
     ) -> Work:
         self._check(name, background)
+        limit = self.timeout if timeout is None else seconds(timeout)
         if number is None:  # counted only now: a call that was refused on one rank must not shift its numbers
             number = next(self._sequence)
         entry = Entry(self.name, name, number, plan.fingerprint, plan.nbytes)
         self.mesh.recorder.add(entry)
         if self._native is None or channel.point_to_point:
-            return self._operate(channel, plan, plan.parts, entry, background, timeout)
+            return self._operate(channel, plan, plan.parts, entry, background, limit)
         if plan.native is None:
             announcement = self._native.announce(number, plan.fingerprint)
-            return self._operate(channel, plan, announced(announcement, plan.parts), entry, background, timeout)
-        return self._attempt(plan, plan.native(number, plan.fingerprint), entry, background, timeout)
+            return self._operate(channel, plan, announced(announcement, plan.parts), entry, background, limit)
+        return self._attempt(plan, plan.native(number, plan.fingerprint), entry, background, limit)
 
     def _check(self, name: str, background: bool) -> None:
         if self._closed:
@@ -163,7 +164,7 @@ class Group:
         if not background:
             self.mesh.progress.refuse_loop_thread(name)
 
-    def _attempt(self, plan: Plan, schedule: Schedule, entry: Entry, background: bool, timeout: Timeout) -> Work:
+    def _attempt(self, plan: Plan, schedule: Schedule, entry: Entry, background: bool, limit: float) -> Work:
         """Run a native schedule here and now if its peers are there; make an operation of it if they are not."""
         channel = self._channel
         try:
@@ -174,12 +175,11 @@ class Group:
                 return completed(value)
         except Exception as cause:
             schedule = raising(cause)  # an operation that fails of it fails the group, and tells the peers
-        return self._operate(channel, plan, (schedule,), entry, background, timeout)
+        return self._operate(channel, plan, (schedule,), entry, background, limit)
 
     def _operate(
-        self, channel: Channel, plan: Plan, parts: Iterable[Schedule], entry: Entry, background: bool, timeout: Timeout
+        self, channel: Channel, plan: Plan, parts: Iterable[Schedule], entry: Entry, background: bool, limit: float
     ) -> Work:
-        limit = self.timeout if timeout is None else seconds(timeout)
         work = Work(self.mesh.progress)
         operation = Operation(channel, entry.op, entry.seq, plan, parts, work, limit, entry)
         self.mesh.issue(operation, background=background)
@@ -218,6 +218,7 @@ class Group:
         """Take the short cut of tensors like one that was all-reduced before."""
         if self._closed or (not background and _get_running_loop() is not None):
             self._check("all_reduce", background)
+        limit = self.timeout if timeout is None else seconds(timeout)
         number = next(self._sequence)
         entry = Entry(self.name, "all_reduce", number, known.fingerprint, known.nbytes)
         self.mesh.recorder.add(entry)
@@ -230,7 +231,7 @@ class Group:
         except Exception as cause:
             schedule = raising(cause)
         plan = Plan(fingerprint=known.fingerprint, finish=lambda: tensor, nbytes=known.nbytes)
-        return self._operate(self._channel, plan, (schedule,), entry, background, timeout)
+        return self._operate(self._channel, plan, (schedule,), entry, background, limit)
 
     def all_reduce_coalesced(self, tensors: Sequence[Any], op: Reduction = ReduceOp.SUM, **how: Unpack[How]) -> Work:
         """Reduce several tensors of one dtype over the ranks as one operation."""

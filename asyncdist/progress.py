@@ -277,14 +277,15 @@ class Progress:
 
     def poke(self, work: Finishable) -> None:
         """Try for a moment to complete ``work`` on the spot."""
-        until = monotonic() + self._loop_spin
+        now = monotonic()
+        until, end = now + self._loop_spin, now + _SLICE
         while not self._seat.locked() and self._lock.acquire(blocking=False):
             try:
                 moved = self._turn(None)
             finally:
                 self._lock.release()
             self._deliver()
-            if work.is_completed() or (not moved and monotonic() >= until):
+            if work.is_completed() or monotonic() >= (end if moved else until):
                 break
             if not moved:
                 _yield_core()

@@ -25,6 +25,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("asyncdist")
 
+_TURN = 1e-3  # seconds for which a task may await what is over at once, until it lets its loop turn
+
+
+class _Turns(threading.local):
+    """When an await of ours last let this thread's loop turn."""
+
+    last = 0.0
+
+
+_turns = _Turns()
 _changing_callbacks = threading.RLock()  # of any work: held for a moment, and by few
 
 
@@ -126,8 +136,13 @@ class Work:
     def __await__(self) -> Generator[Any, None, Any]:
         if not self._done and self._progress is not None:
             self._progress.poke(self)
-            if not self._done:
-                yield from self._suspend(self._progress)
+        if not self._done and self._progress is not None:
+            yield from self._suspend(self._progress)
+            _turns.last = monotonic()
+        elif monotonic() > _turns.last + _TURN:
+            # Who awaits one short operation after the other would keep everybody else from the loop.
+            yield
+            _turns.last = monotonic()
         return self._outcome()
 
     def _suspend(self, progress: Progress) -> Generator[Any, None, None]:

@@ -468,3 +468,18 @@ async def test_an_abort_ends_it_for_everyone(transport):
                 with pytest.raises(GroupError, match="enough"):
                     await group.barrier()
         await asyncio.gather(*(group.barrier() for group in groups))
+
+
+async def test_awaiting_what_is_over_lets_other_tasks_run():
+    """Short operations that are over at the call must not keep everybody else from the loop, nor an interrupt."""
+    ran = asyncio.Event()
+    other = asyncio.get_running_loop().create_task(_set(ran))
+    until = asyncio.get_running_loop().time() + 5
+    while not ran.is_set() and asyncio.get_running_loop().time() < until:
+        await completed("over")
+    assert ran.is_set()
+    await other
+
+
+async def _set(event):
+    event.set()
