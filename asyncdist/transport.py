@@ -110,12 +110,12 @@ class Transport(ABC):
         """
         return None
 
-    def spin(self) -> tuple[float, bool]:
+    def spin(self, here: int) -> tuple[float, bool]:
         """Return for how many seconds one who waits had better try on than sleep, and whether peers need our core.
 
-        Waking a sleeper takes longer than a short message.
+        ``here`` is how many ranks there are on this host. Waking a sleeper takes longer than a short message.
         """
-        crowded = self.host.world_size > (os.cpu_count() or 1)
+        crowded = here > (os.cpu_count() or 1)
         return (0.0 if crowded or self.same_thread else self.host.config.spin_us * 1e-6), crowded
 
     @abstractmethod

@@ -106,7 +106,7 @@ def test_who_waits_spins_for_a_bounded_time_and_offers_the_core_where_ranks_outn
 
 
 def test_ranks_of_one_process_do_not_spin():
-    assert run_ranks(2, lambda group: shm_of(group).spin()[0], transport="shm") == [0.0, 0.0]
+    assert run_ranks(2, lambda group: shm_of(group).spin(2)[0], transport="shm") == [0.0, 0.0]
 
 
 async def test_the_spin_is_a_setting():

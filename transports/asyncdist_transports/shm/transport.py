@@ -172,7 +172,7 @@ class ShmTransport(Transport):
         neighbour = Neighbour(peer, sock, mapping, board, self._board, self.host, self._fence)
         self._neighbours[peer] = self._living[peer] = self._by_descriptor[sock.fileno()] = neighbour
 
-    def spin(self) -> tuple[float, bool]:
+    def spin(self, here: int) -> tuple[float, bool]:
         spin = self.host.config.spin_us * 1e-6
         if self._same_process:  # who spins keeps the interpreter from its peer
             return 0.0, True
