@@ -136,15 +136,22 @@ class Executor:
         operation, looks = task.operation, task.awaits is not None
         if task.operation.over:  # it failed while the task stood in the queue
             return True
+        missed: int | None = None
         try:
             while not task.outstanding:
                 reply, task.reply = task.reply, None
                 step = task.generator.send(reply)
                 before, task.awaits = task.awaits, None
                 if isinstance(step, int):
-                    self._polled.append(task)
                     task.awaits = operation.channel.members[step]
-                    return not looks or task.awaits != before
+                    gone = self._peers.gone(task.awaits)
+                    if gone is None:
+                        self._polled.append(task)
+                        return not looks or task.awaits != before
+                    if missed == task.awaits:
+                        raise gone
+                    missed = task.awaits  # what it did before it went may have come after we had looked
+                    continue
                 if not step:
                     self._polled.append(task)
                     return True

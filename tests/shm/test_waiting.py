@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from asyncdist.config import Config
+from asyncdist.errors import PeerLostError
 from asyncdist.testing.cluster import run_ranks, world_of
 
 COUNTS = [1, 20_000, 1_000_001]  # one line; an area; several pieces
@@ -176,3 +177,23 @@ def test_threads_and_overlapping_groups_at_once():
         return True
 
     assert run_ranks(3, program, transport="shm", timeout=60) == [True] * 3
+
+
+# -- who has left -----------------------------------------------------------------------------------
+
+
+async def test_whoever_comes_to_wait_for_a_rank_that_has_left_in_order_is_told():
+    """While it left, nobody waited for it: its part of the first round was there, and rank 2 had not come."""
+    async with world_of(3, transport="shm") as (zero, one, two):
+        await asyncio.gather(*(group.barrier() for group in (zero, one, two)))
+        first, gone = zero.all_reduce(torch.ones(1_000_000)), one.all_reduce(torch.ones(1_000_000))
+        one.world.leave()
+        assert gone.exception() is not None
+        async with asyncio.timeout(10):
+            while zero.mesh.gone(1) is None:  # the goodbye comes over the socket
+                await asyncio.sleep(0.001)
+            assert not first.is_completed()
+            last = two.all_reduce(torch.ones(1_000_000))
+            for work in (first, last):
+                with pytest.raises(PeerLostError, match="rank 1"):
+                    await work

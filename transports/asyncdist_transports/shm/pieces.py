@@ -37,7 +37,10 @@ class Pieces:
         piece = self.of(source, k)
         count = piece.numel()
         start = self.head + block * self.stride
-        self.window.reserve(self.number, half, start + count * self.dtype.itemsize)
+        nbytes = start + count * self.dtype.itemsize
+        self.window.reserve(self.number, half, nbytes)
+        if k == 0 and source.count > self.step:  # now, before anything is half done
+            self.window.reserve(self.number, 1 - half, nbytes)
         self.window.area(self.number, half, self.rank, start, count, self.dtype).copy_(piece)
 
     def staged(self, rank: int, block: int, count: int, half: int) -> torch.Tensor:
