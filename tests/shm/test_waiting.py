@@ -190,7 +190,7 @@ async def test_whoever_comes_to_wait_for_a_rank_that_has_left_in_order_is_told()
         one.world.leave()
         assert gone.exception() is not None
         async with asyncio.timeout(10):
-            while zero.mesh.gone(1) is None:  # the goodbye comes over the socket
+            while zero.mesh.gone(1) is None:  # noqa: ASYNC110 - the goodbye comes over the socket
                 await asyncio.sleep(0.001)
             assert not first.is_completed()
             last = two.all_reduce(torch.ones(1_000_000))
