@@ -13,7 +13,7 @@ from asyncdist.testing.processes import Nursery
 
 pytestmark = pytest.mark.processes
 PROGRAM = Path(__file__).parent / "program_sums.py"
-ROUNDS = int(os.environ.get("ASYNCDIST_TEST_KILLS", "60"))  # a release is tried with 300 and more
+ROUNDS = int(os.environ.get("ASYNCDIST_TEST_KILLS", "30"))  # a release is tried with 300 and more
 SOON = 1.0
 """Seconds within which every survivor must have heard of a death."""
 
