@@ -128,10 +128,11 @@ class Progress:
             for callback in self._machine.take_finished():
                 callback()
 
-    def _expire(self) -> None:
+    def _expire(self) -> float:
         now = monotonic()
         if now >= self._machine.next_deadline():
             self._machine.expire(now)
+        return now
 
     # -- the inline driver ---------------------------------------------------------------------
 
@@ -160,9 +161,12 @@ class Progress:
                 if self._inbox or not self._machine.idle():
                     return False
                 until, polls, enough = 0.0, 0, self._polls if wait else self._glances
+                end = 0.0 if wait else monotonic() + _SLICE  # who does not wait may have a loop to turn
                 for step in schedule:
                     if step == ():
                         polls, until = 0, 0.0
+                        if end and monotonic() >= end:
+                            return False
                         continue
                     polls += 1
                     if polls == enough:
@@ -205,9 +209,7 @@ class Progress:
             with self._lock:
                 moved = self._turn(ready)
                 if not work.is_completed():
-                    now = monotonic()
-                    if now >= self._machine.next_deadline():
-                        self._machine.expire(now)
+                    now = self._expire()
                     if moved:
                         spin_until = now + self._spin
                     elif now >= spin_until:
@@ -391,9 +393,7 @@ class Progress:
         self._bell = None
 
     def _leave_loop(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self._set_timer(math.inf)
         if self.loop.is_closed():
             self._watched = {}
         self._watch({})
