@@ -106,6 +106,20 @@ def test_who_waits_spins_for_a_bounded_time_and_offers_the_core_where_ranks_outn
     assert counts[1] > 8 * counts[0] > 0
 
 
+async def test_who_awaits_gives_the_loop_its_turn_in_the_middle_of_what_goes_on_without_a_pause():
+    async with world_of(2, transport="shm") as (zero, _):
+
+        def busy():
+            until = time.monotonic() + 1.0
+            while time.monotonic() < until:
+                yield ()
+
+        begun, schedule = time.monotonic(), busy()
+        assert not zero.mesh.progress.attempt(schedule, wait=False)
+        assert time.monotonic() - begun < 0.5
+        assert zero.mesh.progress.attempt(schedule, wait=True)  # who blocks has nothing else to do
+
+
 def test_ranks_of_one_process_do_not_spin():
     assert run_ranks(2, lambda group: shm_of(group).spin(2)[0], transport="shm") == [0.0, 0.0]
 
