@@ -8,6 +8,7 @@ may have no further business with us.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import select
@@ -42,19 +43,25 @@ def leave_board(board: OwnBoard, rings: Sequence[Block], neighbours: Sequence[Ne
     with _lock:
         _boards.append(([board.block, *rings], neighbours))
         _foreign.update(neighbour.mapping for neighbour in neighbours)
-    sweep()
     if len(_foreign) > _MOST_FOREIGN:  # the traceback of one error is enough to keep a world, and a dead peer's memory
         gc.collect()
     waiting = [neighbour for neighbour in neighbours if not neighbour.gone()]
     if waiting:
-        threading.Thread(target=_outlast, args=(waiting, neighbours), name="asyncdist-limbo", daemon=True).start()
+        outlasting = threading.Thread(target=_outlast, args=(waiting, neighbours), name="asyncdist-limbo", daemon=True)
+        with contextlib.suppress(RuntimeError):  # a process at its end starts no thread, and all this ends with it
+            outlasting.start()
     else:
         _close(neighbours)
+    sweep()  # after that question: if all were gone then, nobody else would look again
 
 
 def sweep() -> None:
     """Free what nobody looks at any more."""
     with _lock:
+        # A neighbour may go at any moment, so the boards come first: where all are gone no window is pending after that,
+        # and none is taken off a board that has been freed.
+        over = [world for world in _boards if all(neighbour.gone() for neighbour in world[1])]
+        _boards[:] = [world for world in _boards if world not in over]
         kept = []
         for window, board in _windows:
             if any(window.pending()):
@@ -63,14 +70,9 @@ def sweep() -> None:
                 board.hide(window.number)
                 window.block.free()
         _windows[:] = kept
-        waiting = []
-        for blocks, neighbours in _boards:
-            if all(neighbour.gone() for neighbour in neighbours):
-                for block in blocks:
-                    block.free()
-            else:
-                waiting.append((blocks, neighbours))
-        _boards[:] = waiting
+        for blocks, _ in over:
+            for block in blocks:
+                block.free()
 
 
 def _outlast(waiting: list[Neighbour], neighbours: Sequence[Neighbour]) -> None:
