@@ -11,7 +11,7 @@ import concurrent.futures
 import logging
 import math
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -225,19 +225,50 @@ def completed(value: Any = None) -> Work:
     return work
 
 
-# -- torch futures ----------------------------------------------------------------------------------
+def joined(works: Sequence[Work]) -> Work:
+    """Return a work that ends when all of ``works`` have; its value is the list of theirs, its error the first one's."""
+    pending = [work for work in works if not work.is_completed()]
+    whole = Work(pending[0]._progress if pending else None)
+    left = len(pending)
 
-_completers: concurrent.futures.ThreadPoolExecutor | None = None
-_completers_lock = threading.Lock()
+    def end() -> None:
+        error = next((one for work in works if (one := work.exception()) is not None), None)
+        whole.finish([work._value for work in works], error)
+        whole.run_callbacks()
+
+    def one_ended(_: Work) -> None:
+        nonlocal left
+        with _changing_callbacks:
+            left -= 1
+            if left:
+                return
+        end()
+
+    for work in pending:
+        work.add_done_callback(one_ended)
+    if not pending:
+        end()
+    return whole
+
+
+# -- threads for what may block -----------------------------------------------------------------------
+
+_apart: concurrent.futures.ThreadPoolExecutor | None = None
+_apart_lock = threading.Lock()
+
+
+def call_apart(function: Callable[[], object]) -> None:
+    """Call what may block on another operation in a thread of its own kind: never on the one that drives them all."""
+    global _apart
+    with _apart_lock:
+        if _apart is None:
+            # What is called may wait for another call of its kind, so one thread would not do.
+            _apart = concurrent.futures.ThreadPoolExecutor(32, thread_name_prefix="asyncdist-futures")
+    _apart.submit(function)
 
 
 def _complete_later(work: Work) -> None:
-    global _completers
-    with _completers_lock:
-        if _completers is None:
-            # A callback may block on another operation's future, so one thread would not do.
-            _completers = concurrent.futures.ThreadPoolExecutor(32, thread_name_prefix="asyncdist-futures")
-    _completers.submit(_complete, work)
+    call_apart(lambda: _complete(work))
 
 
 def _complete(work: Work) -> None:

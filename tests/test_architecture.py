@@ -23,7 +23,7 @@ LAYERS: list[list[str]] = [
      "collectives.islands", "collectives.reductions", "collectives.exchanges", "collectives.arguments"],
     ["rendezvous", "group", "world"],
     ["api", "face", "aio", "sync"],
-    ["ddp", "sampler"],
+    ["ddp", "sampler", "torch_backend"],
     ["cli", "bench"],
 ]  # fmt: skip
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from asyncdist.buffers import DTYPE_NUMBERS, Blocks, Memory, Target, to_read
-from asyncdist.collectives import arguments, doubling, pairwise, ring, tree
+from asyncdist.collectives import arguments, doubling, pairwise, ring, sparse, tree
 from asyncdist.collectives.operation import Plan
 from asyncdist.collectives.plans import Member, fingerprint, segments, striped_blocks, stripes
 from asyncdist.collectives.schedule import Schedule
@@ -40,6 +40,8 @@ def _prescale(memory: Memory, op: Reduction) -> None:
 
 def all_reduce(who: Member, tensor: Any, op: Reduction) -> Plan:
     """Reduce a tensor over the ranks, in place, the same bits on every rank."""
+    if isinstance(tensor, torch.Tensor) and tensor.layout is not torch.strided:
+        return sparse.all_reduce(who, tensor, op)
     target = Target(tensor)
     memory = target.memory
     call, how = _all_reduce_call(memory.dtype, target.tensor.shape, op)
@@ -71,6 +73,8 @@ class Known(NamedTuple):
 def known_all_reduce(who: Member, tensor: torch.Tensor, op: Reduction) -> Known | None:
     """Return the short cut for further tensors like this one, None if there is none."""
     if who.native is None or isinstance(op, PremulSum) or tensor.dtype not in DTYPE_NUMBERS or tensor.is_complex():
+        return None
+    if tensor.layout is not torch.strided:
         return None
     call, how = _all_reduce_call(tensor.dtype, tensor.shape, op)
     start = who.native.all_reduce_of(call, tensor.shape, tensor.dtype, how)

@@ -1,0 +1,66 @@
+"""The plan of an all-reduce of sparse tensors, whose numbers of elements differ between ranks."""
+
+from __future__ import annotations
+
+import torch
+
+from asyncdist.buffers import DTYPE_NUMBERS, Blocks, Memory, to_read
+from asyncdist.collectives import pairwise, ring
+from asyncdist.collectives.operation import Plan
+from asyncdist.collectives.plans import Member, fingerprint
+from asyncdist.collectives.schedule import Schedule
+from asyncdist.errors import UnsupportedError
+from asyncdist.ops import Collective, ReduceOp, Reduction
+
+
+def all_reduce(who: Member, tensor: torch.Tensor, op: Reduction) -> Plan:
+    """Sum (or average) a sparse COO tensor over the ranks, in place; it ends up coalesced, the same bits on every rank.
+
+    Each rank's indices and values are gathered everywhere, and added up in the order of ranks.
+    """
+    own = _checked(tensor, op)
+    indices, values = to_read(own.indices()), to_read(own.values())
+    dense_shape = own.shape[own.sparse_dim() :]
+    per_index, per_value = own.sparse_dim(), dense_shape.numel()
+    gathered: list[tuple[Memory, Memory]] = []
+
+    def part() -> Schedule:
+        counts = Memory(torch.zeros(who.size, dtype=torch.int64))
+        counts.tensor[who.rank] = own._nnz()
+        yield from pairwise.all_gather(who.rank, who.size, Blocks.split(counts, who.size))
+        for rank, n in enumerate(counts.tensor.tolist()):
+            ours = rank == who.rank
+            gathered.append(
+                (
+                    indices if ours else Memory(torch.empty(n * per_index, dtype=torch.int64)),
+                    values if ours else Memory(torch.empty(n * per_value, dtype=values.dtype)),
+                )
+            )
+        yield from ring.all_gather(who.rank, who.size, [places for places, _ in gathered])
+        yield from ring.all_gather(who.rank, who.size, [numbers for _, numbers in gathered])
+
+    def finish() -> torch.Tensor:
+        places = torch.cat([each.tensor.view(per_index, -1) for each, _ in gathered], dim=1)
+        numbers = torch.cat([each.tensor.view(-1, *dense_shape) for _, each in gathered])
+        total = torch.sparse_coo_tensor(places, numbers, own.shape, check_invariants=False).coalesce()
+        with torch.no_grad():
+            tensor.copy_(total / who.size if op is ReduceOp.AVG else total)
+        return tensor
+
+    layout = (*own.shape, -1, own.sparse_dim())
+    call = fingerprint(Collective.all_reduce, own.dtype, 0, op, None, layout)
+    return Plan((part(),), call, None, finish, nbytes=indices.nbytes + values.nbytes)
+
+
+def _checked(tensor: torch.Tensor, op: Reduction) -> torch.Tensor:
+    """Return the tensor coalesced and without its gradient; UnsupportedError for what cannot be summed so."""
+    if tensor.layout is not torch.sparse_coo or not tensor.is_cpu or tensor.dtype not in DTYPE_NUMBERS:
+        raise UnsupportedError(
+            f"a {tensor.layout} tensor of {tensor.dtype} on {tensor.device} cannot be all-reduced: "
+            "call .to_sparse_coo() or .to_dense() first"
+        )
+    if op not in (ReduceOp.SUM, ReduceOp.AVG):
+        raise UnsupportedError(
+            f"sparse tensors are reduced with SUM and AVG only, not {op.name}: call .to_dense() first"
+        )
+    return tensor.detach().coalesce()

@@ -1,0 +1,23 @@
+"""A back end of torch.distributed: stock PyTorch code runs on our groups, unchanged.
+
+    import asyncdist.torch_backend
+    torch.distributed.init_process_group("asyncdist")
+
+DDP, FSDP2, DTensor, DeviceMesh, tensor and pipeline parallel, checkpointing, functional collectives and `torch.compile`
+then use shared memory between the ranks of a host and TCP between hosts. An asynchronous operation may be awaited:
+``await torch.distributed.all_reduce(tensor, async_op=True)``.
+
+Read in this order: `process_group` (torch's methods, and what they are here), `work` (what they return), `reductions`,
+`making` (how a group comes about), `kernels` (two operators that torch's own code cannot bring to us), `barrier`,
+`store`, `launch` (torchrun).
+"""
+
+from asyncdist.torch_backend import barrier, kernels, making
+from asyncdist.torch_backend.process_group import ProcessGroup
+from asyncdist.torch_backend.work import Work
+
+__all__ = ["ProcessGroup", "Work"]
+
+making.register()
+kernels.register()
+barrier.register()

@@ -1,0 +1,62 @@
+"""Two functional operators whose kernels in torch ask for a C++ back end; these ask the group itself.
+
+They serve groups of every back end, as torch's do: a kernel is found by the tensor's device, not by its group.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as torch_distributed
+import torch.distributed._functional_collectives  # defines the operators
+from torch.distributed import distributed_c10d
+
+c10d: Any = distributed_c10d
+_library: Any = None
+
+
+def register() -> None:
+    """Register the kernels for tensors on the CPU. Idempotent."""
+    global _library
+    if _library is not None:
+        return
+    _library = torch.library.Library("_c10d_functional", "IMPL")
+    for kernel in (all_gather_into_tensor_out, batch_p2p_ops):
+        if _is_defined(f"_c10d_functional::{kernel.__name__}"):  # not by every torch
+            _library.impl(kernel.__name__, kernel, "CPU")
+
+
+def _is_defined(operator: str) -> bool:
+    return operator in torch._C._dispatch_get_all_op_names()
+
+
+def all_gather_into_tensor_out(
+    input: torch.Tensor, group_size: int, group_name: Any, *, out: torch.Tensor
+) -> torch.Tensor:
+    """Start to gather every rank's ``input`` into ``out``; ``wait_tensor(out)`` waits for it."""
+    group = _group(group_name)
+    gather = getattr(group, "all_gather_single", None) or group._allgather_base
+    _register(out, gather(out, input.contiguous()))
+    return out
+
+
+def batch_p2p_ops(
+    op_list: list[str], peer_list: list[int], tag_list: list[int], tensors: list[torch.Tensor], group_name: Any
+) -> list[torch.Tensor]:
+    """Start sends and receives, each to or from a rank of the group; ``wait_tensor`` of each result waits for it."""
+    group = _group(group_name)
+    started = []
+    for op, peer, tag, tensor in zip(op_list, peer_list, tag_list, tensors, strict=True):
+        one = tensor.contiguous() if op == "isend" else tensor
+        _register(one, group.send([one], peer, tag) if op == "isend" else group.recv([one], peer, tag))
+        started.append(one)
+    return started
+
+
+def _group(name: Any) -> Any:
+    return c10d._resolve_process_group(name) if isinstance(name, str) else name
+
+
+def _register(tensor: torch.Tensor, work: Any) -> None:
+    torch_distributed._register_work(tensor, work)  # type: ignore[attr-defined]

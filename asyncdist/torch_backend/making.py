@@ -1,0 +1,54 @@
+"""How torch.distributed comes to a process group of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as torch_distributed
+
+from asyncdist.runtime import runtime
+from asyncdist.torch_backend.process_group import NAME, ProcessGroup
+from asyncdist.world import World, open_world
+
+
+def register() -> None:
+    """Make ``"asyncdist"`` a back end of torch.distributed. Idempotent."""
+    backends: Any = torch_distributed.Backend
+    if NAME.upper() not in backends._plugins:
+        backends.register_backend(NAME, make, extended_api=True, devices=["cpu"])
+
+
+def make(opts: Any, pg_options: object = None) -> ProcessGroup:
+    """Make a process group, as torch asks for it: on every member, in the same order.
+
+    A group of ranks of our own default world stands on that world's connections, and costs no communication. Any other
+    meets in the store that torch hands over. ``pg_options`` is ignored.
+    """
+    world = _default_world()
+    if world is not None and opts.global_ranks_in_group:
+        return _part_of(world, opts.global_ranks_in_group, opts)
+    world = runtime().run(
+        open_world(
+            store=opts.store,
+            rank=opts.group_rank,
+            world_size=opts.group_size,
+            timeout=opts.timeout,
+            name=opts.group_id or "",
+        )
+    )
+    return ProcessGroup(world.group, world)
+
+
+def _part_of(world: World, ranks: Sequence[int], opts: Any) -> ProcessGroup:
+    group = world.new_group(ranks, opts.group_id, opts.timeout)
+    assert group is not None, "torch asks members only"
+    return ProcessGroup(group, None)
+
+
+def _default_world() -> World | None:
+    """Return the world of torch's default group, None if there is none or it is another back end's."""
+    if not torch_distributed.is_initialized():
+        return None
+    default = torch_distributed.group.WORLD
+    return default.group.world if isinstance(default, ProcessGroup) else None

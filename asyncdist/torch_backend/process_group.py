@@ -1,0 +1,269 @@
+"""torch.distributed's process group, as a thin coat over a `Group`.
+
+torch calls a method for each of its operations, with its options and with ranks of the group. Each method here is one
+line: our operation, what it writes, and its arguments, given to `ProcessGroup._run`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as torch_distributed
+
+from asyncdist import runtime
+from asyncdist import work as started
+from asyncdist.deadline import Timeout, seconds
+from asyncdist.errors import UsageError
+from asyncdist.group import Group
+from asyncdist.torch_backend.reductions import reduction_of
+from asyncdist.torch_backend.work import DONE, Work
+from asyncdist.world import World
+
+NAME = "asyncdist"
+
+Tensors = list[torch.Tensor]
+
+_NO_TIME = timedelta(0)  # less than that, torch's unset timeout, means the group's own
+_UNSET: Any = SimpleNamespace(
+    asyncOp=True,
+    timeout=timedelta(milliseconds=-1),
+    reduceOp=torch_distributed.ReduceOp(torch_distributed.ReduceOp.SUM),
+)
+
+
+class ProcessGroup(torch_distributed.ProcessGroup):
+    """A `Group` as torch.distributed sees it. Made by ``init_process_group("asyncdist")`` and ``new_group``.
+
+    ``group`` is ours, for everything that torch has no name for. Ranks in arguments are ranks in the group. ``world``
+    is given to the group that holds it, and is closed with that.
+    """
+
+    supports_splitting = False
+    supports_coalescing = False
+    supports_time_estimate = False
+
+    def __init__(self, group: Group, world: World | None) -> None:
+        super().__init__(group.rank(), group.size())  # type: ignore[call-arg]  # the form with a store raises
+        self.group = group
+        self._world = world
+        self._coalesced: list[started.Work] | None = None
+        self._torch_name = self._torch_description = ""
+
+    # -- the one path --------------------------------------------------------------------------
+
+    def _run(self, start: Callable[..., started.Work], outputs: Tensors, opts: Any, *args: Any) -> Work:
+        """Start an operation of ours as torch's options say; a blocking one is over when this returns."""
+        timeout = opts.timeout
+        limit = None if timeout < _NO_TIME else timeout
+        if self._coalesced is not None:
+            return self._background(start, outputs, limit, *args)
+        if getattr(opts, "asyncOp", True):  # torch 2.6 does not say: then its wait() drives
+            return Work(start(*args, timeout=limit), outputs)
+        work = start(*args, background=False, timeout=limit)
+        if not work.is_success():
+            work.result()
+        return DONE
+
+    def _background(
+        self, start: Callable[..., started.Work], outputs: Tensors, limit: Timeout, *args: Any, **extra: Any
+    ) -> Work:
+        work = start(*args, timeout=limit)
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return Work(work, outputs, **extra)
+
+    # -- reductions ----------------------------------------------------------------------------
+
+    def allreduce(self, tensors: Tensors | torch.Tensor, opts: Any = _UNSET) -> Work:
+        outputs = _listed(tensors)
+        return self._run(self.group.all_reduce, outputs, opts, _single(outputs), reduction_of(opts.reduceOp))
+
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = _UNSET) -> Work:
+        op = reduction_of(opts.reduceOp)
+        if len({tensor.dtype for tensor in tensors}) == 1:
+            return self._run(self.group.all_reduce_coalesced, tensors, opts, tensors, op)
+        calls = [(tensor, op) for tensor in tensors]
+        return self._run(_together(self.group.all_reduce, calls), tensors, opts)
+
+    def reduce(self, tensors: Tensors, opts: Any = _UNSET) -> Work:
+        op = reduction_of(opts.reduceOp)
+        return self._run(self.group.reduce, tensors, opts, _single(tensors), opts.rootRank, op)
+
+    def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = _UNSET) -> Work:
+        op = reduction_of(opts.reduceOp)
+        return self._run(self.group.reduce_scatter, outputs, opts, _single(outputs), _only(inputs), op)
+
+    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = _UNSET) -> Work:
+        op = reduction_of(opts.reduceOp)
+        return self._run(self.group.reduce_scatter_single, [output], opts, output, input, op)
+
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = _UNSET) -> Work:
+        op = reduction_of(opts.reduceOp)
+        calls = [(output, tensor, op) for output, tensor in zip(outputs, inputs, strict=True)]
+        return self._run(_together(self.group.reduce_scatter_single, calls), outputs, opts)
+
+    # -- moving --------------------------------------------------------------------------------
+
+    def broadcast(self, tensors: Tensors, opts: Any = _UNSET) -> Work:
+        return self._run(self.group.broadcast, tensors, opts, _single(tensors), opts.rootRank)
+
+    def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = _UNSET) -> Work:
+        return self._run(self.group.all_gather, _only(outputs), opts, _only(outputs), _single(inputs))
+
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = _UNSET) -> Work:
+        return self._run(self.group.all_gather_single, [output], opts, output, input)
+
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = _UNSET) -> Work:
+        calls = list(zip(outputs, inputs, strict=True))
+        return self._run(_together(self.group.all_gather_single, calls), outputs, opts)
+
+    def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, opts: Any = _UNSET) -> Work:
+        return self._run(self.group.all_gather_coalesced, [t for row in outputs for t in row], opts, outputs, inputs)
+
+    def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = _UNSET) -> Work:
+        into = outputs[0] if outputs else None
+        return self._run(self.group.gather, into or [], opts, _single(inputs), into, opts.rootRank)
+
+    def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = _UNSET) -> Work:
+        source = inputs[0] if inputs else None
+        return self._run(self.group.scatter, outputs, opts, _single(outputs), source, opts.rootRank)
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = _UNSET) -> Work:
+        return self._run(self.group.all_to_all, outputs, opts, outputs, inputs)
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_split_sizes: Sequence[int],
+        input_split_sizes: Sequence[int],
+        opts: Any = _UNSET,
+    ) -> Work:
+        splits = output_split_sizes, input_split_sizes
+        return self._run(self.group.all_to_all_single, [output], opts, output, input, *splits)
+
+    def barrier(self, opts: Any = _UNSET) -> Work:
+        return self._run(self.group.barrier, [], opts)
+
+    def monitored_barrier(self, timeout: Timeout = None, wait_all_ranks: bool = False) -> None:
+        """Return when every rank has come; when ``timeout`` passes, rank 0's error names every rank that has not."""
+        self.group.monitored_barrier(timeout=timeout, background=False).result()
+
+    # -- between two ranks ---------------------------------------------------------------------
+
+    def send(self, tensors: Tensors, dst: int, tag: int = 0) -> Work:
+        return self._background(self.group.send, [], None, _single(tensors), dst, tag)
+
+    def recv(self, tensors: Tensors, src: int, tag: int = 0) -> Work:
+        return self._receive(tensors, src, tag)
+
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:
+        return self._receive(tensors, None, tag)
+
+    def _receive(self, tensors: Tensors, src: int | None, tag: int) -> Work:
+        start = self.group.recv
+        return self._background(start, tensors, None, _single(tensors), src, tag, source=self.group.group_rank)
+
+    # -- several as one ------------------------------------------------------------------------
+
+    def _start_coalescing(self, device: object = None) -> None:
+        self._coalesced = []
+
+    def _end_coalescing(self, device: object = None) -> Work:
+        works, self._coalesced = self._coalesced or [], None
+        return Work(started.joined(works), [])
+
+    # -- what torch asks -----------------------------------------------------------------------
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def _get_backend(self, device: object) -> ProcessGroup:
+        return self
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        return NAME
+
+    name = _get_backend_name = getBackendName
+
+    def getRank(self) -> int:  # noqa: N802 - torch's name
+        return self.group.rank()
+
+    def getSize(self) -> int:  # noqa: N802 - torch's name
+        return self.group.size()
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802 - torch's name
+        self._torch_name = name
+
+    def getGroupName(self) -> str:  # noqa: N802 - torch's name
+        return self._torch_name
+
+    def setGroupDesc(self, description: str) -> None:  # noqa: N802 - torch's name
+        self._torch_description = description
+
+    def getGroupDesc(self) -> str:  # noqa: N802 - torch's name
+        return self._torch_description
+
+    def _set_default_timeout(self, timeout: Timeout) -> None:
+        self.group.timeout = seconds(timeout)
+
+    set_timeout = _set_default_timeout
+
+    # -- the end -------------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        """Destroy the group, and the world with the group that holds it. Idempotent, in any order."""
+        self.group.close()
+        world, self._world = self._world, None
+        if world is not None:
+            world.leave()
+            runtime.runtime().run(world.close())
+
+    def abort(self) -> None:
+        """Fail everything pending on this group, here and on every other rank."""
+        self.group.abort("torch.distributed aborted the process group")
+
+    def __repr__(self) -> str:
+        return f"<asyncdist {self.group!r}>"
+
+
+# What torch calls the same methods before 2.13, and from C++.
+_OLD_NAMES = {
+    "_allgather_base": "all_gather_single",
+    "_reduce_scatter_base": "reduce_scatter_single",
+    "allgather_into_tensor_coalesced": "all_gather_single_coalesced",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter_single_coalesced",
+    "alltoall_base": "all_to_all_single",
+}
+for _old, _new in _OLD_NAMES.items():
+    setattr(ProcessGroup, _old, getattr(ProcessGroup, _new))
+
+
+def _listed(tensors: Tensors | torch.Tensor) -> Tensors:
+    return tensors if isinstance(tensors, list) else [tensors]  # DDP's join passes a bare one
+
+
+def _single(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    if len(tensors) != 1:
+        raise UsageError(f"{len(tensors)} tensors came where this back end takes one a rank: pass one tensor")
+    return tensors[0]
+
+
+def _only(rows: list[Tensors]) -> Tensors:
+    if len(rows) != 1:
+        raise UsageError(f"{len(rows)} lists of tensors came where this back end takes one a rank: pass one list")
+    return rows[0]
+
+
+def _together(start: Callable[..., started.Work], calls: Sequence[tuple[Any, ...]]) -> Callable[..., started.Work]:
+    """Return what starts several operations at once and waits for all of them."""
+
+    def start_all(background: bool = True, timeout: Timeout = None) -> started.Work:
+        return started.joined([start(*call, background=background, timeout=timeout) for call in calls])
+
+    return start_all

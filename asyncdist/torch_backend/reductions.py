@@ -1,0 +1,28 @@
+"""torch.distributed's reductions as ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as torch_distributed
+
+from asyncdist.errors import UnsupportedError
+from asyncdist.ops import ReduceOp, Reduction, premul_sum
+
+_Theirs: Any = torch_distributed.ReduceOp
+
+# By torch's own objects: looking one up costs less than asking it for its name.
+_OURS: dict[Any, ReduceOp] = {
+    _Theirs(getattr(_Theirs, ours.name)): ours for ours in ReduceOp if ours is not ReduceOp.PREMUL_SUM
+}
+
+
+def reduction_of(theirs: Any) -> Reduction:
+    """Return our reduction for one of torch's; UnsupportedError for one that we do not know."""
+    ours = _OURS.get(theirs)
+    if ours is not None:
+        return ours
+    kind, factor = theirs.__getstate__() if hasattr(theirs, "__getstate__") else (theirs, None)
+    if kind == _Theirs.PREMUL_SUM and factor is not None:
+        return premul_sum(float(factor))
+    raise UnsupportedError(f"{theirs!r} is no reduction; there are {', '.join(op.name for op in ReduceOp)}")

@@ -1,0 +1,93 @@
+"""What our process group returns to torch: its `Work`, standing on ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as torch_distributed
+
+from asyncdist import work as started
+from asyncdist.work import call_apart
+
+_NONE = timedelta(0)  # how torch spells "no timeout"
+
+
+class Work(torch_distributed.Work):
+    """One operation: wait() on it as torch's code does, or await it.
+
+    ``outputs`` are the tensors that the operation writes: what `result` and the future give. A receive has none but
+    ``source``, which finds the sender's rank in the group.
+    """
+
+    def __init__(
+        self, work: started.Work, outputs: list[torch.Tensor], source: Callable[[Any], int] | None = None
+    ) -> None:
+        super().__init__()
+        self._work = work
+        self._outputs = outputs
+        self._source = source
+        self._future: torch.futures.Future[list[torch.Tensor]] | None = None
+
+    def wait(self, timeout: timedelta = _NONE) -> bool:
+        """Block until the operation has ended and return True; raise what it failed with.
+
+        ``timeout`` limits the waiting only: WaitTimeoutError leaves the operation going.
+        """
+        return self._work.wait(timeout or None)
+
+    def synchronize(self) -> None:
+        """Wait: on the CPU there is no stream that could do it for us."""
+        self._work.wait()
+
+    def is_completed(self) -> bool:
+        """Return whether the operation has ended, well or badly."""
+        return self._work.is_completed()
+
+    def is_success(self) -> bool:
+        """Return whether the operation has ended well."""
+        return self._work.is_success()
+
+    def exception(self) -> BaseException | None:
+        """Return what the operation failed with, None if it went well or still goes on."""
+        return self._work.exception()
+
+    def result(self) -> list[torch.Tensor]:
+        """Return the tensors that the operation wrote; raise what it failed with, or UsageError while it goes on."""
+        self._work.result()
+        return self._outputs
+
+    def _source_rank(self) -> int:
+        """Return the sender's rank in the group, of a receive from any rank."""
+        sender = self._work.result()
+        return sender if self._source is None else self._source(sender)
+
+    source_rank = _source_rank
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return self._work.__await__()
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        """Return a future of the tensors that the operation wrote, one and the same at every call.
+
+        Its callbacks run where they may block on other operations: not on the thread that drives these. A failure
+        comes out of a ``then``: with one put in by ``set_exception``, DDP's reducer would take the process down.
+        """
+        if self._future is None:
+            over: torch.futures.Future[Any] = torch.futures.Future()
+            if self._work.is_success():
+                over.set_result(self._outputs)
+                self._future = over
+            else:
+                self._future = over.then(lambda _: self.result())
+                self._work.add_done_callback(lambda _: call_apart(lambda: over.set_result(None)))
+        return self._future
+
+    def __repr__(self) -> str:
+        return repr(self._work)
+
+
+DONE = Work(started.completed(), [])
+"""What a blocking call returns when it is over: torch waits on it once, and throws it away."""
