@@ -13,13 +13,14 @@ import torch
 import asyncdist
 from asyncdist import arena, sync
 from asyncdist.errors import AsyncdistError
+from asyncdist_transports.shm import limbo
 
 torch.set_num_threads(1)
 COUNTS = (1, 5, 1000, 9000, 70_000, 200_000)
 
 
 def sums(test):
-    """Enter worlds as told, ``(where, rank, size, seed)``; say how each ended."""
+    """Enter worlds as told, ``(where, rank, size, seed)``; say how each ended, and what of it is left then."""
     while (order := test.recv()) is not None:
         where, rank, size, seed = order
         with sync.process_group("shm", init_method=where, rank=rank, world_size=size, timeout=30) as group:
@@ -27,25 +28,29 @@ def sums(test):
             done, error = until_it_fails(group, random.Random(seed))
             test.send((done, type(error).__name__, getattr(error, "peer", None), str(error), time.monotonic()))
             del error, group  # the traceback of the one leads to the world
+        await_freed()
         test.send(left())
     gc.collect()
-    until = time.monotonic() + 5
-    while left()[2] and time.monotonic() < until:  # what a peer may still look at stays until it has left too
-        time.sleep(0.01)
     test.send(left())
 
 
 def until_it_fails(group, chance):
-    registered = asyncdist.empty(200_000, shared=True)
+    registered = asyncdist.empty(max(COUNTS), shared=True)
     done = 0
     while True:
         try:
             step(group, chance, registered)
-        except AsyncdistError as error:
-            return done, error
-        except AssertionError as error:
+        except (AsyncdistError, AssertionError) as error:
             return done, error
         done += 1
+
+
+def await_freed():
+    """Wait until nothing of a world is kept for others: a peer that has not left yet may still look at it."""
+    until = time.monotonic() + 5
+    while kept := limbo.kept():
+        assert time.monotonic() < until, f"still kept: {kept}"
+        time.sleep(0.001)  # a thread of the transport hears of it, and tells nobody
 
 
 def step(group, chance, registered):

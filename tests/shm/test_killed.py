@@ -13,7 +13,7 @@ from asyncdist.testing.processes import Nursery
 
 pytestmark = pytest.mark.processes
 PROGRAM = Path(__file__).parent / "program_sums.py"
-ROUNDS = int(os.environ.get("ASYNCDIST_TEST_KILLS", "30"))  # a release is tried with 300 and more
+ROUNDS = int(os.environ.get("ASYNCDIST_TEST_KILLS", "300"))
 SOON = 1.0
 """Seconds within which every survivor must have heard of a death."""
 
@@ -56,6 +56,6 @@ def test_ranks_killed_at_random_points_leave_no_hang_no_leak_and_no_wrong_sum(nu
     assert list(folder.iterdir()) == []
     for survivor in survivors:
         survivor.say(None)
-        assert survivor.hear() == (1, 2, 0)  # the runtime's own socket, its own segment, nothing in it
+        assert survivor.hear() == (1, 2, 0)  # the runtime's own socket, the process's own segment, nothing in it
         assert survivor.wait() == 0
     nursery.clear()

@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Sequence
 
 from asyncdist.arena import Block, Mapping
+from asyncdist.errors import ranks
 from asyncdist_transports.shm.board import OwnBoard
 from asyncdist_transports.shm.neighbour import READABLE, Neighbour
 from asyncdist_transports.shm.window import Window
@@ -73,6 +74,20 @@ def sweep() -> None:
         for blocks, _ in over:
             for block in blocks:
                 block.free()
+
+
+def kept() -> list[str]:
+    """Return what is kept, and for which ranks, in words: for who looks for a leak."""
+    with _lock:
+        windows = [
+            (f"the window of group {window.number}", [window.world_ranks[member.rank] for member in window.pending()])
+            for window, _ in _windows
+        ]
+        boards = [
+            (f"{sum(block.nbytes for block in blocks)} bytes of a world", [n.peer for n in neighbours if not n.gone()])
+            for blocks, neighbours in _boards
+        ]
+    return [f"{what}, for ranks {ranks(peers)}" for what, peers in windows + boards]
 
 
 def _outlast(waiting: list[Neighbour], neighbours: Sequence[Neighbour]) -> None:
