@@ -80,6 +80,11 @@ class Config:
         256 << 20, "ASYNCDIST_STORE_MAX_VALUE_NBYTES", "largest value (and frame) that the store takes"
     )
     store_max_connections: int = _setting(65536, "ASYNCDIST_STORE_MAX_CONNECTIONS", "connections that the store takes")
+    allow_unauthenticated_c10d: bool = _setting(
+        False,
+        "ASYNCDIST_ALLOW_UNAUTHENTICATED_C10D",
+        "take clients of torch's TCPStore, which have no token, from other machines too (1 to allow)",
+    )
     handshake_timeout: float = _setting(
         20.0, "ASYNCDIST_HANDSHAKE_TIMEOUT", "seconds within which a new connection must prove its token"
     )

@@ -20,7 +20,11 @@ Addresses = list[tuple[socket.AddressFamily, str]]
 
 def is_loopback(host: str) -> bool:
     """Say whether an address reaches this machine only."""
-    return is_address(host) and ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    if not is_address(host):
+        return False
+    address = ipaddress.ip_address(host.partition("%")[0])
+    # Who comes over IPv4 to a socket that listens for both is shown as ::ffff:127.0.0.1.
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
 def is_address(host: str) -> bool:

@@ -18,8 +18,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
+from asyncdist.store.entries import Holding, Listening, Open, Place, Standing, Taking, Waiting
 from asyncdist.store.operations import Client, Kind, Op, Reason, Reply
 
 
@@ -32,48 +33,9 @@ class Refused(Exception):
         self.text = text
 
 
-_BLOCKED: Final = object()
+BLOCKED: Final = object()
+"""What a request leaves that is answered later."""
 _SILENT: Final = object()
-
-Place = tuple[Client, int]
-"""A client and its request."""
-
-
-class _Waiting:
-    """A request that waits for keys: all those of ``missing`` must come."""
-
-    __slots__ = ("keys", "missing", "op", "place")
-
-    def __init__(self, place: Place, op: Op, keys: list[str], missing: set[str]) -> None:
-        self.place, self.op, self.keys, self.missing = place, op, keys, missing
-
-
-class _Taking(NamedTuple):
-    """A pop that waits for an item."""
-
-    key: str
-
-
-class _Holding(NamedTuple):
-    """A pop that was given an item and has not confirmed it."""
-
-    key: str
-    item: bytes
-
-
-class _Standing(NamedTuple):
-    """A request that stands in a barrier."""
-
-    key: str
-
-
-class _Listening(NamedTuple):
-    """A subscription."""
-
-    channel: str
-
-
-_Open = _Waiting | _Taking | _Holding | _Standing | _Listening
 
 
 class StoreState:
@@ -83,28 +45,33 @@ class StoreState:
         self.max_value_nbytes = max_value_nbytes
         self._values: dict[str, bytes] = {}
         self._queues: dict[str, deque[bytes]] = {}
-        self._open: dict[Client, dict[int, _Open]] = {}
+        self._open: dict[Client, dict[int, Open]] = {}
         # Lines are dicts used as ordered sets: first come, first served, and leaving from the middle is cheap.
-        self._waiting: dict[str, dict[_Waiting, None]] = {}  # key -> for a value; `wait` stands in the next one too
-        self._watching: dict[str, dict[_Waiting, None]] = {}  # queue -> `wait`
+        self._waiting: dict[str, dict[Waiting, None]] = {}  # key -> for a value; `wait` stands in the next one too
+        self._watching: dict[str, dict[Waiting, None]] = {}  # queue -> `wait`
         self._taking: dict[str, dict[Place, None]] = {}  # queue -> pops
         self._standing: dict[str, tuple[int, dict[Place, None]]] = {}  # barrier -> world size, who is in
         self._listening: dict[str, dict[Place, None]] = {}  # channel -> subscribers
         self._told: dict[Client, dict[str, None]] = {}  # client -> queues it was woken for and has not popped from
-        self._due: list[Reply] = []
+        self.due: list[Reply] = []  # what has come due for others in the request that is being done
 
     # -- the whole interface ----------------------------------------------------------------------
 
     def execute(self, client: Client, request: int, op: Op, args: tuple[Any, ...]) -> list[Reply]:
         """Do one request and return what came due, its own reply included unless it blocks."""
-        due = self._due
+        due = self.due
         try:
-            result = _HANDLERS[op](self, (client, request), *args)
-            if result is not _BLOCKED and result is not _SILENT:
+            result = HANDLERS[op](self, (client, request), *args)
+            if result is not BLOCKED and result is not _SILENT:
                 due.append(Reply(client, request, Kind.RESULT, result))
         except Refused as refused:
             due.append(Reply(client, request, Kind.REFUSED, (int(refused.reason), refused.text)))
-        self._due = []
+        self.due = []
+        return due
+
+    def collect(self) -> list[Reply]:
+        """Return what handlers that were called directly have made due for others, once."""
+        due, self.due = self.due, []
         return due
 
     def leave(self, client: Client) -> list[Reply]:
@@ -144,6 +111,10 @@ class StoreState:
     def _get(self, place: Place, key: str) -> Any:
         value = self._values.get(key)
         return self._wait_for(place, Op.GET, [key], {key}) if value is None else value
+
+    def peek(self, key: str) -> bytes | None:
+        """Return a value without waiting for one."""
+        return self._values.get(key)
 
     def _multi_get(self, place: Place, keys: list[str]) -> Any:
         missing = {key for key in keys if key not in self._values}
@@ -205,15 +176,15 @@ class StoreState:
     # -- waiting for keys -------------------------------------------------------------------------
 
     def _wait_for(self, place: Place, op: Op, keys: list[str], missing: set[str]) -> Any:
-        waiting = _Waiting(place, op, keys, missing)
+        waiting = Waiting(place, op, keys, missing)
         self._keep(place, waiting)
         for key in missing:
             self._waiting.setdefault(key, {})[waiting] = None
             if op is Op.WAIT:
                 self._watching.setdefault(key, {})[waiting] = None
-        return _BLOCKED
+        return BLOCKED
 
-    def _arrived(self, waiting: _Waiting, key: str) -> None:
+    def _arrived(self, waiting: Waiting, key: str) -> None:
         """One of the keys has come (and stays counted if it is deleted again)."""
         waiting.missing.discard(key)
         if waiting.op is Op.WAIT:
@@ -227,8 +198,8 @@ class StoreState:
             result = self._multi_get(waiting.place, waiting.keys)
         else:
             result = None if waiting.op is Op.WAIT else self._values[key]
-        if result is not _BLOCKED:
-            self._due.append(Reply(client, request, Kind.RESULT, result))
+        if result is not BLOCKED:
+            self.due.append(Reply(client, request, Kind.RESULT, result))
 
     # -- queues -----------------------------------------------------------------------------------
 
@@ -238,18 +209,36 @@ class StoreState:
         self._serve(key)
 
     def _queue_pop(self, place: Place, key: str, block: bool) -> Any:
-        told = self._told.get(place[0])
-        if told is not None:
-            told.pop(key, None)
-            if not told:
-                del self._told[place[0]]
+        self._heed(place[0], key)
         if key in self._queues:
             return self._hold(place, key)
         if not block:
             raise Refused(Reason.EMPTY, f"queue {key!r} is empty")
-        self._keep(place, _Taking(key))
+        self._keep(place, Taking(key))
         self._taking.setdefault(key, {})[place] = None
-        return _BLOCKED
+        return BLOCKED
+
+    def take(self, client: Client, key: str) -> tuple[int, bytes]:
+        """Pop for one whose protocol has no confirmation; return the length before and the item (b"" from none)."""
+        self._heed(client, key)
+        queue = self._queues.get(key)
+        if queue is None:
+            return 0, b""
+        length = len(queue)
+        return length, self._shift(key, queue)
+
+    def forgo(self, client: Client) -> None:
+        """Wake others for the items that a client was woken for and is not going to pop."""
+        for key in self._told.pop(client, ()):
+            if key in self._queues:
+                self._serve(key)
+
+    def _heed(self, client: Client, key: str) -> None:
+        told = self._told.get(client)
+        if told is not None:
+            told.pop(key, None)
+            if not told:
+                del self._told[client]
 
     def _queue_len(self, place: Place, key: str) -> int:
         return len(self._queues.get(key, ()))
@@ -260,7 +249,7 @@ class StoreState:
             client, request = place = next(iter(self._taking[key]))
             _drop_from(self._taking, key, place)
             self._forget(place)
-            self._due.append(Reply(client, request, Kind.RESULT, self._hold(place, key)))
+            self.due.append(Reply(client, request, Kind.RESULT, self._hold(place, key)))
         elif key in self._watching:
             waiting = next(iter(self._watching[key]))
             self._told.setdefault(waiting.place[0], {})[key] = None
@@ -268,7 +257,10 @@ class StoreState:
 
     def _hold(self, place: Place, key: str) -> bytes:
         queue = self._queues[key]
-        self._keep(place, _Holding(key, queue[0]))
+        self._keep(place, Holding(key, queue[0]))
+        return self._shift(key, queue)
+
+    def _shift(self, key: str, queue: deque[bytes]) -> bytes:
         item = queue.popleft()
         if not queue:
             del self._queues[key]
@@ -289,22 +281,22 @@ class StoreState:
                 Reason.INVALID,
                 f"barrier {key!r} is one of {expected}, not of {world_size}: all must say the same number",
             )
-        self._keep(place, _Standing(key))
+        self._keep(place, Standing(key))
         standing[place] = None
         if len(standing) == world_size:
             del self._standing[key]
             for there in standing:
-                self._due.append(Reply(*self._forget(there), Kind.RESULT, None))
+                self.due.append(Reply(*self._forget(there), Kind.RESULT, None))
             self._put(key, b"%d" % world_size)
-        return _BLOCKED
+        return BLOCKED
 
     def _publish(self, place: Place, channel: str, message: bytes) -> int:
         listening = self._listening.get(channel, {})
-        self._due.extend(Reply(client, request, Kind.PUBLISHED, message) for client, request in listening)
+        self.due.extend(Reply(client, request, Kind.PUBLISHED, message) for client, request in listening)
         return len(listening)
 
     def _subscribe(self, place: Place, channel: str) -> None:
-        self._keep(place, _Listening(channel))
+        self._keep(place, Listening(channel))
         self._listening.setdefault(channel, {})[place] = None
 
     # -- giving up --------------------------------------------------------------------------------
@@ -318,7 +310,7 @@ class StoreState:
 
     def _confirm(self, place: Place, request: int) -> object:
         there = place[0], request
-        if isinstance(self._open.get(place[0], {}).get(request), _Holding):
+        if isinstance(self._open.get(place[0], {}).get(request), Holding):
             self._forget(there)
         return _SILENT
 
@@ -327,7 +319,7 @@ class StoreState:
         # All of it goes before anything is handed on, or an item given back could go to the client that leaves.
         given_back = []
         for request, entry in list(self._open.get(client, {}).items()):
-            if isinstance(entry, _Holding):
+            if isinstance(entry, Holding):
                 given_back.append(entry)
                 self._forget((client, request))
             else:
@@ -336,32 +328,30 @@ class StoreState:
             self._queues.setdefault(entry.key, deque()).appendleft(entry.item)
         for entry in given_back:
             self._serve(entry.key)
-        for key in self._told.pop(client, ()):
-            if key in self._queues:
-                self._serve(key)
+        self.forgo(client)
         return _SILENT
 
-    def _give_up(self, place: Place, entry: _Open) -> None:
+    def _give_up(self, place: Place, entry: Open) -> None:
         self._forget(place)
         match entry:
-            case _Waiting():
+            case Waiting():
                 for key in entry.missing:
                     _drop_from(self._waiting, key, entry)
                     _drop_from(self._watching, key, entry)
-            case _Taking():
+            case Taking():
                 _drop_from(self._taking, entry.key, place)
-            case _Holding():
+            case Holding():
                 self._queues.setdefault(entry.key, deque()).appendleft(entry.item)
                 self._serve(entry.key)
-            case _Listening():
+            case Listening():
                 _drop_from(self._listening, entry.channel, place)
-            case _Standing():
+            case Standing():
                 standing = self._standing[entry.key][1]
                 del standing[place]
                 if not standing:
                     del self._standing[entry.key]
 
-    def _keep(self, place: Place, entry: _Open) -> None:
+    def _keep(self, place: Place, entry: Open) -> None:
         mine = self._open.setdefault(place[0], {})
         if place[1] in mine:
             raise Refused(Reason.INVALID, f"request id {place[1]} is in use")
@@ -383,4 +373,9 @@ def _drop_from(lines: dict[str, dict[Any, None]], key: str, who: object) -> None
             del lines[key]
 
 
-_HANDLERS: dict[Op, Callable[..., Any]] = {op: getattr(StoreState, "_" + op.name.lower()) for op in Op}
+HANDLERS: dict[Op, Callable[..., Any]] = {op: getattr(StoreState, "_" + op.name.lower()) for op in Op}
+"""By operation: what does it, called with the state, the place, and the arguments.
+
+It returns a result or `BLOCKED`, or raises `Refused`. Who calls one without `StoreState.execute` takes what has come due
+for others from `StoreState.collect`.
+"""

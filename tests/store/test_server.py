@@ -67,7 +67,7 @@ def frame(*fields: object) -> bytes:
 GARBAGE = {
     "noise": bytes(range(256)) * 4,
     "a web browser": b"GET / HTTP/1.1\r\nHost: localhost:29500\r\nUser-Agent: a browser, or a scanner\r\n\r\n",
-    "torch's own client": struct.pack("<BIBI", 0, 0x3C85F7CE, 0x0D, 1234) + bytes(64),
+    "almost torch's own client": struct.pack("<BIBI", 0, 0x3C85F7CF, 0x0D, 1234) + bytes(64),
     "nothing but zeros": bytes(500),
 }
 
@@ -127,7 +127,7 @@ async def test_a_client_that_vanishes_in_the_middle_of_a_frame(server, store, ca
     peer = await Peer.proven(server)
     with caplog.at_level(logging.INFO, LOGGER):
         await peer.send(frame(1, Op.SET, "k", bytes(1000))[:500])
-        await eventually(lambda: any(c._parser.pending for c in server._connections))
+        await eventually(lambda: any(c.unfinished for c in server._connections))
         await peer.leave()
         await eventually(lambda: server.num_connections == 1)
     assert "vanished in the middle of a request" in caplog.text
@@ -206,7 +206,7 @@ async def test_one_who_asks_and_does_not_read_is_made_to_wait(server, store, eve
 
 
 async def test_a_subscriber_that_does_not_read_is_dropped(server, store, connect, caplog, monkeypatch, eventually):
-    monkeypatch.setattr("asyncdist.store.server._BACKLOG_NBYTES", 1 << 20)
+    monkeypatch.setattr("asyncdist.store.connection.BACKLOG_NBYTES", 1 << 20)
     deaf, fine = await connect(), await connect()
     lost = await deaf.subscribe("news")
     heard = await fine.subscribe("news")

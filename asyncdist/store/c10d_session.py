@@ -1,0 +1,194 @@
+"""A client of torch's TCPStore, at the server: its requests in terms of the one state machine.
+
+Torch's requests have no ids, so those that wait get some of ours. They are answered when they come due, possibly after
+later ones, as torch's server does. What has no reply to be refused in (a value that is too large, an ``add`` to what is no
+number) costs the client its connection and is explained in the log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+from asyncdist.errors import ProtocolError
+from asyncdist.store import c10d_wire
+from asyncdist.store.c10d_wire import I64, U32, U64, Code, Decoder, Request, vector
+from asyncdist.store.connection import BATCH_NBYTES, Connection
+from asyncdist.store.operations import Op, Reply
+from asyncdist.store.state import BLOCKED, HANDLERS, Refused
+
+if TYPE_CHECKING:
+    from asyncdist.store.server import StoreServer
+
+_SET, _MULTI_SET, _APPEND = HANDLERS[Op.SET], HANDLERS[Op.MULTI_SET], HANDLERS[Op.APPEND]
+_ADD, _COMPARE_SET, _DELETE_KEY = HANDLERS[Op.ADD], HANDLERS[Op.COMPARE_SET], HANDLERS[Op.DELETE_KEY]
+_CHECK, _NUM_KEYS, _LIST_KEYS = HANDLERS[Op.CHECK], HANDLERS[Op.NUM_KEYS], HANDLERS[Op.LIST_KEYS]
+_QUEUE_PUSH, _QUEUE_LEN = HANDLERS[Op.QUEUE_PUSH], HANDLERS[Op.QUEUE_LEN]
+_WAIT, _BARRIER, _CANCEL = HANDLERS[Op.WAIT], HANDLERS[Op.BARRIER], HANDLERS[Op.CANCEL]
+
+_NOBODY: Final = (None, 0)
+"""The place of a request that cannot wait."""
+_NOTHING: Final = vector(b"")
+
+
+class C10dSession(Connection):
+    """One client that speaks torch's format."""
+
+    __slots__ = ("_decoder", "_last", "_state", "_todo", "_waiting")
+
+    def __init__(self, server: StoreServer, transport: asyncio.Transport, peer: str) -> None:
+        super().__init__(server, transport, peer)
+        self._state = server.state
+        self._decoder = Decoder(server.config.store_max_value_nbytes, server.limit)
+        self._todo: list[Request] = []
+        self._waiting: set[int] = set()
+        self._last = 0
+
+    def receive(self, data: bytes) -> None:
+        try:
+            self._decoder.decode(data, self._todo)
+        finally:  # what came before a request that is none is done all the same
+            self._work()
+
+    def _work(self) -> None:
+        """Execute what has been read, as long as the client takes the replies."""
+        server, state, todo = self._server, self._state, self._todo
+        done = 0
+        try:
+            for request in todo:
+                if self._paused or self._transport is None:
+                    break
+                done += 1
+                reply = _ANSWERS[request[0]](self, request)
+                if reply is not None:
+                    self.put(reply)
+                if state.due:
+                    server.deliver(state.collect(), self)
+                if self._out_nbytes >= BATCH_NBYTES:
+                    self.flush()
+        except Refused as refused:
+            raise ProtocolError(refused.text) from None
+        finally:
+            del todo[:done]
+            self.flush()
+        if todo and self._transport is not None:
+            self._transport.pause_reading()
+
+    def answer(self, reply: Reply) -> None:
+        # Both what waits for keys and what stands in a barrier is released by the same byte.
+        self._waiting.discard(reply.request)
+        self.put(c10d_wire.STOP_WAITING)
+
+    def refuse(self, why: str) -> None:
+        self._todo.clear()
+        super().refuse(why)
+
+    @property
+    def unfinished(self) -> bool:
+        return self._decoder.pending or bool(self._todo)
+
+    # -- requests: each returns its reply, None if it has none or has to wait ----------------------
+
+    def _validate(self, request: Request) -> None:
+        if request[1] != c10d_wire.MAGIC:
+            raise ProtocolError(f"a client of torch's TCPStore with another magic number: {request[1]:#x}")
+
+    def _ping(self, request: Request) -> bytes:
+        return U32.pack(request[1])
+
+    def _set(self, request: Request) -> None:
+        _SET(self._state, _NOBODY, request[1], request[2])
+
+    def _multi_set(self, request: Request) -> None:
+        _MULTI_SET(self._state, _NOBODY, request[1], request[2])
+
+    def _append(self, request: Request) -> None:
+        _APPEND(self._state, _NOBODY, request[1], request[2])
+
+    def _add(self, request: Request) -> bytes:
+        return I64.pack(_ADD(self._state, _NOBODY, request[1], request[2]))
+
+    def _compare_set(self, request: Request) -> bytes:
+        return vector(_COMPARE_SET(self._state, _NOBODY, *request[1:]))
+
+    def _get(self, request: Request) -> bytes:
+        value = self._state.peek(request[1])
+        return _NOTHING if value is None else vector(value)
+
+    def _multi_get(self, request: Request) -> bytes:
+        values = [self._state.peek(key) or b"" for key in request[1]]
+        # Measured before it is built: one value may have been asked for a hundred thousand times over.
+        if sum(map(len, values)) > self._server.limit:
+            raise ProtocolError(f"a multi_get of more than the store's {self._server.limit} bytes: ask for fewer keys")
+        return c10d_wire.vectors(values)
+
+    def _delete_key(self, request: Request) -> bytes:
+        return I64.pack(_DELETE_KEY(self._state, _NOBODY, request[1]))
+
+    def _check(self, request: Request) -> bytes:
+        return c10d_wire.READY if _CHECK(self._state, _NOBODY, request[1]) else c10d_wire.NOT_READY
+
+    def _num_keys(self, request: Request) -> bytes:
+        return I64.pack(_NUM_KEYS(self._state, _NOBODY))
+
+    def _list_keys(self, request: Request) -> bytes:
+        keys = [c10d_wire.raw_key(key) for key in _LIST_KEYS(self._state, _NOBODY, "")]
+        return U64.pack(len(keys)) + c10d_wire.vectors(keys)
+
+    def _queue_push(self, request: Request) -> None:
+        _QUEUE_PUSH(self._state, _NOBODY, request[1], request[2])
+
+    def _queue_pop(self, request: Request) -> bytes:
+        length, item = self._state.take(self, request[1])
+        return I64.pack(length) + vector(item) if length else I64.pack(0)
+
+    def _queue_len(self, request: Request) -> bytes:
+        return I64.pack(_QUEUE_LEN(self._state, _NOBODY, request[1]))
+
+    # -- requests that wait -----------------------------------------------------------------------
+
+    def _wait(self, request: Request) -> bytes | None:
+        number = self._last = self._last + 1
+        if _WAIT(self._state, (self, number), request[1]) is not BLOCKED:
+            return c10d_wire.STOP_WAITING
+        self._waiting.add(number)
+        return None
+
+    def _barrier(self, request: Request) -> bytes | None:
+        number = self._last = self._last + 1
+        if _BARRIER(self._state, (self, number), request[1], request[2]) is not BLOCKED:
+            return c10d_wire.STOP_WAITING
+        self._waiting.add(number)  # and if it was the last to come, its answer is due already
+        return None
+
+    def _cancel_wait(self, request: Request) -> bytes:
+        """Give up all that waits; what it was woken for meanwhile, and will not pop now, is another's."""
+        waiting, self._waiting = self._waiting, set()
+        for number in waiting:
+            _CANCEL(self._state, (self, 0), number)
+        self._state.forgo(self)
+        return c10d_wire.WAIT_CANCELED
+
+
+_ANSWERS: dict[int, Callable[[C10dSession, Request], bytes | None]] = {
+    Code.VALIDATE: C10dSession._validate,
+    Code.SET: C10dSession._set,
+    Code.COMPARE_SET: C10dSession._compare_set,
+    Code.GET: C10dSession._get,
+    Code.ADD: C10dSession._add,
+    Code.CHECK: C10dSession._check,
+    Code.WAIT: C10dSession._wait,
+    Code.GETNUMKEYS: C10dSession._num_keys,
+    Code.DELETE_KEY: C10dSession._delete_key,
+    Code.APPEND: C10dSession._append,
+    Code.MULTI_GET: C10dSession._multi_get,
+    Code.MULTI_SET: C10dSession._multi_set,
+    Code.CANCEL_WAIT: C10dSession._cancel_wait,
+    Code.PING: C10dSession._ping,
+    Code.QUEUE_PUSH: C10dSession._queue_push,
+    Code.QUEUE_POP: C10dSession._queue_pop,
+    Code.QUEUE_LEN: C10dSession._queue_len,
+    Code.LIST_KEYS: C10dSession._list_keys,
+    Code.BARRIER: C10dSession._barrier,
+}

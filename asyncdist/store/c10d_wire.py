@@ -1,0 +1,309 @@
+"""The wire format of torch's TCPStore, as torch 2.13 speaks it, so that its clients can use our store.
+
+    request    u8 code, then what `_SHAPES` says; answered in order, or not at all, as `Code` says
+    integers   little-endian; STR and VEC are a u64 length and as many bytes; lists are a u64 count and as many items
+
+There are no frames and no request ids: a request is over when its last field is. So the decoder keeps its place in the
+middle of a field, whichever way the stream was split, and no byte is looked at twice. What a peer sends is believed only
+as far as it has been checked; an unknown code or a length beyond a limit raises ProtocolError, and nothing else is raised.
+
+Torch's keys begin with "/", which its client puts there ("init/", a counter of its own, excepted). Our key is without it:
+``set("k", …)`` of either client is seen by ``get("k")`` of the other. A key that cannot be read so (no "/", no UTF-8)
+keeps all its bytes behind a NUL.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Generator
+from enum import IntEnum
+from typing import Any
+
+from asyncdist.errors import ProtocolError
+
+MAGIC = 0x3C85F7CE
+MAX_KEY_NBYTES = 8 << 10
+MAX_KEYS = 128 << 10
+"""Keys in one request."""
+
+U32, U64, I64 = struct.Struct("<I"), struct.Struct("<Q"), struct.Struct("<q")
+STOP_WAITING, WAIT_CANCELED = b"\x00", b"\x01"
+READY, NOT_READY = b"\x00", b"\x01"
+
+
+class Code(IntEnum):
+    """Requests by their first byte."""
+
+    VALIDATE = 0x00
+    SET = 0x01
+    COMPARE_SET = 0x02
+    GET = 0x03
+    ADD = 0x04
+    CHECK = 0x05
+    WAIT = 0x06
+    GETNUMKEYS = 0x07
+    DELETE_KEY = 0x08
+    APPEND = 0x09
+    MULTI_GET = 0x0A
+    MULTI_SET = 0x0B
+    CANCEL_WAIT = 0x0C
+    PING = 0x0D
+    QUEUE_PUSH = 0x0E
+    QUEUE_POP = 0x0F
+    QUEUE_LEN = 0x10
+    LIST_KEYS = 0x11
+    BARRIER = 0x12
+
+
+Request = tuple[Any, ...]
+"""A `Code` as an int, and the arguments: keys as str, values as bytes, numbers as int, lists of keys as lists."""
+
+_SHAPES: dict[int, str] = {
+    Code.VALIDATE: "u",
+    Code.SET: "kv",
+    Code.COMPARE_SET: "kvv",
+    Code.GET: "k",
+    Code.ADD: "ki",
+    Code.CHECK: "K",
+    Code.WAIT: "K",
+    Code.GETNUMKEYS: "",
+    Code.DELETE_KEY: "k",
+    Code.APPEND: "kv",
+    Code.MULTI_GET: "K",
+    Code.MULTI_SET: "P",
+    Code.CANCEL_WAIT: "",
+    Code.PING: "u",
+    Code.QUEUE_PUSH: "kv",
+    Code.QUEUE_POP: "k",
+    Code.QUEUE_LEN: "k",
+    Code.LIST_KEYS: "",
+    Code.BARRIER: "ki",
+}
+"""Fields by code: k a key, v a value, u a u32, i an i64, K a list of keys, P a list of keys each with its value."""
+
+
+# -- keys and replies ------------------------------------------------------------------------------
+
+
+def key_of(raw: bytes) -> str:
+    """Return our key for torch's."""
+    if raw[:1] == b"/" and raw[1:2] != b"\x00":
+        try:
+            return raw[1:].decode()
+        except UnicodeDecodeError:
+            pass
+    return "\x00" + raw.decode("latin-1")
+
+
+def raw_key(key: str) -> bytes:
+    """Return torch's key for ours."""
+    if key[:1] == "\x00":
+        try:
+            return key[1:].encode("latin-1")
+        except UnicodeEncodeError:
+            pass  # a key of our own client, that begins so
+    return b"/" + key.encode()
+
+
+def vector(value: bytes) -> bytes:
+    """Return a value, or a raw key, as it travels."""
+    return U64.pack(len(value)) + value
+
+
+def vectors(values: list[bytes]) -> bytes:
+    """Return values one after the other as they travel."""
+    pieces = []
+    for value in values:
+        pieces.append(U64.pack(len(value)))
+        pieces.append(value)
+    return b"".join(pieces)
+
+
+# -- requests --------------------------------------------------------------------------------------
+
+_Field = Generator[int, bytes, Any]
+"""A field that is being read: yields how many bytes it needs next, is sent these, and returns what they mean."""
+
+
+class Decoder:
+    """Cuts a stream of bytes into requests, however the stream was split on its way.
+
+    Keeps no more than one request: its values have at most ``max_value_nbytes`` bytes each, and all of it ``limit``.
+    After an error the stream cannot be read any further.
+    """
+
+    def __init__(self, max_value_nbytes: int, limit: int) -> None:
+        self.max_value_nbytes = max_value_nbytes
+        self.limit = limit
+        self._partial: Generator[int, bytes, Request] | None = None
+        self._wanted = 0
+        self._piece = bytearray()
+        self._nbytes = 0
+
+    @property
+    def pending(self) -> bool:
+        """Whether there is an unfinished request."""
+        return self._partial is not None
+
+    def feed(self, data: bytes) -> list[Request]:
+        """Return the requests that ``data`` completes. Raises ProtocolError."""
+        requests: list[Request] = []
+        self.decode(data, requests)
+        return requests
+
+    def decode(self, data: bytes, requests: list[Request]) -> None:
+        """Add the requests that ``data`` completes to a list, which has those before the bad one if there is one."""
+        place = self._go_on(data, 0, requests) if self._partial is not None else 0
+        end = len(data)
+        while place < end:
+            place = _whole_requests(data, place, requests, self.max_value_nbytes)
+            if place < end:
+                self._nbytes = 0
+                self._partial = self._request()
+                self._wanted = next(self._partial)
+                place = self._go_on(data, place, requests)
+
+    def _go_on(self, data: bytes, place: int, requests: list[Request]) -> int:
+        """Read on in the request that is unfinished; return where its last byte, or all of ``data``, was used up."""
+        partial, end = self._partial, len(data)
+        assert partial is not None
+        try:
+            while True:
+                missing = self._wanted - len(self._piece)
+                if end - place < missing:
+                    self._piece += data[place:] if place else data
+                    return end
+                piece = data[place : place + missing]
+                place += missing
+                if self._piece:
+                    self._piece += piece
+                    piece = bytes(self._piece)
+                    self._piece = bytearray()
+                self._wanted = partial.send(piece)
+        except StopIteration as over:
+            self._partial = None
+            requests.append(over.value)
+            return place
+
+    # -- the fields of a request, one after the other ---------------------------------------------
+
+    def _request(self) -> Generator[int, bytes, Request]:
+        code = (yield 1)[0]
+        shape = _SHAPES.get(code)
+        if shape is None:
+            raise ProtocolError(f"a request for no operation of torch's that we know: {code:#04x}")
+        arguments = []
+        for kind in shape:
+            arguments.append((yield from _FIELDS[kind](self)))  # noqa: PERF401, which a comprehension cannot
+        return (code, *arguments) if shape != "P" else (code, *arguments[0])
+
+    def _u32(self) -> _Field:
+        return U32.unpack((yield 4))[0]
+
+    def _i64(self) -> _Field:
+        return I64.unpack((yield 8))[0]
+
+    def _count(self) -> Generator[int, bytes, int]:
+        (count,) = U64.unpack((yield 8))
+        if count > MAX_KEYS:
+            raise ProtocolError(f"a request about {count} keys, when {MAX_KEYS} is the limit")
+        return int(count)
+
+    def _key(self) -> _Field:
+        (nbytes,) = U64.unpack((yield 8))
+        if nbytes > MAX_KEY_NBYTES:
+            raise ProtocolError(f"a key that claims {nbytes} bytes, when {MAX_KEY_NBYTES} is the limit")
+        self._spend(nbytes + 8)
+        return key_of((yield nbytes))
+
+    def _value(self) -> _Field:
+        (nbytes,) = U64.unpack((yield 8))
+        if nbytes > self.max_value_nbytes:
+            raise ProtocolError(_too_large(nbytes, self.max_value_nbytes))
+        self._spend(nbytes + 8)
+        return (yield nbytes)
+
+    def _spend(self, nbytes: int) -> None:
+        self._nbytes += nbytes
+        if self._nbytes > self.limit:
+            raise ProtocolError(f"a request of more than {self.limit} bytes, which is the limit")
+
+    def _keys(self) -> _Field:
+        count = yield from self._count()
+        keys = []
+        for _ in range(count):
+            keys.append((yield from self._key()))  # noqa: PERF401
+        return keys
+
+    def _pairs(self) -> _Field:
+        count = yield from self._count()
+        keys, values = [], []
+        for _ in range(count):
+            keys.append((yield from self._key()))
+            values.append((yield from self._value()))
+        return keys, values
+
+
+_FIELDS: dict[str, Callable[[Decoder], _Field]] = {
+    "u": Decoder._u32,
+    "i": Decoder._i64,
+    "k": Decoder._key,
+    "v": Decoder._value,
+    "K": Decoder._keys,
+    "P": Decoder._pairs,
+}
+
+
+def _too_large(nbytes: int, most: int) -> str:
+    return (
+        f"a value of {nbytes} bytes, when {most} is the limit: raise ASYNCDIST_STORE_MAX_VALUE_NBYTES where the store "
+        "runs, or send bulk data through a collective"
+    )
+
+
+# -- requests that arrived whole, as nearly all do -------------------------------------------------
+
+_WITH_KEY = frozenset((Code.GET, Code.DELETE_KEY, Code.QUEUE_POP, Code.QUEUE_LEN))
+_WITH_NUMBER = frozenset((Code.ADD, Code.BARRIER))
+_WITH_VALUE = frozenset((Code.SET, Code.APPEND, Code.QUEUE_PUSH))
+_OF_KEYS = frozenset((Code.WAIT, Code.CHECK))
+
+_u64_at, _i64_at = U64.unpack_from, I64.unpack_from
+
+
+def _whole_requests(data: bytes, place: int, requests: list[Request], max_value_nbytes: int) -> int:
+    """Add the requests from ``place`` on, up to one that is not whole, not simple or not sound; return its place."""
+    end = len(data)
+    while end - place >= 9:
+        code = data[place]
+        start = place + 9
+        if code in _OF_KEYS:
+            if end - place < 17 or _u64_at(data, place + 1)[0] != 1:
+                return place
+            start += 8
+        (nbytes,) = _u64_at(data, start - 8)
+        after = start + nbytes
+        if nbytes > MAX_KEY_NBYTES or after > end:
+            return place
+        if code in _OF_KEYS:
+            requests.append((code, [key_of(data[start:after])]))
+        elif code in _WITH_KEY:
+            requests.append((code, key_of(data[start:after])))
+        elif code in _WITH_NUMBER:
+            if after + 8 > end:
+                return place
+            requests.append((code, key_of(data[start:after]), _i64_at(data, after)[0]))
+            after += 8
+        elif code in _WITH_VALUE:
+            if after + 8 > end:
+                return place
+            (nbytes,) = _u64_at(data, after)
+            value = after + 8
+            if nbytes > max_value_nbytes or value + nbytes > end:
+                return place
+            requests.append((code, key_of(data[start:after]), data[value : value + nbytes]))
+            after = value + nbytes
+        else:
+            return place
+        place = after
+    return place

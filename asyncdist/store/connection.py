@@ -1,0 +1,123 @@
+"""What every connection to a store's server does, whatever is spoken on it: it takes replies and gives them to a socket.
+
+Nothing is awaited here and no task is made: the loop calls in, requests are executed on the spot, and each connection
+that a read concerns is written to once. A client that does not take its replies is read from no longer; one for whom more
+piles up all the same, because others publish to it, is dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Any
+
+from asyncdist.errors import AuthenticationError, ProtocolError
+from asyncdist.store.operations import Reply
+
+if TYPE_CHECKING:
+    from asyncdist.store.server import StoreServer
+
+logger = logging.getLogger("asyncdist.store.server")
+
+BATCH_NBYTES = 256 << 10
+"""Replies are handed to the socket at the latest when there are so many bytes of them."""
+BACKLOG_NBYTES = 64 << 20
+"""What may wait for a reader, above one frame, before it is given up as too slow."""
+
+
+class Connection(asyncio.Protocol):
+    """One client. Hashable by identity: it is the client that the state machine knows."""
+
+    __slots__ = ("_out", "_out_nbytes", "_paused", "_server", "_transport", "peer")
+
+    def __init__(self, server: StoreServer, transport: asyncio.Transport | None = None, peer: str = "?") -> None:
+        self.peer = peer
+        self._server = server
+        self._transport = transport
+        self._out: list[bytes] = []
+        self._out_nbytes = 0
+        self._paused = False
+
+    # -- what each format says for itself ---------------------------------------------------------
+
+    def receive(self, data: bytes) -> None:
+        """Take bytes that arrived, and do what has been asked. Raises ProtocolError and AuthenticationError."""
+        raise NotImplementedError
+
+    def answer(self, reply: Reply) -> None:
+        """Put what has come due for this client."""
+        raise NotImplementedError
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether something has been asked in part, or not been done."""
+        raise NotImplementedError
+
+    # -- what the loop calls ----------------------------------------------------------------------
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            self.receive(data)
+        except (ProtocolError, AuthenticationError) as error:
+            self.refuse(str(error))
+        except Exception:
+            logger.exception("store: a request of %s could not be served; it is disconnected", self.peer)
+            self.abort()
+
+    def pause_writing(self) -> None:
+        self._paused = True
+
+    def resume_writing(self) -> None:
+        self._paused = False
+        if self._transport is not None:
+            self._transport.resume_reading()
+            self.data_received(b"")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self.unfinished:
+            logger.info("store: %s vanished in the middle of a request", self.peer)
+        self._transport = None
+        self._out.clear()
+        self._server.dismiss(self)
+
+    # -- replies ----------------------------------------------------------------------------------
+
+    def put(self, piece: bytes) -> None:
+        """Add bytes to what is sent with the next flush."""
+        if self._transport is not None:
+            self._out.append(piece)
+            self._out_nbytes += len(piece)
+
+    def flush(self) -> None:
+        """Send what has been put."""
+        if not self._out or self._transport is None:
+            return
+        out, self._out, self._out_nbytes = self._out, [], 0
+        self._transport.write(out[0] if len(out) == 1 else b"".join(out))
+        if self._paused:
+            self._drop_if_deaf(self._transport)
+
+    def _drop_if_deaf(self, transport: asyncio.Transport) -> None:
+        waiting = transport.get_write_buffer_size()
+        if waiting > self._server.limit + BACKLOG_NBYTES:
+            logger.warning("store: %s does not read (%d bytes wait for it); it is disconnected", self.peer, waiting)
+            self.abort()
+
+    # -- ends -------------------------------------------------------------------------------------
+
+    def refuse(self, why: str) -> None:
+        """Say why in the log, and hang up when what has been put has been sent."""
+        logger.warning("store: refused %s: %s", self.peer, why)
+        self.flush()
+        if self._transport is not None:
+            self._transport.close()
+
+    def abort(self) -> None:
+        """Drop the connection with whatever waits in it."""
+        if self._transport is not None:
+            self._transport.abort()
+
+
+def name_of(address: Any) -> str:
+    """Return a peer's address in words."""
+    return f"{address[0]}:{address[1]}" if isinstance(address, tuple) else str(address or "a local client")

@@ -1,0 +1,108 @@
+"""Where a new connection stands until it is known what it speaks, and that it may.
+
+Our clients begin with the handshake's greeting, torch's with a zero byte and a magic number. Ours prove that they hold the
+token; torch's format has nothing of the kind, so its clients are let in from this machine only, unless the server was told
+otherwise. Then the transport is handed to a session and the lobby forgotten.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import TYPE_CHECKING, cast
+
+from asyncdist.errors import AuthenticationError, ProtocolError
+from asyncdist.handshake import NONCE_NBYTES, Pushed, accept
+from asyncdist.store import c10d_wire, listen
+from asyncdist.store.c10d_session import C10dSession
+from asyncdist.store.connection import Connection, name_of
+from asyncdist.store.dialling import tune
+from asyncdist.store.messages import hello
+from asyncdist.store.operations import Reply
+from asyncdist.store.session import Session
+
+if TYPE_CHECKING:
+    from asyncdist.store.server import StoreServer
+
+_C10D_OPENING = bytes([c10d_wire.Code.VALIDATE]) + c10d_wire.U32.pack(c10d_wire.MAGIC)
+
+
+class Lobby(Connection):
+    """A connection that has not said what it wants."""
+
+    __slots__ = ("_begun", "_greeting", "_hurry", "_local")
+
+    def __init__(self, server: StoreServer) -> None:
+        super().__init__(server)
+        self._begun = b""
+        self._greeting: Pushed | None = None
+        self._hurry: asyncio.TimerHandle | None = None
+        self._local = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        transport = cast(asyncio.Transport, transport)  # which uvloop's is in all but its bases
+        self._transport = transport
+        address = transport.get_extra_info("peername")
+        self.peer = name_of(address)
+        self._local = not isinstance(address, tuple) or listen.is_loopback(address[0])
+        if not self._server.admit(self):
+            self.abort()
+            return
+        tune(transport.get_extra_info("socket"))
+        timeout = self._server.config.handshake_timeout
+        self._hurry = asyncio.get_running_loop().call_later(timeout, self._too_late, timeout)
+
+    def receive(self, data: bytes) -> None:
+        if self._greeting is not None:
+            self._greet(self._greeting, data)
+            return
+        self._begun += data
+        if self._begun.startswith(_C10D_OPENING):
+            self._welcome_c10d(self._begun[len(_C10D_OPENING) :])
+        elif not _C10D_OPENING.startswith(self._begun) and self._transport is not None:
+            nonce = os.urandom(NONCE_NBYTES)
+            self._greeting = Pushed(accept(self._server.token, "store", nonce), self._transport.write)
+            self._greet(self._greeting, self._begun)
+
+    def _greet(self, greeting: Pushed, data: bytes) -> None:
+        rest = greeting.feed(data)
+        if greeting.done and self._transport is not None:
+            self._transport.write(hello(self._server.limit))
+            self._hand_over(Session(self._server, self._transport, self.peer), rest)
+
+    def _welcome_c10d(self, rest: bytes) -> None:
+        if not self._local and not self._server.config.allow_unauthenticated_c10d:
+            raise AuthenticationError(
+                "a client of torch's TCPStore from another machine: its format has no authentication, so it is taken "
+                "from loopback only; in a network that you trust, --allow-unauthenticated-c10d "
+                "(ASYNCDIST_ALLOW_UNAUTHENTICATED_C10D=1) allows it"
+            )
+        if self._transport is not None:
+            self._hand_over(C10dSession(self._server, self._transport, self.peer), rest)
+
+    def _hand_over(self, session: Connection, rest: bytes) -> None:
+        assert self._transport is not None
+        self._settle()
+        self._server.replace(self, session)
+        self._transport.set_protocol(session)
+        self._transport = None
+        session.data_received(rest)
+
+    def answer(self, reply: Reply) -> None:
+        raise ProtocolError("a reply for one who has asked nothing")
+
+    @property
+    def unfinished(self) -> bool:
+        return False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._settle()
+        super().connection_lost(exc)
+
+    def _settle(self) -> None:
+        if self._hurry is not None:
+            self._hurry.cancel()
+            self._hurry = None
+
+    def _too_late(self, timeout: float) -> None:
+        self.refuse(f"no proof of the token within {timeout:g} s")
