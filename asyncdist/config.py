@@ -150,6 +150,7 @@ class Launch:
     rank: int | None = None
     world_size: int | None = None
     local_rank: int | None = None
+    local_world_size: int | None = None
     master_addr: str | None = None
     master_port: int | None = None
     agent_store: bool = False
@@ -162,11 +163,17 @@ class Launch:
             rank=_number(source, "RANK"),
             world_size=_number(source, "WORLD_SIZE"),
             local_rank=_number(source, "LOCAL_RANK"),
+            local_world_size=_number(source, "LOCAL_WORLD_SIZE"),
             master_addr=source.get("MASTER_ADDR") or None,
             master_port=_number(source, "MASTER_PORT"),
             agent_store=source.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() in ("true", "1"),
             run_id=source.get("TORCHELASTIC_RUN_ID", ""),
         )
+
+    @property
+    def on_one_host(self) -> bool:
+        """Whether the launcher says that all ranks run on this host."""
+        return self.world_size is not None and self.local_world_size == self.world_size
 
 
 def _number(source: Mapping[str, str], variable: str) -> int | None:

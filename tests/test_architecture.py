@@ -21,7 +21,7 @@ LAYERS: list[list[str]] = [
     ["transport", "registry", "buffers", "objects", "reduce", "work", "runtime", "progress", "machine", "mismatch",
      "notices", "lifetime", "reminders", "interfaces", "arena", "inbox", "native", "registered", "bell"],
     ["store", "observe", "mesh", "ways", "collectives.executor", "collectives.operation", "collectives.plans",
-     "collectives.islands", "collectives.reductions", "collectives.exchanges", "collectives.arguments"],
+     "collectives.islands", "collectives.reductions", "collectives.sparse", "collectives.exchanges", "collectives.arguments"],
     ["rendezvous", "group", "world"],
     ["api", "face", "aio", "sync"],
     ["ddp", "sampler", "torch_backend"],

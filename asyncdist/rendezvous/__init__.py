@@ -53,7 +53,7 @@ async def meet(
     async with AsyncExitStack() as stack:
         if method.kind == "direct":
             return await _meet_directly(stack, method, world)
-        place = await open_place(method, store, name, launch.run_id, limit)
+        place = await open_place(method, store, name, config, launch, limit)
         stack.push_async_callback(place.close)
         if method.rank != 0:
             return await follow(stack, world, by_record(world, place), place.where)

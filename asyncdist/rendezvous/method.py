@@ -3,6 +3,7 @@
     init_method                       where the ranks meet
     None, env://                      MASTER_ADDR:MASTER_PORT; in torchrun's own store where its agent serves one there
     tcp://host:port                   rank 0's store; port 0 on rank 0 picks a free one; IPv6 in brackets
+    asyncdist://host:port/job         a store daemon (``asyncdist store``); ``job`` keeps jobs on one daemon apart
     file:///path                      a file, or a folder, that every rank sees
     (store=)                          any store that every rank holds
 
@@ -18,13 +19,16 @@ from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 from asyncdist.config import Launch
 from asyncdist.errors import UsageError
 
-Kind = Literal["direct", "agent", "file", "store"]
-_SPELLINGS = "env://, tcp://host:port, file:///path, or pass store="
+Kind = Literal["direct", "agent", "daemon", "file", "store"]
+_SPELLINGS = "env://, tcp://host:port, asyncdist://host:port/job, file:///path, or pass store="
 
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """Where to meet and as whom: ``host`` and ``port`` for kinds direct and agent, ``path`` for file."""
+    """Where to meet and as whom: ``host`` and ``port`` for kinds direct, agent and daemon.
+
+    ``path`` is that of the file, or the job's name at the daemon.
+    """
 
     kind: Kind
     rank: int
@@ -60,6 +64,9 @@ class Method:
             return cls("store", own, size)
         if parts.scheme == "file":
             return cls("file", own, size, path=_path(parts, url))
+        if parts.scheme == "asyncdist":
+            host, port = _address(parts, url)
+            return cls("daemon", own, size, host=host, port=port, path=unquote(parts.path.strip("/")))
         kind: Kind = "direct"
         if parts.scheme == "env":
             host, port = _master(launch)
@@ -87,7 +94,7 @@ def _split(url: str) -> SplitResult:
         parts = urlsplit(url)
     except ValueError as error:
         raise UsageError(f"init_method {url!r} cannot be read ({error}); use {_SPELLINGS}") from None
-    if parts.scheme not in ("env", "tcp", "file"):
+    if parts.scheme not in ("env", "tcp", "asyncdist", "file"):
         raise UsageError(f"init_method {url!r} is of no known kind; use {_SPELLINGS}")
     return parts
 
@@ -125,7 +132,9 @@ def _address(parts: SplitResult, url: str) -> tuple[str, int]:
     except ValueError:
         raise UsageError(f"the port in init_method {url!r} is no number from 0 to 65535") from None
     if not parts.hostname or port is None:
-        raise UsageError(f"init_method {url!r} lacks its {'port' if parts.hostname else 'host'}; use tcp://host:port")
+        raise UsageError(
+            f"init_method {url!r} lacks its {'port' if parts.hostname else 'host'}; use {parts.scheme}://host:port"
+        )
     return parts.hostname, port
 
 

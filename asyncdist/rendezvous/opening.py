@@ -1,4 +1,4 @@
-"""Open the place where the ranks meet: a store that torchrun's agent serves, one that the caller holds, or a file."""
+"""Open the place where the ranks meet: the store of torchrun's agent, of a daemon, or of the caller; or a file."""
 
 from __future__ import annotations
 
@@ -8,36 +8,56 @@ import os
 from datetime import timedelta
 from typing import Any
 
-from asyncdist.errors import RendezvousError, RendezvousTimeoutError, UsageError
+from asyncdist.config import Config, Launch
+from asyncdist.errors import AuthenticationError, RendezvousError, RendezvousTimeoutError, UsageError
 from asyncdist.rendezvous.address import resolve
 from asyncdist.rendezvous.meeting import Limit
 from asyncdist.rendezvous.method import Method
-from asyncdist.rendezvous.place import AwaitedPlace, BlockingPlace, BlockingStore, Caller, Place, RecordFile
+from asyncdist.rendezvous.place import (
+    AwaitedPlace,
+    BlockingPlace,
+    BlockingStore,
+    Caller,
+    DaemonPlace,
+    Place,
+    RecordFile,
+)
+from asyncdist.store.client import AsyncStore
 from asyncdist.store.dialling import describe
-from asyncdist.store.faces import AsyncFace
+from asyncdist.store.faces import AsyncFace, Store
+from asyncdist.topology import is_loopback
 
 _PAUSE = 0.1
 _AGENT_TIMEOUT = 30.0
 
 
-async def open_place(method: Method, store: Any, name: str, run_id: str, limit: Limit) -> Place:
+async def open_place(method: Method, store: Any, name: str, config: Config, launch: Launch, limit: Limit) -> Place:
     """Return the place of the world ``name`` that a method other than ``direct`` means."""
     key = f"asyncdist/{name}"
     if method.kind == "agent":
-        return await _open_agent_store(method, f"asyncdist/{run_id}/{name}", limit)
+        check_guarded(method.host, config, launch)
+        return await _open_agent_store(method, f"asyncdist/{launch.run_id}/{name}", limit)
+    if method.kind == "daemon":
+        daemon = await AsyncStore.connect(
+            method.host, method.port, token=config.token, timeout=limit.deadline.remaining()
+        )
+        where = f"the store daemon at {method.host}:{method.port}, job {method.path!r}"
+        return DaemonPlace(daemon, f"asyncdist/{method.path}/{name}", where)
     if method.kind == "file":
         file = RecordFile(method.path, name)
         return BlockingPlace(file, key, f"file://{file.path}")
     if isinstance(store, AsyncFace):
         return AwaitedPlace(store, _innermost(store).loop, key, f"store={store!r}")
     if callable(getattr(store, "compare_set", None)):
+        if not isinstance(store, Store):
+            check_guarded(host_of(method, store), config, launch)
         return BlockingPlace(store, key, f"store={type(store).__name__}")
     raise UsageError(f"store= takes a store of asyncdist or of torch.distributed, not {type(store).__name__}")
 
 
 def host_of(method: Method, store: Any) -> str | None:
     """Return the host of the meeting place, None where it has none."""
-    if method.kind == "agent":
+    if method.kind in ("agent", "daemon"):
         return method.host
     if store is None:
         return None
@@ -46,6 +66,20 @@ def host_of(method: Method, store: Any) -> str | None:
         return "127.0.0.1"
     host = getattr(store, "host", None)
     return host if isinstance(host, str) and host else None
+
+
+def check_guarded(host: str | None, config: Config, launch: Launch) -> None:
+    """Raise AuthenticationError if a token of ours would lie in a store of torch's that other hosts can read.
+
+    Those stores let in whoever asks. None is the host of a store that no network leads to.
+    """
+    if config.token or config.allow_unauthenticated or host is None or is_loopback(host) or launch.on_one_host:
+        return
+    raise AuthenticationError(
+        f"torch's store at {host} lets in whoever asks, and so cannot pass a token on to other hosts: set "
+        "ASYNCDIST_TOKEN to the same secret on every rank (in a network that you trust, "
+        "ASYNCDIST_ALLOW_UNAUTHENTICATED=1 does without)"
+    )
 
 
 def _innermost(store: Any) -> Any:

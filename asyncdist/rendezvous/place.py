@@ -148,6 +148,13 @@ class AwaitedPlace(Place):
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, self._loop))
 
 
+class DaemonPlace(OwnPlace):
+    """A key of a store daemon, over a connection of the place's own."""
+
+    async def close(self) -> None:
+        await self._store.close()
+
+
 class BlockingStore(Protocol):
     """What is asked of a store: torch's, ours, or a file's."""
 

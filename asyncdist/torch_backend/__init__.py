@@ -9,15 +9,17 @@ then use shared memory between the ranks of a host and TCP between hosts. An asy
 
 Read in this order: `process_group` (torch's methods, and what they are here), `work` (what they return), `reductions`,
 `making` (how a group comes about), `kernels` (two operators that torch's own code cannot bring to us), `barrier`,
-`store`, `launch` (torchrun).
+`store`, `init_method` and `torchrun` (how a job finds a store daemon).
 """
 
-from asyncdist.torch_backend import barrier, kernels, making
+from asyncdist.torch_backend import barrier, init_method, kernels, making
 from asyncdist.torch_backend.process_group import ProcessGroup
+from asyncdist.torch_backend.store import Store
 from asyncdist.torch_backend.work import Work
 
-__all__ = ["ProcessGroup", "Work"]
+__all__ = ["ProcessGroup", "Store", "Work"]
 
 making.register()
 kernels.register()
 barrier.register()
+init_method.register()

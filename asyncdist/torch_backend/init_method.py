@@ -1,0 +1,50 @@
+"""``init_method="asyncdist://host:port/job"``: a job of torch's finds a store daemon of ours (``asyncdist store``).
+
+Every start of a job is a generation of its own: what an earlier one left at the daemon, killed or not, is never read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+from torch.distributed import rendezvous as torch_rendezvous
+
+from asyncdist.deadline import Timeout
+from asyncdist.rendezvous import meet
+from asyncdist.runtime import runtime
+from asyncdist.store import PrefixStore, TCPStore
+from asyncdist.torch_backend.store import Store
+
+SCHEME = "asyncdist"
+
+
+def register() -> None:
+    """Make ``asyncdist://`` an init method of torch.distributed. Idempotent."""
+    handlers: dict[str, Any] = torch_rendezvous.__globals__["_rendezvous_handlers"]
+    handlers.setdefault(SCHEME, rendezvous)
+
+
+def rendezvous(url: str, timeout: Timeout = None, **ignored: Any) -> Iterator[tuple[Store, int, int]]:
+    """Yield the job's store at the daemon, our rank and the world size, as torch asks an init method.
+
+    Rank and world size come from the URL's query (torch puts its arguments there) or from the launcher. Raises what
+    `asyncdist.init_process_group` raises: RendezvousTimeoutError that names who is missing, UsageError,
+    AuthenticationError, StoreConnectionError.
+    """
+    rank, world_size, world_id = runtime().run(_agree(url, timeout))
+    parts = urlsplit(url)
+    daemon = TCPStore(parts.hostname or "", parts.port or 0, **({} if timeout is None else {"timeout": timeout}))
+    yield Store(PrefixStore(f"{parts.path.strip('/')}/{world_id}", daemon)), rank, world_size
+    raise RuntimeError(f"{SCHEME}:// makes one world a call: call init_process_group again")
+
+
+async def _agree(url: str, timeout: Timeout) -> tuple[int, int, str]:
+    """Meet the other ranks of this generation at the daemon; return rank, world size, and the generation's name."""
+    meeting = await meet(url, timeout=timeout, name="torch.distributed")
+    try:
+        await meeting.exchange(b"")
+        return meeting.rank, meeting.world_size, meeting.world_id
+    finally:
+        await meeting.close()
