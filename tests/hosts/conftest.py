@@ -23,6 +23,8 @@ LINK = "link0"
 class Hosts:
     """Two hosts, each a namespace with one end of a link."""
 
+    interfaces = ("lo", LINK)
+
     def __init__(self, stack):
         self._stack = stack
         self.addresses = ["10.213.7.1", "10.213.7.2"]
@@ -63,10 +65,10 @@ class Hosts:
         for host in range(len(self.addresses)):
             self.on(host, f"tc qdisc replace dev {LINK} root tbf rate {rate} burst 256kb latency 50ms")
 
-    def sent_nbytes(self, host):
-        """Return how many bytes a host has sent over the link."""
+    def sent_nbytes(self, host, interface=LINK):
+        """Return how many bytes a host has sent over the link, or to itself (``"lo"``)."""
         counter = Path(f"/proc/{self._holders[host].pid}/net/dev").read_text()
-        line = next(line for line in counter.splitlines() if line.strip().startswith(LINK))
+        line = next(line for line in counter.splitlines() if line.strip().startswith(interface))
         return int(line.split(":")[1].split()[8])
 
 

@@ -30,8 +30,9 @@ def enter(namespace):
         os.close(descriptor)
 
 
-def on_host(test, namespace, where, rank, size):
+def on_host(test, namespace, where, rank, size, folder="."):
     enter(namespace)
+    os.chdir(folder)
     with sync.process_group(init_method=where, rank=rank, world_size=size, timeout=30) as group:
         test.send("met")
         while True:
@@ -40,6 +41,11 @@ def on_host(test, namespace, where, rank, size):
                 break
             test.send(globals()[name](group, *arguments))
     os._exit(0)  # the world is closed, and taking the interpreter apart takes seconds
+
+
+def ways(group):
+    """Return by which links we reach the others."""
+    return sorted({type(group.mesh.link(peer)).__name__ for peer in group.ranks if peer != group.mesh.rank})
 
 
 def reduced(group, count):
@@ -51,6 +57,15 @@ def reduced(group, count):
     whole = torch.zeros(count * group.size())
     group.all_gather_single(whole, part * (group.rank() + 1), background=False).result()
     return tensor.unique().tolist(), part.unique().tolist(), whole.unique().tolist()
+
+
+def passed_on(group, count):
+    """Send a tensor to the next rank; return what came from the one before."""
+    tensor = torch.zeros(count)
+    receiving = group.recv(tensor, (group.rank() - 1) % group.size())
+    group.send(torch.full((count,), float(group.rank())), (group.rank() + 1) % group.size(), background=False).result()
+    receiving.wait()
+    return tensor.unique().tolist()
 
 
 def timed(group, nbytes):

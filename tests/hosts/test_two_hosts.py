@@ -1,4 +1,4 @@
-"""Two hosts with two ranks each: real processes, in network namespaces that only a veth pair joins."""
+"""Ranks on two hosts: real processes, in network namespaces that only a veth pair joins."""
 
 from __future__ import annotations
 
@@ -11,13 +11,17 @@ MIB = 1 << 20
 
 
 class Job:
-    """Four ranks, of which 0 and 1 are on the first host."""
+    """Ranks in the networks of two hosts; by default four, of which 0 and 1 are on the first.
 
-    def __init__(self, hosts, nursery, where, placed=(0, 0, 1, 1)):
+    ``named`` says whether they are told that these are two hosts, as nothing else shows it.
+    """
+
+    def __init__(self, hosts, nursery, where, placed=(0, 0, 1, 1), *, named=True, folders=(".", ".")):
+        token = {"ASYNCDIST_TOKEN": "for this test only"}
         self.ranks = [
             nursery.start(
-                PROGRAM, "on_host", hosts.namespaces[host], where, rank, len(placed),
-                environment={"ASYNCDIST_HOST": f"host{host}", "ASYNCDIST_TOKEN": "for this test only"},
+                PROGRAM, "on_host", hosts.namespaces[host], where, rank, len(placed), str(folders[host]),
+                environment={**token, "ASYNCDIST_HOST": f"host{host}"} if named else token,
             )
             for rank, host in enumerate(placed)
         ]  # fmt: skip
@@ -54,6 +58,26 @@ def test_meeting_over_tcp(hosts, nursery):
     job = Job(hosts, nursery, f"tcp://{hosts.addresses[0]}:29500")  # the port of a namespace that is ours alone
     assert job.all_do("reduced", 3)[0][0] == [10.0]
     job.end()
+
+
+def test_ranks_of_one_host_share_memory_though_their_networks_and_folders_differ(hosts, nursery, tmp_path):
+    """Their Unix sockets' abstract names are unknown to each other; and no byte goes through a network."""
+    folders = [tmp_path / "here", tmp_path / "there"]
+    for folder in folders:
+        folder.mkdir()
+    job = Job(hosts, nursery, f"file://{tmp_path}/world", (0, 1, 1), named=False, folders=folders)
+    assert job.all_do("ways") == [["ShmLink"]] * 3
+    networks = [(host, interface) for host in (0, 1) for interface in hosts.interfaces]
+    before = [hosts.sent_nbytes(*network) for network in networks]
+    for count in (1, 300_000):
+        whole = [6.0 * 3 * rank for rank in (1, 2, 3)]
+        assert job.all_do("reduced", count) == [([6.0], [18.0], whole)] * 3
+        assert job.all_do("passed_on", count) == [[2.0], [0.0], [1.0]]
+    assert all(right for _, right in job.all_do("timed", 8 * MIB))
+    sent = [hosts.sent_nbytes(*network) - nbytes for network, nbytes in zip(networks, before, strict=True)]
+    assert max(sent) < 1000, sent  # what the kernel tells its neighbours
+    job.end()
+    assert all(list(folder.iterdir()) == [] for folder in folders)
 
 
 def test_bytes_between_hosts(hosts, nursery, tmp_path):
