@@ -40,6 +40,10 @@ class Op(IntEnum):
     """The item of an earlier QUEUE_POP has arrived and need not be kept. Has no reply."""
     LEAVE = 21
     """Give up all earlier requests. Has no reply; a file store's log says so of a process that died."""
+    OPEN_DOOR = 22
+    """Open a port behind which there is an empty store, as long as the client is connected. Servers only."""
+    CLOSE_DOOR = 23
+    """Close a door that this client opened, and forget what is behind it. Servers only."""
 
 
 KEY, KEYS, VALUE, VALUES, NUMBER, FLAG = "key", "keys", "value", "values", "number", "flag"
@@ -66,10 +70,15 @@ ARGUMENTS: dict[Op, tuple[str, ...]] = {
     Op.CANCEL: (NUMBER,),
     Op.CONFIRM: (NUMBER,),
     Op.LEAVE: (),
+    Op.OPEN_DOOR: (),
+    Op.CLOSE_DOOR: (NUMBER,),
 }
 
 BLOCKING = frozenset((Op.GET, Op.WAIT, Op.MULTI_GET, Op.QUEUE_POP, Op.BARRIER, Op.SUBSCRIBE))
 """Operations that may leave something behind at the store until they are answered, cancelled or confirmed."""
+
+DOORS = frozenset((Op.OPEN_DOOR, Op.CLOSE_DOOR))
+"""Operations that are no matter of the state machine, but of the server around it."""
 
 
 # -- answers ---------------------------------------------------------------------------------------
@@ -258,3 +267,11 @@ def publish(channel: str, message: Value) -> Command:
 
 def subscribe(channel: str) -> Command:
     return Command(Op.SUBSCRIBE, (_key(channel),))
+
+
+def open_door() -> Command:
+    return Command(Op.OPEN_DOOR)
+
+
+def close_door(port: int) -> Command:
+    return Command(Op.CLOSE_DOOR, (_number(port),))

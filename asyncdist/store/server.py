@@ -17,6 +17,7 @@ from typing import Any
 from asyncdist.config import Config
 from asyncdist.store import listen
 from asyncdist.store.connection import Connection
+from asyncdist.store.doors import Doors
 from asyncdist.store.lobby import Lobby
 from asyncdist.store.messages import LENGTH, Encoder, frame_limit
 from asyncdist.store.operations import Kind, Reason, Reply
@@ -45,6 +46,7 @@ class StoreServer:
         self._emptied: asyncio.Future[None] | None = None
         self._crowded = False
         self._encoder = Encoder()
+        self.doors = Doors(self)
 
     @classmethod
     async def start(
@@ -87,6 +89,7 @@ class StoreServer:
 
     async def close(self) -> None:
         """Stop listening and drop every connection; returns when they are gone. May be called again."""
+        await self.doors.close()
         for server in self._servers:
             server.close()
         for connection in list(self._connections):
@@ -107,6 +110,10 @@ class StoreServer:
     @property
     def num_connections(self) -> int:
         return len(self._connections)
+
+    def serves(self, connection: Connection) -> bool:
+        """Whether a connection is still there."""
+        return connection in self._connections
 
     # -- for connections --------------------------------------------------------------------------
 
@@ -136,6 +143,7 @@ class StoreServer:
             return
         self._connections.discard(connection)
         self.deliver(self.state.leave(connection), None)
+        self.doors.leave(connection)
         if not self._connections and self._emptied is not None and not self._emptied.done():
             self._emptied.set_result(None)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from asyncdist.store.connection import BATCH_NBYTES, Connection
 from asyncdist.store.messages import FrameParser, decode_request
-from asyncdist.store.operations import Reply
+from asyncdist.store.operations import DOORS, Reply
 
 if TYPE_CHECKING:
     from asyncdist.store.server import StoreServer
@@ -34,7 +34,10 @@ class Session(Connection):
         server, execute = self._server, self._server.state.execute
         while self._todo and not self._paused and self._transport is not None:
             request, op, args = decode_request(self._todo.popleft())
-            server.deliver(execute(self, request, op, args), self)
+            if op in DOORS:
+                server.doors.execute(self, request, op, args)
+            else:
+                server.deliver(execute(self, request, op, args), self)
             if self._out_nbytes >= BATCH_NBYTES:
                 self.flush()
         self.flush()

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from asyncdist.store.entries import Holding, Listening, Open, Place, Standing, Taking, Waiting
-from asyncdist.store.operations import Client, Kind, Op, Reason, Reply
+from asyncdist.store.operations import DOORS, Client, Kind, Op, Reason, Reply
 
 
 class Refused(Exception):
@@ -373,7 +373,9 @@ def _drop_from(lines: dict[str, dict[Any, None]], key: str, who: object) -> None
             del lines[key]
 
 
-HANDLERS: dict[Op, Callable[..., Any]] = {op: getattr(StoreState, "_" + op.name.lower()) for op in Op}
+HANDLERS: dict[Op, Callable[..., Any]] = {
+    op: getattr(StoreState, "_" + op.name.lower()) for op in Op if op not in DOORS
+}
 """By operation: what does it, called with the state, the place, and the arguments.
 
 It returns a result or `BLOCKED`, or raises `Refused`. Who calls one without `StoreState.execute` takes what has come due

@@ -5,13 +5,13 @@ Every start of a job is a generation of its own: what an earlier one left at the
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
-from torch.distributed import rendezvous as torch_rendezvous
-
-from asyncdist.deadline import Timeout
+from asyncdist.config import Config
+from asyncdist.deadline import Timeout, seconds
 from asyncdist.rendezvous import meet
 from asyncdist.runtime import runtime
 from asyncdist.store import PrefixStore, TCPStore
@@ -22,7 +22,7 @@ SCHEME = "asyncdist"
 
 def register() -> None:
     """Make ``asyncdist://`` an init method of torch.distributed. Idempotent."""
-    handlers: dict[str, Any] = torch_rendezvous.__globals__["_rendezvous_handlers"]
+    handlers: dict[str, Any] = importlib.import_module("torch.distributed.rendezvous")._rendezvous_handlers
     handlers.setdefault(SCHEME, rendezvous)
 
 
@@ -35,7 +35,9 @@ def rendezvous(url: str, timeout: Timeout = None, **ignored: Any) -> Iterator[tu
     """
     rank, world_size, world_id = runtime().run(_agree(url, timeout))
     parts = urlsplit(url)
-    daemon = TCPStore(parts.hostname or "", parts.port or 0, **({} if timeout is None else {"timeout": timeout}))
+    daemon = TCPStore(
+        parts.hostname or "", parts.port or 0, timeout=seconds(timeout, Config.from_environment().timeout)
+    )
     yield Store(PrefixStore(f"{parts.path.strip('/')}/{world_id}", daemon)), rank, world_size
     raise RuntimeError(f"{SCHEME}:// makes one world a call: call init_process_group again")
 

@@ -15,7 +15,7 @@ from asyncdist.store import faces
 _open: set[Store] = set()
 
 
-class Store(torch_distributed.Store):
+class Store(torch_distributed.Store):  # type: ignore[misc,name-defined]  # torch does not say that it exports it
     """Any blocking store of ours, under the names by which torch's C++ and Python code calls it.
 
     Timeouts are those of ``store``; `close` it in the end, which closes ``store`` too. Raises the errors of

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, create_handler
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-from asyncdist.store import PrefixStore, TCPStore
+from asyncdist.store import PrefixStore, TCPStore, operations
 from asyncdist.torch_backend.store import Store
 
 DEFAULT_PORT = 29500
@@ -42,10 +41,10 @@ class DaemonHandler(RendezvousHandler):
     daemon's behind which there is nothing but that round.
     """
 
-    def __init__(self, agents: Any, daemon: TCPStore, store: Store) -> None:
+    def __init__(self, agents: DynamicRendezvousHandler, daemon: TCPStore, store: Store) -> None:
         self._agents = agents
         # torch's handler would serve the workers itself, from the first agent, with a server that lets in everybody.
-        agents._create_tcp_store_server = lambda host, port: SimpleNamespace(port=daemon.port)
+        agents._create_tcp_store_server = lambda *_: SimpleNamespace(port=daemon.port)  # type: ignore
         self._daemon = daemon
         self._store = store
         self._door: int | None = None
@@ -61,7 +60,7 @@ class DaemonHandler(RendezvousHandler):
         self._close_door()
         joined = self._agents.next_rendezvous()
         if joined.rank == 0:
-            self._door = self._daemon.open_door()
+            self._door = self._daemon.request(operations.open_door())
             joined.store.set("door", str(self._door))
         workers = RendezvousStoreInfo(self._daemon.host, int(joined.store.get("door")))
         return RendezvousInfo(joined.store, joined.rank, joined.world_size, workers)
@@ -88,4 +87,4 @@ class DaemonHandler(RendezvousHandler):
     def _close_door(self) -> None:
         door, self._door = self._door, None
         if door is not None:
-            self._daemon.close_door(door)
+            self._daemon.request(operations.close_door(door))
