@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from asyncdist.store import TCPStore
 from asyncdist.testing.processes import Nursery
 
 pytestmark = pytest.mark.processes
@@ -69,9 +70,15 @@ def test_a_death_is_noticed_though_a_forked_child_lives_on(start):
         os.kill(child, signal.SIGKILL)
 
 
+@pytest.fixture
+def store():
+    with TCPStore("127.0.0.1", 0, is_master=True) as store:
+        yield store
+
+
 @pytest.mark.parametrize("how", ["nothing", "another folder"])
-def test_ranks_of_one_host_share_memory_whatever_else_differs(start, how):
-    ranks = start("falls_back", how)
+def test_ranks_of_one_host_share_memory_whatever_else_differs(start, store, how):
+    ranks = start("falls_back", how, store.port)
     for rank in ranks:
         total, names, lines, _ = rank.hear()
         assert (total, names) == (3.0, ["ShmLink"]), lines
@@ -85,10 +92,13 @@ def test_ranks_of_one_host_share_memory_whatever_else_differs(start, how):
     [
         ("small files", ["it offers none", "ulimit -f"]),
         ("no descriptors", ["descriptors are not passed"]),
+        ("another user", ["it runs as another user, 0", "it runs as another user, 65534"]),
     ],
 )
-def test_ranks_that_cannot_share_memory_use_the_next_transport_and_say_why_at_once(start, how, reasons):
-    ranks = start("falls_back", how)
+def test_ranks_that_cannot_share_memory_use_the_next_transport_and_say_why_at_once(start, store, how, reasons):
+    if how == "another user" and os.getuid() != 0:
+        pytest.skip("only root may become another user")
+    ranks = start("falls_back", how, store.port)
     said = []
     for rank in ranks:
         total, names, lines, took = rank.hear()
