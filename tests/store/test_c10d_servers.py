@@ -1,0 +1,252 @@
+"""Torch's own server and ours, asked the same on the wire: where torch's is right they agree, and where it is wrong not.
+
+What torch's server does wrong is asserted, so that these tests say so when a later torch does it right.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch.distributed as torch_dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncdist.runtime import runtime
+from asyncdist.store import StoreServer
+from asyncdist.store.c10d_wire import Code
+from asyncdist.testing.c10d import Peer
+
+OURS, TORCHS = "asyncdist", "torch"
+
+
+@contextlib.contextmanager
+def our_server() -> Iterator[int]:
+    server = runtime().run(StoreServer.start("127.0.0.1", 0))
+    try:
+        yield server.port
+    finally:
+        runtime().run(server.close())
+        assert server.state.num_open == 0
+
+
+@contextlib.contextmanager
+def torchs_server() -> Iterator[int]:
+    server = torch_dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield server.port
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _settled() -> None:
+    """Have torch's first server open the pipes that stay for the life of the process."""
+    with torchs_server():
+        pass
+
+
+@pytest.fixture(params=[OURS, TORCHS])
+def whose(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def connect(whose: str) -> Iterator[Callable[[], Peer]]:
+    with (our_server if whose == OURS else torchs_server)() as port, contextlib.ExitStack() as peers:
+        yield lambda: peers.enter_context(Peer(port))
+
+
+def noticed(peer: Peer) -> None:
+    """Give the server time to notice what has happened on other connections: it does so before it is asked thrice."""
+    for _ in range(3):
+        peer.settle()
+
+
+# -- what torch's server does wrong ----------------------------------------------------------------
+
+
+def test_a_push_after_a_pop_that_was_served_wakes_nobody_who_waits_for_something_else(whose, connect):
+    popping, pushing = connect(), connect()
+    popping.send(Code.WAIT, [b"/q"])
+    assert popping.settle() == 0
+    pushing.ask(Code.QUEUE_PUSH, b"/q", b"1")
+    assert popping.settle() == 1
+    assert popping.ask(Code.QUEUE_POP, b"/q") == (1, b"1")
+    popping.send(Code.WAIT, [b"/never set"])
+    assert popping.settle() == 0
+    pushing.ask(Code.QUEUE_PUSH, b"/q", b"2")
+    assert popping.settle() == {OURS: 0, TORCHS: 1}[whose]
+
+
+def test_a_compare_set_that_fails_wakes_nobody(whose, connect):
+    waiting, comparing = connect(), connect()
+    waiting.send(Code.WAIT, [b"/k"])
+    assert waiting.settle() == 0
+    assert comparing.ask(Code.COMPARE_SET, b"/k", b"expected", b"desired") == b"expected"
+    assert comparing.ask(Code.CHECK, [b"/k"]) == 1
+    assert waiting.settle() == {OURS: 0, TORCHS: 1}[whose]
+
+
+def test_a_wait_for_a_queue_with_an_item_and_a_missing_key_is_released(whose, connect):
+    waiting, setting = connect(), connect()
+    setting.ask(Code.QUEUE_PUSH, b"/q", b"1")
+    waiting.send(Code.WAIT, [b"/q", b"/missing"])
+    assert waiting.settle() == 0
+    setting.ask(Code.SET, b"/missing", b"")
+    assert waiting.settle() == {OURS: 1, TORCHS: 0}[whose]
+
+
+def test_when_the_first_who_was_woken_dies_before_it_pops_the_next_is_woken(whose, connect):
+    first, second, pushing = connect(), connect(), connect()
+    for peer in (first, second):
+        peer.send(Code.WAIT, [b"/q"])
+        assert peer.settle() == 0
+    pushing.ask(Code.QUEUE_PUSH, b"/q", b"1")
+    assert first.settle() == 1
+    first.close()
+    noticed(pushing)
+    assert second.settle() == {OURS: 1, TORCHS: 0}[whose]
+    assert second.ask(Code.QUEUE_POP, b"/q") == (1, b"1")
+
+
+def test_when_the_first_who_was_woken_gives_up_the_next_is_woken(whose, connect):
+    """It lost the race: the release was on its way when it cancelled. Torch's client then raises a timeout."""
+    first, second, pushing = connect(), connect(), connect()
+    for peer in (first, second):
+        peer.send(Code.WAIT, [b"/q"])
+        assert peer.settle() == 0
+    pushing.ask(Code.QUEUE_PUSH, b"/q", b"1")
+    first.send(Code.CANCEL_WAIT)
+    assert first.exactly(2) == b"\x00\x01"
+    assert second.settle() == {OURS: 1, TORCHS: 0}[whose]
+
+
+def test_a_barrier_counts_nobody_who_died(whose, connect):
+    dying, one, other = connect(), connect(), connect()
+    dying.send(Code.BARRIER, b"/b", 2)
+    assert dying.settle() == 0
+    dying.close()
+    noticed(one)
+    one.send(Code.BARRIER, b"/b", 2)
+    assert one.settle() == {OURS: 0, TORCHS: 1}[whose]
+    other.send(Code.BARRIER, b"/b", 2)
+    assert other.settle() == 1
+    assert one.settle() == {OURS: 1, TORCHS: 0}[whose]
+
+
+def test_a_barrier_counts_nobody_twice_who_timed_out_and_came_again(whose, connect):
+    one, other = connect(), connect()
+    one.send(Code.BARRIER, b"/b", 2)
+    assert one.settle() == 0
+    assert one.ask(Code.CANCEL_WAIT) == 1
+    one.send(Code.BARRIER, b"/b", 2)
+    assert one.settle() == {OURS: 0, TORCHS: 1}[whose]
+    other.send(Code.BARRIER, b"/b", 2)
+    assert other.settle() == 1
+
+
+def test_a_value_of_more_than_8_MiB(whose, connect):
+    setting, getting = connect(), connect()
+    value = bytes(range(256)) * (32 << 10) + b"and one more"
+    if whose == OURS:
+        setting.ask(Code.SET, b"/k", value)
+        assert getting.ask(Code.GET, b"/k") == value
+    else:
+        with pytest.raises(ConnectionError):
+            setting.ask(Code.SET, b"/k", value)
+
+
+# -- where they agree ------------------------------------------------------------------------------
+
+KEYS = [b"/a", b"/b", b"/prefix/c", b"/n"]
+QUEUES = [b"/q", b"/r"]
+SILENT = {Code.SET, Code.APPEND, Code.MULTI_SET, Code.QUEUE_PUSH}
+
+keys = st.sampled_from(KEYS)
+values = st.sampled_from([b"", b"v", b"w", b"12", bytes(2000)])
+steps = st.one_of(
+    st.tuples(st.just(Code.SET), keys, values),
+    st.tuples(st.just(Code.GET), keys),
+    st.tuples(st.just(Code.ADD), st.sampled_from([b"/counter", b"/other"]), st.integers(-(1 << 40), 1 << 40)),
+    st.tuples(st.just(Code.COMPARE_SET), keys, values, values),
+    st.tuples(st.just(Code.CHECK), st.lists(st.sampled_from([*KEYS, *QUEUES]), max_size=3)),
+    st.tuples(st.just(Code.WAIT), st.lists(keys, max_size=3)),
+    st.tuples(st.just(Code.GETNUMKEYS)),
+    st.tuples(st.just(Code.DELETE_KEY), st.sampled_from([*KEYS, *QUEUES, b"/counter"])),
+    st.tuples(st.just(Code.APPEND), keys, values),
+    st.tuples(st.just(Code.MULTI_GET), st.lists(keys, max_size=3)),
+    st.tuples(st.just(Code.MULTI_SET), st.dictionaries(keys, values, max_size=3)),
+    st.tuples(st.just(Code.CANCEL_WAIT)),
+    st.tuples(st.just(Code.QUEUE_PUSH), st.sampled_from(QUEUES), values),
+    st.tuples(st.just(Code.QUEUE_POP), st.sampled_from(QUEUES)),
+    st.tuples(st.just(Code.QUEUE_LEN), st.sampled_from(QUEUES)),
+    st.tuples(st.just(Code.LIST_KEYS)),
+    st.tuples(st.just(Code.BARRIER), st.sampled_from([b"/barrier", b"/gate"]), st.just(1)),
+)
+programs = st.lists(st.tuples(st.integers(0, 2), steps), max_size=30)
+
+
+Program = list[tuple[int, Any]]
+POPS = 2
+"""The peer that pops and never waits; the others wait and never pop."""
+
+
+def spared(program: Program) -> Program:
+    """Leave out what torch's server does wrong, as seen above, and what its clients never do.
+
+    These have one wait at a time, and none while they ask for what has a reply (so nobody releases a wait of its own
+    before that reply).
+    """
+    steps: Program = []
+    waits: set[int] = set()
+    waited_for: set[bytes] = set()
+    for who, (code, *arguments) in program:
+        if code == Code.COMPARE_SET and arguments[0] in waited_for:
+            continue
+        if code in (Code.WAIT, Code.BARRIER):
+            who %= POPS
+            if who in waits:
+                steps.append((who, (Code.CANCEL_WAIT,)))
+            waits.add(who)
+            waited_for.update(arguments[0] if code == Code.WAIT else ())
+        elif code == Code.QUEUE_POP:
+            who = POPS
+        steps.append((who, (code, *arguments)))
+    return steps
+
+
+def run(port: int, program: Program) -> list[Any]:
+    """Execute a program step by step; return each step's reply, and how many waits of whom it released."""
+    seen: list[Any] = []
+    with contextlib.ExitStack() as stack:
+        peers = [stack.enter_context(Peer(port)) for _ in range(3)]
+        for who, (code, *arguments) in program:
+            peers[who].send(code, *arguments)
+            waits = code in (Code.WAIT, Code.BARRIER)
+            reply = None if waits or code in SILENT else peers[who].reply(code, *arguments)
+            seen.append((Code(code).name, reply, [peer.settle() for peer in peers]))
+    return seen
+
+
+def sweep(port: int) -> None:
+    """Empty a server: starting another one of torch's takes half a second."""
+    with Peer(port) as peer:
+        for key in peer.ask(Code.LIST_KEYS):
+            peer.ask(Code.DELETE_KEY, key)
+        for queue in QUEUES:
+            while peer.ask(Code.QUEUE_POP, queue)[0]:
+                pass
+
+
+def test_both_servers_answer_the_same_programs_alike():
+    with our_server() as ours, torchs_server() as theirs:
+
+        @settings(max_examples=60, deadline=None)
+        @given(programs)
+        def alike(program):
+            program = spared(program)
+            assert run(ours, program) == run(theirs, program)
+            sweep(ours)
+            sweep(theirs)
+
+        alike()

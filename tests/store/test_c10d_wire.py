@@ -1,0 +1,165 @@
+"""The codec of torch's wire format: any requests, split anywhere, and whatever is no request."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncdist.errors import ProtocolError
+from asyncdist.store.c10d_wire import (
+    MAGIC,
+    MAX_KEY_NBYTES,
+    MAX_KEYS,
+    Code,
+    Decoder,
+    key_of,
+    raw_key,
+    vector,
+    vectors,
+)
+from asyncdist.testing.c10d import encode
+
+MOST, LIMIT = 1000, 4000
+
+keys = st.one_of(st.text(max_size=12).map(lambda text: b"/" + text.encode()), st.binary(max_size=12))
+values = st.binary(max_size=40)
+numbers = st.integers(-(1 << 63), (1 << 63) - 1)
+words = st.integers(0, (1 << 32) - 1)
+ARGUMENTS = {
+    Code.VALIDATE: (words,),
+    Code.SET: (keys, values),
+    Code.COMPARE_SET: (keys, values, values),
+    Code.GET: (keys,),
+    Code.ADD: (keys, numbers),
+    Code.CHECK: (st.lists(keys, max_size=4),),
+    Code.WAIT: (st.lists(keys, max_size=4),),
+    Code.GETNUMKEYS: (),
+    Code.DELETE_KEY: (keys,),
+    Code.APPEND: (keys, values),
+    Code.MULTI_GET: (st.lists(keys, max_size=4),),
+    Code.MULTI_SET: (st.dictionaries(keys, values, max_size=4),),
+    Code.CANCEL_WAIT: (),
+    Code.PING: (words,),
+    Code.QUEUE_PUSH: (keys, values),
+    Code.QUEUE_POP: (keys,),
+    Code.QUEUE_LEN: (keys,),
+    Code.LIST_KEYS: (),
+    Code.BARRIER: (keys, numbers),
+}
+requests = st.sampled_from(list(Code)).flatmap(lambda code: st.tuples(st.just(code), *ARGUMENTS[code]))
+
+
+def decoded(code, *arguments):
+    """Return what a decoder has to make of a request."""
+    if code == Code.MULTI_SET:
+        return (code, [key_of(key) for key in arguments[0]], list(arguments[0].values()))
+    if arguments and isinstance(arguments[0], list):
+        return (code, [key_of(key) for key in arguments[0]])
+    if arguments and isinstance(arguments[0], bytes):
+        return (code, key_of(arguments[0]), *arguments[1:])
+    return (code, *arguments)
+
+
+def decoder():
+    return Decoder(MOST, LIMIT)
+
+
+def test_every_code_has_been_thought_of():
+    assert set(ARGUMENTS) == set(Code)
+    assert [int(code) for code in Code] == list(range(0x13))
+
+
+@given(st.lists(requests, max_size=8))
+def test_any_requests_in_one_piece(asked):
+    parser = decoder()
+    assert parser.feed(b"".join(encode(*each) for each in asked)) == [decoded(*each) for each in asked]
+    assert not parser.pending
+
+
+@given(st.lists(requests, min_size=1, max_size=4))
+def test_any_requests_split_at_every_place(asked):
+    stream, expected = b"".join(encode(*each) for each in asked), [decoded(*each) for each in asked]
+    for place in range(len(stream) + 1):
+        parser = decoder()
+        assert parser.feed(stream[:place]) + parser.feed(stream[place:]) == expected
+        assert not parser.pending
+
+
+@given(st.lists(requests, max_size=6), st.data())
+def test_any_requests_in_any_pieces(asked, data):
+    stream = b"".join(encode(*each) for each in asked)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=10)))
+    parser, found = decoder(), []
+    for start, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
+        found += parser.feed(stream[start:end])
+    assert found == [decoded(*each) for each in asked]
+    bytewise = decoder()
+    assert [each for at in range(len(stream)) for each in bytewise.feed(stream[at : at + 1])] == found
+
+
+@given(st.binary(max_size=200), st.integers(0, 200))
+def test_noise_is_refused_with_one_kind_of_error_and_kept_within_bounds(noise, place):
+    parser = decoder()
+    try:
+        parser.feed(noise[:place])
+        parser.feed(noise[place:])
+    except ProtocolError:
+        pass
+    assert len(parser._piece) <= max(MOST, MAX_KEY_NBYTES)
+
+
+TOO_MUCH = {
+    "an unknown code": (b"\x13", "0x13"),
+    "a key": (b"\x03" + struct.pack("<Q", MAX_KEY_NBYTES + 1), "a key that claims 8193 bytes"),
+    "a key among keys": (b"\x06" + struct.pack("<QQ", 1, 1 << 63), "a key that claims"),
+    "a value": (b"\x01" + struct.pack("<Q", 2) + b"/k" + struct.pack("<Q", MOST + 1), "STORE_MAX_VALUE_NBYTES"),
+    "keys": (b"\x06" + struct.pack("<Q", MAX_KEYS + 1), "about 131073 keys"),
+    "all of it": (encode(Code.MULTI_SET, {b"/%d" % number: bytes(900) for number in range(5)}), "4000 bytes"),
+}
+
+
+@pytest.mark.parametrize(("data", "says"), TOO_MUCH.values(), ids=TOO_MUCH)
+@pytest.mark.parametrize("piece", [1, 1 << 20])
+def test_what_is_beyond_a_limit_is_refused_as_soon_as_it_says_so(data, says, piece):
+    parser = decoder()
+    pieces = [data[start : start + piece] for start in range(0, len(data), piece)]
+    with pytest.raises(ProtocolError, match=says):
+        list(map(parser.feed, pieces))
+
+
+def test_what_is_just_within_the_limits():
+    key, value = b"/" + b"k" * (MAX_KEY_NBYTES - 1), bytes(MOST)
+    parser = Decoder(MOST, 1 << 30)
+    assert parser.feed(encode(Code.SET, key, value)) == [(Code.SET, key_of(key), value)]
+    many = [b"/k"] * MAX_KEYS
+    assert parser.feed(encode(Code.WAIT, many)) == [(Code.WAIT, ["k"] * MAX_KEYS)]
+
+
+def test_requests_before_one_that_is_none_are_there():
+    found = []
+    with pytest.raises(ProtocolError):
+        decoder().decode(encode(Code.SET, b"/k", b"v") + encode(Code.GET, b"/k") + b"\x77" + bytes(50), found)
+    assert found == [(Code.SET, "k", b"v"), (Code.GET, "k")]
+
+
+@given(keys, keys)
+def test_keys_stay_apart_and_come_back(first, second):
+    assert raw_key(key_of(first)) == first
+    assert (key_of(first) == key_of(second)) == (first == second)
+
+
+@given(st.text())
+def test_every_key_of_ours_has_one_of_theirs(key):
+    assert isinstance(raw_key(key), bytes)
+    if not key.startswith("\x00"):
+        assert raw_key(key) == b"/" + key.encode()
+        assert key_of(raw_key(key)) == key
+
+
+def test_replies():
+    assert vector(b"abc") == struct.pack("<Q", 3) + b"abc"
+    assert vectors([b"", b"a"]) == struct.pack("<QQ", 0, 1) + b"a"
+    assert encode(Code.VALIDATE, MAGIC) == b"\x00\xce\xf7\x85\x3c"
