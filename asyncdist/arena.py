@@ -29,6 +29,7 @@ PAGE_NBYTES = mmap.PAGESIZE
 ALIGNMENT = 64
 """Bytes at whose multiples tensors begin: a cache line."""
 
+_LEAST_NBYTES = 64 << 20  # of a segment: a group takes a range of 16 MiB, whatever of it there is memory behind
 _RETURNED_NBYTES = 1 << 20  # a freed block from this size on gives its pages back to the system
 
 
@@ -194,7 +195,7 @@ def _sparse_nbytes() -> int:
     limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     if limit != resource.RLIM_INFINITY:
         nbytes = min(nbytes, limit // PAGE_NBYTES * PAGE_NBYTES)
-    if nbytes < 16 << 20:
+    if nbytes < _LEAST_NBYTES:
         raise SharedMemoryError(f"this process may make files of {limit} bytes at most (ulimit -f)")
     return nbytes
 
