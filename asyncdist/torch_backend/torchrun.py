@@ -6,8 +6,8 @@ store, which ends with it.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable
-from types import SimpleNamespace
 
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters
@@ -15,7 +15,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, create_handler
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-from asyncdist.store import PrefixStore, TCPStore, operations
+from asyncdist.store import PrefixStore, Subscription, TCPStore, operations
 from asyncdist.torch_backend.store import Store
 
 DEFAULT_PORT = 29500
@@ -29,9 +29,30 @@ def handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
 def _make(parameters: RendezvousParameters) -> RendezvousHandler:
     host, port = parse_rendezvous_endpoint(parameters.endpoint, default_port=DEFAULT_PORT)
     daemon = TCPStore(host, port, timeout=parameters.get_as_int("read_timeout", 60))
-    store = Store(PrefixStore(f"torchrun/{parameters.run_id}", daemon))
+    job = PrefixStore(f"torchrun/{parameters.run_id}", daemon)
+    generation, membership = _join_generation(job)
+    store = Store(PrefixStore(generation, job))
     agents = create_handler(store, C10dRendezvousBackend(store, parameters.run_id), parameters)
-    return DaemonHandler(agents, daemon, store)
+    return DaemonHandler(agents, daemon, store, membership)
+
+
+def _join_generation(job: PrefixStore) -> tuple[str, Subscription]:
+    """Become one of the job's agents, of a new generation if nobody is left of the last; return its name.
+
+    Agents are subscribed to their generation's channel as long as they live: whom a message reaches is there. So one
+    may run a job again under its name, and what the last generation left in the store is not taken for news.
+    """
+    while True:
+        last = job.get("generation").decode() if job.check(["generation"]) else ""
+        if last and job.publish(f"agents/{last}", b""):
+            return last, job.subscribe(f"agents/{last}")
+        own = secrets.token_hex(8)
+        membership = job.subscribe(f"agents/{own}")  # before anybody can hear of it, and find it deserted
+        if job.compare_set("generation", last, own).decode() == own:
+            for key in job.list_keys(f"{last}/") if last else ():
+                job.delete_key(key)
+            return own, membership
+        membership.close()
 
 
 class DaemonHandler(RendezvousHandler):
@@ -41,12 +62,17 @@ class DaemonHandler(RendezvousHandler):
     daemon's behind which there is nothing but that round.
     """
 
-    def __init__(self, agents: DynamicRendezvousHandler, daemon: TCPStore, store: Store) -> None:
+    def __init__(
+        self, agents: DynamicRendezvousHandler, daemon: TCPStore, store: Store, membership: Subscription
+    ) -> None:
         self._agents = agents
-        # torch's handler would serve the workers itself, from the first agent, with a server that lets in everybody.
-        agents._create_tcp_store_server = lambda *_: SimpleNamespace(port=daemon.port)  # type: ignore
+        # torch's handler would serve the workers from the first agent, with a server that lets in everybody: it is told
+        # that it does so already.
+        agents._bootstrap_store_info = RendezvousStoreInfo(daemon.host, daemon.port)
+        agents._shared_tcp_store_server = store
         self._daemon = daemon
         self._store = store
+        self._membership = membership
         self._door: int | None = None
 
     def get_backend(self) -> str:
@@ -80,6 +106,7 @@ class DaemonHandler(RendezvousHandler):
     def shutdown(self) -> bool:
         ended = self._agents.shutdown()
         self._close_door()
+        self._membership.close()
         self._store.close()
         self._daemon.close()
         return ended

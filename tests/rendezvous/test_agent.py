@@ -7,7 +7,7 @@ import time
 import pytest
 
 from asyncdist.config import Config, Launch
-from asyncdist.errors import RendezvousError, RendezvousTimeoutError
+from asyncdist.errors import AuthenticationError, RendezvousError, RendezvousTimeoutError
 
 HOST = "127.0.0.1"
 
@@ -80,3 +80,11 @@ async def test_what_is_no_agent(meet_as):
 async def test_cancelled_while_it_waits_for_rank_0(meet_as, agent):
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(meet_as(world_size=None, launch=launched(1, agent.port, "nobody leads")), 0.1)
+
+
+async def test_no_token_is_left_where_other_hosts_can_read_it(meet_as):
+    several_hosts = Launch(
+        rank=0, world_size=2, local_world_size=1, master_addr="10.1.2.3", master_port=1, agent_store=True
+    )
+    with pytest.raises(AuthenticationError, match="set ASYNCDIST_TOKEN to the same secret on every rank"):
+        await meet_as(world_size=None, launch=several_hosts)

@@ -1,0 +1,23 @@
+"""A rank that finds the others at a store daemon, by ``asyncdist://``."""
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+import asyncdist.torch_backend  # noqa: F401
+
+
+def meet(test, url, rank, world_size, backends):
+    """Make one world after the other, and tell each one's sum, and how many keys it found in its store at first."""
+    for backend in backends:
+        options = {"rank": rank, "world_size": world_size, "timeout": timedelta(seconds=30)}
+        try:
+            dist.init_process_group(backend, init_method=url, **options)
+        except RuntimeError as error:
+            test.send(str(error))
+            return
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        test.send((backend, total.item()))
+        dist.destroy_process_group()

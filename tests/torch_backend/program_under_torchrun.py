@@ -1,0 +1,30 @@
+"""A job that torchrun starts: it says which world it is in, and ends as its argument says."""
+
+import os
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+import asyncdist.torch_backend  # noqa: F401
+
+
+def main(backend, ending):
+    dist.init_process_group(backend)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    who = f"rank {dist.get_rank()} of {dist.get_world_size()}"
+    os.write(
+        1, f"{backend}: {who}, attempt {attempt}, sum {total.item():g}\n".encode()
+    )  # whole, beside the others' lines
+    if ending == "fails once" and attempt == 0 and dist.get_rank() == 1:
+        os._exit(3)
+    while ending == "needs two" and dist.get_world_size() < 2:
+        time.sleep(0.05)  # until the agent ends us because another one has come
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+main(*sys.argv[1:])

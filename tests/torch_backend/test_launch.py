@@ -1,0 +1,126 @@
+"""Jobs of torch's at a store daemon of ours: by torchrun, restarted and grown, and by ``asyncdist://``."""
+
+import re
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.processes
+HERE = Path(__file__).parent
+LIMIT = 90
+
+
+@pytest.fixture
+def daemon():
+    """The host and port of a store daemon."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "asyncdist.cli", "store", "--port", "0"], stdout=subprocess.PIPE, text=True
+    )
+    ready = process.stdout.readline()
+    yield re.search(r"tcp://(\S+)", ready)[1]
+    process.terminate()
+    process.communicate(timeout=LIMIT)
+    assert process.returncode == 0
+
+
+class Job:
+    """One agent of torchrun's, and what it and its workers say."""
+
+    def __init__(self, daemon, backend, ending, *options):
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--rdzv-backend=asyncdist",
+            f"--rdzv-endpoint={daemon}",
+        ]
+        command += [*options, str(HERE / "program_under_torchrun.py"), backend, ending]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        self.lines = []
+        self.changed = threading.Condition()
+        self.reader = threading.Thread(target=self._read)
+        self.reader.start()
+
+    def _read(self):
+        for line in self.process.stdout:
+            with self.changed:
+                self.lines.append(line.strip())
+                self.changed.notify_all()
+
+    def hears(self, text):
+        """Wait until somebody has said this."""
+        with self.changed:
+            assert self.changed.wait_for(lambda: any(text in line for line in self.lines), LIMIT), "\n".join(self.lines)
+
+    def said(self):
+        """Return what the workers said, once the job has ended well."""
+        self.reader.join(LIMIT)
+        assert self.process.wait(LIMIT) == 0, "\n".join(self.lines)
+        return sorted(line for line in self.lines if re.match(r"\w+: rank", line))
+
+
+@contextmanager
+def job(*arguments):
+    started = Job(*arguments)
+    try:
+        yield started
+    finally:
+        started.process.kill()
+        started.reader.join(LIMIT)
+        started.process.communicate()
+
+
+@pytest.mark.parametrize("backend", ["asyncdist", "gloo"])
+def test_workers_that_torchrun_restarts_find_an_empty_store(daemon, backend):
+    """Over gloo too, whose ranks read whatever addresses they find."""
+    with job(daemon, backend, "fails once", "--nproc-per-node=2", "--max-restarts=1") as agent:
+        assert agent.said() == [
+            f"{backend}: rank {rank} of 2, attempt {attempt}, sum 2" for rank in range(2) for attempt in range(2)
+        ]
+
+
+def test_a_job_is_run_again_under_its_name(daemon):
+    for _ in range(2):
+        with job(daemon, "asyncdist", "well", "--nproc-per-node=1", "--rdzv-id=job") as agent:
+            assert agent.said() == ["asyncdist: rank 0 of 1, attempt 0, sum 1"]
+
+
+def test_a_job_takes_in_a_node_that_comes_later(daemon):
+    options = (
+        "--nnodes=1:4",
+        "--nproc-per-node=1",
+        "--rdzv-id=job",
+        "--rdzv-conf=last_call_timeout=1",
+        "--monitor-interval=0.2",
+    )
+    with job(daemon, "asyncdist", "needs two", *options) as first:
+        first.hears("rank 0 of 1")
+        with job(daemon, "asyncdist", "needs two", *options) as second:
+            said = first.said() + second.said()
+    assert sorted(line.partition(", ")[0] for line in said) == [
+        "asyncdist: rank 0 of 1", "asyncdist: rank 0 of 2", "asyncdist: rank 1 of 2"
+    ]  # fmt: skip
+
+
+def test_worlds_one_after_the_other_by_a_url(daemon, nursery):
+    backends = ("asyncdist", "gloo", "asyncdist")
+    ranks = [
+        nursery.start(HERE / "program_at_daemon.py", "meet", f"asyncdist://{daemon}/{job}", rank, 2, backends)
+        for job in ("one", "other")
+        for rank in range(2)
+    ]
+    for rank in ranks:
+        assert [rank.hear() for _ in backends] == [(backend, 2.0) for backend in backends]
+        assert rank.wait() == 0
+        rank.close()
+
+
+def test_a_url_without_its_port_is_refused(nursery):
+    rank = nursery.start(HERE / "program_at_daemon.py", "meet", "asyncdist://somewhere/job", 0, 1, ("asyncdist",))
+    assert "lacks its port; use asyncdist://host:port" in rank.hear()
+    rank.wait()
+    rank.close()
