@@ -1,0 +1,55 @@
+"""The trainer and its servers as a user starts them: answers come all the time, and from newer and newer weights."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).parents[1] / "examples" / "weight_sync.py"
+VERSIONS = 6
+ROW = re.compile(
+    r"│ +(\d+) │ +([\d.]+) ms │ +(\d+) │ +([\d.]+) ms │ +(\d+) │ +(nan|[\d.]+)% │ +(?:nan|[\d.]+) ms │ +(?:nan|[\d.]+) ms │"
+)
+pytestmark = pytest.mark.processes
+
+
+def run(folder, *arguments, ranks):
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(PROGRAM)]
+    return subprocess.run(
+        [*command, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=150, check=False
+    )
+
+
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_servers_go_on_answering_while_weights_come(tmp_path, ranks):
+    result = run(tmp_path, f"--versions={VERSIONS}", "--steps=60", "--width=400", "--lr=0.02", ranks=ranks)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert f"{ranks - 2} server(s)" in result.stdout
+
+    rows = [[float(cell) for cell in row.groups()] for row in ROW.finditer(result.stdout)]
+    assert [row[0] for row in rows] == list(range(VERSIONS))
+    answers = [int(row[4]) for row in rows]
+    assert answers[0] > 0
+    assert answers[-1] > 0  # requests met the first version as well as the last
+    first, last = rows[0][5], rows[-1][5]
+    assert first < 50 < last  # percent: it was guessing, and now it knows
+
+    answered, not_answered = re.search(r"(\d+) requests answered, (\d+) not", result.stdout).groups()
+    assert int(answered) == sum(answers)
+    assert int(not_answered) == 0
+    during, ever = re.search(r"loop: ([\d.]+) ms while weights came, ([\d.]+) ms ever", result.stdout).groups()
+    assert 0 < float(during) <= float(ever) < 2000  # of a machine that may be busy with other tests
+    assert sorted(row[3] for row in rows)[len(rows) // 2] < 200
+    assert (tmp_path / "out" / "weight_sync.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_two_processes_are_too_few(tmp_path):
+    result = run(tmp_path, ranks=2)
+    assert result.returncode != 0
+    assert "three at least: torchrun --nproc-per-node=3" in result.stderr
