@@ -20,7 +20,7 @@ from asyncdist.deadline import Timeout, seconds
 from asyncdist.errors import UsageError
 from asyncdist.group import Group
 from asyncdist.torch_backend.reductions import reduction_of
-from asyncdist.torch_backend.work import DONE, Work
+from asyncdist.torch_backend.work import DONE, Work, make_work
 from asyncdist.world import World
 
 NAME = "asyncdist"
@@ -62,7 +62,7 @@ class ProcessGroup(torch_distributed.ProcessGroup):
         if self._coalesced is not None:
             return self._background(start, outputs, limit, *args)
         if getattr(opts, "asyncOp", True):  # torch 2.6 does not say: then its wait() drives
-            return Work(start(*args, timeout=limit), outputs)
+            return make_work(start(*args, timeout=limit), outputs)
         work = start(*args, background=False, timeout=limit)
         if not work.is_success():
             work.result()
@@ -74,7 +74,7 @@ class ProcessGroup(torch_distributed.ProcessGroup):
         work = start(*args, timeout=limit)
         if self._coalesced is not None:
             self._coalesced.append(work)
-        return Work(work, outputs, **extra)
+        return make_work(work, outputs, **extra)
 
     # -- reductions ----------------------------------------------------------------------------
 
@@ -175,7 +175,7 @@ class ProcessGroup(torch_distributed.ProcessGroup):
 
     def _end_coalescing(self, device: object = None) -> Work:
         works, self._coalesced = self._coalesced or [], None
-        return Work(started.joined(works), [])
+        return make_work(started.joined(works), [])
 
     # -- what torch asks -----------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as torch_distributed
@@ -89,5 +89,39 @@ class Work(torch_distributed.Work):
         return repr(self._work)
 
 
-DONE = Work(started.completed(), [])
+class HeldWork(Work):
+    """A Work for torch 2.6, which keeps only the C++ half of what it gets in C++: holds itself until it is waited for."""
+
+    _held: ClassVar[dict[int, HeldWork]] = {}
+
+    def __init__(
+        self, work: started.Work, outputs: list[torch.Tensor], source: Callable[[Any], int] | None = None
+    ) -> None:
+        super().__init__(work, outputs, source)
+        self._held[id(self)] = self
+        while len(self._held) > _MOST_HELD:  # of those that nobody will wait for any more
+            self._held.pop(next(iter(self._held)))
+
+    def wait(self, timeout: timedelta = _NONE) -> bool:
+        try:
+            return super().wait(timeout)
+        finally:
+            self._held.pop(id(self), None)
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        self._held.pop(id(self), None)
+        return super().get_future()
+
+
+_MOST_HELD = 1024
+
+make_work: type[Work] = HeldWork if torch.__version__.startswith("2.6.") else Work
+
+
+class _Done(Work):
+    def wait(self, timeout: timedelta = _NONE) -> bool:
+        return True
+
+
+DONE = _Done(started.completed(), [])
 """What a blocking call returns when it is over: torch waits on it once, and throws it away."""
