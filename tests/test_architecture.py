@@ -14,8 +14,8 @@ ROOT = Path(__file__).resolve().parent.parent
 # Each layer imports only lower ones and, without cycles, its own. A name stands for a module or for a whole package.
 LAYERS: list[list[str]] = [
     ["errors", "ops", "deadline", "config"],
-    ["framing", "handshake", "topology", "store.messages", "store.state", "store.entries", "store.operations",
-     "store.c10d_wire", "store.conversation", "store.log", "collectives.schedule", "collectives.cost",
+    ["framing", "handshake", "topology", "store.messages", "store.state", "store.entries", "store.queues",
+     "store.operations", "store.changes", "store.c10d_wire", "store.conversation", "store.log", "collectives.schedule", "collectives.cost",
      "collectives.ring", "collectives.tree", "collectives.doubling", "collectives.pairwise", "collectives.choose",
      "collectives.hierarchy", "ddp.buckets"],
     ["transport", "registry", "buffers", "objects", "reduce", "work", "runtime", "progress", "machine", "mismatch",

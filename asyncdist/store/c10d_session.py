@@ -15,8 +15,9 @@ from asyncdist.errors import ProtocolError
 from asyncdist.store import c10d_wire
 from asyncdist.store.c10d_wire import I64, U32, U64, Code, Decoder, Request, vector
 from asyncdist.store.connection import BATCH_NBYTES, Connection
+from asyncdist.store.entries import BLOCKED, Refused
 from asyncdist.store.operations import Op, Reply
-from asyncdist.store.state import BLOCKED, HANDLERS, Refused
+from asyncdist.store.state import HANDLERS
 
 if TYPE_CHECKING:
     from asyncdist.store.server import StoreServer

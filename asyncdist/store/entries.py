@@ -1,13 +1,16 @@
-"""What a store keeps of a request that it has not answered, or not answered for good."""
+"""What a store keeps: of requests that it has not answered, or not answered for good, and beyond the end of a server."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple, Protocol
 
-from asyncdist.store.operations import Client, Op
+from asyncdist.store.operations import Client, Op, Reason, Reply
 
 Place = tuple[Client, int]
 """A client and its request."""
+Item = tuple[int, bytes]
+"""An item of a queue, with the serial number of its push."""
 
 
 class Waiting:
@@ -29,7 +32,7 @@ class Holding(NamedTuple):
     """A pop that was given an item and has not confirmed it."""
 
     key: str
-    item: bytes
+    item: Item
 
 
 class Standing(NamedTuple):
@@ -45,3 +48,83 @@ class Listening(NamedTuple):
 
 
 Open = Waiting | Taking | Holding | Standing | Listening
+
+
+# -- answers ----------------------------------------------------------------------------------------
+
+
+class Refused(Exception):
+    """The store will not do this; becomes a reply."""
+
+    def __init__(self, reason: Reason, text: str) -> None:
+        super().__init__(reason, text)
+        self.reason = reason
+        self.text = text
+
+
+BLOCKED: Final = object()
+"""What a request leaves that is answered later."""
+SILENT: Final = object()
+"""What a request leaves that is never answered."""
+
+
+class Table:
+    """The open requests of all clients, and what has come due in the request that is being done."""
+
+    def __init__(self) -> None:
+        self._open: dict[Client, dict[int, Open]] = {}
+        self.ledger: Ledger | None = None
+        self.due: list[Reply] = []
+
+    @property
+    def clients(self) -> list[Client]:
+        """Who has something open."""
+        return list(self._open)
+
+    @property
+    def num_open(self) -> int:
+        """How many requests are open, over all clients."""
+        return sum(map(len, self._open.values()))
+
+    def _keep(self, place: Place, entry: Open) -> None:
+        mine = self._open.setdefault(place[0], {})
+        if place[1] in mine:
+            raise Refused(Reason.INVALID, f"request id {place[1]} is in use")
+        mine[place[1]] = entry
+
+    def _forget(self, place: Place) -> Place:
+        mine = self._open[place[0]]
+        del mine[place[1]]
+        if not mine:
+            del self._open[place[0]]
+        return place
+
+
+# -- beyond a server's end -------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Contents:
+    """What a store holds: values by key, queue items by key and serial number, and the last serial number given."""
+
+    values: dict[str, bytes] = field(default_factory=dict)
+    queues: dict[str, dict[int, bytes]] = field(default_factory=dict)
+    pushed: int = 0
+
+
+class Ledger(Protocol):
+    """Is told of every change before it is made."""
+
+    def check_room(self, nbytes: int) -> None:
+        """Raise Refused if the store cannot hold so many bytes more."""
+
+    def set(self, key: str, value: bytes, before: bytes | None) -> None: ...
+
+    def append(self, key: str, piece: bytes, before: bytes | None) -> None: ...
+
+    def deleted(self, key: str, value: bytes) -> None: ...
+
+    def pushed(self, key: str, serial: int, item: bytes) -> None: ...
+
+    def gone(self, key: str, serial: int, item: bytes) -> None:
+        """An item has been handed over for good."""

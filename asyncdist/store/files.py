@@ -1,6 +1,6 @@
 """FileStore: a store in a file, for processes that share nothing but a file system.
 
-The file is the log of the state machine's requests, in order, a frame each: ``[member, request id, op, argument…]``.
+The file is the log (`log`) of the state machine's requests, in order, a frame each: ``[member, request id, op, argument…]``.
 Whoever writes holds the file's lock, first reads what others have written, and appends; every member executes the same
 log and so has the same state. What only reads is not logged. Those who wait look into the file every few milliseconds.
 The log is never made shorter: it is for meeting, not for a long life of many sets.
@@ -23,10 +23,10 @@ from typing import Any
 
 from asyncdist.deadline import Deadline
 from asyncdist.errors import AddressError, ProtocolError, StoreError, UsageError
+from asyncdist.store import log
 from asyncdist.store.desk import Ticket
 from asyncdist.store.local import DEFAULT_TIMEOUT, LocalDesk, LocalStore
-from asyncdist.store.log import MAGIC, Record, decode_record, encode_record
-from asyncdist.store.messages import LENGTH
+from asyncdist.store.log import Record
 from asyncdist.store.operations import Client, Op, Reply
 
 _READ_ONLY = frozenset((Op.GET, Op.WAIT, Op.CHECK, Op.NUM_KEYS, Op.MULTI_GET, Op.LIST_KEYS, Op.QUEUE_LEN))
@@ -48,6 +48,7 @@ class FileDesk(LocalDesk):
         self._pid = os.getpid()
         self._members: set[Client] = set()
         self._offset = 0
+        self._salt = b""
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
@@ -58,8 +59,9 @@ class FileDesk(LocalDesk):
             with _Locked(self._fd):
                 self._read()
                 if self._offset == 0:
-                    self._append(MAGIC)
-                    self._offset = len(MAGIC)
+                    self._salt = secrets.token_bytes(log.SALT_NBYTES)
+                    self._append(log.header(self._salt))
+                    self._offset = log.HEADER_NBYTES
         except BaseException:
             os.close(self._fd)
             raise
@@ -109,37 +111,34 @@ class FileDesk(LocalDesk):
                 self._read()
 
     def _log(self, record: Record) -> list[Reply]:
-        frame = encode_record(record)
+        body = log.encode_record(record)
         with _Locked(self._fd):
             self._read()
+            frame = log.frame_head(self._salt, body) + body
             self._append(frame)
             self._offset += len(frame)
         return self._replay(record)
 
     def _read(self) -> None:
         """Execute the whole frames that follow what we have; the file's lock is held."""
-        while True:
-            data = _read_at(self._fd, self._offset, os.fstat(self._fd).st_size - self._offset)
-            if self._offset == 0 and data:
-                if not data.startswith(MAGIC[: len(data)]):
-                    raise self._damaged("it does not begin like one")
-                if len(data) < len(MAGIC):
+        base = self._offset
+        data = _read_at(self._fd, base, os.fstat(self._fd).st_size - base)
+        start = 0
+        try:
+            if self._offset == 0:
+                if len(data) < log.HEADER_NBYTES and data.startswith(log.MAGIC[: len(data)]):
                     return
-                self._offset = len(MAGIC)
-                continue
-            start = 0
-            while start + LENGTH.size <= len(data):
-                end = start + LENGTH.size + LENGTH.unpack_from(data, start)[0]
-                if end > len(data):
-                    break
-                try:
-                    record = decode_record(data[start + LENGTH.size : end])
-                except ProtocolError as error:
-                    raise self._damaged(str(error)) from None
-                self._offset += end - start
+                self._salt = log.salt_of(data)
+                self._offset = start = log.HEADER_NBYTES
+            while body := log.next_frame(data, start, self._salt):
+                record = log.decode_record(data[slice(*body)])
+                self._offset += body[1] - start
+                start = body[1]
                 self.deliver(self._replay(record))
-                start = end
-            return
+        except log.DamagedError as error:
+            raise self._damaged(str(error.after(base))) from None
+        except ProtocolError as error:
+            raise self._damaged(f"at offset {self._offset}: {error}") from None
 
     def _damaged(self, why: str) -> ProtocolError:
         return ProtocolError(f"{self.path} is no file of a store, or damaged ({why}): remove it, or name another")

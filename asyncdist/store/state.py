@@ -10,6 +10,8 @@ of `Reply`. The laws of this file:
   dies before that gives it back to the head of the queue, and the next in line gets it.
 * A barrier opens when enough requests stand in it *at one time*: who gave up or died does not count. Once open, it
   stays open and its key holds the count, until the key is deleted.
+* Every change of a value or a queue is told to a `Ledger`, where there is one, before it is made. Queue items have serial
+  numbers, so that one can be said to be gone that was not the first.
 * Nothing here depends on time: a timeout is a `cancel` by the one who waits. The same requests in the same order give
   the same replies and the same state, which is what a file store's log relies on.
 """
@@ -18,42 +20,35 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any
 
-from asyncdist.store.entries import Holding, Listening, Open, Place, Standing, Taking, Waiting
+from asyncdist.store.entries import (
+    BLOCKED,
+    SILENT,
+    Contents,
+    Holding,
+    Listening,
+    Open,
+    Place,
+    Refused,
+    Standing,
+    Taking,
+    Waiting,
+)
 from asyncdist.store.operations import DOORS, Client, Kind, Op, Reason, Reply
+from asyncdist.store.queues import Queues, drop_from
 
 
-class Refused(Exception):
-    """The store will not do this; becomes a reply."""
-
-    def __init__(self, reason: Reason, text: str) -> None:
-        super().__init__(reason, text)
-        self.reason = reason
-        self.text = text
-
-
-BLOCKED: Final = object()
-"""What a request leaves that is answered later."""
-_SILENT: Final = object()
-
-
-class StoreState:
+class StoreState(Queues):
     """The state machine. ``max_value_nbytes`` bounds what a single value may grow to."""
 
     def __init__(self, max_value_nbytes: int = 1 << 62) -> None:
+        super().__init__()
         self.max_value_nbytes = max_value_nbytes
         self._values: dict[str, bytes] = {}
-        self._queues: dict[str, deque[bytes]] = {}
-        self._open: dict[Client, dict[int, Open]] = {}
-        # Lines are dicts used as ordered sets: first come, first served, and leaving from the middle is cheap.
         self._waiting: dict[str, dict[Waiting, None]] = {}  # key -> for a value; `wait` stands in the next one too
-        self._watching: dict[str, dict[Waiting, None]] = {}  # queue -> `wait`
-        self._taking: dict[str, dict[Place, None]] = {}  # queue -> pops
         self._standing: dict[str, tuple[int, dict[Place, None]]] = {}  # barrier -> world size, who is in
         self._listening: dict[str, dict[Place, None]] = {}  # channel -> subscribers
-        self._told: dict[Client, dict[str, None]] = {}  # client -> queues it was woken for and has not popped from
-        self.due: list[Reply] = []  # what has come due for others in the request that is being done
 
     # -- the whole interface ----------------------------------------------------------------------
 
@@ -62,7 +57,7 @@ class StoreState:
         due = self.due
         try:
             result = HANDLERS[op](self, (client, request), *args)
-            if result is not BLOCKED and result is not _SILENT:
+            if result is not BLOCKED and result is not SILENT:
                 due.append(Reply(client, request, Kind.RESULT, result))
         except Refused as refused:
             due.append(Reply(client, request, Kind.REFUSED, (int(refused.reason), refused.text)))
@@ -78,15 +73,22 @@ class StoreState:
         """Forget a client that has gone and everything it had open; return what others get from that."""
         return self.execute(client, 0, Op.LEAVE, ())
 
-    @property
-    def clients(self) -> list[Client]:
-        """Who has something open."""
-        return list(self._open)
+    # -- what outlives a server -------------------------------------------------------------------
 
-    @property
-    def num_open(self) -> int:
-        """How many requests are open, over all clients."""
-        return sum(map(len, self._open.values()))
+    def contents(self) -> Contents:
+        """Return all values and queue items as they are now; items that nobody has confirmed are in their queues."""
+        queues = {key: list(queue) for key, queue in self._queues.items()}
+        for mine in self._open.values():
+            for entry in mine.values():
+                if isinstance(entry, Holding):
+                    queues.setdefault(entry.key, []).append(entry.item)
+        return Contents(dict(self._values), {key: dict(sorted(items)) for key, items in queues.items()}, self._pushed)
+
+    def restore(self, contents: Contents) -> None:
+        """Take what an earlier server left, before anyone has asked anything."""
+        self._values = contents.values
+        self._queues = {key: deque(items.items()) for key, items in contents.queues.items() if items}
+        self._pushed = contents.pushed
 
     # -- values -----------------------------------------------------------------------------------
 
@@ -95,6 +97,12 @@ class StoreState:
 
     def _put(self, key: str, value: bytes) -> None:
         self._check_size(key, value)
+        if self.ledger is not None:
+            self.ledger.check_room(_growth(key, value, self._values.get(key)))
+            self.ledger.set(key, value, self._values.get(key))
+        self._store(key, value)
+
+    def _store(self, key: str, value: bytes) -> None:
         self._values[key] = value
         if key in self._waiting:
             for waiting in self._waiting.pop(key):
@@ -154,19 +162,31 @@ class StoreState:
         return current
 
     def _delete_key(self, place: Place, key: str) -> bool:
-        return self._values.pop(key, None) is not None
+        value = self._values.pop(key, None)
+        if value is not None and self.ledger is not None:
+            self.ledger.deleted(key, value)
+        return value is not None
 
     def _num_keys(self, place: Place) -> int:
         return len(self._values)
 
     def _append(self, place: Place, key: str, value: bytes) -> None:
-        self._put(key, self._values.get(key, b"") + value)
+        before = self._values.get(key)
+        whole = value if before is None else before + value
+        self._check_size(key, whole)
+        if self.ledger is not None:
+            self.ledger.check_room(_growth(key, whole, before))
+            self.ledger.append(key, value, before)
+        self._store(key, whole)
 
     def _multi_set(self, place: Place, keys: list[str], values: list[bytes]) -> None:
         if len(keys) != len(values):
             raise Refused(Reason.INVALID, f"multi_set with {len(values)} values for {len(keys)} keys")
         for key, value in zip(keys, values, strict=True):
             self._check_size(key, value)  # all of them or none
+        if self.ledger is not None:
+            growths = [_growth(key, value, self._values.get(key)) for key, value in zip(keys, values, strict=True)]
+            self.ledger.check_room(sum(growths))
         for key, value in zip(keys, values, strict=True):
             self._put(key, value)
 
@@ -188,8 +208,8 @@ class StoreState:
         """One of the keys has come (and stays counted if it is deleted again)."""
         waiting.missing.discard(key)
         if waiting.op is Op.WAIT:
-            _drop_from(self._watching, key, waiting)
-            _drop_from(self._waiting, key, waiting)
+            drop_from(self._watching, key, waiting)
+            drop_from(self._waiting, key, waiting)
         if waiting.missing:
             return
         client, request = self._forget(waiting.place)
@@ -200,71 +220,6 @@ class StoreState:
             result = None if waiting.op is Op.WAIT else self._values[key]
         if result is not BLOCKED:
             self.due.append(Reply(client, request, Kind.RESULT, result))
-
-    # -- queues -----------------------------------------------------------------------------------
-
-    def _queue_push(self, place: Place, key: str, item: bytes) -> None:
-        self._check_size(key, item)
-        self._queues.setdefault(key, deque()).append(item)
-        self._serve(key)
-
-    def _queue_pop(self, place: Place, key: str, block: bool) -> Any:
-        self._heed(place[0], key)
-        if key in self._queues:
-            return self._hold(place, key)
-        if not block:
-            raise Refused(Reason.EMPTY, f"queue {key!r} is empty")
-        self._keep(place, Taking(key))
-        self._taking.setdefault(key, {})[place] = None
-        return BLOCKED
-
-    def take(self, client: Client, key: str) -> tuple[int, bytes]:
-        """Pop for one whose protocol has no confirmation; return the length before and the item (b"" from none)."""
-        self._heed(client, key)
-        queue = self._queues.get(key)
-        if queue is None:
-            return 0, b""
-        length = len(queue)
-        return length, self._shift(key, queue)
-
-    def forgo(self, client: Client) -> None:
-        """Wake others for the items that a client was woken for and is not going to pop."""
-        for key in self._told.pop(client, ()):
-            if key in self._queues:
-                self._serve(key)
-
-    def _heed(self, client: Client, key: str) -> None:
-        told = self._told.get(client)
-        if told is not None:
-            told.pop(key, None)
-            if not told:
-                del self._told[client]
-
-    def _queue_len(self, place: Place, key: str) -> int:
-        return len(self._queues.get(key, ()))
-
-    def _serve(self, key: str) -> None:
-        """A queue has gained an item: hand the head to the first who wants it, or else tell the first who watches."""
-        if key in self._taking:
-            client, request = place = next(iter(self._taking[key]))
-            _drop_from(self._taking, key, place)
-            self._forget(place)
-            self.due.append(Reply(client, request, Kind.RESULT, self._hold(place, key)))
-        elif key in self._watching:
-            waiting = next(iter(self._watching[key]))
-            self._told.setdefault(waiting.place[0], {})[key] = None
-            self._arrived(waiting, key)
-
-    def _hold(self, place: Place, key: str) -> bytes:
-        queue = self._queues[key]
-        self._keep(place, Holding(key, queue[0]))
-        return self._shift(key, queue)
-
-    def _shift(self, key: str, queue: deque[bytes]) -> bytes:
-        item = queue.popleft()
-        if not queue:
-            del self._queues[key]
-        return item
 
     # -- barriers, channels -----------------------------------------------------------------------
 
@@ -287,7 +242,10 @@ class StoreState:
             del self._standing[key]
             for there in standing:
                 self.due.append(Reply(*self._forget(there), Kind.RESULT, None))
-            self._put(key, b"%d" % world_size)
+            count = b"%d" % world_size
+            if self.ledger is not None:  # which is not asked for room: so little, and so many have come for it
+                self.ledger.set(key, count, None)
+            self._store(key, count)
         return BLOCKED
 
     def _publish(self, place: Place, channel: str, message: bytes) -> int:
@@ -306,13 +264,16 @@ class StoreState:
         if request in mine:
             there = place[0], request
             self._give_up(there, mine[request])
-        return _SILENT
+        return SILENT
 
     def _confirm(self, place: Place, request: int) -> object:
         there = place[0], request
-        if isinstance(self._open.get(place[0], {}).get(request), Holding):
+        entry = self._open.get(place[0], {}).get(request)
+        if isinstance(entry, Holding):
             self._forget(there)
-        return _SILENT
+            if self.ledger is not None:
+                self.ledger.gone(entry.key, *entry.item)
+        return SILENT
 
     def _leave(self, place: Place) -> object:
         client = place[0]
@@ -329,48 +290,31 @@ class StoreState:
         for entry in given_back:
             self._serve(entry.key)
         self.forgo(client)
-        return _SILENT
+        return SILENT
 
     def _give_up(self, place: Place, entry: Open) -> None:
         self._forget(place)
         match entry:
             case Waiting():
                 for key in entry.missing:
-                    _drop_from(self._waiting, key, entry)
-                    _drop_from(self._watching, key, entry)
+                    drop_from(self._waiting, key, entry)
+                    drop_from(self._watching, key, entry)
             case Taking():
-                _drop_from(self._taking, entry.key, place)
+                drop_from(self._taking, entry.key, place)
             case Holding():
                 self._queues.setdefault(entry.key, deque()).appendleft(entry.item)
                 self._serve(entry.key)
             case Listening():
-                _drop_from(self._listening, entry.channel, place)
+                drop_from(self._listening, entry.channel, place)
             case Standing():
                 standing = self._standing[entry.key][1]
                 del standing[place]
                 if not standing:
                     del self._standing[entry.key]
 
-    def _keep(self, place: Place, entry: Open) -> None:
-        mine = self._open.setdefault(place[0], {})
-        if place[1] in mine:
-            raise Refused(Reason.INVALID, f"request id {place[1]} is in use")
-        mine[place[1]] = entry
 
-    def _forget(self, place: Place) -> Place:
-        mine = self._open[place[0]]
-        del mine[place[1]]
-        if not mine:
-            del self._open[place[0]]
-        return place
-
-
-def _drop_from(lines: dict[str, dict[Any, None]], key: str, who: object) -> None:
-    line = lines.get(key)
-    if line is not None:
-        line.pop(who, None)
-        if not line:
-            del lines[key]
+def _growth(key: str, value: bytes, before: bytes | None) -> int:
+    return len(key) + len(value) if before is None else len(value) - len(before)
 
 
 HANDLERS: dict[Op, Callable[..., Any]] = {

@@ -15,6 +15,7 @@ import pytest
 from asyncdist.errors import AddressError, ProtocolError, QueueEmptyError, StoreTimeoutError, UsageError
 from asyncdist.store import FileStore
 from asyncdist.store.files import FileDesk
+from asyncdist.store.log import MAGIC, frame_head, salt_of
 
 UNIT, LONG = 0.05, 20.0
 
@@ -85,8 +86,10 @@ def test_what_a_dead_writer_left_is_cut_off(tmp_path):
     with FileStore(path) as store:
         store.set("k", "v")
         whole = path.stat().st_size
+        body = b"a frame of which half has come " * 80
+        half = (frame_head(salt_of(path.read_bytes()), body) + body)[:1000]
         with path.open("ab") as file:
-            file.write(b"\0\x10\0\0\0\0\0\0" + b"the first half of a frame" * 40)
+            file.write(half)
         assert store.get("k") == b"v"
         store.set("l", "w")
         with FileStore(path) as other:
@@ -103,7 +106,7 @@ def test_a_header_cut_short_is_written_again(tmp_path):
         assert other.get("k") == b"v"
 
 
-NOT_OURS = [b"%PDF-1.7 or whatever", b"asyncdist store log 1\n" + b"\5\0\0\0\0\0\0\0\x93\1\1\1\1"]
+NOT_OURS = [b"%PDF-1.7 or whatever", b"asyncdist store log 1\n" + bytes(40), MAGIC + bytes(40)]
 
 
 @pytest.mark.parametrize("content", NOT_OURS)
@@ -113,6 +116,20 @@ def test_a_file_of_something_else(tmp_path, content):
     with pytest.raises(ProtocolError, match="no file of a store"):
         FileStore(path)
     assert path.read_bytes() == content
+
+
+def test_a_damaged_byte_is_refused_with_its_place(tmp_path):
+    path = tmp_path / "store"
+    with FileStore(path) as store:
+        store.set("k", "v")
+        before = path.stat().st_size
+        store.set("damaged", "value")
+        store.set("k", "w")
+    content = bytearray(path.read_bytes())
+    content[before + 40] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ProtocolError, match=f"at offset {before}: the checksum"):
+        FileStore(path)
 
 
 def test_a_file_that_cannot_be_opened(tmp_path):
