@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from time import perf_counter
@@ -97,15 +97,21 @@ class Registered(Ours):
         return made
 
 
-class Gloo(Blocking):
-    """torch.distributed's own back end for CPU tensors."""
+_BACKENDS = {"torch": "asyncdist", "gloo": "gloo"}
+"""torch.distributed's names of its back ends, by contender."""
 
-    name = "gloo"
+
+class Torch(Blocking):
+    """The calls of torch.distributed, in a process group of one of `_BACKENDS`; None is the default group."""
+
+    def __init__(self, name: str, group: Any) -> None:
+        self.name = name
+        self.group = group
 
     def prepare(self, case: Traffic) -> Callable[[], object]:
         from torch import distributed
 
-        return lambda: case.call(distributed)
+        return lambda: case.call(distributed, self.group)
 
 
 class Raw(Blocking):
@@ -217,9 +223,7 @@ def open_contenders(plan: Plan, rank: int, folder: Path, sockets: raw.Sockets, p
             contenders.append(Ours(name, group))
         if plan.awaited:
             contenders.append(stack.enter_context(_awaited(**where("awaited", first))))
-        if "gloo" in plan.against:
-            stack.callback(_open_gloo(plan, rank, folder))
-            contenders.append(Gloo())
+        contenders += stack.enter_context(_torch(plan, rank, folder))
         if "mpi" in plan.against:
             contenders.append(Mpi())
         if "raw" in plan.against:
@@ -241,15 +245,35 @@ def _awaited(**where: Any) -> Iterator[Awaited]:
         loop.close()
 
 
-def _open_gloo(plan: Plan, rank: int, folder: Path) -> Callable[[], None]:
-    """Open torch.distributed and return what closes it."""
+@contextlib.contextmanager
+def _torch(plan: Plan, rank: int, folder: Path) -> Iterator[list[Torch]]:
+    """Open torch.distributed on every back end that is asked for; the default group is on ours if that is one."""
     from torch import distributed
 
-    distributed.init_process_group(
-        "gloo",
-        init_method=(folder / "gloo").as_uri(),
-        rank=rank,
-        world_size=plan.ranks,
-        timeout=timedelta(seconds=TIMEOUT),
-    )
-    return distributed.destroy_process_group
+    names = [name for name in _BACKENDS if name in plan.contenders]
+    if "torch" in names:
+        import asyncdist.torch_backend  # noqa: F401 - registers ours
+    torchs: list[Torch] = []
+    timeout = timedelta(seconds=TIMEOUT)
+    meeting = (folder / "torch").as_uri()
+    try:
+        for name in names:
+            backend, group = _BACKENDS[name], None
+            if torchs:
+                group = distributed.new_group(backend=backend, timeout=timeout)
+            else:
+                distributed.init_process_group(
+                    backend, init_method=meeting, rank=rank, world_size=plan.ranks, timeout=timeout
+                )
+            torchs.append(Torch(name, group))
+        yield torchs
+    finally:
+        if torchs:
+            distributed.destroy_process_group()
+
+
+def torch_groups(contenders: Iterable[Contender]) -> dict[str, Any]:
+    """Return the process groups of torch.distributed, by the contender that uses them."""
+    from torch import distributed
+
+    return {one.name: one.group or distributed.group.WORLD for one in contenders if isinstance(one, Torch)}

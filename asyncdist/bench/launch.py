@@ -19,6 +19,8 @@ BY_MPI = "mpi"
 def commands(plan: Plan, folder: Path) -> list[list[str]]:
     """Return what to execute: one command a rank, or one for all where they have to speak MPI."""
     program = [sys.executable, "-P", "-m", "asyncdist.bench", str(folder)]
+    if plan.through:  # torch.distributed has no word for a transport
+        program = ["env", f"ASYNCDIST_TRANSPORT={plan.transports[0]}", *program]
     if "mpi" not in plan.against:
         return [[*program, str(rank)] for rank in range(plan.ranks)]
     # More ranks than cores are no mistake here, and contenders that use threads must not be squeezed onto one core.

@@ -17,8 +17,16 @@ COLLECTIVES = (
     "barrier",
 )
 RIVALS = ("gloo", "mpi", "raw")
-CONTENDERS = ("asyncdist", "registered", "awaited", *RIVALS, "copy")
+WAYS = ("torch",)
+"""Ways in to our groups beside our own faces: the calls of torch.distributed."""
+CONTENDERS = ("asyncdist", "registered", "torch", "awaited", *RIVALS, "copy")
 """Keys of the results; a further transport's key is its own name."""
+
+THROUGH_TORCH = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all", "barrier")
+"""The collectives that training with torch.distributed stands on."""
+
+STEPS = ("ddp", "fsdp2", "tensor_parallel")
+"""The training steps: see `asyncdist.bench.models`."""
 
 # Up to so many bytes: (timed calls of each contender, of which so many in a row before the next one's turn).
 _CALLS = ((64 << 10, 1000, 100), (1 << 20, 150, 10), (8 << 20, 48, 4), (32 << 20, 24, 2))
@@ -27,10 +35,10 @@ _CALLS_BEYOND = (12, 1)
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One run. ``against`` are names from `RIVALS`; ``repeat`` overrides the number of timed calls and steps.
+    """One run. ``against`` are names from `RIVALS`, ``through`` from `WAYS`, ``steps`` from `STEPS`.
 
-    The first of ``transports`` is that of "asyncdist", "registered" and "awaited"; each further one is a contender.
-    ``pin`` keeps each rank on one core.
+    The first of ``transports`` is that of "asyncdist", "registered", "awaited" and "torch"; each further one is a
+    contender. ``repeat`` overrides the number of timed calls and steps. ``pin`` keeps each rank on one core.
     """
 
     collectives: tuple[str, ...] = ("all_reduce",)
@@ -39,7 +47,8 @@ class Plan:
     against: tuple[str, ...] = ()
     awaited: bool = False
     registered: bool = False
-    training: bool = False
+    through: tuple[str, ...] = ()
+    steps: tuple[str, ...] = ()
     transports: tuple[str, ...] = ("auto",)
     repeat: int | None = None
     pin: bool = False
@@ -59,6 +68,7 @@ class Plan:
         return (
             "asyncdist",
             *(("registered",) if self.registered else ()),
+            *self.through,
             *self.transports[1:],
             *(("awaited",) if self.awaited else ()),
             *(name for name in RIVALS if name in self.against),
@@ -67,12 +77,12 @@ class Plan:
 
     @property
     def parts(self) -> int:
-        """The number of cases, training included."""
-        return len(self.cases) + self.training
+        """The number of cases, training steps included."""
+        return len(self.cases) + len(self.steps)
 
     @property
     def training_steps(self) -> int:
-        """The number of timed steps of each contender."""
+        """How many times each contender takes a training step."""
         return self.repeat or 30
 
     def calls(self, nbytes: int) -> tuple[int, int]:

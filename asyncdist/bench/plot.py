@@ -26,6 +26,7 @@ _LINES = {
     "mpi": ("Open MPI", "#cc79a7", "-", 1.8, "D"),
     "awaited": ("asyncdist, awaited", "#56b4e9", "-", 1.4, "^"),
     "asyncdist": ("asyncdist", "#0072b2", "-", 2.6, "o"),
+    "torch": ("asyncdist, through torch.distributed", "#e69f00", "-", 1.8, "P"),
     "registered": ("asyncdist, registered tensors", "#009e73", "-", 2.6, "v"),
 }
 _FURTHER = ("#56b4e9", "--", 1.4, "x")  # a further transport of ours
@@ -75,7 +76,7 @@ def figure_of(report: Report) -> Figure:
 def _lines(plan: Plan) -> dict[str, Line]:
     """Return how each contender of the plan is drawn, in the order of drawing."""
     further = {name: (f"asyncdist over {name}", *_FURTHER) for name in plan.transports[1:]}
-    behind, front = ("copy", "raw", "gloo", "mpi"), ("awaited", "asyncdist", "registered")
+    behind, front = ("copy", "raw", "gloo", "mpi"), ("awaited", "torch", "asyncdist", "registered")
     order = (*behind, *further, *front)
     return {name: {**_LINES, **further}[name] for name in order if name in plan.contenders}
 

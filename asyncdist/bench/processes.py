@@ -48,7 +48,8 @@ def run(plan: Plan, progress: Callable[[float, Row | None], None] = lambda done,
                 report.rows.append(value)
                 progress(len(report.rows) / plan.parts, value)
             elif kind == "training":
-                report.parameters, report.training = value
+                report.training.append(value)
+                progress((len(report.rows) + len(report.training)) / plan.parts, None)
     return report
 
 

@@ -26,7 +26,7 @@ def main(folder: str, number: str) -> None:
     """Report to who started us, measure what the plan says, and tell what comes out.
 
     ``number`` is our rank, or says that MPI knows it. We send (rank, port), get (plan, ports, token), and send
-    ("done", share), ("row", Row), ("training", …) and at the end ("end", None). Rank 0 tells; the others only report
+    ("done", share), ("row", Row), ("training", Training) and at the end ("end", None). Rank 0 tells; the others only report
     what went wrong: ("failed", text).
     """
     rank = _rank(number)
@@ -66,7 +66,7 @@ def _run(plan: Plan, rank: int, table: Sequence[socket.socket | None], folder: P
     import torch
 
     from asyncdist.bench import raw
-    from asyncdist.bench.contenders import Contender, open_contenders
+    from asyncdist.bench.contenders import Contender, open_contenders, torch_groups
     from asyncdist.bench.measure import entered, measure
     from asyncdist.bench.pace import Pace
     from asyncdist.bench.result import Row
@@ -89,12 +89,13 @@ def _run(plan: Plan, rank: int, table: Sequence[socket.socket | None], folder: P
             if progress is not None:
                 pipe.send(("row", found))
                 progress.next()
-        if plan.training:
+        for step in plan.steps:
             from asyncdist.bench.training import train
 
-            trained = train(plan, rank, pace, tell)
+            trained = train(step, plan, torch_groups(contenders), rank, pace, tell)
             if progress is not None:
                 pipe.send(("training", trained))
+                progress.next()
         pace()  # nobody leaves while another one still measures
 
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
-from asyncdist.bench.plan import RIVALS, Plan
+from asyncdist.bench.plan import RIVALS, WAYS, Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,22 +62,41 @@ class Row:
         """Return in how many times one core's memory copy a contender is done; None if one of them did not run."""
         return self.times_faster_than(who, "copy")
 
-    @property
-    def awaiting(self) -> float | None:
-        """Seconds that the awaited call takes more than the blocking one; None if it was not measured."""
-        awaited = self.timings.get("awaited")
-        return None if awaited is None else awaited.median - self.ours.median
+    def above_blocking(self, who: str) -> float | None:
+        """Seconds that a contender's call takes above that of our blocking face; None if it did not run."""
+        timing = self.timings.get(who)
+        return None if timing is None else timing.median - self.ours.median
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """One training step (from `plan.STEPS`): the parameters of its model, and seconds of the step by contender.
+
+    "asyncdist" is our DistributedDataParallel, "torch" and "gloo" are stock PyTorch on our back end and on gloo's, "alone"
+    is the model on one rank.
+    """
+
+    step: str
+    parameters: int
+    timings: dict[str, Timing]
+
+    def times_alone(self, who: str) -> float:
+        """Return how many times as long as the model's alone a contender's step takes."""
+        return self.timings[who].median / self.timings["alone"].median
+
+    def times_faster_than_gloo(self, who: str) -> float | None:
+        """Return the median of stock PyTorch over gloo over that of a contender; None if gloo did not run."""
+        return self.timings["gloo"].median / self.timings[who].median if "gloo" in self.timings else None
 
 
 @dataclass(slots=True)
 class Report:
-    """Everything that a run has found. ``training`` are seconds of a step, by contender (alone, asyncdist, gloo)."""
+    """Everything that a run has found."""
 
     plan: Plan
     machine: dict[str, str]
     rows: list[Row] = field(default_factory=list)
-    training: dict[str, Timing] = field(default_factory=dict)
-    parameters: int = 0
+    training: list[Training] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
         """Return plain data: times in microseconds, bandwidths in bytes a second."""
@@ -85,20 +104,7 @@ class Report:
             "machine": self.machine,
             "plan": asdict(self.plan),
             "rows": [_row(row) for row in self.rows],
-            "training": self._training_as_json() if self.training else None,
-        }
-
-    def times_alone(self, who: str) -> float:
-        """Return how many times as long as the model's alone a contender's training step takes."""
-        return self.training[who].median / self.training["alone"].median
-
-    def _training_as_json(self) -> dict[str, Any]:
-        return {
-            "parameters": self.parameters,
-            "contenders": {
-                name: {**_timing(timing), "times_alone": self.times_alone(name)}
-                for name, timing in self.training.items()
-            },
+            "training": [_training(training) for training in self.training],
         }
 
 
@@ -112,11 +118,28 @@ def _row(row: Row) -> dict[str, Any]:
         "bus_bandwidth": row.bus_bandwidth,
         "times_faster_than": {
             who: {rival: row.times_faster_than(rival, who) for rival in row.timings if rival in RIVALS}
-            for who in ("asyncdist", "registered")
+            for who in ("asyncdist", "registered", *WAYS)
             if who in row.timings
         },
         "copies": {who: row.copies(who) for who in row.timings if who != "copy"} if "copy" in row.timings else None,
-        "awaiting_us": None if row.awaiting is None else row.awaiting * 1e6,
+        "above_blocking_us": {
+            who: above * 1e6 for who in (*WAYS, "awaited") if (above := row.above_blocking(who)) is not None
+        },
+    }
+
+
+def _training(training: Training) -> dict[str, Any]:
+    return {
+        "step": training.step,
+        "parameters": training.parameters,
+        "contenders": {
+            name: {
+                **_timing(timing),
+                "times_alone": training.times_alone(name),
+                "times_faster_than_gloo": training.times_faster_than_gloo(name),
+            }
+            for name, timing in training.timings.items()
+        },
     }
 
 

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from asyncdist.bench.plan import RIVALS, Plan
-from asyncdist.bench.result import Report, Row
+from asyncdist.bench.result import Report, Row, Training
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-_EMPHASISED = frozenset(("asyncdist", "median", "of ours", "of alone"))
-_TITLES = {"alone": "alone", "asyncdist": "asyncdist DDP", "gloo": "stock DDP over gloo"}
+_EMPHASISED = frozenset(("asyncdist", "median", "vs gloo"))
+_STEPS = {"ddp": "DDP", "fsdp2": "FSDP2", "tensor_parallel": "tensor parallel"}
 
 
 def size(nbytes: int) -> str:
@@ -50,7 +50,7 @@ def _three(value: float) -> str:
 Column = tuple[str, Callable[[Row], str]]
 """A heading, and what makes a row's text."""
 
-_NAMES = {"mpi": "Open MPI", "raw": "raw sockets", "copy": "memory copy"}
+_NAMES = {"torch": "through torch", "mpi": "Open MPI", "raw": "raw sockets", "copy": "memory copy"}
 _ONE_TABLE = 9  # more columns than these are divided over two tables: times, and what follows from them
 
 
@@ -69,12 +69,13 @@ def _times(plan: Plan) -> list[Column]:
 def _ratios(plan: Plan) -> list[Column]:
     """Return the columns of what follows from the times; a heading may have two lines."""
     columns: list[Column] = []
-    for who in ("asyncdist", *(("registered",) if plan.registered else ())):
-        prefix = "" if who == "asyncdist" else "registered\n"
+    for who in ("asyncdist", *(("registered",) if plan.registered else ()), *plan.through):
+        prefix = "" if who == "asyncdist" else f"{named(who)}\n"
         columns += [(f"{prefix}vs {rival}", _faster(rival, who)) for rival in plan.contenders if rival in RIVALS]
         columns.append((f"{prefix}× copy", _copies(who)))
+    columns += [(f"{named(who)}\n− direct", _above_blocking(who)) for who in plan.through]
     if plan.awaited:
-        columns.append(("await − block", _awaiting))
+        columns.append(("await − block", _above_blocking("awaited")))
     columns.append(("algbw", lambda row: bandwidth(row.algorithm_bandwidth) if row.nbytes else "—"))
     columns.append(("busbw", lambda row: bandwidth(row.bus_bandwidth) if row.nbytes else "—"))
     return columns
@@ -92,8 +93,12 @@ def _copies(who: str) -> Callable[[Row], str]:
     return lambda row: times(row.copies(who))
 
 
-def _awaiting(row: Row) -> str:
-    return "—" if row.awaiting is None else f"{row.awaiting * 1e6:+.1f} µs"
+def _above_blocking(who: str) -> Callable[[Row], str]:
+    def text(row: Row) -> str:
+        above = row.above_blocking(who)
+        return "—" if above is None else f"{above * 1e6:+.1f} µs"
+
+    return text
 
 
 def sections(plan: Plan) -> list[tuple[str, list[Column]]]:
@@ -113,21 +118,26 @@ def _grids(report: Report) -> Iterator[tuple[str, str, list[str], list[list[str]
             yield collective, shows, [name for name, _ in columns], [[cell(row) for _, cell in columns] for row in rows]
 
 
-_TRAINING_HEADINGS = ["training step", "median", "p99", "of ours", "of alone"]
+_TRAINING_HEADINGS = ["training step", "median", "p99", "vs gloo", "× alone"]
 
 
-def training_cells(report: Report) -> list[list[str]]:
-    """Return a line a contender: who, median, p99, and how many times as long as ours and as the model alone."""
-    ours = report.training["asyncdist"].median
+def training_cells(training: Training) -> list[list[str]]:
+    """Return a line a contender: who, median, p99, how many times faster than gloo, how many steps of the model alone."""
+    who = {
+        "asyncdist": "our DistributedDataParallel",
+        "torch": f"stock {_STEPS[training.step]} on asyncdist",
+        "gloo": f"stock {_STEPS[training.step]} on gloo",
+        "alone": "the whole model on one rank",
+    }
     return [
         [
-            _TITLES[name],
+            who[name],
             duration(timing.median),
             duration(timing.p99),
-            times(timing.median / ours),
-            times(report.times_alone(name)),
+            times(training.times_faster_than_gloo(name)),
+            times(training.times_alone(name)),
         ]
-        for name, timing in report.training.items()
+        for name, timing in training.timings.items()
     ]
 
 
@@ -143,19 +153,23 @@ def about(report: Report) -> str:
     )
 
 
-def training_title(report: Report) -> str:
+def training_title(training: Training) -> str:
     """Say what was trained."""
-    return f"SGD, batch 16 a rank, {report.parameters / 1e6:.1f} M parameters"
+    batch = {
+        "ddp": "an MLP, 16 pictures a rank",
+        "fsdp2": "a transformer, 2 sequences of 64 a rank",
+        "tensor_parallel": "a transformer, 2 sequences of 64",
+    }
+    return f"{_STEPS[training.step]}, {batch[training.step]}, SGD, {training.parameters / 1e6:.1f} M parameters"
 
 
 def tables(report: Report) -> list[Table]:
-    """Return rich tables: one a collective, and one for training."""
+    """Return rich tables: one a collective, and one a training step."""
     made = [
         _table(f"{collective}, {report.plan.ranks} ranks{shows and ': '}{shows}", headings, rows)
         for collective, shows, headings, rows in _grids(report)
     ]
-    if report.training:
-        made.append(_table(training_title(report), _TRAINING_HEADINGS, training_cells(report)))
+    made += [_table(training_title(each), _TRAINING_HEADINGS, training_cells(each)) for each in report.training]
     return made
 
 
@@ -181,8 +195,8 @@ def markdown(report: Report) -> str:
             parts.append(f"## {collective}, {report.plan.ranks} ranks")
         said = collective
         parts += [*([f"{shows[0].upper()}{shows[1:]}:"] if shows else []), _markdown(headings, rows)]
-    if report.training:
-        parts += [f"## Training step: {training_title(report)}", _markdown(_TRAINING_HEADINGS, training_cells(report))]
+    for each in report.training:
+        parts += [f"## Training step: {training_title(each)}", _markdown(_TRAINING_HEADINGS, training_cells(each))]
     if any(row.nbytes for row in report.rows):
         parts.append("![time against size](bench.png)")
     return "\n\n".join(parts) + "\n"
@@ -193,6 +207,7 @@ def _legend(plan: Plan) -> list[str]:
     meanings = {
         "asyncdist": f"our blocking face over the transport `{plan.transports[0]}`, on ordinary tensors",
         "registered": "the same on tensors made by `asyncdist.empty(…, shared=True)`, which every rank sees",
+        "torch": f"the calls of `torch.distributed` on our back end, over the transport `{plan.transports[0]}`",
         **{name: f"our blocking face over the transport `{name}`" for name in plan.transports[1:]},
         "awaited": "our async face on uvloop",
         "gloo": "`torch.distributed` over gloo",
@@ -204,8 +219,9 @@ def _legend(plan: Plan) -> list[str]:
     return [
         "Contenders took turns in one run, in the same processes; every result was checked. Times are of single calls on "
         "rank 0, back to back below 8 MiB and started by all ranks at the same instant above (rooted collectives "
-        "always). *vs*: how many times faster ours is. *× copy*: how many memory copies ours takes. *algbw*: bytes over "
-        "our median; *busbw*: what that puts on the busiest link (all_reduce: × 2(n−1)/n).",
+        "always). *vs*: how many times faster ours is. *× copy*: how many memory copies ours takes. *− direct*: what a "
+        "call takes above the same one of our blocking face. *algbw*: bytes over our median; *busbw*: what that puts on "
+        "the busiest link (all_reduce: × 2(n−1)/n).",
         "\n".join(f"- *{named(contender)}*: {meanings[contender]}." for contender in plan.contenders),
     ]
 

@@ -1,28 +1,25 @@
-"""A training step: our DistributedDataParallel, stock DDP over gloo, and the model alone, in turns."""
+"""Training steps in turns: our DistributedDataParallel, stock PyTorch on our back end and on gloo's, the model alone."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
+from torch.distributed.tensor import DTensor
 
+from asyncdist import sync
 from asyncdist.bench.contenders import Start
+from asyncdist.bench.models import STEPS, Batch, Step, loss_of
 from asyncdist.bench.plan import Plan
-from asyncdist.bench.result import Timing
+from asyncdist.bench.result import Timing, Training
 from asyncdist.ddp import DistributedDataParallel
 from asyncdist.errors import BenchmarkError
 
-_BATCH, _CLASSES = 16, 10
 _WARM_UP_STEPS = 3  # buckets are dealt anew after the first
-
-
-def _model() -> nn.Module:
-    """Return an MLP of 6.3 M parameters, equal in every process."""
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(1024, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, _CLASSES))
+_TOLERANCE = 1e-4  # of weights after training, between contenders that add in another order
 
 
 class _Trainer:
@@ -32,51 +29,68 @@ class _Trainer:
         self.model = model
         self.optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
-    def step(self, inputs: torch.Tensor, labels: torch.Tensor) -> None:
+    def step(self, batch: Batch) -> None:
         self.optimizer.zero_grad(set_to_none=True)
-        cross_entropy(self.model(inputs), labels).backward()
+        loss_of(self.model, batch).backward()
         self.optimizer.step()
 
+    def weights(self) -> torch.Tensor:
+        """Return all weights, put together from all ranks where they are spread; call it on every rank."""
+        parameters = [parameter.detach() for parameter in self.model.parameters()]
+        whole = [each.full_tensor() if isinstance(each, DTensor) else each for each in parameters]
+        return torch.cat([each.flatten() for each in whole])
 
-def train(plan: Plan, rank: int, start: Start, tell: Callable[[float], None]) -> tuple[int, dict[str, Timing]]:
-    """Time steps of every contender; return the number of parameters and seconds by contender.
 
-    The process groups are open already. All contenders see the same batches; BenchmarkError if ours and stock DDP, or
-    two ranks, end with other weights.
+def train(
+    name: str, plan: Plan, groups: Mapping[str, Any], rank: int, start: Start, tell: Callable[[float], None]
+) -> Training:
+    """Time a training step (from `plan.STEPS`) of every contender.
+
+    ``groups`` are torch.distributed's, by contender; our default world is open. All contenders see the same batches.
+    BenchmarkError if two contenders that train alike, or two ranks, end with other weights.
     """
-    trainers = {"asyncdist": _Trainer(DistributedDataParallel(_model()))}
-    if "gloo" in plan.against:
-        trainers["gloo"] = _Trainer(nn.parallel.DistributedDataParallel(_model()))
-    trainers["alone"] = _Trainer(_model())
-    torch.manual_seed(rank + 1)
-    seconds: dict[str, list[float]] = {name: [] for name in trainers}
+    step = STEPS[name]
+    trainers = _trainers(name, step, groups)
+    torch.manual_seed(1 + rank * step.apart)
+    seconds: dict[str, list[float]] = {who: [] for who in trainers}
     names = list(trainers)
     for turn in range(-_WARM_UP_STEPS, plan.training_steps):
         tell(max(0, turn) / plan.training_steps)
-        inputs, labels = torch.randn(_BATCH, 1024), torch.randint(_CLASSES, (_BATCH,))
+        batch = step.batch()
         first = turn % len(names)
-        for name in [*names[first:], *names[:first]]:
+        for who in [*names[first:], *names[:first]]:
             start()
             began = perf_counter()
-            trainers[name].step(inputs, labels)
+            trainers[who].step(batch)
             if turn >= 0:
-                seconds[name].append(perf_counter() - began)
+                seconds[who].append(perf_counter() - began)
     _compare(trainers)
     parameters = sum(parameter.numel() for parameter in trainers["alone"].model.parameters())
-    return parameters, {name: Timing.of(times) for name, times in seconds.items()}
+    return Training(name, parameters, {who: Timing.of(times) for who, times in seconds.items()})
 
 
-def _compare(trainers: dict[str, _Trainer]) -> None:
-    """Raise BenchmarkError if the weights of ours are not those of stock DDP, or not alike on all ranks."""
-    from asyncdist import sync
+def _trainers(name: str, step: Step, groups: Mapping[str, Any]) -> dict[str, _Trainer]:
+    """Return the contenders, ours first, all with the same weights."""
 
-    ours = torch.cat([parameter.detach().flatten() for parameter in trainers["asyncdist"].model.parameters()])
-    first = ours.clone()
-    sync.broadcast(first, 0)
-    if not torch.equal(first, ours):
-        raise BenchmarkError("after training with asyncdist the ranks' weights differ")
-    if "gloo" in trainers:
-        theirs = torch.cat([parameter.detach().flatten() for parameter in trainers["gloo"].model.parameters()])
-        difference = (ours - theirs).abs().max().item()
-        if difference > 1e-4:
-            raise BenchmarkError(f"asyncdist's weights differ from stock DDP's by {difference:.2g} after training")
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        return step.model()
+
+    trainers = {"asyncdist": _Trainer(DistributedDataParallel(made()))} if name == "ddp" else {}
+    for who, group in groups.items():
+        trainers[who] = _Trainer(step.spread(made(), group))
+    return {**trainers, "alone": _Trainer(made())}
+
+
+def _compare(trainers: Mapping[str, _Trainer]) -> None:
+    """Raise BenchmarkError if weights are not alike on all ranks, or not those of the first contender."""
+    found = {who: trainer.weights() for who, trainer in trainers.items() if who != "alone"}
+    first = next(iter(found))
+    for who, weights in found.items():
+        others = weights.clone()
+        sync.broadcast(others, 0)
+        if not torch.equal(others, weights):
+            raise BenchmarkError(f"after training with {who} the ranks' weights differ")
+        difference = (weights - found[first]).abs().max().item()
+        if difference > _TOLERANCE:
+            raise BenchmarkError(f"{who}'s weights differ from {first}'s by {difference:.2g} after training")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from asyncdist.bench.plan import COLLECTIVES, CONTENDERS, RIVALS, Plan
+from asyncdist.bench.plan import COLLECTIVES, CONTENDERS, RIVALS, STEPS, THROUGH_TORCH, WAYS, Plan
 from asyncdist.cli import several
 
 if TYPE_CHECKING:
@@ -56,6 +56,13 @@ def _transports(ctx: click.Context, param: click.Parameter, value: str) -> tuple
 @click.option("--awaited", is_flag=True, help="Measure `await` on uvloop too, and what it costs more than blocking.")
 @click.option("--ddp", is_flag=True, help="Measure a training step of 6.3 M parameters too.")
 @click.option(
+    "--through",
+    default="",
+    callback=several.names(WAYS),
+    help="`torch`: measure stock PyTorch on our back end and on gloo too, its calls and whole training steps (DDP, FSDP2, "
+    "tensor parallel).",
+)
+@click.option(
     "--transport",
     "transports",
     default="auto",
@@ -76,6 +83,7 @@ def bench(
     registered: bool,
     awaited: bool,
     ddp: bool,
+    through: tuple[str, ...],
     transports: tuple[str, ...],
     repeat: int | None,
     pin: bool,
@@ -87,10 +95,11 @@ def bench(
 
     Contenders take turns in one run, so that noise hits all alike; each result is checked before it is timed.
     COLLECTIVE is one of all_reduce, reduce, broadcast, all_gather, reduce_scatter, all_to_all, gather, scatter,
-    barrier.
+    barrier; with --through torch, six of them unless named.
 
     \b
     asyncdist bench --against gloo,mpi,raw --transport auto,tcp --registered
+    asyncdist bench --through torch
     asyncdist bench broadcast all_gather --ranks 4 --sizes 64K,1M --json figures.json
     """
     from asyncdist.bench.processes import run
@@ -99,13 +108,14 @@ def bench(
     configured()
     _check_before_measuring(plot_file, output)
     plan = Plan(
-        collectives=tuple(dict.fromkeys(collectives)) or ("all_reduce",),
+        collectives=tuple(dict.fromkeys(collectives)) or (THROUGH_TORCH if through else ("all_reduce",)),
         sizes=sizes,
         ranks=ranks,
-        against=against,
+        against=tuple(dict.fromkeys((*against, *(("gloo",) if through else ())))),
         awaited=awaited,
         registered=registered,
-        training=ddp,
+        through=through,
+        steps=STEPS if through else STEPS[: 1 if ddp else 0],
         transports=transports,
         repeat=repeat,
         pin=pin,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from asyncdist.bench import plot
-from asyncdist.bench.plan import COLLECTIVES, CONTENDERS, RIVALS, Plan
-from asyncdist.bench.result import Report, Row, Timing
+from asyncdist.bench.plan import COLLECTIVES, CONTENDERS, RIVALS, STEPS, WAYS, Plan
+from asyncdist.bench.result import Report, Row, Timing, Training
 from asyncdist.bench.table import bandwidth, duration, markdown, sections, size, training_cells
 
 MACHINE = dict.fromkeys(["processor", "cores", "system", "load", "python", "torch", "asyncdist"], "?")
@@ -17,8 +17,10 @@ def timing(milliseconds):
 
 
 TIMINGS = {"asyncdist": timing(1), "gloo": timing(4), "raw": timing(0.9), "awaited": timing(1.02), "tcp": timing(3)}
-TIMINGS |= {"mpi": timing(2), "registered": timing(0.5), "copy": timing(0.4)}
-EVERYTHING = Plan(("all_reduce",), (4_000_000,), 4, RIVALS, awaited=True, registered=True, transports=("auto", "tcp"))
+TIMINGS |= {"mpi": timing(2), "registered": timing(0.5), "torch": timing(1.25), "copy": timing(0.4)}
+EVERYTHING = Plan(
+    ("all_reduce",), (4_000_000,), 4, RIVALS, awaited=True, registered=True, through=WAYS, transports=("auto", "tcp")
+)
 
 
 def shown(plan, row):
@@ -35,7 +37,8 @@ def test_figures():
     assert row.times_faster_than("gloo") == pytest.approx(4)
     assert row.times_faster_than("gloo", "registered") == pytest.approx(8)
     assert row.copies() == pytest.approx(2.5)
-    assert row.awaiting == pytest.approx(2e-5)
+    assert row.above_blocking("awaited") == pytest.approx(2e-5)
+    assert row.above_blocking("pigeon") is None
     assert shown(EVERYTHING, row) == [
         (
             "median time of a call",
@@ -44,6 +47,7 @@ def test_figures():
                 "asyncdist": "1.00 ms",
                 "p99": "2.00 ms",
                 "registered": "500 µs",
+                "through torch": "1.25 ms",
                 "tcp": "3.00 ms",
                 "awaited": "1.02 ms",
                 "gloo": "4.00 ms",
@@ -64,6 +68,11 @@ def test_figures():
                 "registered\nvs mpi": "4.00×",
                 "registered\nvs raw": "1.80×",
                 "registered\n× copy": "1.25×",
+                "through torch\nvs gloo": "3.20×",
+                "through torch\nvs mpi": "1.60×",
+                "through torch\nvs raw": "0.72×",
+                "through torch\n× copy": "3.12×",
+                "through torch\n− direct": "+250.0 µs",
                 "await − block": "+20.0 µs",
                 "algbw": "4.00 GB/s",
                 "busbw": "6.00 GB/s",
@@ -86,15 +95,31 @@ def test_ours_alone_is_one_table():
     }
 
 
-def test_training_is_compared_with_ours_and_with_the_model_alone():
-    training = {"asyncdist": timing(3), "gloo": timing(6), "alone": timing(2)}
-    report = Report(Plan(), MACHINE, training=training)
-    assert [cells[3:] for cells in training_cells(report)] == [
-        ["1.00×", "1.50×"],
-        ["2.00×", "3.00×"],
-        ["0.67×", "1.00×"],
+def test_training_is_compared_with_gloo_and_with_the_model_alone():
+    training = Training("ddp", 6_300_000, {"asyncdist": timing(3), "gloo": timing(6), "alone": timing(2)})
+    assert [cells[3:] for cells in training_cells(training)] == [
+        ["2.00×", "1.50×"],
+        ["1.00×", "3.00×"],
+        ["3.00×", "1.00×"],
     ]
-    assert report.as_json()["training"]["contenders"]["asyncdist"]["times_alone"] == pytest.approx(1.5)
+    (found,) = Report(Plan(), MACHINE, training=[training]).as_json()["training"]
+    assert (found["step"], found["parameters"]) == ("ddp", 6_300_000)
+    assert found["contenders"]["asyncdist"]["times_alone"] == pytest.approx(1.5)
+    assert found["contenders"]["asyncdist"]["times_faster_than_gloo"] == pytest.approx(2)
+
+
+def test_training_without_gloo_is_compared_with_the_model_alone_only():
+    training = Training("ddp", 6_300_000, {"asyncdist": timing(3), "alone": timing(2)})
+    assert [cells[3:] for cells in training_cells(training)] == [["—", "1.50×"], ["—", "1.00×"]]
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_every_training_step_has_a_page_of_its_own(step):
+    training = Training(step, 3_200_000, {"torch": timing(3), "gloo": timing(6), "alone": timing(2)})
+    page = markdown(Report(Plan(), MACHINE, training=[training]))
+    assert "3.2 M parameters" in page
+    assert "| 3.00 ms | 6.00 ms | 2.00× | 1.50× |" in page
+    assert page.count(" on asyncdist |") == page.count(" on gloo |") == 1
 
 
 @pytest.mark.parametrize("collectives", [COLLECTIVES[:1], COLLECTIVES[:5], COLLECTIVES])
@@ -144,6 +169,6 @@ def test_a_page_without_sizes_shows_no_picture():
 
 
 def test_the_contenders_of_a_plan():
-    plan = Plan(against=RIVALS, awaited=True, registered=True, transports=("auto", "tcp"))
+    plan = Plan(against=RIVALS, awaited=True, registered=True, through=WAYS, transports=("auto", "tcp"))
     assert set(plan.contenders) == {*CONTENDERS, "tcp"}
     assert Plan().contenders == ("asyncdist", "copy")

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 from asyncdist.bench import launch, processes
 from asyncdist.bench.machine import machine
-from asyncdist.bench.plan import COLLECTIVES, Plan
+from asyncdist.bench.plan import COLLECTIVES, STEPS, THROUGH_TORCH, Plan
 from asyncdist.bench.result import Report
 from asyncdist.cli import main
 from asyncdist.errors import BenchmarkError, UnsupportedError
@@ -51,9 +51,10 @@ def test_a_small_run_gives_table_figures_and_pictures(tmp_path):
         assert ("copy" in row["contenders"]) == (row["collective"] != "barrier")
         assert all(timing["calls"] == 2 and timing["median_us"] > 0 for timing in row["contenders"].values())
         assert set(row["times_faster_than"]["asyncdist"]) == {"gloo", "raw"}
-    assert set(found["training"]["contenders"]) == {"asyncdist", "gloo", "alone"}
-    assert found["training"]["parameters"] == pytest.approx(6.3e6, rel=0.01)
-    for words in ("all_reduce, 2 ranks", "1 KiB", "vs gloo", "vs raw", "memory copy", "await − block", "of alone"):
+    (training,) = found["training"]
+    assert set(training["contenders"]) == {"asyncdist", "gloo", "alone"}
+    assert training["parameters"] == pytest.approx(6.3e6, rel=0.01)
+    for words in ("all_reduce, 2 ranks", "1 KiB", "vs gloo", "vs raw", "memory copy", "await − block", "× alone"):
         assert words in run.stderr
     page = (folder / "bench.md").read_text()
     assert "| 1 KiB |" in page
@@ -61,6 +62,26 @@ def test_a_small_run_gives_table_figures_and_pictures(tmp_path):
     assert json.loads((folder / "bench.json").read_text()) == found
     assert (folder / "bench.png").read_bytes().startswith(b"\x89PNG")
     assert "<svg" in picture.read_text()
+
+
+@pytest.mark.processes
+def test_torch_distributed_is_measured_on_our_back_end_and_on_gloo():
+    # A wrong result, or weights that differ after training, end a run: figures mean that all was right.
+    run = bench("--through", "torch", "--sizes", "4K", "--repeat", "2", "--json", "-")
+    assert run.returncode == 0, run.stderr
+    found = json.loads(run.stdout)
+    assert {row["collective"] for row in found["rows"]} == set(THROUGH_TORCH)
+    for row in found["rows"]:
+        assert set(row["contenders"]) | {"copy"} == {"asyncdist", "torch", "gloo", "copy"}
+        assert row["times_faster_than"]["torch"]["gloo"] > 0
+        assert row["above_blocking_us"]["torch"] == pytest.approx(
+            row["contenders"]["torch"]["median_us"] - row["contenders"]["asyncdist"]["median_us"]
+        )
+    assert [training["step"] for training in found["training"]] == list(STEPS)
+    for training in found["training"]:
+        assert set(training["contenders"]) | {"asyncdist"} == {"asyncdist", "torch", "gloo", "alone"}
+    for words in ("through torch", "− direct", "stock FSDP2 on asyncdist", "stock tensor parallel on gloo"):
+        assert words in run.stderr
 
 
 @pytest.mark.processes
@@ -181,6 +202,14 @@ def test_no_rank_outlives_the_run(against, how):
 
 
 # -- what is asked ----------------------------------------------------------------------------------
+
+
+def test_through_torch_goes_over_the_first_transport(tmp_path):
+    program = "from asyncdist.config import Config; print(Config.from_environment().transport)"
+    (first, _) = launch.commands(Plan(through=("torch",), transports=("tcp", "auto")), tmp_path)
+    prefix = first[: first.index(sys.executable)]
+    said = subprocess.run([*prefix, sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert said.stdout == "tcp\n"
 
 
 @pytest.fixture

@@ -1,0 +1,125 @@
+"""The training steps that are timed: a model, its batches, and how stock PyTorch spreads it over the ranks of a group.
+
+None of the models knows of ranks. `STEPS` has the steps by their name in `plan.STEPS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+"""Inputs, and for each the class that it belongs to."""
+
+_PIXELS, _CLASSES = 1024, 10
+_CHARACTERS, _CONTEXT, _WIDTH, _HEADS, _LAYERS = 128, 64, 256, 4, 4
+
+
+def perceptron() -> nn.Module:
+    """Return an MLP of 6.3 M parameters."""
+    layers = [nn.Linear(_PIXELS, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, _CLASSES)]
+    return nn.Sequential(*layers)
+
+
+class Block(nn.Module):
+    """Attention and an MLP. Given some of the heads' weights, it computes these heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm_before_attention, self.norm_before_mlp = nn.LayerNorm(_WIDTH), nn.LayerNorm(_WIDTH)
+        self.query_key_value, self.mix = nn.Linear(_WIDTH, 3 * _WIDTH), nn.Linear(_WIDTH, _WIDTH)
+        self.widen, self.narrow = nn.Linear(_WIDTH, 4 * _WIDTH), nn.Linear(4 * _WIDTH, _WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = self.query_key_value(self.norm_before_attention(x)).unflatten(-1, (-1, 3, _WIDTH // _HEADS))
+        query, key, value = heads.permute(3, 0, 2, 1, 4)  # each: sequence, head, place, feature
+        seen = scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.mix(seen.transpose(1, 2).flatten(2))
+        out: torch.Tensor = x + self.narrow(nn.functional.gelu(self.widen(self.norm_before_mlp(x))))
+        return out
+
+
+class Transformer(nn.Module):
+    """A transformer of 3.2 M parameters that says which character comes next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.characters, self.places = nn.Embedding(_CHARACTERS, _WIDTH), nn.Embedding(_CONTEXT, _WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(_LAYERS))
+        self.norm, self.head = nn.LayerNorm(_WIDTH), nn.Linear(_WIDTH, _CHARACTERS)
+
+    def forward(self, characters: torch.Tensor) -> torch.Tensor:
+        x = self.characters(characters) + self.places.weight
+        for block in self.blocks:
+            x = block(x)
+        logits: torch.Tensor = self.head(self.norm(x))
+        return logits
+
+
+def pictures() -> Batch:
+    """Return what `perceptron` learns from: 16 pictures."""
+    return torch.randn(16, _PIXELS), torch.randint(_CLASSES, (16,))
+
+
+def sentences() -> Batch:
+    """Return what `Transformer` learns from: a sequence, and for each place the character that follows."""
+    characters = torch.randint(_CHARACTERS, (2, _CONTEXT + 1))
+    return characters[:, :-1], characters[:, 1:]
+
+
+# -- spread over ranks by stock PyTorch ---------------------------------------------------------------
+
+
+def replicated(model: nn.Module, group: Any) -> nn.Module:
+    """Wrap a model so that gradients are averaged during backward."""
+    return nn.parallel.DistributedDataParallel(model, process_group=group)
+
+
+def sharded(model: nn.Module, group: Any) -> nn.Module:
+    """Leave each rank a part of every parameter; a block's are gathered when it computes."""
+    mesh = DeviceMesh.from_group(group, "cpu")
+    assert isinstance(model, Transformer)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def divided(model: nn.Module, group: Any) -> nn.Module:
+    """Give each rank some of the heads and features of every block; activations are added up twice in a block."""
+    mesh = DeviceMesh.from_group(group, "cpu")
+    assert isinstance(model, Transformer)
+    columns, rows = ("query_key_value", "widen"), ("mix", "narrow")
+    plan = {**{name: ColwiseParallel() for name in columns}, **{name: RowwiseParallel() for name in rows}}
+    for block in model.blocks:
+        parallelize_module(block, mesh, plan)
+    return model
+
+
+class Step(NamedTuple):
+    """How a model is trained; ``apart`` says whether each rank has batches of its own."""
+
+    model: Callable[[], nn.Module]
+    batch: Callable[[], Batch]
+    spread: Callable[[nn.Module, Any], nn.Module]
+    apart: bool
+
+
+STEPS = {
+    "ddp": Step(perceptron, pictures, replicated, apart=True),
+    "fsdp2": Step(Transformer, sentences, sharded, apart=True),
+    "tensor_parallel": Step(Transformer, sentences, divided, apart=False),
+}
+
+
+def loss_of(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Return the mean loss of a model on a batch."""
+    inputs, labels = batch
+    return cross_entropy(model(inputs).flatten(0, -2), labels.flatten())
