@@ -1,22 +1,27 @@
-"""Ranks of shared memory that wait, sleep, fork and fall back, each as one test needs it."""
+"""Ranks of shared memory that wait, sleep, fork, fall back and run out of memory, each as one test needs it."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import logging
 import os
 import resource
 import socket
+import tempfile
 import time
 
 import torch
 
-from asyncdist import sync
+import asyncdist
+from asyncdist import arena, sync
+from asyncdist.errors import AsyncdistError
 
 torch.set_num_threads(1)
 NOBODY = 65534
 _KEEP_CAPABILITIES, _CAPABILITIES_V3, _MAY_READ = 8, 0x20080522, 1 << 2
+_NEW_MOUNTS, _PRIVATE, _DETACHED = 0x20000, 0x44000, 2
 
 
 class Lines(logging.Handler):
@@ -119,27 +124,90 @@ def become_nobody():
     assert libc.capset(header, sets) == 0, os.strerror(ctypes.get_errno())
 
 
+def lie_in(nbytes):
+    """Have our segment lie in a file system of so many bytes: the kernel's own, as it is, and really full in the end."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with tempfile.TemporaryDirectory() as folder:
+        for step in (
+            lambda: libc.unshare(_NEW_MOUNTS),
+            lambda: libc.mount(b"none", b"/", None, _PRIVATE, None),
+            lambda: libc.mount(b"none", folder.encode(), b"tmpfs", 0, b"size=%d" % nbytes),
+        ):
+            if step() != 0:
+                raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        descriptor = os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC)
+        assert libc.umount2(folder.encode(), _DETACHED) == 0
+    os.memfd_create = lambda name, flags: descriptor
+
+
 HOW = {
     "nothing": lambda: None,
     "another folder": lambda: os.chdir("/"),
-    "small files": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY)),
+    "small files": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20 << 20, resource.RLIM_INFINITY)),
+    "no memory": lambda: lie_in(8 << 10),
     "no descriptors": lose_descriptors,
     "another user": become_nobody,
 }
 
 
-def no_space(*_):
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+@contextlib.contextmanager
+def full():
+    """Fill the file system that our segment lies in, but for 64 KiB."""
+    there = os.fstatvfs(arena.arena().descriptor)
+    filling = asyncdist.empty(there.f_bavail * there.f_bsize - (64 << 10), dtype=torch.uint8, shared=True)
+    yield
+    del filling
 
 
-def cannot_grow(test, where, rank, size):
-    """Rank 1 may not reserve what a larger message needs; nothing of it has been summed when it says so."""
+@contextlib.contextmanager
+def refused():
+    """Have the kernel say that there is no memory left, where it cannot be had to be so."""
+
+    def no_space(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    reserve, os.posix_fallocate = os.posix_fallocate, no_space
+    yield
+    os.posix_fallocate = reserve
+
+
+def runs_out(test, where, rank, size, how):
+    """Do as told, each thing in a world of its own, while rank 1 has no memory left; say what came of it."""
+    if rank == 1 and how == "full":
+        lie_in(24 << 20)
+    without_memory = {"full": full, "refused": refused}[how] if rank == 1 else contextlib.nullcontext
+    test.send("ready")
+    while (name := test.recv()) is not None:
+        with sync.process_group("shm", init_method=f"{where} {name}", rank=rank, world_size=size, timeout=30) as group:
+            summed(group, 10)
+            own, *rows = (torch.full((COUNT,), 10.0 * rank + number) for number in range(1 + size))
+            touched = [own, *(row for peer, row in enumerate(rows) if peer != rank)]  # by others
+            before = [tensor.clone() for tensor in touched]
+            with without_memory():
+                said = how_it_ended(LARGE[name](group, own, rows))
+            test.send((*said, all(map(torch.equal, touched, before))))
     with sync.process_group("shm", init_method=where, rank=rank, world_size=size, timeout=30) as group:
-        summed(group, 10)
-        if rank == 1:
-            os.posix_fallocate = no_space
-        tensor = torch.full((100_000,), rank + 1.0)
-        try:
-            group.all_reduce(tensor, background=False).result()
-        except Exception as error:
-            test.send((type(error).__name__, str(error), bool((tensor == rank + 1.0).all())))
+        test.send(summed(group, COUNT))
+        test.recv()
+
+
+def how_it_ended(work):
+    try:
+        work.wait()
+    except AsyncdistError as error:
+        return type(error).__name__, str(error)
+    return "it did not fail", ""
+
+
+COUNT = 100_000
+LARGE = {
+    "all_reduce": lambda group, own, rows: group.all_reduce(own),
+    "reduce": lambda group, own, rows: group.reduce(own, 0),
+    "reduce_scatter": lambda group, own, rows: group.reduce_scatter(own, rows),
+    "broadcast": lambda group, own, rows: group.broadcast(own, 1),
+    "all_gather": lambda group, own, rows: group.all_gather(rows, own),
+    "gather": lambda group, own, rows: group.gather(own, None if group.rank() else rows, 0),
+    "scatter": lambda group, own, rows: group.scatter(rows[1], [own, own] if group.rank() else None, 1),
+    "all_to_all": lambda group, own, rows: group.all_to_all(rows, [own, own]),
+    "send": lambda group, own, rows: group.send(own, 0) if group.rank() else group.recv(own, 1),
+}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -14,6 +16,18 @@ from asyncdist.testing.processes import Nursery
 
 pytestmark = pytest.mark.processes
 PROGRAM = Path(__file__).parent / "program_waits.py"
+
+
+def possible(command):
+    """Say whether a command can be run here, and does what it is to do."""
+    there = shutil.which(command[0]) is not None
+    return there and subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root may become another user")
+mounts = pytest.mark.skipif(
+    not possible(["unshare", "--mount", "mount", "-t", "tmpfs", "none", "/mnt"]), reason="no mounts of our own here"
+)
 
 
 @pytest.fixture(scope="module")
@@ -92,12 +106,11 @@ def test_ranks_of_one_host_share_memory_whatever_else_differs(start, store, how)
     [
         ("small files", ["it offers none", "ulimit -f"]),
         ("no descriptors", ["descriptors are not passed"]),
-        ("another user", ["it runs as another user, 0", "it runs as another user, 65534"]),
+        pytest.param("no memory", ["it offers none", "no memory is left"], marks=mounts),
+        pytest.param("another user", ["runs as another user, 0", "runs as another user, 65534"], marks=as_root),
     ],
 )
 def test_ranks_that_cannot_share_memory_use_the_next_transport_and_say_why_at_once(start, store, how, reasons):
-    if how == "another user" and os.getuid() != 0:
-        pytest.skip("only root may become another user")
     ranks = start("falls_back", how, store.port)
     said = []
     for rank in ranks:
@@ -111,10 +124,27 @@ def test_ranks_that_cannot_share_memory_use_the_next_transport_and_say_why_at_on
         rank.say("leave")
 
 
-def test_a_segment_that_cannot_grow_is_an_error_on_every_rank_before_anything_is_summed(start):
-    ranks = start("cannot_grow")
+LARGE = (
+    "all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gather", "gather", "scatter", "all_to_all", "send",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("how", [pytest.param("full", marks=mounts), "refused"])
+def test_where_memory_is_full_is_an_error_on_every_rank_before_anything_is_touched_and_no_death(start, how):
+    """Written to with no memory behind it, a page would be the end of the process (SIGBUS)."""
+    ranks = start("runs_out", how)
+    assert [rank.hear() for rank in ranks] == ["ready", "ready"]
+    for name in LARGE:
+        for rank in ranks:
+            rank.say(name)
+        for number, rank in enumerate(ranks):
+            kind, text, unharmed = rank.hear()
+            assert kind == ("GroupError" if number == 1 else "GroupAbortedError"), text
+            assert "no memory is left; free memory or raise the limit" in text
+            assert unharmed, name
     for rank in ranks:
-        kind, text, unharmed = rank.hear()
-        assert kind in ("GroupError", "GroupAbortedError")
-        assert "cannot reserve" in text
-        assert unharmed
+        rank.say(None)
+    assert [rank.hear() for rank in ranks] == [3.0, 3.0]  # there is memory again
+    for rank in ranks:
+        rank.say("leave")
+    assert [rank.wait() for rank in ranks] == [0, 0]

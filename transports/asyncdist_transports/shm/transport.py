@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from asyncdist import arena as shared
 from asyncdist.arena import Arena, Block
-from asyncdist.errors import AsyncdistError, ranks
+from asyncdist.errors import AsyncdistError, SharedMemoryError, ranks
 from asyncdist.framing import DATA
 from asyncdist.native import Native
 from asyncdist.transport import Address, Host, Link, Outgoing, Transport, Wait
@@ -59,7 +59,14 @@ class ShmTransport(Transport):
     def probe(cls) -> str | None:
         if not hasattr(socket, "SOCK_SEQPACKET") or not hasattr(socket, "recv_fds"):
             return "this system cannot pass descriptors over a Unix socket"
-        return shared.unavailable()
+        reason = shared.unavailable()
+        if reason is not None:
+            return reason
+        try:
+            shared.arena().allocate(RING_NBYTES).free()
+        except SharedMemoryError as error:  # better no use of it than none that lasts
+            return str(error)
+        return None
 
     # -- coming --------------------------------------------------------------------------------
 
