@@ -230,7 +230,8 @@ dist.all_reduce(tensor)
 gathered = [None] * dist.get_world_size()
 dist.all_gather_object(gathered, dist.get_rank())
 dist.barrier()
-print("sum", tensor.tolist(), gathered, flush=True)
+sys.stdout.write(f"sum {tensor.tolist()} {gathered}\n")  # in one piece: others write to the same pipe
+sys.stdout.flush()
 dist.destroy_process_group()
 """
 

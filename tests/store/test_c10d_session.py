@@ -1,0 +1,263 @@
+"""Torch's clients at our server, when they or others do not behave; and who of them is let in at all."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import struct
+
+import pytest
+
+from asyncdist.config import Config
+from asyncdist.runtime import runtime
+from asyncdist.store import AsyncStore, StoreServer, listen
+from asyncdist.store.c10d_wire import MAGIC, Code
+from asyncdist.testing.c10d import Peer, encode
+
+LONG, UNIT = 10.0, 0.05
+TOKEN = "a token for tests"
+LOGGER = "asyncdist.store.server"
+HELLO = struct.pack("<BIBI", 0, MAGIC, 0x0D, 1234)
+
+
+class Caller:
+    """A connection on the test's loop."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+
+    async def say(self, data: bytes) -> None:
+        self.writer.write(data)
+        await self.writer.drain()
+
+    async def hear(self, nbytes: int) -> bytes:
+        async with asyncio.timeout(LONG):
+            return await self.reader.readexactly(nbytes)
+
+    async def ended(self) -> bool:
+        async with asyncio.timeout(LONG):
+            with contextlib.suppress(ConnectionError):
+                while await self.reader.read(1 << 16):
+                    pass
+        return True
+
+    async def leave(self) -> None:
+        self.writer.transport.abort()
+        await asyncio.wait([asyncio.ensure_future(self.writer.wait_closed())])
+
+
+@pytest.fixture
+def call(server):
+    @contextlib.asynccontextmanager
+    async def call(said: bytes = HELLO):
+        caller = Caller(*await asyncio.open_connection("127.0.0.1", server.port))
+        try:
+            await caller.say(said)
+            if said == HELLO:
+                assert await caller.hear(4) == HELLO[-4:]
+            yield caller
+        finally:
+            await caller.leave()
+
+    return call
+
+
+# -- the first bytes -------------------------------------------------------------------------------
+
+
+async def test_a_token_guards_our_protocol_and_torchs_comes_in_from_loopback(server, store, call):
+    async with call() as caller:
+        await caller.say(encode(Code.ADD, b"/n", 41))
+        assert await caller.hear(8) == struct.pack("<q", 41)
+    assert await store.add("n", 1) == 42
+
+
+async def test_the_first_bytes_one_by_one(call):
+    async with call(b"") as caller:
+        for byte in HELLO + encode(Code.SET, b"/k", b"v") + encode(Code.GET, b"/k"):
+            await caller.say(bytes([byte]))
+            await asyncio.sleep(0)
+        assert await caller.hear(4 + 9) == HELLO[-4:] + struct.pack("<Q", 1) + b"v"
+
+
+async def test_everything_in_one_segment(call):
+    wants = HELLO + encode(Code.WAIT, []) + encode(Code.ADD, b"/n", 2) + encode(Code.CANCEL_WAIT)
+    async with call(wants) as caller:
+        assert await caller.hear(4 + 1 + 8 + 1) == HELLO[-4:] + b"\x00" + struct.pack("<q", 2) + b"\x01"
+
+
+async def test_half_a_greeting_is_not_waited_for_for_ever(caplog):
+    config = Config(handshake_timeout=UNIT)
+    async with await StoreServer.start("127.0.0.1", 0, config=config) as server:
+        caller = Caller(*await asyncio.open_connection("127.0.0.1", server.port))
+        with caplog.at_level(logging.WARNING, LOGGER):
+            await caller.say(HELLO[:3])
+            assert await caller.ended()
+        assert "within 0.05 s" in caplog.text
+        await caller.leave()
+
+
+def _own_address() -> str | None:
+    """Return an address of this machine other than loopback; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+        probe.connect(("192.0.2.1", 9))
+        return str(probe.getsockname()[0])
+    return None
+
+
+@pytest.mark.parametrize("allowed", [False, True], ids=["not allowed", "allowed"])
+async def test_torchs_clients_of_other_machines_are_refused_unless_allowed(caplog, monkeypatch, allowed):
+    monkeypatch.setattr(listen, "is_loopback", lambda host: False)  # as the peer's address would say there
+    config = Config(allow_unauthenticated_c10d=allowed)
+    async with await StoreServer.start("127.0.0.1", 0, token=TOKEN, config=config) as server:
+        caller = Caller(*await asyncio.open_connection("127.0.0.1", server.port))
+        with caplog.at_level(logging.WARNING, LOGGER):
+            await caller.say(HELLO + encode(Code.ADD, b"/n", 1))
+            if allowed:
+                assert await caller.hear(4 + 8) == HELLO[-4:] + struct.pack("<q", 1)
+            else:
+                assert await caller.ended()
+        await caller.leave()
+        assert ("--allow-unauthenticated-c10d" in caplog.text) is not allowed
+        async with await AsyncStore.connect("127.0.0.1", server.port, token=TOKEN, timeout=LONG) as store:
+            assert await store.check(["n"]) is allowed  # who holds the token comes from anywhere
+
+
+@pytest.mark.skipif(_own_address() is None, reason="this machine has no address but loopback")
+async def test_an_address_of_this_machine_that_others_reach_is_not_loopback(caplog):
+    address = _own_address()
+    async with await StoreServer.start("0.0.0.0", 0, token=TOKEN) as server:
+        caller = Caller(*await asyncio.open_connection(address, server.port))
+        with caplog.at_level(logging.WARNING, LOGGER):
+            await caller.say(HELLO)
+            assert await caller.ended()
+        assert "from another machine" in caplog.text
+        await caller.leave()
+
+
+@pytest.mark.parametrize(
+    ("host", "loopback"),
+    [("127.0.0.1", True), ("127.9.9.9", True), ("::1", True), ("::ffff:127.0.0.1", True), ("::ffff:10.0.0.1", False),
+     ("10.0.0.1", False), ("::", False), ("fe80::1%eth0", False), ("localhost", False)],
+)  # fmt: skip
+def test_what_is_loopback(host, loopback):
+    assert listen.is_loopback(host) is loopback
+
+
+# -- requests that cannot be done ------------------------------------------------------------------
+
+BAD = {
+    "an unknown code": (b"\x42", "0x42"),
+    "another magic number": (encode(Code.VALIDATE, 7), "magic"),
+    "a key of 2^60 bytes": (b"\x03" + struct.pack("<Q", 1 << 60), "a key that claims"),
+    "a value above the limit": (encode(Code.SET, b"/big", bytes((1 << 20) + 1)), "STORE_MAX_VALUE_NBYTES"),
+    "a value that grows above the limit": (encode(Code.APPEND, b"/v", bytes(1 << 20)), "STORE_MAX_VALUE_NBYTES"),
+    "an add to what is no number": (encode(Code.ADD, b"/v", 1), "no whole number"),
+    "an add beyond 64 bits": (encode(Code.ADD, b"/n", (1 << 63) - 1) * 2, "64 bits"),
+    "a barrier of another size": (encode(Code.BARRIER, b"/b", 3), "one of 2, not of 3"),
+    "a barrier of nobody": (encode(Code.BARRIER, b"/c", 0), "a barrier of 0"),
+    "more than a reply takes": (encode(Code.SET, b"/l", bytes(1 << 20)) + encode(Code.MULTI_GET, [b"/l"] * 9), "fewer"),
+}
+
+
+@pytest.mark.parametrize(("bad", "says"), BAD.values(), ids=BAD)
+async def test_what_cannot_be_done_costs_the_connection(store, call, caplog, eventually, server, bad, says):
+    """What was asked before that is done, what comes after is not, and nobody else notices."""
+    async with call() as standing, call() as caller:
+        await standing.say(encode(Code.BARRIER, b"/b", 2))
+        await eventually(lambda: server.state.num_open == 1)
+        with caplog.at_level(logging.WARNING, LOGGER):
+            await caller.say(encode(Code.SET, b"/v", b"text") + bad + encode(Code.SET, b"/after", b""))
+            assert await caller.ended()
+        assert says in caplog.text
+        assert await store.get("v") == b"text"
+        assert await store.check(["after"]) is False
+        await standing.say(encode(Code.PING, 7))
+        assert await standing.hear(4) == struct.pack("<I", 7)
+
+
+async def test_an_integer_may_be_any_text_that_python_and_torch_read_alike(call):
+    async with call() as caller:
+        await caller.say(encode(Code.SET, b"/n", b"-12") + encode(Code.ADD, b"/n", 2))
+        assert await caller.hear(8) == struct.pack("<q", -10)
+
+
+# -- waits -----------------------------------------------------------------------------------------
+
+
+async def test_what_is_asked_behind_a_wait_is_answered_before_it(store, call):
+    async with call() as caller:
+        await caller.say(encode(Code.WAIT, [b"/k", b"/k"]) + encode(Code.ADD, b"/n", 1))
+        assert await caller.hear(8) == struct.pack("<q", 1)
+        await store.set("k", b"")
+        assert await caller.hear(1) == b"\x00"
+
+
+async def test_a_cancel_is_answered_whether_or_not_anything_waits(store, call):
+    async with call() as caller:
+        await caller.say(encode(Code.CANCEL_WAIT))
+        assert await caller.hear(1) == b"\x01"
+        await caller.say(encode(Code.WAIT, [b"/k"]) + encode(Code.CANCEL_WAIT))
+        assert await caller.hear(1) == b"\x01"
+        await store.set("k", b"")
+        await caller.say(encode(Code.GET, b"/k"))
+        assert await caller.hear(8) == bytes(8)  # and not the release of a wait that was cancelled
+
+
+async def test_nothing_is_left_of_one_who_vanishes(server, store, call, eventually):
+    async with call() as caller:
+        waits = encode(Code.WAIT, [b"/k", b"/l"]) + encode(Code.BARRIER, b"/b", 2)
+        await caller.say(waits + encode(Code.WAIT, [b"/q"]) + encode(Code.SET, b"/unfinished", bytes(100))[:50])
+        await eventually(lambda: server.state.num_open == 3)
+    await eventually(lambda: server.state.num_open == 0)
+    assert await store.list_keys() == []
+
+
+async def test_a_pop_of_ours_and_a_wait_of_theirs_for_the_same_queue(server, store, call, eventually):
+    async with call() as caller:
+        await caller.say(encode(Code.WAIT, [b"/q"]))
+        await eventually(lambda: server.state.num_open == 1)
+        popped = asyncio.create_task(store.queue_pop("q"))
+        await eventually(lambda: server.state.num_open == 2)
+        await store.queue_push("q", b"1")
+        assert await popped == b"1"  # who pops is served before who only watches
+        await store.queue_push("q", b"2")
+        assert await caller.hear(1) == b"\x00"
+        await caller.say(encode(Code.QUEUE_POP, b"/q"))
+        assert await caller.hear(17) == struct.pack("<qQ", 1, 1) + b"2"
+
+
+# -- slow readers ----------------------------------------------------------------------------------
+
+
+async def test_one_who_asks_and_does_not_read_is_made_to_wait(server, store, call, eventually):
+    await store.set("k", bytes(1 << 20))
+    async with call() as caller:
+        caller.writer.transport.pause_reading()
+        caller.writer.write(encode(Code.GET, b"/k") * 40 + encode(Code.ADD, b"/n", 1))
+        await eventually(lambda: any(connection._paused for connection in server._connections))
+        (slow,) = [connection for connection in server._connections if connection._paused]
+        assert slow._transport.get_write_buffer_size() < 4 << 20
+        assert await store.check(["n"]) is False
+        caller.writer.transport.resume_reading()
+        for _ in range(40):
+            assert len(await caller.hear(8 + (1 << 20))) == 8 + (1 << 20)
+        assert await caller.hear(8) == struct.pack("<q", 1)
+
+
+# -- many ------------------------------------------------------------------------------------------
+
+
+def test_three_hundred_at_a_barrier_and_then_dead():
+    server = runtime().run(StoreServer.start("127.0.0.1", 0))
+    try:
+        with contextlib.ExitStack() as stack:
+            peers = [stack.enter_context(Peer(server.port)) for _ in range(300)]
+            for peer in peers:
+                peer.send(Code.BARRIER, b"/b", 300)
+            assert [peer.reply(Code.BARRIER) for peer in peers] == [0] * 300
+    finally:
+        runtime().run(server.close())
+    assert server.num_connections == server.state.num_open == 0
