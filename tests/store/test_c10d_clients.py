@@ -219,7 +219,7 @@ def test_an_add_to_what_is_no_number_costs_the_connection_and_no_other(port, nam
 
 # -- process groups and launchers ------------------------------------------------------------------
 
-WORKER = """
+WORKER = r"""
 import sys
 import torch
 import torch.distributed as dist
