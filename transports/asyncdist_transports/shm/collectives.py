@@ -162,8 +162,9 @@ class ShmNative(Native):
                 piece = pieces.of(blocks[member.rank], k // 2)
                 piece.copy_(pieces.staged(member.rank, member.rank, piece.numel(), half))
 
-        count = 2 * pieces.rounds(max(block.count for block in blocks))
-        yield from turn.rounds(count, stage, take, self._others, self._others, reads_open=False)
+        most = max(block.count for block in blocks)
+        pieces.reserve(self._size, most)  # also for our own block, which is staged when others' have been added to it
+        yield from turn.rounds(2 * pieces.rounds(most), stage, take, self._others, self._others, reads_open=False)
 
     def _reduce_block(self, pieces: Pieces, own: Memory, piece: torch.Tensor, half: int, how: Arithmetic) -> None:
         others = [pieces.staged(member.rank, self._rank, piece.numel(), half) for member in self._others]

@@ -32,6 +32,12 @@ class Pieces:
             return memory.tensor if k == 0 else memory.tensor[:0]
         return memory.tensor[k * self.step : (k + 1) * self.step]
 
+    def reserve(self, blocks: int, count: int) -> None:
+        """See that there is memory for so many blocks of up to ``count`` elements, in both halves."""
+        nbytes = self.head + (blocks - 1) * self.stride + min(count, self.step) * self.dtype.itemsize
+        for half in (0, 1):
+            self.window.reserve(self.number, half, nbytes)
+
     def stage(self, block: int, source: Memory, k: int, half: int) -> None:
         """Copy the k-th piece of memory into our area."""
         piece = self.of(source, k)

@@ -1,0 +1,79 @@
+"""Memory that the kernel refuses, at whichever request: an error, before any tensor has been touched."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import threading
+
+import pytest
+import torch
+
+from asyncdist.errors import AsyncdistError
+from asyncdist.testing.cluster import run_ranks
+
+COUNT = 300_000  # several pieces, also of a third of it
+LARGE = {
+    "all_reduce": lambda group, own, rows: group.all_reduce(own),
+    "reduce": lambda group, own, rows: group.reduce(own, 0),
+    "reduce_scatter": lambda group, own, rows: group.reduce_scatter(rows[group.rank()], [own] * 3),
+    "broadcast": lambda group, own, rows: group.broadcast(own, 1),
+    "all_gather": lambda group, own, rows: group.all_gather(rows, own),
+    "gather": lambda group, own, rows: group.gather(own, None if group.rank() else rows, 0),
+    "scatter": lambda group, own, rows: group.scatter(rows[1], [own] * 3 if group.rank() == 1 else None, 1),
+    "all_to_all": lambda group, own, rows: group.all_to_all(rows, [own] * 3),
+}
+
+
+def attempt(group, name, ready):
+    """Do it once all are ready; return how it failed, and whether what others would write to is as it was."""
+    own, *rows = (torch.full((COUNT,), 10.0 * group.rank() + number) for number in range(4))
+    touched = [own, *(row for rank, row in enumerate(rows) if rank != group.rank())]
+    before = [tensor.clone() for tensor in touched]
+    group.barrier().wait()
+    ready.wait()
+    try:
+        LARGE[name](group, own, rows).wait()
+    except AsyncdistError as error:
+        return str(error), all(map(torch.equal, touched, before))
+    return None, True
+
+
+class Requests:
+    """The requests to the kernel for memory, of which it refuses the ``refused``-th after `count`."""
+
+    def __init__(self, refused):
+        self.refused = refused
+        self._reserve = os.posix_fallocate
+        self._numbers = iter(())
+
+    def count(self):
+        self._numbers = itertools.count()
+
+    def __call__(self, *where):
+        if next(self._numbers, None) == self.refused:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._reserve(*where)
+
+    @property
+    def was_one_refused(self):
+        return next(self._numbers) > self.refused
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_whichever_request_for_memory_is_refused_nothing_has_been_touched_by_others(monkeypatch, name):
+    for refused in itertools.count():
+        requests = Requests(refused)
+        ready = threading.Barrier(3, requests.count)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "posix_fallocate", requests)
+            outcomes = run_ranks(3, lambda group, ready=ready: attempt(group, name, ready), transport="shm")
+        if not requests.was_one_refused:
+            assert outcomes == [(None, True)] * 3
+            break
+        errors = [error for error, _ in outcomes if error is not None]
+        assert errors
+        assert all("no memory is left" in error for error in errors)
+        assert all(unharmed for _, unharmed in outcomes), f"request {refused} was refused too late"
+    assert refused > 0
