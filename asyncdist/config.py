@@ -79,6 +79,13 @@ class Config:
     store_max_value_nbytes: int = _setting(
         256 << 20, "ASYNCDIST_STORE_MAX_VALUE_NBYTES", "largest value (and frame) that the store takes"
     )
+    store_max_key_nbytes: int = _setting(8 << 10, "ASYNCDIST_STORE_MAX_KEY_NBYTES", "longest key that the store takes")
+    store_max_nbytes: int = _setting(
+        0, "ASYNCDIST_STORE_MAX_NBYTES", "bytes that keys, values and queues may take in the store together (0: no limit)"
+    )
+    store_compact_nbytes: int = _setting(
+        64 << 20, "ASYNCDIST_STORE_COMPACT_NBYTES", "bytes of log from which a store with --data writes a snapshot"
+    )
     store_max_connections: int = _setting(65536, "ASYNCDIST_STORE_MAX_CONNECTIONS", "connections that the store takes")
     allow_unauthenticated_c10d: bool = _setting(
         False,

@@ -18,6 +18,7 @@
     ├── StoreError
     │   ├── StoreTimeoutError (TimeoutError)
     │   ├── QueueEmptyError                  a pop that does not wait, from an empty queue
+    │   ├── JournalError                     a store's data on disk is damaged, or cannot be written
     │   └── StoreConnectionError (ConnectionError)
     ├── AuthenticationError                  one side does not hold the job's token
     ├── GradientError                        you: backward gave no gradient, or two, or stopped half-way
@@ -263,6 +264,10 @@ class StoreTimeoutError(StoreError, TimeoutError):
 
 class QueueEmptyError(StoreError):
     """``queue_pop(..., block=False)`` found the queue empty."""
+
+
+class JournalError(StoreError):
+    """A store's data on disk is damaged, is in use, or cannot be read or written."""
 
 
 class StoreConnectionError(StoreError, ConnectionError):

@@ -28,7 +28,17 @@ BACKLOG_NBYTES = 64 << 20
 class Connection(asyncio.Protocol):
     """One client. Hashable by identity: it is the client that the state machine knows."""
 
-    __slots__ = ("_out", "_out_nbytes", "_paused", "_server", "_transport", "peer")
+    __slots__ = (
+        "_closing",
+        "_deaf",
+        "_held_nbytes",
+        "_out",
+        "_out_nbytes",
+        "_paused",
+        "_server",
+        "_transport",
+        "peer",
+    )
 
     def __init__(self, server: StoreServer, transport: asyncio.Transport | None = None, peer: str = "?") -> None:
         self.peer = peer
@@ -36,7 +46,10 @@ class Connection(asyncio.Protocol):
         self._transport = transport
         self._out: list[bytes] = []
         self._out_nbytes = 0
-        self._paused = False
+        self._held_nbytes = 0  # of replies that wait until what they tell of is on disk
+        self._deaf = False  # the socket takes no more
+        self._paused = False  # nothing more is executed, since replies are not taken
+        self._closing = False
 
     # -- what each format says for itself ---------------------------------------------------------
 
@@ -65,11 +78,18 @@ class Connection(asyncio.Protocol):
             self.abort()
 
     def pause_writing(self) -> None:
-        self._paused = True
+        self._deaf = self._paused = True
 
     def resume_writing(self) -> None:
+        self._deaf = False
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Execute again, if replies are taken again."""
+        if self._deaf or self._held_nbytes >= BATCH_NBYTES:
+            return
         self._paused = False
-        if self._transport is not None:
+        if self._transport is not None and not self._closing:
             self._transport.resume_reading()
             self.data_received(b"")
 
@@ -93,12 +113,30 @@ class Connection(asyncio.Protocol):
         if not self._out or self._transport is None:
             return
         out, self._out, self._out_nbytes = self._out, [], 0
-        self._transport.write(out[0] if len(out) == 1 else b"".join(out))
+        data = out[0] if len(out) == 1 else b"".join(out)
+        durability = self._server.durability
+        if durability is None or not durability.holding:
+            self._transport.write(data)
+        else:
+            durability.hold(self, data)
+            self._held_nbytes += len(data)
+            self._paused = self._deaf or self._held_nbytes >= BATCH_NBYTES
         if self._paused:
             self._drop_if_deaf(self._transport)
 
+    def release(self, data: bytes) -> None:
+        """Send what was held until what it tells of is on disk."""
+        self._held_nbytes -= len(data)
+        if self._transport is None:
+            return
+        self._transport.write(data)
+        if self._closing and not self._held_nbytes:
+            self._transport.close()
+        elif self._paused:
+            self._go_on()
+
     def _drop_if_deaf(self, transport: asyncio.Transport) -> None:
-        waiting = transport.get_write_buffer_size()
+        waiting = transport.get_write_buffer_size() + self._held_nbytes
         if waiting > self._server.limit + BACKLOG_NBYTES:
             logger.warning("store: %s does not read (%d bytes wait for it); it is disconnected", self.peer, waiting)
             self.abort()
@@ -108,9 +146,28 @@ class Connection(asyncio.Protocol):
     def refuse(self, why: str) -> None:
         """Say why in the log, and hang up when what has been put has been sent."""
         logger.warning("store: refused %s: %s", self.peer, why)
+        self.finish()
+
+    def finish(self) -> None:
+        """Do nothing more for it, and hang up when what has been put has been sent."""
         self.flush()
-        if self._transport is not None:
+        if self._transport is None:
+            return
+        if self._held_nbytes:
+            self._closing = self._paused = True
+            self._transport.pause_reading()
+        else:
             self._transport.close()
+
+    def pause_reading(self) -> None:
+        """Read nothing from it for now."""
+        if self._transport is not None:
+            self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        """Read from it again, unless it is its own fault that nothing is read."""
+        if self._transport is not None and not self._paused:
+            self._transport.resume_reading()
 
     def abort(self) -> None:
         """Drop the connection with whatever waits in it."""

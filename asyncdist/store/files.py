@@ -1,6 +1,6 @@
 """FileStore: a store in a file, for processes that share nothing but a file system.
 
-The file is the log (`log`) of the state machine's requests, in order, a frame each: ``[member, request id, op, argument…]``.
+The file is the log (`log`) of the state machine's requests in order: ``[member, request id, op, argument…]`` each.
 Whoever writes holds the file's lock, first reads what others have written, and appends; every member executes the same
 log and so has the same state. What only reads is not logged. Those who wait look into the file every few milliseconds.
 The log is never made shorter: it is for meeting, not for a long life of many sets.

@@ -1,6 +1,6 @@
 """The form of a store's log on disk: a header, then frames, each with its checksums. Both kinds of log have it.
 
-    header   MAGIC, 8 random bytes: the log's *salt*
+    header   MAGIC, 8 random bytes: the log's *salt*, u32 CRC of both
     frame    mark, u64 length, u32 CRC of the body, u32 CRC of all that seeded with the salt; then the body
 
 A frame is what was written at once: it is there as a whole or not at all. The header has a checksum of its own, so that a
@@ -25,7 +25,7 @@ from asyncdist.store.operations import Op
 
 MAGIC = b"asyncdist store log 2\n"
 SALT_NBYTES = 8
-HEADER_NBYTES = len(MAGIC) + SALT_NBYTES
+HEADER_NBYTES = len(MAGIC) + SALT_NBYTES + 4
 
 _MARK = b"\xadfrm"
 _HEAD = struct.Struct("<4sQI")
@@ -51,14 +51,17 @@ class DamagedError(ProtocolError):
 
 def header(salt: bytes) -> bytes:
     """Return what a log begins with."""
-    return MAGIC + salt
+    return MAGIC + salt + _SEAL.pack(crc32(MAGIC + salt))
 
 
 def salt_of(data: Data) -> bytes:
     """Return the salt of a log that begins with ``data``; raises DamagedError if it is none."""
     if bytes(data[: len(MAGIC)]) != MAGIC or len(data) < HEADER_NBYTES:
         raise DamagedError(0, "it does not begin like a store's log")
-    return bytes(data[len(MAGIC) : HEADER_NBYTES])
+    salt = bytes(data[len(MAGIC) :][:SALT_NBYTES])
+    if data[:HEADER_NBYTES] != header(salt):
+        raise DamagedError(0, "the checksum of its header is wrong")
+    return salt
 
 
 def frame_head(salt: bytes, *body: Data) -> bytes:
@@ -78,17 +81,27 @@ def next_frame(data: Data, start: int, salt: bytes) -> tuple[int, int] | None:
     begin = start + FRAME_NBYTES
     if begin > len(data):
         return None
-    mark, nbytes, checksum = _HEAD.unpack_from(data, start)
-    if mark != _MARK or _SEAL.unpack_from(data, start + _HEAD.size)[0] != _sealed(
-        salt, data[start : start + _HEAD.size]
-    ):
-        raise DamagedError(start, "no frame begins here, or its length is damaged")
+    nbytes, checksum = read_head(data[start:begin], start, salt)
     end = begin + nbytes
     if end > len(data):
         return None
-    if crc32(data[begin:end]) != checksum:
-        raise DamagedError(start, f"the checksum of a frame of {nbytes} bytes is wrong")
-    return begin, int(end)
+    check_body(data[begin:end], checksum, start)
+    return begin, end
+
+
+def read_head(head: Data, offset: int, salt: bytes) -> tuple[int, int]:
+    """Return the length and the checksum of the body that follows a frame's head; raises DamagedError."""
+    mark, nbytes, checksum = _HEAD.unpack_from(head)
+    (seal,) = _SEAL.unpack_from(head, _HEAD.size)
+    if mark != _MARK or seal != _sealed(salt, head[: _HEAD.size]):
+        raise DamagedError(offset, "no frame begins here, or its length is damaged")
+    return int(nbytes), int(checksum)
+
+
+def check_body(body: Data, checksum: int, offset: int) -> None:
+    """Raise DamagedError for a body that is not what was written into the frame at ``offset``."""
+    if crc32(body) != checksum:
+        raise DamagedError(offset, f"the checksum of a frame of {len(body)} bytes is wrong")
 
 
 def has_frame_after(data: bytes, start: int, salt: bytes) -> bool:

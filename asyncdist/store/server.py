@@ -10,14 +10,18 @@ token or none in time, a frame that claims too much, a reader too slow for what 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
+from pathlib import Path
 from typing import Any
 
 from asyncdist.config import Config
 from asyncdist.store import listen
+from asyncdist.store.changes import Book
 from asyncdist.store.connection import Connection
 from asyncdist.store.doors import Doors
+from asyncdist.store.durability import Durability, Fsync
 from asyncdist.store.lobby import Lobby
 from asyncdist.store.messages import LENGTH, Encoder, frame_limit
 from asyncdist.store.operations import Kind, Reason, Reply
@@ -38,7 +42,9 @@ class StoreServer:
         self.port = 0
         self.config = config
         self.token = token
-        self.state = StoreState(config.store_max_value_nbytes)
+        self.state = StoreState(config.store_max_value_nbytes, config.store_max_key_nbytes)
+        self.book: Book | None = None
+        self.durability: Durability | None = None
         self.limit = frame_limit(config.store_max_value_nbytes)
         self._loop = asyncio.get_running_loop()
         self._servers: list[asyncio.Server] = []
@@ -57,11 +63,16 @@ class StoreServer:
         token: str | None = None,
         config: Config | None = None,
         sock: socket.socket | None = None,
+        data: Path | None = None,
+        fsync: Fsync = Fsync.ALWAYS,
     ) -> StoreServer:
         """Listen at ``host`` ("" is every interface) and ``port`` (0 is any free one) on the running loop.
 
-        ``sock`` is a bound socket to listen on instead; it is closed with the server. Raises AddressError when the port
-        is in use or the host does not resolve, UsageError beyond loopback without a token. `close` it in the end.
+        ``sock`` is a bound socket to listen on instead; it is closed with the server. With ``data``, a folder, the store
+        begins with what it held there, and acknowledges no change before it is there, as ``fsync`` has it.
+
+        Raises AddressError when the port is in use or the host does not resolve, UsageError beyond loopback without a
+        token, JournalError when the data cannot be used. `close` it in the end.
         """
         server = cls(config or Config(), token)
         if sock is None:
@@ -76,6 +87,7 @@ class StoreServer:
         server.address, server.port = sockets[0].getsockname()[:2]
         server.host = host or server.address
         try:
+            await server._remember(data, fsync)
             for each in sockets:
                 made = await server._loop.create_server(lambda: Lobby(server), sock=each, backlog=listen.BACKLOG)
                 server._servers.append(made)
@@ -92,20 +104,60 @@ class StoreServer:
         await self.doors.close()
         for server in self._servers:
             server.close()
-        for connection in list(self._connections):
-            connection.abort()
+        self.drop_all()
         if self._connections:
             self._emptied = self._emptied or self._loop.create_future()
             await asyncio.shield(self._emptied)
         servers, self._servers = self._servers, []
         for server in servers:
             await server.wait_closed()
+        if self.durability is not None:
+            await self.durability.close()
+            self.durability = None
+
+    async def drain(self, timeout: float) -> None:
+        """Take nobody and do nothing more, and return when every reply has been sent, or after ``timeout`` seconds."""
+        for server in self._servers:
+            server.close()
+        self.pause_reading()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                if self.durability is not None:
+                    await self.durability.flush()
+                for connection in list(self._connections):
+                    connection.finish()
+                if self._connections:
+                    self._emptied = self._emptied or self._loop.create_future()
+                    await asyncio.shield(self._emptied)
+
+    async def _remember(self, data: Path | None, fsync: Fsync) -> None:
+        """Keep count of what is stored if that is limited; keep it in a folder if there is one."""
+        if data is not None:
+            self.durability = await Durability.open(self, data, fsync)
+            self.book = self.durability.book
+        elif self.config.store_max_nbytes:
+            self.book = self.state.ledger = Book(max_nbytes=self.config.store_max_nbytes)
 
     async def __aenter__(self) -> StoreServer:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
         await self.close()
+
+    def pause_reading(self) -> None:
+        """Read nothing from anyone for now."""
+        for connection in self._connections:
+            connection.pause_reading()
+
+    def resume_reading(self) -> None:
+        """Go on reading."""
+        for connection in list(self._connections):
+            connection.resume_reading()
+
+    def drop_all(self) -> None:
+        """Drop every connection with whatever waits in it."""
+        for connection in list(self._connections):
+            connection.abort()
 
     @property
     def num_connections(self) -> int:

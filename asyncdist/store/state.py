@@ -40,11 +40,12 @@ from asyncdist.store.queues import Queues, drop_from
 
 
 class StoreState(Queues):
-    """The state machine. ``max_value_nbytes`` bounds what a single value may grow to."""
+    """The state machine. ``max_value_nbytes`` bounds what a single value may grow to, ``max_key_nbytes`` its key."""
 
-    def __init__(self, max_value_nbytes: int = 1 << 62) -> None:
+    def __init__(self, max_value_nbytes: int = 1 << 62, max_key_nbytes: int = 1 << 62) -> None:
         super().__init__()
         self.max_value_nbytes = max_value_nbytes
+        self.max_key_nbytes = max_key_nbytes
         self._values: dict[str, bytes] = {}
         self._waiting: dict[str, dict[Waiting, None]] = {}  # key -> for a value; `wait` stands in the next one too
         self._standing: dict[str, tuple[int, dict[Place, None]]] = {}  # barrier -> world size, who is in
@@ -114,6 +115,12 @@ class StoreState(Queues):
                 Reason.TOO_LARGE,
                 f"a value of {len(value)} bytes for {key!r}, and the store takes {self.max_value_nbytes}: raise "
                 "ASYNCDIST_STORE_MAX_VALUE_NBYTES where the store runs, or send bulk data through a collective",
+            )
+        if len(key) > self.max_key_nbytes:
+            raise Refused(
+                Reason.TOO_LARGE,
+                f"a key of {len(key)} characters, {key[:32]!r}…, and the store takes {self.max_key_nbytes}: choose a "
+                "shorter one, or raise ASYNCDIST_STORE_MAX_KEY_NBYTES where the store runs",
             )
 
     def _get(self, place: Place, key: str) -> Any:

@@ -1,0 +1,188 @@
+"""What changes in a store, as it stands in a daemon's log: msgpack arrays, those of one turn of the loop in one frame.
+
+    [1, key, value]          a value was set
+    [2, key, piece]          something was appended to one
+    [3, key]                 a key was deleted
+    [4, key, serial, item]   an item was pushed to a queue
+    [5, key, serial]         an item has been handed over for good
+    [6, serial]              the end of a snapshot: all is there, and this was the last serial number
+
+Changes say what came out, not what was asked: to make them again needs no state machine and depends on no version of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from enum import IntEnum
+from typing import Any
+
+import msgpack
+
+from asyncdist.errors import ProtocolError
+from asyncdist.store.entries import Contents, Refused
+from asyncdist.store.operations import Reason
+
+_CHUNK_COUNT, _CHUNK_NBYTES = 500, 1 << 20
+_ENTRY_NBYTES = 100
+"""What a value or an item costs in memory beside its own bytes and those of its key, roughly."""
+
+
+class Change(IntEnum):
+    """Kinds of changes."""
+
+    SET = 1
+    APPEND = 2
+    DELETE = 3
+    PUSH = 4
+    GONE = 5
+    END = 6
+
+
+# Keys of torch's clients are any bytes, and so text with surrogates here.
+def _packer() -> msgpack.Packer:
+    return msgpack.Packer(use_bin_type=True, autoreset=False, unicode_errors="surrogateescape")
+
+
+class Book:
+    """A store's ledger: counts what the store holds, refuses more than ``max_nbytes``, and writes down what changes.
+
+    ``wake`` is called when there is something to `take` after there was nothing; without it nothing is written down.
+    """
+
+    def __init__(self, *, max_nbytes: int | None = None, wake: Callable[[], None] | None = None) -> None:
+        self.nbytes = 0
+        self.pending = False
+        self._max_nbytes = max_nbytes
+        self._wake = wake
+        self._packer = _packer()
+
+    def open(self, contents: Contents) -> None:
+        """Begin with what the store holds."""
+        values = sum(len(key) + len(value) + _ENTRY_NBYTES for key, value in contents.values.items())
+        items = (len(item) + _ENTRY_NBYTES for queue in contents.queues.values() for item in queue.values())
+        self.nbytes = values + sum(items)
+
+    @property
+    def pending_nbytes(self) -> int:
+        """How many bytes `take` would return."""
+        return len(self._packer.getbuffer()) if self.pending else 0
+
+    def take(self) -> bytes:
+        """Return the changes since the last time, for one frame."""
+        body: bytes = self._packer.bytes()
+        self._packer.reset()
+        self.pending = False
+        return body
+
+    # -- what the state machine calls ---------------------------------------------------------------
+
+    def check_room(self, nbytes: int) -> None:
+        if self._max_nbytes is not None and nbytes > 0 and self.nbytes + nbytes > self._max_nbytes:
+            raise Refused(
+                Reason.FULL,
+                f"the store holds {self.nbytes} bytes and takes {self._max_nbytes}: delete keys that nobody needs, or "
+                "raise --max-memory (ASYNCDIST_STORE_MAX_NBYTES) where the store runs",
+            )
+
+    def set(self, key: str, value: bytes, before: bytes | None) -> None:
+        self.nbytes += len(value) + (len(key) + _ENTRY_NBYTES if before is None else -len(before))
+        self._note((Change.SET, key, value))
+
+    def append(self, key: str, piece: bytes, before: bytes | None) -> None:
+        self.nbytes += len(piece) + (len(key) + _ENTRY_NBYTES if before is None else 0)
+        self._note((Change.APPEND, key, piece))
+
+    def deleted(self, key: str, value: bytes) -> None:
+        self.nbytes -= len(key) + len(value) + _ENTRY_NBYTES
+        self._note((Change.DELETE, key))
+
+    def pushed(self, key: str, serial: int, item: bytes) -> None:
+        self.nbytes += len(item) + _ENTRY_NBYTES
+        self._note((Change.PUSH, key, serial, item))
+
+    def gone(self, key: str, serial: int, item: bytes) -> None:
+        self.nbytes -= len(item) + _ENTRY_NBYTES
+        self._note((Change.GONE, key, serial))
+
+    def _note(self, change: tuple[Any, ...]) -> None:
+        if self._wake is None:
+            return
+        self._packer.pack(change)
+        if not self.pending:
+            self.pending = True
+            self._wake()
+
+
+# -- making them again -------------------------------------------------------------------------------
+
+
+def replay(body: bytes, contents: Contents) -> bool:
+    """Make the changes of one frame; return whether they end a snapshot. Raises ProtocolError for what are none."""
+    unpacker = msgpack.Unpacker(max_buffer_size=len(body) + 1, unicode_errors="surrogateescape")
+    unpacker.feed(body)
+    values, ended = contents.values, False
+    try:
+        for change in unpacker:
+            if change[0] == Change.SET:
+                _, key, value = change
+                values[_text(key)] = _bytes(value)
+            else:
+                ended = _replay_other(change, contents)
+    except (TypeError, ValueError, LookupError, msgpack.UnpackException, RecursionError) as error:
+        raise ProtocolError(f"a change that is none ({type(error).__name__}: {error})") from None
+    if unpacker.tell() != len(body):
+        raise ProtocolError("the last change of a frame is cut short")
+    return ended
+
+
+def _replay_other(change: list[Any], contents: Contents) -> bool:
+    match change:
+        case [Change.APPEND, str(key), bytes(piece)]:
+            contents.values[key] = contents.values.get(key, b"") + piece
+        case [Change.DELETE, str(key)]:
+            del contents.values[key]
+        case [Change.PUSH, str(key), int(serial), bytes(item)]:
+            contents.queues.setdefault(key, {})[serial] = item
+            contents.pushed = max(contents.pushed, serial)
+        case [Change.GONE, str(key), int(serial)]:
+            del contents.queues[key][serial]
+            if not contents.queues[key]:
+                del contents.queues[key]
+        case [Change.END, int(serial)]:
+            contents.pushed = serial
+            return True
+        case _:
+            raise ValueError(f"unknown: {change!r:.80}")
+    return False
+
+
+def _text(key: object) -> str:
+    if type(key) is not str:
+        raise TypeError("a key that is no text")
+    return key
+
+
+def _bytes(value: object) -> bytes:
+    if type(value) is not bytes:
+        raise TypeError("a value that is no bytes")
+    return value
+
+
+def snapshot(contents: Contents) -> Iterator[bytes]:
+    """Yield the bodies of the frames that make ``contents`` out of nothing, each small enough to be packed in a moment."""
+    packer = _packer()
+    for count, change in enumerate(_changes(contents), 1):
+        packer.pack(change)
+        if count % _CHUNK_COUNT == 0 or len(packer.getbuffer()) >= _CHUNK_NBYTES:
+            yield packer.bytes()
+            packer.reset()
+    packer.pack((Change.END, contents.pushed))
+    yield packer.bytes()
+
+
+def _changes(contents: Contents) -> Iterator[tuple[Any, ...]]:
+    for key, value in contents.values.items():
+        yield Change.SET, key, value
+    for key, items in contents.queues.items():
+        for serial, item in items.items():
+            yield Change.PUSH, key, serial, item

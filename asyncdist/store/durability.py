@@ -1,0 +1,231 @@
+"""A server's durability: what changes in one turn of the loop is written at once, and no reply gets out before it is safe.
+
+This is group commit: one write and one `fsync` serve all requests that were executed while the one before was under way.
+Replies of that time, also those to requests that only read, wait for it, since they may tell of what is not on disk yet.
+The disk is waited for in a thread; the loop goes on reading and executing meanwhile, up to a limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from asyncdist.errors import JournalError
+from asyncdist.store.changes import Book
+from asyncdist.store.entries import Contents
+from asyncdist.store.journal import Journal
+
+if TYPE_CHECKING:
+    from asyncdist.store.connection import Connection
+    from asyncdist.store.server import StoreServer
+
+logger = logging.getLogger(__name__)
+
+INTERVAL = 1.0
+"""Seconds between two times that the policy `Fsync.INTERVAL` sees to it that everything is on disk."""
+PENDING_NBYTES = 64 << 20
+"""Changes that may wait for the disk before nothing more is read from anyone."""
+LOOK = 0.05
+"""Seconds between two looks at how many there are, while the disk is waited for."""
+
+
+class Fsync(StrEnum):
+    """When what changes must be on disk."""
+
+    ALWAYS = "always"
+    """Before it is acknowledged: it survives a power failure."""
+    INTERVAL = "interval"
+    """Within a second; it is the kernel's at once, and survives the daemon."""
+    NEVER = "never"
+    """When the kernel likes; it survives the daemon."""
+
+
+class Durability:
+    """The journal of one server. ``failure`` is done, with a JournalError, when it cannot be written any more."""
+
+    def __init__(self, server: StoreServer, journal: Journal, policy: Fsync) -> None:
+        self.journal = journal
+        self.policy = policy
+        self.book = Book(max_nbytes=server.config.store_max_nbytes, wake=self._wake)
+        self._server = server
+        self._loop = asyncio.get_running_loop()
+        self.failure: asyncio.Future[None] = self._loop.create_future()
+        self.failure.add_done_callback(lambda failure: failure.cancelled() or failure.exception())
+        self._held: list[tuple[Connection, bytes]] = []
+        self._writing: asyncio.Future[Any] | None = None
+        self._snapshot: asyncio.Future[Any] | None = None
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="asyncdist-journal")
+        self._copier = ThreadPoolExecutor(1, thread_name_prefix="asyncdist-snapshot")
+        self._closing = False
+        self._choked = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._look: asyncio.TimerHandle | None = None
+
+    @classmethod
+    async def open(cls, server: StoreServer, folder: Path, policy: Fsync) -> Durability:
+        """Put what ``folder`` holds into the server's state, and from now on its changes there. Raises JournalError."""
+        journal = await asyncio.to_thread(Journal, folder, compact_nbytes=server.config.store_compact_nbytes)
+        durability = cls(server, journal, policy)
+        contents, journal.contents = journal.contents or Contents(), None
+        durability.book.open(contents)
+        server.state.restore(contents)
+        server.state.ledger = durability.book
+        return durability
+
+    # -- for connections --------------------------------------------------------------------------
+
+    @property
+    def holding(self) -> bool:
+        """Whether replies have to wait: something changed that is not on disk, and is to be."""
+        return self.policy is Fsync.ALWAYS and (self._writing is not None or self.book.pending or self.failure.done())
+
+    def hold(self, connection: Connection, data: bytes) -> None:
+        """Keep what is to be sent until all that has changed so far is on disk; then `Connection.release` gets it."""
+        self._held.append((connection, data))
+
+    # -- writing ----------------------------------------------------------------------------------
+
+    def _wake(self) -> None:
+        """Something has changed: write it when this turn of the loop is over, or what is being written is."""
+        if self._writing is None:
+            self._loop.call_soon(self._commit)
+        else:
+            self._look_later()
+
+    def _look_later(self) -> None:
+        self._look = self._loop.call_later(LOOK, self._choke)
+
+    def _choke(self) -> None:
+        """The disk does not keep up: read from nobody until it has."""
+        if self._writing is not None and self.book.pending_nbytes > PENDING_NBYTES:
+            self._choked = True
+            self._server.pause_reading()
+        elif self._writing is not None:
+            self._look_later()
+
+    def _commit(self) -> None:
+        """Write what has changed. Its replies, and all others that were held meanwhile, follow."""
+        if self._writing is not None or self.failure.done() or not self.book.pending:
+            return
+        body = self.book.take()
+        held, self._held = self._held, []
+        contents = self._server.state.contents() if self._is_to_be_compacted() else None
+        if self.policy is not Fsync.ALWAYS and contents is None:
+            try:
+                self.journal.commit(body, sync=False)
+            except OSError as error:
+                self._fail(error)
+            self._sync_later()
+            return
+        job = functools.partial(self._write, body, rotate=contents is not None)
+        self._writing = self._loop.run_in_executor(self._writer, job)
+        self._writing.add_done_callback(functools.partial(self._written, held, contents))
+
+    def _write(self, body: bytes, *, rotate: bool) -> int:
+        self.journal.commit(body, sync=self.policy is Fsync.ALWAYS)
+        return self.journal.rotate() if rotate else 0
+
+    def _written(
+        self, held: list[tuple[Connection, bytes]], contents: Contents | None, job: asyncio.Future[int]
+    ) -> None:
+        self._writing = None
+        if self._look is not None:
+            self._look.cancel()
+        error = job.exception()
+        if error is not None:
+            self._fail(error)
+            return
+        if contents is not None:
+            self._begin_snapshot(job.result(), contents)
+        for connection, data in held:
+            connection.release(data)
+        if self.book.pending:
+            self._commit()
+        else:
+            late, self._held = self._held, []
+            for connection, data in late:  # those were only waiting behind what was being written
+                connection.release(data)
+        if self._choked:
+            self._choked = False
+            self._server.resume_reading()
+
+    def _sync_later(self) -> None:
+        if self.policy is Fsync.INTERVAL and self._timer is None and not self._closing:
+            self._timer = self._loop.call_later(INTERVAL, self._sync)
+
+    def _sync(self) -> None:
+        self._timer = None
+        if self._writing is not None or self.failure.done():
+            return self._sync_later()
+        self._writing = self._loop.run_in_executor(self._writer, self.journal.sync)
+        self._writing.add_done_callback(functools.partial(self._written, [], None))
+        return None
+
+    def _fail(self, error: BaseException) -> None:
+        """Nothing can be promised any more: drop everyone who was promised something, and say why."""
+        if not self.failure.done():
+            why = getattr(error, "strerror", None) or str(error) or type(error).__name__
+            text = (
+                f"the store's data in {self.journal.folder} cannot be written ({why}): everything acknowledged so far is "
+                "there; see to the disk, then start the store again"
+            )
+            logger.critical("%s", text)
+            self.failure.set_exception(JournalError(text))
+        self._held.clear()
+        self._server.drop_all()
+
+    # -- compaction -------------------------------------------------------------------------------
+
+    def _is_to_be_compacted(self) -> bool:
+        return self._snapshot is None and not self._closing and self.journal.wants_compaction
+
+    def _begin_snapshot(self, number: int, contents: Contents) -> None:
+        job = functools.partial(self.journal.write_snapshot, number, contents, self._pause)
+        self._snapshot = self._loop.run_in_executor(self._copier, job)
+        self._snapshot.add_done_callback(self._snapshot_done)
+
+    def _pause(self) -> bool:
+        time.sleep(0.0005)  # in the snapshot's thread: the loop's gets the interpreter
+        return not self._closing
+
+    def _snapshot_done(self, job: asyncio.Future[None]) -> None:
+        self._snapshot = None
+        error = job.exception()
+        if error is not None:  # the log is whole without it, and grows until the next one succeeds
+            logger.error("store: no snapshot could be written in %s: %s", self.journal.folder, error)
+
+    # -- ends -------------------------------------------------------------------------------------
+
+    async def flush(self) -> None:
+        """Return when everything that has changed is written, as the policy has it, and all held replies are sent."""
+        while (self._writing is not None or self.book.pending) and not self.failure.done():
+            if self._writing is None:
+                self._commit()
+            if self._writing is not None:
+                await asyncio.wait([self._writing])
+
+    async def close(self) -> None:
+        """Write what is left, give up a snapshot that is being written, and close the journal."""
+        self._closing = True
+        if self._timer is not None:
+            self._timer.cancel()
+        await self.flush()
+        for job in (self._writing, self._snapshot):
+            if job is not None:
+                await asyncio.wait([job])
+        try:
+            if self.policy is not Fsync.NEVER and not self.failure.done():
+                await self._loop.run_in_executor(self._writer, self.journal.sync)
+        except OSError as error:
+            self._fail(error)
+        finally:
+            self._writer.shutdown()
+            self._copier.shutdown()
+            self.journal.close()

@@ -1,0 +1,290 @@
+"""A store's data on disk: a log in segments, a snapshot from time to time, and what they hold put together again.
+
+    DIR/lock             held by the one daemon that uses the folder
+    DIR/snapshot-3       all that the store held when log-3 was begun
+    DIR/log-3, log-4 …   what changed since; the last is appended to
+
+Compaction begins a new segment, writes the snapshot that belongs to it under another name, and renames it when it is
+whole and on disk; only then what came before is removed. So at each moment the newest snapshot and the segments from its
+number on are everything. A frame (`log`) that the end of the last segment cuts short was never acknowledged, and is cut
+off; anything else that is not as it was written is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import re
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+from asyncdist.errors import JournalError, ProtocolError
+from asyncdist.store import log
+from asyncdist.store.changes import replay, snapshot
+from asyncdist.store.entries import Contents
+
+logger = logging.getLogger(__name__)
+
+_NAME = re.compile(r"(log|snapshot)-(\d+)")
+_UNFINISHED = ".unfinished"
+
+
+class Journal:
+    """The data of one store in a folder, open for appending. `contents` is what it held; take it once.
+
+    All methods may be called from any thread, one at a time, but `write_snapshot`, which may go on beside the others.
+    """
+
+    def __init__(self, folder: Path, *, compact_nbytes: int) -> None:
+        """Open ``folder``, made if it is not there. Raises JournalError when it is in use, damaged, or not ours."""
+        self.folder = folder
+        self.contents: Contents | None = None
+        self._compact_nbytes = compact_nbytes
+        self._nbytes = 0  # of all segments since the last snapshot
+        self._snapshot_nbytes = 0
+        self._fd = -1
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise _cannot("open", folder, error) from error
+        try:
+            _lock(self._lock, folder)
+            self._recover()
+        except OSError as error:
+            self.close()
+            raise _cannot("read", folder, error) from error
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Let go of the folder. What was committed without ``sync`` is the kernel's to write."""
+        for fd in (self._fd, self._lock):
+            if fd >= 0:
+                os.close(fd)
+        self._fd = self._lock = -1
+
+    # -- writing: each raises OSError, after which nothing more may be written -----------------------
+
+    def commit(self, body: bytes, *, sync: bool) -> None:
+        """Append a frame; with ``sync``, it is on disk when this returns."""
+        _write(self._fd, log.frame_head(self._salt, body), body)
+        self._nbytes += log.FRAME_NBYTES + len(body)
+        if sync:
+            self.sync()
+
+    def sync(self) -> None:
+        """Have everything that was committed on disk."""
+        os.fdatasync(self._fd)
+
+    @property
+    def nbytes(self) -> int:
+        """What a restart would have to read."""
+        return self._nbytes + self._snapshot_nbytes
+
+    @property
+    def wants_compaction(self) -> bool:
+        """Whether there is enough log to be worth a snapshot: as much as the last one at least."""
+        return self._nbytes > max(self._compact_nbytes, self._snapshot_nbytes)
+
+    def rotate(self) -> int:
+        """Begin a new segment, with everything before on disk; return its number, for `write_snapshot`."""
+        self.sync()
+        before = self._fd
+        self._begin(self._number + 1)
+        os.close(before)
+        self._nbytes = 0
+        return self._number
+
+    def write_snapshot(self, number: int, contents: Contents, pause: Callable[[], bool]) -> None:
+        """Write what the store held when segment ``number`` was begun, then remove what came before.
+
+        ``pause`` is called after each part, to let others run; if it returns False, the snapshot is given up.
+        """
+        path = self.folder / f"snapshot-{number}"
+        unfinished = path.with_name(path.name + _UNFINISHED)
+        fd = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            salt = secrets.token_bytes(log.SALT_NBYTES)
+            nbytes = _write(fd, log.header(salt))
+            for body in snapshot(contents):
+                nbytes += _write(fd, log.frame_head(salt, body), body)
+                if not pause():
+                    return
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        os.rename(unfinished, path)
+        self._sync_folder()
+        self._snapshot_nbytes = nbytes
+        self._remove_before(number)
+
+    def _begin(self, number: int) -> None:
+        self._number = number
+        self._salt = secrets.token_bytes(log.SALT_NBYTES)
+        path = self.folder / f"log-{number}"
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        _write(self._fd, log.header(self._salt))
+        os.fsync(self._fd)
+        self._sync_folder()
+
+    def _remove_before(self, number: int) -> None:
+        for kind in ("log", "snapshot"):
+            for each in self._numbers(kind):
+                if each < number:
+                    (self.folder / f"{kind}-{each}").unlink(missing_ok=True)
+        self._sync_folder()
+
+    def _sync_folder(self) -> None:
+        fd = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    # -- reading ----------------------------------------------------------------------------------------
+
+    def _recover(self) -> None:
+        for left in self.folder.glob("*" + _UNFINISHED):
+            left.unlink()
+        contents = self.contents = Contents()
+        snapshots, segments = self._numbers("snapshot"), self._numbers("log")
+        first = 1
+        if snapshots:
+            first = snapshots[-1]
+            self._read_snapshot(self.folder / f"snapshot-{first}", contents)
+        last = max([first, *segments])
+        for number in range(first, last + 1):
+            path = self.folder / f"log-{number}"
+            if path.exists() or number < last or snapshots:
+                self._read_segment(path, contents, last=number == last)
+            else:
+                self._begin(first)
+        self._remove_before(first)
+
+    def _numbers(self, kind: str) -> list[int]:
+        """Return the numbers of all files of one kind, in order."""
+        found = map(_NAME.fullmatch, os.listdir(self.folder))
+        return sorted(int(each[2]) for each in found if each and each[1] == kind)
+
+    def _read_snapshot(self, path: Path, contents: Contents) -> None:
+        with path.open("rb") as file:
+            reader = _Reader(path, file)
+            self._snapshot_nbytes = reader.size
+            try:
+                ended = reader.replay(contents)
+            except log.DamagedError as error:
+                raise _damaged(path, error) from None
+            if not ended or reader.end != reader.size:
+                raise _damaged(path, log.DamagedError(reader.end, "the snapshot's end is not there"))
+
+    def _read_segment(self, path: Path, contents: Contents, *, last: bool) -> None:
+        try:
+            file = path.open("rb")
+        except FileNotFoundError:
+            raise _damaged(path, log.DamagedError(0, "the file is missing")) from None
+        with file:
+            if last and os.fstat(file.fileno()).st_size < log.HEADER_NBYTES:
+                self._begin(int(path.name.partition("-")[2]))  # it was made, and nothing was written into it
+                return
+            reader = _Reader(path, file)
+            try:
+                reader.replay(contents)
+                whole = reader.end == reader.size
+                if not whole and not last:
+                    raise log.DamagedError(reader.end, "its end is missing, and later segments are there")
+            except log.DamagedError as error:
+                if not last or reader.has_frame_after(reader.end):
+                    raise _damaged(path, error) from None
+                whole = False
+        self._nbytes += reader.end
+        if last:
+            self._salt = reader.salt
+            self._number = int(path.name.partition("-")[2])
+            self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+            if not whole:
+                logger.warning(
+                    "store: cut %d bytes off %s at offset %d: they were written last, in part, and never acknowledged",
+                    reader.size - reader.end, path, reader.end,
+                )  # fmt: skip
+                os.ftruncate(self._fd, reader.end)
+                os.fsync(self._fd)
+
+
+class _Reader:
+    """One file of frames, read from its beginning. ``end`` is where the frames that were whole and made end."""
+
+    def __init__(self, path: Path, file: BinaryIO) -> None:
+        self._path, self._file = path, file
+        self.size = os.fstat(file.fileno()).st_size
+        self.end = 0
+        try:
+            self.salt = log.salt_of(file.read(log.HEADER_NBYTES))
+        except log.DamagedError as error:
+            raise _damaged(path, error) from None
+        self.end = log.HEADER_NBYTES
+
+    def replay(self, contents: Contents) -> bool:
+        """Make the changes of all frames that are whole; return whether the last one ends a snapshot.
+
+        Raises DamagedError for a frame that is not what was written.
+        """
+        ended = False
+        while True:
+            head = self._file.read(log.FRAME_NBYTES)
+            if len(head) < log.FRAME_NBYTES:
+                return ended
+            nbytes, checksum = log.read_head(head, self.end, self.salt)
+            begin = self.end + log.FRAME_NBYTES
+            if begin + nbytes > self.size:
+                return ended
+            body = self._file.read(nbytes)
+            log.check_body(body, checksum, self.end)
+            try:
+                ended = replay(body, contents)
+            except ProtocolError as error:  # which no checksum explains: another version wrote it
+                raise _damaged(self._path, log.DamagedError(self.end, f"its checksum is right: {error}")) from None
+            self.end = begin + nbytes
+
+    def has_frame_after(self, offset: int) -> bool:
+        self._file.seek(0)
+        return log.has_frame_after(self._file.read(), offset, self.salt)
+
+
+def _lock(fd: int, folder: Path) -> None:
+    with contextlib.suppress(BlockingIOError):
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return
+    raise JournalError(f"another store uses {folder}: stop it first, or give this one a folder of its own")
+
+
+def _write(fd: int, *pieces: bytes) -> int:
+    """Write all of it and return how many bytes that were."""
+    views = [memoryview(piece) for piece in pieces]
+    nbytes = sum(map(len, views))
+    while views:
+        written = os.writev(fd, views)
+        while views and written >= len(views[0]):
+            written -= len(views.pop(0))
+        if views and written:
+            views[0] = views[0][written:]
+    return nbytes
+
+
+def _damaged(path: Path, error: log.DamagedError) -> JournalError:
+    return JournalError(
+        f"{path} is damaged at offset {error.offset} ({error.why}), and the store does not start on less than it has "
+        "acknowledged: restore the folder from a copy, or begin with an empty one"
+    )
+
+
+def _cannot(what: str, folder: Path, error: OSError) -> JournalError:
+    return JournalError(
+        f"cannot {what} the store's data in {folder} ({error.strerror or error}): see to the folder's owner, its mode and "
+        "room on its disk"
+    )
