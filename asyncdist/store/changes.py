@@ -44,12 +44,12 @@ def _packer() -> msgpack.Packer:
 
 
 class Book:
-    """A store's ledger: counts what the store holds, refuses more than ``max_nbytes``, and writes down what changes.
+    """A store's ledger: counts what is held, refuses more than ``max_nbytes`` (0: no limit), and writes down what changes.
 
     ``wake`` is called when there is something to `take` after there was nothing; without it nothing is written down.
     """
 
-    def __init__(self, *, max_nbytes: int | None = None, wake: Callable[[], None] | None = None) -> None:
+    def __init__(self, *, max_nbytes: int = 0, wake: Callable[[], None] | None = None) -> None:
         self.nbytes = 0
         self.pending = False
         self._max_nbytes = max_nbytes
@@ -77,7 +77,7 @@ class Book:
     # -- what the state machine calls ---------------------------------------------------------------
 
     def check_room(self, nbytes: int) -> None:
-        if self._max_nbytes is not None and nbytes > 0 and self.nbytes + nbytes > self._max_nbytes:
+        if self._max_nbytes and nbytes > 0 and self.nbytes + nbytes > self._max_nbytes:
             raise Refused(
                 Reason.FULL,
                 f"the store holds {self.nbytes} bytes and takes {self._max_nbytes}: delete keys that nobody needs, or "

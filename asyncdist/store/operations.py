@@ -103,6 +103,8 @@ class Reason(IntEnum):
     """A pop that does not wait, from an empty queue."""
     TOO_LARGE = 3
     """The value, or the reply, is larger than the store takes."""
+    FULL = 4
+    """The store holds as much as it may."""
 
 
 class Reply(NamedTuple):
