@@ -30,6 +30,7 @@ async def serve(
     stop = asyncio.Event()
     signals = (signal.SIGTERM, signal.SIGINT)
     async with await StoreServer.start(host, port, token=token, config=config) as server:
+        server.stays = True
         for number in signals:
             loop.add_signal_handler(number, stop.set)
         try:

@@ -44,6 +44,12 @@ class Op(IntEnum):
     """Open a port behind which there is an empty store, as long as the client is connected. Servers only."""
     CLOSE_DOOR = 23
     """Close a door that this client opened, and forget what is behind it. Servers only."""
+    RESUME = 24
+    """Say who this client is, on a new connection, and for how many milliseconds it is waited for. Servers only."""
+    RECEIVED = 25
+    """The answers to all changes with a smaller number have arrived. Has no reply. Servers only."""
+    SET_EPHEMERAL = 26
+    """Store a value that goes with the client."""
 
 
 KEY, KEYS, VALUE, VALUES, NUMBER, FLAG = "key", "keys", "value", "values", "number", "flag"
@@ -72,12 +78,24 @@ ARGUMENTS: dict[Op, tuple[str, ...]] = {
     Op.LEAVE: (),
     Op.OPEN_DOOR: (),
     Op.CLOSE_DOOR: (NUMBER,),
+    Op.RESUME: (VALUE, NUMBER),
+    Op.RECEIVED: (NUMBER,),
+    Op.SET_EPHEMERAL: (KEY, VALUE),
 }
 
 BLOCKING = frozenset((Op.GET, Op.WAIT, Op.MULTI_GET, Op.QUEUE_POP, Op.BARRIER, Op.SUBSCRIBE))
 """Operations that may leave something behind at the store until they are answered, cancelled or confirmed."""
 
+CHANGING = frozenset(
+    (
+        Op.SET, Op.SET_EPHEMERAL, Op.ADD, Op.COMPARE_SET, Op.DELETE_KEY, Op.APPEND, Op.MULTI_SET, Op.QUEUE_PUSH,
+        Op.PUBLISH,
+    )
+)  # fmt: skip
+"""Operations that are done once for all: asked again after a connection broke, they are answered as the first time."""
+
 DOORS = frozenset((Op.OPEN_DOOR, Op.CLOSE_DOOR))
+SERVERS = DOORS | {Op.RESUME, Op.RECEIVED}
 """Operations that are no matter of the state machine, but of the server around it."""
 
 
@@ -202,6 +220,10 @@ def set_(key: str, value: Value) -> Command:
 
 def get(key: str) -> Command:
     return Command(Op.GET, (_key(key),))
+
+
+def set_ephemeral(key: str, value: Value) -> Command:
+    return Command(Op.SET_EPHEMERAL, (_key(key), _value(value)))
 
 
 def add(key: str, amount: int) -> Command:

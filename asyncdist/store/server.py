@@ -12,7 +12,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
+import secrets
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +26,10 @@ from asyncdist.store.connection import Connection
 from asyncdist.store.doors import Doors
 from asyncdist.store.durability import Durability, Fsync
 from asyncdist.store.lobby import Lobby
+from asyncdist.store.members import Members
 from asyncdist.store.messages import LENGTH, Encoder, frame_limit
 from asyncdist.store.operations import Kind, Reason, Reply
+from asyncdist.store.session import Session
 from asyncdist.store.state import StoreState
 
 logger = logging.getLogger(__name__)
@@ -53,6 +58,14 @@ class StoreServer:
         self._crowded = False
         self._encoder = Encoder()
         self.doors = Doors(self)
+        self.members = Members()
+        self.instance = secrets.token_hex(8)
+        """Another one each time."""
+        self.lineage = self.instance
+        """Of servers one after the other that hold the same: the later has what the earlier left."""
+        self.stays = False
+        """Whether another server may be expected here after this one."""
+        self._lease: asyncio.TimerHandle | None = None
 
     @classmethod
     async def start(
@@ -137,6 +150,8 @@ class StoreServer:
             self.book = self.durability.book
         elif self.config.store_max_nbytes:
             self.book = self.state.ledger = Book(max_nbytes=self.config.store_max_nbytes)
+        if self._lease is not None:
+            self._lease.cancel()
 
     async def __aenter__(self) -> StoreServer:
         return self
@@ -196,8 +211,47 @@ class StoreServer:
         self._connections.discard(connection)
         self.deliver(self.state.leave(connection), None)
         self.doors.leave(connection)
+        if isinstance(connection, Session) and connection.member is not None:
+            self.members.lost(connection.member, connection, time.monotonic())
+            self._watch_leases()
         if not self._connections and self._emptied is not None and not self._emptied.done():
             self._emptied.set_result(None)
+
+    # -- who comes back ---------------------------------------------------------------------------
+
+    def resume(self, connection: Session, identity: bytes, lease: int) -> tuple[str, str, bool, bool]:
+        """A client says who it is; it is waited for so many milliseconds when its connection breaks.
+
+        Return which server this is, of what lineage, whether it remembers the client, and whether it stays.
+        """
+        member, known, before = self.members.arrive(identity, lease / 1e3, connection)
+        if isinstance(before, Session) and before is not connection:
+            before.supersede()
+            self.dismiss(before)
+        connection.come(member)
+        return self.instance, self.lineage, known, self.stays
+
+    def part(self, connection: Session) -> None:
+        """A client says that it will not be back."""
+        if connection.member is not None:
+            self.members.farewell(connection.member)
+            self.state.bereave(connection.member)
+            connection.member = None
+
+    def _watch_leases(self) -> None:
+        end = self.members.next_end()
+        if self._lease is not None:
+            self._lease.cancel()
+        self._lease = None
+        if end < math.inf and self._servers:
+            self._lease = self._loop.call_later(max(0.0, end - time.monotonic()), self._end_leases)
+
+    def _end_leases(self) -> None:
+        for member in self.members.ended(time.monotonic()):
+            self.state.bereave(member)
+        self._watch_leases()
+
+    # -- replies ----------------------------------------------------------------------------------
 
     def deliver(self, replies: list[Reply], asking: Connection | None) -> None:
         """Put replies into the connections they are for; all but ``asking``, which has more to do, send at once."""

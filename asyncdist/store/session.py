@@ -1,14 +1,20 @@
-"""A client of ours, at the server: frames become requests, replies become frames."""
+"""A client of ours, at the server: frames become requests, replies become frames.
+
+A client that has said who it is may come back over another connection, and ask again what it was not answered: what
+changes something is done once (`members`).
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from asyncdist.errors import ProtocolError
 from asyncdist.store.connection import BATCH_NBYTES, Connection
+from asyncdist.store.members import Member
 from asyncdist.store.messages import FrameParser, decode_request
-from asyncdist.store.operations import DOORS, Reply
+from asyncdist.store.operations import CHANGING, SERVERS, Kind, Op, Reply
 
 if TYPE_CHECKING:
     from asyncdist.store.server import StoreServer
@@ -17,12 +23,13 @@ if TYPE_CHECKING:
 class Session(Connection):
     """One client that speaks our protocol, and has proved that it may."""
 
-    __slots__ = ("_parser", "_todo")
+    __slots__ = ("_parser", "_todo", "member")
 
     def __init__(self, server: StoreServer, transport: asyncio.Transport, peer: str) -> None:
         super().__init__(server, transport, peer)
         self._parser = FrameParser(server.limit)
         self._todo: deque[bytes | bytearray] = deque()
+        self.member: Member | None = None
 
     def receive(self, data: bytes) -> None:
         if data:
@@ -34,8 +41,10 @@ class Session(Connection):
         server, execute = self._server, self._server.state.execute
         while self._todo and not self._paused and self._transport is not None:
             request, op, args = decode_request(self._todo.popleft())
-            if op in DOORS:
-                server.doors.execute(self, request, op, args)
+            if op in CHANGING and self.member is not None:
+                self._change(self.member, request, op, args)
+            elif op in SERVERS or op is Op.LEAVE:
+                self._serve(request, op, args)
             else:
                 server.deliver(execute(self, request, op, args), self)
             if self._out_nbytes >= BATCH_NBYTES:
@@ -43,6 +52,45 @@ class Session(Connection):
         self.flush()
         if self._todo and self._transport is not None:
             self._transport.pause_reading()
+
+    def _change(self, member: Member, request: int, op: Op, args: tuple[Any, ...]) -> None:
+        """Change something, unless that was done for an earlier connection of this client."""
+        server = self._server
+        before = member.answer_to(request)
+        if before is not None:
+            self.put(server.encode(before))
+            return
+        replies = server.state.execute(self, request, op, args)
+        member.remember(replies[-1])
+        if op is Op.SET_EPHEMERAL and replies[-1].kind is Kind.RESULT:
+            server.state.own(member, args[0])
+        server.deliver(replies, self)
+
+    def _serve(self, request: int, op: Op, args: tuple[Any, ...]) -> None:
+        """Do what concerns the client or the server rather than what is stored."""
+        server = self._server
+        if op is Op.RESUME:
+            server.deliver([Reply(self, request, Kind.RESULT, server.resume(self, *args))], self)
+        elif op is Op.RECEIVED:
+            if self.member is not None:
+                self.member.received(*args)
+        elif op is Op.LEAVE:
+            server.deliver(server.state.leave(self), self)
+            server.part(self)
+        else:
+            server.doors.execute(self, request, op, args)
+
+    def come(self, member: Member) -> None:
+        """Know who this is; it says so once, before it changes anything."""
+        if self.member is not None:
+            raise ProtocolError("a client that says twice who it is")
+        self.member = member
+
+    def supersede(self) -> None:
+        """The client has come back over another connection, and will ask again what is still to be done here."""
+        self._todo.clear()
+        self.member = None
+        self.abort()
 
     def answer(self, reply: Reply) -> None:
         self.put(self._server.encode(reply))

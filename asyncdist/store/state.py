@@ -12,6 +12,7 @@ of `Reply`. The laws of this file:
   stays open and its key holds the count, until the key is deleted.
 * Every change of a value or a queue is told to a `Ledger`, where there is one, before it is made. Queue items have serial
   numbers, so that one can be said to be gone that was not the first.
+* An ephemeral key is its owner's until somebody sets or deletes it; it goes when the owner leaves. No ledger knows of it.
 * Nothing here depends on time: a timeout is a `cancel` by the one who waits. The same requests in the same order give
   the same replies and the same state, which is what a file store's log relies on.
 """
@@ -35,7 +36,7 @@ from asyncdist.store.entries import (
     Taking,
     Waiting,
 )
-from asyncdist.store.operations import DOORS, Client, Kind, Op, Reason, Reply
+from asyncdist.store.operations import SERVERS, Client, Kind, Op, Reason, Reply
 from asyncdist.store.queues import Queues, drop_from
 
 
@@ -50,6 +51,8 @@ class StoreState(Queues):
         self._waiting: dict[str, dict[Waiting, None]] = {}  # key -> for a value; `wait` stands in the next one too
         self._standing: dict[str, tuple[int, dict[Place, None]]] = {}  # barrier -> world size, who is in
         self._listening: dict[str, dict[Place, None]] = {}  # channel -> subscribers
+        self._owners: dict[str, Client] = {}  # ephemeral key -> whose it is
+        self._owned: dict[Client, dict[str, None]] = {}
 
     # -- the whole interface ----------------------------------------------------------------------
 
@@ -83,7 +86,8 @@ class StoreState(Queues):
             for entry in mine.values():
                 if isinstance(entry, Holding):
                     queues.setdefault(entry.key, []).append(entry.item)
-        return Contents(dict(self._values), {key: dict(sorted(items)) for key, items in queues.items()}, self._pushed)
+        lasting = {key: value for key, value in self._values.items() if key not in self._owners}
+        return Contents(lasting, {key: dict(sorted(items)) for key, items in queues.items()}, self._pushed)
 
     def restore(self, contents: Contents) -> None:
         """Take what an earlier server left, before anyone has asked anything."""
@@ -100,10 +104,16 @@ class StoreState(Queues):
         self._check_size(key, value)
         if self.ledger is not None:
             self.ledger.check_room(_growth(key, value, self._values.get(key)))
-            self.ledger.set(key, value, self._values.get(key))
+            self.ledger.set(key, value, self._lasting(key))
         self._store(key, value)
 
+    def _lasting(self, key: str) -> bytes | None:
+        """Return what a ledger knows to be under a key."""
+        return None if key in self._owners else self._values.get(key)
+
     def _store(self, key: str, value: bytes) -> None:
+        if key in self._owners:
+            self._disown(key)
         self._values[key] = value
         if key in self._waiting:
             for waiting in self._waiting.pop(key):
@@ -170,7 +180,9 @@ class StoreState(Queues):
 
     def _delete_key(self, place: Place, key: str) -> bool:
         value = self._values.pop(key, None)
-        if value is not None and self.ledger is not None:
+        if key in self._owners:
+            self._disown(key)
+        elif value is not None and self.ledger is not None:
             self.ledger.deleted(key, value)
         return value is not None
 
@@ -183,7 +195,10 @@ class StoreState(Queues):
         self._check_size(key, whole)
         if self.ledger is not None:
             self.ledger.check_room(_growth(key, whole, before))
-            self.ledger.append(key, value, before)
+            if key in self._owners:
+                self.ledger.set(key, whole, None)
+            else:
+                self.ledger.append(key, value, before)
         self._store(key, whole)
 
     def _multi_set(self, place: Place, keys: list[str], values: list[bytes]) -> None:
@@ -199,6 +214,38 @@ class StoreState(Queues):
 
     def _list_keys(self, place: Place, prefix: str) -> list[str]:
         return [key for key in self._values if key.startswith(prefix)]
+
+    # -- ephemeral keys ---------------------------------------------------------------------------
+
+    def _set_ephemeral(self, place: Place, key: str, value: bytes) -> None:
+        self._check_size(key, value)
+        if self.ledger is not None:
+            self.ledger.check_room(_growth(key, value, self._values.get(key)))
+            before = self._lasting(key)
+            if before is not None:
+                self.ledger.deleted(key, before)
+        self._store(key, value)
+        self.own(place[0], key)
+
+    def own(self, owner: Client, key: str) -> None:
+        """Have an ephemeral key go with ``owner``, whoever has set it."""
+        if key in self._owners:
+            self._disown(key)
+        self._owners[key] = owner
+        self._owned.setdefault(owner, {})[key] = None
+
+    def _disown(self, key: str) -> None:
+        owner = self._owners.pop(key)
+        mine = self._owned[owner]
+        del mine[key]
+        if not mine:
+            del self._owned[owner]
+
+    def bereave(self, owner: Client) -> None:
+        """Delete the ephemeral keys of an owner that is gone."""
+        for key in self._owned.pop(owner, ()):
+            del self._owners[key]
+            self._values.pop(key, None)
 
     # -- waiting for keys -------------------------------------------------------------------------
 
@@ -297,6 +344,7 @@ class StoreState(Queues):
         for entry in given_back:
             self._serve(entry.key)
         self.forgo(client)
+        self.bereave(client)
         return SILENT
 
     def _give_up(self, place: Place, entry: Open) -> None:
@@ -325,7 +373,7 @@ def _growth(key: str, value: bytes, before: bytes | None) -> int:
 
 
 HANDLERS: dict[Op, Callable[..., Any]] = {
-    op: getattr(StoreState, "_" + op.name.lower()) for op in Op if op not in DOORS
+    op: getattr(StoreState, "_" + op.name.lower()) for op in Op if op not in SERVERS
 }
 """By operation: what does it, called with the state, the place, and the arguments.
 

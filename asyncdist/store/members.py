@@ -1,0 +1,93 @@
+"""Who a store's clients are, across their connections: what each has been answered, and how long it is waited for.
+
+A client gives itself an identity and says it at the beginning of each connection. What its changes came to is kept until
+it says that the answers have arrived, so that a change it asks for again, because a connection broke in between, is not
+made twice. When a connection breaks, its *lease* begins to run; a client that is not back when it has run out is
+forgotten, and its ephemeral keys go. No clock here: ``now`` is an argument.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+
+from asyncdist.store.operations import Client, Reply
+
+KEPT_ANSWERS = 1 << 16
+"""Of one client: more than any has in flight, and a bound on what one costs that never says what has arrived."""
+
+
+class Member:
+    """A client of a store. ``connection`` is where it is now; None while it is waited for, until ``until``."""
+
+    __slots__ = ("_answers", "connection", "identity", "lease", "until")
+
+    def __init__(self, identity: bytes, lease: float, connection: Client) -> None:
+        self.identity = identity
+        self.lease = lease
+        self.connection: Client | None = connection
+        self.until = math.inf
+        self._answers: dict[int, Reply] = {}
+
+    def answer_to(self, request: int) -> Reply | None:
+        """Return what a change came to that was made already."""
+        return self._answers.get(request)
+
+    def remember(self, reply: Reply) -> None:
+        """Keep what a change came to."""
+        self._answers[reply.request] = reply
+        if len(self._answers) > KEPT_ANSWERS:
+            del self._answers[next(iter(self._answers))]
+
+    def received(self, before: int) -> None:
+        """All answers to requests with a smaller number have arrived."""
+        answers = self._answers
+        while answers and (oldest := next(iter(answers))) < before:
+            del answers[oldest]
+
+
+class Members:
+    """All clients of one store that have an identity."""
+
+    def __init__(self) -> None:
+        self._members: dict[bytes, Member] = {}
+        self._away: list[tuple[float, bytes]] = []
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def arrive(self, identity: bytes, lease: float, connection: Client) -> tuple[Member, bool, Client | None]:
+        """A client has come over a connection: return it, whether it was known, and the connection it had till now."""
+        member = self._members.get(identity)
+        if member is None:
+            member = self._members[identity] = Member(identity, lease, connection)
+            return member, False, None
+        before, member.connection = member.connection, connection
+        member.lease, member.until = lease, math.inf
+        return member, True, before
+
+    def lost(self, member: Member, connection: Client, now: float) -> None:
+        """A connection is over. If it is the one that the client has, its lease runs."""
+        if member.connection is connection and self._members.get(member.identity) is member:
+            member.connection = None
+            member.until = now + member.lease
+            heapq.heappush(self._away, (member.until, member.identity))
+
+    def farewell(self, member: Member) -> None:
+        """A client says that it will not be back."""
+        self._members.pop(member.identity, None)
+
+    def next_end(self) -> float:
+        """Return when the next lease may run out."""
+        return self._away[0][0] if self._away else math.inf
+
+    def ended(self, now: float) -> list[Member]:
+        """Forget the clients whose leases have run out, and return them."""
+        over = []
+        while self._away and self._away[0][0] <= now:
+            until, identity = heapq.heappop(self._away)
+            member = self._members.get(identity)
+            if member is not None and member.until == until:  # it has not been back since
+                del self._members[identity]
+                over.append(member)
+        return over
