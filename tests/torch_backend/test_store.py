@@ -1,0 +1,85 @@
+"""A store of ours in torch's hands: through its C++ PrefixStore, and below its process groups."""
+
+import gc
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from asyncdist.errors import StoreTimeoutError
+from asyncdist.store import HashStore, TCPStore
+from asyncdist.torch_backend import Store
+
+MOMENT = timedelta(milliseconds=50)
+
+
+@pytest.fixture(params=["memory", "tcp"])
+def store(request):
+    inner = HashStore() if request.param == "memory" else TCPStore("127.0.0.1", 0, is_master=True)
+    store = Store(inner)
+    yield store
+    store.close()
+
+
+@pytest.fixture(params=[False, True], ids=["bare", "below torch's prefix"])
+def face(request, store):
+    """The store as Python code sees it, and through C++."""
+    return dist.PrefixStore("some", dist.PrefixStore("prefix", store)) if request.param else store
+
+
+def test_every_operation_that_torch_asks_for(face):
+    face.set("k", "text")
+    assert face.get("k") == b"text"
+    face.append("k", " and more")
+    assert face.multi_get(["k", "k"]) == [b"text and more"] * 2
+    assert [face.add("n", 2), face.add("n", -5)] == [2, -3]
+    face.multi_set(["x", "y"], ["1", "2"])
+    assert face.check(["x", "y"])
+    assert not face.check(["x", "z"])
+    face.wait(["x"], MOMENT)
+    assert face.compare_set("x", "1", "one") == b"one"
+    assert face.compare_set("x", "1", "uno") == b"one"
+    assert face.compare_set("absent", "", "there") == b"there"
+    keys = face.num_keys()
+    assert face.delete_key("x")
+    assert not face.delete_key("x")
+    assert face.num_keys() == keys - 1
+    assert face.has_extended_api()
+
+
+def test_what_nobody_sets_is_an_error_that_says_so(face):
+    with pytest.raises(StoreTimeoutError, match=r"'(some/prefix/)?never'|'prefix/some/never'"):
+        face.wait(["never"], MOMENT)
+
+
+def test_what_only_our_own_store_offers_torch_has_names_for(store):
+    store.queue_push("q", b"first")
+    store.queue_push("q", "second")
+    assert store.queue_len("q") == 2
+    assert [store.queue_pop("q"), store.queue_pop("q", block=False)] == [b"first", b"second"]
+    store.set("k", b"v")
+    assert "k" in store.list_keys()
+    store.barrier("b", 1)
+    assert store.clone().get("k") == b"v"
+
+
+def test_a_prefix_store_outlives_the_name_of_what_it_stands_on():
+    below = Store(HashStore())
+    prefixed = dist.PrefixStore("prefix", below)
+    alive = below.underlying
+    del below
+    gc.collect()
+    prefixed.set("k", "v")
+    assert alive.get("prefix/k") == b"v"
+
+
+@pytest.mark.parametrize("backend", ["gloo", "asyncdist"])
+def test_a_process_group_meets_in_it(store, backend):
+    dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    try:
+        tensor = torch.ones(3)
+        dist.all_reduce(tensor)
+        assert tensor.tolist() == [1.0] * 3
+    finally:
+        dist.destroy_process_group()
