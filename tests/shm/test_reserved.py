@@ -16,6 +16,7 @@ from asyncdist.testing.cluster import run_ranks
 COUNT = 300_000  # several pieces, also of a third of it
 LARGE = {
     "all_reduce": lambda group, own, rows: group.all_reduce(own),
+    "all_reduce_coalesced": lambda group, own, rows: group.all_reduce_coalesced([rows[group.rank() - 1][:10], own]),
     "reduce": lambda group, own, rows: group.reduce(own, 0),
     "reduce_scatter": lambda group, own, rows: group.reduce_scatter(rows[group.rank()], [own] * 3),
     "broadcast": lambda group, own, rows: group.broadcast(own, 1),

@@ -71,6 +71,10 @@ class ShmNative(Native):
             return
         turn = Turn(self._window, number, fingerprint)
         yield from self._window.enter(number)
+        area = self._window.area_nbytes
+        most = max(memory.nbytes if self._exchanges(memory.nbytes) else area for memory in memories)
+        for half in (0, 1):  # before the first is reduced
+            self._window.reserve(number, half, min(most, area))
         for memory in memories:
             yield from self._staged(turn, memory, how)
         self._window.publish(number, DONE)
