@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import itertools
 import os
@@ -10,8 +11,9 @@ import threading
 import pytest
 import torch
 
-from asyncdist.errors import AsyncdistError
-from asyncdist.testing.cluster import run_ranks
+from asyncdist.arena import arena
+from asyncdist.errors import AsyncdistError, SharedMemoryError
+from asyncdist.testing.cluster import run_ranks, world_of
 
 COUNT = 300_000  # several pieces, also of a third of it
 LARGE = {
@@ -78,3 +80,21 @@ def test_whichever_request_for_memory_is_refused_nothing_has_been_touched_by_oth
         assert all("no memory is left" in error for error in errors)
         assert all(unharmed for _, unharmed in outcomes), f"request {refused} was refused too late"
     assert refused > 0
+
+
+async def test_a_group_that_gets_no_memory_leaves_none_behind_and_its_world_goes_on(monkeypatch):
+    async with world_of(2, transport="shm") as groups:
+        used = arena().used_nbytes
+        with monkeypatch.context() as patch:
+            requests = Requests(0)
+            requests.count()
+            patch.setattr(os, "posix_fallocate", requests)
+            with pytest.raises(SharedMemoryError, match="no memory is left"):
+                groups[0].world.new_group([1, 0])
+        assert arena().used_nbytes == used
+        for world_groups in (groups, [group.world.new_group(None) for group in groups]):
+            tensors = [torch.ones(10) for _ in world_groups]
+            await asyncio.gather(
+                *(group.all_reduce(tensor) for group, tensor in zip(world_groups, tensors, strict=True))
+            )
+            assert [tensor[0].item() for tensor in tensors] == [2.0, 2.0]

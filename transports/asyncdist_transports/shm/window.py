@@ -19,6 +19,7 @@ import torch
 
 from asyncdist.arena import PAGE_NBYTES, Arena, Mapping
 from asyncdist.collectives.schedule import Schedule
+from asyncdist.errors import SharedMemoryError
 from asyncdist_transports.shm.order import Fence
 
 SLOTS = 8
@@ -82,7 +83,11 @@ class Window:
         self.newcomers = list(self.others)
         """The members whose windows we have not found yet."""
         self.block = arena.hold(_LINES_NBYTES + SLOTS * 2 * self.area_nbytes)
-        arena.reserve(self.block.offset, _LINES_NBYTES)
+        try:
+            arena.reserve(self.block.offset, _LINES_NBYTES)
+        except SharedMemoryError:
+            self.block.free()
+            raise
         self.words = arena.mapping.words(self.block.offset, SLOTS * LINE)
         for place in range(len(self.words)):
             self.words[place] = 0
