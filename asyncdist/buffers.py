@@ -197,7 +197,8 @@ class Target:
     __slots__ = ("_copied", "memory", "tensor")
 
     def __init__(self, value: Any) -> None:
-        self.tensor = tensor = tensor_of(value, written=True)
+        # Detached: autograd may adopt the caller's tensor as a result while the operation still adds to it.
+        self.tensor = tensor = tensor_of(value, written=True).detach()
         self._copied = not tensor.is_contiguous() or _lazy(tensor)
         if self._copied:
             _check_apart(tensor)

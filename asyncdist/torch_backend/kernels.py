@@ -8,9 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as torch_distributed
 import torch.distributed._functional_collectives  # defines the operators
 from torch.distributed import distributed_c10d
+
+from asyncdist.torch_backend.handing import wait_tensor_waits_for
 
 c10d: Any = distributed_c10d
 _library: Any = None
@@ -37,7 +38,7 @@ def all_gather_into_tensor_out(
     """Start to gather every rank's ``input`` into ``out``; ``wait_tensor(out)`` waits for it."""
     group = _group(group_name)
     gather = getattr(group, "all_gather_single", None) or group._allgather_base
-    _register(out, gather(out, input.contiguous()))
+    wait_tensor_waits_for(out, gather(out, input.contiguous()))
     return out
 
 
@@ -49,14 +50,11 @@ def batch_p2p_ops(
     started = []
     for op, peer, tag, tensor in zip(op_list, peer_list, tag_list, tensors, strict=True):
         one = tensor.contiguous() if op == "isend" else tensor
-        _register(one, group.send([one], peer, tag) if op == "isend" else group.recv([one], peer, tag))
+        work = group.send([one], peer, tag) if op == "isend" else group.recv([one], peer, tag)
+        wait_tensor_waits_for(one, work)
         started.append(one)
     return started
 
 
 def _group(name: Any) -> Any:
     return c10d._resolve_process_group(name) if isinstance(name, str) else name
-
-
-def _register(tensor: torch.Tensor, work: Any) -> None:
-    torch_distributed._register_work(tensor, work)  # type: ignore[attr-defined]

@@ -85,12 +85,19 @@ class Work(torch_distributed.Work):
                 self._work.add_done_callback(lambda _: call_apart(lambda: over.set_result(None)))
         return self._future
 
+    def held(self) -> HeldWork:
+        """Return the same operation as a Work that lives until it is waited for, whoever else lets go of it."""
+        return HeldWork(self._work, self._outputs, self._source)
+
     def __repr__(self) -> str:
         return repr(self._work)
 
 
 class HeldWork(Work):
-    """A Work for torch 2.6, which keeps only the C++ half of what it gets in C++: holds itself until it is waited for."""
+    """A Work that holds itself until it is waited for: for C++ code that keeps no more than its C++ half.
+
+    So does torch 2.6 with every Work.
+    """
 
     _held: ClassVar[dict[int, HeldWork]] = {}
 
