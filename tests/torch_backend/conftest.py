@@ -1,0 +1,226 @@
+"""torch.distributed on our groups beside gloo: teams of ranks that live through many tests and run what they are told.
+
+A feature is a function in one of the programs_*.py. It is run by a team of ranks over gloo, once, and by one over each of
+our transports, and what the ranks return has to be the same. Ranks are forked off a process that has imported torch
+once; a team that answered wrongly or not at all is replaced, so that it fails one test only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import pickle
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from asyncdist.testing.processes import Nursery, RankEndedError
+
+HERE = Path(__file__).parent
+PRELOAD = (
+    "torch", "asyncdist", "asyncdist.sync", "asyncdist_transports.shm", "asyncdist_transports.tcp",
+    "torch.distributed.algorithms.join", "torch.distributed.checkpoint", "torch.distributed.fsdp",
+    "torch.distributed.nn.functional", "torch.distributed.optim", "torch.distributed.pipelining",
+    "torch.distributed.tensor.parallel", "torch._inductor.compile_fx",
+)  # fmt: skip
+PATIENCE = 40.0
+"""Seconds for one program, unless a test says otherwise; a collective fails after three quarters of them."""
+GRACE = 3.0
+"""Seconds that ranks still have once one of them has failed, to say what they know."""
+CLOSE = 2e-5
+"""By which part of themselves results may differ where sums are made in another order."""
+
+
+@pytest.fixture(scope="session")
+def nursery():
+    with Nursery(PRELOAD) as nursery:
+        yield nursery
+
+
+class Team:
+    """Ranks of one back end and transport that have met, and that run programs until one of them goes wrong."""
+
+    def __init__(self, nursery, backend, transport, world, folder):
+        self.label = f"{backend}-{transport or 'own'}-{world}"
+        self._nursery = nursery
+        self._backend = backend
+        self._environment = {
+            "ASYNCDIST_TRANSPORT": transport,
+            "GLOO_SOCKET_IFNAME": "lo",
+            "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        }
+        self._world = world
+        self._folder = folder
+        self._meetings = itertools.count()
+        self._ranks = []
+        self._results = {}
+        self.start()
+
+    def start(self):
+        """Fork the ranks. They meet when all have been told something."""
+        meeting = f"file://{self._folder}/{self.label}-{next(self._meetings)}"
+        self._ranks = [
+            self._nursery.start(
+                HERE / "program_team.py", "serve", self._backend, rank, self._world, meeting, PATIENCE * 0.75,
+                environment=self._environment,
+            )
+            for rank in range(self._world)
+        ]  # fmt: skip
+
+    def replace(self):
+        """Kill the ranks, whatever they do, and fork others."""
+        for rank in self._ranks:
+            with contextlib.suppress(ProcessLookupError):
+                rank.kill()
+        for rank in self._ranks:
+            rank.wait()
+            rank.close()
+        self.start()
+
+    def run(self, module, name, *arguments, patience=PATIENCE):
+        """Return what a program gives on each rank, by rank; what was given once is remembered."""
+        key = module, name, arguments
+        if key not in self._results:
+            for rank in self._ranks:
+                with contextlib.suppress(BrokenPipeError):  # it has died since: what it gets to say is heard below
+                    rank.say((*key, patience))
+            answers = self._answers(patience)
+            if any(answer is None or answer[0] != "done" for answer in answers):
+                report = self._report(name, answers)
+                self.replace()
+                pytest.fail(report, pytrace=False)
+            self._results[key] = [pickle.loads(answer[1]) for answer in answers]
+        return self._results[key]
+
+    def _answers(self, patience):
+        """Hear every rank; None of one that says nothing. Soon after one has failed the others are not waited for."""
+        answers = [None] * self._world
+        silent = set(range(self._world))
+        until = time.monotonic() + patience + GRACE
+        while silent and time.monotonic() < until:
+            for rank in sorted(silent):
+                try:
+                    answers[rank] = self._ranks[rank].hear(0.25)
+                except TimeoutError:
+                    continue
+                except RankEndedError as error:
+                    answers[rank] = ("ended", str(error))
+                silent.discard(rank)
+                if answers[rank][0] != "done":
+                    until = min(until, time.monotonic() + GRACE)
+        return answers
+
+    def _report(self, name, answers):
+        """Say what each rank did, and what it wrote."""
+        lines = [f"{name} over {self.label}:"]
+        for rank, answer in enumerate(answers):
+            how, what = answer or ("said nothing", "")
+            lines.append(f"-- rank {rank}: {how}")
+            if how != "done":
+                lines += [str(what), self._ranks[rank].output()[-6000:]]
+        return "\n".join(lines)
+
+
+@pytest.fixture(scope="session")
+def teams(nursery, tmp_path_factory):
+    """All teams by (transport, world); gloo's transport is "gloo"."""
+    folder = tmp_path_factory.mktemp("teams")
+    teams = {}
+    for world in (2, 4):
+        teams["gloo", world] = Team(nursery, "gloo", "", world, folder)
+        for transport in ("shm", "tcp"):
+            teams[transport, world] = Team(nursery, "asyncdist", transport, world, folder)
+    return teams
+
+
+@pytest.fixture(params=[2, 4], ids=["2 ranks", "4 ranks"])
+def world(request):
+    """How many ranks there are: each in turn."""
+    return request.param
+
+
+@pytest.fixture
+def same_over_gloo(teams, transport, world):
+    """Run a program over one of our transports and over gloo, and hold the results of every rank against each other.
+
+    ``close`` is the part of themselves by which numbers may differ; True where only the order of sums does.
+    """
+
+    def same_over_gloo(module, name, *, close=False, patience=PATIENCE):
+        expected = teams["gloo", world].run(module, name, patience=patience)
+        ours = teams[transport, world].run(module, name, patience=patience)
+        for rank, (mine, theirs) in enumerate(zip(ours, expected, strict=True)):
+            assert theirs is not None, f"{name} returns nothing to compare"
+            differences = list(unlike(mine, theirs, close))
+            assert not differences, "\n".join([f"rank {rank}, ours and gloo's:", *differences])
+
+    return same_over_gloo
+
+
+@pytest.fixture
+def as_it_should_be(teams, transport, world):
+    """Run a program over one of our transports that returns pairs of what came and what should have."""
+
+    def as_it_should_be(module, name, *, close=False, patience=PATIENCE):
+        for rank, pairs in enumerate(teams[transport, world].run(module, name, patience=patience)):
+            assert pairs, f"{name} returns nothing to compare"
+            came, due = zip(*pairs, strict=True)
+            differences = list(unlike(came, due, close))
+            assert not differences, "\n".join([f"rank {rank}, what came and what should have:", *differences])
+
+    return as_it_should_be
+
+
+@pytest.fixture(params=["shm", "tcp"])
+def transport(request):
+    """The transport that our ranks use: each in turn."""
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def unlike_results():
+    """Yield a line for everything in which two results differ: ``unlike_results(ours, theirs, close=True)``."""
+    return unlike
+
+
+def unlike(ours, theirs, close=False, where="result"):
+    """Yield a line for everything in which two results differ; floating-point numbers may by as much as ``close`` says."""
+    if isinstance(theirs, torch.Tensor):
+        if not (isinstance(ours, torch.Tensor) and ours.dtype is theirs.dtype and ours.shape == theirs.shape):
+            yield f"{where}: {_brief(ours)} is not {_brief(theirs)}"
+        elif not _equal(ours, theirs, close):
+            yield f"{where}: {ours} is not {theirs}"
+    elif type(ours) is not type(theirs):
+        yield f"{where}: {ours!r} is not {theirs!r}"
+    elif isinstance(theirs, dict):
+        if list(ours) != list(theirs):
+            yield f"{where}: {list(ours)} is not {list(theirs)}"
+        else:
+            for key in theirs:
+                yield from unlike(ours[key], theirs[key], close, f"{where}[{key!r}]")
+    elif isinstance(theirs, list | tuple):
+        if len(ours) != len(theirs):
+            yield f"{where}: {len(ours)} of {ours!r} are not {len(theirs)} of {theirs!r}"
+        else:
+            for index, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
+                yield from unlike(mine, other, close, f"{where}[{index}]")
+    elif isinstance(theirs, float):
+        yield from unlike(
+            torch.tensor(ours, dtype=torch.float64), torch.tensor(theirs, dtype=torch.float64), close, where
+        )
+    elif ours != theirs:
+        yield f"{where}: {ours!r} is not {theirs!r}"
+
+
+def _equal(ours, theirs, close):
+    if close and (theirs.is_floating_point() or theirs.is_complex()):
+        part = CLOSE if close is True else close
+        return torch.allclose(ours, theirs, rtol=part, atol=part / 10)
+    return torch.equal(ours, theirs)
+
+
+def _brief(value):
+    return f"{value.dtype} of {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)

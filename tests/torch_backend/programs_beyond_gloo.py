@@ -1,0 +1,117 @@
+"""What torch allows, ours does and gloo refuses; run by the teams of conftest.py.
+
+There is nothing to compare with, so that each program returns pairs: what came, and what should have.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+
+import torch
+import torch.distributed as dist
+from toys import numbers
+
+
+def stacked_outputs(rank, world):
+    """A gathered tensor may have a dimension for the ranks, and so may one that is to be scattered."""
+    gathered, scattered = torch.zeros(world, 5), torch.zeros(5)
+    dist.all_gather_into_tensor(gathered, numbers(rank))
+    dist.reduce_scatter_tensor(scattered, numbers(rank, world * 5).view(world, 5))
+    total = sum(numbers(peer, world * 5) for peer in range(world))
+    return [
+        (gathered, torch.stack([numbers(peer) for peer in range(world)])),
+        (scattered, total[rank * 5 : rank * 5 + 5]),
+    ]
+
+
+def further_dtypes(rank, world):
+    pairs = []
+    for dtype in (torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2):
+        tensor, gathered = numbers(rank, dtype=dtype), [torch.zeros(5).to(dtype) for _ in range(world)]
+        dist.broadcast(tensor, 1)
+        dist.all_gather(gathered, numbers(rank, dtype=dtype))
+        pairs.append((tensor.float(), numbers(1)))
+        pairs += [(each.float(), numbers(peer)) for peer, each in enumerate(gathered)]
+    short = numbers(rank, dtype=torch.int16)
+    dist.all_reduce(short)
+    return [*pairs, (short, sum(numbers(peer, dtype=torch.int16) for peer in range(world)))]
+
+
+def scaled_sums(rank, world):
+    """The sum that multiplies first, as sharded training asks NCCL for it."""
+    tensor = numbers(rank)
+    dist.all_reduce(tensor, dist._make_nccl_premul_sum(0.5))
+    return [(tensor, sum(numbers(peer) for peer in range(world)) * 0.5)]
+
+
+def bits_of_bools(rank, world):
+    tensor = torch.tensor([True, rank == 0, rank > 0])
+    dist.all_reduce(tensor, dist.ReduceOp.BXOR)
+    each = [torch.tensor([True, peer == 0, peer > 0]) for peer in range(world)]
+    return [(tensor, functools.reduce(operator.xor, each))]
+
+
+def layouts(rank, world):
+    """What is sent, received, gathered, scattered or summed need not be contiguous (gloo sums other elements, unasked)."""
+    right, left = (rank + 1) % world, (rank - 1) % world
+    received = torch.zeros(3, 4).t()
+    receiving = dist.irecv(received, left)
+    dist.send(numbers(rank, 12).view(3, 4).t(), right)
+    receiving.wait()
+    joined = torch.zeros(5, 2 * world).t()
+    dist.all_gather_into_tensor(joined, numbers(rank, 10).view(5, 2).t())
+    share = torch.zeros(5, 2).t()
+    dist.reduce_scatter_tensor(share, numbers(rank, 10 * world).view(5, 2 * world).t())
+    dealt = torch.zeros(6)[::2]
+    dist.scatter(dealt, [numbers(peer, 6)[::2] for peer in range(world)] if rank == 0 else None, src=0)
+    strided = numbers(rank, 24).view(4, 6)[::2, ::3]
+    dist.all_reduce(strided)
+    total = sum(numbers(peer, 10 * world).view(5, 2 * world).t() for peer in range(world))
+    return [
+        (received, numbers(left, 12).view(3, 4).t()),
+        (joined, torch.cat([numbers(peer, 10).view(5, 2).t() for peer in range(world)])),
+        (share, total[2 * rank : 2 * rank + 2]),
+        (dealt, numbers(rank, 6)[::2]),
+        (strided, sum(numbers(peer, 24).view(4, 6)[::2, ::3] for peer in range(world))),
+        (strided._base[:, 1], numbers(rank, 24).view(4, 6)[:, 1]),  # between its elements nothing is touched
+    ]
+
+
+def beside_gloo(rank, world):
+    """A group over gloo in the same process is left alone."""
+    theirs = dist.new_group(backend="gloo")
+    ours, tensor, gathered = numbers(rank), numbers(rank), torch.zeros(world * 5)
+    dist.all_reduce(ours)
+    dist.all_reduce(tensor, group=theirs)
+    dist.all_gather_into_tensor(gathered, tensor, group=theirs)
+    dist.monitored_barrier(theirs)
+    functional = torch.ops._c10d_functional.all_gather_into_tensor(numbers(rank), world, theirs.group_name)
+    functional = torch.ops._c10d_functional.wait_tensor(functional)
+    total = sum(numbers(peer) for peer in range(world))
+    return [
+        (ours, total),
+        (tensor, total),
+        (gathered, torch.cat([total] * world)),
+        (functional, torch.cat([numbers(peer) for peer in range(world)])),
+        (dist.get_backend(theirs), "gloo"),
+        (dist.get_backend(), "asyncdist"),
+    ]
+
+
+def callbacks_that_block(rank, world):
+    """As many callbacks wait at once for further collectives as there are futures; each on a group of its own."""
+    groups = [dist.new_group() for _ in range(6)]
+
+    def reduces_again(number):
+        def callback(future):
+            tensor = future.value()[0].clone()
+            dist.all_reduce(tensor, group=groups[number])
+            return tensor
+
+        return callback
+
+    works = [dist.all_reduce(numbers(rank + number, 2000), async_op=True) for number in range(6)]
+    futures = [work.get_future().then(reduces_again(number)) for number, work in enumerate(works)]
+    due = [sum(numbers(peer + number, 2000) for peer in range(world)) * world for number in range(6)]
+    return list(zip([future.wait() for future in futures], due, strict=True))

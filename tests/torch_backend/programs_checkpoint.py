@@ -1,0 +1,98 @@
+"""Distributed checkpoints: saved at once or in the background, loaded by another number of ranks."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as checkpoint
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+from toys import Tower, network, state, train
+
+
+class Application(Stateful):
+    """A model and its optimizer, as the checkpoint sees them."""
+
+    def __init__(self, seed):
+        self.model = Tower(seed)
+        for block in self.model.blocks:
+            fully_shard(block)
+        fully_shard(self.model)
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
+
+    def state_dict(self):
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer}
+
+    def load_state_dict(self, loaded):
+        set_state_dict(
+            self.model, self.optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"]
+        )
+
+    def train(self, steps):
+        """Train on the same samples on every rank, so that it does not matter how many there are."""
+        return train(self.model, 0, steps=steps, optimizer=self.optimizer)
+
+
+def save(rank, world, folder):
+    application = Application(seed=0)
+    application.train(2)
+    checkpoint.save({"application": application}, checkpoint_id=folder)
+    return [state(application.model), application.train(2)]
+
+
+def save_in_the_background(rank, world, folder):
+    """What is trained on meanwhile is not what is saved; the background has a group of its own."""
+    application = Application(seed=0)
+    application.train(2)
+    own = dist.new_group()
+    saving = checkpoint.async_save({"application": application}, checkpoint_id=folder, process_group=own)
+    saved = state(application.model)
+    losses = application.train(2)
+    saving.result()
+    return [saved, losses]
+
+
+def load(rank, world, folder):
+    application = Application(seed=1)
+    application.train(1)
+    checkpoint.load({"application": application}, checkpoint_id=folder)
+    return [state(application.model), application.train(2)]
+
+
+def save_and_load_tensors(rank, world, folder):
+    """Distributed tensors come back under other placements, whole ones on every rank, and objects as they were."""
+    mesh = init_device_mesh("cpu", (world,))
+    whole = torch.arange(56.0).view(7, 8)
+    saved = {
+        "rows": distribute_tensor(whole, mesh, [Shard(0)]),
+        "whole": whole * 2,
+        "step": 7,
+        "nested": {"mine": torch.full((3,), float(rank)) if rank == 0 else torch.zeros(3)},
+    }
+    checkpoint.save(saved, checkpoint_id=folder)
+    loaded = {
+        "rows": distribute_tensor(torch.zeros(7, 8), mesh, [Shard(1)]),
+        "whole": torch.zeros(7, 8),
+        "step": 0,
+        "nested": {"mine": torch.ones(3)},
+    }
+    checkpoint.load(loaded, checkpoint_id=folder)
+    return [loaded["rows"].full_tensor(), loaded["rows"].to_local(), loaded["whole"], loaded["step"], loaded["nested"]]
+
+
+def save_and_load_replicas(rank, world, folder):
+    """A DDP model, saved by all ranks together; every rank reads its own."""
+    model = DistributedDataParallel(network())
+    train(model, rank)
+    saved = state(model)
+    checkpoint.save(model.state_dict(), checkpoint_id=folder)
+    other = DistributedDataParallel(network(seed=1))
+    loaded = other.state_dict()
+    checkpoint.load(loaded, checkpoint_id=folder, process_group=dist.group.WORLD)
+    other.load_state_dict(loaded)
+    return [all(torch.equal(saved[name], value) for name, value in state(other).items()), saved]

@@ -1,0 +1,332 @@
+"""Every collective of torch.distributed, each way of calling it; run by the teams of conftest.py.
+
+Values are small whole numbers, so that every order of summing gives the same bits. Where gloo refuses what torch allows
+(sizes that differ between members), the reference is put together from sends and receives.
+"""
+
+from __future__ import annotations
+
+import warnings
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from toys import numbers
+
+Op = dist.ReduceOp
+FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+WHOLES = (torch.int8, torch.uint8, torch.int32, torch.int64)
+
+
+def over_gloo():
+    return dist.get_backend() == "gloo"
+
+
+# -- all_reduce --------------------------------------------------------------------------------------
+
+
+def all_reduce_floats(rank, world):
+    results = {}
+    for dtype in FLOATS:
+        for op in (Op.SUM, Op.AVG, Op.PRODUCT, Op.MIN, Op.MAX):
+            tensor = numbers(rank, dtype=dtype)
+            assert dist.all_reduce(tensor, op) is None
+            results[f"{dtype} {op}"] = tensor
+    return results
+
+
+def all_reduce_whole_numbers(rank, world):
+    results = {}
+    for dtype in WHOLES:
+        for op in (Op.SUM, Op.PRODUCT, Op.MIN, Op.MAX, Op.BAND, Op.BOR, Op.BXOR):
+            tensor = numbers(rank, dtype=dtype)
+            dist.all_reduce(tensor, op)
+            results[f"{dtype} {op}"] = tensor
+    return results
+
+
+def all_reduce_bools(rank, world):
+    results = {}
+    for op in (Op.SUM, Op.PRODUCT, Op.MIN, Op.MAX, Op.BAND, Op.BOR):
+        tensor = torch.tensor([True, False, rank == 0, rank > 0])
+        dist.all_reduce(tensor, op)
+        results[str(op)] = tensor
+    return results
+
+
+def all_reduce_complex(rank, world):
+    results = {}
+    for dtype in (torch.complex64, torch.complex128):
+        for op in (Op.SUM, Op.AVG):
+            tensor = torch.complex(numbers(rank), 2 * numbers(rank)).to(dtype)
+            dist.all_reduce(tensor, op)
+            results[f"{dtype} {op}"] = tensor
+    return results
+
+
+def all_reduce_layouts(rank, world):
+    """Tensors that are transposed, of no dimension, of no element, part of another, and large."""
+    grid = numbers(rank, 24).view(4, 6)
+    transposed, part = grid.clone().t(), grid.clone()[1:3]
+    scalar, empty, large = torch.tensor(rank + 1.0), torch.empty(0, 3), numbers(rank, 300_007)
+    channels_last = numbers(rank, 2 * 3 * 4 * 5).view(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    results = [transposed, part, scalar, empty, large, channels_last]
+    for tensor in results:
+        dist.all_reduce(tensor)
+    return {"sums": results, "around": part._base}
+
+
+def all_reduce_sparse(rank, world):
+    overlapping = torch.sparse_coo_tensor([[rank, 5]], [1.0, 2.0], (7,))
+    rows = torch.sparse_coo_tensor([[rank, rank + 1]], numbers(rank, 6).view(2, 3), (world + 1, 3))
+    nothing = torch.sparse_coo_tensor(torch.empty(1, 0, dtype=torch.int64), torch.empty(0), (4,))
+    unequal = torch.sparse_coo_tensor([list(range(rank))], [1.0] * rank, (world,))
+    tensors = [overlapping, rows, nothing, unequal]
+    for tensor in tensors:
+        dist.all_reduce(tensor)
+    return [[tensor.is_sparse, tensor.to_dense()] for tensor in tensors]
+
+
+def all_reduce_coalesced(rank, world):
+    tensors = [numbers(rank), numbers(rank, 3, torch.float32), torch.tensor(rank + 1.0)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls it deprecated, and its sharded training does not know
+        dist.all_reduce_coalesced(tensors)
+        dist.all_reduce_coalesced(again := [numbers(rank), numbers(rank)], Op.MAX, async_op=True).wait()
+    return tensors + again
+
+
+def coalescing_manager(rank, world):
+    tensors = [numbers(rank), numbers(rank, 3)]
+    with dist._coalescing_manager(async_ops=True) as pending:
+        for tensor in tensors:
+            dist.all_reduce(tensor)
+    pending.wait()
+    outputs = [torch.zeros(world * 5), torch.zeros(world * 3)]
+    with dist._coalescing_manager():
+        for output, tensor in zip(outputs, tensors, strict=True):
+            dist.all_gather_into_tensor(output, tensor)
+    return tensors + outputs
+
+
+def asynchronous(rank, world):
+    """What is left to itself, several at once, and finished in another order than begun."""
+    tensors = [numbers(rank, count) for count in (1, 5, 70_000, 3)]
+    works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+    for work in reversed(works):
+        assert work.wait()
+    assert all(work.is_completed() for work in works)
+    output = [torch.zeros(5) for _ in range(world)]
+    gathering = dist.all_gather(output, numbers(rank), async_op=True)
+    assert gathering.wait(timedelta(seconds=30))
+    return tensors, output, torch.stack(works[1].result())
+
+
+def futures(rank, world):
+    tensor = numbers(rank)
+    doubled = dist.all_reduce(tensor, async_op=True).get_future().then(lambda future: future.value()[0] * 2)
+    chained = dist.all_reduce(numbers(rank), async_op=True).get_future().then(_reduces_again)
+    return doubled.wait(), chained.wait(), tensor
+
+
+def _reduces_again(future):
+    """Block on a further collective in a callback, as PowerSGD does."""
+    tensor = future.value()[0].clone()
+    dist.all_reduce(tensor)
+    return tensor
+
+
+# -- one to all, all to one --------------------------------------------------------------------------
+
+
+def broadcast(rank, world):
+    results = []
+    for src in range(world):
+        for dtype in (*FLOATS, *WHOLES, torch.bool, torch.complex64):
+            tensor = numbers(rank, dtype=dtype)
+            dist.broadcast(tensor, src)
+            results.append(tensor)
+    transposed, scalar, empty = numbers(rank, 12).view(3, 4).t(), torch.tensor(float(rank)), torch.empty(0)
+    for tensor in (transposed, scalar, empty):
+        dist.broadcast(tensor, group_src=world - 1)
+    waited = numbers(rank)
+    dist.broadcast(waited, src=0, async_op=True).wait()
+    return [*results, transposed, scalar, empty, waited]
+
+
+def reduce(rank, world):
+    results = []
+    for dst in range(world):
+        for op in (Op.SUM, Op.MAX, Op.PRODUCT):
+            tensor = numbers(rank)
+            dist.reduce(tensor, dst, op)
+            results.append(tensor if rank == dst else torch.empty(0))  # elsewhere it is not defined
+    whole = numbers(rank, dtype=torch.int64)
+    dist.reduce(whole, group_dst=world - 1, async_op=True).wait()
+    return [*results, whole if rank == world - 1 else torch.empty(0)]
+
+
+def gather(rank, world):
+    results = []
+    for dst in range(world):
+        gathered = [torch.zeros(5) for _ in range(world)] if rank == dst else None
+        dist.gather(numbers(rank), gathered, dst=dst)
+        results.append(gathered)
+    return results
+
+
+def _collected(mine, count_of, rank, world, dst):
+    """Gather by sends and receives."""
+    if rank != dst:
+        dist.send(mine, dst)
+        return None
+    received = [mine.clone() if peer == dst else torch.zeros(count_of(peer), dtype=mine.dtype) for peer in range(world)]
+    for peer in range(world):
+        if peer != dst:
+            dist.recv(received[peer], peer)
+    return received
+
+
+def scatter(rank, world):
+    results = []
+    for src in range(world):
+        output = torch.zeros(5)
+        dist.scatter(output, [numbers(10 * peer) for peer in range(world)] if rank == src else None, src=src)
+        results.append(output)
+    return results
+
+
+# -- all to all --------------------------------------------------------------------------------------
+
+
+def all_gather(rank, world):
+    results = []
+    for dtype in (*FLOATS, *WHOLES, torch.bool, torch.complex64):
+        gathered = [torch.zeros(5, dtype=dtype) for _ in range(world)]
+        dist.all_gather(gathered, numbers(rank, dtype=dtype))
+        results.append(gathered)
+    turned = [torch.zeros(4, 3).t() for _ in range(world)]
+    dist.all_gather(turned, numbers(rank, 12).view(4, 3).t())
+    views = list(torch.zeros(world, 5).unbind())
+    dist.all_gather(views, numbers(rank))
+    return [*results, turned, views, _all_gather_unequal(rank, world)]
+
+
+def _all_gather_unequal(rank, world):
+    mine = numbers(rank, rank)
+    gathered = [torch.zeros(peer) for peer in range(world)]
+    if over_gloo():
+        for src in range(world):
+            gathered[src] = mine if rank == src else gathered[src]
+            dist.broadcast(gathered[src], src)
+    else:
+        dist.all_gather(gathered, mine)
+    return gathered
+
+
+def all_gather_into_tensor(rank, world):
+    joined, whole = torch.zeros(world * 5), torch.zeros(world * 5, dtype=torch.int64)
+    dist.all_gather_into_tensor(joined, numbers(rank))
+    dist.all_gather_into_tensor(whole, numbers(rank, dtype=torch.int64), async_op=True).wait()
+    matrix = torch.zeros(world * 2, 3)
+    dist.all_gather_into_tensor(matrix, numbers(rank, 6).view(2, 3))
+    in_place = torch.zeros(world * 5)
+    in_place[rank * 5 : rank * 5 + 5] = numbers(rank)
+    dist.all_gather_into_tensor(in_place, in_place[rank * 5 : rank * 5 + 5])
+    large = torch.zeros(world * 70_000)
+    dist.all_gather_into_tensor(large, numbers(rank, 70_000))
+    return joined, whole, matrix, in_place, large
+
+
+def all_gather_coalesced(rank, world):
+    gathered = [[torch.zeros(5), torch.zeros(2, 3)] for _ in range(world)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # as above
+        dist.all_gather_coalesced(gathered, [numbers(rank), numbers(rank, 6).view(2, 3)])
+    return gathered
+
+
+def reduce_scatter(rank, world):
+    results = []
+    for dtype in (torch.float32, torch.bfloat16, torch.int64):
+        for op in (Op.SUM, Op.MAX, Op.AVG) if dtype.is_floating_point else (Op.SUM, Op.MIN, Op.BOR):
+            output = torch.zeros(5, dtype=dtype)
+            dist.reduce_scatter(output, [numbers(rank + peer, dtype=dtype) for peer in range(world)], op)
+            results.append(output)
+    unequal = torch.zeros(rank + 1)
+    inputs = [numbers(rank, peer + 1) for peer in range(world)]
+    if over_gloo():
+        for peer in range(world):
+            dist.reduce(inputs[peer], peer)
+        unequal = inputs[rank]
+    else:
+        dist.reduce_scatter(unequal, inputs)
+    return [*results, unequal]
+
+
+def reduce_scatter_tensor(rank, world):
+    output, largest, matrix = torch.zeros(5), torch.zeros(5), torch.zeros(2, 3)
+    dist.reduce_scatter_tensor(output, numbers(rank, world * 5))
+    dist.reduce_scatter_tensor(largest, numbers(rank, world * 5), Op.MAX)
+    dist.reduce_scatter_tensor(matrix, numbers(rank, world * 6).view(world * 2, 3), Op.AVG, async_op=True).wait()
+    source = numbers(rank, world * 5)
+    dist.reduce_scatter_tensor(source[rank * 5 : rank * 5 + 5], source)  # into its own part of the input
+    large = torch.zeros(70_000)
+    dist.reduce_scatter_tensor(large, numbers(rank, world * 70_000))
+    return output, largest, matrix, source[rank * 5 : rank * 5 + 5], large
+
+
+def all_to_all_single(rank, world):
+    equal, complex_ones = torch.zeros(world * 2), torch.zeros(world, dtype=torch.complex64)
+    dist.all_to_all_single(equal, numbers(rank, world * 2))
+    dist.all_to_all_single(complex_ones, torch.complex(numbers(rank, world), numbers(rank, world)))
+    sends = [(rank + peer) % 3 for peer in range(world)]  # the same both ways; some are nothing
+    unequal = torch.zeros(sum(sends), 2)
+    dist.all_to_all_single(unequal, numbers(rank, 2 * sum(sends)).view(-1, 2), sends, sends)
+    later = torch.zeros(world, dtype=torch.int64)
+    dist.all_to_all_single(later, numbers(rank, world, torch.int64), async_op=True).wait()
+    return equal, complex_ones, unequal, later
+
+
+def all_to_all(rank, world):
+    inputs = [numbers(rank * world + peer, 3) for peer in range(world)]
+    outputs = [torch.zeros(3) for _ in range(world)]
+    dist.all_to_all(outputs, inputs)
+    unequal_inputs = [numbers(rank * world + peer, rank + 2 * peer) for peer in range(world)]
+    unequal = [torch.zeros(peer + 2 * rank) for peer in range(world)]
+    if over_gloo():
+        for dst in range(world):
+            received = _collected(unequal_inputs[dst], lambda peer, dst=dst: peer + 2 * dst, rank, world, dst)
+            unequal = received if rank == dst else unequal
+    else:
+        dist.all_to_all(unequal, unequal_inputs)
+    return outputs, unequal
+
+
+# -- barriers and objects ----------------------------------------------------------------------------
+
+
+def barriers(rank, world):
+    assert dist.barrier() is None
+    dist.barrier(device_ids=[0])
+    dist.barrier(async_op=True).wait()
+    dist.monitored_barrier()
+    dist.monitored_barrier(timeout=timedelta(seconds=20), wait_all_ranks=True)
+    return "all passed"
+
+
+def objects(rank, world):
+    mine = {"rank": rank, "text": "x" * (100 * rank), "tensor": numbers(rank)}
+    gathered, collected = [None] * world, [None] * world if rank == 1 else None
+    dist.all_gather_object(gathered, mine)
+    dist.gather_object(mine, collected, dst=1)
+    announced = [("by", rank), rank, None]
+    dist.broadcast_object_list(announced, src=world - 1, device=torch.device("cpu"))
+    dealt = [None]
+    dist.scatter_object_list(dealt, [f"part {peer}" for peer in range(world)] if rank == 0 else None, src=0)
+    passed = [None, None]
+    if rank == 0:
+        dist.send_object_list(["to one", {"a": 1}], dst=1)
+    elif rank == 1:
+        dist.recv_object_list(passed, src=0)
+    return gathered, collected, announced, dealt, passed

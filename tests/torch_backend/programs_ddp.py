@@ -1,0 +1,299 @@
+"""Data-parallel training with stock torch: each variant of DDP, its hooks, joins and optimizers."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.distributed.algorithms.model_averaging import averagers
+from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+from toys import gradients, network, samples, state, train
+
+SMALL = {"bucket_cap_mb": 0.0005}  # several buckets even of a toy
+
+
+class Branches(nn.Module):
+    """Uses one of its branches only: which one depends on who asks, and one never."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Linear(6, 8)
+        self.branches = nn.ModuleList(nn.Linear(8, 3) for _ in range(3))
+
+    def forward(self, inputs, branch=0):
+        return self.branches[branch](functional.relu(self.stem(inputs)))
+
+
+def _trained(rank, model=None, **options):
+    model = DistributedDataParallel(model or network(), **{**SMALL, **options})
+    losses = train(model, rank)
+    return losses, state(model), gradients(model)
+
+
+# -- variants ----------------------------------------------------------------------------------------
+
+
+def plain(rank, world):
+    return _trained(rank)
+
+
+def one_bucket(rank, world):
+    return _trained(rank, bucket_cap_mb=25)
+
+
+def starts_alike(rank, world):
+    """Parameters of rank 0 are everybody's, whatever a rank began with."""
+    return _trained(rank, network(seed=rank))
+
+
+def static_graph(rank, world):
+    return _trained(rank, static_graph=True)
+
+
+def gradients_are_views(rank, world):
+    return _trained(rank, gradient_as_bucket_view=True)
+
+
+def double_precision(rank, world):
+    model = DistributedDataParallel(network().double(), **SMALL)
+    inputs, targets = (tensor.double() for tensor in samples(rank, 0))
+    functional.mse_loss(model(inputs), targets).backward()
+    return gradients(model)
+
+
+def buffers_follow_rank_0(rank, world):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    return _trained(rank, model)
+
+
+def unused_parameters(rank, world):
+    model = DistributedDataParallel(Branches(), find_unused_parameters=True, **SMALL)
+    results = []
+    for step in range(3):
+        inputs, targets = samples(rank, step)
+        model.zero_grad()
+        functional.mse_loss(model(inputs, branch=rank % 2), targets).backward()
+        results.append(gradients(model))
+    return results
+
+
+def without_synchronization(rank, world):
+    """Two steps are summed up locally before one is reduced."""
+    model = DistributedDataParallel(network(), **SMALL)
+    results = []
+    for step in range(4):
+        inputs, targets = samples(rank, step)
+        if step % 2:
+            functional.mse_loss(model(inputs), targets).backward()
+            results.append(gradients(model))
+            model.zero_grad()
+        else:
+            with model.no_sync():
+                functional.mse_loss(model(inputs), targets).backward()
+            results.append(gradients(model))
+    return results
+
+
+def two_forwards_one_backward(rank, world):
+    model = DistributedDataParallel(network(), **SMALL)
+    (first, _), (second, _) = samples(rank, 0), samples(rank, 1)
+    (model(first).sum() + model(second).square().sum()).backward()
+    return gradients(model)
+
+
+def mixed_precision_of_autocast(rank, world):
+    model = DistributedDataParallel(network(), **SMALL)
+    inputs, targets = samples(rank, 0)
+    with torch.autocast("cpu", torch.bfloat16):
+        outputs = model(inputs)
+    functional.mse_loss(outputs.float(), targets).backward()
+    return gradients(model)
+
+
+def in_a_subgroup(rank, world):
+    """Two halves train apart from each other."""
+    mine, _ = dist.new_subgroups(world // 2)
+    return _trained(rank, process_group=mine)
+
+
+# -- communication hooks -----------------------------------------------------------------------------
+
+
+def _hooked(rank, hook, of_group=True):
+    model = DistributedDataParallel(network(), **SMALL)
+    model.register_comm_hook(dist.group.WORLD if of_group else None, hook)
+    return train(model, rank), state(model), gradients(model)
+
+
+def hook_all_reduce(rank, world):
+    return _hooked(rank, default_hooks.allreduce_hook)
+
+
+def hook_half_precision(rank, world):
+    return _hooked(rank, default_hooks.fp16_compress_hook)
+
+
+def hook_wrapped(rank, world):
+    return _hooked(rank, default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook))
+
+
+def hook_of_ones_own(rank, world):
+    """Gathers instead of summing, and goes on in a callback."""
+
+    def hook(group, bucket):
+        gathered = torch.zeros(dist.get_world_size() * bucket.buffer().numel())
+        work = dist.all_gather_into_tensor(gathered, bucket.buffer(), group=group, async_op=True)
+        return work.get_future().then(lambda _: gathered.view(dist.get_world_size(), -1).mean(0))
+
+    return _hooked(rank, hook)
+
+
+def hook_power_sgd(rank, world):
+    """Blocks on a further collective inside the callback of the one before."""
+    model = DistributedDataParallel(network())  # one bucket: of several, torch's hook mixes up the order of the calls
+    hook_state = powerSGD_hook.PowerSGDState(
+        process_group=None, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=0.1
+    )
+    model.register_comm_hook(hook_state, powerSGD_hook.powerSGD_hook)
+    return train(model, rank, steps=5), state(model)
+
+
+def post_local_sgd(rank, world):
+    model = DistributedDataParallel(network(), **SMALL)
+    own, _ = dist.new_subgroups(1)
+    hook_state = post_localSGD_hook.PostLocalSGDState(process_group=None, subgroup=own, start_localSGD_iter=2)
+    model.register_comm_hook(hook_state, post_localSGD_hook.post_localSGD_hook)
+    optimizer = PostLocalSGDOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), averagers.PeriodicModelAverager(period=2, warmup_steps=2)
+    )
+    return train(model, rank, steps=7, optimizer=optimizer), state(model)
+
+
+# -- uneven inputs, sharded optimizers ---------------------------------------------------------------
+
+
+def joined(rank, world):
+    """Each rank has one batch more than the rank before it."""
+    model = DistributedDataParallel(network(), **SMALL)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    steps = 0
+    with model.join():
+        for step in range(rank + 1):
+            inputs, targets = samples(rank, step)
+            optimizer.zero_grad()
+            functional.mse_loss(model(inputs), targets).backward()
+            optimizer.step()
+            steps += 1
+    return steps, state(model)
+
+
+def joined_by_as_many_as_are_left(rank, world):
+    """The sum is divided by the number of ranks that still have inputs."""
+    model = DistributedDataParallel(network(), **SMALL)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with model.join(divide_by_initial_world_size=False):
+        for step in range(rank + 1):
+            inputs, targets = samples(rank, step)
+            optimizer.zero_grad()
+            functional.mse_loss(model(inputs), targets).backward()
+            optimizer.step()
+    return state(model)
+
+
+def joined_with_unused_parameters(rank, world):
+    model = DistributedDataParallel(Branches(), find_unused_parameters=True, **SMALL)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with model.join():
+        for step in range(rank + 2):
+            inputs, targets = samples(rank, step)
+            optimizer.zero_grad()
+            functional.mse_loss(model(inputs, branch=step % 2), targets).backward()
+            optimizer.step()
+    return state(model)
+
+
+def join_refuses_when_told_to(rank, world):
+    model = DistributedDataParallel(network(), **SMALL)
+    seen = "all of its inputs"
+    try:
+        with model.join(throw_on_early_termination=True):
+            for step in range(2 if rank else 4):
+                inputs, targets = samples(rank, step)
+                functional.mse_loss(model(inputs), targets).backward()
+    except RuntimeError as error:
+        seen = str(error)
+    return seen
+
+
+class Counted(Joinable):
+    """The smallest thing that can be joined: counts the calls of all ranks."""
+
+    def __init__(self):
+        super().__init__()
+        self.total = 0
+
+    def __call__(self):
+        Join.notify_join_context(self)
+        once = torch.ones(1)
+        dist.all_reduce(once)
+        self.total += int(once.item())
+
+    def join_hook(self, **options):
+        counted = self
+
+        class Hook(JoinHook):
+            def main_hook(self):
+                nothing = torch.zeros(1)
+                dist.all_reduce(nothing)
+                counted.total += int(nothing.item())
+
+            def post_hook(self, is_last_joiner):
+                last = torch.tensor(1.0 if is_last_joiner else 0.0)
+                dist.all_reduce(last, dist.ReduceOp.MAX)
+                counted.last = is_last_joiner
+
+        return Hook()
+
+    @property
+    def join_device(self):
+        return torch.device("cpu")
+
+    @property
+    def join_process_group(self):
+        return dist.group.WORLD
+
+
+def joining_of_ones_own(rank, world):
+    counted = Counted()
+    with Join([counted]):
+        for _ in range(2 * rank + 1):
+            counted()
+    return counted.total, counted.last
+
+
+def zero_redundancy(rank, world):
+    """Each rank keeps the optimizer's state of its own share only; it is put together on rank 0."""
+    model = DistributedDataParallel(network(), **SMALL)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.01)
+    losses = train(model, rank, steps=4, optimizer=optimizer)
+    optimizer.consolidate_state_dict(to=0)
+    whole = optimizer.state_dict()["state"] if rank == 0 else {}
+    return losses, state(model), {key: sorted(value) for key, value in whole.items()}
+
+
+def zero_redundancy_joined(rank, world):
+    model = DistributedDataParallel(network(), **SMALL)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, parameters_as_bucket_view=True)
+    with Join([model, optimizer]):
+        for step in range(rank + 1):
+            inputs, targets = samples(rank, step)
+            optimizer.zero_grad()
+            functional.mse_loss(model(inputs), targets).backward()
+            optimizer.step()
+    return state(model)

@@ -1,0 +1,176 @@
+"""Functional collectives, eager and compiled, and those that autograd goes through; run by the teams of conftest.py."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functions
+import torch.distributed.nn.functional as differentiable
+from torch.distributed.device_mesh import init_device_mesh
+from toys import numbers
+
+# -- eager -------------------------------------------------------------------------------------------
+
+
+def functional_reductions(rank, world):
+    group, results = dist.group.WORLD, []
+    for op in ("sum", "avg", "max", "min", "product"):
+        tensor = numbers(rank)
+        results += [functions.all_reduce(tensor, op, group) * 1, tensor]
+    results += [
+        functions.reduce_scatter_tensor(numbers(rank, world * 4).view(world * 2, 2), "sum", 0, group) * 1,
+        functions.reduce_scatter_tensor(numbers(rank, world * 4).view(2, world * 2), "sum", 1, group) * 1,
+    ]
+    many = functions.all_reduce_coalesced([numbers(rank), numbers(rank, 3)], "sum", group)
+    shares = functions.reduce_scatter_tensor_coalesced(
+        [numbers(rank, world * 2), numbers(rank, world * 3)], "sum", [0, 0], group
+    )
+    return [*results, *(each * 1 for each in (*many, *shares))]
+
+
+def functional_exchanges(rank, world):
+    group = dist.group.WORLD
+    sends = [(rank + peer) % 3 for peer in range(world)]
+    results = [
+        functions.all_gather_tensor(numbers(rank, 6).view(2, 3), 0, group),
+        functions.all_gather_tensor(numbers(rank, 6).view(2, 3), 1, group),
+        functions.all_gather_tensor(numbers(rank, 6).view(2, 3).t(), 0, group),
+        functions.broadcast(numbers(rank), world - 1, group),
+        functions.all_to_all_single(numbers(rank, world), None, None, group),
+        functions.all_to_all_single(numbers(rank, sum(sends)), sends, sends, group),
+        functions.permute_tensor(numbers(rank), [(peer + 1) % world for peer in range(world)], group),
+        *functions.all_gather_into_tensor_coalesced([numbers(rank), numbers(rank, 3)], group),
+    ]
+    return [each * 1 for each in results]
+
+
+def functional_groups(rank, world):
+    """A group may be given as a group, a list of ranks, a mesh, or a mesh and one of its dimensions."""
+    mesh = init_device_mesh("cpu", (2, world // 2))
+    given = [dist.group.WORLD, list(range(world)), init_device_mesh("cpu", (world,)), (mesh, 0), (mesh, 1)]
+    return [functions.all_reduce(numbers(rank), "sum", group) * 1 for group in given]
+
+
+def functional_autograd(rank, world):
+    group, results = dist.group.WORLD, []
+    for call in (
+        lambda tensor: functions.all_gather_tensor_autograd(tensor, 0, group),
+        lambda tensor: functions.reduce_scatter_tensor_autograd(tensor, "sum", 0, group),
+        lambda tensor: functions.all_to_all_single_autograd(tensor, None, None, group),
+    ):
+        tensor = numbers(rank, world * 2).requires_grad_()
+        output = call(tensor)
+        (output * numbers(3 * rank, output.numel())).sum().backward()
+        results += [output.detach() * 1, tensor.grad]
+    return results
+
+
+def operators_with_outputs(rank, world):
+    """What C++ calls by itself: it finds our methods through the dispatcher only."""
+    operators, name = torch.ops._c10d_functional, dist.group.WORLD.group_name
+    output = torch.zeros(world * 5)
+    gathered = operators.wait_tensor(operators.all_gather_into_tensor_out(numbers(rank), world, name, out=output))
+    in_place = operators.wait_tensor(operators.all_reduce_(numbers(rank), "sum", name))
+    announced = operators.wait_tensor(operators.broadcast_(numbers(rank), 1, name))
+    return [gathered, output, in_place, announced]
+
+
+def batches_of_operators(rank, world):
+    """Sends and receives in one operator, as compiled pipelines call them."""
+    operators, name = torch.ops._c10d_functional, dist.group.WORLD.group_name
+    right, left = (rank + 1) % world, (rank - 1) % world
+    received = torch.zeros(5)
+    outputs = operators.batch_p2p_ops(["isend", "irecv"], [right, left], [0, 0], [numbers(rank), received], name)
+    return [operators.wait_tensor(each) * 1 for each in outputs][1:], received
+
+
+def differentiable_collectives(rank, world):
+    calls = [
+        lambda tensor: differentiable.all_reduce(tensor),
+        lambda tensor: differentiable.broadcast(tensor, 1),
+        lambda tensor: differentiable.reduce(tensor, 0),
+        lambda tensor: torch.cat(differentiable.all_gather(tensor)),
+        lambda tensor: differentiable.reduce_scatter(torch.zeros(2), list(tensor.view(world, 2).unbind())),
+        lambda tensor: differentiable.all_to_all_single(torch.zeros(world * 2), tensor),
+        lambda tensor: torch.cat(
+            differentiable.all_to_all([torch.zeros(2) for _ in range(world)], list(tensor.view(world, 2).unbind()))
+        ),
+    ]  # fmt: skip
+    results = []
+    for number, call in enumerate(calls):
+        tensor = numbers(rank, world * 2).requires_grad_()
+        output = call(tensor * 1)
+        (output * numbers(rank, output.numel())).sum().backward()
+        defined = rank == 0 or number != 2  # what a reduce leaves elsewhere is not
+        results += [output.detach() if defined else None, tensor.grad]
+    return results
+
+
+# -- compiled ----------------------------------------------------------------------------------------
+
+
+def _all_functions(tensor, world):
+    """Go through every functional collective, one after the other: few kernels between them, each takes seconds."""
+    group = dist.group.WORLD
+    total = functions.all_reduce(tensor * 2, "sum", group)
+    gathered = functions.all_gather_tensor(total, 0, group)
+    share = functions.reduce_scatter_tensor(gathered, "sum", 0, group)
+    exchanged = functions.all_to_all_single(gathered, None, None, group)
+    announced = functions.broadcast(share, 1, group)
+    largest = functions.all_reduce(announced, "max", group)
+    several = functions.all_reduce_coalesced([share, exchanged], "sum", group)
+    moved = functions.permute_tensor(tensor, [(peer + 1) % world for peer in range(world)], group)
+    return total, gathered, *several, moved, largest + moved
+
+
+def _compiled(function, rank, world, backend, **options):
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend=backend, fullgraph=True, **options)
+    results = []
+    for step in range(2):
+        results.append([each * 1 for each in compiled(numbers(rank + step, 4), world)])
+        eager = [each * 1 for each in function(numbers(rank + step, 4), world)]
+        assert all(torch.allclose(*pair) for pair in zip(results[-1], eager, strict=True)), (results[-1], eager)
+    return results
+
+
+def compiled_ahead_of_time(rank, world):
+    return _compiled(_all_functions, rank, world, "aot_eager")
+
+
+def compiled_by_inductor(rank, world):
+    return _compiled(_all_functions, rank, world, "inductor")
+
+
+def _traced_dist(tensor, world):
+    """Use the plain names, which the compiler rewrites."""
+    total = tensor.clone()
+    dist.all_reduce(total)
+    gathered = tensor.new_empty(world * 4)
+    dist.all_gather_into_tensor(gathered, total)
+    share = tensor.new_empty(4)
+    dist.reduce_scatter_tensor(share, gathered)
+    return total, gathered, share + 1
+
+
+def compiled_plain_names(rank, world):
+    return [_compiled(_traced_dist, rank, world, backend) for backend in ("aot_eager", "inductor")]
+
+
+def compiled_training(rank, world):
+    """Backward too: DDP's, which splits the graph at its buckets, and that of functional collectives."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+    compiled = torch.compile(model, backend="aot_eager")
+    compiled(numbers(rank, 8).view(2, 4)).square().sum().backward()
+
+    @functools.partial(torch.compile, backend="inductor", fullgraph=True)
+    def loss(tensor):
+        return functions.all_gather_tensor_autograd(tensor, 0, dist.group.WORLD).sum()
+
+    tensor = numbers(rank, 4).requires_grad_()
+    loss(tensor).backward()
+    return [parameter.grad for parameter in model.parameters()], tensor.grad

@@ -1,0 +1,224 @@
+"""Meshes, distributed tensors, tensor and loss parallelism; run by the teams of conftest.py."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+from torch.nn import functional
+from toys import Block, numbers
+
+
+def line(world):
+    return init_device_mesh("cpu", (world,), mesh_dim_names=("ranks",))
+
+
+def grid(world):
+    """Return a mesh of two dimensions: 2 × 1 of two ranks, 2 × 2 of four."""
+    return init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("rows", "columns"))
+
+
+# -- meshes ------------------------------------------------------------------------------------------
+
+
+def mesh_of_one_dimension(rank, world):
+    mesh = line(world)
+    tensor = numbers(rank)
+    dist.all_reduce(tensor, group=mesh.get_group())
+    return [tensor, mesh.get_rank(), mesh.get_local_rank("ranks"), mesh.size(), mesh.get_coordinate()]
+
+
+def mesh_of_two_dimensions(rank, world):
+    """Each row and each column is a group of its own; a slice of the mesh is a mesh."""
+    mesh, results = grid(world), []
+    for name in mesh.mesh_dim_names:
+        tensor = numbers(rank)
+        dist.all_reduce(tensor, group=mesh.get_group(name))
+        gathered = [None] * mesh[name].size()
+        dist.all_gather_object(gathered, rank, group=mesh[name].get_group())
+        results += [tensor, gathered, mesh.get_local_rank(name), mesh[name].mesh]
+    flat = mesh._flatten("all")
+    tensor = numbers(rank)
+    dist.all_reduce(tensor, group=flat.get_group())
+    return [*results, tensor, mesh.mesh]
+
+
+def mesh_of_some_ranks(rank, world):
+    """Ranks that are not in a mesh have no coordinate in it, and no part of its tensors."""
+    mesh = DeviceMesh("cpu", [0, world - 1])
+    tensor = distribute_tensor(torch.arange(8.0).view(4, 2), mesh, [Shard(0)])
+    whole = tensor.full_tensor() if mesh.get_coordinate() else None
+    return [mesh.get_coordinate(), tensor.to_local(), whole]
+
+
+def mesh_from_a_group(rank, world):
+    group = dist.new_group()
+    mesh = DeviceMesh.from_group(group, "cpu")
+    return distribute_tensor(torch.arange(world * 2.0), mesh, [Shard(0)]).full_tensor()
+
+
+# -- distributed tensors -----------------------------------------------------------------------------
+
+
+def _placed(mesh, placements, rank):
+    """Return a tensor of 5 × 7 under the placements; where it is partial every rank adds its number."""
+    whole = torch.arange(35.0).view(5, 7)
+    kept = [Replicate() if placement.is_partial() else placement for placement in placements]
+    local = distribute_tensor(whole, mesh, kept).to_local() + (rank if kept != list(placements) else 0)
+    return DTensor.from_local(local, mesh, placements, shape=whole.shape, stride=whole.stride(), run_check=False)
+
+
+def redistribute(rank, world):
+    """From every placement into every other; the dimensions do not divide by the ranks."""
+    mesh = line(world)
+    sources = [Replicate(), Shard(0), Shard(1), Partial(), Partial("max"), Partial("min"), Partial("avg")]
+    targets = [Replicate(), Shard(0), Shard(1)]
+    results = {}
+    for source, target in itertools.product(sources, targets):
+        tensor = _placed(mesh, [source], rank).redistribute(placements=[target])
+        results[f"{source} to {target}"] = [tensor.to_local(), tensor.full_tensor()]
+    return results
+
+
+def redistribute_in_two_dimensions(rank, world):
+    mesh, results = grid(world), {}
+    placements = [Replicate(), Shard(0), Shard(1), Partial()]
+    sources = list(itertools.product(placements, repeat=2))
+    targets = [pair for pair in sources if not any(placement.is_partial() for placement in pair)]
+    for source, target in itertools.product(sources, targets):
+        tensor = _placed(mesh, source, rank).redistribute(placements=target)
+        results[f"{source} to {target}"] = tensor.to_local()
+    return results
+
+
+def redistribute_asynchronously_and_backward(rank, world):
+    mesh = line(world)
+    local = numbers(rank, 6).view(2, 3).requires_grad_()
+    tensor = DTensor.from_local(local, mesh, [Shard(0)])
+    moved = tensor.redistribute(placements=[Shard(1)], async_op=True)
+    (moved * moved).to_local().sum().backward()
+    return [moved.to_local(), local.grad]
+
+
+def multiply(rank, world):
+    mesh, results = line(world), {}
+    left, right = torch.arange(24.0).view(4, 6) % 5, torch.arange(48.0).view(6, 8) % 7
+    for one, other in itertools.product([Replicate(), Shard(0), Shard(1)], repeat=2):
+        a = distribute_tensor(left, mesh, [one]).requires_grad_()
+        b = distribute_tensor(right, mesh, [other]).requires_grad_()
+        product = a @ b
+        whole = product.full_tensor()
+        whole.square().sum().backward()
+        results[f"{one} @ {other}"] = [str(product.placements), whole, a.grad.full_tensor(), b.grad.full_tensor()]
+    return results
+
+
+def operators(rank, world):
+    """Sums, norms, softmax, maxima, concatenations, indexing: what brings its own communication along."""
+    mesh = line(world)
+    tensor = distribute_tensor(torch.arange(64.0).view(8, 8) % 7, mesh, [Shard(0)])
+    other = distribute_tensor(torch.arange(64.0).view(8, 8) % 5, mesh, [Shard(1)])
+    results = [
+        tensor.sum(), tensor.mean(0), tensor.max(), tensor.amin(1), (tensor + other), tensor.softmax(0),
+        torch.cat([tensor, other], 1), tensor.t() @ tensor, tensor.var(), tensor.norm(), tensor.argmax(),
+        functional.layer_norm(tensor, [8]), tensor.sort(0).values,
+    ]  # fmt: skip
+    return [each.full_tensor() for each in results]
+
+
+def dealt_out(rank, world):
+    """A tensor that is to be distributed is that of rank 0, whatever the others hold; by default it is not even sent."""
+    every = ([Shard(0), Replicate()], [Replicate(), Shard(1)], [Shard(1), Shard(0)], [Replicate()] * 2)
+    mesh, tensor = grid(world), numbers(rank, 35).view(5, 7)
+    return [distribute_tensor(tensor, mesh, placements, src_data_rank=0).to_local() for placements in every]
+
+
+def module_distributed(rank, world):
+    def shard(name, module, mesh):
+        for key, parameter in module.named_parameters(recurse=False):
+            module.register_parameter(key, nn.Parameter(distribute_tensor(parameter, mesh, [Shard(0)])))
+
+    model = distribute_module(Block(), line(world), shard)
+    output = model(distribute_tensor(torch.ones(2, 8), line(world), [Replicate()]))
+    output.full_tensor().square().sum().backward()
+    return [output.full_tensor(), *[parameter.grad.full_tensor() for parameter in model.parameters()]]
+
+
+# -- tensor parallelism ------------------------------------------------------------------------------
+
+
+def _whole_gradients(model):
+    return {
+        name: (p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad.clone())
+        for name, p in model.named_parameters()
+    }
+
+
+def _steps(model, inputs, loss_of=lambda outputs: outputs.square().mean()):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = loss_of(model(inputs))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return [losses, _whole_gradients(model)]
+
+
+def columns_then_rows(rank, world):
+    torch.manual_seed(0)
+    model = parallelize_module(Block(), line(world), {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    inputs = torch.arange(24.0).view(3, 8) % 5 / 4
+    return _steps(model, inputs)
+
+
+def sequence_parallel(rank, world):
+    """Between the linear layers the sequence is what is sharded."""
+    torch.manual_seed(0)
+    plan = {
+        "norm": SequenceParallel(),
+        "up": ColwiseParallel(input_layouts=Shard(1)),
+        "down": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+    }
+    stack = nn.Sequential(Block(), Block())
+    mesh = line(world)
+    for block in stack:
+        parallelize_module(block, mesh, plan)
+        parallelize_module(block, mesh, PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Shard(1)))
+        parallelize_module(block, mesh, PrepareModuleOutput(output_layouts=Shard(1), desired_output_layouts=Shard(1)))
+    inputs = (torch.arange(2 * 8 * 8.0).view(2, 8, 8) % 5 / 4).chunk(world, 1)[rank]
+    return _steps(stack, inputs)
+
+
+def embeddings_in_parts(rank, world):
+    torch.manual_seed(0)
+    results = []
+    for style in (RowwiseParallel(input_layouts=Replicate()), ColwiseParallel(output_layouts=Replicate())):
+        model = nn.Sequential(nn.Embedding(12, 8), nn.Linear(8, 4))
+        parallelize_module(model, line(world), {"0": style})
+        results += _steps(model, torch.arange(9).view(3, 3) % 12)
+    return results
+
+
+def losses_in_parts(rank, world):
+    """The logits stay sharded over their classes, forward and backward."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 12))
+    parallelize_module(model, line(world), {"2": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)})
+    inputs, labels = torch.arange(40.0).view(5, 8) % 3, torch.tensor([0, 3, 11, 7, 5])
+    with loss_parallel():
+        return _steps(model, inputs, lambda logits: functional.cross_entropy(logits, labels))

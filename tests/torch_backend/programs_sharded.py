@@ -1,0 +1,199 @@
+"""Sharded training: FSDP2, hybrid sharding, FSDP1, and tensors parallel below them; run by the teams of conftest.py."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    StateDictType,
+    fully_shard,
+)
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn import functional
+from toys import Block, Tower, samples, state, train
+
+# -- FSDP2 -------------------------------------------------------------------------------------------
+
+
+def _sharded(model=None, **options):
+    model = model or Tower()
+    for block in model.blocks:
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
+def _trained(model, rank):
+    losses = train(model, rank, steps=4)
+    local = {name: list(p.to_local().shape) for name, p in model.named_parameters()}
+    return losses, state(model), local
+
+
+def fully_sharded(rank, world):
+    return _trained(_sharded(), rank)
+
+
+def kept_after_forward(rank, world):
+    return _trained(_sharded(reshard_after_forward=False), rank)
+
+
+def resharded_to_smaller_groups(rank, world):
+    """After the forward pass parameters lie in halves of the world, which gather them again for the backward pass."""
+    return _trained(_sharded(reshard_after_forward=2), rank)
+
+
+def mixed_precision(rank, world):
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    return _trained(_sharded(mp_policy=policy), rank)
+
+
+def mixed_precision_of_sums(rank, world):
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    return _trained(_sharded(mp_policy=policy), rank)
+
+
+def offloaded(rank, world):
+    return _trained(_sharded(offload_policy=CPUOffloadPolicy(pin_memory=False)), rank)
+
+
+def hybrid(rank, world):
+    """Sharded in one dimension of a mesh, replicated in the other."""
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+    return _trained(_sharded(mesh=mesh), rank)
+
+
+def other_reductions(rank, world):
+    """The gradients' factor is ours to choose, which makes it a sum instead of an average."""
+    model = _sharded()
+    for module in (*model.blocks, model):
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+    return _trained(model, rank)
+
+
+def accumulated(rank, world):
+    """Gradients are summed up unreduced, then reduced once."""
+    model = _sharded()
+    for step in range(3):
+        model.set_requires_gradient_sync(step == 2)
+        inputs, targets = samples(rank, step)
+        functional.mse_loss(model(inputs), targets).backward()
+    return {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+
+
+def clipped_norm(rank, world):
+    model = _sharded()
+    inputs, targets = samples(rank, 0)
+    functional.mse_loss(model(inputs), targets).backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    return norm.full_tensor(), {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+
+
+def whole_state(rank, world):
+    """The whole state, of model and optimizer, comes together on rank 0 and is dealt out to a new model."""
+    model = _sharded()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    before = train(model, rank, optimizer=optimizer)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True, broadcast_from_rank0=True)
+    whole, moments = (
+        get_model_state_dict(model, options=options),
+        get_optimizer_state_dict(model, optimizer, options=options),
+    )
+    other = _sharded(Tower(seed=1))
+    optimizer_of_other = torch.optim.Adam(other.parameters(), lr=0.01)
+    set_model_state_dict(other, whole if rank == 0 else {}, options=options)
+    set_optimizer_state_dict(other, optimizer_of_other, moments if rank == 0 else {}, options=options)
+    after = train(other, rank, steps=2, optimizer=optimizer_of_other)
+    return before, sorted(whole), state(other), after
+
+
+def above_tensor_parallel(rank, world):
+    """Two dimensions: tensors are parallel within a row and sharded among the rows."""
+    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("data", "tensor"))
+    model = Tower()
+    for block in model.blocks:
+        parallelize_module(block, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        fully_shard(block, mesh=mesh["data"])
+    fully_shard(model, mesh=mesh["data"])
+    return train(model, rank // 2, steps=4), state(model)
+
+
+# -- FSDP1 -------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _quietly():
+    """FSDP1 is deprecated, and says so in many places."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _wrapped(**options):
+    policy = ModuleWrapPolicy({Block})
+    return FullyShardedDataParallel(Tower(), auto_wrap_policy=policy, device_id=torch.device("cpu"), **options)
+
+
+def _trained_first_version(rank, **options):
+    with _quietly():
+        model = _wrapped(**options)
+        losses = train(model, rank)
+        with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+            return losses, {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def first_version(rank, world):
+    return _trained_first_version(rank)
+
+
+def first_version_of_original_parameters(rank, world):
+    return _trained_first_version(rank, use_orig_params=True)
+
+
+def first_version_strategies(rank, world):
+    strategies = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD)
+    return [_trained_first_version(rank, sharding_strategy=strategy) for strategy in strategies]
+
+
+def first_version_hybrid(rank, world):
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+    return _trained_first_version(rank, device_mesh=mesh, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
+
+
+def first_version_mixed_precision(rank, world):
+    precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    return _trained_first_version(rank, mixed_precision=precision)
+
+
+def first_version_sharded_state(rank, world):
+    with _quietly():
+        model = _wrapped(device_mesh=init_device_mesh("cpu", (world,)))
+        train(model, rank)
+        with FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+            return {name: value.full_tensor() for name, value in model.state_dict().items()}
+
+
+def first_version_clipped_norm(rank, world):
+    with _quietly():
+        model = _wrapped()
+        inputs, targets = samples(rank, 0)
+        functional.mse_loss(model(inputs), targets).backward()
+        norm = model.clip_grad_norm_(0.1)
+        with FullyShardedDataParallel.summon_full_params(model):
+            return norm, [parameter.clone() for parameter in model.parameters()], dist.get_backend() != ""

@@ -1,0 +1,34 @@
+"""Distributed checkpoints of stock torch over our groups: written by some ranks, read by others, of either back end."""
+
+from __future__ import annotations
+
+import pytest
+
+pytestmark = pytest.mark.processes
+MODULE = "programs_checkpoint"
+
+
+@pytest.mark.parametrize("how", ["save", "save_in_the_background"])
+@pytest.mark.parametrize("reader", ["as many", "others", "gloo"])
+def test_training_goes_on_where_it_was_saved(teams, transport, world, unlike_results, tmp_path, how, reader):
+    saved = teams[transport, world].run(MODULE, how, str(tmp_path / "checkpoint"))
+    readers = {
+        "as many": (transport, world),
+        "others": (transport, {2: 4, 4: 2}[world]),
+        "gloo": ("gloo", world),
+    }[reader]
+    for loaded in teams[readers].run(MODULE, "load", str(tmp_path / "checkpoint")):
+        assert not list(unlike_results(loaded, saved[0], close=True))
+
+
+def test_what_was_saved_over_gloo_is_read(teams, transport, world, unlike_results, tmp_path):
+    saved = teams["gloo", world].run(MODULE, "save", str(tmp_path / "checkpoint"))
+    for loaded in teams[transport, world].run(MODULE, "load", str(tmp_path / "checkpoint")):
+        assert not list(unlike_results(loaded, saved[0], close=True))
+
+
+@pytest.mark.parametrize("program", ["save_and_load_tensors", "save_and_load_replicas"])
+def test_same_as_over_gloo(teams, transport, world, unlike_results, tmp_path, program):
+    expected = teams["gloo", world].run(MODULE, program, str(tmp_path / "gloo"))
+    ours = teams[transport, world].run(MODULE, program, str(tmp_path / "ours"))
+    assert not list(unlike_results(ours, expected, close=world > 2))

@@ -1,0 +1,44 @@
+"""Every collective, send, receive and group of torch.distributed, against the same over gloo."""
+
+from __future__ import annotations
+
+import pytest
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "all_reduce_floats", "all_reduce_whole_numbers", "all_reduce_bools", "all_reduce_complex", "all_reduce_layouts",
+        "all_reduce_sparse", "all_reduce_coalesced", "coalescing_manager", "asynchronous", "futures", "broadcast",
+        "reduce", "gather", "scatter", "all_gather", "all_gather_into_tensor", "all_gather_coalesced", "reduce_scatter",
+        "reduce_scatter_tensor", "all_to_all_single", "all_to_all", "barriers", "objects",
+    ],
+)  # fmt: skip
+def test_collective(same_over_gloo, program):
+    same_over_gloo("programs_collectives", program)
+
+
+@pytest.mark.parametrize(
+    "program", ["send_and_receive", "tags", "same_tag_in_order", "from_any_source", "from_any_source_in_a_group",
+                "batches", "by_group_rank"],
+)  # fmt: skip
+def test_point_to_point(same_over_gloo, program):
+    same_over_gloo("programs_peers", program)
+
+
+@pytest.mark.parametrize(
+    "program", ["in_groups", "outside_a_group", "groups_of_one", "subgroups", "groups_made_locally",
+                "several_groups_at_once", "destroyed_in_any_order", "names"],
+)  # fmt: skip
+def test_groups(same_over_gloo, program):
+    same_over_gloo("programs_peers", program)
+
+
+@pytest.mark.parametrize(
+    "program", ["stacked_outputs", "further_dtypes", "scaled_sums", "bits_of_bools", "layouts", "beside_gloo",
+                "callbacks_that_block"],
+)  # fmt: skip
+def test_what_gloo_refuses(as_it_should_be, program):
+    as_it_should_be("programs_beyond_gloo", program)

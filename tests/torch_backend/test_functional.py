@@ -1,0 +1,37 @@
+"""Functional and compiled collectives of stock torch, against the same over gloo."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+pytestmark = pytest.mark.processes
+COMPILERS = ("c++", "g++", "clang++")
+NEEDS_COMPILER = pytest.mark.skipif(
+    not any(shutil.which(name) for name in COMPILERS),
+    reason=f"inductor needs a C++ compiler: none of {COMPILERS} is here",
+)
+
+
+@pytest.mark.parametrize(
+    "program", ["functional_reductions", "functional_exchanges", "functional_groups", "functional_autograd",
+                "differentiable_collectives"],
+)  # fmt: skip
+def test_eager(same_over_gloo, program):
+    same_over_gloo("programs_functional", program)
+
+
+@pytest.mark.parametrize("program", ["operators_with_outputs", "batches_of_operators"])
+def test_operators(same_over_gloo, program):
+    same_over_gloo("programs_functional", program)
+
+
+def test_compiled_ahead_of_time(same_over_gloo):
+    same_over_gloo("programs_functional", "compiled_ahead_of_time", patience=90.0)
+
+
+@NEEDS_COMPILER
+@pytest.mark.parametrize("program", ["compiled_by_inductor", "compiled_plain_names", "compiled_training"])
+def test_compiled_by_inductor(same_over_gloo, world, program):
+    same_over_gloo("programs_functional", program, close=world > 2, patience=90.0)

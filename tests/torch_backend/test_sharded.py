@@ -1,0 +1,53 @@
+"""Meshes, distributed tensors, tensor parallelism and sharded training of stock torch, against the same over gloo."""
+
+from __future__ import annotations
+
+import pytest
+
+pytestmark = pytest.mark.processes
+NARROW = 2e-2
+
+
+@pytest.mark.parametrize(
+    "program", ["mesh_of_one_dimension", "mesh_of_two_dimensions", "mesh_of_some_ranks", "mesh_from_a_group"]
+)
+def test_mesh(same_over_gloo, program):
+    same_over_gloo("programs_mesh", program)
+
+
+@pytest.mark.parametrize(
+    "program", ["redistribute", "redistribute_in_two_dimensions", "redistribute_asynchronously_and_backward",
+                "multiply", "dealt_out"],
+)  # fmt: skip
+def test_distributed_tensor(same_over_gloo, program):
+    same_over_gloo("programs_mesh", program)
+
+
+@pytest.mark.parametrize(
+    "program", ["operators", "module_distributed", "columns_then_rows", "sequence_parallel", "embeddings_in_parts",
+                "losses_in_parts"],
+)  # fmt: skip
+def test_tensor_parallel(same_over_gloo, world, program):
+    same_over_gloo("programs_mesh", program, close=world > 2)
+
+
+@pytest.mark.parametrize(
+    "program", ["fully_sharded", "kept_after_forward", "resharded_to_smaller_groups", "mixed_precision", "offloaded",
+                "hybrid", "other_reductions", "accumulated", "clipped_norm", "whole_state", "above_tensor_parallel"],
+)  # fmt: skip
+def test_second_version(same_over_gloo, world, program):
+    same_over_gloo("programs_sharded", program, close=world > 2)
+
+
+@pytest.mark.parametrize(
+    "program", ["first_version", "first_version_of_original_parameters", "first_version_strategies",
+                "first_version_hybrid", "first_version_mixed_precision", "first_version_sharded_state",
+                "first_version_clipped_norm"],
+)  # fmt: skip
+def test_first_version(same_over_gloo, world, program):
+    same_over_gloo("programs_sharded", program, close=world > 2)
+
+
+def test_sums_of_narrow_floats(same_over_gloo):
+    """Narrow floats are rounded after every addition by gloo, and once by us."""
+    same_over_gloo("programs_sharded", "mixed_precision_of_sums", close=NARROW)
