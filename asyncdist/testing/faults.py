@@ -1,8 +1,12 @@
-"""Bad networks and bad peers, on purpose: a proxy that delays, clogs and cuts, and a peer that says what it likes.
+"""Bad networks, bad peers and bad moments: a proxy that delays, clogs and cuts, a peer that says what it likes, a
+cancellation at any step.
 
     with proxied_world(2) as world:                       # every connection goes through a proxy of its own
         world.proxies[0, 1].cut_after(1000)               # what rank 0 writes to rank 1
         await world.groups[0].all_reduce(tensor)          # raises PeerLostError
+
+    for number in itertools.count():                      # until it is over before it would be cancelled
+        task = asyncio.ensure_future(cancelled_at(number, coroutine()))
 
 Processes that are killed and frozen: `asyncdist.testing.processes`.
 """
@@ -17,15 +21,18 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+import types
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from asyncdist import registry
 from asyncdist.config import Config
 from asyncdist.group import Group
 from asyncdist.handshake import Handshake, dial
 from asyncdist.mesh import Mesh
+
+T = TypeVar("T")
 
 PATIENCE = 20.0
 """Seconds after which waiting for a proxy or a peer is an error."""
@@ -280,3 +287,29 @@ def impostor(address: tuple[str, int], world_id: str, rank: int, token: str | No
         sock.close()
         raise
     return sock
+
+
+# -- bad moments ----------------------------------------------------------------------------------
+
+
+@types.coroutine
+def cancelled_at(number: int, coroutine: Coroutine[Any, Any, T]) -> Generator[Any, Any, T]:
+    """Await a coroutine in a task that is cancelled when it suspends for the ``number``-th time, from 0 on."""
+    resume: Callable[[Any], Any] = coroutine.send
+    value: Any = None
+    suspended = 0
+    while True:
+        try:
+            future = resume(value)
+        except StopIteration as over:
+            result: T = over.value
+            return result
+        if suspended == number:
+            task = asyncio.current_task()
+            assert task is not None
+            task.cancel()
+        suspended += 1
+        try:
+            resume, value = coroutine.send, (yield future)
+        except BaseException as thrown:
+            resume, value = coroutine.throw, thrown

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import types
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ import asyncdist
 from asyncdist.errors import RendezvousError, WaitTimeoutError
 from asyncdist.store import HashStore
 from asyncdist.testing.cluster import world_of
+from asyncdist.testing.faults import cancelled_at
 
 PATIENCE = 20.0
 
@@ -21,23 +21,6 @@ async def steps(count):
     """Let the loop turn ``count`` times."""
     for _ in range(count):
         await asyncio.sleep(0)
-
-
-@types.coroutine
-def cancelled_at(number, coroutine):
-    """Await a coroutine in a task that is cancelled when it suspends for the ``number``-th time, from 0 on."""
-    resume, value = coroutine.send, None
-    for suspended in itertools.count():
-        try:
-            future = resume(value)
-        except StopIteration as over:
-            return over.value
-        if suspended == number:
-            asyncio.current_task().cancel()
-        try:
-            resume, value = coroutine.send, (yield future)
-        except BaseException as thrown:
-            resume, value = coroutine.throw, thrown
 
 
 async def use(rank, ready=None, **where):

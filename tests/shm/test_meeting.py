@@ -14,6 +14,7 @@ import torch
 from asyncdist.arena import arena
 from asyncdist.store import HashStore
 from asyncdist.testing.cluster import world_of
+from asyncdist.testing.faults import cancelled_at
 from asyncdist.world import open_world
 from asyncdist_transports.shm import meeting
 from asyncdist_transports.shm.meeting import Porch, out_of_reach
@@ -81,25 +82,9 @@ def test_who_is_out_of_reach():
     assert "namespace" in out_of_reach(own, {**own, "net": 2, "pids": 2})
 
 
-@types.coroutine
-def cancelled_at(number, coroutine):
-    """Await a coroutine in a task that is cancelled when it suspends for the ``number``-th time, from 0 on."""
-    resume, value = coroutine.send, None
-    for suspended in itertools.count():
-        try:
-            future = resume(value)
-        except StopIteration as over:
-            return over.value
-        if suspended == number:
-            asyncio.current_task().cancel()
-        try:
-            resume, value = coroutine.send, (yield future)
-        except BaseException as thrown:
-            resume, value = coroutine.throw, thrown
-
-
 @pytest.mark.parametrize("victim", [0, 1])
-async def test_opening_that_is_cancelled_at_any_step_leaves_no_socket_and_no_memory(victim):
+async def test_opening_that_is_cancelled_at_any_step_leaves_no_socket_and_no_memory(monkeypatch, victim):
+    monkeypatch.setattr("asyncdist_transports.shm.transport._PATIENCE", 1.0)
     used = arena().used_nbytes
     for number in itertools.count():
         where = {"backend": "shm", "store": HashStore(), "world_size": 2, "timeout": 20}
