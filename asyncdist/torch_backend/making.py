@@ -6,10 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as torch_distributed
+from torch.distributed import distributed_c10d
 
 from asyncdist.runtime import runtime
 from asyncdist.torch_backend.process_group import NAME, ProcessGroup
 from asyncdist.world import World, open_world
+
+c10d: Any = distributed_c10d
 
 
 def register() -> None:
@@ -17,6 +20,11 @@ def register() -> None:
     backends: Any = torch_distributed.Backend
     if NAME.upper() not in backends._plugins:
         backends.register_backend(NAME, make, extended_api=True, devices=["cpu"])
+    # torch 2.15 hooks its flight recorder into groups whose back end keeps none. We keep one, and a group that is a Python
+    # object cannot take the hook.
+    recording = getattr(c10d, "_FR_SELF_RECORDING_BACKENDS", None)
+    if recording is not None:
+        c10d._FR_SELF_RECORDING_BACKENDS = {*recording, NAME}
 
 
 def make(opts: Any, pg_options: object = None) -> ProcessGroup:
