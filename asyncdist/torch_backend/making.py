@@ -8,6 +8,8 @@ from typing import Any
 import torch.distributed as torch_distributed
 from torch.distributed import distributed_c10d
 
+from asyncdist.ddp.reducer import has_free_cores
+from asyncdist.group import Group
 from asyncdist.runtime import runtime
 from asyncdist.torch_backend.process_group import NAME, ProcessGroup
 from asyncdist.world import World, open_world
@@ -45,13 +47,20 @@ def make(opts: Any, pg_options: object = None) -> ProcessGroup:
             name=opts.group_id or "",
         )
     )
-    return ProcessGroup(world.group, world)
+    return _coat_of(world.group, world)
 
 
 def _part_of(world: World, ranks: Sequence[int], opts: Any) -> ProcessGroup:
     group = world.new_group(ranks, opts.group_id, opts.timeout)
     assert group is not None, "torch asks members only"
-    return ProcessGroup(group, None)
+    return _coat_of(group, None)
+
+
+def _coat_of(group: Group, world: World | None) -> ProcessGroup:
+    # Whoever else went on with an operation in shared memory would take the core of the very thread that called, which
+    # mostly waits soon: DDP when its last bucket is full, functional collectives when the result is used.
+    group.patient = not has_free_cores(group.mesh.ways.here)
+    return ProcessGroup(group, world)
 
 
 def _default_world() -> World | None:

@@ -128,6 +128,11 @@ class ProcessGroup(torch_distributed.ProcessGroup):
         into = outputs[0] if outputs else None
         return self._run(self.group.gather, into or [], opts, _single(inputs), into, opts.rootRank)
 
+    def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = _UNSET) -> Work:
+        at_root = opts.rootRank == self.group.rank()
+        into = list(output.view(self.group.size(), *input.shape)) if at_root else None
+        return self._run(self.group.gather, [output], opts, input, into, opts.rootRank)
+
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = _UNSET) -> Work:
         source = inputs[0] if inputs else None
         return self._run(self.group.scatter, outputs, opts, _single(outputs), source, opts.rootRank)
@@ -232,16 +237,17 @@ class ProcessGroup(torch_distributed.ProcessGroup):
         return f"<asyncdist {self.group!r}>"
 
 
-# What torch calls the same methods before 2.13, and from C++.
-_OLD_NAMES = {
+# What torch calls the same methods before 2.13, from C++, and by its own latest names.
+_OTHER_NAMES = {
+    "gather_into_tensor": "gather_single",
     "_allgather_base": "all_gather_single",
     "_reduce_scatter_base": "reduce_scatter_single",
     "allgather_into_tensor_coalesced": "all_gather_single_coalesced",
     "reduce_scatter_tensor_coalesced": "reduce_scatter_single_coalesced",
     "alltoall_base": "all_to_all_single",
 }
-for _old, _new in _OLD_NAMES.items():
-    setattr(ProcessGroup, _old, getattr(ProcessGroup, _new))
+for _other, _name in _OTHER_NAMES.items():
+    setattr(ProcessGroup, _other, getattr(ProcessGroup, _name))
 
 
 def _listed(tensors: Tensors | torch.Tensor) -> Tensors:
