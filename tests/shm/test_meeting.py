@@ -82,23 +82,25 @@ def test_who_is_out_of_reach():
     assert "namespace" in out_of_reach(own, {**own, "net": 2, "pids": 2})
 
 
+async def come_and_go(rank, **where):
+    world = await open_world(rank=rank, **where)
+    await world.close()
+    return "came and went"
+
+
 @pytest.mark.parametrize("victim", [0, 1])
-async def test_opening_that_is_cancelled_at_any_step_leaves_no_socket_and_no_memory(monkeypatch, victim):
-    monkeypatch.setattr("asyncdist_transports.shm.transport._PATIENCE", 1.0)
+async def test_opening_that_is_cancelled_at_any_step_leaves_no_socket_and_no_memory(victim):
     used = arena().used_nbytes
     for number in itertools.count():
         where = {"backend": "shm", "store": HashStore(), "world_size": 2, "timeout": 20}
-        other = asyncio.ensure_future(open_world(rank=1 - victim, **where))
-        opening = asyncio.ensure_future(cancelled_at(number, open_world(rank=victim, **where)))
-        await asyncio.wait([opening])
-        if not opening.cancelled():
-            worlds = [opening.result(), await other]
-            await asyncio.gather(*(world.close() for world in worlds))
+        other = asyncio.ensure_future(come_and_go(1 - victim, **where))
+        coming = asyncio.ensure_future(cancelled_at(number, come_and_go(victim, **where)))
+        await asyncio.wait([coming])
+        if not coming.cancelled():
+            assert [coming.result(), await other] == ["came and went"] * 2
             break
         other.cancel()
-        for ended in await asyncio.gather(other, return_exceptions=True):
-            if not isinstance(ended, BaseException):
-                await ended.close()
+        await asyncio.wait([other])
     assert number > 4
     assert arena().used_nbytes == used
 
