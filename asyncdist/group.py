@@ -77,6 +77,8 @@ class Group:
         )  # fmt: skip
         self._known: dict[Any, reductions.Known] = {}  # by dtype, shape and reduction
         self._closed = False
+        self.patient = False
+        """Whether what may go on by itself waits for its peers at the call as long as one spins, off any event loop."""
         self.world: Any = None
         mesh.progress.submit(self._open)
 
@@ -168,7 +170,8 @@ class Group:
         """Run a native schedule here and now if its peers are there; make an operation of it if they are not."""
         channel = self._channel
         try:
-            if channel.error is None and self.mesh.progress.attempt(schedule, wait=not background):
+            wait = not background or (self.patient and _get_running_loop() is None)
+            if channel.error is None and self.mesh.progress.attempt(schedule, wait=wait):
                 channel.count(entry.seq)
                 value = plan.finish() if plan.finish is not None else None
                 entry.finished = perf_counter()
@@ -224,7 +227,8 @@ class Group:
         self.mesh.recorder.add(entry)
         schedule = known.start(number, tensor)
         try:
-            if self._channel.error is None and self.mesh.progress.attempt(schedule, wait=not background):
+            wait = not background or (self.patient and _get_running_loop() is None)
+            if self._channel.error is None and self.mesh.progress.attempt(schedule, wait=wait):
                 self._channel.count(number)
                 entry.finished = perf_counter()
                 return completed(tensor)

@@ -71,12 +71,15 @@ class Ways:
             "start every rank with the same backend"
         )
 
+    @property
+    def here(self) -> int:
+        """How many ranks there are on this host: those who can share memory; where nobody has tried, it may be all."""
+        return max((len(tried[self._rank]) + 1 for tried in self._tried.values()), default=len(self._addresses))
+
     def spin(self) -> tuple[float, bool]:
         """Return for how many seconds one who waits had better try on, and whether peers need our core meanwhile."""
         ways = {self.to(peer) for peer in range(len(self._addresses)) if peer != self._rank}
-        # Who can share memory is on this host; where nobody has tried, everybody may be.
-        here = max((len(tried[self._rank]) + 1 for tried in self._tried.values()), default=len(self._addresses))
-        waits = [way.spin(here) for way in ways if way is not None]
+        waits = [way.spin(self.here) for way in ways if way is not None]
         return min((spin for spin, _ in waits), default=0.0), any(crowded for _, crowded in waits)
 
     def _joined(self, name: str, rank: int, peer: int) -> bool:

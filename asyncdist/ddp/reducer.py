@@ -93,7 +93,7 @@ class Bucket:
             offset += parameters[member].numel()
 
 
-def _has_free_cores(ranks: int) -> bool:
+def has_free_cores(ranks: int) -> bool:
     """Say whether a core is left on this machine when each of its ranks computes.
 
     Over shared memory an all-reduce is the processor's work. Where it has to take a core from backward, nothing is won
@@ -130,7 +130,7 @@ class Reducer:
         self._parameters = [parameter for _, parameter in named]
         self._limits = limits
         self._as_view = gradient_as_bucket_view
-        self._overlaps = not group.shares_memory or _has_free_cores(group.size())
+        self._overlaps = not group.shares_memory or has_free_cores(group.size())
         self._lock = threading.Lock()  # models spread over devices have a backward thread for each
         self._step: StepTimes | None = None
         self._arrived: list[int] = []  # parameters of this backward in the order in which their gradients came

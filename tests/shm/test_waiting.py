@@ -120,6 +120,24 @@ async def test_who_awaits_gives_the_loop_its_turn_in_the_middle_of_what_goes_on_
         assert zero.mesh.progress.attempt(schedule, wait=True)  # who blocks has nothing else to do
 
 
+async def test_a_patient_group_waits_at_the_call_for_what_goes_on_by_itself_but_never_on_a_loop():
+    async with world_of(2, transport="shm") as (zero, one):
+        zero.patient = True
+        zero.mesh.progress.spin_for(0.3, 0.0, crowded=False)
+
+        def seconds():
+            before = time.monotonic()
+            works.append(zero.all_reduce(torch.ones(3)))
+            return time.monotonic() - before
+
+        works = []
+        assert seconds() < 0.2
+        await asyncio.gather(one.all_reduce(torch.ones(3)), *works)
+        assert await asyncio.to_thread(seconds) >= 0.3
+        assert not works[1].is_completed()  # its peer has not come: it goes on by itself
+        await asyncio.gather(one.all_reduce(torch.ones(3)), *works)
+
+
 def test_ranks_of_one_process_do_not_spin():
     assert run_ranks(2, lambda group: shm_of(group).spin(2)[0], transport="shm") == [0.0, 0.0]
 
