@@ -38,9 +38,8 @@ class Change(IntEnum):
     END = 6
 
 
-# Keys of torch's clients are any bytes, and so text with surrogates here.
 def _packer() -> msgpack.Packer:
-    return msgpack.Packer(use_bin_type=True, autoreset=False, unicode_errors="surrogateescape")
+    return msgpack.Packer(use_bin_type=True, autoreset=False)
 
 
 class Book:
@@ -118,7 +117,7 @@ class Book:
 
 def replay(body: bytes, contents: Contents) -> bool:
     """Make the changes of one frame; return whether they end a snapshot. Raises ProtocolError for what are none."""
-    unpacker = msgpack.Unpacker(max_buffer_size=len(body) + 1, unicode_errors="surrogateescape")
+    unpacker = msgpack.Unpacker(max_buffer_size=len(body) + 1)
     unpacker.feed(body)
     values, ended = contents.values, False
     try:

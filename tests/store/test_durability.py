@@ -1,0 +1,277 @@
+"""A server that keeps what it holds: nothing is acknowledged before it is on disk, and nobody waits longer than that."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from asyncdist.config import Config
+from asyncdist.errors import JournalError, StoreConnectionError, StoreError
+from asyncdist.store import AsyncStore, StoreServer
+from asyncdist.store.c10d_wire import Code
+from asyncdist.store.durability import Fsync
+from asyncdist.store.journal import Journal
+from asyncdist.store.operations import Op
+from asyncdist.testing.c10d import Peer
+
+TOKEN = "a token for tests"
+LONG = 10.0
+CONFIG = Config(store_max_value_nbytes=1 << 20)
+
+Eventually = Callable[[Callable[[], object]], Awaitable[None]]
+
+
+@asynccontextmanager
+async def served(
+    folder: Path, fsync: Fsync = Fsync.ALWAYS, config: Config = CONFIG
+) -> AsyncIterator[tuple[StoreServer, AsyncStore]]:
+    server = await StoreServer.start("127.0.0.1", 0, token=TOKEN, config=config, data=folder, fsync=fsync)
+    store = await AsyncStore.connect("127.0.0.1", server.port, token=TOKEN, timeout=LONG)
+    try:
+        yield server, store
+    finally:
+        await store.close()
+        await server.close()
+
+
+class Disk:
+    """A disk that stands still until it is told to go on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.syncs = 0
+        self._go, real = threading.Event(), Journal.sync
+        self._go.set()
+
+        def sync(journal: Journal) -> None:
+            self.syncs += 1
+            assert self._go.wait(LONG)
+            real(journal)
+
+        monkeypatch.setattr(Journal, "sync", sync)
+
+    def stop(self) -> None:
+        self._go.clear()
+
+    def go_on(self) -> None:
+        self._go.set()
+
+
+@pytest.fixture
+def disk(monkeypatch) -> Disk:
+    return Disk(monkeypatch)
+
+
+@pytest.mark.parametrize("fsync", list(Fsync))
+async def test_a_server_comes_back_with_what_it_held(tmp_path, fsync):
+    async with served(tmp_path, fsync) as (_, store):
+        await store.multi_set(["a", "b", "gone"], [b"1", b"2", b"3"])
+        assert await store.add("n", 40) == 40
+        assert await store.compare_set("a", b"1", b"one") == b"one"
+        await store.append("b", b"+")
+        assert await store.delete_key("gone")
+        for item in (b"first", b"second", b"third"):
+            await store.queue_push("q", item)
+        assert await store.queue_pop("q") == b"first"
+        await store.barrier("together", 1)
+    async with served(tmp_path, fsync) as (_, store):
+        assert await store.multi_get(["a", "b", "n", "together"]) == [b"one", b"2+", b"40", b"1"]
+        assert await store.add("n", 2) == 42
+        assert await store.num_keys() == 4
+        assert [await store.queue_pop("q") for _ in range(2)] == [b"second", b"third"]
+        assert await store.queue_len("q") == 0
+        await store.queue_push("q", b"fourth")
+    async with served(tmp_path, fsync) as (_, store):
+        assert await store.queue_pop("q") == b"fourth"
+
+
+async def test_an_item_that_nobody_confirmed_is_there_again(tmp_path, eventually: Eventually):
+    async with served(tmp_path) as (server, store):
+        for item in (b"first", b"second"):
+            await store.queue_push("q", item)
+        popped = server.state.execute("one who dies", 1, Op.QUEUE_POP, ("q", False))
+        assert popped[0].value == b"first"
+        assert await store.queue_pop("q") == b"second"
+        await eventually(lambda: server.state.contents().queues["q"] == {1: b"first"})
+    async with served(tmp_path) as (_, store):
+        assert await store.queue_pop("q", block=False) == b"first"
+        with pytest.raises(StoreError, match="is empty"):
+            await store.queue_pop("q", block=False)
+
+
+async def test_what_torchs_clients_store_is_kept_too(tmp_path):
+    def write(port: int) -> None:
+        with Peer(port) as peer:
+            peer.ask(Code.SET, b"\x80 no text", b"value")
+            assert peer.ask(Code.ADD, b"n", 3) == 3
+            peer.ask(Code.QUEUE_PUSH, b"q", b"item")
+            peer.ask(Code.QUEUE_PUSH, b"q", b"other")
+            assert peer.ask(Code.QUEUE_POP, b"q") == (2, b"item")
+
+    def read(port: int) -> None:
+        with Peer(port) as peer:
+            assert peer.ask(Code.GET, b"\x80 no text") == b"value"
+            assert peer.ask(Code.ADD, b"n", 1) == 4
+            assert peer.ask(Code.QUEUE_POP, b"q") == (1, b"other")
+
+    async with served(tmp_path) as (server, _):
+        await asyncio.to_thread(write, server.port)
+    async with served(tmp_path) as (server, _):
+        await asyncio.to_thread(read, server.port)
+
+
+# -- group commit -----------------------------------------------------------------------------------
+
+
+async def test_no_reply_gets_out_before_the_disk_has_it(tmp_path, disk, eventually: Eventually):
+    async with served(tmp_path) as (server, store):
+        other = await AsyncStore.connect("127.0.0.1", server.port, token=TOKEN, timeout=LONG)
+        await store.set("old", b"value")
+        disk.stop()
+        before = disk.syncs
+        answers = [asyncio.ensure_future(store.set("k", b"v"))]
+        await eventually(lambda: disk.syncs > before)
+        # Everything is executed meanwhile, for others too; what they would be told of is not safe yet.
+        answers += [asyncio.ensure_future(other.add("n", 1)) for _ in range(50)]
+        answers.append(asyncio.ensure_future(other.get("k")))
+        await eventually(lambda: server.state.peek("n") == b"50")
+        assert not any(answer.done() for answer in answers)
+        disk.go_on()
+        assert await asyncio.gather(*answers) == [None, *range(1, 51), b"v"]
+        assert disk.syncs == before + 2  # one for the first, one for all fifty
+        await other.close()
+
+
+async def test_who_only_reads_waits_for_no_disk_when_all_is_there(tmp_path, disk):
+    async with served(tmp_path) as (_, store):
+        await store.set("k", b"v")
+        disk.stop()
+        assert await store.get("k") == b"v"
+        assert await store.check(["absent"]) is False
+        disk.go_on()
+
+
+@pytest.mark.parametrize("fsync", [Fsync.INTERVAL, Fsync.NEVER])
+async def test_the_other_policies_wait_for_no_disk(tmp_path, disk, monkeypatch, fsync, eventually: Eventually):
+    monkeypatch.setattr("asyncdist.store.durability.INTERVAL", 0.01)
+    async with served(tmp_path, fsync) as (_, store):
+        disk.stop()
+        for number in range(100):
+            assert await store.add("n", 1) == number + 1
+        if fsync is Fsync.INTERVAL:
+            await eventually(lambda: disk.syncs > 0)
+            assert await store.add("n", 1) == 101  # also while the disk is busy
+        else:
+            assert disk.syncs == 0
+        disk.go_on()
+
+
+async def test_replies_that_wait_are_not_kept_without_limit(tmp_path, disk, eventually: Eventually):
+    async with served(tmp_path) as (server, store):
+        await store.set("large", b"v" * (1 << 20))
+        disk.stop()
+        before = disk.syncs
+        first = asyncio.ensure_future(store.set("k", b"v"))
+        await eventually(lambda: disk.syncs > before)
+        gets = [asyncio.ensure_future(store.get("large")) for _ in range(300)]
+        (connection,) = server._connections
+        await eventually(lambda: connection._held_nbytes)
+        assert await asyncio.wait_for(asyncio.sleep(0.05, "the loop turns"), LONG)
+        assert connection._held_nbytes < 3 << 20  # one reply beyond the limit
+        disk.go_on()
+        await first
+        assert {len(value) for value in await asyncio.gather(*gets)} == {1 << 20}
+
+
+async def test_nobody_is_read_from_while_the_disk_cannot_keep_up(tmp_path, disk, monkeypatch, eventually: Eventually):
+    monkeypatch.setattr("asyncdist.store.durability.PENDING_NBYTES", 1 << 20)
+    monkeypatch.setattr("asyncdist.store.durability.LOOK", 0.001)
+    async with served(tmp_path) as (server, _):
+        peer = await asyncio.to_thread(Peer, server.port)
+        disk.stop()
+        peer.send(Code.SET, b"k", b"v")
+        await eventually(lambda: disk.syncs)
+
+        def flood() -> bytes:
+            for number in range(200):
+                peer.send(Code.SET, b"%d" % number, b"v" * (1 << 18))  # which has no reply
+            return peer.ask(Code.GET, b"199")
+
+        flooding = asyncio.ensure_future(asyncio.to_thread(flood))
+        await eventually(lambda: server.durability._choked)
+        assert not flooding.done()
+        disk.go_on()
+        assert await flooding == b"v" * (1 << 18)
+        peer.close()
+
+
+async def test_a_disk_that_fails_ends_it_and_nothing_more_is_acknowledged(tmp_path, monkeypatch, caplog):
+    async with served(tmp_path) as (server, store):
+        await store.set("k", b"acknowledged")
+
+        def full(journal: Journal, body: bytes, *, sync: bool) -> None:
+            raise OSError(28, "No space left on device")
+
+        with monkeypatch.context() as broken:
+            broken.setattr(Journal, "commit", full)
+            with pytest.raises(StoreConnectionError):
+                await store.set("k", b"lost")
+        with pytest.raises(JournalError, match=r"cannot be written .No space left on device.*acknowledged so far"):
+            await server.durability.failure
+    async with served(tmp_path) as (_, store):
+        assert await store.get("k") == b"acknowledged"
+
+
+# -- compaction -------------------------------------------------------------------------------------
+
+
+async def test_the_log_is_compacted_while_it_is_written(tmp_path, eventually: Eventually):
+    config = CONFIG.with_(store_compact_nbytes=20_000)
+    async with served(tmp_path, config=config) as (server, store):
+        await store.queue_push("q", b"item")
+        for number in range(20):
+            await asyncio.gather(*(store.set(f"k{place}", b"%d" % number * 10) for place in range(100)))
+        await eventually(lambda: (tmp_path / "lock").exists() and not (tmp_path / "log-1").exists())
+        assert server.durability.journal.nbytes < 100_000
+    async with served(tmp_path, config=config) as (_, store):
+        keys = [f"k{place}" for place in range(100)]
+        assert await store.multi_get(keys) == [b"19" * 10] * 100
+        assert await store.queue_pop("q", block=False) == b"item"
+
+
+# -- draining ---------------------------------------------------------------------------------------
+
+
+async def test_draining_sends_what_waits_for_the_disk(tmp_path, disk, eventually: Eventually):
+    async with served(tmp_path) as (server, store):
+        disk.stop()
+        answer = asyncio.ensure_future(store.add("n", 7))
+        await eventually(lambda: disk.syncs)
+        draining = asyncio.ensure_future(server.drain(LONG))
+        await eventually(lambda: _refuses(server.port))
+        disk.go_on()
+        assert await answer == 7
+        await draining
+        assert server.num_connections == 0
+
+
+def _refuses(port: int) -> bool:
+    with socket.socket() as sock:
+        return sock.connect_ex(("127.0.0.1", port)) != 0
+
+
+async def test_draining_gives_up_on_who_does_not_read(tmp_path, eventually: Eventually):
+    async with served(tmp_path) as (server, store):
+        await store.set("large", b"v" * (1 << 20))
+        peer = await asyncio.to_thread(Peer, server.port)
+        for _ in range(50):
+            peer.send(Code.GET, b"/large")
+        await eventually(lambda: any(each._deaf for each in server._connections))
+        await server.drain(0.05)
+        assert server.num_connections == 1
+        peer.close()

@@ -1,0 +1,311 @@
+"""A store's data on disk: what was committed is there, what was cut short is cut off, what is damaged is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncdist.errors import JournalError, ProtocolError
+from asyncdist.store import log
+from asyncdist.store.changes import Book, replay, snapshot
+from asyncdist.store.entries import Contents
+from asyncdist.store.journal import Journal
+from asyncdist.store.operations import Op
+from asyncdist.store.state import StoreState
+
+MANY = 1 << 30
+BODIES = [b"\x93\x01\xa1a\xc4\x01" + bytes([number]) for number in range(4)]  # set a to 0, 1, 2, 3
+
+
+def kept_state(max_nbytes: int = 0) -> tuple[StoreState, Book]:
+    state = StoreState()
+    state.ledger = book = Book(max_nbytes=max_nbytes, wake=lambda: None)
+    return state, book
+
+
+def opened(folder: Path, compact_nbytes: int = MANY) -> tuple[Journal, Contents]:
+    journal = Journal(folder, compact_nbytes=compact_nbytes)
+    assert journal.contents is not None
+    return journal, journal.contents
+
+
+def written(folder: Path, bodies: list[bytes] = BODIES) -> list[int]:
+    """Commit some frames; return the log's length before each, and at the end."""
+    journal, _ = opened(folder)
+    ends = []
+    for body in bodies:
+        ends.append((folder / "log-1").stat().st_size)
+        journal.commit(body, sync=False)
+    journal.close()
+    return [*ends, (folder / "log-1").stat().st_size]
+
+
+# -- changes ----------------------------------------------------------------------------------------
+
+KEYS = st.sampled_from(["a", "b", "c", "\0\x80"])
+BYTES = st.binary(max_size=5)
+REQUESTS = st.one_of(
+    st.tuples(st.sampled_from([Op.SET, Op.APPEND, Op.QUEUE_PUSH]), KEYS, BYTES),
+    st.tuples(st.just(Op.ADD), st.just("n"), st.integers(-5, 5)),
+    st.tuples(st.just(Op.COMPARE_SET), KEYS, BYTES, BYTES),
+    st.tuples(st.just(Op.DELETE_KEY), KEYS),
+    st.tuples(st.just(Op.MULTI_SET), st.just(["a", "b"]), st.tuples(BYTES, BYTES).map(list)),
+    st.tuples(st.just(Op.QUEUE_POP), KEYS, st.booleans()),
+    st.tuples(st.just(Op.CONFIRM), st.integers(1, 40)),
+    st.tuples(st.just(Op.CANCEL), st.integers(1, 40)),
+    st.tuples(st.just(Op.BARRIER), st.just("barrier"), st.just(2)),
+    st.tuples(st.just(Op.LEAVE)),
+)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["one", "two"]), REQUESTS), max_size=40), st.integers(0, 40))
+def test_the_changes_of_any_requests_make_the_same_store(requests, compacted):
+    state, book = kept_state()
+    contents = Contents()
+    for number, (client, (op, *args)) in enumerate(requests, 1):
+        if number == compacted:  # a snapshot, and what follows it
+            replay(book.take(), contents)
+            contents = Contents()
+            ended = [replay(body, contents) for body in snapshot(state.contents())]
+            assert ended == [False] * (len(ended) - 1) + [True]
+        state.execute(client, number, op, tuple(args))
+    replay(book.take(), contents)
+    assert contents == state.contents()
+    counted = Book()
+    counted.open(contents)
+    assert counted.nbytes == book.nbytes
+
+    again = StoreState()
+    again.restore(contents)
+    for client in ("one", "two"):  # whom a server that comes back does not know
+        state.leave(client)
+    assert again.contents() == state.contents()
+
+
+@given(st.binary(max_size=60))
+def test_bytes_that_are_no_changes_are_refused(body):
+    with contextlib.suppress(ProtocolError):
+        replay(body, Contents())
+
+
+def test_a_store_that_is_full_refuses_what_adds_and_takes_what_does_not():
+    state, book = kept_state(max_nbytes=1000)
+    assert state.execute("c", 1, Op.SET, ("k", b"v" * 500))[0].value is None
+    for number, (op, *args) in enumerate(
+        [(Op.SET, "l", b"v" * 500), (Op.APPEND, "k", b"v" * 500), (Op.QUEUE_PUSH, "q", b"v" * 500),
+         (Op.MULTI_SET, ["l", "m"], [b"v" * 200, b"v" * 200])], 2
+    ):  # fmt: skip
+        (reply,) = state.execute("c", number, op, tuple(args))
+        assert "the store holds 601 bytes and takes 1000" in reply.value[1]
+    before = book.nbytes
+    assert state.execute("c", 8, Op.SET, ("k", b"w" * 500))[0].value is None
+    assert book.nbytes == before
+    assert state.execute("c", 9, Op.DELETE_KEY, ("k",))[0].value is True
+    assert book.nbytes == 0
+    assert state.execute("c", 10, Op.SET, ("l", b"v" * 500))[0].value is None
+
+
+# -- files ------------------------------------------------------------------------------------------
+
+
+def test_what_was_committed_is_there_again(tmp_path):
+    written(tmp_path / "data")
+    journal, contents = opened(tmp_path / "data")
+    assert contents.values == {"a": b"\3"}
+    journal.commit(b"\x93\x01\xa1b\xc4\x01v", sync=True)
+    journal.close()
+    journal, contents = opened(tmp_path / "data")
+    assert contents.values == {"a": b"\3", "b": b"v"}
+    journal.close()
+
+
+def test_a_log_cut_anywhere_holds_the_frames_before(tmp_path, caplog):
+    ends = written(tmp_path / "whole")
+    content = (tmp_path / "whole" / "log-1").read_bytes()
+    for nbytes in range(len(content) + 1):
+        folder = tmp_path / str(nbytes)
+        folder.mkdir()
+        (folder / "log-1").write_bytes(content[:nbytes])
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            journal, contents = opened(folder)
+        whole = max([end for end in ends if end <= nbytes], default=0)
+        expected = {"a": bytes([ends.index(whole) - 1])} if whole > ends[0] else {}
+        assert contents.values == expected
+        if whole and whole != nbytes:
+            assert f"cut {nbytes - whole} bytes off {folder}/log-1 at offset {whole}" in caplog.text
+        journal.commit(b"\x93\x01\xa1b\xc4\x01v", sync=False)
+        journal.close()
+        journal, contents = opened(folder)  # what follows the cut is whole
+        assert contents.values == {**expected, "b": b"v"}
+        journal.close()
+        shutil.rmtree(folder)
+
+
+def test_a_damaged_byte_is_refused_with_its_place(tmp_path):
+    ends = written(tmp_path / "whole")
+    content = (tmp_path / "whole" / "log-1").read_bytes()
+    folder = tmp_path / "damaged"
+    folder.mkdir()
+    for offset in range(len(content)):
+        (folder / "log-1").write_bytes(content[:offset] + bytes([content[offset] ^ 0x10]) + content[offset + 1 :])
+        if offset < ends[-2]:
+            frame = max([end for end in ends if end <= offset], default=0)
+            place = re.escape(f"{folder}/log-1 is damaged at offset {frame} (")
+            with pytest.raises(JournalError, match=place):
+                opened(folder)
+        else:  # the last frame may have been on its way when the machine lost power
+            journal, contents = opened(folder)
+            assert contents.values == {"a": b"\2"}
+            journal.close()
+
+
+def test_a_log_inside_a_value_is_not_taken_for_frames(tmp_path):
+    written(tmp_path / "other")
+    stored = (tmp_path / "other" / "log-1").read_bytes()
+    state, book = kept_state()
+    state.execute("c", 1, Op.SET, ("k", stored))
+    body = book.take()
+    ends = written(tmp_path / "data", [*BODIES, body])
+    path = tmp_path / "data" / "log-1"
+    path.write_bytes(path.read_bytes()[:-5])  # cut in the value, behind frames of another log
+    journal, contents = opened(tmp_path / "data")
+    assert contents.values == {"a": b"\3"}
+    journal.close()
+    assert path.stat().st_size == ends[-2]
+
+
+def test_a_right_checksum_over_nonsense_is_refused_even_at_the_end(tmp_path):
+    ends = written(tmp_path / "data", [*BODIES, b"\x92\x63\x01"])
+    with pytest.raises(JournalError, match=f"log-1 is damaged at offset {ends[-2]}"):
+        opened(tmp_path / "data")
+
+
+def test_a_folder_has_one_store(tmp_path):
+    journal, _ = opened(tmp_path / "data")
+    with pytest.raises(JournalError, match="another store uses"):
+        opened(tmp_path / "data")
+    journal.close()
+    opened(tmp_path / "data")[0].close()
+
+
+def test_a_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(JournalError, match="cannot open the store's data"):
+        opened(tmp_path / "file" / "data")
+
+
+# -- compaction -------------------------------------------------------------------------------------
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def filled(folder: Path) -> tuple[Journal, StoreState, Book]:
+    journal, _ = opened(folder, compact_nbytes=100)
+    state, book = kept_state()
+    for number in range(100):
+        state.execute("c", number, Op.SET, ("k", b"%d" % number))
+    journal.commit(book.take(), sync=True)
+    assert journal.wants_compaction
+    return journal, state, book
+
+
+def test_a_snapshot_takes_the_place_of_what_came_before(tmp_path):
+    journal, state, book = filled(tmp_path)
+    number = journal.rotate()
+    contents = state.contents()
+    state.execute("c", 1, Op.SET, ("l", b"after"))
+    journal.commit(book.take(), sync=True)  # while the snapshot is being written
+    assert names(tmp_path) == {"lock", "log-1", "log-2"}
+    journal.write_snapshot(number, contents, lambda: True)
+    assert names(tmp_path) == {"lock", "log-2", "snapshot-2"}
+    assert not journal.wants_compaction
+    journal.close()
+    journal, contents = opened(tmp_path)
+    assert contents.values == {"k": b"99", "l": b"after"}
+    journal.close()
+
+
+def test_each_moment_of_a_compaction_can_be_the_last(tmp_path):
+    journal, state, book = filled(tmp_path / "data")
+    held = state.contents()
+    moments = []
+
+    def moment() -> None:
+        copy = tmp_path / f"moment {len(moments)}"
+        shutil.copytree(tmp_path / "data", copy)
+        moments.append((copy, dict(state.contents().values)))
+
+    moment()
+    number = journal.rotate()
+    moment()
+    state.execute("c", 1, Op.SET, ("l", b"after"))
+    journal.commit(book.take(), sync=True)
+    moment()
+
+    def pause() -> bool:
+        moment()
+        return True
+
+    journal.write_snapshot(number, held, pause)
+    moment()
+    journal.close()
+    before = tmp_path / "moment 2"  # the snapshot is there, and nothing has been removed
+    shutil.copy(tmp_path / "data" / "snapshot-2", before)
+    for copy, values in moments:
+        journal, contents = opened(copy)
+        assert contents.values == values
+        assert not [name for name in names(copy) if name.endswith(".unfinished")]
+        journal.close()
+    assert names(before) == {"lock", "log-2", "snapshot-2"}
+
+
+def test_a_snapshot_is_given_up_when_the_store_closes(tmp_path):
+    journal, state, _ = filled(tmp_path)
+    journal.write_snapshot(journal.rotate(), state.contents(), lambda: False)
+    journal.close()
+    journal, contents = opened(tmp_path)
+    assert contents.values == {"k": b"99"}
+    assert names(tmp_path) == {"lock", "log-1", "log-2"}
+    journal.close()
+
+
+@pytest.fixture
+def compacted(tmp_path) -> Path:
+    journal, state, _ = filled(tmp_path)
+    journal.write_snapshot(journal.rotate(), state.contents(), lambda: True)
+    journal.rotate()
+    journal.close()
+    assert names(tmp_path) == {"lock", "log-2", "log-3", "snapshot-2"}
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["snapshot-2", "log-2"])
+def test_what_is_not_the_last_segment_must_be_whole(compacted, name):
+    path = compacted / name
+    content = path.read_bytes()
+    for offset in range(len(content)):
+        path.write_bytes(content[:offset] + bytes([content[offset] ^ 1]) + content[offset + 1 :])
+        with pytest.raises(JournalError, match=rf"{name} is damaged at offset \d+"):
+            opened(compacted)
+    for nbytes in range(len(content)):
+        path.write_bytes(content[:nbytes])
+        if name == "log-2" and nbytes == log.HEADER_NBYTES:
+            continue  # an empty segment is one
+        with pytest.raises(JournalError, match=f"{name} is damaged at offset"):
+            opened(compacted)
+
+
+def test_a_segment_that_is_missing(compacted):
+    (compacted / "log-2").unlink()
+    with pytest.raises(JournalError, match=r"log-2 is damaged at offset 0 .the file is missing"):
+        opened(compacted)
