@@ -43,6 +43,7 @@ async def world_of(
     try:
         async with asyncio.TaskGroup() as tasks:
             for rank in range(size):
+                on_host = _on_host(config, hosts, rank)
                 opening = open_world(
                     backend=transport,
                     store=store,
@@ -50,7 +51,7 @@ async def world_of(
                     world_size=size,
                     timeout=timeout,
                     home=home,
-                    config=config if hosts is None else (config or Config()).with_(host=hosts[rank]),
+                    config=on_host,
                 )
                 opened.append(tasks.create_task(opening))
         yield [task.result().group for task in opened]
@@ -77,14 +78,9 @@ def run_ranks(
 
     def rank_main(rank: int) -> T:
         threading.current_thread().name = f"rank {rank}"
-        config = Config.from_environment()
+        on_host = _on_host(None, hosts, rank)
         opening = open_world(
-            backend=transport,
-            store=store,
-            rank=rank,
-            world_size=size,
-            timeout=timeout,
-            config=config if hosts is None else config.with_(host=hosts[rank]),
+            backend=transport, store=store, rank=rank, world_size=size, timeout=timeout, config=on_host
         )
         world = runtime().run(opening)
         try:
@@ -100,3 +96,7 @@ def run_ranks(
         if error is not None:
             raise error
     return [future.result() for future in futures]
+
+
+def _on_host(config: Config | None, hosts: Sequence[str] | None, rank: int) -> Config | None:
+    return config if hosts is None else (config or Config.from_environment()).with_(host=hosts[rank])

@@ -7,6 +7,7 @@ looks like a non-blocking socket, so that messages go over it as they go over on
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 from asyncdist_transports.shm.board import READ, WRITTEN
 from asyncdist_transports.shm.order import Fence
@@ -15,15 +16,30 @@ NBYTES = 1 << 20
 """Size of a ring: what may be under way, and stays in the cache."""
 
 
-class RingOut:
-    """The end that writes. ``theirs`` is the peer's line about us, ``wake`` rings the peer if it sleeps."""
+class _End:
+    """One end of a ring. ``theirs`` is the peer's line about us, ``wake`` rings the peer if it sleeps."""
+
+    _word: ClassVar[int]  # of our line, in which we say how many bytes we have moved
 
     def __init__(
         self, memory: memoryview, ours: memoryview, theirs: memoryview, fence: Fence, wake: Callable[[], None]
     ) -> None:
         self._memory, self._ours, self._theirs = memory, ours, theirs
         self._fence, self._wake = fence, wake
-        self._written = ours[WRITTEN]
+        self._moved = ours[self._word]
+
+    def _say(self) -> None:
+        """Let the peer see what we have moved, and wake it: it may wait for bytes, or for room."""
+        self._fence.light()
+        self._ours[self._word] = self._moved
+        self._fence.full()
+        self._wake()
+
+
+class RingOut(_End):
+    """The end that writes."""
+
+    _word = WRITTEN
 
     def sendmsg(self, buffers: Sequence[bytes | bytearray | memoryview], /) -> int:
         """Write as much as there is room for; BlockingIOError if for nothing."""
@@ -36,10 +52,7 @@ class RingOut:
                     break
         if not sent:
             raise BlockingIOError
-        self._fence.light()
-        self._ours[WRITTEN] = self._written
-        self._fence.full()
-        self._wake()
+        self._say()
         return sent
 
     def send(self, data: memoryview, /) -> int:
@@ -47,39 +60,34 @@ class RingOut:
 
     def _put(self, data: memoryview) -> int:
         size = len(self._memory)
-        room = size - (self._written - self._theirs[READ])
+        room = size - (self._moved - self._theirs[READ])
         self._fence.light()  # the peer has read what we write over
         count = min(room, len(data))
-        start = self._written % size
+        start = self._moved % size
         first = min(count, size - start)
         self._memory[start : start + first] = data[:first]
         if first < count:
             self._memory[: count - first] = data[first:count]
-        self._written += count
+        self._moved += count
         return count
 
 
-class RingIn:
-    """The end that reads. ``theirs`` is the peer's line about us."""
+class RingIn(_End):
+    """The end that reads."""
 
-    def __init__(
-        self, memory: memoryview, ours: memoryview, theirs: memoryview, fence: Fence, wake: Callable[[], None]
-    ) -> None:
-        self._memory, self._ours, self._theirs = memory, ours, theirs
-        self._fence, self._wake = fence, wake
-        self._read = ours[READ]
+    _word = READ
 
     @property
     def empty(self) -> bool:
         """Whether everything that was written has been read."""
-        return self._theirs[WRITTEN] == self._read
+        return self._theirs[WRITTEN] == self._moved
 
     def recv_into(self, buffer: memoryview, nbytes: int, /) -> int:
         """Read as much as has come and fits; BlockingIOError if nothing has."""
         count = self._take(buffer[:nbytes])
         if not count:
             raise BlockingIOError
-        self._done()
+        self._say()
         return count
 
     def recvmsg_into(self, buffers: Sequence[bytearray | memoryview], /) -> tuple[int]:
@@ -92,23 +100,17 @@ class RingIn:
                     break
         if not count:
             raise BlockingIOError
-        self._done()
+        self._say()
         return (count,)
 
     def _take(self, buffer: memoryview) -> int:
-        count = min(len(buffer), self._theirs[WRITTEN] - self._read)
+        count = min(len(buffer), self._theirs[WRITTEN] - self._moved)
         self._fence.light()  # the count before the bytes
         size = len(self._memory)
-        start = self._read % size
+        start = self._moved % size
         first = min(count, size - start)
         buffer[:first] = self._memory[start : start + first]
         if first < count:
             buffer[first:count] = self._memory[: count - first]
-        self._read += count
+        self._moved += count
         return count
-
-    def _done(self) -> None:
-        self._fence.light()
-        self._ours[READ] = self._read
-        self._fence.full()
-        self._wake()  # it may wait for room
