@@ -6,6 +6,12 @@
     [4, key, serial, item]   an item was pushed to a queue
     [5, key, serial]         an item has been handed over for good
     [6, serial]              the end of a snapshot: all is there, and this was the last serial number
+    [7, identity, lease]     a client came, and its ephemeral keys stay so many seconds
+    [8, identity, request, kind, value]   what a change that a client asked for came to
+    [9, identity, before]    the answers to requests before this one have arrived
+    [10, identity]           a client will not be back
+    [11, key, identity, value]            an ephemeral key of a client was set
+    [12, key]                an ephemeral key is nobody's any more, and gone unless it is set right after
 
 Changes say what came out, not what was asked: to make them again needs no state machine and depends on no version of it.
 """
@@ -19,8 +25,8 @@ from typing import Any
 import msgpack
 
 from asyncdist.errors import ProtocolError
-from asyncdist.store.entries import Contents, Refused
-from asyncdist.store.operations import Reason
+from asyncdist.store.entries import KEPT_ANSWERS, Contents, Refused
+from asyncdist.store.operations import Kind, Reason, Reply
 
 _CHUNK_COUNT, _CHUNK_NBYTES = 500, 1 << 20
 _ENTRY_NBYTES = 100
@@ -36,6 +42,12 @@ class Change(IntEnum):
     PUSH = 4
     GONE = 5
     END = 6
+    ARRIVED = 7
+    ANSWERED = 8
+    RECEIVED = 9
+    FORGOTTEN = 10
+    OWNED = 11
+    DISOWNED = 12
 
 
 def _packer() -> msgpack.Packer:
@@ -54,12 +66,14 @@ class Book:
         self._max_nbytes = max_nbytes
         self._wake = wake
         self._packer = _packer()
+        self._ephemeral: set[str] = set()
 
     def open(self, contents: Contents) -> None:
         """Begin with what the store holds."""
         values = sum(len(key) + len(value) + _ENTRY_NBYTES for key, value in contents.values.items())
         items = (len(item) + _ENTRY_NBYTES for queue in contents.queues.values() for item in queue.values())
         self.nbytes = values + sum(items)
+        self._ephemeral = set(contents.ephemeral)
 
     @property
     def pending_nbytes(self) -> int:
@@ -102,6 +116,30 @@ class Book:
     def gone(self, key: str, serial: int, item: bytes) -> None:
         self.nbytes -= len(item) + _ENTRY_NBYTES
         self._note((Change.GONE, key, serial))
+
+    # -- what concerns clients ------------------------------------------------------------------------
+
+    def arrived(self, identity: bytes, lease: float) -> None:
+        self._note((Change.ARRIVED, identity, lease))
+
+    def answered(self, identity: bytes, reply: Reply) -> None:
+        self._note((Change.ANSWERED, identity, reply.request, reply.kind, reply.value))
+
+    def received(self, identity: bytes, before: int) -> None:
+        self._note((Change.RECEIVED, identity, before))
+
+    def forgotten(self, identity: bytes) -> None:
+        self._note((Change.FORGOTTEN, identity))
+
+    def owned(self, key: str, identity: bytes, value: bytes) -> None:
+        """An ephemeral key was set by a client that may come back for it."""
+        self._ephemeral.add(key)
+        self._note((Change.OWNED, key, identity, value))
+
+    def disowned(self, key: str) -> None:
+        if key in self._ephemeral:
+            self._ephemeral.remove(key)
+            self._note((Change.DISOWNED, key))
 
     def _note(self, change: tuple[Any, ...]) -> None:
         if self._wake is None:
@@ -151,8 +189,31 @@ def _replay_other(change: list[Any], contents: Contents) -> bool:
             contents.pushed = serial
             return True
         case _:
-            raise ValueError(f"unknown: {change!r:.80}")
+            _replay_of_client(change, contents)
     return False
+
+
+def _replay_of_client(change: list[Any], contents: Contents) -> None:
+    match change:
+        case [Change.ARRIVED, bytes(identity), float(lease)]:
+            contents.members[identity] = (lease, {})
+        case [Change.ANSWERED, bytes(identity), int(request), int(kind), value]:
+            answers = contents.members[identity][1]
+            answers[request] = (Kind(kind), value)
+            if len(answers) > KEPT_ANSWERS:
+                del answers[next(iter(answers))]
+        case [Change.RECEIVED, bytes(identity), int(before)]:
+            answers = contents.members[identity][1]
+            while answers and (oldest := next(iter(answers))) < before:
+                del answers[oldest]
+        case [Change.FORGOTTEN, bytes(identity)]:
+            del contents.members[identity]
+        case [Change.OWNED, str(key), bytes(identity), bytes(value)]:
+            contents.ephemeral[key] = (identity, value)
+        case [Change.DISOWNED, str(key)]:
+            del contents.ephemeral[key]
+        case _:
+            raise ValueError(f"unknown: {change!r:.80}")
 
 
 def _text(key: object) -> str:
@@ -185,3 +246,9 @@ def _changes(contents: Contents) -> Iterator[tuple[Any, ...]]:
     for key, items in contents.queues.items():
         for serial, item in items.items():
             yield Change.PUSH, key, serial, item
+    for identity, (lease, answers) in contents.members.items():
+        yield Change.ARRIVED, identity, lease
+        for request, (kind, value) in answers.items():
+            yield Change.ANSWERED, identity, request, kind, value
+    for key, (owner, value) in contents.ephemeral.items():
+        yield Change.OWNED, key, owner, value

@@ -20,6 +20,7 @@ from asyncdist.errors import JournalError
 from asyncdist.store.changes import Book
 from asyncdist.store.entries import Contents
 from asyncdist.store.journal import Journal
+from asyncdist.store.members import Member
 
 if TYPE_CHECKING:
     from asyncdist.store.connection import Connection
@@ -75,8 +76,22 @@ class Durability:
         contents, journal.contents = journal.contents or Contents(), None
         durability.book.open(contents)
         server.state.restore(contents)
+        server.members.ledger = durability.book
+        server.members.restore(contents.members, time.monotonic())
+        for key, (identity, _) in contents.ephemeral.items():
+            server.state.own(server.members.get(identity), key)
         server.state.ledger = durability.book
+        server.lineage = journal.lineage
         return durability
+
+    def _contents(self) -> Contents:
+        """Return a copy of all that a later server has to know."""
+        contents = self._server.state.contents()
+        contents.members = self._server.members.contents()
+        for key, (owner, value) in self._server.state.owned().items():
+            if isinstance(owner, Member):  # others do not come back
+                contents.ephemeral[key] = (owner.identity, value)
+        return contents
 
     # -- for connections --------------------------------------------------------------------------
 
@@ -115,7 +130,7 @@ class Durability:
             return
         body = self.book.take()
         held, self._held = self._held, []
-        contents = self._server.state.contents() if self._is_to_be_compacted() else None
+        contents = self._contents() if self._is_to_be_compacted() else None
         if self.policy is not Fsync.ALWAYS and contents is None:
             try:
                 self.journal.commit(body, sync=False)

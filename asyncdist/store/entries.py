@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 from asyncdist.store.operations import Client, Op, Reason, Reply
 
@@ -103,13 +103,24 @@ class Table:
 # -- beyond a server's end -------------------------------------------------------------------------
 
 
+KEPT_ANSWERS = 1 << 16
+"""Of one client: more than any has in flight, and a bound on what one costs that never says what has arrived."""
+MemberContents = tuple[float, dict[int, tuple[int, Any]]]
+"""A client's lease in seconds, and by request what its changes came to: kind and value of each reply."""
+
+
 @dataclass(slots=True)
 class Contents:
-    """What a store holds: values by key, queue items by key and serial number, and the last serial number given."""
+    """What a store holds: values by key, queue items by key and serial number, and the last serial number given.
+
+    ``members`` are its clients by identity, ``ephemeral`` their keys, each with its owner's identity and its value.
+    """
 
     values: dict[str, bytes] = field(default_factory=dict)
     queues: dict[str, dict[int, bytes]] = field(default_factory=dict)
     pushed: int = 0
+    members: dict[bytes, MemberContents] = field(default_factory=dict)
+    ephemeral: dict[str, tuple[bytes, bytes]] = field(default_factory=dict)
 
 
 class Ledger(Protocol):
@@ -123,6 +134,9 @@ class Ledger(Protocol):
     def append(self, key: str, piece: bytes, before: bytes | None) -> None: ...
 
     def deleted(self, key: str, value: bytes) -> None: ...
+
+    def disowned(self, key: str) -> None:
+        """An ephemeral key is nobody's any more; what it holds, if anything, is said separately."""
 
     def pushed(self, key: str, serial: int, item: bytes) -> None: ...
 

@@ -1,6 +1,6 @@
 """A store's data on disk: a log in segments, a snapshot from time to time, and what they hold put together again.
 
-    DIR/lock             held by the one daemon that uses the folder
+    DIR/lock             held by the one daemon that uses the folder; in it, the name of what is stored here
     DIR/snapshot-3       all that the store held when log-3 was begun
     DIR/log-3, log-4 …   what changed since; the last is appended to
 
@@ -54,6 +54,7 @@ class Journal:
             raise _cannot("open", folder, error) from error
         try:
             _lock(self._lock, folder)
+            self.lineage = self._named()
             self._recover()
         except OSError as error:
             self.close()
@@ -146,6 +147,16 @@ class Journal:
             os.fsync(fd)
         finally:
             os.close(fd)
+
+    def _named(self) -> str:
+        """Return the name of what is stored here, which servers one after the other have in common."""
+        name = os.pread(self._lock, 64, 0).decode("ascii", "replace")
+        if len(name) != 16:
+            name = secrets.token_hex(8)
+            os.ftruncate(self._lock, 0)
+            os.pwrite(self._lock, name.encode(), 0)
+            os.fsync(self._lock)
+        return name
 
     # -- reading ----------------------------------------------------------------------------------------
 

@@ -10,24 +10,38 @@ from __future__ import annotations
 
 import heapq
 import math
+from typing import Protocol
 
-from asyncdist.store.operations import Client, Reply
+from asyncdist.store.entries import KEPT_ANSWERS, MemberContents
+from asyncdist.store.operations import Client, Kind, Reply
 
-KEPT_ANSWERS = 1 << 16
-"""Of one client: more than any has in flight, and a bound on what one costs that never says what has arrived."""
+
+class MembersLedger(Protocol):
+    """Is told of everything that a later server of the same store must know of its clients."""
+
+    def arrived(self, identity: bytes, lease: float) -> None: ...
+
+    def answered(self, identity: bytes, reply: Reply) -> None: ...
+
+    def received(self, identity: bytes, before: int) -> None: ...
+
+    def forgotten(self, identity: bytes) -> None: ...
 
 
 class Member:
     """A client of a store. ``connection`` is where it is now; None while it is waited for, until ``until``."""
 
-    __slots__ = ("_answers", "connection", "identity", "lease", "until")
+    __slots__ = ("_answers", "_ledger", "connection", "identity", "lease", "until")
 
-    def __init__(self, identity: bytes, lease: float, connection: Client) -> None:
+    def __init__(
+        self, identity: bytes, lease: float, connection: Client | None, ledger: MembersLedger | None = None
+    ) -> None:
         self.identity = identity
         self.lease = lease
         self.connection: Client | None = connection
         self.until = math.inf
         self._answers: dict[int, Reply] = {}
+        self._ledger = ledger
 
     def answer_to(self, request: int) -> Reply | None:
         """Return what a change came to that was made already."""
@@ -38,12 +52,25 @@ class Member:
         self._answers[reply.request] = reply
         if len(self._answers) > KEPT_ANSWERS:
             del self._answers[next(iter(self._answers))]
+        if self._ledger is not None:
+            self._ledger.answered(self.identity, reply)
 
     def received(self, before: int) -> None:
         """All answers to requests with a smaller number have arrived."""
         answers = self._answers
         while answers and (oldest := next(iter(answers))) < before:
             del answers[oldest]
+        if self._ledger is not None:
+            self._ledger.received(self.identity, before)
+
+    def contents(self) -> MemberContents:
+        """Return what a later server must know."""
+        return self.lease, {request: (int(reply.kind), reply.value) for request, reply in self._answers.items()}
+
+    def restore(self, contents: MemberContents) -> None:
+        """Take what an earlier server knew."""
+        _, answers = contents
+        self._answers = {request: Reply(None, request, Kind(kind), value) for request, (kind, value) in answers.items()}
 
 
 class Members:
@@ -52,6 +79,22 @@ class Members:
     def __init__(self) -> None:
         self._members: dict[bytes, Member] = {}
         self._away: list[tuple[float, bytes]] = []
+        self.ledger: MembersLedger | None = None
+
+    def get(self, identity: bytes) -> Member | None:
+        """Return a client that is known."""
+        return self._members.get(identity)
+
+    def contents(self) -> dict[bytes, MemberContents]:
+        """Return what a later server must know of all clients."""
+        return {identity: member.contents() for identity, member in self._members.items()}
+
+    def restore(self, contents: dict[bytes, MemberContents], now: float) -> None:
+        """Wait for the clients of an earlier server."""
+        for identity, known in contents.items():
+            member = self._members[identity] = Member(identity, known[0], None, self.ledger)
+            member.restore(known)
+            self._wait_for(member, now)
 
     def __len__(self) -> int:
         return len(self._members)
@@ -60,7 +103,9 @@ class Members:
         """A client has come over a connection: return it, whether it was known, and the connection it had till now."""
         member = self._members.get(identity)
         if member is None:
-            member = self._members[identity] = Member(identity, lease, connection)
+            member = self._members[identity] = Member(identity, lease, connection, self.ledger)
+            if self.ledger is not None:
+                self.ledger.arrived(identity, lease)
             return member, False, None
         before, member.connection = member.connection, connection
         member.lease, member.until = lease, math.inf
@@ -70,12 +115,16 @@ class Members:
         """A connection is over. If it is the one that the client has, its lease runs."""
         if member.connection is connection and self._members.get(member.identity) is member:
             member.connection = None
-            member.until = now + member.lease
-            heapq.heappush(self._away, (member.until, member.identity))
+            self._wait_for(member, now)
+
+    def _wait_for(self, member: Member, now: float) -> None:
+        member.until = now + member.lease
+        heapq.heappush(self._away, (member.until, member.identity))
 
     def farewell(self, member: Member) -> None:
         """A client says that it will not be back."""
-        self._members.pop(member.identity, None)
+        if self._members.pop(member.identity, None) is not None and self.ledger is not None:
+            self.ledger.forgotten(member.identity)
 
     def next_end(self) -> float:
         """Return when the next lease may run out."""
@@ -88,6 +137,6 @@ class Members:
             until, identity = heapq.heappop(self._away)
             member = self._members.get(identity)
             if member is not None and member.until == until:  # it has not been back since
-                del self._members[identity]
+                self.farewell(member)
                 over.append(member)
         return over

@@ -64,6 +64,8 @@ class Session(Connection):
         member.remember(replies[-1])
         if op is Op.SET_EPHEMERAL and replies[-1].kind is Kind.RESULT:
             server.state.own(member, args[0])
+            if server.book is not None:
+                server.book.owned(args[0], member.identity, args[1])
         server.deliver(replies, self)
 
     def _serve(self, request: int, op: Op, args: tuple[Any, ...]) -> None:

@@ -92,6 +92,8 @@ class StoreState(Queues):
     def restore(self, contents: Contents) -> None:
         """Take what an earlier server left, before anyone has asked anything."""
         self._values = contents.values
+        for key, (_, value) in contents.ephemeral.items():
+            self._values[key] = value  # whoever restores the owners says whose it is
         self._queues = {key: deque(items.items()) for key, items in contents.queues.items() if items}
         self._pushed = contents.pushed
 
@@ -234,7 +236,13 @@ class StoreState(Queues):
         self._owners[key] = owner
         self._owned.setdefault(owner, {})[key] = None
 
+    def owned(self) -> dict[str, tuple[Client, bytes]]:
+        """Return the ephemeral keys, each with its owner and its value."""
+        return {key: (owner, self._values[key]) for key, owner in self._owners.items()}
+
     def _disown(self, key: str) -> None:
+        if self.ledger is not None:
+            self.ledger.disowned(key)
         owner = self._owners.pop(key)
         mine = self._owned[owner]
         del mine[key]
@@ -244,6 +252,8 @@ class StoreState(Queues):
     def bereave(self, owner: Client) -> None:
         """Delete the ephemeral keys of an owner that is gone."""
         for key in self._owned.pop(owner, ()):
+            if self.ledger is not None:
+                self.ledger.disowned(key)
             del self._owners[key]
             self._values.pop(key, None)
 
