@@ -65,14 +65,14 @@ def staged(monkeypatch):
     """The bytes of areas that data was staged in, one entry a piece."""
     entries = []
     lock = threading.Lock()
-    reserve = Window.reserve
+    reserve = Window._reserve
 
-    def note(window, number, half, nbytes):
+    def note(window, which, nbytes):
         with lock:
             entries.append(nbytes)
-        reserve(window, number, half, nbytes)
+        reserve(window, which, nbytes)
 
-    monkeypatch.setattr(Window, "reserve", note)
+    monkeypatch.setattr(Window, "_reserve", note)
     return entries
 
 

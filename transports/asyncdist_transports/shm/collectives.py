@@ -18,6 +18,7 @@ from asyncdist.reduce import Arithmetic
 from asyncdist_transports.shm import direct
 from asyncdist_transports.shm.pieces import Pieces
 from asyncdist_transports.shm.rounds import POSTED, Turn
+from asyncdist_transports.shm.stream import Stream
 from asyncdist_transports.shm.swap import Swap
 from asyncdist_transports.shm.window import DONE, Member, Window
 
@@ -32,6 +33,7 @@ class ShmNative(Native):
         self._window = window
         self._piece_nbytes = piece_nbytes
         self._views = direct.Views(window)
+        self._stream = Stream(window)
         self._show, self._hide = show, hide
         self._rank, self._size = window.rank, window.size
         self._others = window.others
@@ -81,7 +83,8 @@ class ShmNative(Native):
 
     def _staged(self, turn: Turn, memory: Memory, how: Arithmetic) -> Schedule:
         if self._exchanges(memory.nbytes):
-            yield from self._exchange(turn, memory, how)
+            swap = self._exchange if memory.nbytes <= self._window.area_nbytes else self._stream.all_reduce
+            yield from swap(turn, memory, how)
         else:
             yield from self._scatter_and_gather(turn, memory, how)
 
@@ -116,7 +119,7 @@ class ShmNative(Native):
             place = direct.place_of(window, tensor)
             return push(number, tensor, place) if place else None
 
-        if self._exchanges(nbytes):
+        if self._exchanges(nbytes) and nbytes <= window.area_nbytes:
             return Swap(window, fingerprint, shape, dtype, how, openly if nbytes >= direct.MIN_NBYTES else None)
         return lambda number, tensor: openly(number, tensor) or stage(number, tensor)
 

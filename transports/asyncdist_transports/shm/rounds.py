@@ -55,6 +55,29 @@ class Turn:
         window.check(self.number, self.call, members)
         self.places = {member.rank: window.place(self.number, member) for member in members}
 
+    def begin(self, count: int) -> int:
+        """Return the number of the first of so many rounds that somebody else runs, by the methods that follow."""
+        first, self._round = self._round, self._round + count
+        return first
+
+    def say_staged(self, turn: int) -> None:
+        """Say that we have staged our piece of a round."""
+        self.say(2 * turn + STAGED)
+
+    def say_taken(self, turn: int) -> None:
+        """Say that we have taken the others' pieces of a round, and of all before it."""
+        self.window.publish(self.number, 2 * turn + 3)
+
+    def staged(self, turn: int, members: Sequence[Member]) -> Schedule:
+        """Wait until some members have staged their pieces of a round; with the first one, meet them."""
+        if not self._met:
+            yield from self.meet(members)
+        yield from self.window.reached(self.number, 2 * turn + STAGED, members)
+
+    def taken(self, turn: int, members: Sequence[Member]) -> Schedule:
+        """Wait until some members have taken our piece of a round."""
+        return self.window.reached(self.number, 2 * turn + 3, members)
+
     def rounds(
         self,
         count: int,

@@ -1,15 +1,14 @@
-"""All-reduces in which everybody shows its tensor and everybody adds all of them: one meeting a piece, nothing else.
+"""All-reduces of what fits into an area: everybody shows its tensor and everybody adds all of them, with one meeting.
 
-Between two members nothing moves fewer bytes, and of small tensors a program makes thousands of calls a second, whose
-cost is Python's own: so everything that is the same for tensors of one shape is worked out once, and what follows is
-written out where it would read better as calls of `Window`, whose protocol it is.
-
-Unlike the rounds of `rounds`, these need no *taken*: who stages a piece has taken the one before.
+Of small tensors a program makes thousands of calls a second, whose cost is Python's own: so everything that is the same
+for tensors of one shape is worked out once, and what follows is written out where it would read better as calls of
+`Window`, whose protocol it is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 
 import torch
 
@@ -40,11 +39,7 @@ class Swap:
         self._how = how
         self._combine = how.of_two if window.size == 2 else None
         self._openly = openly
-        self._step = window.area_nbytes // dtype.itemsize
-        count = torch.Size(shape).numel()
-        self._rounds = max(1, -(-count // self._step))
-        self._last_count = count - (self._rounds - 1) * self._step
-        self._areas: list[list[list[torch.Tensor]] | None] = [None] * SLOTS  # by slot, round (see `_made`), and member
+        self._areas: list[list[torch.Tensor] | None] = [None] * SLOTS  # by slot, and member
 
     def __call__(self, number: int, tensor: torch.Tensor) -> Schedule:
         """Reduce a contiguous tensor over the members, in place, as the group's n-th collective."""
@@ -55,68 +50,56 @@ class Swap:
         return self._swapped(number, tensor)
 
     def _swapped(self, number: int, tensor: torch.Tensor) -> Schedule:
-        window, words, others, combine = self._window, self._words, self._others, self._combine
+        window, words, others, call, combine = self._window, self._words, self._others, self._call, self._combine
         light, full = self._light, self._full
         if window.newcomers:
             yield from window.enter(number)
         slot = number % SLOTS
-        at, staged, free = slot * LINE, number << SHIFT | STAGED, (number - SLOTS) << SHIFT | DONE
         areas = self._areas[slot] or self._made(number)
+        at, now, free = slot * LINE, number << SHIFT, (number - SLOTS) << SHIFT | DONE
+        staged = now | STAGED
         while words[at] < free:  # as in `Window.enter`
             yield window.rank
         for member in others:
             while member.words[at] < free:
                 yield member.rank
         window.last[slot] = number
-        words[at] = number << SHIFT
+        words[at] = now
         light()
-        words[at + CALL], words[at + PLACE] = self._call, 0
-        pieces = (tensor,) if self._rounds == 1 else tensor.view(-1).split(self._step)
-        last = self._rounds - 1
-        for turn, piece in enumerate(pieces):
-            everyone = areas[turn % 2 if turn < last else 2]
-            everyone[window.rank].copy_(piece)
-            light()
-            words[at] = staged
-            full()
-            for member in others:
-                if member.asleep[0]:
-                    member.ring()
-            for member in others:
-                theirs = member.words
-                while theirs[at] < staged:
-                    yield member.rank
-                if theirs[at + CALL] != self._call:
-                    window.check(number, self._call, [member])
-            if window.unchecked:
-                window.recheck(number)
-            light()
-            if combine is None:
-                self._how.reduce(everyone, piece)
-            elif window.rank == 0:  # our own is still in the nearest cache, and need not be read from the area
-                combine(piece, everyone[1], out=piece)
-            else:
-                combine(everyone[0], piece, out=piece)
-            if turn < last:
-                staged += 2
-                yield ()
+        words[at + CALL], words[at + PLACE] = call, 0
+        areas[window.rank].copy_(tensor)
         light()
-        words[at] = staged | DONE
+        words[at] = staged
+        full()
+        for member in others:
+            if member.asleep[0]:
+                member.ring()
+        for member in others:
+            theirs = member.words
+            while theirs[at] < staged:
+                yield member.rank
+            if theirs[at + CALL] != call:
+                window.check(number, call, [member])
+        if window.unchecked:
+            window.recheck(number)
+        light()
+        if combine is None:
+            self._how.reduce(areas, tensor)
+        elif window.rank == 0:  # our own is still in the nearest cache, and need not be read from the area
+            combine(tensor, areas[1], out=tensor)
+        else:
+            combine(areas[0], tensor, out=tensor)
+        light()
+        words[at] = now | DONE
         full()
         for member in others:
             if member.asleep[0]:
                 member.ring()
 
-    def _made(self, number: int) -> list[list[torch.Tensor]]:
-        """Return the members' areas of a slot: in each half for a whole piece, and for the last."""
-        window, dtype, step, size = self._window, self._dtype, self._step, range(self._window.size)
-        made: list[list[torch.Tensor]] = [[], [], []]
-        for half in range(min(2, self._rounds)):
-            window.reserve(number, half, min(step, self._last_count if self._rounds == 1 else step) * dtype.itemsize)
-            if self._rounds > 1:
-                made[half] = [window.area(number, half, rank, 0, step, dtype) for rank in size]
-        half = (self._rounds - 1) % 2
-        last = [window.area(number, half, rank, 0, self._last_count, dtype) for rank in size]
-        made[2] = last if self._rounds > 1 else [area.view(self._shape) for area in last]
+    def _made(self, number: int) -> list[torch.Tensor]:
+        """Return the members' areas of a slot, with memory behind ours."""
+        window, count = self._window, prod(self._shape)
+        window.reserve(number, 0, count * self._dtype.itemsize)
+        made = [window.area(number, 0, rank, 0, count, self._dtype).view(self._shape) for rank in range(window.size)]
         self._areas[number % SLOTS] = made
         return made

@@ -6,7 +6,8 @@ STEP says how far this member is: ``n << 24 | step``; ``n << 24 | FINISHED`` whe
 free them. Since steps of later collectives are larger, "has reached" is one comparison, and nothing is ever
 reset. A member may use a slot again when all have said DONE to the collective before it there.
 
-A window is an address range; memory is reserved behind its areas as far as messages need it.
+A window is an address range; memory is reserved behind its areas as far as messages need it. Behind the slots lies the
+*stream*, room for many pieces, which one collective at a time uses: see `stream`.
 """
 
 from __future__ import annotations
@@ -24,11 +25,13 @@ from asyncdist_transports.shm.order import Fence
 
 SLOTS = 8
 STEP, CALL, PLACE = 0, 1, 2
+ROOM = 4  # how many pieces of the stream this member uses in turn
 LEFT = 3  # in the first line only: 1 when this member will not look at any slot again
 LINE = 8
 SHIFT = 24
 DONE = (1 << SHIFT) - 1
 FINISHED = DONE - 1
+STREAM_PIECES = 16
 _LINES_NBYTES = PAGE_NBYTES
 
 
@@ -82,7 +85,7 @@ class Window:
         self.by_rank: dict[int, Member] = {member.rank: member for member in self.others}
         self.newcomers = list(self.others)
         """The members whose windows we have not found yet."""
-        self.block = arena.hold(_LINES_NBYTES + SLOTS * 2 * self.area_nbytes)
+        self.block = arena.hold(_LINES_NBYTES + (SLOTS * 2 + STREAM_PIECES) * self.area_nbytes)
         try:
             arena.reserve(self.block.offset, _LINES_NBYTES)
         except SharedMemoryError:
@@ -92,7 +95,8 @@ class Window:
         for place in range(len(self.words)):
             self.words[place] = 0
         self.words[STEP] = DONE  # the collective before the first in this slot, number 0, is over
-        self._reserved = [0] * (2 * SLOTS)
+        self._reserved = [0] * (2 * SLOTS + STREAM_PIECES)
+        self._streamed = 0  # the collective that used the stream last
         self._heads: dict[int, memoryview] = {}
         self._areas: dict[tuple[int, int, int, torch.dtype], torch.Tensor] = {}
         self.last = [0] * SLOTS
@@ -189,7 +193,9 @@ class Window:
 
     def reserve(self, number: int, half: int, nbytes: int) -> None:
         """See that there is memory behind an area of a slot. SharedMemoryError if there is none left."""
-        which = number % SLOTS * 2 + half
+        self._reserve(number % SLOTS * 2 + half, nbytes)
+
+    def _reserve(self, which: int, nbytes: int) -> None:
         if nbytes > self._reserved[which]:
             start = self.block.offset + _LINES_NBYTES + which * self.area_nbytes
             self.arena.reserve(start, nbytes)
@@ -197,7 +203,9 @@ class Window:
 
     def area(self, number: int, half: int, rank: int, start: int, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Return elements of a member's area, from byte ``start`` on; of ours if ``rank`` is our own."""
-        which = number % SLOTS * 2 + half
+        return self._area(number % SLOTS * 2 + half, rank, start, count, dtype)
+
+    def _area(self, which: int, rank: int, start: int, count: int, dtype: torch.dtype) -> torch.Tensor:
         key = (which * self.size + rank, start, count, dtype)
         tensor = self._areas.get(key)
         if tensor is None:
@@ -220,6 +228,32 @@ class Window:
         member = self.by_rank.get(rank)
         mapping, offset = (self.arena.mapping, self.block.offset) if member is None else (member.mapping, member.offset)
         return mapping, offset + _LINES_NBYTES + which * self.area_nbytes
+
+    def open_stream(self, number: int, pieces: int, nbytes: int) -> Schedule:
+        """Take the stream for the n-th collective when all are done with the one before, and say how much of it we use.
+
+        SharedMemoryError if there is no memory left for so many pieces of so many bytes.
+        """
+        for which in range(2 * SLOTS, 2 * SLOTS + pieces):
+            self._reserve(which, nbytes)
+        before, self._streamed = self._streamed, number
+        if before and before != number:
+            at, over = before % SLOTS * LINE, before << SHIFT | DONE
+            while self.words[at] < over:
+                yield self.rank
+            for member in self.others:
+                words = member.words
+                while words[at] < over:
+                    yield member.rank
+        self.words[number % SLOTS * LINE + ROOM] = pieces
+
+    def room(self, number: int, member: Member) -> int:
+        """Return how many pieces of its stream a member uses in turn, who has staged one."""
+        return member.words[number % SLOTS * LINE + ROOM]
+
+    def streamed(self, place: int, rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return a piece of a member's stream."""
+        return self._area(2 * SLOTS + place, rank, 0, count, dtype)
 
     # -- the end -------------------------------------------------------------------------------
 

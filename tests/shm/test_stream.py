@@ -1,0 +1,130 @@
+"""All-reduces of tensors that do not fit into an area: staged at once or ahead, each member as it likes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+import pytest
+import torch
+
+from asyncdist.arena import Arena
+from asyncdist.config import Config
+from asyncdist.errors import SharedMemoryError
+from asyncdist.ops import ReduceOp
+from asyncdist.testing.cluster import world_of
+from asyncdist_transports.shm import stream
+from asyncdist_transports.shm.window import STREAM_PIECES
+
+SMALL = Config().with_(shm_area_nbytes=4096)
+PIECE = 1024  # float32 elements of a small area
+
+
+def numbers(group, count):
+    return (torch.arange(count) % 50 + group.rank()).float()
+
+
+def total(groups, count):
+    return (torch.arange(count) % 50 * len(groups) + sum(range(len(groups)))).float()
+
+
+async def check(groups, *counts):
+    """Start an all-reduce of each size on every rank, all of them before the first is over, and compare."""
+    tensors = [[numbers(group, count) for count in counts] for group in groups]
+    works = [group.all_reduce(tensor) for group, row in zip(groups, tensors, strict=True) for tensor in row]
+    await asyncio.gather(*works)
+    for row in tensors:
+        for tensor, count in zip(row, counts, strict=True):
+            assert torch.equal(tensor, total(groups, count))
+
+
+@pytest.mark.parametrize("ahead", [[0, 0], [stream.AHEAD] * 2, [0, stream.AHEAD], [stream.AHEAD, 1], [2, 0]])
+async def test_members_may_stage_as_far_ahead_as_they_like(monkeypatch, ahead):
+    made = []
+
+    class Decided(stream._Tried):
+        def __init__(self):
+            super().__init__()
+            self.far = ahead[len(made)]
+            made.append(self.far)
+
+        def choose(self):
+            return self.far
+
+    monkeypatch.setattr(stream, "_Tried", Decided)
+    async with world_of(2, transport="shm", config=SMALL) as groups:
+        await check(groups, 2 * PIECE)
+        for count in (PIECE + 1, 3 * PIECE - 1, 7 * PIECE + 5, STREAM_PIECES * PIECE, 50 * PIECE + 7):
+            await check(groups, count)
+    assert made == ahead
+
+
+async def test_several_at_once_take_their_turns():
+    async with world_of(2, transport="shm", config=SMALL) as groups:
+        for _ in range(3):
+            await check(groups, 40 * PIECE, 10, 21 * PIECE + 1, 2 * PIECE, 5, 70 * PIECE, *[3 * PIECE] * 10)
+
+
+async def test_parts_of_one_collective_take_their_turns():
+    async with world_of(2, transport="shm", config=SMALL) as groups:
+        counts = (30 * PIECE + 3, 17, 2 * PIECE, 45 * PIECE)
+        for _ in range(3):
+            rows = [[numbers(group, count) for count in counts] for group in groups]
+            await asyncio.gather(*[
+                group.all_reduce_coalesced(row) for group, row in zip(groups, rows, strict=True)
+            ])  # fmt: skip
+            for row in rows:
+                assert all(torch.equal(t, total(groups, count)) for t, count in zip(row, counts, strict=True))
+
+
+async def test_more_than_two_members_with_tiny_areas():
+    async with world_of(3, transport="shm", config=SMALL) as groups:
+        for _ in range(3):
+            await check(groups, 20 * PIECE + 3, 2 * PIECE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int64])
+async def test_both_ways_give_the_same_bits_on_all_ranks(dtype):
+    op = ReduceOp.SUM if dtype is torch.int64 else ReduceOp.AVG
+    async with world_of(2, transport="shm", config=SMALL) as groups:
+        source = [(torch.randn(30 * PIECE, generator=torch.Generator().manual_seed(r)) * 9).to(dtype) for r in (0, 1)]
+        seen = []
+        for _ in range(3):
+            tensors = [tensor.clone() for tensor in source]
+            await asyncio.gather(*[g.all_reduce(t, op) for g, t in zip(groups, tensors, strict=True)])
+            seen += tensors
+        assert all(torch.equal(tensor, seen[0]) for tensor in seen)
+        exact = source[0].double() + source[1].double()
+        torch.testing.assert_close(seen[0], (exact if op is ReduceOp.SUM else exact / 2).to(dtype))
+
+
+async def test_without_memory_to_stage_ahead_pieces_are_staged_at_once(monkeypatch):
+    reserve, refused = Arena.reserve, []
+    async with world_of(2, transport="shm", config=SMALL) as groups:
+        await check(groups, 20 * PIECE)  # at once, as the first always is
+
+        def full(arena, offset, nbytes):
+            if len(refused) < 2:
+                refused.append(nbytes)
+                raise SharedMemoryError(os.strerror(28))
+            reserve(arena, offset, nbytes)
+
+        monkeypatch.setattr(Arena, "reserve", full)
+        await check(groups, 20 * PIECE)
+        assert len(refused) == 2
+
+
+def test_both_are_tried_and_the_faster_is_kept_until_the_next_trial():
+    tried = stream._Tried()
+    speed = {0: 5.0, stream.AHEAD: 2.0}
+
+    def turns(count):
+        chosen = []
+        for _ in range(count):
+            chosen.append(tried.choose())
+            tried.note(chosen[-1], [9.0, speed[chosen[-1]], 0.1])
+        return chosen
+
+    assert turns(64) == [0, *[stream.AHEAD] * 63]
+    speed[0] = 1.0
+    assert turns(64) == [0, stream.AHEAD, *[0] * 62]
