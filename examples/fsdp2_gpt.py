@@ -317,7 +317,7 @@ def draw(history: History, path: Path) -> None:
         axes.annotate(f" {ranks} rank{'s' * (ranks > 1)}", (first, 0.97), xycoords=("data", "axes fraction"), va="top")
     axes.set(xlabel="step", ylabel="cross-entropy, nats a character", xlim=(0, None))
     axes.set_title("A small transformer learns English, sharded with FSDP2", loc="left", weight="bold")
-    axes.legend(frameon=False, loc="center right")
+    axes.legend(frameon=False, loc="upper center")
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)
 
