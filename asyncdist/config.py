@@ -183,6 +183,22 @@ class Launch:
         return self.world_size is not None and self.local_world_size == self.world_size
 
 
+@dataclass(frozen=True, slots=True)
+class Service:
+    """What systemd has put into the environment of a service: sockets it opened, and where it wants to hear of us."""
+
+    listen_pid: int | None = None
+    listen_fds: int = 0
+    notify_socket: str = ""
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] | None = None) -> Service:
+        source = os.environ if environ is None else environ
+        return cls(
+            _number(source, "LISTEN_PID"), _number(source, "LISTEN_FDS") or 0, source.get("NOTIFY_SOCKET", "").strip()
+        )
+
+
 def _number(source: Mapping[str, str], variable: str) -> int | None:
     text = source.get(variable, "").strip()
     if not text:

@@ -72,6 +72,7 @@ class C10dSession(Connection):
             raise ProtocolError(refused.text) from None
         finally:
             del todo[:done]
+            server.num_requests += done
             self.flush()
         if todo and self._transport is not None:
             self._transport.pause_reading()

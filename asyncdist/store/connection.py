@@ -139,6 +139,7 @@ class Connection(asyncio.Protocol):
         waiting = transport.get_write_buffer_size() + self._held_nbytes
         if waiting > self._server.limit + BACKLOG_NBYTES:
             logger.warning("store: %s does not read (%d bytes wait for it); it is disconnected", self.peer, waiting)
+            self._server.num_refused += 1
             self.abort()
 
     # -- ends -------------------------------------------------------------------------------------
@@ -146,6 +147,7 @@ class Connection(asyncio.Protocol):
     def refuse(self, why: str) -> None:
         """Say why in the log, and hang up when what has been put has been sent."""
         logger.warning("store: refused %s: %s", self.peer, why)
+        self._server.num_refused += 1
         self.finish()
 
     def finish(self) -> None:

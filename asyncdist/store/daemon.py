@@ -5,38 +5,127 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from asyncdist.config import Config
+from asyncdist.config import Config, Service
+from asyncdist.store import listen, systemd
+from asyncdist.store.durability import Fsync
+from asyncdist.store.metrics import Metrics, check_available
 from asyncdist.store.server import StoreServer
 
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How a daemon serves, beside the address: none of it is needed."""
+
+    unix: Path | None = None
+    """A socket file to listen at too; whoever may not write it cannot connect."""
+    data: Path | None = None
+    """A folder that keeps what is stored."""
+    fsync: Fsync = Fsync.ALWAYS
+    metrics_port: int | None = None
+    drain_timeout: float = 5.0
+    """Seconds that replies may take to be sent when the daemon is told to stop."""
+    service: Service = Service()
+    """What systemd said when it started us. Sockets that it opened are listened at instead of the address."""
+
+
 async def serve(
-    host: str,
+    host: str | None,
     port: int,
     *,
     token: str | None,
     config: Config,
     ready: Callable[[str, int], None] = lambda host, port: None,
+    options: Options | None = None,
 ) -> None:
     """Serve a store at ``host:port`` until SIGTERM or SIGINT, or until cancelled; then close it and return.
 
-    Call it on the main thread's loop. ``ready`` is told the host and the port (a chosen one for port 0) once clients
-    can connect. Raises AddressError and UsageError as `StoreServer.start` does.
+    Without a ``host``, only at what the options name. When told to stop it takes nobody any more, sends the replies that
+    are due, and leaves; told again, it leaves at once. Call it on the main thread's loop. ``ready`` is told the host and
+    the port (a chosen one for port 0) once clients can connect.
+
+    Raises AddressError, UsageError and JournalError as `StoreServer.start` does, and JournalError also later, when the
+    data cannot be written any more.
     """
+    options = options or Options()
+    if options.metrics_port is not None:
+        check_available()
     loop = asyncio.get_running_loop()
-    stop = asyncio.Event()
-    signals = (signal.SIGTERM, signal.SIGINT)
-    async with await StoreServer.start(host, port, token=token, config=config) as server:
-        server.stays = True
-        for number in signals:
-            loop.add_signal_handler(number, stop.set)
+    stop = _Stop(loop)
+    sockets = _sockets(host, port, options)
+    server = await StoreServer.start(
+        host or "", port, token=token, config=config, sockets=sockets, data=options.data, fsync=options.fsync
+    )
+    server.stays = True
+    metrics: Metrics | None = None
+    try:
+        if options.metrics_port is not None:
+            metrics = await Metrics.start(server, host or "127.0.0.1", options.metrics_port)
+        ready(server.host, server.port)
+        systemd.notify(options.service, "READY=1")
+        await stop.told(server)
+        logger.info("store at %s:%d stops", server.host, server.port)
+        systemd.notify(options.service, "STOPPING=1")
+        await stop.unless_again(server.drain(options.drain_timeout))
+    finally:
+        if metrics is not None:
+            await metrics.close()
+        await server.close()
+        if options.unix is not None:
+            options.unix.unlink(missing_ok=True)
+        stop.close()
+
+
+def _sockets(host: str | None, port: int, options: Options) -> list[socket.socket]:
+    """Return what to listen at beside, or instead of, the address."""
+    sockets = systemd.inherited(options.service)
+    if options.unix is not None:
+        sockets.append(listen.unix_socket(options.unix))
+        if host is not None:
+            sockets += listen.listening_sockets(host, port, listen.resolve(host, port))
+    return sockets
+
+
+class _Stop:
+    """SIGTERM and SIGINT: the first asks, the second insists."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._asked, self._insisted = asyncio.Event(), asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._signal)
+
+    def _signal(self) -> None:
+        (self._insisted if self._asked.is_set() else self._asked).set()
+
+    async def told(self, server: StoreServer) -> None:
+        """Return when asked to stop; raises JournalError if the server's data fails before."""
+        asked = asyncio.ensure_future(self._asked.wait())
+        failed = [server.durability.failure] if server.durability is not None else []
         try:
-            ready(server.host, server.port)
-            await stop.wait()
-            logger.info("store at %s:%d stops", server.host, server.port)
+            await asyncio.wait([asked, *failed], return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for number in signals:
-                loop.remove_signal_handler(number)
+            asked.cancel()
+        if failed and failed[0].done():
+            failed[0].result()
+
+    async def unless_again(self, draining: Coroutine[Any, Any, None]) -> None:
+        """Wait for something, but no longer than until asked a second time."""
+        work = asyncio.ensure_future(draining)
+        insisted = asyncio.ensure_future(self._insisted.wait())
+        await asyncio.wait([work, insisted], return_when=asyncio.FIRST_COMPLETED)
+        for each in (work, insisted):
+            each.cancel()
+        await asyncio.gather(work, insisted, return_exceptions=True)
+
+    def close(self) -> None:
+        """Take no signals any more."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._loop.remove_signal_handler(number)

@@ -58,6 +58,7 @@ class Durability:
         self._loop = asyncio.get_running_loop()
         self.failure: asyncio.Future[None] = self._loop.create_future()
         self.failure.add_done_callback(lambda failure: failure.cancelled() or failure.exception())
+        self.num_commits = self.num_snapshots = 0
         self._held: list[tuple[Connection, bytes]] = []
         self._writing: asyncio.Future[Any] | None = None
         self._snapshot: asyncio.Future[Any] | None = None
@@ -128,6 +129,7 @@ class Durability:
         """Write what has changed. Its replies, and all others that were held meanwhile, follow."""
         if self._writing is not None or self.failure.done() or not self.book.pending:
             return
+        self.num_commits += 1
         body = self.book.take()
         held, self._held = self._held, []
         contents = self._contents() if self._is_to_be_compacted() else None
@@ -212,6 +214,7 @@ class Durability:
     def _snapshot_done(self, job: asyncio.Future[None]) -> None:
         self._snapshot = None
         error = job.exception()
+        self.num_snapshots += error is None
         if error is not None:  # the log is whole without it, and grows until the next one succeeds
             logger.error("store: no snapshot could be written in %s: %s", self.journal.folder, error)
 

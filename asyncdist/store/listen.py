@@ -6,6 +6,7 @@ import errno
 import ipaddress
 import os
 import socket
+from pathlib import Path
 
 from asyncdist.config import Config
 from asyncdist.errors import AddressError, UsageError
@@ -80,6 +81,31 @@ def listening_sockets(host: str, port: int, addresses: Addresses) -> list[socket
         return _bind_all(port, addresses)
     except OSError as error:
         raise _explain(host, port, error) from error
+
+
+def unix_socket(path: Path) -> socket.socket:
+    """Listen at a socket file, which only this user may open. Raises AddressError."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if path.is_socket():
+            _remove_if_left(path)
+        sock.bind(str(path))
+        path.chmod(0o600)  # nobody can connect before it listens
+        sock.listen(BACKLOG)
+        sock.setblocking(False)
+    except OSError as error:
+        sock.close()
+        if error.errno == errno.EADDRINUSE:
+            raise AddressError(f"{path} is there already: another store listens at it, or it is no socket") from error
+        raise AddressError(f"cannot listen at {path} ({error.strerror or error}): see to its folder") from error
+    return sock
+
+
+def _remove_if_left(path: Path) -> None:
+    """Remove a socket file that nobody listens at: a store that was killed left it."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        if probe.connect_ex(str(path)) == errno.ECONNREFUSED:
+            path.unlink()
 
 
 def _bind_all(port: int, addresses: Addresses) -> list[socket.socket]:

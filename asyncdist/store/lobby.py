@@ -48,7 +48,8 @@ class Lobby(Connection):
         if not self._server.admit(self):
             self.abort()
             return
-        tune(transport.get_extra_info("socket"))
+        if isinstance(address, tuple):
+            tune(transport.get_extra_info("socket"))
         timeout = self._server.config.handshake_timeout
         self._hurry = asyncio.get_running_loop().call_later(timeout, self._too_late, timeout)
 

@@ -50,6 +50,8 @@ class Op(IntEnum):
     """The answers to all changes with a smaller number have arrived. Has no reply. Servers only."""
     SET_EPHEMERAL = 26
     """Store a value that goes with the client."""
+    STATUS = 27
+    """Return how the server is, figures and words by name. Servers only."""
 
 
 KEY, KEYS, VALUE, VALUES, NUMBER, FLAG = "key", "keys", "value", "values", "number", "flag"
@@ -81,6 +83,7 @@ ARGUMENTS: dict[Op, tuple[str, ...]] = {
     Op.RESUME: (VALUE, NUMBER),
     Op.RECEIVED: (NUMBER,),
     Op.SET_EPHEMERAL: (KEY, VALUE),
+    Op.STATUS: (),
 }
 
 BLOCKING = frozenset((Op.GET, Op.WAIT, Op.MULTI_GET, Op.QUEUE_POP, Op.BARRIER, Op.SUBSCRIBE))
@@ -95,7 +98,7 @@ CHANGING = frozenset(
 """Operations that are done once for all: asked again after a connection broke, they are answered as the first time."""
 
 DOORS = frozenset((Op.OPEN_DOOR, Op.CLOSE_DOOR))
-SERVERS = DOORS | {Op.RESUME, Op.RECEIVED}
+SERVERS = DOORS | {Op.RESUME, Op.RECEIVED, Op.STATUS}
 """Operations that are no matter of the state machine, but of the server around it."""
 
 
@@ -291,6 +294,10 @@ def publish(channel: str, message: Value) -> Command:
 
 def subscribe(channel: str) -> Command:
     return Command(Op.SUBSCRIBE, (_key(channel),))
+
+
+def status() -> Command:
+    return Command(Op.STATUS)
 
 
 def open_door() -> Command:

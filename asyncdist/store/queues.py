@@ -22,6 +22,11 @@ class Queues(Table):
         self._taking: dict[str, dict[Place, None]] = {}  # queue -> pops
         self._told: dict[Client, dict[str, None]] = {}  # client -> queues it was woken for and has not popped from
 
+    @property
+    def num_items(self) -> int:
+        """How many items nobody has taken, over all queues."""
+        return sum(map(len, self._queues.values()))
+
     @abstractmethod
     def _check_size(self, key: str, value: bytes) -> None:
         """Refuse a value that is too large."""

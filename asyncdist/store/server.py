@@ -16,6 +16,7 @@ import math
 import secrets
 import socket
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,8 @@ class StoreServer:
         self._connections: set[Connection] = set()
         self._emptied: asyncio.Future[None] | None = None
         self._crowded = False
+        self.started = time.monotonic()
+        self.num_admitted = self.num_refused = self.num_requests = 0
         self._encoder = Encoder()
         self.doors = Doors(self)
         self.members = Members()
@@ -76,41 +79,53 @@ class StoreServer:
         token: str | None = None,
         config: Config | None = None,
         sock: socket.socket | None = None,
+        sockets: Sequence[socket.socket] = (),
         data: Path | None = None,
         fsync: Fsync = Fsync.ALWAYS,
     ) -> StoreServer:
         """Listen at ``host`` ("" is every interface) and ``port`` (0 is any free one) on the running loop.
 
-        ``sock`` is a bound socket to listen on instead; it is closed with the server. With ``data``, a folder, the store
+        ``sock`` is a bound socket to listen on instead, ``sockets`` are several; they are closed with the server. With ``data``, a folder, the store
         begins with what it held there, and acknowledges no change before it is there, as ``fsync`` has it.
 
         Raises AddressError when the port is in use or the host does not resolve, UsageError beyond loopback without a
         token, JournalError when the data cannot be used. `close` it in the end.
         """
         server = cls(config or Config(), token)
-        if sock is None:
-            # Names are looked up in a thread only where a lookup could take time.
-            addresses = await _resolve(host, port)
-            listen.check_guarded(addresses, token, server.config)
-            sockets = listen.listening_sockets(host, port, addresses)
-        else:
-            sock.setblocking(False)
-            listen.check_guarded([(sock.family, sock.getsockname()[0])], token, server.config)
-            sockets = [sock]
-        server.address, server.port = sockets[0].getsockname()[:2]
-        server.host = host or server.address
+        bound = [*sockets, *([sock] if sock is not None else [])]
         try:
+            if bound:
+                listen.check_guarded([_address(each) for each in bound if _is_tcp(each)], token, server.config)
+            else:
+                # Names are looked up in a thread only where a lookup could take time.
+                addresses = await _resolve(host, port)
+                listen.check_guarded(addresses, token, server.config)
+                bound = listen.listening_sockets(host, port, addresses)
+            server._know_address(host, bound)
             await server._remember(data, fsync)
-            for each in sockets:
-                made = await server._loop.create_server(lambda: Lobby(server), sock=each, backlog=listen.BACKLOG)
-                server._servers.append(made)
+            for each in bound:
+                await server._listen(each)
         except BaseException:
             await server.close()
-            for each in sockets:
+            for each in bound:
                 each.close()
             raise
         logger.info("store listens at %s:%d%s", server.host, server.port, "" if token else " without a token")
         return server
+
+    def _know_address(self, host: str, bound: list[socket.socket]) -> None:
+        tcp = [each for each in bound if _is_tcp(each)]
+        if tcp:
+            self.address, self.port = tcp[0].getsockname()[:2]
+            self.host = host or self.address
+        else:
+            self.address = self.host = bound[0].getsockname()
+
+    async def _listen(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        make = self._loop.create_server if _is_tcp(sock) else self._loop.create_unix_server
+        made = await make(lambda: Lobby(self), sock=sock, backlog=listen.BACKLOG)
+        self._servers.append(made)
 
     async def close(self) -> None:
         """Stop listening and drop every connection; returns when they are gone. May be called again."""
@@ -193,9 +208,11 @@ class StoreServer:
                     "the store has %d connections and refuses more: ASYNCDIST_STORE_MAX_CONNECTIONS raises the limit",
                     most,
                 )
+            self.num_refused += 1
             self._crowded = True
             return False
         self._crowded = False
+        self.num_admitted += 1
         self._connections.add(connection)
         return True
 
@@ -274,6 +291,14 @@ class StoreServer:
                 return frame
         text = f"the reply would exceed the store's {self.limit} bytes: ask for fewer keys at a time"
         return self._encoder.frame(reply.request, Kind.REFUSED, (Reason.TOO_LARGE, text))
+
+
+def _is_tcp(sock: socket.socket) -> bool:
+    return sock.family in (socket.AF_INET, socket.AF_INET6)
+
+
+def _address(sock: socket.socket) -> tuple[socket.AddressFamily, str]:
+    return socket.AddressFamily(sock.family), str(sock.getsockname()[0])
 
 
 async def _resolve(host: str, port: int) -> list[Any]:

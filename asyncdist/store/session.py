@@ -15,6 +15,7 @@ from asyncdist.store.connection import BATCH_NBYTES, Connection
 from asyncdist.store.members import Member
 from asyncdist.store.messages import FrameParser, decode_request
 from asyncdist.store.operations import CHANGING, SERVERS, Kind, Op, Reply
+from asyncdist.store.status import status
 
 if TYPE_CHECKING:
     from asyncdist.store.server import StoreServer
@@ -39,6 +40,7 @@ class Session(Connection):
     def _work(self) -> None:
         """Execute what has been read, as long as the client takes the replies."""
         server, execute = self._server, self._server.state.execute
+        before = len(self._todo)
         while self._todo and not self._paused and self._transport is not None:
             request, op, args = decode_request(self._todo.popleft())
             if op in CHANGING and self.member is not None:
@@ -49,6 +51,7 @@ class Session(Connection):
                 server.deliver(execute(self, request, op, args), self)
             if self._out_nbytes >= BATCH_NBYTES:
                 self.flush()
+        server.num_requests += before - len(self._todo)
         self.flush()
         if self._todo and self._transport is not None:
             self._transport.pause_reading()
@@ -76,6 +79,8 @@ class Session(Connection):
         elif op is Op.RECEIVED:
             if self.member is not None:
                 self.member.received(*args)
+        elif op is Op.STATUS:
+            server.deliver([Reply(self, request, Kind.RESULT, status(server))], self)
         elif op is Op.LEAVE:
             server.deliver(server.state.leave(self), self)
             server.part(self)

@@ -68,6 +68,10 @@ class StoreState(Queues):
         self.due = []
         return due
 
+    @property
+    def num_keys(self) -> int:
+        return len(self._values)
+
     def collect(self) -> list[Reply]:
         """Return what handlers that were called directly have made due for others, once."""
         due, self.due = self.due, []

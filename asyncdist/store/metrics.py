@@ -1,0 +1,124 @@
+"""A port for those who watch a store: ``/metrics`` for Prometheus, ``/healthz`` for whoever restarts it.
+
+It speaks as much HTTP as they need: one GET a connection. The figures are those of `status`; a store whose journal failed
+is not healthy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from asyncdist.errors import UsageError
+from asyncdist.store import listen
+from asyncdist.store.status import MEANINGS, figures
+
+if TYPE_CHECKING:
+    from asyncdist.store.server import StoreServer
+
+TIMEOUT = 10.0
+"""Seconds that one who connects has for its request, and for taking the answer."""
+_REQUEST_NBYTES = 8 << 10
+_CONNECTIONS = 32
+
+
+class Metrics:
+    """The port. Make one with `start`, `close` it."""
+
+    def __init__(self, store: StoreServer, registry: Any, render: Any) -> None:
+        self.port = 0
+        self._store = store
+        self._registry = registry
+        self._render = render
+        self._server: asyncio.Server | None = None
+        self._visits: set[asyncio.Task[None]] = set()
+
+    @classmethod
+    async def start(cls, store: StoreServer, host: str, port: int) -> Metrics:
+        """Listen at ``host`` and ``port``. Raises UsageError without prometheus-client, AddressError for the port."""
+        check_available()
+        from prometheus_client import CollectorRegistry, generate_latest
+
+        registry = CollectorRegistry(auto_describe=False)
+        metrics = cls(store, registry, generate_latest)
+        registry.register(_Collector(store))
+        sockets = listen.listening_sockets(host, port, listen.resolve(host, port))
+        metrics.port = sockets[0].getsockname()[1]
+        metrics._server = await asyncio.start_server(metrics._visit, sock=sockets[0], limit=_REQUEST_NBYTES)
+        for each in sockets[1:]:  # the port is one, and its first address will do
+            each.close()
+        return metrics
+
+    async def close(self) -> None:
+        """Stop listening, and drop who is being answered."""
+        if self._server is not None:
+            self._server.close()
+        for visit in list(self._visits):
+            visit.cancel()
+        await asyncio.gather(*self._visits, return_exceptions=True)
+        if self._server is not None:
+            await self._server.wait_closed()
+
+    async def _visit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        try:
+            if len(self._visits) >= _CONNECTIONS:
+                return
+            self._visits.add(task)
+            async with asyncio.timeout(TIMEOUT):
+                request = await reader.readuntil(b"\r\n\r\n")
+                writer.write(self._answer(request))
+                await writer.drain()
+        except (TimeoutError, OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, asyncio.CancelledError):
+            pass  # nobody is there to be told
+        finally:
+            self._visits.discard(task)
+            writer.close()
+
+    def _answer(self, request: bytes) -> bytes:
+        method, _, rest = request.partition(b" ")
+        path = rest.partition(b" ")[0].partition(b"?")[0]
+        if method not in (b"GET", b"HEAD"):
+            return _response("405 Method Not Allowed", b"only GET\n")
+        if path == b"/metrics":
+            return _response("200 OK", self._render(self._registry), "text/plain; version=0.0.4; charset=utf-8")
+        if path == b"/healthz":
+            durability = self._store.durability
+            if durability is not None and durability.failure.done():
+                return _response("503 Service Unavailable", f"{durability.failure.exception()}\n".encode())
+            return _response("200 OK", b"ok\n")
+        return _response("404 Not Found", b"there are /metrics and /healthz\n")
+
+
+def check_available() -> None:
+    """Raise UsageError where there is no prometheus-client."""
+    try:
+        import prometheus_client  # noqa: F401
+    except ImportError:
+        raise UsageError(
+            "--metrics-port needs the package prometheus-client: pip install 'asyncdist[metrics]', or leave it out"
+        ) from None
+
+
+def _response(status: str, body: bytes, kind: str = "text/plain; charset=utf-8") -> bytes:
+    head = f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    return head.encode() + body
+
+
+class _Collector:
+    """Reads the figures when they are asked for."""
+
+    def __init__(self, store: StoreServer) -> None:
+        self._store = store
+
+    def collect(self) -> Iterable[Any]:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        for name, value in figures(self._store).items():
+            full, meaning = f"asyncdist_store_{name}", MEANINGS[name]
+            if name.endswith("_total"):
+                yield CounterMetricFamily(full.removesuffix("_total"), meaning, value=value)
+            else:
+                yield GaugeMetricFamily(full, meaning, value=value)

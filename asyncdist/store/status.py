@@ -1,0 +1,69 @@
+"""How a store's server is: what `asyncdist store status` shows and Prometheus collects."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING, Any
+
+from asyncdist import __version__
+
+if TYPE_CHECKING:
+    from asyncdist.store.server import StoreServer
+
+MEANINGS = {
+    "uptime_seconds": "seconds since the server was started",
+    "connections": "connections that are open",
+    "connections_limit": "connections that may be",
+    "connections_total": "connections that have been taken since the start",
+    "refusals_total": "connections that were refused or dropped: no token, garbage, too many, too slow",
+    "requests_total": "requests that have been executed since the start",
+    "clients": "clients with an identity, also those waited for",
+    "keys": "keys with a value",
+    "queue_items": "items in queues that nobody has taken",
+    "waiting": "requests that wait for a key, an item, a barrier or messages",
+    "stored_bytes": "bytes of keys, values and items; only where they are counted (--data, --max-memory)",
+    "stored_bytes_limit": "bytes that may be (--max-memory)",
+    "log_bytes": "bytes of log and snapshot that a restart would read (--data)",
+    "commits_total": "times that changes were written since the start (--data)",
+    "snapshots_total": "snapshots that were written since the start (--data)",
+}
+"""Every figure by its name, with its meaning; those that end in ``_total`` only grow."""
+
+
+def figures(server: StoreServer) -> dict[str, float]:
+    """Return those figures that this server has."""
+    state = server.state
+    found: dict[str, float] = {
+        "uptime_seconds": time.monotonic() - server.started,
+        "connections": server.num_connections,
+        "connections_limit": server.config.store_max_connections,
+        "connections_total": server.num_admitted,
+        "refusals_total": server.num_refused,
+        "requests_total": server.num_requests,
+        "clients": len(server.members),
+        "keys": state.num_keys,
+        "queue_items": state.num_items,
+        "waiting": state.num_open,
+    }
+    if server.book is not None:
+        found["stored_bytes"] = server.book.nbytes
+    if server.config.store_max_nbytes:
+        found["stored_bytes_limit"] = server.config.store_max_nbytes
+    if server.durability is not None:
+        found["log_bytes"] = server.durability.journal.nbytes
+        found["commits_total"] = server.durability.num_commits
+        found["snapshots_total"] = server.durability.num_snapshots
+    return found
+
+
+def status(server: StoreServer) -> dict[str, Any]:
+    """Return the figures, and what is no figure."""
+    durability = server.durability
+    words = {
+        "version": __version__,
+        "pid": os.getpid(),
+        "data": str(durability.journal.folder) if durability is not None else "",
+        "fsync": str(durability.policy) if durability is not None else "",
+    }
+    return {**words, **figures(server)}

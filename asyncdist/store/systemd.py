@@ -1,0 +1,45 @@
+"""What systemd and its service have to say to each other: sockets that it opened for us, and how far we are."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+
+from asyncdist.config import Service
+from asyncdist.errors import AddressError
+
+_FIRST_FD = 3
+
+
+def inherited(service: Service) -> list[socket.socket]:
+    """Return the listening sockets that systemd opened for this process, if any. Raises AddressError for others."""
+    if service.listen_pid != os.getpid():
+        return []
+    sockets = []
+    for fd in range(_FIRST_FD, _FIRST_FD + service.listen_fds):
+        try:
+            sock = socket.socket(fileno=fd)
+            listening = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        except OSError as error:
+            raise AddressError(
+                f"descriptor {fd}, which LISTEN_FDS speaks of, is no socket ({error.strerror}): see the .socket unit"
+            ) from None
+        if not listening or sock.type != socket.SOCK_STREAM:
+            raise AddressError(
+                f"descriptor {fd}, which LISTEN_FDS speaks of, does not listen: the .socket unit wants ListenStream= "
+                "and no Accept="
+            )
+        os.set_inheritable(fd, False)
+        sock.setblocking(False)
+        sockets.append(sock)
+    return sockets
+
+
+def notify(service: Service, state: str) -> None:
+    """Tell systemd how far we are, as ``READY=1``, if it wants to know. It is not an error that it does not listen."""
+    where = service.notify_socket
+    if not where:
+        return
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+        sock.sendto(state.encode(), "\0" + where[1:] if where.startswith("@") else where)
