@@ -7,6 +7,7 @@ how a user's tensor of any layout becomes a Memory and how the result gets back.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -24,7 +25,6 @@ DTYPE_NUMBERS: dict[torch.dtype, int] = {
 DTYPES: dict[int, torch.dtype] = {number: dtype for dtype, number in DTYPE_NUMBERS.items()}
 
 _EMPTY = memoryview(bytearray())
-_NATIVE = frozenset((torch.float32, torch.float64, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64))
 
 
 class Memory:
@@ -81,11 +81,16 @@ class Memory:
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    if tensor.numel() == 0:
+    """Return a contiguous tensor's memory as bytes; they keep the tensor alive.
+
+    Not by way of numpy: a tensor that has been shown to it can never be resized again, as FSDP resizes its own.
+    """
+    nbytes = tensor.numel() * tensor.itemsize
+    if nbytes == 0:
         return _EMPTY
-    if tensor.dtype in _NATIVE:
-        return memoryview(tensor.numpy()).cast("B")  # type: ignore[arg-type]
-    return memoryview(tensor.view(torch.uint8).numpy())  # type: ignore[arg-type]
+    shown: Any = (ctypes.c_char * nbytes).from_address(tensor.data_ptr())
+    shown.tensor = tensor
+    return memoryview(shown).cast("B")
 
 
 def _written_anywhere(tensor: torch.Tensor) -> torch.Tensor:
