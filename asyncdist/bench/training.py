@@ -85,7 +85,7 @@ def _trainers(name: str, step: Step, groups: Mapping[str, Any]) -> dict[str, _Tr
 def _compare(trainers: Mapping[str, _Trainer]) -> None:
     """Raise BenchmarkError if weights are not alike on all ranks, or not those of the first contender."""
     found = {who: trainer.weights() for who, trainer in trainers.items() if who != "alone"}
-    first = next(iter(found))
+    first = next(iter(found), "")
     for who, weights in found.items():
         others = weights.clone()
         sync.broadcast(others, 0)
