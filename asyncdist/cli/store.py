@@ -2,48 +2,154 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import click
+from click.core import ParameterSource
+
+from asyncdist.cli.logs import FORMATS, LEVELS, log_to_stderr
+from asyncdist.cli.questions import QUESTIONS, Target
+from asyncdist.config import Config, whole_number
 
 
-@click.command(short_help="Serve a rendezvous store that outlives every worker.")
+class _Size(click.ParamType):
+    """A number of bytes, as 64M."""
+
+    name = "bytes"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        try:
+            return value if isinstance(value, int) else whole_number(value)
+        except ValueError:
+            self.fail(f"{value!r} is no number of bytes: write 1000000, 64M or 4G", param, ctx)
+
+
+@click.group(invoke_without_command=True, short_help="Serve a rendezvous store that outlives every worker, or ask one.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address or name to listen on; '' is everywhere.")
 @click.option("--port", default=29500, show_default=True, type=click.IntRange(0, 65535), help="0 picks a free port.")
+@click.option(
+    "--unix",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Socket file to listen at; without --host and --port, there alone.",
+)
+@click.option(
+    "--data", type=click.Path(path_type=Path, file_okay=False), help="Folder that keeps what is stored over restarts."
+)
+@click.option(
+    "--fsync",
+    type=click.Choice(["always", "interval", "never"]),
+    default="always",
+    show_default=True,
+    help="When a change is on disk: before it is acknowledged, within a second, or when the kernel likes.",
+)
+@click.option("--max-memory", type=_Size(), help="Bytes that keys, values and queues may take together, as 4G.")
+@click.option(
+    "--metrics-port", type=click.IntRange(0, 65535), help="Port for /metrics (Prometheus) and /healthz on the same host."
+)
+@click.option(
+    "--drain", default=5.0, show_default=True, type=click.FloatRange(0), help="Seconds for the last replies at the end."
+)
+@click.option("--log-format", type=click.Choice(FORMATS), default="text", show_default=True, help="Lines or JSON.")
+@click.option("--log-level", type=click.Choice(LEVELS), default="warning", show_default=True, help="From where on.")
 @click.option(
     "--allow-unauthenticated-c10d",
     is_flag=True,
     help="Take clients of torch's TCPStore, which have no token, from other machines too.",
 )
-def store(host: str, port: int, allow_unauthenticated_c10d: bool) -> None:
-    """Serve a rendezvous store until SIGTERM or Ctrl-C.
+@click.pass_context
+def store(ctx: click.Context, **given: Any) -> None:
+    """Serve a rendezvous store until SIGTERM or Ctrl-C; or, with a command, ask one that runs.
 
     Ranks meet in it, and workers may come and go while it stays. One line says when clients can connect. Beyond
-    loopback it wants the job's token in ASYNCDIST_TOKEN; a secret does not belong on a command line.
+    loopback it wants the job's token in ASYNCDIST_TOKEN; a secret does not belong on a command line. Several jobs share
+    one: each takes a name of its own in asyncdist://host:port/name.
 
     Programs that know nothing of us use it as well: it speaks the format of torch's TCPStore on the same port. That
     format has no authentication, so such clients are taken from this machine only, unless you allow others.
 
     \b
-    ASYNCDIST_TOKEN=… asyncdist store --host 10.0.0.5 --port 29500
+    ASYNCDIST_TOKEN=… asyncdist store --host 10.0.0.5 --port 29500 --data /var/lib/asyncdist
     ASYNCDIST_TOKEN=… python train.py        # init_process_group(store=TCPStore("10.0.0.5", 29500), …)
     torchrun --rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:29500 --rdzv-conf is_host=0 … train.py
+    asyncdist store --port 29500 status
 
-    Exits with 0 when told to stop, and with 2 when it cannot listen there: the port is in use, the host does not
-    resolve, or it would be open to anyone.
+    Told to stop, it takes nobody any more, sends the replies that are due, and exits with 0. It exits with 2 when it
+    cannot begin: the port is in use, the host does not resolve, it would be open to anyone, its data is damaged; and
+    with 1 when its data cannot be written any more.
     """
-    import asyncio
+    if ctx.invoked_subcommand is not None:
+        _check_is_an_address(ctx)
+        ctx.obj = Target(given["host"], given["port"], given["unix"])
+        return
+    log_to_stderr(given["log_format"], given["log_level"])
+    _serve(ctx, given)
 
+
+for _question in QUESTIONS:
+    store.add_command(_question)
+
+
+def _check_is_an_address(ctx: click.Context) -> None:
+    """Raise for options of the daemon before a command that asks one."""
+    for name in _explicit(ctx) - {"host", "port", "unix"}:
+        option = "--" + name.replace("_", "-")
+        raise click.UsageError(f"{option} is for serving; {ctx.invoked_subcommand} takes --host, --port and --unix", ctx)
+
+
+def _explicit(ctx: click.Context) -> set[str]:
+    return {name for name in ctx.params if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE}
+
+
+def _settings(given: dict[str, Any]) -> Config:
     from asyncdist.cli.screen import configured
-    from asyncdist.runtime import new_loop
-    from asyncdist.store import serve
 
     config = configured()
-    if allow_unauthenticated_c10d:
+    if given["allow_unauthenticated_c10d"]:
         config = config.with_(allow_unauthenticated_c10d=True)
+    if given["max_memory"] is not None:
+        config = config.with_(store_max_nbytes=given["max_memory"])
+    return config
+
+
+def _serve(ctx: click.Context, given: dict[str, Any]) -> None:
+    import asyncio
+
+    from asyncdist.config import Service
+    from asyncdist.errors import JournalError
+    from asyncdist.runtime import new_loop
+    from asyncdist.store.daemon import Options, serve
+    from asyncdist.store.durability import Fsync
+
+    config = _settings(given)
+    begun = False
 
     def ready(at: str, chosen: int) -> None:
-        shown = f"[{at}]" if ":" in at else at or "*"
+        nonlocal begun
+        begun = True
         guard = "token wanted" if config.token else "no token wanted"
-        click.echo(f"asyncdist store is ready at tcp://{shown}:{chosen} ({guard})")
+        click.echo(f"asyncdist store is ready at {_shown(at, chosen)} ({guard})")
 
-    with asyncio.Runner(loop_factory=new_loop) as runner:
-        runner.run(serve(host, port, token=config.token, config=config, ready=ready))
+    options = Options(
+        unix=given["unix"],
+        data=given["data"],
+        fsync=Fsync(given["fsync"]),
+        metrics_port=given["metrics_port"],
+        drain_timeout=given["drain"],
+        service=Service.from_environment(),
+    )
+    alone = given["unix"] is not None and not _explicit(ctx) & {"host", "port"}
+    host = None if alone else given["host"]
+    try:
+        with asyncio.Runner(loop_factory=new_loop) as runner:
+            runner.run(serve(host, given["port"], token=config.token, config=config, ready=ready, options=options))
+    except JournalError as error:
+        if not begun:
+            raise
+        raise click.ClickException(str(error)) from error  # exits with 1
+
+
+def _shown(at: str, port: int) -> str:
+    if not port:
+        return f"unix://{at}"
+    return f"tcp://[{at}]:{port}" if ":" in at else f"tcp://{at or '*'}:{port}"

@@ -7,12 +7,13 @@ import logging
 import signal
 import socket
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from asyncdist.config import Config, Service
 from asyncdist.store import listen, systemd
+from asyncdist.store.attention import Attention
 from asyncdist.store.durability import Fsync
 from asyncdist.store.metrics import Metrics, check_available
 from asyncdist.store.server import StoreServer
@@ -32,7 +33,7 @@ class Options:
     metrics_port: int | None = None
     drain_timeout: float = 5.0
     """Seconds that replies may take to be sent when the daemon is told to stop."""
-    service: Service = Service()
+    service: Service = field(default_factory=Service)
     """What systemd said when it started us. Sockets that it opened are listened at instead of the address."""
 
 
@@ -64,6 +65,7 @@ async def serve(
         host or "", port, token=token, config=config, sockets=sockets, data=options.data, fsync=options.fsync
     )
     server.stays = True
+    server.attention = Attention.where_it_pays(loop, config)
     metrics: Metrics | None = None
     try:
         if options.metrics_port is not None:
@@ -107,7 +109,7 @@ class _Stop:
 
     async def told(self, server: StoreServer) -> None:
         """Return when asked to stop; raises JournalError if the server's data fails before."""
-        asked = asyncio.ensure_future(self._asked.wait())
+        asked: asyncio.Future[Any] = asyncio.ensure_future(self._asked.wait())
         failed = [server.durability.failure] if server.durability is not None else []
         try:
             await asyncio.wait([asked, *failed], return_when=asyncio.FIRST_COMPLETED)

@@ -85,8 +85,9 @@ class StoreServer:
     ) -> StoreServer:
         """Listen at ``host`` ("" is every interface) and ``port`` (0 is any free one) on the running loop.
 
-        ``sock`` is a bound socket to listen on instead, ``sockets`` are several; they are closed with the server. With ``data``, a folder, the store
-        begins with what it held there, and acknowledges no change before it is there, as ``fsync`` has it.
+        ``sock`` is a bound socket to listen on instead, ``sockets`` are several; they are closed with the server. With
+        ``data``, a folder, the store begins with what it held there, and acknowledges no change before it is there, as
+        ``fsync`` has it.
 
         Raises AddressError when the port is in use or the host does not resolve, UsageError beyond loopback without a
         token, JournalError when the data cannot be used. `close` it in the end.

@@ -1,0 +1,161 @@
+"""``asyncdist store status|get|set|watch|keys``: ask a store that runs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import click
+
+if TYPE_CHECKING:
+    from asyncdist.store import AsyncStore
+
+
+class Target(NamedTuple):
+    """Where the store is that is asked."""
+
+    host: str
+    port: int
+    unix: Path | None
+
+
+def _address(command: Callable[..., None]) -> Callable[..., None]:
+    """Let the address stand behind the command as well as before it."""
+    for option in (
+        click.option("--timeout", default=10.0, show_default=True, help="Seconds to wait for the store."),
+        click.option("--unix", type=click.Path(path_type=Path), help="Its socket file."),
+        click.option("--port", type=click.IntRange(1, 65535), help="Its port.  [default: 29500]"),
+        click.option("--host", help="Its host.  [default: 127.0.0.1]"),
+    ):
+        command = option(command)
+    return click.pass_context(command)
+
+
+def _run(ctx: click.Context, given: dict[str, Any], ask: Callable[[AsyncStore], Coroutine[Any, Any, None]]) -> None:
+    """Connect, ask, hang up."""
+    target: Target = ctx.obj
+    host, port = given["host"] or target.host, given["port"] or target.port
+    unix = given["unix"] or (None if given["host"] or given["port"] else target.unix)
+    try:
+        asyncio.run(_asked(str(unix) if unix else host, 0 if unix else port, given["timeout"], ask))
+    except KeyboardInterrupt:
+        ctx.exit(130)
+
+
+async def _asked(host: str, port: int, timeout: float, ask: Callable[[AsyncStore], Awaitable[None]]) -> None:
+    from asyncdist.cli.screen import configured
+    from asyncdist.store import AsyncStore
+
+    config = configured()
+    async with await AsyncStore.connect(host, port, token=config.token, timeout=timeout, config=config) as store:
+        await ask(store)
+
+
+def _shown(value: bytes) -> str:
+    """Return a value as text, or as a Python literal where it is none."""
+    try:
+        text = value.decode()
+    except UnicodeDecodeError:
+        return repr(value)
+    return text if text.isprintable() else repr(value)
+
+
+@click.command(short_help="Show how the store is.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@_address
+def status(ctx: click.Context, as_json: bool, **given: Any) -> None:
+    """Show how the store is: connections, keys, bytes, what it has done."""
+    import json
+
+    from asyncdist.store import operations
+
+    async def ask(store: AsyncStore) -> None:
+        found = await store.request(operations.status())
+        if as_json:
+            click.echo(json.dumps(found))
+            return
+        for name, value in found.items():
+            shown = f"{value:,.0f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else value
+            click.echo(f"{name:20} {shown}")
+
+    _run(ctx, given, ask)
+
+
+@click.command(short_help="Print a value.")
+@click.argument("key")
+@click.option("--wait", is_flag=True, help="Wait for the key until the timeout.")
+@click.option("--raw", is_flag=True, help="The bytes as they are, without a line's end.")
+@_address
+def get(ctx: click.Context, key: str, wait: bool, raw: bool, **given: Any) -> None:
+    """Print the value of KEY; exits with 1 if there is none."""
+
+    async def ask(store: AsyncStore) -> None:
+        if not wait and key not in await store.list_keys(key):
+            raise click.ClickException(f"the store has no key {key!r}; --wait waits for it")
+        value = await store.get(key)
+        click.echo(value if raw else _shown(value), nl=not raw)
+
+    _run(ctx, given, ask)
+
+
+@click.command("set", short_help="Store a value.")
+@click.argument("key")
+@click.argument("value")
+@_address
+def set_(ctx: click.Context, key: str, value: str, **given: Any) -> None:
+    """Store VALUE under KEY; "-" reads it from the standard input."""
+    content = click.get_binary_stream("stdin").read() if value == "-" else value.encode()
+
+    async def ask(store: AsyncStore) -> None:
+        await store.set(key, content)
+
+    _run(ctx, given, ask)
+
+
+@click.command(short_help="List keys.")
+@click.argument("prefix", default="")
+@_address
+def keys(ctx: click.Context, prefix: str, **given: Any) -> None:
+    """List the keys that begin with PREFIX, one a line, in order."""
+
+    async def ask(store: AsyncStore) -> None:
+        for key in sorted(await store.list_keys(prefix)):
+            click.echo(key if key.isprintable() else repr(key))
+
+    _run(ctx, given, ask)
+
+
+@click.command(short_help="Print values whenever they change.")
+@click.argument("prefix")
+@click.option("--interval", default=0.5, show_default=True, type=click.FloatRange(0.01), help="Seconds between looks.")
+@click.option("--channel", is_flag=True, help="PREFIX is a channel: print what is published there.")
+@_address
+def watch(ctx: click.Context, prefix: str, interval: float, channel: bool, **given: Any) -> None:
+    """Print the keys that begin with PREFIX, and again whichever comes, changes or goes, until Ctrl-C."""
+
+    async def look(store: AsyncStore) -> dict[str, bytes]:
+        found = await store.list_keys(prefix)
+        try:
+            return dict(zip(found, await store.multi_get(found, timeout=1.0), strict=True)) if found else {}
+        except TimeoutError:  # one of them was deleted meanwhile
+            return await look(store)
+
+    async def ask(store: AsyncStore) -> None:
+        if channel:
+            async for message in store.subscribe(prefix):
+                click.echo(_shown(message))
+        before: dict[str, bytes] = {}
+        while True:
+            now = await look(store)
+            for key in sorted(now.keys() | before.keys()):
+                if now.get(key) != before.get(key):
+                    click.echo(f"{key} = {_shown(now[key])}" if key in now else f"{key} is gone")
+            before = now
+            await asyncio.sleep(interval)
+
+    _run(ctx, given, ask)
+
+
+QUESTIONS = (status, get, set_, keys, watch)
