@@ -27,7 +27,7 @@ types: $(READY)
 
 bench: $(READY)  ## measure against gloo, raw sockets and, where installed, Open MPI, side by side; for docs/bench
 	$(BIN)/asyncdist bench all_reduce reduce_scatter all_gather broadcast all_to_all --ranks $(RANKS) \
-	    --transport auto,tcp --registered --awaited --ddp --against available --output docs/bench
+	    --transport auto,tcp --registered --awaited --through torch --against available --output docs/bench
 
 build: $(READY)
 	$(BIN)/python -m build

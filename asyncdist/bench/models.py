@@ -15,11 +15,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
+from asyncdist.bench.plan import HEADS
+
 Batch = tuple[torch.Tensor, torch.Tensor]
 """Inputs, and for each the class that it belongs to."""
 
 _PIXELS, _CLASSES = 1024, 10
-_CHARACTERS, _CONTEXT, _WIDTH, _HEADS, _LAYERS = 128, 64, 256, 4, 4
+_CHARACTERS, _CONTEXT, _WIDTH, _LAYERS = 128, 64, 256, 4
 
 
 def perceptron() -> nn.Module:
@@ -38,7 +40,7 @@ class Block(nn.Module):
         self.widen, self.narrow = nn.Linear(_WIDTH, 4 * _WIDTH), nn.Linear(4 * _WIDTH, _WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        heads = self.query_key_value(self.norm_before_attention(x)).unflatten(-1, (-1, 3, _WIDTH // _HEADS))
+        heads = self.query_key_value(self.norm_before_attention(x)).unflatten(-1, (-1, 3, _WIDTH // HEADS))
         query, key, value = heads.permute(3, 0, 2, 1, 4)  # each: sequence, head, place, feature
         seen = scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.mix(seen.transpose(1, 2).flatten(2))

@@ -27,6 +27,8 @@ THROUGH_TORCH = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all
 
 STEPS = ("ddp", "fsdp2", "tensor_parallel")
 """The training steps: see `asyncdist.bench.models`."""
+HEADS = 4
+"""Of the transformer: so many ranks, or as divide them, can share a block."""
 
 # Up to so many bytes: (timed calls of each contender, of which so many in a row before the next one's turn).
 _CALLS = ((64 << 10, 1000, 100), (1 << 20, 150, 10), (8 << 20, 48, 4), (32 << 20, 24, 2))
@@ -91,6 +93,11 @@ class Plan:
         if self.repeat is not None:
             calls = self.repeat
         return calls, min(block, calls)
+
+
+def steps_of(ranks: int) -> tuple[str, ...]:
+    """Return the training steps that so many ranks can take."""
+    return tuple(step for step in STEPS if step != "tensor_parallel" or HEADS % ranks == 0)
 
 
 def rounds(calls: int, block: int) -> Iterable[int]:

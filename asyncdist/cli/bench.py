@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from asyncdist.bench.plan import COLLECTIVES, CONTENDERS, RIVALS, STEPS, THROUGH_TORCH, WAYS, Plan
+from asyncdist.bench.plan import COLLECTIVES, CONTENDERS, HEADS, RIVALS, STEPS, THROUGH_TORCH, WAYS, Plan, steps_of
 from asyncdist.cli import several
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def bench(
         awaited=awaited,
         registered=registered,
         through=through,
-        steps=STEPS if through else STEPS[: 1 if ddp else 0],
+        steps=_steps(ranks) if through else STEPS[: 1 if ddp else 0],
         transports=transports,
         repeat=repeat,
         pin=pin,
@@ -124,6 +124,14 @@ def bench(
         report = run(plan, progress.update)
     _print(report, to_stderr=str(json_file) == "-")
     _write(report, json_file, plot_file, output)
+
+
+def _steps(ranks: int) -> tuple[str, ...]:
+    """Return every training step that so many ranks can take, and say which one they cannot."""
+    steps = steps_of(ranks)
+    if steps != STEPS:
+        click.echo(f"tensor parallel is left out: {ranks} ranks cannot share {HEADS} heads", err=True)
+    return steps
 
 
 def _check_before_measuring(plot_file: Path | None, output: Path | None) -> None:

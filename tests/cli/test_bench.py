@@ -243,6 +243,22 @@ def test_all_that_is_available_competes(without_mpi, monkeypatch):
     assert 4 << 20 in plans[0].sizes
 
 
+@pytest.mark.parametrize(
+    ("ranks", "left_out"), [(2, ()), (3, ("tensor_parallel",)), (4, ()), (8, ("tensor_parallel",))]
+)
+def test_through_torch_measures_what_so_many_ranks_can_do(ranks, left_out, monkeypatch):
+    plans = []
+    monkeypatch.setattr(
+        processes, "run", lambda plan, progress: plans.append(plan) or Report(plan, dict.fromkeys(machine(), "?"))
+    )
+    said = CliRunner().invoke(main, ["bench", "--through", "torch", "--against", "raw", "--ranks", str(ranks)])
+    assert said.exit_code == 0, said.output
+    assert plans[0].collectives == THROUGH_TORCH
+    assert set(plans[0].against) == {"raw", "gloo"}
+    assert set(STEPS) - set(plans[0].steps) == set(left_out)
+    assert ("tensor parallel is left out" in said.output) == bool(left_out)
+
+
 @pytest.mark.parametrize(("text", "said"), [("auto,gloo", "'gloo' is no transport"), (",", "name at least one")])
 def test_a_transport_is_no_rival(text, said):
     run = CliRunner().invoke(main, ["bench", "--transport", text])
