@@ -39,9 +39,9 @@ class _Tried:
 
     def choose(self) -> int:
         """Return how far ahead to stage; all members try the same at the same time."""
-        turn, self.turns = self.turns % _TRY_EVERY, self.turns + 1
-        if turn < 2:
-            return AHEAD * turn
+        turn, self.turns = self.turns, self.turns + 1
+        if turn < 4 or turn % _TRY_EVERY < 2:  # the first time, each also makes its memory
+            return AHEAD * (turn % 2)
         return AHEAD if self.ahead < self.at_once else 0
 
     def note(self, ahead: int, seconds: list[float]) -> None:
