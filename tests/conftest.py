@@ -26,6 +26,8 @@ from asyncdist.testing.cluster import run_ranks
 
 PATIENCE = 5.0
 """Seconds for what ends on another thread or loop to be gone."""
+LONG = 20.0
+"""Seconds: a limit that no test is to reach."""
 
 # -- loops and transports ---------------------------------------------------------------------------
 
@@ -78,6 +80,34 @@ def each() -> Callable[[Sequence[Any], Callable[[Any], Awaitable[Any]]], Awaitab
         return list(await asyncio.gather(*[call(group) for group in groups]))
 
     return each
+
+
+# -- waits for what has no event of its own ---------------------------------------------------------
+
+
+@pytest.fixture
+def eventually() -> Callable[[Callable[[], Any]], Awaitable[None]]:
+    """Return a wait until something is so: ``await eventually(lambda: ...)``."""
+
+    async def eventually(true: Callable[[], Any]) -> None:
+        async with asyncio.timeout(LONG):
+            while not true():  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+
+    return eventually
+
+
+@pytest.fixture
+def until() -> Callable[[Callable[[], Any]], None]:
+    """Return the same for a test that is no coroutine: ``until(lambda: ...)``."""
+
+    def until(true: Callable[[], Any]) -> None:
+        give_up = time.monotonic() + LONG
+        while not true():
+            assert time.monotonic() < give_up, "still not so"
+            time.sleep(0.001)
+
+    return until
 
 
 # -- nothing is left behind -------------------------------------------------------------------------

@@ -62,14 +62,13 @@ def test_a_cut_reaches_every_thread_that_blocks_on_any_group_with_the_lost_rank(
         assert unharmed.result()[0][0] == 2.0
 
 
-def test_a_world_that_is_closed_under_blocked_threads_lets_them_go(threads):
+def test_a_world_that_is_closed_under_blocked_threads_lets_them_go(threads, until):
     with proxied_world(2) as world:
         warmed(world, threads)
         groups = [world.groups[0], world.new_group([0, 1])[0], world.new_group([1, 0])[0]]
         waiting = [threads.submit(outcome, group.all_reduce, torch.ones(10)) for group in groups]
         other = threads.submit(outcome, world.groups[1].recv, torch.ones(1), 0)
-        while len(world.meshes[0]._executor.operations) < 3:
-            time.sleep(0.001)
+        until(lambda: len(world.meshes[0]._executor.operations) == 3)
         closed_at = time.monotonic()
         world.meshes[0].close()
         for future in waiting:
@@ -81,12 +80,11 @@ def test_a_world_that_is_closed_under_blocked_threads_lets_them_go(threads):
         assert at - closed_at < SOON
 
 
-def test_a_group_that_another_thread_aborts_lets_the_blocked_one_go(threads):
+def test_a_group_that_another_thread_aborts_lets_the_blocked_one_go(threads, until):
     with proxied_world(2) as world:
         warmed(world, threads)
         waiting = [threads.submit(outcome, group.recv, torch.ones(1), 1 - group.rank()) for group in world.groups]
-        while any(len(mesh._executor.operations) < 1 for mesh in world.meshes):
-            time.sleep(0.001)
+        until(lambda: all(mesh._executor.operations for mesh in world.meshes))
         world.groups[1].abort("enough")
         for future in waiting:
             error, _ = future.result()

@@ -57,7 +57,7 @@ def test_an_interrupt_ends_the_waiting_for_a_world(job, face, tmp_path):
     for rank in (0, 1):
         (told,) = job.start(1, face)
         told.tell("init", f"file://{tmp_path}/never{rank}", rank, 2)
-        time.sleep(0.1)
+        time.sleep(0.1)  # whoever finds nobody there leaves no trace of it by which we could tell that it waits
         interrupted_at = time.monotonic()
         told.process.interrupt()
         check_interrupted(told, interrupted_at)

@@ -77,7 +77,7 @@ def dies_with_a_child(test, where, rank, size):
         if rank == 1:
             child = os.fork()
             if child == 0:
-                time.sleep(60)
+                time.sleep(60)  # until it is killed; should the test be killed first, not for ever
                 os._exit(0)
             test.send(child)
         test.recv()
