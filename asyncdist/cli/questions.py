@@ -21,7 +21,7 @@ class Target(NamedTuple):
     unix: Path | None
 
 
-def _address(command: Callable[..., None]) -> Callable[..., None]:
+def _address(command: Callable[..., None]) -> Callable[..., Any]:
     """Let the address stand behind the command as well as before it."""
     for option in (
         click.option("--timeout", default=10.0, show_default=True, help="Seconds to wait for the store."),
@@ -100,7 +100,7 @@ def get(ctx: click.Context, key: str, wait: bool, raw: bool, **given: Any) -> No
     _run(ctx, given, ask)
 
 
-@click.command("set", short_help="Store a value.")
+@click.command(name="set", short_help="Store a value.")
 @click.argument("key")
 @click.argument("value")
 @_address

@@ -13,7 +13,7 @@ from asyncdist.cli.questions import QUESTIONS, Target
 from asyncdist.config import Config, whole_number
 
 
-class _Size(click.ParamType):
+class _Size(click.ParamType):  # type: ignore[type-arg]
     """A number of bytes, as 64M."""
 
     name = "bytes"
@@ -45,7 +45,9 @@ class _Size(click.ParamType):
 )
 @click.option("--max-memory", type=_Size(), help="Bytes that keys, values and queues may take together, as 4G.")
 @click.option(
-    "--metrics-port", type=click.IntRange(0, 65535), help="Port for /metrics (Prometheus) and /healthz on the same host."
+    "--metrics-port",
+    type=click.IntRange(0, 65535),
+    help="Port for /metrics (Prometheus) and /healthz on the same host.",
 )
 @click.option(
     "--drain", default=5.0, show_default=True, type=click.FloatRange(0), help="Seconds for the last replies at the end."
@@ -58,7 +60,7 @@ class _Size(click.ParamType):
     help="Take clients of torch's TCPStore, which have no token, from other machines too.",
 )
 @click.pass_context
-def store(ctx: click.Context, **given: Any) -> None:
+def store(ctx: click.Context, /, **given: Any) -> None:
     """Serve a rendezvous store until SIGTERM or Ctrl-C; or, with a command, ask one that runs.
 
     Ranks meet in it, and workers may come and go while it stays. One line says when clients can connect. Beyond
@@ -94,7 +96,9 @@ def _check_is_an_address(ctx: click.Context) -> None:
     """Raise for options of the daemon before a command that asks one."""
     for name in _explicit(ctx) - {"host", "port", "unix"}:
         option = "--" + name.replace("_", "-")
-        raise click.UsageError(f"{option} is for serving; {ctx.invoked_subcommand} takes --host, --port and --unix", ctx)
+        raise click.UsageError(
+            f"{option} is for serving; {ctx.invoked_subcommand} takes --host, --port and --unix", ctx
+        )
 
 
 def _explicit(ctx: click.Context) -> set[str]:

@@ -1,0 +1,315 @@
+"""A store daemon as one operates it: where it listens, what it keeps, how it is asked and watched, how it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from asyncdist.config import Config
+from asyncdist.errors import StoreConnectionError
+from asyncdist.store import TCPStore
+
+pytestmark = pytest.mark.processes
+LIMIT = 30  # seconds; nothing here takes one
+PROGRAM = [sys.executable, "-c", "from asyncdist.cli import main; main(prog_name='asyncdist')", "store"]
+
+
+def environment(**settings: str) -> dict[str, str]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("ASYNCDIST_")}
+    return {**clean, **settings}
+
+
+class Daemon:
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+        self.ready = process.stdout.readline()
+        assert self.ready.startswith("asyncdist store is ready at "), process.stderr.read()
+        found = re.search(r"tcp://.+:(\d+) ", self.ready)
+        self.port = int(found[1]) if found else 0
+
+    def client(self) -> TCPStore:
+        return TCPStore("127.0.0.1", self.port, timeout=LIMIT, config=Config(token=None, store_reconnect=0.0))
+
+    def ask(self, *arguments: str, code: int = 0, stdin: str | None = None) -> str:
+        return asked("--port", str(self.port), *arguments, code=code, stdin=stdin)
+
+    def end(self) -> tuple[int, str]:
+        _, err = self.process.communicate(timeout=LIMIT)
+        return self.process.returncode, err
+
+    def stop(self) -> tuple[int, str]:
+        self.process.send_signal(signal.SIGTERM)
+        return self.end()
+
+
+@contextmanager
+def started(*arguments: str, before: Callable[[], object] | None = None, fds=(), **settings: str) -> Iterator[Daemon]:
+    process = subprocess.Popen(
+        [*PROGRAM, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=environment(**settings), preexec_fn=before, pass_fds=fds,
+    )  # fmt: skip
+    try:
+        yield Daemon(process)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def asked(*arguments: str, code: int = 0, stdin: str | None = None) -> str:
+    """Run a command to its end; return what it printed, or complained of."""
+    ended = subprocess.run(
+        [*PROGRAM, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        env=environment(),
+        check=False,
+        input=stdin,
+    )
+    assert ended.returncode == code, ended
+    return ended.stderr if code else ended.stdout
+
+
+# -- asking -----------------------------------------------------------------------------------------
+
+
+def test_one_that_runs_is_asked(tmp_path):
+    with started("--port", "0", "--data", str(tmp_path), "--max-memory", "1M") as daemon:
+        daemon.ask("set", "job/a", "ä value")
+        daemon.ask("set", "job/b", "-", stdin="from standard input")
+        assert daemon.ask("keys") == "job/a\njob/b\n"
+        assert daemon.ask("keys", "other") == ""
+        assert daemon.ask("get", "job/a") == "ä value\n"
+        assert daemon.ask("get", "job/b", "--raw") == "from standard input"
+        assert "no key 'c'" in daemon.ask("get", "c", code=1)
+        assert "bytes and takes 1048576" in daemon.ask("set", "c", "-", stdin="v" * (1 << 20), code=2)
+        status = json.loads(daemon.ask("status", "--json"))
+        assert status["keys"] == 2
+        assert status["connections"] == 1
+        assert status["data"] == str(tmp_path)
+        assert status["stored_bytes_limit"] == 1 << 20
+        assert re.search(r"^keys +2$", daemon.ask("status"), re.MULTILINE)
+        assert "--data is for serving" in asked("--data", str(tmp_path), "status", code=2)
+
+
+def test_keys_are_watched():
+    with started("--port", "0") as daemon, daemon.client() as store:
+        store.set("job/a", "first")
+        watching = subprocess.Popen(
+            [*PROGRAM, "--port", str(daemon.port), "watch", "job/", "--interval", "0.01"],
+            stdout=subprocess.PIPE, text=True, env=environment(PYTHONUNBUFFERED="1"),
+        )  # fmt: skip
+        with watching:
+            assert watching.stdout.readline() == "job/a = first\n"
+            store.set("job/a", "second")
+            assert watching.stdout.readline() == "job/a = second\n"
+            store.set("job/b", b"\xff")
+            assert watching.stdout.readline() == "job/b = b'\\xff'\n"
+            store.delete_key("job/a")
+            assert watching.stdout.readline() == "job/a is gone\n"
+            watching.send_signal(signal.SIGINT)
+            assert watching.wait(LIMIT) == 130
+
+
+def test_none_that_runs():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    assert "no store answered" in asked("status", "--port", str(port), "--timeout", "0.1", code=2)
+
+
+# -- where it listens -------------------------------------------------------------------------------
+
+
+def test_a_socket_file(tmp_path):
+    path = tmp_path / "store.sock"
+    for _ in range(2):  # the second finds the file of one that was killed
+        with started("--unix", str(path)) as daemon:
+            assert daemon.ready == f"asyncdist store is ready at unix://{path} (no token wanted)\n"
+            assert path.stat().st_mode & 0o777 == 0o600
+            asked("--unix", str(path), "set", "k", "v")
+            assert asked("get", "k", "--unix", str(path)) == "v\n"
+    with started("--unix", str(path), "--port", "0") as daemon:
+        asked("--unix", str(path), "set", "k", "v")
+        assert daemon.ask("get", "k") == "v\n"
+        assert "is there already" in asked("--unix", str(path), code=2)
+        assert daemon.stop() == (0, "")
+    assert not path.exists()
+
+
+def test_systemd_opens_the_socket_and_is_told(tmp_path):
+    told = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    told.bind(str(tmp_path / "notify"))
+    told.settimeout(LIMIT)
+    with told, socket.create_server(("127.0.0.1", 0)) as ours:
+        ours.set_inheritable(True)
+        fd = ours.fileno()
+        program = (
+            "import os, sys\n"
+            f"if {fd} != 3: os.dup2({fd}, 3)\n"
+            "os.environ['LISTEN_PID'] = str(os.getpid())\n"
+            "from asyncdist.cli import main; main(['store'], prog_name='asyncdist')"
+        )
+        process = subprocess.Popen(
+            [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, pass_fds=[fd],
+            env=environment(LISTEN_FDS="1", NOTIFY_SOCKET=str(tmp_path / "notify")),
+        )  # fmt: skip
+        try:
+            daemon = Daemon(process)
+            assert daemon.port == ours.getsockname()[1]
+            assert told.recv(100) == b"READY=1"
+            with daemon.client() as store:
+                assert store.add("n", 1) == 1
+            process.send_signal(signal.SIGTERM)
+            assert told.recv(100) == b"STOPPING=1"
+            assert daemon.end() == (0, "")
+        finally:
+            process.kill()
+            process.communicate()
+
+
+# -- what it keeps, and how it ends -----------------------------------------------------------------
+
+
+def test_it_is_killed_and_comes_back_with_what_it_had(tmp_path):
+    data = str(tmp_path / "data")
+    with started("--port", "0", "--data", data) as daemon:
+        with daemon.client() as store:
+            store.set("k", "v")
+            assert store.add("n", 41) == 41
+        assert "another store uses" in asked("--port", "0", "--data", data, code=2)
+        daemon.process.kill()
+        daemon.process.wait()
+    with started("--port", "0", "--data", data) as daemon, daemon.client() as store:
+        assert store.get("k") == b"v"
+        assert store.add("n", 1) == 42
+    path = Path(data) / "log-1"
+    content = bytearray(path.read_bytes())
+    content[60] ^= 1
+    path.write_bytes(content)
+    assert f"{path} is damaged at offset " in asked("--port", "0", "--data", data, code=2)
+
+
+def test_a_disk_that_is_full_ends_it(tmp_path):
+    def small() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))
+
+    with started("--port", "0", "--data", str(tmp_path), before=small) as daemon:
+        with daemon.client() as store:
+            store.set("k", "acknowledged")
+            with pytest.raises(StoreConnectionError):
+                store.set("large", "v" * 10_000)
+        code, err = daemon.end()
+        assert code == 1
+        assert "cannot be written" in err
+    with started("--port", "0", "--data", str(tmp_path)) as daemon, daemon.client() as store:
+        assert store.list_keys() == ["k"]
+
+
+def test_told_twice_it_leaves_at_once():
+    with (
+        started("--port", "0", "--drain", "1000") as daemon,
+        socket.create_connection(("127.0.0.1", daemon.port)) as deaf,
+    ):
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        with daemon.client() as store:
+            store.set("large", b"v" * (32 << 20))
+        from asyncdist.store.c10d_wire import MAGIC, Code
+        from asyncdist.testing.c10d import encode
+
+        deaf.sendall(encode(Code.VALIDATE, MAGIC) + encode(Code.GET, b"/large"))
+        assert deaf.recv(1)
+        daemon.process.send_signal(signal.SIGTERM)
+        refused = False
+        while not refused:
+            with socket.socket() as probe:
+                refused = probe.connect_ex(("127.0.0.1", daemon.port)) != 0
+        assert daemon.process.poll() is None  # it tries to send what is due
+        assert daemon.stop() == (0, "")
+
+
+# -- how it is watched ------------------------------------------------------------------------------
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return int(taken.getsockname()[1])
+
+
+def fetched(port: int, path: str) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=LIMIT) as answer:
+        return answer.read().decode()
+
+
+def test_prometheus_reads_figures(tmp_path):
+    port = free_port()
+    with (
+        started("--port", "0", "--metrics-port", str(port), "--data", str(tmp_path)) as daemon,
+        daemon.client() as store,
+    ):
+        for number in range(10):
+            store.set(f"k{number}", "v")
+        store.queue_push("q", "item")
+        text = fetched(port, "/metrics")
+        figures = dict(line.split() for line in text.splitlines() if not line.startswith("#"))
+        assert float(figures["asyncdist_store_keys"]) == 10
+        assert float(figures["asyncdist_store_queue_items"]) == 1
+        assert float(figures["asyncdist_store_connections"]) == 1
+        assert float(figures["asyncdist_store_requests_total"]) >= 11
+        assert float(figures["asyncdist_store_commits_total"]) == 11
+        assert float(figures["asyncdist_store_stored_bytes"]) > 11
+        assert "# TYPE asyncdist_store_requests_total counter" in text
+        assert "# HELP asyncdist_store_keys keys with a value" in text
+        assert fetched(port, "/healthz") == "ok\n"
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            fetched(port, "/")
+        with socket.create_connection(("127.0.0.1", port)) as silent:  # nobody waits for it
+            silent.sendall(b"GET /metr")
+            assert fetched(port, "/healthz") == "ok\n"
+        with socket.create_connection(("127.0.0.1", port)) as endless:
+            endless.settimeout(LIMIT)
+            endless.sendall(b"GET /" + b"x" * 70_000)
+            with contextlib.suppress(ConnectionResetError):
+                assert endless.recv(1000) == b""  # it hangs up, in one way or the other
+        assert daemon.stop() == (0, "")
+
+
+def test_without_prometheus_client_it_says_what_to_install():
+    hidden = (
+        "import sys; sys.modules['prometheus_client'] = None\n"
+        "from asyncdist.cli import main; main(['store', '--port', '0', '--metrics-port', '0'], prog_name='asyncdist')"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", hidden], capture_output=True, text=True, timeout=LIMIT, env=environment(), check=False
+    )
+    assert ended.returncode == 2
+    assert "pip install 'asyncdist[metrics]'" in ended.stderr
+
+
+def test_its_log_is_for_machines():
+    with started("--port", "0", "--log-format", "json", "--log-level", "info") as daemon:
+        with socket.create_connection(("127.0.0.1", daemon.port)) as stranger:
+            stranger.sendall(b"GET / HTTP/1.1\r\n" + b"\r\n" * 50)
+            while stranger.recv(1000):
+                pass
+        code, err = daemon.stop()
+        assert code == 0
+        lines = [json.loads(line) for line in err.splitlines()]
+        refused = next(line for line in lines if "refused" in line["message"])
+        assert refused["level"] == "warning"
+        assert refused["logger"].startswith("asyncdist.store")
+        assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", refused["time"])
+        assert "does not speak our protocol" in refused["message"]

@@ -1,0 +1,166 @@
+"""A server with data is killed again and again, at any moment: while it writes, takes snapshots, compacts, starts.
+
+What it had acknowledged must be there each time; what it had not may be, but only whole and in order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import random
+import re
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from asyncdist.config import Config
+from asyncdist.errors import AsyncdistError
+from asyncdist.store import AsyncStore
+from asyncdist.store.c10d_wire import I64, MAGIC, Code
+from asyncdist.testing.c10d import encode
+from asyncdist.testing.processes import Nursery, RankEndedError, RankProcess
+
+pytestmark = pytest.mark.processes
+PROGRAM = Path(__file__).with_name("program_killed.py")
+KILLS = int(os.environ.get("ASYNCDIST_TEST_STORE_KILLS", "100"))
+PATIENCE = 30.0
+
+
+@pytest.fixture
+def nursery() -> Iterator[Nursery]:
+    with Nursery(preload=("asyncdist.store", "asyncdist.store.durability")) as nursery:
+        yield nursery
+
+
+class Expected:
+    """What a client was told, and what it asked for beyond that."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}  # acknowledged, and not asked for again since
+        self.asked: dict[str, bytes | None] = {}  # None: deleted
+        self.total = self.most = 0  # of an `add`
+        self.items: deque[bytes] = deque()  # pushed for sure, and not popped
+        self.unsure: set[bytes] = set()  # pushed or popped perhaps
+        self.numbers = itertools.count()
+
+    async def check(self, store: AsyncStore) -> None:
+        keys = await store.list_keys("key/")
+        found = dict(zip(keys, await store.multi_get(keys, timeout=PATIENCE), strict=True)) if keys else {}
+        for key in found.keys() | self.values.keys() | self.asked.keys():
+            allowed = {self.values.get(key)} | ({self.asked[key]} if key in self.asked else set())
+            assert found.get(key) in allowed, f"{key}: {found.get(key)} is none of {allowed}"
+        total = await store.add("total", 0)
+        assert self.total <= total <= self.most
+        items = [await store.queue_pop("queue", block=False) for _ in range(await store.queue_len("queue"))]
+        sure = [item for item in items if item not in self.unsure]
+        assert sure == list(self.items)
+        assert len(set(items)) == len(items)
+        self.values, self.asked = found, {}
+        self.total = self.most = total
+        self.items.clear()
+        self.unsure = set(items)  # their confirmations may not have arrived
+
+    async def write(self, store: AsyncStore, chance: random.Random) -> None:
+        """Change something until the store is gone."""
+        while True:
+            key, value = f"key/{chance.randrange(30)}", b"%d" % next(self.numbers) * chance.randrange(1, 40)
+            if key in self.asked:
+                await asyncio.sleep(0)
+                continue
+            match chance.randrange(4):
+                case 0:
+                    self.asked[key] = value
+                    await store.set(key, value)
+                    self.values[key] = value
+                    del self.asked[key]
+                case 1:
+                    self.asked[key] = None
+                    await store.delete_key(key)
+                    self.values.pop(key, None)
+                    del self.asked[key]
+                case 2:
+                    self.most += 1
+                    self.total = max(self.total, await store.add("total", 1))
+                case 3:
+                    self.unsure.add(value)
+                    await store.queue_push("queue", value)
+                    self.items.append(value)
+                    self.unsure.discard(value)
+
+
+async def until_it_is_gone(*writing) -> None:
+    for over in await asyncio.gather(*writing, return_exceptions=True):
+        if not isinstance(over, (AsyncdistError, OSError, asyncio.IncompleteReadError)):
+            raise over
+
+
+async def write_as_torch_does(port: int, name: bytes, acknowledged: dict[bytes, int]) -> None:
+    """Set without replies, and ask now and then: all that was set before an answer is on disk with it."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(encode(Code.VALIDATE, MAGIC))
+        for number in itertools.count(acknowledged.get(name, 0) + 1):
+            for place in range(5):
+                writer.write(encode(Code.SET, b"/torch/%s/%d" % (name, place), b"%d" % number))
+            writer.write(encode(Code.ADD, b"/torch/count", 0))
+            I64.unpack(await reader.readexactly(8))
+            acknowledged[name] = number
+    finally:
+        writer.close()
+
+
+async def check_torchs(store: AsyncStore, acknowledged: dict[bytes, int]) -> None:
+    for name, number in acknowledged.items():
+        found = await store.multi_get([f"torch/{name.decode()}/{place}" for place in range(5)], timeout=PATIENCE)
+        numbers = [int(value) for value in found]
+        assert numbers == sorted(numbers, reverse=True)  # a client's requests are kept in their order
+        assert number <= numbers[-1] <= numbers[0] <= number + 1
+        acknowledged[name] = numbers[0]
+
+
+async def one_life(
+    server: RankProcess, expected: Expected, acknowledged: dict[bytes, int], chance: random.Random
+) -> None:
+    port = server.hear()
+    stores = [await _connected(port) for _ in range(3)]
+    try:
+        await expected.check(stores[0])
+        await check_torchs(stores[0], acknowledged)
+        writing = [expected.write(store, random.Random(chance.random())) for store in stores]
+        writing.append(write_as_torch_does(port, b"one", acknowledged))
+        asyncio.get_running_loop().call_later(chance.random() * 0.05, server.kill)
+        async with asyncio.timeout(PATIENCE):
+            await until_it_is_gone(*writing)
+    finally:
+        for store in stores:
+            await store.close()
+
+
+async def _connected(port: int) -> AsyncStore:
+    return await AsyncStore.connect("127.0.0.1", port, timeout=PATIENCE, config=Config(store_reconnect=0.0))
+
+
+def test_nothing_acknowledged_is_lost(nursery, tmp_path):
+    chance = random.Random(5)
+    expected, acknowledged = Expected(), {}
+    snapshots = set()
+    for life in range(KILLS):
+        if chance.random() < 0.2:  # killed while it starts
+            starting = nursery.start(PROGRAM, "serve", str(tmp_path), 3000)
+            with contextlib.suppress(TimeoutError, RankEndedError):
+                starting.hear(chance.random() * 0.02)
+            starting.kill()
+            starting.wait()
+        server = nursery.start(PROGRAM, "serve", str(tmp_path), 3000)
+        try:
+            asyncio.run(one_life(server, expected, acknowledged, chance))
+        except RankEndedError as error:
+            pytest.fail(f"in its life {life} it did not start: {error}")
+        server.wait()
+        snapshots |= {int(name[9:]) for name in os.listdir(tmp_path) if re.fullmatch(r"snapshot-\d+", name)}
+        nursery.clear()
+    assert max(snapshots) > KILLS / 3  # there was something to interrupt
