@@ -1,4 +1,4 @@
-"""The awaited client of a store: one connection, any number of operations in flight on it."""
+"""The awaited client of a store: one connection at a time, any number of operations in flight on it."""
 
 from __future__ import annotations
 
@@ -6,44 +6,49 @@ import asyncio
 import os
 from collections import deque
 from collections.abc import Generator
-from typing import Any, Self, cast
+from typing import Any, Self
 
+from asyncdist.config import Config
 from asyncdist.deadline import Timeout, seconds
-from asyncdist.errors import AuthenticationError, ProtocolError, StoreConnectionError, StoreTimeoutError
-from asyncdist.handshake import NONCE_NBYTES, Pushed, dial
+from asyncdist.errors import AsyncdistError, StoreConnectionError, StoreTimeoutError
 from asyncdist.store import operations
-from asyncdist.store.conversation import Conversation
-from asyncdist.store.dialling import Persistence, broken, closed, describe, tune
+from asyncdist.store.conversation import IDENTITY_NBYTES, Conversation, Sink
+from asyncdist.store.dialling import Persistence, broken, closed
 from asyncdist.store.faces import AsyncFace
+from asyncdist.store.link import Link, reach
 from asyncdist.store.operations import Command, Op
-
-_CLOSE_TIMEOUT = 5.0
-"""Seconds that a store may take to accept our last bytes before we hang up all the same."""
 
 
 class AsyncStore(AsyncFace):
-    """A store reached over one connection. Make one with `connect`, on the loop that is to use it."""
+    """A store reached over one connection at a time. Make one with `connect`, on the loop that is to use it."""
 
-    def __init__(self, link: _Link, host: str, port: int, timeout: float) -> None:
+    def __init__(self, line: _Line, host: str, port: int, timeout: float) -> None:
         self.host = host
         self.port = port
         self.timeout = timeout
-        self._link = link
+        self._line = line
         self._loop = asyncio.get_running_loop()
 
     @classmethod
-    async def connect(cls, host: str, port: int, *, token: str | None = None, timeout: Timeout = 300.0) -> Self:
+    async def connect(
+        cls, host: str, port: int, *, token: str | None = None, timeout: Timeout = 300.0, config: Config | None = None
+    ) -> Self:
         """Connect to the store at ``host:port``, trying again while nothing answers there, for ``timeout`` seconds.
 
-        ``timeout`` is also that of operations that name none. Raises StoreConnectionError when nothing has answered in
-        time, AddressError when the host does not resolve, AuthenticationError at once when the token is refused, and
-        ProtocolError when something else answers. `close` it in the end.
+        ``timeout`` is also that of operations that name none. ``config`` (that of the environment) says how long a
+        connection that breaks is tried to be made again (``store_reconnect``), and for how long the store keeps this
+        client's ephemeral keys meanwhile (``store_lease``).
+
+        Raises StoreConnectionError when nothing has answered in time, AddressError when the host does not resolve,
+        AuthenticationError at once when the token is refused, and ProtocolError when something else answers. `close` it
+        in the end.
         """
         persistence = Persistence(host, port, timeout)
+        line = _Line(host, port, token, config or Config.from_environment())
         while True:
             try:
-                link = await _reach(host, port, token, persistence)
-                return cls(link, host, port, seconds(timeout))
+                await line.reach(persistence)
+                return cls(line, host, port, seconds(timeout))
             except OSError as error:
                 await asyncio.sleep(persistence.pause_after(error))
 
@@ -52,39 +57,45 @@ class AsyncStore(AsyncFace):
         """The loop that it was made on and must be used on."""
         return self._loop
 
+    @property
+    def _link(self) -> Link:
+        assert self._line.link is not None
+        return self._line.link
+
     async def request(self, command: Command, timeout: Timeout = None) -> Any:
         answer = _Answer(self._loop)
         future = answer.future
         limit = self.timeout if timeout is None else seconds(timeout)
-        number = self._link.ask(command, answer)
+        number = self._line.ask(command, answer)
         timer = None
         if limit != float("inf"):
             timer = self._loop.call_later(limit, _expire, future, command, limit)
         try:
             result = await future
         except (asyncio.CancelledError, StoreTimeoutError):
-            self._link.give_up(number)
+            self._line.give_up(number)
             raise
         finally:
             if timer is not None:
                 timer.cancel()
         if command.op is Op.QUEUE_POP:
-            self._link.confirm(number)
+            self._line.confirm(number)
         return result
 
-    def subscribe(self, channel: str) -> LinkSubscription:
+    def subscribe(self, channel: str) -> LineSubscription:
         """Return the messages of a channel: use ``async with``, or ``await`` it, and then ``async for``.
 
-        Messages are kept in this process until they are taken.
+        Messages are kept in this process until they are taken. It ends with StoreConnectionError when a connection broke
+        and was made again, since messages may have been missed then.
         """
-        return LinkSubscription(self._link, operations.subscribe(channel))
+        return LineSubscription(self._line, operations.subscribe(channel))
 
     async def close(self) -> None:
         """Hang up; whatever is still awaited fails with StoreConnectionError."""
-        await self._link.close()
+        await self._line.close()
 
     def __repr__(self) -> str:
-        return f"<AsyncStore {self.host}:{self.port}{' closed' if self._link.over else ''}>"
+        return f"<AsyncStore {self.host}:{self.port}{' closed' if self._line.over else ''}>"
 
 
 def _expire(future: asyncio.Future[Any], command: Command, limit: float) -> None:
@@ -112,88 +123,23 @@ class _Answer:
         """Only subscriptions get messages."""
 
 
-# -- the connection --------------------------------------------------------------------------------
+# -- one connection after the other ------------------------------------------------------------------
 
 
-async def _reach(host: str, port: int, token: str | None, persistence: Persistence) -> _Link:
-    """Make one attempt. Raises OSError where another may do better."""
-    loop = asyncio.get_running_loop()
-    link = _Link(f"{host}:{port}", token)
-    try:
-        async with asyncio.timeout(persistence.attempt().remaining_or_none()):
-            await loop.create_connection(lambda: link, host, port)
-            await asyncio.shield(link.greeted)
-    except UnicodeError as error:  # a label that no name can have
-        link.abort()
-        raise _unresolvable(error) from None
-    except BaseException:
-        link.abort()
-        raise
-    return link
+class _Line:
+    """A conversation with a store, over one connection, and the next when that breaks."""
 
-
-def _unresolvable(error: UnicodeError) -> OSError:
-    import socket
-
-    return socket.gaierror(socket.EAI_NONAME, str(error))
-
-
-class _Link(asyncio.Protocol):
-    """A connection to the store: bytes between a transport and a `Conversation`."""
-
-    def __init__(self, where: str, token: str | None) -> None:
-        loop = asyncio.get_running_loop()
-        self.where = where
-        self.greeted: asyncio.Future[None] = loop.create_future()
-        self.greeted.add_done_callback(lambda greeted: greeted.cancelled() or greeted.exception())
+    def __init__(self, host: str, port: int, token: str | None, config: Config) -> None:
+        self.where = f"{host}:{port}"
         self.over: StoreConnectionError | None = None
-        self._token = token
-        self._loop = loop
-        self._lost: asyncio.Future[None] = loop.create_future()
-        self._transport: asyncio.Transport | None = None
-        self._greeting: Pushed | None = None
-        self._conversation = Conversation()
-        self._why: str | None = None
-        self._corked = False
-        self._out: list[bytes] = []
+        self.link: Link | None = None
+        self._host, self._port, self._token = host, port, token
+        self._patience = config.store_reconnect
+        self._conversation = Conversation(self.where, config.store_lease, os.urandom(IDENTITY_NBYTES))
+        self._persistence: Persistence | None = None
+        self._redialling: asyncio.Task[None] | None = None
 
-    # -- what the loop calls ----------------------------------------------------------------------
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        transport = cast(asyncio.Transport, transport)  # which uvloop's is in all but its bases
-        self._transport = transport
-        tune(transport.get_extra_info("socket"))
-        self._greeting = Pushed(dial(self._token, "store", os.urandom(NONCE_NBYTES)), transport.write)
-
-    def data_received(self, data: bytes) -> None:
-        try:
-            if self._greeting is not None:
-                data = self._greeting.feed(data)
-                if not self._greeting.done:
-                    return
-                self._greeting = None
-            self._conversation.receive(data)
-        except (ProtocolError, AuthenticationError) as error:
-            self._why = str(error)
-            if not self.greeted.done():
-                self.greeted.set_exception(error)
-            self.abort()
-            return
-        if self._conversation.greeted and not self.greeted.done():
-            self.greeted.set_result(None)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._transport = None
-        self._end(broken(self.where, self._why or (describe(exc) if exc else "it hung up")))
-        if not self.greeted.done():
-            why = f": {describe(exc)}" if exc else ""
-            self.greeted.set_exception(ConnectionResetError(f"it hung up while we said hello{why}"))
-        if not self._lost.done():
-            self._lost.set_result(None)
-
-    # -- what the store calls ---------------------------------------------------------------------
-
-    def ask(self, command: Command, sink: Any) -> int:
+    def ask(self, command: Command, sink: Sink) -> int:
         if self.over is not None:
             raise StoreConnectionError(*self.over.args)
         number, frame = self._conversation.ask(command, sink)
@@ -206,53 +152,64 @@ class _Link(asyncio.Protocol):
     def confirm(self, number: int) -> None:
         self._send(self._conversation.confirm(number))
 
-    async def close(self) -> None:
-        self._end(closed(self.where))
-        if self._transport is None:
-            return
-        self._uncork()
-        self._transport.close()
-        try:
-            async with asyncio.timeout(_CLOSE_TIMEOUT):
-                await asyncio.shield(self._lost)
-        except TimeoutError:
-            self.abort()
-            await asyncio.shield(self._lost)
-
-    def abort(self) -> None:
-        if self._transport is not None:
-            self._transport.abort()
-
-    # -- inside -----------------------------------------------------------------------------------
-
     def _send(self, frame: bytes) -> None:
-        """Send at once what comes first in an iteration of the loop, and the rest of it together."""
-        if self._transport is None or not frame:
-            return
-        if self._corked:
-            self._out.append(frame)
-            return
-        self._corked = True
-        self._loop.call_soon(self._uncork)
-        self._transport.write(frame)
+        if self.link is not None:
+            self.link.send(frame)
 
-    def _uncork(self) -> None:
-        self._corked = False
-        out, self._out = self._out, []
-        if out and self._transport is not None:
-            self._transport.write(b"".join(out))
+    async def reach(self, persistence: Persistence) -> None:
+        """Make one attempt to connect."""
+        self.link = await reach(self._conversation, self._token, persistence, self._lost)
+
+    def _lost(self, link: Link, why: str, for_good: bool) -> None:
+        self.link = None
+        error = self._conversation.lost or broken(self.where, why)
+        if for_good or self._patience <= 0 or not self._conversation.resumable:
+            self._end(error)
+        elif self.over is None:
+            self._redialling = asyncio.ensure_future(self._redial(why))
+
+    async def _redial(self, why: str) -> None:
+        """Connect again, until that succeeds or there is no point in it any more."""
+        persistence = self._persistence
+        try:
+            if persistence is not None and persistence.in_vain:
+                await asyncio.sleep(persistence.pause_after(ConnectionResetError(why)))
+            else:
+                persistence = self._persistence = Persistence(self._host, self._port, self._patience)
+            while self.link is None:
+                try:
+                    await self.reach(persistence)
+                    persistence.succeeded()
+                except OSError as error:
+                    if isinstance(error, ConnectionRefusedError) and not self._conversation.stays:
+                        break  # it ended with the program that served it
+                    await asyncio.sleep(persistence.pause_after(error))
+        except AsyncdistError as error:
+            why = f"{why}; then: {error}"
+        if self.link is None:
+            self._end(broken(self.where, why))
 
     def _end(self, error: StoreConnectionError) -> None:
         if self.over is None:
             self.over = error
         self._conversation.end(self.over)
 
+    async def close(self) -> None:
+        goodbye = self._conversation.goodbye() if self.over is None else b""
+        self._end(closed(self.where))
+        if self._redialling is not None:
+            self._redialling.cancel()
+            await asyncio.wait([self._redialling])
+        if self.link is not None:
+            self.link.send(goodbye)
+            await self.link.close()
 
-class LinkSubscription:
+
+class LineSubscription:
     """Messages of one channel over the store's connection."""
 
-    def __init__(self, link: _Link, command: Command) -> None:
-        self._link = link
+    def __init__(self, line: _Line, command: Command) -> None:
+        self._line = line
         self._command = command
         self._number: int | None = None
         self._loop = asyncio.get_running_loop()
@@ -263,7 +220,7 @@ class LinkSubscription:
 
     async def __aenter__(self) -> Self:
         if self._number is None:
-            self._number = self._link.ask(self._command, self)
+            self._number = self._line.ask(self._command, self)
         try:
             await asyncio.shield(self._subscribed)
         except asyncio.CancelledError:
@@ -297,7 +254,7 @@ class LinkSubscription:
 
     def _leave(self) -> None:
         if self._number is not None and self._over is None:
-            self._link.give_up(self._number)
+            self._line.give_up(self._number)
             self._finish(StoreConnectionError(f"the subscription to {self._command.keys[0]!r} was closed by us"))
 
     # -- what the conversation calls --------------------------------------------------------------

@@ -1,17 +1,29 @@
-"""The client's side of a connection without the connection: who asked what, and whose answer has come.
+"""The client's side of its connections without the connections: who asked what, and whose answer has come.
 
 Both clients are drivers of this one machine: the awaited one hangs asyncio futures into it, the blocking one objects
 that a thread waits on. It calls ``resolve`` and ``reject`` on those *sinks*, and ``publish`` for a subscription's
 messages. It does no I/O: methods return the bytes to be sent. One thread at a time.
+
+A conversation outlives its connections. What has not been answered when one breaks is asked again over the next, under
+the same number: the store knows by the client's identity and that number what it has done already, and does it once
+(`members`). Where the store does not know us any more, because it was started anew or our lease has run out, what only
+looks, waits or sets is still asked again; of any other change nobody knows whether it was made, and its sink is told so.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from asyncdist.errors import ProtocolError, QueueEmptyError, StoreError, UsageError
+from asyncdist.errors import ProtocolError, QueueEmptyError, StoreConnectionError, StoreError, UsageError
 from asyncdist.store.messages import HELLO, LENGTH, VERSION, Encoder, FrameParser, decode_answer, frame_limit
-from asyncdist.store.operations import BLOCKING, Command, Kind, Op, Reason
+from asyncdist.store.operations import BLOCKING, CHANGING, DOORS, Command, Kind, Op, Reason
+
+IDENTITY_NBYTES = 16
+"""Of a random identity: enough that no two clients have the same."""
+_TELL_AFTER = 256
+"""Changes that may be answered before the store is told that it need not remember what came of them."""
+_REPEATABLE = frozenset((Op.SET, Op.SET_EPHEMERAL, Op.MULTI_SET))
+"""Changes that may be made twice in a row without a difference."""
 
 
 class Sink(Protocol):
@@ -31,73 +43,219 @@ def refusal(reason: int, text: str) -> Exception:
     return StoreError(text)
 
 
-class Conversation:
-    """The requests that are open on one connection, and what arrives for them."""
+class _Asked(NamedTuple):
+    """A request that is open, and what was or is to be sent for it."""
 
-    def __init__(self) -> None:
-        self._asked: dict[int, tuple[Op, Sink]] = {}
+    command: Command
+    sink: Sink
+    frame: bytes
+
+
+class Conversation:
+    """The requests that are open at one store, and what arrives for them.
+
+    ``identity`` is what the store knows us by, a random one; ``lease`` is for how many seconds it waits for us, and keeps
+    our ephemeral keys, when a connection has broken.
+    """
+
+    def __init__(self, where: str = "?", lease: float = 0.0, identity: bytes = b"") -> None:
+        self.where = where
+        self.greeted = False
+        """Whether the server has said hello; ask nothing before."""
+        self.limit = frame_limit(0)
+        self.stays = False
+        """Whether the store is one that comes back when it has gone, as far as it has said."""
+        self.lost: StoreConnectionError | None = None
+        """Why there is no going on, although a store answers: it is not the one that we knew."""
+        self._identity = identity
+        self._lease = lease
+        self._asked: dict[int, _Asked] = {}
+        self._changes: dict[int, None] = {}  # those of them that change something
+        self._num_changed = 0
+        self._held: set[int] = set()  # asked while there was no connection
+        self._ephemeral: dict[str, Command] = {}
+        self._tied = False
         self._last = 0
+        self._talking = False
+        self._resuming = 0
+        self._introduced = False
+        self._lineage = ""
+        self._out: list[bytes] = []
         self._encoder = Encoder()
         self._parser = FrameParser(frame_limit(0))  # until the server says how long frames may be, either way
-        self.limit: int | None = None
-
-    @property
-    def greeted(self) -> bool:
-        """Whether the server has said hello; ask nothing before."""
-        return self.limit is not None
 
     @property
     def num_open(self) -> int:
         return len(self._asked)
 
+    @property
+    def resumable(self) -> bool:
+        """Whether another connection could take up where one breaks."""
+        return self.lost is None and not self._tied and self._introduced
+
+    # -- asking -----------------------------------------------------------------------------------
+
     def ask(self, command: Command, sink: Sink) -> tuple[int, bytes]:
         """Open a request; return its id and the bytes to be sent. Raises UsageError for what cannot be sent."""
         request = self._last + 1
+        op = command.op
         try:
-            frame = self._encoder.frame(request, command.op, *command.args)
+            frame = self._encoder.frame(request, op, *command.args)
         except ValueError as error:  # a lone surrogate in a key, a value of 4 GiB and more
             raise UsageError(f"store {command.name}: {error}") from None
-        limit = self.limit or frame_limit(0)
-        if len(frame) - LENGTH.size > limit:
+        if len(frame) - LENGTH.size > self.limit:
             raise UsageError(
-                f"store {command.name} of {len(frame)} bytes, and the store takes {limit}: raise "
+                f"store {command.name} of {len(frame)} bytes, and the store takes {self.limit}: raise "
                 "ASYNCDIST_STORE_MAX_VALUE_NBYTES where the store runs, or send bulk data through a collective"
             )
         self._last = request
-        self._asked[request] = command.op, sink
+        self._asked[request] = _Asked(command, sink, frame)
+        if op in CHANGING:
+            self._changes[request] = None
+            if self._num_changed >= _TELL_AFTER and self._talking:
+                self._num_changed = 0
+                frame = self._encoder.frame(0, Op.RECEIVED, next(iter(self._changes))) + frame
+        elif op in DOORS:
+            self._tied = True  # what is behind a door goes with the connection
+        if not self._talking:
+            self._held.add(request)
+            return request, b""
         return request, frame
 
     def give_up(self, request: int) -> bytes:
         """Forget a request, answered or not; return the bytes that make the store forget it too."""
-        op, _ = self._asked.pop(request, (Op.QUEUE_POP, None))
-        return self._encoder.frame(0, Op.CANCEL, request) if op in BLOCKING else b""
+        asked = self._asked.pop(request, None)
+        self._changes.pop(request, None)
+        self._held.discard(request)
+        if not self._talking or (asked is not None and asked.command.op not in BLOCKING):
+            return b""
+        return self._encoder.frame(0, Op.CANCEL, request)
 
     def confirm(self, request: int) -> bytes:
         """Return the bytes that say that a popped item has reached who asked for it."""
-        return self._encoder.frame(0, Op.CONFIRM, request)
+        return self._encoder.frame(0, Op.CONFIRM, request) if self._talking else b""
+
+    def goodbye(self) -> bytes:
+        """Return the bytes that say that we shall not be back."""
+        return self._encoder.frame(0, Op.LEAVE) if self._talking else b""
+
+    # -- one connection after the other -----------------------------------------------------------
+
+    def introduce(self) -> bytes:
+        """Return what is said first on a connection whose server has said hello."""
+        self._last += 1
+        self._resuming = self._last
+        self._talking, self._introduced = not self._introduced, True  # the first time there is nothing to wait for
+        return self._encoder.frame(self._resuming, Op.RESUME, self._identity, int(self._lease * 1000))
+
+    def interrupted(self) -> None:
+        """The connection has broken: what is open stays so until another one takes up, or `end`."""
+        self._talking = False
+        self._resuming = 0
+        self._out.clear()
+        self.greeted = False
+        self._parser = FrameParser(frame_limit(0))
+
+    @property
+    def has_more(self) -> bool:
+        """Whether there is something to `take_out`."""
+        return bool(self._out)
+
+    def take_out(self) -> bytes:
+        """Return what is to be sent because of what has been received."""
+        out, self._out = self._out, []
+        return b"".join(out)
+
+    def _resumed(self, lineage: str, known: bool, stays: bool) -> None:
+        before, self._lineage = self._lineage, lineage
+        self._resuming, self.stays = 0, stays
+        if self._talking:
+            return
+        if before and lineage != before:
+            self.lost = StoreConnectionError(
+                f"the store at {self.where} was started anew and holds nothing of what it held: start again all who met "
+                "there; `asyncdist store --data` outlives its own end"
+            )
+            return
+        self._talking = True
+        held, self._held = self._held, set()
+        if not known:
+            self._restore_ephemeral()
+        for request, asked in list(self._asked.items()):
+            op = asked.command.op
+            if request not in held and op is Op.SUBSCRIBE:
+                self._break_off(request, asked, self._missed(asked.command))
+            elif request in held or known or op not in CHANGING or op in _REPEATABLE:
+                self._out.append(asked.frame)
+            else:
+                self._break_off(request, asked, self._unknown(asked.command))
+
+    def _break_off(self, request: int, asked: _Asked, error: StoreConnectionError) -> None:
+        del self._asked[request]
+        self._changes.pop(request, None)
+        asked.sink.reject(error)
+
+    def _restore_ephemeral(self) -> None:
+        for command in self._ephemeral.values():
+            self._last += 1
+            self._out.append(self._encoder.frame(self._last, command.op, *command.args))
+
+    def _unknown(self, command: Command) -> StoreConnectionError:
+        keys = ", ".join(map(repr, command.keys[:3]))
+        return StoreConnectionError(
+            f"the connection to the store at {self.where} broke, and the store does not know us any more: whether "
+            f"{command.name}({keys}) was done, nobody can tell; look at what is there before you repeat it"
+        )
+
+    def _missed(self, command: Command) -> StoreConnectionError:
+        return StoreConnectionError(
+            f"the connection to the store at {self.where} broke and was made again: messages of {command.keys[0]!r} may "
+            "have been missed in between; subscribe again"
+        )
+
+    # -- hearing ----------------------------------------------------------------------------------
 
     def receive(self, data: bytes) -> None:
         """Take bytes that arrived and tell those whose answers they hold. Raises ProtocolError."""
         for frame in self._parser.feed(data):
             request, kind, value = decode_answer(frame)
+            if kind == Kind.PUBLISHED:
+                if request in self._asked:
+                    self._asked[request].sink.publish(value)
+                continue
             if kind == HELLO:
                 self._greet(*value)
                 continue
-            if kind == Kind.PUBLISHED:
-                if request in self._asked:
-                    self._asked[request][1].publish(value)
-                continue
             # An answer may cross its CANCEL on the way: then nobody is there for it.
-            op, sink = self._asked.get(request, (None, None))
-            if sink is None:
+            asked = self._asked.get(request)
+            if asked is None:
+                if request == self._resuming and request:
+                    self._hear_resumed(kind, value)
                 continue
-            if kind == Kind.RESULT:
+            op = asked.command.op
+            if op in CHANGING:
+                del self._changes[request]
+                self._num_changed += 1
+                self._note_ephemeral(asked.command, kind)
+            if kind != Kind.RESULT:
+                del self._asked[request]
+                asked.sink.reject(refusal(*value))
+            else:
                 if op is not Op.SUBSCRIBE:
                     del self._asked[request]
-                sink.resolve(value)
-            else:
-                del self._asked[request]
-                sink.reject(refusal(*value))
+                asked.sink.resolve(value)
+
+    def _hear_resumed(self, kind: int, value: Any) -> None:
+        types = [str, bool, bool]
+        if kind != Kind.RESULT or type(value) is not list or [type(each) for each in value] != types:
+            raise ProtocolError("the store does not say what it knows of us: run the same asyncdist on both sides")
+        self._resumed(*value)
+
+    def _note_ephemeral(self, command: Command, kind: int) -> None:
+        if command.op is Op.SET_EPHEMERAL and kind == Kind.RESULT:
+            self._ephemeral[command.args[0]] = command
+        elif self._ephemeral and command.op in (Op.SET, Op.DELETE_KEY):
+            self._ephemeral.pop(command.args[0], None)
 
     def _greet(self, version: int, limit: int) -> None:
         if version != VERSION:
@@ -105,10 +263,13 @@ class Conversation:
                 f"the store speaks version {version} of our protocol, and we speak {VERSION}: "
                 "run the same asyncdist on both sides"
             )
+        self.greeted = True
         self.limit = self._parser.limit = limit
 
     def end(self, error: Exception) -> None:
-        """The connection is over: reject everything that is open."""
+        """There is no further connection: reject everything that is open."""
         asked, self._asked = self._asked, {}
-        for _, sink in asked.values():
+        self._changes.clear()
+        self._held.clear()
+        for _, sink, _ in asked.values():
             sink.reject(type(error)(*error.args))  # one each: each who raises it adds a traceback

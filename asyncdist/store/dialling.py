@@ -14,6 +14,8 @@ NAME_GRACE = 5.0
 """Seconds within which a host's name may begin to resolve: a scheduler may start a worker before its name is known."""
 HANDSHAKE_TIMEOUT = 20.0
 """Seconds that something which takes our connection has to prove itself before we try again."""
+STEADY = 5.0
+"""Seconds after which a connection that breaks is not one that broke at once."""
 
 
 class Persistence:
@@ -21,15 +23,25 @@ class Persistence:
 
     def __init__(self, host: str, port: int, timeout: Timeout) -> None:
         self.where = f"{host}:{port}"
-        self.host = host
+        self.host, self.port = host, port
         self.deadline = Deadline.after(timeout)
         self._begun = time.monotonic()
         self._pause = FIRST_PAUSE
         self._reason: OSError | None = None
+        self._made = 0.0
 
     def attempt(self) -> Deadline:
         """Return until when the attempt that begins now may go on."""
         return Deadline(min(self.deadline.at, time.monotonic() + HANDSHAKE_TIMEOUT))
+
+    def succeeded(self) -> None:
+        """Note that a connection was made."""
+        self._made = time.monotonic()
+
+    @property
+    def in_vain(self) -> bool:
+        """Whether what was made is broken again at once: what we ask for may be what breaks it."""
+        return time.monotonic() < self._made + STEADY
 
     def pause_after(self, error: OSError) -> float:
         """Return how many seconds to pause before the next attempt, or raise what the user gets to see."""

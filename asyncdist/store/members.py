@@ -49,7 +49,7 @@ class Member:
 
     def remember(self, reply: Reply) -> None:
         """Keep what a change came to."""
-        self._answers[reply.request] = reply
+        self._answers[reply.request] = Reply(None, reply.request, reply.kind, reply.value)  # not the connection
         if len(self._answers) > KEPT_ANSWERS:
             del self._answers[next(iter(self._answers))]
         if self._ledger is not None:

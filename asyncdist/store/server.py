@@ -62,9 +62,7 @@ class StoreServer:
         self._encoder = Encoder()
         self.doors = Doors(self)
         self.members = Members()
-        self.instance = secrets.token_hex(8)
-        """Another one each time."""
-        self.lineage = self.instance
+        self.lineage = secrets.token_hex(8)
         """Of servers one after the other that hold the same: the later has what the earlier left."""
         self.stays = False
         """Whether another server may be expected here after this one."""
@@ -237,17 +235,17 @@ class StoreServer:
 
     # -- who comes back ---------------------------------------------------------------------------
 
-    def resume(self, connection: Session, identity: bytes, lease: int) -> tuple[str, str, bool, bool]:
+    def resume(self, connection: Session, identity: bytes, lease: int) -> tuple[str, bool, bool]:
         """A client says who it is; it is waited for so many milliseconds when its connection breaks.
 
-        Return which server this is, of what lineage, whether it remembers the client, and whether it stays.
+        Return of what lineage this server is, whether it remembers the client, and whether it stays.
         """
         member, known, before = self.members.arrive(identity, lease / 1e3, connection)
         if isinstance(before, Session) and before is not connection:
             before.supersede()
             self.dismiss(before)
         connection.come(member)
-        return self.instance, self.lineage, known, self.stays
+        return self.lineage, known, self.stays
 
     def part(self, connection: Session) -> None:
         """A client says that it will not be back."""

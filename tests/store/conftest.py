@@ -33,15 +33,16 @@ async def server(config: Config) -> AsyncIterator[StoreServer]:
     assert others == []
 
 
-Connect = Callable[[], Awaitable[AsyncStore]]
+Connect = Callable[..., Awaitable[AsyncStore]]
 
 
 @pytest_asyncio.fixture
 async def connect(server: StoreServer) -> AsyncIterator[Connect]:
     made: list[AsyncStore] = []
 
-    async def connect() -> AsyncStore:
-        store = await AsyncStore.connect("127.0.0.1", server.port, token=TOKEN, timeout=LONG)
+    async def connect(**settings: Any) -> AsyncStore:
+        config = Config(**settings)
+        store = await AsyncStore.connect("127.0.0.1", server.port, token=TOKEN, timeout=LONG, config=config)
         made.append(store)
         return store
 

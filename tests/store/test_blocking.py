@@ -25,8 +25,8 @@ from asyncdist.errors import (
 )
 from asyncdist.runtime import runtime
 from asyncdist.store import TCPStore
-from asyncdist.store.blocking import Connection
 from asyncdist.store.server import StoreServer
+from asyncdist.store.threads import Connection
 
 UNIT, LONG = 0.05, 10.0
 CONFIG = Config(token="a token for tests")
@@ -219,7 +219,7 @@ def test_the_server_goes(master, threads):
 def test_a_server_that_stops_reading_and_answering(threads):
     """Even a request that can be neither sent nor answered ends with its timeout."""
     server = runtime().run(StoreServer.start("127.0.0.1", 0))
-    other = TCPStore("127.0.0.1", server.port, timeout=LONG)
+    other = TCPStore("127.0.0.1", server.port, timeout=LONG, config=Config(store_reconnect=0))
     (connection,) = server._connections
     runtime().call(connection._transport.pause_reading)
     other.set_timeout(UNIT)
@@ -272,7 +272,7 @@ def test_connections_are_closed_when_an_attempt_fails(master, monkeypatch):
     def broken(*_: object) -> None:
         raise OSError("no luck")
 
-    monkeypatch.setattr("asyncdist.store.blocking._greet", broken)
+    monkeypatch.setattr("asyncdist.store.threads._shake_hands", broken)
     with pytest.raises(StoreConnectionError, match="no luck"):
         Connection.open("127.0.0.1", master.port, "t", UNIT)
     gc.collect()

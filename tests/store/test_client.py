@@ -135,7 +135,7 @@ async def test_an_item_on_its_way_to_a_cancelled_taker_is_not_lost(store, connec
 
 
 async def test_an_item_is_passed_on_when_its_taker_dies(store, connect, server, eventually):
-    dying = await connect()
+    dying = await connect(store_reconnect=0)
     taking = asyncio.create_task(dying.queue_pop("q"))
     await eventually(lambda: server.state.num_open == 1)
     dying._link._transport.pause_reading()  # it is answered and does not see it

@@ -15,7 +15,7 @@ from asyncdist.errors import StoreConnectionError
 from asyncdist.store import TCPStore
 
 LONG = 20.0
-CONFIG = Config(token="a token for tests")
+CONFIG = Config(token="a token for tests", store_reconnect=0.0)
 PROGRAM = """
 import asyncio
 from asyncdist.config import Config

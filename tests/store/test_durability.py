@@ -22,7 +22,7 @@ from asyncdist.testing.c10d import Peer
 
 TOKEN = "a token for tests"
 LONG = 10.0
-CONFIG = Config(store_max_value_nbytes=1 << 20)
+CONFIG = Config(store_max_value_nbytes=1 << 20, store_reconnect=0.0)
 
 Eventually = Callable[[Callable[[], object]], Awaitable[None]]
 
@@ -32,7 +32,7 @@ async def served(
     folder: Path, fsync: Fsync = Fsync.ALWAYS, config: Config = CONFIG
 ) -> AsyncIterator[tuple[StoreServer, AsyncStore]]:
     server = await StoreServer.start("127.0.0.1", 0, token=TOKEN, config=config, data=folder, fsync=fsync)
-    store = await AsyncStore.connect("127.0.0.1", server.port, token=TOKEN, timeout=LONG)
+    store = await AsyncStore.connect("127.0.0.1", server.port, token=TOKEN, timeout=LONG, config=config)
     try:
         yield server, store
     finally:

@@ -144,6 +144,7 @@ class Sink:
 def conversation():
     talk = Conversation()
     talk.receive(hello(LIMIT))
+    talk.introduce()
     return talk
 
 

@@ -135,7 +135,7 @@ async def test_a_client_that_vanishes_in_the_middle_of_a_frame(server, store, ca
 
 
 async def test_a_client_that_vanishes_takes_its_waits_with_it(server, store, connect, eventually):
-    dying = await connect()
+    dying = await connect(store_reconnect=0)
     tasks = [
         asyncio.create_task(dying.get("k")),
         asyncio.create_task(dying.barrier("b", 2)),
@@ -225,7 +225,7 @@ async def test_a_subscriber_that_does_not_read_is_dropped(server, store, connect
 
 
 async def test_a_bug_in_an_operation_costs_one_connection(server, store, connect, caplog, monkeypatch):
-    other = await connect()
+    other = await connect(store_reconnect=0.2)  # it tries again, and what it asks costs each of its connections
     execute = server.state.execute
 
     def broken(client, request, op, args):
@@ -234,9 +234,9 @@ async def test_a_bug_in_an_operation_costs_one_connection(server, store, connect
         return execute(client, request, op, args)
 
     monkeypatch.setattr(server.state, "execute", broken)
-    with pytest.raises(ConnectionError):
+    with pytest.raises(ConnectionError, match="hung up"):
         await other.list_keys()
-    assert "could not be served" in caplog.text
+    assert 1 < caplog.text.count("could not be served") < 20
     assert await store.add("n", 1) == 1
 
 

@@ -1,0 +1,151 @@
+"""One awaited connection to a store: bytes between a transport and a `Conversation`, and how it comes about."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Callable
+from typing import cast
+
+from asyncdist.errors import AuthenticationError, ProtocolError
+from asyncdist.handshake import NONCE_NBYTES, Pushed, dial
+from asyncdist.store.conversation import Conversation
+from asyncdist.store.dialling import Persistence, describe, tune
+
+_CLOSE_TIMEOUT = 5.0
+"""Seconds that a store may take to accept our last bytes before we hang up all the same."""
+
+
+async def reach(
+    conversation: Conversation,
+    token: str | None,
+    persistence: Persistence,
+    lost: Callable[[Link, str, bool], None],
+) -> Link:
+    """Make one attempt to go on with a conversation. Raises OSError where another attempt may do better.
+
+    ``lost(link, why, for_good)`` is called when the connection that was made is over, not for one that was not.
+    """
+    loop = asyncio.get_running_loop()
+    link = Link(conversation, token)
+    try:
+        async with asyncio.timeout(persistence.attempt().remaining_or_none()):
+            if persistence.host.startswith("/"):
+                await loop.create_unix_connection(lambda: link, persistence.host)
+            else:
+                await loop.create_connection(lambda: link, persistence.host, persistence.port)
+            await asyncio.shield(link.greeted)
+    except UnicodeError as error:  # a label that no name can have
+        raise socket.gaierror(socket.EAI_NONAME, str(error)) from None
+    except BaseException:
+        link.abort()
+        raise
+    link.begin(lost)
+    return link
+
+
+class Link(asyncio.Protocol):
+    """A connection to the store."""
+
+    def __init__(self, conversation: Conversation, token: str | None) -> None:
+        loop = asyncio.get_running_loop()
+        self.greeted: asyncio.Future[None] = loop.create_future()
+        self.greeted.add_done_callback(lambda greeted: greeted.cancelled() or greeted.exception())
+        self._token = token
+        self._loop = loop
+        self._gone: asyncio.Future[None] = loop.create_future()
+        self._transport: asyncio.Transport | None = None
+        self._greeting: Pushed | None = None
+        self._conversation = conversation
+        self._tell: Callable[[Link, str, bool], None] | None = None
+        self._why: str | None = None
+        self._corked = False
+        self._out: list[bytes] = []
+
+    def begin(self, lost: Callable[[Link, str, bool], None]) -> None:
+        """Say who we are, and go on from there."""
+        if self._transport is None:
+            raise ConnectionResetError("it hung up after it had said hello")
+        self._tell = lost
+        self._transport.write(self._conversation.introduce())
+
+    # -- what the loop calls ----------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        transport = cast(asyncio.Transport, transport)  # which uvloop's is in all but its bases
+        self._transport = transport
+        tune(transport.get_extra_info("socket"))
+        self._greeting = Pushed(dial(self._token, "store", os.urandom(NONCE_NBYTES)), transport.write)
+        self._conversation.interrupted()
+
+    def data_received(self, data: bytes) -> None:
+        conversation = self._conversation
+        try:
+            if self._greeting is not None:
+                data = self._greeting.feed(data)
+                if not self._greeting.done:
+                    return
+                self._greeting = None
+            conversation.receive(data)
+        except (ProtocolError, AuthenticationError) as error:
+            self._why = str(error)
+            if not self.greeted.done():
+                self.greeted.set_exception(error)
+            self.abort()
+            return
+        if conversation.has_more and self._transport is not None:
+            self._transport.write(conversation.take_out())
+        elif conversation.lost is not None:
+            self.abort()
+        elif conversation.greeted and not self.greeted.done():
+            self.greeted.set_result(None)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        if not self.greeted.done():
+            why = f": {describe(exc)}" if exc else ""
+            self.greeted.set_exception(ConnectionResetError(f"it hung up while we said hello{why}"))
+        if not self._gone.done():
+            self._gone.set_result(None)
+        if self._tell is not None:
+            self._conversation.interrupted()
+            self._tell(self, self._why or (describe(exc) if exc else "it hung up"), self._why is not None)
+
+    # -- what the store calls ---------------------------------------------------------------------
+
+    def send(self, frame: bytes) -> None:
+        """Send at once what comes first in an iteration of the loop, and the rest of it together."""
+        if self._transport is None or not frame:
+            return
+        if self._corked:
+            self._out.append(frame)
+            return
+        self._corked = True
+        self._loop.call_soon(self._uncork)
+        self._transport.write(frame)
+
+    def _uncork(self) -> None:
+        self._corked = False
+        out, self._out = self._out, []
+        if out and self._transport is not None:
+            self._transport.write(b"".join(out))
+
+    async def close(self) -> None:
+        """Send what is still to be sent, and hang up."""
+        self._tell = None
+        if self._transport is None:
+            return
+        self._uncork()
+        self._transport.close()
+        try:
+            async with asyncio.timeout(_CLOSE_TIMEOUT):
+                await asyncio.shield(self._gone)
+        except TimeoutError:
+            self.abort()
+            await asyncio.shield(self._gone)
+
+    def abort(self) -> None:
+        """Hang up at once."""
+        if self._transport is not None:
+            self._transport.abort()

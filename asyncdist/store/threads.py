@@ -1,0 +1,368 @@
+"""A connection of threads to a store: no thread serves it.
+
+All threads share it: each sends its request and then waits, and of those who wait one at a time, the *leader*, reads from
+the socket and hands answers to the others. When the leader has its own answer it goes, and the first of the others leads.
+So a thread that waits for a key blocks nobody, and nobody's call hops through another thread.
+
+When the socket breaks, the leader makes a new one, and the conversation goes on over that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import threading
+
+from asyncdist.config import Config
+from asyncdist.deadline import Deadline, Timeout
+from asyncdist.errors import AsyncdistError, ProtocolError, StoreConnectionError, UsageError
+from asyncdist.handshake import NONCE_NBYTES, dial
+from asyncdist.store.conversation import IDENTITY_NBYTES, Conversation
+from asyncdist.store.desk import Desk, Ticket
+from asyncdist.store.dialling import Persistence, broken, closed, describe, tune
+from asyncdist.store.operations import Command
+
+_READ_NBYTES, _LONG_READ_NBYTES = 64 << 10, 1 << 20
+_WORD_TIMEOUT = 1.0
+
+
+class Wire:
+    """A connected socket with deadlines. One thread may send while another one receives."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self._sock = sock
+        self._readable, self._writable = select.poll(), select.poll()
+        self._readable.register(sock, select.POLLIN)
+        self._writable.register(sock, select.POLLOUT)
+        self._read_nbytes = _READ_NBYTES
+
+    def send(self, data: bytes, deadline: Deadline) -> None:
+        """Send all of it. Raises TimeoutError, when part of it may have gone, or ConnectionError."""
+        rest = memoryview(data)
+        while rest:
+            try:
+                rest = rest[self._sock.send(rest) :]
+            except BlockingIOError:
+                _poll(self._writable, deadline)
+
+    def receive(self, deadline: Deadline) -> bytes:
+        """Return what has come, waiting for it. Raises TimeoutError or ConnectionError."""
+        while True:
+            _poll(self._readable, deadline)
+            try:
+                data = self._sock.recv(self._read_nbytes)
+            except BlockingIOError:  # the kernel took its word back, as it may
+                continue
+            if not data:
+                raise ConnectionResetError("it hung up")
+            self._read_nbytes = _LONG_READ_NBYTES if len(data) == self._read_nbytes else _READ_NBYTES
+            return data
+
+    def wake(self) -> None:
+        """Make threads that wait in here come back with ConnectionError."""
+        with contextlib.suppress(OSError):  # it is down already
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._sock.close()
+
+
+def _poll(poll: select.poll, deadline: Deadline) -> None:
+    left = deadline.remaining_or_none()
+    if not poll.poll(None if left is None else int(left * 1000) + 1):
+        raise TimeoutError
+
+
+class Connection(Desk):
+    """A conversation with a store that many threads take part in, over one socket, and the next when that breaks."""
+
+    def __init__(self, host: str, port: int, token: str | None, config: Config) -> None:
+        super().__init__()
+        self.where = f"{host}:{port}"
+        self._host, self._port, self._token = host, port, token
+        self._patience = config.store_reconnect
+        self._conversation = Conversation(self.where, config.store_lease, os.urandom(IDENTITY_NBYTES))
+        self._wire: Wire | None = None
+        self._broken: list[Wire] = []  # which a thread may still be in
+        self._why = ""
+        self._persistence: Persistence | None = None
+        self._pid = os.getpid()
+        self._sending = threading.Lock()
+        self._led = False
+        self._followers: dict[Ticket, None] = {}
+        self._over: StoreConnectionError | None = None
+        self._closing = threading.Event()
+
+    @classmethod
+    def open(
+        cls, host: str, port: int, token: str | None, timeout: Timeout, config: Config | None = None
+    ) -> Connection:
+        """Connect, trying again while nothing answers, for ``timeout`` seconds; raises what AsyncStore.connect does."""
+        connection = cls(host, port, token, config or Config())
+        persistence = Persistence(host, port, timeout)
+        while True:
+            try:
+                connection._attempt(persistence, persistence.attempt())
+                return connection
+            except OSError as error:
+                connection._closing.wait(persistence.pause_after(error))
+
+    def _attempt(self, persistence: Persistence, deadline: Deadline) -> None:
+        """Try once to connect. Raises OSError where another attempt may do better."""
+        try:
+            address = persistence.host, persistence.port
+            sock = socket.create_connection(address, timeout=max(deadline.remaining(), 0.001))
+        except UnicodeError as error:  # a label that no name can have
+            raise socket.gaierror(socket.EAI_NONAME, str(error)) from None
+        try:
+            tune(sock)
+            wire = Wire(sock)
+            self._greet(wire, deadline)
+            with self.lock:
+                frame = self._conversation.introduce()
+            wire.send(frame, deadline)
+            with self.lock:
+                if self._over is not None:
+                    raise StoreConnectionError(*self._over.args)
+                self._wire = wire
+        except BaseException:
+            sock.close()
+            with self.lock:
+                self._conversation.interrupted()
+            raise
+
+    def _greet(self, wire: Wire, deadline: Deadline) -> None:
+        """Shake hands and read the server's hello."""
+        hello = _shake_hands(wire, self._token, deadline)
+        while True:
+            with self.lock:
+                self._conversation.receive(hello)
+                if self._conversation.greeted:
+                    return
+            hello = wire.receive(deadline)
+
+    # -- asking -----------------------------------------------------------------------------------
+
+    def begin(self, command: Command, ticket: Ticket, deadline: Deadline) -> int:
+        if self._pid != os.getpid():
+            raise UsageError("this TCPStore was made before a fork, and its connection is the parent's: make a new one")
+        with self.lock:
+            if self._over is not None:
+                raise StoreConnectionError(*self._over.args)
+            number, frame = self._conversation.ask(command, ticket)
+            wire = self._wire
+        if wire is not None and frame:
+            try:
+                self._send(wire, frame, deadline)
+            except BaseException:
+                with self.lock:
+                    self._conversation.give_up(number)  # it never went, or the connection is broken
+                raise
+        return number
+
+    def give_up(self, number: int) -> None:
+        with self.lock:
+            frame = self._conversation.give_up(number) if self._over is None and number else b""
+        self._send_word(frame)
+
+    def confirm(self, number: int) -> None:
+        with self.lock:
+            frame = self._conversation.confirm(number) if self._over is None else b""
+        self._send_word(frame)
+
+    def _send_word(self, frame: bytes) -> None:
+        """Send something that has no answer, and that nobody misses if the connection is over."""
+        wire = self._wire
+        if frame and wire is not None:
+            with contextlib.suppress(TimeoutError, StoreConnectionError):  # then it is broken, which says the same
+                self._send(wire, frame, Deadline.after(_WORD_TIMEOUT))
+
+    def _send(self, wire: Wire, frame: bytes, deadline: Deadline) -> None:
+        """Send over a socket, if that is still the one: what is open is asked again over the next."""
+        left = deadline.remaining_or_none()
+        if not self._sending.acquire(timeout=-1 if left is None else min(left, threading.TIMEOUT_MAX)):
+            raise TimeoutError
+        try:
+            if wire is self._wire:
+                wire.send(frame, deadline)
+        except BaseException as error:
+            # Nobody knows how much has gone: after half a request, the store could not read another one.
+            self._lose(wire, f"a request could not be sent: {describe(error)}")
+            if not isinstance(error, OSError) or isinstance(error, TimeoutError):
+                raise
+            if self._over is not None:
+                raise StoreConnectionError(*self._over.args) from error
+        finally:
+            self._sending.release()
+
+    # -- waiting: one leads, the others follow ------------------------------------------------------
+
+    def wait_for(self, ticket: Ticket, deadline: Deadline) -> None:
+        try:
+            while True:
+                with self.lock:
+                    if ticket.ready:
+                        return
+                    leads = not self._led
+                    if leads:
+                        self._led = True
+                    else:
+                        ticket.event = ticket.event or threading.Event()
+                        ticket.event.clear()
+                        self._followers[ticket] = None
+                if leads:
+                    self._lead(ticket, deadline)
+                    return
+                ticket.sleep(deadline.remaining_or_none())
+                if deadline.expired() and not ticket.ready:
+                    raise TimeoutError
+        finally:
+            with self.lock:
+                self._followers.pop(ticket, None)
+                self._promote()
+
+    def _lead(self, ticket: Ticket, deadline: Deadline) -> None:
+        try:
+            while not ticket.ready:
+                wire = self._wire
+                if wire is None:
+                    self._redial(deadline)
+                else:
+                    self._read(wire, deadline)
+        finally:
+            with self.lock:
+                self._led = False
+                if self._closing.is_set():
+                    self._drop()
+
+    def _read(self, wire: Wire, deadline: Deadline) -> None:
+        """Hand out the answers that come next over a socket."""
+        try:
+            data = wire.receive(deadline)
+            with self.lock:
+                if wire is not self._wire:
+                    return
+                self._conversation.receive(data)
+                more, lost = self._conversation.take_out(), self._conversation.lost
+            if lost is not None:
+                self._break(lost)
+            elif more:
+                self._send(wire, more, deadline)
+        except TimeoutError:
+            raise
+        except OSError as error:
+            self._lose(wire, describe(error))
+        except ProtocolError as error:
+            self._break(broken(self.where, describe(error)))
+
+    def _promote(self) -> None:
+        """Wake one of those who wait, to lead if nobody does. The lock is held."""
+        if self._led:
+            return
+        for ticket in self._followers:
+            if not ticket.ready and ticket.event is not None:
+                ticket.event.set()
+                return
+
+    # -- one socket after the other -----------------------------------------------------------------
+
+    def _lose(self, wire: Wire, why: str) -> None:
+        """A socket is broken: who leads makes another, if there is a point in that."""
+        with self.lock:
+            if self._wire is not wire:
+                return
+            self._wire, self._why = None, why
+            self._broken.append(wire)
+            self._conversation.interrupted()
+            if self._patience > 0 and self._conversation.resumable:
+                if self._persistence is None or not self._persistence.in_vain:
+                    self._persistence = Persistence(self._host, self._port, self._patience)
+                self._promote()
+            else:
+                self._persistence = None
+        wire.wake()
+        if self._persistence is None:
+            self._break(broken(self.where, why))
+
+    def _redial(self, deadline: Deadline) -> None:
+        """Try once to connect again, and pause where that failed. Raises TimeoutError."""
+        with self._sending, self.lock:
+            persistence = self._persistence
+            self._drop()
+        if persistence is None:  # broken for good: what is open has been told so
+            return
+        why = self._why
+        try:
+            if persistence.in_vain:
+                pause = persistence.pause_after(ConnectionResetError(why))
+                self._closing.wait(min(pause, deadline.remaining()))
+            self._attempt(persistence, Deadline(min(persistence.attempt().at, deadline.at)))
+            persistence.succeeded()
+            return
+        except OSError as error:
+            if not isinstance(error, ConnectionRefusedError) or self._conversation.stays:
+                try:
+                    self._closing.wait(min(persistence.pause_after(error), deadline.remaining()))
+                    if deadline.expired():
+                        raise TimeoutError from error
+                    return
+                except AsyncdistError as given_up:
+                    why = f"{why}; then: {given_up}"
+        except AsyncdistError as error:
+            why = f"{why}; then: {error}"
+        self._break(broken(self.where, why))
+
+    # -- ends -------------------------------------------------------------------------------------
+
+    def _break(self, error: StoreConnectionError) -> None:
+        """End it for everyone, unless it has ended already."""
+        with self.lock:
+            over = self._over = self._over or error
+            self._conversation.end(over)
+            if self._wire is not None:
+                self._wire.wake()
+
+    def close(self) -> None:
+        if self._pid != os.getpid():
+            self._drop()  # our copy of it only
+            return
+        with self.lock:
+            goodbye = self._conversation.goodbye() if self._over is None else b""
+        self._send_word(goodbye)
+        self._break(closed(self.where))
+        self._closing.set()
+        with self._sending, self.lock:
+            if not self._led:
+                self._drop()
+
+    def _drop(self) -> None:
+        """Let go of sockets that nobody is in any more."""
+        for wire in self._broken:
+            wire.close()
+        self._broken.clear()
+        if self._over is not None and self._wire is not None:
+            self._wire.close()
+            self._wire = None
+
+
+def _shake_hands(wire: Wire, token: str | None, deadline: Deadline) -> bytes:
+    """Prove to each other that both hold the token; return what has come beyond that."""
+    handshake = dial(token, "store", os.urandom(NONCE_NBYTES))
+    received = bytearray()
+    try:
+        step = next(handshake)
+        while True:
+            if isinstance(step, bytes):
+                wire.send(step, deadline)
+                step = next(handshake)
+                continue
+            while len(received) < step:
+                received += wire.receive(deadline)
+            piece = bytes(received[:step])
+            del received[:step]
+            step = handshake.send(piece)
+    except StopIteration:
+        return bytes(received)
