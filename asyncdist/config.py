@@ -81,7 +81,9 @@ class Config:
     )
     store_max_key_nbytes: int = _setting(8 << 10, "ASYNCDIST_STORE_MAX_KEY_NBYTES", "longest key that the store takes")
     store_max_nbytes: int = _setting(
-        0, "ASYNCDIST_STORE_MAX_NBYTES", "bytes that keys, values and queues may take in the store together (0: no limit)"
+        0,
+        "ASYNCDIST_STORE_MAX_NBYTES",
+        "bytes that keys, values and queues may take in the store together (0: no limit)",
     )
     store_compact_nbytes: int = _setting(
         64 << 20, "ASYNCDIST_STORE_COMPACT_NBYTES", "bytes of log from which a store with --data writes a snapshot"
@@ -91,6 +93,14 @@ class Config:
         False,
         "ASYNCDIST_ALLOW_UNAUTHENTICATED_C10D",
         "take clients of torch's TCPStore, which have no token, from other machines too (1 to allow)",
+    )
+    store_lease: float = _setting(
+        10.0,
+        "ASYNCDIST_STORE_LEASE",
+        "seconds for which a store keeps the ephemeral keys of a client whose connection broke",
+    )
+    store_reconnect: float = _setting(
+        30.0, "ASYNCDIST_STORE_RECONNECT", "seconds for which a broken connection to a store is tried again (0 for not)"
     )
     handshake_timeout: float = _setting(
         20.0, "ASYNCDIST_HANDSHAKE_TIMEOUT", "seconds within which a new connection must prove its token"
