@@ -44,14 +44,14 @@ def make(opts: Any, pg_options: object = None) -> ProcessGroup:
             rank=opts.group_rank,
             world_size=opts.group_size,
             timeout=opts.timeout,
-            name=opts.group_id or "",
         )
     )
     return _coat_of(world.group, world)
 
 
 def _part_of(world: World, ranks: Sequence[int], opts: Any) -> ProcessGroup:
-    group = world.new_group(ranks, opts.group_id, opts.timeout)
+    # Not by torch's name for it, which ranks may count differently once some of them have made a group by themselves.
+    group = world.new_group(ranks, timeout=opts.timeout)
     assert group is not None, "torch asks members only"
     return _coat_of(group, None)
 
