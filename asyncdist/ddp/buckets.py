@@ -13,7 +13,6 @@ from collections.abc import Hashable, Iterable, Sequence
 MIB = 1 << 20
 FIRST_CAP_NBYTES = 1 * MIB
 DEFAULT_CAP_NBYTES = 25 * MIB
-ALONE_NBYTES = 1 * MIB
 
 Layout = tuple[tuple[int, ...], ...]
 
@@ -28,25 +27,13 @@ def caps(bucket_cap_mb: float | None = None) -> tuple[int, int]:
     return min(FIRST_CAP_NBYTES, cap), cap
 
 
-def alone(limits: Sequence[int], *, shares_memory: bool) -> int:
-    """Return from how many bytes on a gradient travels alone, with no copy: where a message costs little, soon."""
-    return ALONE_NBYTES if shares_memory else max(ALONE_NBYTES, *limits)
-
-
-def assign(
-    nbytes: Sequence[int],
-    kinds: Sequence[Hashable],
-    order: Iterable[int],
-    limits: Sequence[int],
-    alone_nbytes: int | None = None,
-) -> Layout:
+def assign(nbytes: Sequence[int], kinds: Sequence[Hashable], order: Iterable[int], limits: Sequence[int]) -> Layout:
     """Deal parameters into buckets of one kind (dtype and device) each; return their numbers, bucket by bucket.
 
     ``nbytes[p]`` and ``kinds[p]`` describe parameter ``p``; ``order`` names every parameter once, as its gradient is
     expected. A bucket is full when it has reached its cap, so it exceeds it by less than its last parameter;
-    ``limits`` are the caps of each kind's buckets in turn, the last one holding for all that follow. Parameters from
-    ``alone_nbytes`` on get buckets of their own, which do not count. Buckets are ordered by their last parameter, which
-    is when they can be sent.
+    ``limits`` are the caps of each kind's buckets in turn, the last one holding for all that follow. Buckets are
+    ordered by their last parameter, which is when they can be sent.
     """
     done: list[tuple[int, list[int]]] = []
     filling: dict[Hashable, tuple[list[int], int]] = {}
@@ -56,9 +43,6 @@ def assign(
         if parameter in last_at:
             raise ValueError(f"parameter {parameter} comes twice in the order")
         last_at[parameter] = position
-        if alone_nbytes is not None and nbytes[parameter] >= alone_nbytes:
-            done.append((position, [parameter]))
-            continue
         kind = kinds[parameter]
         members, filled = filling.pop(kind, ([], 0))
         members.append(parameter)

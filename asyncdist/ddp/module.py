@@ -27,8 +27,6 @@ class DistributedDataParallel(nn.Module):
     - ``bucket_cap_mb``: MiB after which a bucket is sent (25; the first one 1), fractions allowed.
     - ``gradient_as_bucket_view`` (true here): ``.grad`` is a view of the bucket, valid until the next backward; false
       keeps a separate copy, at the cost of as much memory again.
-      Neither concerns a large gradient (1 MiB among ranks of one host, elsewhere a full bucket): it is averaged in the
-      memory in which autograd has put it, alone.
     - ``batched_grad_copy``, ``check_reduction``, ``dim`` and ``output_device`` are taken and change nothing.
 
     ``find_unused_parameters``, ``static_graph``, ``mixed_precision``, ``device_mesh`` and delayed all-reduces raise

@@ -1,8 +1,5 @@
 """The machine behind DistributedDataParallel: gradients fill buckets, full buckets go onto the wire, backward goes on.
 
-A gradient that is large enough to travel alone is averaged where autograd has put it: it needs no bucket's memory, and
-no copy. Only where something else lies in that memory too is it copied like the others.
-
 One backward, as autograd drives it:
 
     the output's gradient is known   begin()      forget the last step; ask to be called when backward ends
@@ -31,6 +28,8 @@ from asyncdist.group import Group
 from asyncdist.ops import ReduceOp
 from asyncdist.registered import empty
 from asyncdist.work import Work
+
+_SPENT_NBYTES = 256 << 20
 
 
 @dataclass(slots=True)
@@ -62,31 +61,21 @@ class StepTimes:
 
 
 class Bucket:
-    """Gradients of one dtype and device that are averaged together, as views of one flat tensor; or a large one alone."""
+    """Gradients of one dtype and device that are averaged together, as views of one flat tensor."""
 
-    def __init__(self, index: int, members: Sequence[int], parameters: Sequence[torch.Tensor], *, alone: bool) -> None:
+    def __init__(self, index: int, members: Sequence[int], parameters: Sequence[torch.Tensor]) -> None:
         self.index = index
         self.members = members
-        self.alone = alone
         self.pending = len(members)
         self.flat: torch.Tensor | None = None
         self.views: dict[int, torch.Tensor] = {}
-        self.sent: torch.Tensor | None = None
-        """What is averaged in this backward: ``flat``, or the memory of a gradient that travels alone."""
         self.nbytes = sum(parameters[member].nbytes for member in members)
 
-    def view(self, member: int, parameters: Sequence[torch.Tensor], *, shared: bool) -> torch.Tensor:
-        """Return the place of a gradient, which is to be sent from there.
+    def allocate(self, parameters: Sequence[torch.Tensor], *, shared: bool) -> None:
+        """Make the memory; late, so that buckets of an earlier layout are gone first where nobody holds them.
 
-        Memory is made when first asked for, so that buckets of an earlier layout are gone first where nobody holds them.
         With ``shared``, what lies on the processor is registered as long as there is room: then nothing is staged.
         """
-        if self.flat is None:
-            self._allocate(parameters, shared=shared)
-        self.sent = self.flat
-        return self.views[member]
-
-    def _allocate(self, parameters: Sequence[torch.Tensor], *, shared: bool) -> None:
         like = parameters[self.members[0]]
         count = sum(parameters[member].numel() for member in self.members)
         if shared and like.is_cpu:
@@ -96,10 +85,8 @@ class Bucket:
             self.flat = torch.empty(count, dtype=like.dtype, device=like.device)
         offset = 0
         for member in self.members:
-            parameter = parameters[member]
-            part = self.flat[offset : offset + parameter.numel()]
-            self.views[member] = part.as_strided(parameter.shape, _strides(parameter))
-            offset += parameter.numel()
+            self.views[member] = _view(self.flat, offset, parameters[member])
+            offset += parameters[member].numel()
 
 
 def has_free_cores(ranks: int) -> bool:
@@ -112,31 +99,13 @@ def has_free_cores(ranks: int) -> bool:
     return cores > ranks * torch.get_num_threads()
 
 
-def _strides(parameter: torch.Tensor) -> tuple[int, ...]:
-    """Return how a gradient is laid out: like its parameter where that has no holes, as autograd does it."""
+def _view(flat: torch.Tensor, offset: int, parameter: torch.Tensor) -> torch.Tensor:
+    """Return the part of ``flat`` that holds a gradient, laid out like its parameter where that has no holes."""
+    part = flat[offset : offset + parameter.numel()]
     dense = torch.empty_like(parameter, device="meta", memory_format=torch.preserve_format).stride()
-    return dense if dense == parameter.stride() else torch.empty(parameter.shape, device="meta").stride()
-
-
-def _owners(tensor: torch.Tensor) -> int:
-    """Return how many hold a tensor's memory, as torch counts them; 0 if this version does not tell."""
-    count = getattr(torch._C, "_storage_Use_Count", None)
-    return 0 if count is None else count(tensor.untyped_storage()._cdata)
-
-
-_ONE_OWNER = _owners(torch.empty(1))
-
-
-def _whole(gradient: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor | None:
-    """Return a gradient as a flat tensor that may be averaged in place; None if it has other strides, or shares its memory.
-
-    Autograd hands out memory twice: to two parameters that were added, say, where one is a view.
-    """
-    if type(gradient) is not torch.Tensor or gradient.requires_grad or gradient.stride() != strides:
-        return None
-    if not _ONE_OWNER or _owners(gradient) != _ONE_OWNER:
-        return None
-    return gradient.as_strided((gradient.numel(),), (1,))
+    if dense == parameter.stride() and not parameter.is_contiguous():
+        return part.as_strided(parameter.shape, parameter.stride())
+    return part.view(parameter.shape)
 
 
 class Reducer:
@@ -155,9 +124,7 @@ class Reducer:
         self._group = group
         self._names = [name for name, _ in named]
         self._parameters = [parameter for _, parameter in named]
-        self._strides = [_strides(parameter) for parameter in self._parameters]
         self._limits = limits
-        self._alone_nbytes = buckets.alone(limits, shares_memory=group.shares_memory)
         self._as_view = gradient_as_bucket_view
         self._overlaps = not group.shares_memory or has_free_cores(group.size())
         self._lock = threading.Lock()  # models spread over devices have a backward thread for each
@@ -165,6 +132,8 @@ class Reducer:
         self._arrived: list[int] = []  # parameters of this backward in the order in which their gradients came
         self._came = bytearray()
         self._works: list[Work] = []  # of the buckets sent so far
+        self._spent: list[torch.Tensor] = []
+        self._spent_nbytes = 0
         self._dealt_by_arrival = False
         self._deal(buckets.definition_order(len(named)))
         for index, parameter in enumerate(self._parameters):
@@ -172,12 +141,8 @@ class Reducer:
 
     def _deal(self, order: Sequence[int]) -> None:
         kinds = [(parameter.dtype, parameter.device) for parameter in self._parameters]
-        sizes = [parameter.nbytes for parameter in self._parameters]
-        layout = buckets.assign(sizes, kinds, order, self._limits, self._alone_nbytes)
-        self._buckets = [
-            Bucket(index, members, self._parameters, alone=sizes[members[0]] >= self._alone_nbytes)
-            for index, members in enumerate(layout)
-        ]
+        layout = buckets.assign([p.nbytes for p in self._parameters], kinds, order, self._limits)
+        self._buckets = [Bucket(index, members, self._parameters) for index, members in enumerate(layout)]
         self._bucket_of = [self._buckets[0]] * len(self._parameters)
         for bucket in self._buckets:
             for member in bucket.members:
@@ -192,6 +157,8 @@ class Reducer:
 
     def check(self) -> None:
         """Raise GradientError if the last backward stopped half-way, when other ranks wait for what it did not send."""
+        self._spent.clear()
+        self._spent_nbytes = 0
         if self._step is not None and self._arrived:
             sent, total = len(self._works), len(self._buckets)
             raise GradientError(
@@ -232,24 +199,30 @@ class Reducer:
             self._count(self._bucket_of[index])
 
     def _fill(self, bucket: Bucket, index: int) -> None:
-        parameter = self._parameters[index]
+        if bucket.flat is None:
+            bucket.allocate(self._parameters, shared=self._group.shares_memory)
+        parameter, view = self._parameters[index], bucket.views[index]
         gradient = parameter.grad
+        if gradient is view:
+            return
         if gradient is None or gradient.layout is not torch.strided:
             raise UnsupportedError(
                 f"the gradient of {self._names[index]!r} is not a dense tensor; build its layer with sparse=False"
             )
-        if bucket.alone:
-            bucket.sent = _whole(gradient, self._strides[index])
-            if bucket.sent is not None:
-                return
-        view = self._view(bucket, index)
-        if gradient is not view:
-            view.copy_(gradient.detach())
-            if self._as_view:
-                parameter.grad = view
+        view.copy_(gradient.detach())
+        if self._as_view:
+            parameter.grad = view
+            self._spend(gradient)
 
-    def _view(self, bucket: Bucket, index: int) -> torch.Tensor:
-        return bucket.view(index, self._parameters, shared=self._group.shares_memory)
+    def _spend(self, gradient: torch.Tensor) -> None:
+        """Keep a gradient that has been copied until the next forward, as programs without us keep theirs.
+
+        Freed between one gradient and the next, its pages go back to the system, and making new ones for the next
+        gradient costs more than the copy.
+        """
+        if gradient.is_cpu and self._spent_nbytes + gradient.nbytes <= _SPENT_NBYTES:
+            self._spent.append(gradient)
+            self._spent_nbytes += gradient.nbytes
 
     def _count(self, bucket: Bucket) -> None:
         """Note one more gradient in ``bucket``; when it is full, send every full bucket whose turn it is."""
@@ -268,7 +241,7 @@ class Reducer:
         bucket = self._buckets[len(self._works)]
         times = self._step.buckets[bucket.index]
         times.started = perf_counter()
-        work = self._group.all_reduce(bucket.sent, ReduceOp.AVG, background=background)
+        work = self._group.all_reduce(bucket.flat, ReduceOp.AVG, background=background)
         self._works.append(work)
         work.add_done_callback(times.stop)
 
@@ -287,7 +260,6 @@ class Reducer:
         self._wait()
         if not self._as_view:
             self._copy_back()
-        self._let_go()
         if not self._dealt_by_arrival:
             self._deal_by_arrival()
         step.finished = perf_counter()
@@ -314,21 +286,17 @@ class Reducer:
     def _fill_with_zeros(self, index: int) -> None:
         """Stand in for a gradient that did not come, so that no other rank waits for this one until its timeout."""
         bucket = self._bucket_of[index]
-        self._view(bucket, index).zero_()
+        if bucket.flat is None:
+            bucket.allocate(self._parameters, shared=self._group.shares_memory)
+        bucket.views[index].zero_()
         self._count(bucket)
 
     def _copy_back(self) -> None:
         for bucket in self._buckets:
-            for member, view in bucket.views.items() if bucket.sent is bucket.flat else ():
+            for member, view in bucket.views.items():
                 gradient = self._parameters[member].grad
                 if gradient is not None:
                     gradient.detach().copy_(view)
-
-    def _let_go(self) -> None:
-        """Hold no gradient that is not in a bucket: the memory of what a user sets to None serves the next backward."""
-        self._works = []
-        for bucket in self._buckets:
-            bucket.sent = None
 
     def _deal_by_arrival(self) -> None:
         order = torch.tensor(buckets.arrival_order(self._arrived, len(self._parameters)))

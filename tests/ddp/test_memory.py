@@ -105,3 +105,19 @@ def test_gradients_that_accumulate_are_averaged_like_fresh_ones(together, dtype)
         return [*seen, module.weight.grad.item()]
 
     assert together(4, rank) == [[10.0, 30.0, 40.0]] * 4
+
+
+@without_memory
+def test_copied_gradients_are_kept_until_the_next_forward_up_to_a_limit(together, toy, monkeypatch):
+    """So that one gradient's memory need not be given back to the system before the next is made."""
+    monkeypatch.setattr(reducer, "_SPENT_NBYTES", 600)
+
+    def rank(group):
+        ours = train(toy, group, toy.network(), steps=1)
+        kept = [tuple(tensor.shape) for tensor in ours._reducer._spent]
+        ours(toy.samples()[0])
+        return kept, ours._reducer._spent
+
+    for kept, after in together(2, rank, transport="shm"):
+        assert sorted(kept) == [(3,), (3, 8), (8,), (16,), (16, 6)]  # (8, 16) would exceed it
+        assert after == []
