@@ -33,8 +33,9 @@ class AsyncFace(ABC):
     """A store to be awaited.
 
     ``timeout`` arguments are seconds or a timedelta; None is the store's own ``timeout``. What does not finish in time
-    raises StoreTimeoutError, a connection that breaks StoreConnectionError, what the store refuses StoreError, and a
-    wrong argument UsageError. A task that awaits one may be cancelled at any point: the store then stops waiting too.
+    raises StoreTimeoutError, what the store refuses StoreError, and a wrong argument UsageError. A connection that breaks
+    is made again, and what was asked is done once; where that cannot be, or nobody knows whether it was done, it raises
+    StoreConnectionError. A task that awaits one may be cancelled at any point: the store then stops waiting too.
     """
 
     timeout: float
@@ -55,9 +56,13 @@ class AsyncFace(ABC):
         """Set the timeout of operations that name none; None is no limit."""
         self.timeout = seconds(timeout)
 
-    async def set(self, key: str, value: Value) -> None:
-        """Store ``value`` under ``key``; wakes those who wait for it."""
-        await self.request(operations.set_(key, value))
+    async def set(self, key: str, value: Value, *, ephemeral: bool = False) -> None:
+        """Store ``value`` under ``key``; wakes those who wait for it.
+
+        An ``ephemeral`` key goes with this client: when it closes, or when its lease has run out after its connection
+        broke (at once where it dies with a file store), unless somebody has set the key since.
+        """
+        await self.request(operations.set_ephemeral(key, value) if ephemeral else operations.set_(key, value))
 
     async def get(self, key: str, timeout: Timeout = None) -> bytes:
         """Return the value of ``key``, waiting at the store until there is one. One round trip."""
@@ -113,7 +118,8 @@ class AsyncFace(ABC):
     async def queue_pop(self, key: str, block: bool = True, timeout: Timeout = None) -> bytes:
         """Take the oldest item of a queue, waiting for one if ``block``; else QueueEmptyError.
 
-        An item goes to one taker only, and goes back to the head if the taker is cancelled, times out or dies.
+        An item goes to one taker only, and goes back to the head if the taker is cancelled, times out or dies; or if its
+        connection breaks just when it has the item and the store has not heard so: then it may be taken twice.
         """
         return await self.request(operations.queue_pop(key, block), timeout)  # type: ignore[no-any-return]
 
@@ -192,9 +198,9 @@ class Store(ABC):
         """Set the timeout of operations that name none; None is no limit."""
         self._timeout = seconds(timeout)
 
-    def set(self, key: str, value: Value) -> None:
-        """Store ``value`` (a str as UTF-8) under ``key``; wakes those who wait for it."""
-        self.request(operations.set_(key, value))
+    def set(self, key: str, value: Value, *, ephemeral: bool = False) -> None:
+        """Store ``value`` (a str as UTF-8) under ``key``; an ``ephemeral`` one goes with this client."""
+        self.request(operations.set_ephemeral(key, value) if ephemeral else operations.set_(key, value))
 
     def get(self, key: str, timeout: Timeout = None) -> bytes:
         """Return the value of ``key``, waiting until there is one."""

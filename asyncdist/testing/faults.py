@@ -87,7 +87,7 @@ class Proxy:
         self._call(self._cut)
 
     def cut_after(self, nbytes: int) -> None:
-        """`cut` when exactly ``nbytes`` have been passed on towards the target, over all connections together."""
+        """`cut` once, when exactly ``nbytes`` have been passed on towards the target, over all connections together."""
         self._limit = nbytes
 
     def refuse(self) -> None:
@@ -195,6 +195,7 @@ class Proxy:
                 self.passed_nbytes += len(chunk)
                 self._note()
                 if self.passed_nbytes == self._limit:
+                    self._limit = None
                     self._cut()
                     await asyncio.sleep(0)  # where we are cancelled
         sink.shutdown(socket.SHUT_WR)

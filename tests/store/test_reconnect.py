@@ -1,0 +1,321 @@
+"""Connections that break under a client: it goes on over another one, does nothing twice, and says so where it cannot."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import pytest
+
+from asyncdist.config import Config
+from asyncdist.errors import StoreConnectionError, StoreTimeoutError
+from asyncdist.runtime import runtime
+from asyncdist.store import AsyncStore, StoreServer, TCPStore, dialling
+from asyncdist.store.members import Members
+from asyncdist.testing.faults import Proxy
+
+TOKEN, LONG, SHORT = "a token for tests", 20.0, 0.2
+CONFIG = Config(token=TOKEN)
+
+
+@pytest.fixture
+def proxy(server) -> Iterator[Proxy]:
+    with Proxy("127.0.0.1", server.port) as proxy:
+        yield proxy
+
+
+async def through(proxy: Proxy, **settings) -> AsyncStore:
+    config = CONFIG.with_(**settings)
+    return await AsyncStore.connect(*proxy.address, token=TOKEN, timeout=LONG, config=config)
+
+
+# -- cut anywhere -----------------------------------------------------------------------------------
+
+
+async def every_operation(store: AsyncStore, turn: int) -> None:
+    key = f"{turn}/"
+    await asyncio.gather(*(store.add(key + "n", 1) for _ in range(5)))
+    assert await store.add(key + "n", 0) == 5
+    await store.append(key + "a", b"x")
+    await store.append(key + "a", b"y")
+    assert await store.get(key + "a") == b"xy"
+    assert await store.compare_set(key + "c", b"", b"1") == b"1"
+    assert await store.compare_set(key + "c", b"1", b"2") == b"2"
+    await store.multi_set([key + "m", key + "e"], [b"1", b"2"])
+    await store.queue_push(key + "q", b"item")
+    assert await store.queue_len(key + "q") == 1
+    assert await store.delete_key(key + "m") is True
+    waiting = asyncio.create_task(store.get(key + "later"))
+    await store.set(key + "later", b"now")
+    assert await waiting == b"now"
+    await store.barrier(key + "b", 1)
+
+
+async def test_a_cut_after_any_number_of_bytes_changes_no_outcome(server, proxy, monkeypatch):
+    """Each turn goes over a connection that is reset a little later than that of the turn before."""
+    monkeypatch.setattr(dialling, "STEADY", 0.0)  # or so many cuts would be taken for our own fault
+    store = await through(proxy)
+    await every_operation(store, -1)
+    begun = proxy.passed_nbytes
+    await every_operation(store, -2)
+    length = proxy.passed_nbytes - begun
+    for turn, cut in enumerate(range(0, length, 2)):
+        proxy.cut_after(proxy.passed_nbytes + cut)
+        await every_operation(store, turn)
+    await store.close()
+    assert turn > 100
+
+
+async def test_what_was_answered_and_not_heard_is_done_once(server, proxy, eventually):
+    store = await through(proxy)
+    proxy.clog()
+    adding = [asyncio.create_task(store.add("n", 1)) for _ in range(100)]
+    await asyncio.sleep(0)
+    proxy.unclog()
+    await eventually(lambda: server.state.peek("n") is not None)
+    proxy.cut()
+    assert sorted(await asyncio.gather(*adding)) == list(range(1, 101))
+    assert server.state.peek("n") == b"100"
+    await store.close()
+
+
+async def test_random_cuts_under_many_tasks(server, proxy):
+    store, dice = await through(proxy), random.Random(1)
+
+    async def work(number: int) -> list[int]:
+        return [await store.add(f"k{number % 3}", 1) for _ in range(60)]
+
+    async def cut() -> None:
+        for _ in range(12):
+            await asyncio.sleep(dice.uniform(0, 0.05))
+            proxy.cut()
+
+    *sums, _ = await asyncio.gather(*(work(number) for number in range(12)), cut())
+    for which in range(3):
+        found = sorted(total for number, mine in enumerate(sums) if number % 3 == which for total in mine)
+        assert found == list(range(1, 241))
+    await store.close()
+
+
+def test_random_cuts_under_many_threads():
+    server = runtime().run(StoreServer.start("127.0.0.1", 0, token=TOKEN))
+    dice = random.Random(2)
+    with Proxy("127.0.0.1", server.port) as proxy, ThreadPoolExecutor(8) as threads:
+        store = TCPStore(*proxy.address, timeout=LONG, config=CONFIG)
+        waiting = threads.submit(store.get, "at last")
+        working = [threads.submit(lambda: [store.add("n", 1) for _ in range(100)]) for _ in range(6)]
+        for _ in range(12):
+            time.sleep(dice.uniform(0, 0.05))
+            proxy.cut()
+        assert sorted(total for each in working for total in each.result(LONG)) == list(range(1, 601))
+        store.set("at last", b"v")
+        assert waiting.result(LONG) == b"v"
+        store.close()
+    runtime().run(server.close())
+
+
+async def test_who_waits_for_a_server_that_cannot_be_reached_has_its_timeout(server, proxy):
+    store = await through(proxy)
+    proxy.clog()
+    with pytest.raises(StoreTimeoutError):
+        await store.get("k", timeout=SHORT)
+    proxy.unclog()
+    await store.set("k", b"v")
+    assert await store.get("k") == b"v"
+    await store.close()
+
+
+async def test_closing_while_it_tries_again(server):
+    with Proxy("127.0.0.1", server.port) as proxy:
+        store = await through(proxy)
+        waiting = asyncio.create_task(store.get("k"))
+        await store.check([])
+        proxy.clog()  # so that the next connection is taken, and hears nothing
+        proxy.cut()
+        await asyncio.sleep(0.05)
+        await store.close()
+        with pytest.raises(StoreConnectionError, match="closed by this process"):
+            await waiting
+
+
+async def test_a_subscription_says_that_messages_may_have_been_missed(server, proxy):
+    store = await through(proxy)
+    async with store.subscribe("news") as messages:
+        await store.publish("news", b"1")
+        assert await anext(messages) == b"1"
+        proxy.cut()
+        with pytest.raises(StoreConnectionError, match="'news' may have been missed"):
+            await anext(messages)
+    async with store.subscribe("news") as messages:
+        await store.publish("news", b"2")
+        assert await anext(messages) == b"2"
+    await store.close()
+
+
+async def test_what_a_client_has_heard_is_not_kept_for_it(server, store):
+    for _ in range(5):
+        await asyncio.gather(*(store.add("n", 1) for _ in range(400)))
+    (member,) = server.members._members.values()
+    assert len(member._answers) < 1000
+
+
+# -- servers one after the other --------------------------------------------------------------------
+
+
+@contextmanager
+def daemon(port: int, *options: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    command = [sys.executable, "-m", "asyncdist.cli", "store", "--port", str(port), *options]
+    environment = {**os.environ, "ASYNCDIST_TOKEN": TOKEN}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment) as process:
+        try:
+            ready = process.stdout.readline().decode()
+            yield process, port if port else int(ready.rpartition(":")[2].split()[0])
+        finally:
+            process.kill()
+
+
+@pytest.mark.processes
+def test_a_store_that_was_killed_and_kept_nothing_is_not_taken_for_the_one_before():
+    with daemon(0) as (process, port), TCPStore("127.0.0.1", port, timeout=LONG, config=CONFIG) as store:
+        store.set("k", "v")
+        process.kill()
+        process.wait(LONG)
+        with daemon(port), pytest.raises(StoreConnectionError, match="started anew and holds nothing"):
+            store.get("k")
+        with pytest.raises(StoreConnectionError, match="started anew"):
+            store.set("k", "v")
+
+
+@pytest.mark.processes
+async def test_a_store_with_data_that_is_killed_again_and_again_carries_its_clients_on(tmp_path):
+    """Whatever is asked while it is down waits; of a change that was on its way nobody claims to know what came of it."""
+    options = ("--data", str(tmp_path), "--fsync", "always")
+    errors, stop = [], False
+
+    async def add(store: AsyncStore) -> int:
+        done = 0
+        while not stop:
+            try:
+                await store.add("n", 1)
+                done += 1
+            except StoreConnectionError as error:
+                errors.append(str(error))
+        return done
+
+    with daemon(0, *options) as (process, port):
+        store = await AsyncStore.connect("127.0.0.1", port, token=TOKEN, timeout=LONG, config=CONFIG)
+        working = [asyncio.create_task(add(store)) for _ in range(4)]
+        waiting = asyncio.create_task(store.get("at last"))
+        await asyncio.sleep(0.2)
+        process.kill()
+        process.wait(LONG)
+    for turn in range(4):
+        with daemon(port, *options) as (process, _):
+            await store.set(f"turn {turn}", b"1")
+            assert await store.multi_get([f"turn {each}" for each in range(turn + 1)]) == [b"1"] * (turn + 1)
+            await asyncio.sleep(0.1)
+            if turn == 3:
+                stop = True
+                done = sum(await asyncio.gather(*working))
+                assert done <= await store.add("n", 0) <= done + len(errors)
+                await store.set("at last", b"v")
+                assert await waiting == b"v"
+                await store.close()
+            process.kill()
+            process.wait(LONG)
+    assert done > 0
+    assert all("whether add('n') was done, nobody can tell" in error for error in errors)
+
+
+# -- leases -----------------------------------------------------------------------------------------
+
+
+def test_a_lease_runs_from_when_the_connection_is_lost():
+    members = Members()
+    member, known, _ = members.arrive(b"a", 10.0, "first")
+    assert not known
+    assert members.ended(1e9) == []
+    members.lost(member, "first", 100.0)
+    assert members.next_end() == 110.0
+    assert members.ended(109.9) == []
+    assert members.arrive(b"a", 10.0, "second") == (member, True, None)
+    assert members.ended(110.0) == []  # it was back in time
+    members.lost(member, "first", 120.0)  # the one that it has not any more
+    assert members.ended(1e9) == []
+    members.lost(member, "second", 130.0)
+    assert members.ended(140.0) == [member]
+    assert len(members) == 0
+    assert members.arrive(b"a", 10.0, "third")[1] is False
+
+
+async def test_an_ephemeral_key_goes_when_its_client_closes(store, connect, eventually):
+    other = await connect()
+    await other.set("here", b"1", ephemeral=True)
+    await other.set("stays", b"1")
+    assert await store.get("here") == b"1"
+    await other.close()
+    await eventually_async(lambda: store.check(["here"]))
+    assert await store.check(["stays"])
+
+
+async def eventually_async(check) -> None:
+    async with asyncio.timeout(LONG):
+        while await check():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+
+async def test_an_ephemeral_key_is_kept_for_a_client_that_comes_back(server, proxy, store, eventually):
+    other = await through(proxy, store_lease=LONG)
+    await other.set("here", b"1", ephemeral=True)
+    proxy.cut()
+    assert await other.add("n", 1) == 1
+    assert await store.get("here") == b"1"
+    await other.close()
+    await eventually_async(lambda: store.check(["here"]))
+
+
+async def test_an_ephemeral_key_that_somebody_else_sets_is_no_longer_ephemeral(store, connect):
+    other = await connect()
+    await other.set("k", b"1", ephemeral=True)
+    await other.set("l", b"1", ephemeral=True)
+    await store.set("k", b"2")
+    await store.delete_key("l")
+    await store.set("l", b"2")
+    await other.close()
+    await store.barrier("b", 1)
+    assert await store.multi_get(["k", "l"]) == [b"2", b"2"]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+async def test_the_entries_of_a_dead_process_go_when_its_lease_is_over(server, store, how):
+    program = (
+        "import sys, time; from asyncdist.config import Config; from asyncdist.store import TCPStore\n"
+        f"store = TCPStore('127.0.0.1', {server.port}, config=Config(token={TOKEN!r}, store_lease=0.3))\n"
+        "store.set('rank 1', b'alive', ephemeral=True); time.sleep(60)"
+    )
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", program)
+    assert await store.get("rank 1", timeout=LONG) == b"alive"
+    process.send_signal(how)
+    await process.wait()
+    died = time.monotonic()
+    await eventually_async(lambda: store.check(["rank 1"]))
+    assert 0.2 < time.monotonic() - died < LONG
+    assert len(server.members) == 1  # it is forgotten altogether
+
+
+async def test_a_client_that_was_forgotten_puts_its_keys_back(server, proxy, store):
+    other = await through(proxy, store_lease=0.0)
+    await other.set("here", b"1", ephemeral=True)
+    proxy.cut()
+    assert await other.num_keys() == 1
+    assert await store.get("here", timeout=LONG) == b"1"
+    await other.close()
