@@ -76,6 +76,16 @@ class Config:
     dump_dir: str | None = _setting(
         None, "ASYNCDIST_DUMP_DIR", "folder that gets the flight recorder when a group fails"
     )
+    tls_cert: str | None = _setting(
+        None, "ASYNCDIST_TLS_CERT", "file of our certificate (PEM): what is served here is TLS then"
+    )
+    tls_key: str | None = _setting(None, "ASYNCDIST_TLS_KEY", "file of its key (PEM), if that is not in the same file")
+    tls_ca: str | None = _setting(
+        None, "ASYNCDIST_TLS_CA", "file or folder of the certificates that we believe; a server wants one from clients then"
+    )
+    tls_check_hostname: bool = _setting(
+        True, "ASYNCDIST_TLS_CHECK_HOSTNAME", "believe a store only if its certificate is for the name dialled (0 for not)"
+    )
     store_max_value_nbytes: int = _setting(
         256 << 20, "ASYNCDIST_STORE_MAX_VALUE_NBYTES", "largest value (and frame) that the store takes"
     )

@@ -19,7 +19,7 @@ LAYERS: list[list[str]] = [
      "collectives.ring", "collectives.tree", "collectives.doubling", "collectives.pairwise", "collectives.choose",
      "collectives.hierarchy", "ddp.buckets"],
     ["transport", "registry", "buffers", "objects", "reduce", "work", "runtime", "progress", "machine", "mismatch",
-     "notices", "lifetime", "reminders", "interfaces", "arena", "inbox", "native", "registered", "bell"],
+     "notices", "lifetime", "reminders", "interfaces", "arena", "inbox", "native", "registered", "bell", "tls"],
     ["store", "observe", "mesh", "ways", "collectives.executor", "collectives.operation", "collectives.plans",
      "collectives.islands", "collectives.reductions", "collectives.sparse", "collectives.exchanges", "collectives.arguments"],
     ["rendezvous", "group", "world"],
@@ -30,7 +30,7 @@ LAYERS: list[list[str]] = [
 
 PURE = {"asyncio", "socket", "threading", "os", "select", "subprocess", "torch", "numpy", "multiprocessing"}
 TRANSPORTS_MAY_IMPORT = {
-    "transport", "native", "errors", "deadline", "framing", "buffers", "arena", "reduce", "config", "handshake",
+    "transport", "native", "errors", "deadline", "framing", "buffers", "arena", "reduce", "config", "handshake", "tls",
     "collectives.schedule",
 }  # fmt: skip
 

@@ -8,13 +8,16 @@ import os
 import secrets
 import select
 import socket
+import ssl
 import struct
 from collections import deque
 from collections.abc import Callable
 from time import monotonic
+from typing import Any
 
 from asyncdist.errors import AsyncdistError, ProtocolError
 from asyncdist.handshake import Handshake, accept, dial
+from asyncdist.tls import TlsSocket
 from asyncdist.transport import Host, Outgoing
 from asyncdist_transports.stream import Ended, Reader, Writer
 
@@ -31,7 +34,7 @@ def purpose(host: Host) -> str:
 class Proving:
     """Runs a handshake over a non-blocking socket, as far as bytes have come."""
 
-    def __init__(self, sock: socket.socket, steps: Handshake) -> None:
+    def __init__(self, sock: Any, steps: Handshake) -> None:
         self._sock = sock
         self._steps = steps
         self._got = bytearray()
@@ -64,20 +67,27 @@ class Proving:
 class Outbound:
     """A connection that we open to write to a peer."""
 
-    def __init__(self, peer: int, lane: int, where: tuple[str, int], host: Host) -> None:
+    def __init__(
+        self, peer: int, lane: int, where: tuple[str, int], host: Host, tls: ssl.SSLContext | None = None
+    ) -> None:
         self.peer = peer
+        self._tls = tls
         self._lane = lane
         self._where = where
         self._host = host
         self.queue: deque[Outgoing] = deque()  # messages that wait to be sent
         self.closed = False
-        self._sock = _new_socket(where[0])
+        self._sock = self._new_socket()
         self._begin()
+
+    def _new_socket(self) -> Any:
+        sock = _new_socket(self._where[0])
+        return sock if self._tls is None else TlsSocket(sock, self._tls, serves=False)
 
     def begin_again(self) -> None:
         """Connect once more: the peer gave us up before we had said anything."""
         self._host.retire(self._sock)
-        self._sock = _new_socket(self._where[0])
+        self._sock = self._new_socket()
         self._begin()
 
     def _begin(self) -> None:
@@ -85,6 +95,7 @@ class Outbound:
         self._reader = Reader(self._sock, self.peer, self._host, None)
         self._proving: Proving | None = None
         self.established = False
+        self._securing = False
         self._since = monotonic()
         code = self._sock.connect_ex(self._where)
         self._failed = "" if code in (0, errno.EINPROGRESS) else os.strerror(code)
@@ -99,18 +110,22 @@ class Outbound:
 
     def waits(self) -> int:
         if self.established:
-            return READ | WRITE if self.queue else READ
+            return READ | WRITE if self.queue or _is_unsent(self._sock) else READ
+        if self._securing:
+            return WRITE if self._sock.wants_room else READ
         return READ if self._proving is not None else WRITE
 
     @property
     def eager(self) -> bool:
-        return bool(self.queue)
+        return bool(self.queue) or _is_unsent(self._sock)
 
     def pump(self, ready: bool) -> bool:
         """Connect, prove, flush, and if the socket is ready listen for notices. Raises Ended and AsyncdistError."""
         if not self.established:
             return self._establish()
         try:
+            if _is_unsent(self._sock) and not _flushed(self._sock):
+                return self._reader.read() if ready else False
             moved = self.writer.flush() if self.queue else False
         except Ended:
             self._reader.read()  # the peer may have said why it went
@@ -122,11 +137,15 @@ class Outbound:
             raise Ended(self._failed)
         try:
             if self._proving is None:
-                if not select_writable(self._sock):
+                if not self._securing and not select_writable(self._sock):
                     return False
                 code = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
                 if code:
                     raise Ended(os.strerror(code))
+                if isinstance(self._sock, TlsSocket) and not self._sock.secured:
+                    self._securing = True
+                    self._sock.secure()
+                    self._securing = False
                 steps = dial(self._host.config.token, purpose(self._host), secrets.token_bytes(32))
                 self._proving = Proving(self._sock, steps)
             if not self._proving.go_on():
@@ -150,13 +169,21 @@ class Outbound:
 class Inbound:
     """A connection that somebody opened to write to us: nobody in particular until it has proven itself."""
 
-    def __init__(self, sock: socket.socket, host: Host, proven: Callable[[Inbound], None]) -> None:
-        self._sock = sock
+    def __init__(
+        self,
+        sock: socket.socket,
+        host: Host,
+        proven: Callable[[Inbound], None],
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        self._sock: Any = sock if tls is None else TlsSocket(sock, tls, serves=True)
+        self._securing = tls is not None
         self._host = host
         self._proven = proven
         self.peer: int | None = None
         self.established = True  # as soon as the peer is known
-        self._proving: Proving | None = Proving(sock, accept(host.config.token, purpose(host), secrets.token_bytes(32)))
+        steps = accept(host.config.token, purpose(host), secrets.token_bytes(32))
+        self._proving: Proving | None = Proving(self._sock, steps)
         self._hello = bytearray()
         self._reader: Reader | None = None
         self.closed = False
@@ -165,6 +192,8 @@ class Inbound:
         return self._sock.fileno()
 
     def waits(self) -> int:
+        if self._securing:
+            return WRITE if self._sock.wants_room else READ
         return 0 if self._reader is not None and self._reader.blocked else READ
 
     @property
@@ -175,8 +204,11 @@ class Inbound:
     def pump(self, ready: bool) -> bool:
         """Prove, then read; raises Ended and AsyncdistError."""
         if self._reader is not None:
-            return self._reader.read()
+            return _read_all(self._sock, self._reader)
         try:
+            if self._securing:
+                self._sock.secure()
+                self._securing = False
             if self._proving is not None and self._proving.go_on():
                 self._proving = None
             while len(self._hello) < HELLO.size:
@@ -196,7 +228,7 @@ class Inbound:
         self.peer = rank
         self._proven(self)
         self._reader = Reader(self._sock, rank, self._host, self._host.inbox(rank))
-        self._reader.read()
+        _read_all(self._sock, self._reader)
         return True
 
     def close(self, *, say_goodbye: bool) -> None:
@@ -205,7 +237,32 @@ class Inbound:
             _end(self._sock, self._host, say_goodbye and self._reader is not None)
 
 
-def _end(sock: socket.socket, host: Host, say_goodbye: bool) -> None:
+def _read_all(sock: Any, reader: Reader) -> bool:
+    """Read, and go on as long as there is something that no poll would tell of."""
+    moved = reader.read()
+    if isinstance(sock, TlsSocket):
+        while sock.unread and not reader.blocked and reader.read():
+            moved = True
+    return moved
+
+
+def _is_unsent(sock: Any) -> bool:
+    """Say whether a socket holds what it has taken."""
+    return isinstance(sock, TlsSocket) and sock.unsent
+
+
+def _flushed(sock: TlsSocket) -> bool:
+    """Have a socket send what it holds; return whether it could. Raises Ended."""
+    try:
+        sock.flush()
+    except BlockingIOError:
+        return False
+    except OSError as cause:
+        raise Ended(cause.strerror or str(cause)) from cause
+    return True
+
+
+def _end(sock: Any, host: Host, say_goodbye: bool) -> None:
     if say_goodbye:
         with contextlib.suppress(OSError):
             sock.send(host.last_words)
@@ -230,7 +287,7 @@ def prepare(sock: socket.socket) -> None:
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
-def select_writable(sock: socket.socket) -> bool:
+def select_writable(sock: Any) -> bool:
     """Return whether a connect has come to an end, well or badly."""
     poll = select.poll()
     poll.register(sock, WRITE)

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from time import monotonic
 from typing import Any, ClassVar
 
+from asyncdist import tls
 from asyncdist.errors import AsyncdistError
 from asyncdist.framing import KEY
 from asyncdist.transport import Address, Host, Link, Outgoing, Transport, Wait
@@ -30,6 +31,7 @@ class TcpTransport(Transport):
         self._listener: Listener | None = None
         self._connections: dict[int, Inbound | Outbound] = {}
         self._strangers: dict[Inbound, None] = {}  # the oldest first
+        self._accepting, self._dialling = tls.rank_contexts(host.config) or (None, None)
 
     @classmethod
     def probe(cls) -> str | None:
@@ -49,7 +51,7 @@ class TcpTransport(Transport):
 
     def open(self, peer: int, lane: int, where: tuple[str, int]) -> Outbound:
         """Begin to open one lane to a peer."""
-        connection = Outbound(peer, lane, where, self.host)
+        connection = Outbound(peer, lane, where, self.host, self._dialling)
         self._connections[connection.fileno()] = connection
         return connection
 
@@ -139,8 +141,8 @@ class TcpTransport(Transport):
         moved = False
         for sock in self._listener.take():
             prepare(sock)
-            connection = Inbound(sock, self.host, self._no_stranger)
-            self._connections[sock.fileno()] = connection
+            connection = Inbound(sock, self.host, self._no_stranger, self._accepting)
+            self._connections[connection.fileno()] = connection
             self._strangers[connection] = None
             until = monotonic() + self.host.config.handshake_timeout
             self.host.reminders.add(connection, until, functools.partial(self._overdue, connection))
