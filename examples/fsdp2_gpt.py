@@ -343,7 +343,7 @@ def start(backend: str) -> None:
 
 def check(options: argparse.Namespace) -> None:
     """Refuse what cannot work, and say what would."""
-    ranks = dist.get_world_size()
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if options.batch % ranks:
         sys.exit(f"{ranks} ranks cannot share a batch of {options.batch}: pass a --batch that {ranks} divides")
     if options.width % options.heads:
@@ -354,15 +354,15 @@ def check(options: argparse.Namespace) -> None:
 
 def main() -> None:
     options = arguments.parse_args()
-    start(options.backend)
     check(options)
+    start(options.backend)
     console, ranks = Console(), dist.get_world_size()
     trainer = Trainer(options, init_device_mesh("cpu", (ranks,)))
     if options.resume:
         trainer.load(options.out / "checkpoint")
     history, tested = trainer.history, trainer.test()
     if options.resume and dist.get_rank() == 0:
-        print(f"resumed on {ranks} after step {len(history.losses)}: ", end="")
+        print(f"resumed on {ranks} rank{'s' * (ranks > 1)} after step {len(history.losses)}: ", end="")
         print(f"loss on held-out text {tested:.4f}, as it was saved {history.tests[-1][1]:.4f}", flush=True)
     history.runs.append((len(history.losses), ranks))
     history.tests.append((len(history.losses), tested))

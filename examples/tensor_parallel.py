@@ -251,14 +251,14 @@ def draw(split: Training, whole: Training, title: str, path: Path) -> None:
 
 def start(backend: str) -> DeviceMesh:
     """Join the other ranks, all in one mesh; without a launcher, be a world of one."""
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if HEADS % ranks:
+        sys.exit(f"{ranks} ranks cannot share {HEADS} heads evenly: start 1, 2 or 4 ranks")
     torch.set_num_threads(1)  # ranks share this machine's cores
     if "RANK" in os.environ:
         dist.init_process_group(backend)
     else:
         dist.init_process_group(backend, init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
-    ranks = dist.get_world_size()
-    if HEADS % ranks:
-        sys.exit(f"{ranks} ranks cannot share {HEADS} heads evenly: start 1, 2 or 4 ranks")
     return init_device_mesh("cpu", (ranks,), mesh_dim_names=("tensor",))
 
 

@@ -1,0 +1,108 @@
+"""The examples as a person starts them, in a short form: under torchrun, from another folder."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+pytestmark = pytest.mark.processes
+
+
+def torchrun(ranks, program, *options, folder):
+    """Run an example in a folder; return it when it has ended."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    environment = {**os.environ, "COLUMNS": "120", "PYTHONWARNINGS": "error::UserWarning:__main__"}
+    return subprocess.run(
+        [*command, str(EXAMPLES / program), *options],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+
+
+def table_of(result):
+    """Return the rows of the table that an example prints: the first cell, and all numbers in the others."""
+    assert result.returncode == 0, result.stdout + result.stderr
+    rows = re.findall(r"(?m)^│ (.*?) +│(.*)│$", result.stdout)
+    return {
+        name: [float(number.replace(",", "")) for number in re.findall(r"\d[\d.,e+-]*\d|\d", cells)]
+        for name, cells in rows
+    }
+
+
+def is_picture(path):
+    return path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_fsdp2_learns_and_goes_on_with_another_number_of_ranks(tmp_path):
+    small = ["--width", "64", "--layers", "2", "--context", "32", "--steps", "30"]
+    first = torchrun(2, "fsdp2_gpt.py", *small, folder=tmp_path)
+    table = table_of(first)
+    (before,), (after,) = table["loss on held-out text, before"], table["loss on held-out text, after"]
+    assert before > 4.5  # about that of guessing
+    assert after < before - 1.2
+    mine, everyones = table["rank 0 holds of them and the optimizer's state"]
+    assert 0.4 * everyones < mine < 0.6 * everyones
+    assert "over asyncdist" in first.stdout
+    assert is_picture(tmp_path / "out/fsdp2_gpt/loss.png")
+
+    second = torchrun(3, "fsdp2_gpt.py", *small, "--steps", "15", "--resume", folder=tmp_path)
+    table = table_of(second)
+    found, saved = re.search(
+        r"resumed on 3 ranks after step 30: .* (\S+), as it was saved (\S+)", second.stdout
+    ).groups()
+    assert float(saved) == pytest.approx(after, abs=1e-3)
+    assert float(found) == pytest.approx(float(saved), abs=1e-2)  # bfloat16 in other shapes
+    assert table["steps"] == [15, 45]
+    assert table["loss on held-out text, after"][0] < after
+    assert not (tmp_path / "out/fsdp2_gpt/checkpoint.new").exists()
+
+
+def test_tensor_parallel_comes_to_the_weights_of_one_process(tmp_path):
+    table = table_of(torchrun(2, "tensor_parallel.py", "--steps", "40", folder=tmp_path))
+    first, last = table["loss"]
+    assert last < first - 0.4
+    assert 0 < table["largest difference of a weight"][0] < 1e-5  # zero would mean that nothing was split
+    mine, everyones = table["weights on rank 0"]
+    assert 0.45 < mine / everyones < 0.55
+    assert is_picture(tmp_path / "out/tensor_parallel.png")
+
+
+def test_a_pipeline_comes_to_the_weights_of_one_process_and_holds_what_its_schedule_promises(tmp_path):
+    table = table_of(torchrun(2, "pipeline.py", "--steps", "15", "--width", "128", folder=tmp_path))
+    for before, after in zip(table["loss"][::2], table["loss"][1::2], strict=True):
+        assert after < before / 2
+    assert all(0 < difference < 1e-5 for difference in table["largest difference"])
+    assert table["micro-batches held"] == [8, 8, 2, 1]
+    assert is_picture(tmp_path / "out/pipeline.png")
+
+
+@pytest.mark.parametrize(
+    ("program", "ranks", "options", "advice"),
+    [
+        ("fsdp2_gpt.py", 2, ["--batch", "25"], "pass a --batch that 2 divides"),
+        ("fsdp2_gpt.py", 2, ["--resume"], "run without --resume first"),
+        ("fsdp2_gpt.py", 2, ["--heads", "3"], "change --width or --heads"),
+        ("tensor_parallel.py", 3, [], "start 1, 2 or 4 ranks"),
+        ("pipeline.py", 1, [], "torchrun --nproc-per-node=2"),
+        ("pipeline.py", 2, ["--batch", "100"], "pass a --batch that 8 divides"),
+        ("pipeline.py", 4, ["--micro-batches", "2"], "pass --micro-batches 4 or more"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_what_would(tmp_path, monkeypatch, program, ranks, options, advice):
+    """Before the ranks meet, so that it needs no other ranks here."""
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [program, *options])
+    with pytest.raises(SystemExit, match=re.escape(advice)):
+        runpy.run_path(str(EXAMPLES / program))["main"]()
