@@ -2,6 +2,10 @@
 
 A block whose first line is ``# path`` is put at the end of that file, ``# path, in Class`` at the end of that class, in a
 copy of the package; so the steps of a worked example are what they say, and its last block is a test that must pass.
+
+A block of the language ``console`` is typed: what follows ``$`` runs in the folder where the page's programs lie, must
+succeed, and must print the lines below it, among others and in any order; … stands for anything. Port 29500 is a free
+one. A launcher that this machine lacks is stood in for by what starts and numbers processes as it does.
 """
 
 from __future__ import annotations
@@ -9,9 +13,11 @@ from __future__ import annotations
 import ast
 import asyncio
 import importlib
+import importlib.util
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import tomllib
@@ -56,6 +62,18 @@ def code_of(page: str) -> list[str]:
     return [code for language, code in blocks if language in ("python", "toml")]
 
 
+def commands_of(page: str) -> list[tuple[str, list[str]]]:
+    """Return what a page's consoles type, each command with the lines that it is to print."""
+    commands: list[tuple[str, list[str]]] = []
+    for language, text in BLOCK.findall(PAGES[page].read_text(encoding="utf-8")):
+        for line in text.splitlines() if language == "console" else ():
+            if line.startswith("$ "):
+                commands.append((line[2:], []))
+            else:
+                commands[-1][1].append(line)
+    return commands
+
+
 # -- the code runs ----------------------------------------------------------------------------------
 
 
@@ -82,6 +100,52 @@ def announce(folder: Path) -> None:
             put(info, "entry_points.txt", None, "\n".join([f"[{group}]", *(f"{k} = {v}" for k, v in points.items())]))
 
 
+LAUNCHER = """#!/bin/sh
+count=$2
+shift 2
+for rank in $(seq 0 $((count - 1))); do
+    OMPI_COMM_WORLD_RANK=$rank OMPI_COMM_WORLD_SIZE=$count SLURM_PROCID=$rank SLURM_NTASKS=$count "$@" &
+    ranks="$ranks $!"
+done
+for each in $ranks; do wait $each || status=1; done
+exit ${status:-0}
+"""
+
+
+def workplace(folder: Path) -> dict[str, str]:
+    """Return the environment in which a page's commands run: its programs find this package, and launchers exist."""
+    for launcher in ("mpirun", "srun"):
+        if shutil.which(launcher) is None:
+            (folder / "bin").mkdir(exist_ok=True)
+            (folder / "bin" / launcher).write_text(LAUNCHER)
+            (folder / "bin" / launcher).chmod(0o755)
+    return {
+        **os.environ,
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"], str(folder / "bin")]),
+        "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT / "transports")]),
+        "PET_STANDALONE": "1",  # torchrun's own way to be given --standalone: a free port
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    }
+
+
+def free_port() -> str:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return str(sock.getsockname()[1])
+
+
+def type_in(command: str, expected: Sequence[str], folder: Path, environment: dict[str, str]) -> None:
+    """Run a command of a page, and compare what it prints."""
+    typed = ["bash", "-c", command.replace("29500", free_port())]
+    run = subprocess.run(typed, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, f"{command}\n{run.stdout}{run.stderr}"
+    for line in expected:
+        pattern = re.compile(re.escape(line).replace("…", ".*"))
+        assert any(pattern.fullmatch(each) for each in run.stdout.splitlines()), f"no {line!r} in:\n{run.stdout}"
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize("page", [page for page in PAGES if code_of(page)])
 def test_the_code_of_a_page_runs(page: str, tmp_path: Path) -> None:
@@ -93,13 +157,23 @@ def test_the_code_of_a_page_runs(page: str, tmp_path: Path) -> None:
         put(tmp_path, place[1], place[2], code[place.end() :])
         if Path(place[1]).name.startswith("test_"):
             tests.append(place[1])
-    assert tests, f"{page} has code and no test of it"
+    assert tests or commands_of(page), f"{page} has code, and nothing that runs it"
     announce(tmp_path)
-    (tmp_path / "pytest.ini").write_text(PYTEST)
+    if tests:
+        run_tests(tests, tmp_path)
+    for command, expected in commands_of(page):
+        if "before.py" in command and importlib.util.find_spec("mpi4py") is None:
+            continue  # the program that one moves from
+        type_in(command, expected, tmp_path, workplace(tmp_path))
+
+
+def run_tests(tests: Sequence[str], folder: Path) -> None:
+    """Run the tests that a page's blocks have become."""
+    (folder / "pytest.ini").write_text(PYTEST)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--import-mode=importlib", *tests]
-    paths = os.pathsep.join([str(tmp_path), str(ROOT / "transports")])
+    paths = os.pathsep.join([str(folder), str(ROOT / "transports")])
     run = subprocess.run(
-        command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, timeout=60
+        command, cwd=folder, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, timeout=60
     )
     assert run.returncode == 0, run.stdout + run.stderr
 
