@@ -7,9 +7,12 @@ own; ranks, who are all both, use TLS between them where all three are given. Th
 
 from __future__ import annotations
 
+import contextlib
+import select
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -120,9 +123,8 @@ class TlsSocket:
         """Go on with the handshake of a connected socket. Raises BlockingIOError, AuthenticationError, OSError."""
         if self._tls is None:
             self._tls = self._context.wrap_socket(
-                self._sock, server_side=self._serves, do_handshake_on_connect=False, server_hostname=self._name or ""
-                if self._context.check_hostname or self._name else None,
-            )  # fmt: skip
+                self._sock, server_side=self._serves, do_handshake_on_connect=False, server_hostname=self._name
+            )
             self._sock = self._tls
         try:
             self._tls.do_handshake()
@@ -182,6 +184,15 @@ class TlsSocket:
                 except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
                     raise BlockingIOError from None
 
+    def finish(self, timeout: float) -> None:
+        """Wait, for no longer than ``timeout`` seconds, until everything that was taken has been sent."""
+        poll, until = select.poll(), time.monotonic() + timeout
+        poll.register(self._sock, select.POLLOUT)
+        while self.unsent and (left := until - time.monotonic()) > 0:
+            poll.poll(left * 1000)
+            with contextlib.suppress(BlockingIOError):
+                self.flush()
+
     def send(self, data: Any) -> int:
         """Take bytes, and return how many."""
         self.flush()
@@ -205,10 +216,8 @@ class TlsSocket:
         self.flush()
         with self._lock:
             self._kept = data
-        try:
+        with contextlib.suppress(BlockingIOError):
             self.flush()
-        except BlockingIOError:
-            pass
 
     # -- as of any socket -------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from asyncdist.store.dialling import Persistence, broken, closed
 from asyncdist.store.faces import AsyncFace
 from asyncdist.store.link import Link, reach
 from asyncdist.store.operations import Command, Op
+from asyncdist.tls import client_context
 
 
 class AsyncStore(AsyncFace):
@@ -135,6 +136,7 @@ class _Line:
         self.link: Link | None = None
         self._host, self._port, self._token = host, port, token
         self._patience = config.store_reconnect
+        self._tls = client_context(config)
         self._conversation = Conversation(self.where, config.store_lease, os.urandom(IDENTITY_NBYTES))
         self._persistence: Persistence | None = None
         self._redialling: asyncio.Task[None] | None = None
@@ -158,7 +160,7 @@ class _Line:
 
     async def reach(self, persistence: Persistence) -> None:
         """Make one attempt to connect."""
-        self.link = await reach(self._conversation, self._token, persistence, self._lost)
+        self.link = await reach(self._conversation, self._token, persistence, self._lost, self._tls)
 
     def _lost(self, link: Link, why: str, for_good: bool) -> None:
         self.link = None

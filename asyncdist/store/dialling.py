@@ -82,6 +82,20 @@ def closed(where: str) -> StoreConnectionError:
     return StoreConnectionError(f"the connection to the store at {where} was closed by this process: connect again")
 
 
+def connect(host: str, port: int, timeout: float) -> socket.socket:
+    """Connect, to a socket file if ``host`` is an absolute path. Raises OSError, and UnicodeError for what is no name."""
+    if not host.startswith("/"):
+        return socket.create_connection((host, port), timeout=timeout)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.settimeout(timeout)
+        sock.connect(host)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
 def tune(sock: socket.socket) -> None:
     """Send small requests at once, and have the kernel notice within two minutes that the other host is gone."""
     if sock.family == socket.AF_UNIX:  # which has none of this

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import ssl
 from collections.abc import Callable
 from typing import cast
 
@@ -12,6 +13,7 @@ from asyncdist.errors import AuthenticationError, ProtocolError
 from asyncdist.handshake import NONCE_NBYTES, Pushed, dial
 from asyncdist.store.conversation import Conversation
 from asyncdist.store.dialling import Persistence, describe, tune
+from asyncdist.tls import refused
 
 _CLOSE_TIMEOUT = 5.0
 """Seconds that a store may take to accept our last bytes before we hang up all the same."""
@@ -22,6 +24,7 @@ async def reach(
     token: str | None,
     persistence: Persistence,
     lost: Callable[[Link, str, bool], None],
+    tls: ssl.SSLContext | None = None,
 ) -> Link:
     """Make one attempt to go on with a conversation. Raises OSError where another attempt may do better.
 
@@ -34,8 +37,11 @@ async def reach(
             if persistence.host.startswith("/"):
                 await loop.create_unix_connection(lambda: link, persistence.host)
             else:
-                await loop.create_connection(lambda: link, persistence.host, persistence.port)
+                await loop.create_connection(lambda: link, persistence.host, persistence.port, ssl=tls)
             await asyncio.shield(link.greeted)
+    except ssl.SSLError as error:
+        link.abort()
+        raise refused(error) from error
     except UnicodeError as error:  # a label that no name can have
         raise socket.gaierror(socket.EAI_NONAME, str(error)) from None
     except BaseException:
@@ -105,7 +111,8 @@ class Link(asyncio.Protocol):
         self._transport = None
         if not self.greeted.done():
             why = f": {describe(exc)}" if exc else ""
-            self.greeted.set_exception(ConnectionResetError(f"it hung up while we said hello{why}"))
+            hung_up = ConnectionResetError(f"it hung up while we said hello{why}")
+            self.greeted.set_exception(refused(exc) if isinstance(exc, ssl.SSLError) else hung_up)
         if not self._gone.done():
             self._gone.set_result(None)
         if self._tell is not None:

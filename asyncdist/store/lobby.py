@@ -30,14 +30,14 @@ _C10D_OPENING = bytes([c10d_wire.Code.VALIDATE]) + c10d_wire.U32.pack(c10d_wire.
 class Lobby(Connection):
     """A connection that has not said what it wants."""
 
-    __slots__ = ("_begun", "_greeting", "_hurry", "_local")
+    __slots__ = ("_begun", "_greeting", "_hurry", "_local", "_private")
 
     def __init__(self, server: StoreServer) -> None:
         super().__init__(server)
         self._begun = b""
         self._greeting: Pushed | None = None
         self._hurry: asyncio.TimerHandle | None = None
-        self._local = False
+        self._local = self._private = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         transport = cast(asyncio.Transport, transport)  # which uvloop's is in all but its bases
@@ -45,6 +45,7 @@ class Lobby(Connection):
         address = transport.get_extra_info("peername")
         self.peer = name_of(address)
         self._local = not isinstance(address, tuple) or listen.is_loopback(address[0])
+        self._private = not isinstance(address, tuple) or transport.get_extra_info("sslcontext") is not None
         if not self._server.admit(self):
             self.abort()
             return
@@ -61,6 +62,8 @@ class Lobby(Connection):
         if self._begun.startswith(_C10D_OPENING):
             self._welcome_c10d(self._begun[len(_C10D_OPENING) :])
         elif not _C10D_OPENING.startswith(self._begun) and self._transport is not None:
+            if not self._private and self._server.tls is not None:
+                raise AuthenticationError("a connection without TLS: have its process know ASYNCDIST_TLS_CA")
             nonce = os.urandom(NONCE_NBYTES)
             self._greeting = Pushed(accept(self._server.token, "store", nonce), self._transport.write)
             self._greet(self._greeting, self._begun)

@@ -26,12 +26,14 @@ from asyncdist.store.changes import Book
 from asyncdist.store.connection import Connection
 from asyncdist.store.doors import Doors
 from asyncdist.store.durability import Durability, Fsync
+from asyncdist.store.gate import Gate
 from asyncdist.store.lobby import Lobby
 from asyncdist.store.members import Members
 from asyncdist.store.messages import LENGTH, Encoder, frame_limit
 from asyncdist.store.operations import Kind, Reason, Reply
 from asyncdist.store.session import Session
 from asyncdist.store.state import StoreState
+from asyncdist.tls import server_context
 
 logger = logging.getLogger(__name__)
 
@@ -51,9 +53,10 @@ class StoreServer:
         self.state = StoreState(config.store_max_value_nbytes, config.store_max_key_nbytes)
         self.book: Book | None = None
         self.durability: Durability | None = None
+        self.tls = server_context(config)
         self.limit = frame_limit(config.store_max_value_nbytes)
         self._loop = asyncio.get_running_loop()
-        self._servers: list[asyncio.Server] = []
+        self._servers: list[asyncio.Server | Gate] = []
         self._connections: set[Connection] = set()
         self._emptied: asyncio.Future[None] | None = None
         self._crowded = False
@@ -122,6 +125,10 @@ class StoreServer:
 
     async def _listen(self, sock: socket.socket) -> None:
         sock.setblocking(False)
+        if self.tls is not None and _is_tcp(sock):
+            sock.listen(listen.BACKLOG)
+            self._servers.append(Gate(self, sock, self.tls, lambda: Lobby(self)))
+            return
         make = self._loop.create_server if _is_tcp(sock) else self._loop.create_unix_server
         made = await make(lambda: Lobby(self), sock=sock, backlog=listen.BACKLOG)
         self._servers.append(made)
@@ -200,20 +207,27 @@ class StoreServer:
 
     def admit(self, connection: Connection) -> bool:
         """Take a new connection in, or say that there are too many."""
-        most = self.config.store_max_connections
-        if len(self._connections) >= most:
-            if not self._crowded:
-                logger.warning(
-                    "the store has %d connections and refuses more: ASYNCDIST_STORE_MAX_CONNECTIONS raises the limit",
-                    most,
-                )
-            self.num_refused += 1
-            self._crowded = True
+        if len(self._connections) >= self.most_connections:
+            self.note_crowd()
             return False
         self._crowded = False
         self.num_admitted += 1
         self._connections.add(connection)
         return True
+
+    @property
+    def most_connections(self) -> int:
+        return self.config.store_max_connections
+
+    def note_crowd(self) -> None:
+        """A connection is refused because there are too many."""
+        if not self._crowded:
+                logger.warning(
+                    "the store has %d connections and refuses more: ASYNCDIST_STORE_MAX_CONNECTIONS raises the limit",
+                    self.most_connections,
+                )
+        self.num_refused += 1
+        self._crowded = True
 
     def replace(self, before: Connection, now: Connection) -> None:
         """A connection goes on as another one."""

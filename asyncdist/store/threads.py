@@ -21,8 +21,9 @@ from asyncdist.errors import AsyncdistError, ProtocolError, StoreConnectionError
 from asyncdist.handshake import NONCE_NBYTES, dial
 from asyncdist.store.conversation import IDENTITY_NBYTES, Conversation
 from asyncdist.store.desk import Desk, Ticket
-from asyncdist.store.dialling import Persistence, broken, closed, describe, tune
+from asyncdist.store.dialling import Persistence, broken, closed, connect, describe, tune
 from asyncdist.store.operations import Command
+from asyncdist.tls import TlsSocket, client_context
 
 _READ_NBYTES, _LONG_READ_NBYTES = 64 << 10, 1 << 20
 _WORD_TIMEOUT = 1.0
@@ -31,13 +32,22 @@ _WORD_TIMEOUT = 1.0
 class Wire:
     """A connected socket with deadlines. One thread may send while another one receives."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, tls: TlsSocket | None = None) -> None:
         sock.setblocking(False)
-        self._sock = sock
+        self._sock: socket.socket | TlsSocket = tls or sock
+        self._tls = tls
         self._readable, self._writable = select.poll(), select.poll()
         self._readable.register(sock, select.POLLIN)
         self._writable.register(sock, select.POLLOUT)
         self._read_nbytes = _READ_NBYTES
+
+    def secure(self, deadline: Deadline) -> None:
+        """Begin TLS. Raises TimeoutError, AuthenticationError and ConnectionError."""
+        while self._tls is not None and not self._tls.secured:
+            try:
+                self._tls.secure()
+            except BlockingIOError:
+                _poll(self._writable if self._tls.wants_room else self._readable, deadline)
 
     def send(self, data: bytes, deadline: Deadline) -> None:
         """Send all of it. Raises TimeoutError, when part of it may have gone, or ConnectionError."""
@@ -45,6 +55,11 @@ class Wire:
         while rest:
             try:
                 rest = rest[self._sock.send(rest) :]
+            except BlockingIOError:
+                _poll(self._writable, deadline)
+        while self._tls is not None and self._tls.unsent:
+            try:
+                self._tls.flush()
             except BlockingIOError:
                 _poll(self._writable, deadline)
 
@@ -84,6 +99,7 @@ class Connection(Desk):
         self.where = f"{host}:{port}"
         self._host, self._port, self._token = host, port, token
         self._patience = config.store_reconnect
+        self._tls = client_context(config)
         self._conversation = Conversation(self.where, config.store_lease, os.urandom(IDENTITY_NBYTES))
         self._wire: Wire | None = None
         self._broken: list[Wire] = []  # which a thread may still be in
@@ -113,13 +129,14 @@ class Connection(Desk):
     def _attempt(self, persistence: Persistence, deadline: Deadline) -> None:
         """Try once to connect. Raises OSError where another attempt may do better."""
         try:
-            address = persistence.host, persistence.port
-            sock = socket.create_connection(address, timeout=max(deadline.remaining(), 0.001))
+            sock = connect(persistence.host, persistence.port, max(deadline.remaining(), 0.001))
         except UnicodeError as error:  # a label that no name can have
             raise socket.gaierror(socket.EAI_NONAME, str(error)) from None
+        wire: Wire | None = None
         try:
             tune(sock)
-            wire = Wire(sock)
+            wire = Wire(sock, self._secured(sock))
+            wire.secure(deadline)
             self._greet(wire, deadline)
             with self.lock:
                 frame = self._conversation.introduce()
@@ -129,10 +146,17 @@ class Connection(Desk):
                     raise StoreConnectionError(*self._over.args)
                 self._wire = wire
         except BaseException:
+            if wire is not None:
+                wire.close()
             sock.close()
             with self.lock:
                 self._conversation.interrupted()
             raise
+
+    def _secured(self, sock: socket.socket) -> TlsSocket | None:
+        if self._tls is None or sock.family == socket.AF_UNIX:
+            return None
+        return TlsSocket(sock, self._tls, serves=False, name=self._host)
 
     def _greet(self, wire: Wire, deadline: Deadline) -> None:
         """Shake hands and read the server's hello."""

@@ -13,7 +13,7 @@ import struct
 from collections import deque
 from collections.abc import Callable
 from time import monotonic
-from typing import Any
+from typing import cast
 
 from asyncdist.errors import AsyncdistError, ProtocolError
 from asyncdist.handshake import Handshake, accept, dial
@@ -21,9 +21,11 @@ from asyncdist.tls import TlsSocket
 from asyncdist.transport import Host, Outgoing
 from asyncdist_transports.stream import Ended, Reader, Writer
 
+Connected = socket.socket | TlsSocket
 READ, WRITE = select.POLLIN, select.POLLOUT
 HELLO = struct.Struct("<IHxx")  # rank, lane
 _KEPT_WAITING = 1.0  # seconds
+_LAST_BYTES_TIMEOUT = 1.0  # seconds
 
 
 def purpose(host: Host) -> str:
@@ -34,7 +36,7 @@ def purpose(host: Host) -> str:
 class Proving:
     """Runs a handshake over a non-blocking socket, as far as bytes have come."""
 
-    def __init__(self, sock: Any, steps: Handshake) -> None:
+    def __init__(self, sock: Connected, steps: Handshake) -> None:
         self._sock = sock
         self._steps = steps
         self._got = bytearray()
@@ -80,13 +82,13 @@ class Outbound:
         self._sock = self._new_socket()
         self._begin()
 
-    def _new_socket(self) -> Any:
+    def _new_socket(self) -> Connected:
         sock = _new_socket(self._where[0])
         return sock if self._tls is None else TlsSocket(sock, self._tls, serves=False)
 
     def begin_again(self) -> None:
         """Connect once more: the peer gave us up before we had said anything."""
-        self._host.retire(self._sock)
+        self._host.retire(cast(socket.socket, self._sock))
         self._sock = self._new_socket()
         self._begin()
 
@@ -111,7 +113,7 @@ class Outbound:
     def waits(self) -> int:
         if self.established:
             return READ | WRITE if self.queue or _is_unsent(self._sock) else READ
-        if self._securing:
+        if isinstance(self._sock, TlsSocket) and self._securing:
             return WRITE if self._sock.wants_room else READ
         return READ if self._proving is not None else WRITE
 
@@ -124,7 +126,7 @@ class Outbound:
         if not self.established:
             return self._establish()
         try:
-            if _is_unsent(self._sock) and not _flushed(self._sock):
+            if isinstance(self._sock, TlsSocket) and not _flushed(self._sock):
                 return self._reader.read() if ready else False
             moved = self.writer.flush() if self.queue else False
         except Ended:
@@ -176,7 +178,7 @@ class Inbound:
         proven: Callable[[Inbound], None],
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        self._sock: Any = sock if tls is None else TlsSocket(sock, tls, serves=True)
+        self._sock: Connected = sock if tls is None else TlsSocket(sock, tls, serves=True)
         self._securing = tls is not None
         self._host = host
         self._proven = proven
@@ -192,7 +194,7 @@ class Inbound:
         return self._sock.fileno()
 
     def waits(self) -> int:
-        if self._securing:
+        if isinstance(self._sock, TlsSocket) and self._securing:
             return WRITE if self._sock.wants_room else READ
         return 0 if self._reader is not None and self._reader.blocked else READ
 
@@ -206,7 +208,7 @@ class Inbound:
         if self._reader is not None:
             return _read_all(self._sock, self._reader)
         try:
-            if self._securing:
+            if isinstance(self._sock, TlsSocket) and self._securing:
                 self._sock.secure()
                 self._securing = False
             if self._proving is not None and self._proving.go_on():
@@ -237,7 +239,7 @@ class Inbound:
             _end(self._sock, self._host, say_goodbye and self._reader is not None)
 
 
-def _read_all(sock: Any, reader: Reader) -> bool:
+def _read_all(sock: Connected, reader: Reader) -> bool:
     """Read, and go on as long as there is something that no poll would tell of."""
     moved = reader.read()
     if isinstance(sock, TlsSocket):
@@ -246,7 +248,7 @@ def _read_all(sock: Any, reader: Reader) -> bool:
     return moved
 
 
-def _is_unsent(sock: Any) -> bool:
+def _is_unsent(sock: Connected) -> bool:
     """Say whether a socket holds what it has taken."""
     return isinstance(sock, TlsSocket) and sock.unsent
 
@@ -262,13 +264,15 @@ def _flushed(sock: TlsSocket) -> bool:
     return True
 
 
-def _end(sock: Any, host: Host, say_goodbye: bool) -> None:
+def _end(sock: Connected, host: Host, say_goodbye: bool) -> None:
     if say_goodbye:
         with contextlib.suppress(OSError):
+            if isinstance(sock, TlsSocket):
+                sock.finish(_LAST_BYTES_TIMEOUT)
             sock.send(host.last_words)
     with contextlib.suppress(OSError):
         sock.shutdown(socket.SHUT_WR)
-    host.retire(sock)
+    host.retire(cast(socket.socket, sock))
 
 
 def _new_socket(address: str) -> socket.socket:
@@ -287,7 +291,7 @@ def prepare(sock: socket.socket) -> None:
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
-def select_writable(sock: Any) -> bool:
+def select_writable(sock: Connected) -> bool:
     """Return whether a connect has come to an end, well or badly."""
     poll = select.poll()
     poll.register(sock, WRITE)

@@ -31,7 +31,9 @@ class TcpTransport(Transport):
         self._listener: Listener | None = None
         self._connections: dict[int, Inbound | Outbound] = {}
         self._strangers: dict[Inbound, None] = {}  # the oldest first
-        self._accepting, self._dialling = tls.rank_contexts(host.config) or (None, None)
+        contexts = tls.rank_contexts(host.config)
+        self._accepting = contexts[0] if contexts else None
+        self._dialling = contexts[1] if contexts else None
 
     @classmethod
     def probe(cls) -> str | None:
@@ -102,7 +104,7 @@ class TcpTransport(Transport):
 
     def busy(self) -> bool:
         for connection in self._connections.values():
-            if type(connection) is Outbound and connection.queue:
+            if type(connection) is Outbound and (connection.queue or (self._dialling is not None and connection.eager)):
                 return True
         return False
 

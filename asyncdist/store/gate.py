@@ -1,0 +1,120 @@
+"""A listening socket of a store with TLS: looks at a connection's first byte before anything is made of it.
+
+One that begins TLS is taken with TLS; any other is taken plain, and the lobby lets in what may do without: clients of
+torch's TCPStore, whose format knows nothing of TLS. The byte is looked at and left where it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import ssl
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from asyncdist.store.connection import name_of
+from asyncdist.tls import refused
+
+if TYPE_CHECKING:
+    from asyncdist.store.server import StoreServer
+
+logger = logging.getLogger("asyncdist.store.server")
+
+_TLS_HANDSHAKE = b"\x16"
+_AT_ONCE = 100
+
+
+class Gate:
+    """Takes connections as an `asyncio.Server` does, and closes like one."""
+
+    def __init__(
+        self, server: StoreServer, sock: socket.socket, context: ssl.SSLContext, make: Callable[[], asyncio.Protocol]
+    ) -> None:
+        self._server = server
+        self._sock = sock
+        self._context = context
+        self._make = make
+        self._loop = asyncio.get_running_loop()
+        self._silent: dict[socket.socket, asyncio.TimerHandle] = {}
+        self._entering: set[asyncio.Task[None]] = set()
+        self._loop.add_reader(sock.fileno(), self._accept)
+
+    def close(self) -> None:
+        """Take nobody any more."""
+        if self._sock.fileno() >= 0:
+            self._loop.remove_reader(self._sock.fileno())
+            self._sock.close()
+        for sock in list(self._silent):
+            self._forget(sock)
+            sock.close()
+        for entering in self._entering:
+            entering.cancel()
+
+    async def wait_closed(self) -> None:
+        """Return when nobody is in the middle of coming in."""
+        await asyncio.gather(*self._entering, return_exceptions=True)
+
+    def _accept(self) -> None:
+        for _ in range(_AT_ONCE):
+            try:
+                sock, _ = self._sock.accept()
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError as error:
+                logger.error("store: cannot take a connection: %s", error.strerror)
+                self._loop.remove_reader(self._sock.fileno())  # for a moment: others may let go of descriptors
+                self._loop.call_later(1.0, self._accept_again)
+                return
+            if len(self._silent) + len(self._entering) + self._server.num_connections >= self._server.most_connections:
+                self._server.note_crowd()
+                sock.close()
+                continue
+            sock.setblocking(False)
+            timeout = self._server.config.handshake_timeout
+            self._silent[sock] = self._loop.call_later(timeout, self._too_late, sock)
+            self._loop.add_reader(sock.fileno(), self._look, sock)
+
+    def _accept_again(self) -> None:
+        if self._sock.fileno() >= 0:
+            self._loop.add_reader(self._sock.fileno(), self._accept)
+            self._accept()
+
+    def _look(self, sock: socket.socket) -> None:
+        try:
+            first = sock.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return
+        except OSError:
+            first = b""
+        self._forget(sock)
+        if not first:
+            sock.close()
+            return
+        entering = asyncio.ensure_future(self._enter(sock, tls=first == _TLS_HANDSHAKE))
+        self._entering.add(entering)
+        entering.add_done_callback(self._entering.discard)
+
+    async def _enter(self, sock: socket.socket, *, tls: bool) -> None:
+        peer = sock.getpeername()
+        timeout = self._server.config.handshake_timeout if tls else None
+        try:
+            await self._loop.connect_accepted_socket(
+                self._make, sock, ssl=self._context if tls else None, ssl_handshake_timeout=timeout
+            )
+        except ssl.SSLError as error:
+            self._refuse(peer, str(refused(error)))
+        except OSError as error:
+            self._refuse(peer, f"it hung up during the TLS handshake ({error})")
+
+    def _refuse(self, peer: object, why: str) -> None:
+        self._server.num_refused += 1
+        logger.warning("store: refused %s: %s", name_of(peer), why)
+
+    def _too_late(self, sock: socket.socket) -> None:
+        self._forget(sock)
+        sock.close()
+
+    def _forget(self, sock: socket.socket) -> None:
+        self._silent.pop(sock).cancel()
+        self._loop.remove_reader(sock.fileno())
