@@ -76,6 +76,8 @@ class Connection(asyncio.Protocol):
         except Exception:
             logger.exception("store: a request of %s could not be served; it is disconnected", self.peer)
             self.abort()
+        if self._server.attention is not None:
+            self._server.attention.heard(self)
 
     def pause_writing(self) -> None:
         self._deaf = self._paused = True

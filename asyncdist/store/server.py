@@ -22,6 +22,7 @@ from typing import Any
 
 from asyncdist.config import Config
 from asyncdist.store import listen
+from asyncdist.store.attention import Attention
 from asyncdist.store.changes import Book
 from asyncdist.store.connection import Connection
 from asyncdist.store.doors import Doors
@@ -55,6 +56,7 @@ class StoreServer:
         self.durability: Durability | None = None
         self.tls = server_context(config)
         self.limit = frame_limit(config.store_max_value_nbytes)
+        self.attention: Attention | None = None
         self._loop = asyncio.get_running_loop()
         self._servers: list[asyncio.Server | Gate] = []
         self._connections: set[Connection] = set()

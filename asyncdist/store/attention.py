@@ -1,0 +1,65 @@
+"""How a server stays awake for the one client that is talking to it.
+
+A client that calls and waits, again and again, spends most of its time waiting for two processes to be woken. So after a
+row of requests by one client and nobody else, the loop goes on looking for a moment instead of sleeping, and the next
+request is found at once. Only a server in a process of its own does this: it takes nobody's time but an idle core's. Where
+the next request does not come while it looks (the client pauses, or waits for this very core), it soon looks no more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+
+from asyncdist.config import Config
+
+_FIRST_ROW, _LONGEST_ROW = 8, 1 << 14
+"""Requests in a row before the loop stays awake: at first, and at most after that has been in vain."""
+
+_LONGEST_LOOK = 100e-6
+"""Seconds: two or three times what a client needs to take a reply and to ask again."""
+
+
+class Attention:
+    """Keeps ``loop`` awake for up to ``seconds`` after each request of a client that talks alone."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, seconds: float) -> None:
+        self._loop = loop
+        self._seconds = seconds
+        self._talking: object = None
+        self._row = 0
+        self._wanted = _FIRST_ROW
+        self._awake = False
+        self._until = 0.0
+
+    @classmethod
+    def where_it_pays(cls, loop: asyncio.AbstractEventLoop, config: Config) -> Attention | None:
+        """Return one for a server in a process of its own; None where cores are too few, or waiting is not to spin."""
+        seconds = min(config.spin_us * 1e-6, _LONGEST_LOOK)
+        return cls(loop, seconds) if seconds > 0 and (os.cpu_count() or 1) > 1 else None
+
+    def heard(self, client: object) -> None:
+        """Take note of a request."""
+        if client is not self._talking:
+            self._talking = client
+            self._row = 0
+            self._until = 0.0
+            return
+        self._row += 1
+        if self._awake:
+            self._wanted = _FIRST_ROW
+            self._until = time.monotonic() + self._seconds
+        elif self._row >= self._wanted:
+            self._awake = True
+            self._until = time.monotonic() + self._seconds
+            self._loop.call_soon(self._look)
+
+    def _look(self) -> None:
+        """Have the loop look for what has come, without sleeping, until it is in vain."""
+        if time.monotonic() < self._until:
+            self._loop.call_soon(self._look)
+            return
+        self._awake = False
+        self._talking = None
+        self._wanted = min(2 * self._wanted, _LONGEST_ROW)
