@@ -18,6 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
+import torch._inductor.config
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent))  # so that programs can be imported, and import what they share
@@ -41,6 +42,7 @@ def serve(test, backend, rank, world, meeting, group_timeout):
 def enter(backend):
     """Make the process one that uses a back end: torch knows gloo by itself, and ours once it is imported."""
     torch.set_num_threads(1)
+    torch._inductor.config.compile_threads = 1  # or every rank would start processes for it
     if backend == "asyncdist":
         import asyncdist.torch_backend  # noqa: F401
 

@@ -1,0 +1,191 @@
+"""Ranks that meet trouble: peers that die, leave, or never come, and a user's mistakes; forked by test_failures.py.
+
+The first argument is the rank's end of the pipe to the test. A rank tells what it saw and then ends as any program does:
+the test looks at its exit status.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functions
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import asyncdist.torch_backend  # noqa: F401
+
+
+def start(rank, world, meeting, timeout=60.0):
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "asyncdist", init_method=meeting, rank=rank, world_size=world, timeout=timedelta(seconds=timeout)
+    )
+
+
+def failure_of(call):
+    """Return the kind, the message and the time of what a call raises."""
+    try:
+        call()
+    except Exception as error:
+        return [kind.__name__ for kind in type(error).__mro__], str(error), time.monotonic()
+    return ["nothing"], "", time.monotonic()
+
+
+# -- peers that die ----------------------------------------------------------------------------------
+
+
+def dies_in_backward(test, rank, world, meeting, options):
+    """The last rank dies in its third backward pass, between one bucket and the next."""
+    start(rank, world, meeting)
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    model = DistributedDataParallel(model, bucket_cap_mb=0.001, **options)
+    for step in range(3):
+        loss = model(torch.ones(2, 64)).sum()
+        if step < 2:
+            loss.backward()
+        elif rank == world - 1:
+            model.module[1].weight.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+            loss.backward()
+        else:
+            test.send(failure_of(loss.backward))
+    test.send(failure_of(dist.barrier))
+    dist.destroy_process_group()
+
+
+def dies_in_backward_of_fsdp(test, rank, world, meeting, options):
+    start(rank, world, meeting)
+    torch.manual_seed(0)
+    model = nn.Sequential(*(fully_shard(nn.Linear(64, 64)) for _ in range(4)))
+    fully_shard(model)
+    model(torch.ones(2, 64)).sum().backward()
+    loss = model(torch.ones(2, 64)).sum()
+    if rank == world - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    test.send(failure_of(loss.backward))
+    test.send(failure_of(dist.barrier))
+    dist.destroy_process_group()
+
+
+CALLS = {
+    "all_reduce": lambda: dist.all_reduce(torch.ones(300_000)),
+    "all_gather": lambda: dist.all_gather([torch.ones(300_000) for _ in range(dist.get_world_size())], torch.ones(300_000)),
+    "asynchronous": lambda: dist.all_reduce(torch.ones(300_000), async_op=True).wait(),
+    "future": lambda: dist.all_reduce(torch.ones(300_000), async_op=True).get_future().wait(),
+    "functional": lambda: functions.all_reduce(torch.ones(300_000), "sum", dist.group.WORLD) * 1,
+    "object": lambda: dist.all_gather_object([None] * dist.get_world_size(), "x" * 300_000),
+    "receive": lambda: dist.recv(torch.ones(1), dist.get_world_size() - 1),
+    "barrier": lambda: dist.barrier(),
+    "monitored_barrier": lambda: dist.monitored_barrier(),
+}  # fmt: skip
+
+
+def dies(test, rank, world, meeting, call):
+    """The last rank dies while the others wait for it in a call."""
+    start(rank, world, meeting)
+    dist.barrier()
+    if rank == world - 1:
+        test.send("here")
+        test.recv()  # for ever: it is killed
+    test.send("waiting")
+    test.send(failure_of(CALLS[call]))
+    dist.destroy_process_group()
+
+
+# -- peers that leave, or never come -----------------------------------------------------------------
+
+
+def leaves(test, rank, world, meeting):
+    """The last rank destroys its group in good order while the others go on."""
+    start(rank, world, meeting)
+    dist.barrier()
+    if rank == world - 1:
+        dist.destroy_process_group()
+        return
+    test.send(failure_of(CALLS["all_reduce"]))
+    dist.destroy_process_group()
+
+
+def never_complete(test, rank, world, meeting):
+    """Of a world of three only these come."""
+    test.send(failure_of(lambda: start(rank, world, meeting, timeout=1.0)))
+    test.send(dist.is_initialized())
+
+
+def late(test, rank, world, meeting):
+    """Rank 1 does not come to what the others call; they give up at the time of their group, or of the call."""
+    start(rank, world, meeting)
+    brief = dist.new_group(timeout=timedelta(seconds=0.5))
+    again = dist.new_group()
+    if rank == 1:
+        test.recv()
+    else:
+        test.send(failure_of(lambda: dist.monitored_barrier(again, timedelta(seconds=0.5))))
+        test.send(failure_of(lambda: dist.all_reduce(torch.ones(10), group=brief)))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def waits_briefly(test, rank, world, meeting):
+    """A wait that is given up does not end the operation."""
+    start(rank, world, meeting)
+    tensor = torch.full((1000,), rank + 1.0)
+    if rank == 1:
+        test.recv()
+    work = dist.all_reduce(tensor, async_op=True)
+    if rank == 0:
+        test.send(failure_of(lambda: work.wait(timedelta(seconds=0.2))))
+        test.recv()
+    work.wait()
+    test.send(tensor[0].item())
+    dist.destroy_process_group()
+
+
+def mismatched(test, rank, world, meeting):
+    """Each rank calls something else."""
+    start(rank, world, meeting)
+    tensor = torch.ones(10 + rank)
+    test.send(failure_of(lambda: dist.all_reduce(tensor)))
+    dist.destroy_process_group()
+
+
+# -- the end -----------------------------------------------------------------------------------------
+
+
+def ends(test, rank, world, meeting, how):
+    """End in every way but the proper one."""
+    start(rank, world, meeting)
+    groups = [dist.new_group() for _ in range(2)]
+    dist.all_reduce(torch.ones(10), group=groups[0])
+    if how == "twice":
+        dist.destroy_process_group()
+        test.send(failure_of(dist.destroy_process_group))
+    elif how == "default first":
+        dist.destroy_process_group()
+        groups[1].shutdown()
+        groups[1].shutdown()
+        test.send(failure_of(lambda: groups[0].allreduce([torch.ones(1)]).wait()))
+    elif how == "pending":
+        work = dist.irecv(torch.ones(1), 1 - rank)
+        test.send(work.is_completed())
+    elif how == "raising":
+        dist.irecv(torch.ones(1), 1 - rank)
+        raise KeyError("a user's mistake")
+    elif how == "from a thread":
+        thread = threading.Thread(target=dist.destroy_process_group)
+        thread.start()
+        thread.join()
+    elif how == "again":
+        for number in range(3):
+            dist.destroy_process_group()
+            start(rank, world, f"{meeting}-{number}")
+            dist.all_reduce(tensor := torch.ones(10))
+            test.send(tensor.tolist())
+    # Otherwise nothing is destroyed at all.

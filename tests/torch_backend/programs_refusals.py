@@ -1,0 +1,112 @@
+"""A user's mistakes, each refused before anything is sent, so that the group goes on; run by the teams of conftest.py.
+
+Each program returns pairs of what came and what should have: the kinds of the errors, and that they say what to do.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from toys import numbers
+
+from asyncdist.errors import AsyncdistError
+
+
+def _refused(call, *words):
+    """Return a pair for what a call raises: it has to be an error of ours, with these words in it."""
+    try:
+        call()
+    except Exception as error:
+        ours = isinstance(error, AsyncdistError) and isinstance(error, RuntimeError | ValueError)
+        missing = [word for word in words if word not in str(error)]
+        return (ours or type(error).__name__, missing and [*missing, str(error)]), (True, [])
+    return "nothing was raised", "an error"
+
+
+def _still_works(rank, world):
+    tensor = numbers(rank)
+    dist.all_reduce(tensor)
+    return tensor, sum(numbers(peer) for peer in range(world))
+
+
+def devices(rank, world):
+    """Tensors where no transport reaches."""
+    meta = torch.ones(4, device="meta")
+    return [
+        _refused(lambda: dist.all_reduce(meta), "meta", ".cpu()"),
+        _refused(lambda: dist.broadcast(meta, 0), "meta"),
+        _refused(lambda: dist.all_gather_into_tensor(torch.zeros(4 * world), meta), "meta"),
+        _refused(lambda: dist.send(meta, (rank + 1) % world), "meta"),
+        _refused(lambda: dist.all_reduce(meta, async_op=True).wait(), "meta"),
+        _still_works(rank, world),
+    ]
+
+
+def dtypes(rank, world):
+    """What can be moved but not reduced, not in this way, or not at all."""
+    packed = torch.zeros(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    bits = torch.zeros(4, dtype=torch.uint8).view(torch.bits8)
+    return [
+        _refused(lambda: dist.all_reduce(torch.ones(4), dist.ReduceOp.BAND), "BAND", "float32"),
+        _refused(lambda: dist.all_reduce(torch.ones(4, dtype=torch.int64), dist.ReduceOp.AVG), "AVG", "int64"),
+        _refused(lambda: dist.all_reduce(packed), "float4_e2m1fn_x2"),
+        _refused(lambda: dist.all_reduce(bits), "bits8"),
+        _refused(lambda: dist.broadcast(bits, 0), "bits8"),
+        _refused(lambda: dist.reduce_scatter_tensor(torch.ones(1), torch.ones(world), dist.ReduceOp.BXOR), "BXOR"),
+        _still_works(rank, world),
+    ]
+
+
+def counts(rank, world):
+    """Lists of the wrong length, tensors of the wrong size, and splits that do not add up."""
+    ones, few = torch.ones(4), [torch.zeros(4) for _ in range(world - 1)]
+    return [
+        _refused(lambda: dist.all_gather(few, ones), f"{world - 1} entries", f"{world} ranks"),
+        _refused(lambda: dist.reduce_scatter(ones, few), f"{world - 1} entries"),
+        _refused(lambda: dist.all_to_all(few, few), f"{world - 1} entries"),
+        _refused(lambda: dist.all_gather_into_tensor(torch.zeros(4 * world + 1), ones), str(4 * world + 1)),
+        _refused(lambda: dist.reduce_scatter_tensor(torch.zeros(5), torch.ones(4 * world)), "5"),
+        _refused(lambda: dist.all_to_all_single(torch.zeros(world), torch.ones(world), [1] * world, [2] * world), "2"),
+        _refused(lambda: dist.all_to_all_single(torch.zeros(world + 1), torch.ones(world + 1)), f"{world} ranks"),
+        _still_works(rank, world),
+    ]
+
+
+def layouts(rank, world):
+    """Memory that several elements share can be read, and not written."""
+    expanded, sparse = torch.ones(1).expand(4), torch.ones(4).to_sparse()
+    return [
+        _refused(lambda: dist.all_reduce(expanded), "expanded", ".clone()"),
+        _refused(lambda: dist.broadcast(expanded, 0), "expanded"),
+        _refused(lambda: dist.broadcast(sparse, 0), "sparse", ".to_dense()"),
+        _refused(lambda: dist.all_gather([torch.zeros(4) for _ in range(world)], sparse), "sparse"),
+        _still_works(rank, world),
+    ]
+
+
+def unequal(rank, world):
+    """The one that has the list knows, before the others have anything: they wait for a call that comes right."""
+    ones = torch.ones(2)
+    wrong = [torch.zeros(peer + 1) for peer in range(world)]
+    right = [torch.full((2,), float(peer)) for peer in range(world)]
+    pairs = []
+    if rank == 0:
+        pairs = [
+            _refused(lambda: dist.gather(ones, wrong, dst=0), "gather_list[0]", "1 x"),
+            _refused(lambda: dist.scatter(ones, wrong, src=0), "scatter_list[0]", "1 x"),
+            _refused(lambda: dist.scatter(ones, right[1:], src=0), f"{world - 1} entries"),
+        ]
+    dist.scatter(ones, right if rank == 0 else None, src=0)
+    return [*pairs, (ones, right[rank]), _still_works(rank, world)]
+
+
+def by_cpp(rank, world):
+    """A mistake that is found below C++ comes through it unchanged."""
+    operators, name = torch.ops._c10d_functional, dist.group.WORLD.group_name
+    bits = torch.zeros(4, dtype=torch.uint8).view(torch.bits8)
+    return [
+        _refused(lambda: operators.all_reduce(torch.ones(4), "band", name), "BAND", "float32"),
+        _refused(lambda: operators.all_to_all_single(torch.ones(3), [1] * world, [3] * world, name), "3"),
+        _refused(lambda: operators.broadcast(bits, 0, name), "bits8"),
+        _still_works(rank, world),
+    ]

@@ -1,0 +1,203 @@
+"""What goes wrong: peers that die, leave or never come, and mistakes. Errors are ours, name ranks and operation, and reach
+everybody; and every process ends by itself, with the status of a program that did not crash.
+"""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.processes
+HERE = Path(__file__).parent
+PROGRAM = HERE / "programs_failures.py"
+SOON = 5.0
+"""Seconds within which everybody must have heard of a failure; all deadlines are ten times as far."""
+
+
+@pytest.fixture
+def start(nursery, transport, tmp_path):
+    """Fork the ranks of a world that run a function of the program: ``start(world, function, *arguments)``."""
+    meetings, started = itertools.count(), []
+
+    def start(world, function, *arguments, come=None):
+        meeting = f"file://{tmp_path}/meeting-{next(meetings)}"
+        environment = {"ASYNCDIST_TRANSPORT": transport}
+        ranks = [
+            nursery.start(PROGRAM, function, rank, world, meeting, *arguments, environment=environment)
+            for rank in range(come or world)
+        ]
+        started.extend(ranks)
+        return ranks
+
+    yield start
+    for rank in started:
+        try:
+            rank.wait(0.0)
+        except TimeoutError:
+            rank.kill()
+            rank.wait()
+        rank.close()
+
+
+def check_lost(failure, kind, peer, since):
+    kinds, text, at = failure
+    assert kind in kinds, failure
+    assert f"rank {peer} was lost" in text, text
+    assert at - since < SOON
+
+
+# -- peers that die ----------------------------------------------------------------------------------
+
+VARIANTS = [{}, {"find_unused_parameters": True}, {"static_graph": True}, {"gradient_as_bucket_view": True}]
+
+
+@pytest.mark.parametrize(
+    ("program", "options"),
+    [*[("dies_in_backward", options) for options in VARIANTS], ("dies_in_backward_of_fsdp", {})],
+    ids=["ddp", "unused parameters", "static graph", "views", "fsdp"],
+)
+def test_a_peer_dies_during_backward(start, world, program, options):
+    started_at = time.monotonic()
+    *survivors, victim = start(world, program, options)
+    assert victim.wait() == -signal.SIGKILL
+    for rank in survivors:
+        check_lost(rank.hear(), "RuntimeError", world - 1, started_at)
+        kinds, text, _ = rank.hear()
+        assert "GroupError" in kinds, text
+    assert [rank.wait() for rank in survivors] == [0] * len(survivors), survivors[0].output()
+
+
+@pytest.mark.parametrize(
+    "call", ["all_reduce", "all_gather", "asynchronous", "future", "functional", "object", "receive", "barrier",
+             "monitored_barrier"],
+)  # fmt: skip
+def test_a_peer_dies_while_others_wait_for_it(start, call):
+    *survivors, victim = start(3, "dies", call)
+    assert [rank.hear() for rank in (*survivors, victim)] == ["waiting", "waiting", "here"]
+    killed_at = time.monotonic()
+    victim.kill()
+    for rank in survivors:
+        check_lost(rank.hear(), "RuntimeError" if call == "future" else "PeerLostError", 2, killed_at)
+    assert [rank.wait() for rank in survivors] == [0, 0], survivors[0].output()
+
+
+# -- peers that leave, or never come -----------------------------------------------------------------
+
+
+def test_a_peer_leaves(start):
+    started_at = time.monotonic()
+    *stayed, left = start(3, "leaves")
+    assert left.wait() == 0, left.output()
+    for rank in stayed:
+        check_lost(rank.hear(), "PeerLostError", 2, started_at)
+    assert [rank.wait() for rank in stayed] == [0, 0], stayed[0].output()
+
+
+def test_a_world_that_never_becomes_complete(start):
+    ranks = start(3, "never_complete", come=2)
+    for rank in ranks:
+        kinds, text, _ = rank.hear()
+        assert "RendezvousTimeoutError" in kinds, text
+        assert "missing 2" in text, text
+        assert rank.hear() is False
+    assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].output()
+
+
+def test_a_peer_comes_late(start):
+    punctual, late, third = start(3, "late")
+    kinds, text, _ = punctual.hear()
+    assert "OperationTimeoutError" in kinds, text
+    assert "monitored_barrier" in text, text
+    assert "rank 1" in text, text
+    kinds, text, _ = third.hear()
+    assert "GroupError" in kinds, text
+    for rank in (punctual, third):
+        kinds, text, _ = rank.hear()
+        assert "GroupError" in kinds, text
+        assert "all_reduce" in text, text
+    late.say("come")
+    assert [rank.wait() for rank in (punctual, late, third)] == [0, 0, 0], late.output()
+
+
+def test_a_wait_is_given_up_and_the_operation_is_not(start):
+    waiting, late = start(2, "waits_briefly")
+    kinds, text, _ = waiting.hear()
+    assert "WaitTimeoutError" in kinds, text
+    late.say("come")
+    waiting.say("wait again")
+    assert [rank.hear() for rank in (waiting, late)] == [3.0, 3.0]
+    assert [rank.wait() for rank in (waiting, late)] == [0, 0]
+
+
+def test_ranks_that_call_different_things_are_told(start):
+    ranks = start(2, "mismatched")
+    for rank in ranks:
+        kinds, text, _ = rank.hear()
+        assert "MismatchError" in kinds, text
+        assert "10" in text, text
+        assert "11" in text, text
+    assert [rank.wait() for rank in ranks] == [0, 0]
+
+
+# -- mistakes ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("program", ["devices", "dtypes", "counts", "layouts", "unequal", "by_cpp"])
+def test_mistake(as_it_should_be, program):
+    as_it_should_be("programs_refusals", program)
+
+
+# -- the end -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["undestroyed", "pending", "from a thread"])
+def test_an_end_without_a_goodbye(start, how):
+    ranks = start(2, "ends", how)
+    assert [rank.wait(SOON) for rank in ranks] == [0, 0], ranks[0].output()
+
+
+def test_an_exception_ends_the_process(start):
+    ranks = start(2, "ends", "raising")
+    assert [rank.wait(SOON) for rank in ranks] == [1, 1], ranks[0].output()
+    assert 'KeyError: "a user\'s mistake"' in ranks[0].output()
+
+
+def test_groups_destroyed_twice_and_in_the_wrong_order(start):
+    for how in ("twice", "default first"):
+        for rank in start(2, "ends", how):
+            kinds, text, _ = rank.hear()
+            assert kinds != ["nothing"], text
+            assert rank.wait(SOON) == 0, rank.output()
+
+
+def test_one_world_after_another(start):
+    ranks = start(2, "ends", "again")
+    assert [[rank.hear() for _ in range(3)] for rank in ranks] == [[[2.0] * 10] * 3] * 2
+    assert [rank.wait(SOON) for rank in ranks] == [0, 0], ranks[0].output()
+
+
+@pytest.mark.parametrize("busy", ["waits", "works"])
+def test_an_interrupt_of_torchrun_ends_everything_soon(transport, busy, monkeypatch, tmp_path):
+    """The agent passes on what Ctrl-C sends to it; ranks hang in a collective, or are in the middle of many."""
+    monkeypatch.setenv("ASYNCDIST_TRANSPORT", transport)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    program = str(HERE / "program_interrupted.py")
+    job = subprocess.Popen([*command, program, busy], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        said = [job.stdout.readline().strip() for _ in range(2)]
+        assert sorted(said) == ["rank 0 is busy", "rank 1 is busy"], said
+        interrupted_at = time.monotonic()
+        job.send_signal(signal.SIGINT)
+        rest, _ = job.communicate(timeout=30)
+        assert time.monotonic() - interrupted_at < 2.0, rest
+        assert job.returncode != 0
+        assert "Aborted" not in rest
+    finally:
+        job.kill()
+        job.communicate()
