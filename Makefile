@@ -5,7 +5,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: train test lint types bench build clean
+.PHONY: train test fuzz lint types bench build clean
 .DEFAULT_GOAL := train
 
 $(READY): pyproject.toml constraints.txt
@@ -18,6 +18,9 @@ train: $(READY)  ## train on real digits, two ranks, over our own transport
 
 test: $(READY)  ## run the tests
 	$(BIN)/python -m pytest -q
+
+fuzz: $(READY)  ## fuzz the parsers, a minute each; guided by coverage where atheris is installed
+	$(BIN)/python tests/fuzz/fuzz.py
 
 lint: $(READY)
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .

@@ -1,0 +1,119 @@
+"""What is fuzzed: each function takes any bytes and may raise nothing but what it promises.
+
+``SEEDS`` are inputs to begin with, by target; those that a fuzzer found to be interesting go into tests/fuzz/seeds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+from asyncdist.errors import AuthenticationError, ProtocolError
+from asyncdist.handshake import MAGIC, Pushed, accept, dial
+from asyncdist.store import c10d_wire, log
+from asyncdist.store.changes import Book, replay
+from asyncdist.store.entries import Contents
+from asyncdist.store.messages import Encoder, FrameParser, decode_answer, decode_request, hello
+from asyncdist.store.operations import Op
+from asyncdist.store.state import StoreState
+
+LIMIT = 1 << 16
+NONCE = bytes(32)
+SALT = bytes(8)
+
+
+def requests(data: bytes) -> None:
+    """A client of ours, at the server: cut where the first byte says, to be resumed."""
+    parser, state = FrameParser(LIMIT), StoreState(LIMIT, 100)
+    with contextlib.suppress(ProtocolError):
+        for piece in _pieces(data):
+            for frame in parser.feed(piece):
+                request, op, args = decode_request(frame)
+                if op < Op.OPEN_DOOR:
+                    state.execute("client", request, op, args)
+    state.leave("client")
+    assert state.num_open == 0
+    assert parser.pending <= LIMIT + 8 + len(data)
+
+
+def answers(data: bytes) -> None:
+    """A server of ours, at the client."""
+    parser = FrameParser(LIMIT)
+    with contextlib.suppress(ProtocolError):
+        for piece in _pieces(data):
+            for frame in parser.feed(piece):
+                decode_answer(frame)
+
+
+def c10d(data: bytes) -> None:
+    """A client of torch's TCPStore."""
+    decoder, found = c10d_wire.Decoder(LIMIT, LIMIT), []
+    with contextlib.suppress(ProtocolError):
+        for piece in _pieces(data):
+            decoder.decode(piece, found)
+
+
+def greeting(data: bytes) -> None:
+    """Both sides of the handshake."""
+    for handshake in (accept("token", "store", NONCE), dial("token", "store", NONCE)):
+        with contextlib.suppress(ProtocolError, AuthenticationError):
+            pushed = Pushed(handshake, lambda written: None)
+            for piece in _pieces(data):
+                pushed.feed(piece)
+
+
+def frames(data: bytes) -> None:
+    """A log on disk."""
+    start = 0
+    with contextlib.suppress(ProtocolError):
+        while body := log.next_frame(data, start, SALT):
+            log.decode_record(data[slice(*body)])
+            assert start < body[1] <= len(data)
+            start = body[1]
+    log.has_frame_after(data, start, SALT)
+
+
+def changes(data: bytes) -> None:
+    """A frame of a daemon's log."""
+    contents = Contents()
+    with contextlib.suppress(ProtocolError):
+        replay(data, contents)
+    with contextlib.suppress(ProtocolError):
+        log.decode_record(data)
+
+
+def _pieces(data: bytes) -> list[bytes]:
+    size = data[0] + 1 if data else 1
+    return [data[start : start + size] for start in range(1, len(data), size)]
+
+
+def _kept(*requests: tuple[Op, tuple[object, ...]]) -> bytes:
+    state, book = StoreState(), Book(wake=lambda: None)
+    state.ledger = book
+    for number, (op, args) in enumerate(requests, 1):
+        state.execute("client", number, op, args)
+    return book.take()
+
+
+_FRAME = Encoder().frame
+_CHANGES = _kept((Op.SET, ("k", b"v")), (Op.APPEND, ("k", b"w")), (Op.QUEUE_PUSH, ("q", b"i")), (Op.DELETE_KEY, ("k",)))
+_RECORD = log.encode_record(log.Record(("host", "1", "2", "3"), 1, Op.SET, ("k", b"v")))
+
+TARGETS: dict[str, Callable[[bytes], None]] = {
+    each.__name__: each for each in (requests, answers, c10d, greeting, frames, changes)
+}
+SEEDS: dict[str, list[bytes]] = {
+    "requests": [
+        b"\xff" + _FRAME(1, Op.SET, "k", b"v") + _FRAME(2, Op.MULTI_GET, ["k", "l"]) + _FRAME(3, Op.ADD, "n", 1),
+        b"\3" + _FRAME(1, Op.QUEUE_POP, "q", True) + _FRAME(2, Op.QUEUE_PUSH, "q", b"i") + _FRAME(0, Op.CONFIRM, 1),
+        b"\x10" + _FRAME(1, Op.BARRIER, "b", 2) + _FRAME(2, Op.BARRIER, "b", 2) + _FRAME(3, Op.SUBSCRIBE, "c"),
+    ],
+    "answers": [b"\xff" + hello(LIMIT) + _FRAME(1, 0, b"v") + _FRAME(2, 1, [1, "no"]) + _FRAME(3, 2, b"m")],
+    "c10d": [
+        b"\xff\x00\xce\xf7\x85\x3c\x01\x01\0\0\0\0\0\0\0k\x01\0\0\0\0\0\0\0v\x04\x01\0\0\0\0\0\0\0n\x01\0\0\0\0\0\0\0",
+        b"\2\x00\xce\xf7\x85\x3c\x0a\x02\0\0\0\0\0\0\0\x01\0\0\0\0\0\0\0k\x01\0\0\0\0\0\0\0l\x0d\1\2\3\4",
+    ],
+    "greeting": [b"\x05" + MAGIC + NONCE + bytes(33)],
+    "frames": [log.frame_head(SALT, _RECORD) + _RECORD + log.frame_head(SALT, _CHANGES) + _CHANGES],
+    "changes": [_CHANGES, _RECORD],
+}
