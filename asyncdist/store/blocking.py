@@ -8,9 +8,9 @@ from typing import Any
 from asyncdist.config import Config
 from asyncdist.deadline import Timeout, seconds
 from asyncdist.errors import AddressError, StoreTimeoutError
-from asyncdist.store.desk import DeskSubscription
+from asyncdist.store.desk import DeskSubscription, DeskWatch
 from asyncdist.store.embedded import Embedded
-from asyncdist.store.faces import Store, Subscription
+from asyncdist.store.faces import Store, Subscription, Watch
 from asyncdist.store.operations import Command
 from asyncdist.store.threads import Connection
 
@@ -99,6 +99,15 @@ class TCPStore(Store):
         connection = Connection.open(self._connection_host, self._port, self._token, self._timeout, self._config)
         try:
             return DeskSubscription(connection, channel, self._timeout, store=self, owned=True)
+        except BaseException:
+            connection.close()
+            raise
+
+    def watch(self, key: str) -> Watch:
+        """Watch a key, over a connection of its own."""
+        connection = Connection.open(self._connection_host, self._port, self._token, self._timeout, self._config)
+        try:
+            return DeskWatch(connection, key, self._timeout, store=self, owned=True)
         except BaseException:
             connection.close()
             raise

@@ -91,6 +91,10 @@ class AsyncStore(AsyncFace):
         """
         return LineSubscription(self._line, operations.subscribe(channel))
 
+    def watch(self, key: str) -> LineWatch:
+        """Return what a key holds now, and then each time that it changes: ``async with`` and ``async for``."""
+        return LineWatch(self._line, operations.watch(key))
+
     async def close(self) -> None:
         """Hang up; whatever is still awaited fails with StoreConnectionError."""
         await self._line.close()
@@ -207,8 +211,8 @@ class _Line:
             await self.link.close()
 
 
-class LineSubscription:
-    """Messages of one channel over the store's connection."""
+class _Stream:
+    """What comes in answer to one request, again and again."""
 
     def __init__(self, line: _Line, command: Command) -> None:
         self._line = line
@@ -216,7 +220,7 @@ class LineSubscription:
         self._number: int | None = None
         self._loop = asyncio.get_running_loop()
         self._subscribed: asyncio.Future[None] = self._loop.create_future()
-        self._messages: deque[bytes] = deque()
+        self._messages: deque[Any] = deque()
         self._wanted: list[asyncio.Future[None]] = []
         self._over: Exception | None = None
 
@@ -239,8 +243,7 @@ class LineSubscription:
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> bytes:
-        """Return the next message, however long it takes. Raises StoreConnectionError when there can be no more."""
+    async def _next(self) -> Any:
         if self._number is None:
             await self
         while not self._messages:
@@ -257,7 +260,9 @@ class LineSubscription:
     def _leave(self) -> None:
         if self._number is not None and self._over is None:
             self._line.give_up(self._number)
-            self._finish(StoreConnectionError(f"the subscription to {self._command.keys[0]!r} was closed by us"))
+            self._finish(
+                StoreConnectionError(f"the {self._command.name} of {self._command.keys[0]!r} was closed by us")
+            )
 
     # -- what the conversation calls --------------------------------------------------------------
 
@@ -283,3 +288,35 @@ class LineSubscription:
         for wanted in self._wanted:
             if not wanted.done():
                 wanted.set_result(None)
+
+
+class LineSubscription(_Stream):
+    """Messages of one channel over the store's connection."""
+
+    async def __anext__(self) -> bytes:
+        """Return the next message, however long it takes. Raises StoreConnectionError when there can be no more."""
+        return await self._next()  # type: ignore[no-any-return]
+
+
+class LineWatch(_Stream):
+    """What a key holds; of what has not been looked at yet only the newest is kept."""
+
+    _last: Any = ()
+
+    async def __anext__(self) -> bytes | None:
+        """Return the newest value not returned yet, None if the key is gone, however long that takes."""
+        return await self._next()  # type: ignore[no-any-return]
+
+    def resolve(self, value: Any) -> None:
+        self._note(value)
+        super().resolve(value)
+
+    def publish(self, message: bytes) -> None:
+        self._note(operations.watched(message))
+
+    def _note(self, value: bytes | None) -> None:
+        if value != self._last:  # it may be told again over another connection
+            self._last = value
+            self._messages.clear()
+            self._messages.append(value)
+            self._wake()

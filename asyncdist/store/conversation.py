@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 from asyncdist.errors import ProtocolError, QueueEmptyError, StoreConnectionError, StoreError, UsageError
 from asyncdist.store.messages import HELLO, LENGTH, VERSION, Encoder, FrameParser, decode_answer, frame_limit
-from asyncdist.store.operations import BLOCKING, CHANGING, DOORS, Command, Kind, Op, Reason
+from asyncdist.store.operations import BLOCKING, CHANGING, DOORS, STREAMS, Command, Kind, Op, Reason
 
 IDENTITY_NBYTES = 16
 """Of a random identity: enough that no two clients have the same."""
@@ -241,7 +241,7 @@ class Conversation:
                 del self._asked[request]
                 asked.sink.reject(refusal(*value))
             else:
-                if op is not Op.SUBSCRIBE:
+                if op not in STREAMS:
                     del self._asked[request]
                 asked.sink.resolve(value)
 

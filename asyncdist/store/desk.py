@@ -14,7 +14,7 @@ from typing import Any
 from asyncdist.deadline import Deadline, Timeout, seconds
 from asyncdist.errors import StoreTimeoutError
 from asyncdist.store import operations
-from asyncdist.store.faces import Subscription
+from asyncdist.store.faces import Subscription, Watch
 from asyncdist.store.operations import Command, Op
 
 
@@ -127,33 +127,62 @@ class Desk(ABC):
         return number
 
 
-class DeskSubscription(Subscription):
-    """A subscription at a desk; with ``owned``, at one of its own that it closes in the end. Keeps ``store`` alive."""
+class Changes(Messages):
+    """The ticket of a watch: of the values not taken yet only the newest is kept."""
 
-    def __init__(self, desk: Desk, channel: str, limit: float, *, store: object, owned: bool = False) -> None:
+    __slots__ = ("_last",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._last: list[bytes | None] = []
+
+    def resolve(self, value: Any) -> None:
+        self._note(value)
+        super().resolve(value)
+
+    def publish(self, message: bytes) -> None:
+        self._note(operations.watched(message))
+        self._wake()
+
+    def _note(self, value: bytes | None) -> None:
+        if self._last != [value]:  # it may be told again over another connection
+            self._last = [value]
+            self.waiting.clear()
+            self.waiting.append(b"")
+
+
+class _Stream:
+    """A stream at a desk; with ``owned``, at one of its own that it closes in the end. Keeps ``store`` alive."""
+
+    def __init__(
+        self, desk: Desk, command: Command, ticket: Messages, limit: float, *, store: object, owned: bool
+    ) -> None:
         self._store = store
         self._desk = desk
-        self._channel = channel
+        self._command = command
         self._owned = owned
-        self._messages = Messages()
+        self._messages = ticket
         self._closed = False
-        self._number = desk._settle(operations.subscribe(channel), self._messages, limit)
+        self._number = desk._settle(command, ticket, limit)
         with desk.lock:
-            if self._messages.error is not None:
-                raise self._messages.error
-            self._messages.ready = bool(self._messages.waiting)
+            if ticket.error is not None:
+                raise ticket.error
+            ticket.ready = bool(ticket.waiting)
 
-    def get(self, timeout: Timeout = None) -> bytes:
+    def _next(self, timeout: Timeout) -> Any:
         deadline = Deadline.after(timeout)
         while True:
             with self._desk.lock:
                 message = self._messages.take()
-            if message is not None:
-                return message
+                if message is not None:
+                    return self._read(message)
             try:
                 self._desk.wait_for(self._messages, deadline)
             except TimeoutError:
-                raise StoreTimeoutError("subscription", (self._channel,), seconds(timeout)) from None
+                raise StoreTimeoutError(self._command.name, self._command.keys, seconds(timeout)) from None
+
+    def _read(self, message: bytes) -> bytes | None:
+        return message
 
     def close(self) -> None:
         if self._closed:
@@ -163,3 +192,27 @@ class DeskSubscription(Subscription):
             self._desk.close()
         else:
             self._desk.give_up(self._number)
+
+
+class DeskSubscription(_Stream, Subscription):
+    """The messages of a channel."""
+
+    def __init__(self, desk: Desk, channel: str, limit: float, *, store: object, owned: bool = False) -> None:
+        super().__init__(desk, operations.subscribe(channel), Messages(), limit, store=store, owned=owned)
+
+    def get(self, timeout: Timeout = None) -> bytes:
+        return self._next(timeout)  # type: ignore[no-any-return]
+
+
+class DeskWatch(_Stream, Watch):
+    """What a key holds."""
+
+    def __init__(self, desk: Desk, key: str, limit: float, *, store: object, owned: bool = False) -> None:
+        self._changes = Changes()
+        super().__init__(desk, operations.watch(key), self._changes, limit, store=store, owned=owned)
+
+    def _read(self, message: bytes) -> bytes | None:
+        return self._changes._last[0]
+
+    def get(self, timeout: Timeout = None) -> bytes | None:
+        return self._next(timeout)  # type: ignore[no-any-return]

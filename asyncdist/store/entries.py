@@ -47,7 +47,13 @@ class Listening(NamedTuple):
     channel: str
 
 
-Open = Waiting | Taking | Holding | Standing | Listening
+class Observing(NamedTuple):
+    """A watch."""
+
+    key: str
+
+
+Open = Waiting | Taking | Holding | Standing | Listening | Observing
 
 
 # -- answers ----------------------------------------------------------------------------------------

@@ -29,6 +29,18 @@ class AsyncSubscription(Protocol):
     async def __anext__(self) -> bytes: ...
 
 
+class AsyncWatch(Protocol):
+    """What a key holds: ``async with store.watch(key) as values: async for value in values: …``."""
+
+    async def __aenter__(self) -> AsyncIterator[bytes | None]: ...
+
+    async def __aexit__(self, *exc: object) -> None: ...
+
+    def __aiter__(self) -> AsyncIterator[bytes | None]: ...
+
+    async def __anext__(self) -> bytes | None: ...
+
+
 class AsyncFace(ABC):
     """A store to be awaited.
 
@@ -47,6 +59,13 @@ class AsyncFace(ABC):
     @abstractmethod
     def subscribe(self, channel: str) -> AsyncSubscription:
         """Return the messages published to ``channel`` from when it is entered (or awaited) on."""
+
+    @abstractmethod
+    def watch(self, key: str) -> AsyncWatch:
+        """Return what ``key`` holds now (None if it is missing), and then each time that it changes or goes.
+
+        Of several changes since one last looked, only the last is told. It goes on over a connection that broke.
+        """
 
     @abstractmethod
     async def close(self) -> None:
@@ -168,6 +187,30 @@ class Subscription(ABC):
         self.close()
 
 
+class Watch(ABC):
+    """What a key holds, at first and whenever that changes: iterate, or `get`; `close` it, or use ``with``."""
+
+    @abstractmethod
+    def get(self, timeout: Timeout = None) -> bytes | None:
+        """Return the newest value not returned yet, None if the key is gone. Raises StoreTimeoutError."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Look no more. May be called again."""
+
+    def __iter__(self) -> Iterator[bytes | None]:
+        return self
+
+    def __next__(self) -> bytes | None:
+        return self.get()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
 class Store(ABC):
     """A store whose calls block, with torch.distributed's method names and arguments.
 
@@ -184,6 +227,10 @@ class Store(ABC):
     @abstractmethod
     def subscribe(self, channel: str) -> Subscription:
         """Start to listen to a channel."""
+
+    @abstractmethod
+    def watch(self, key: str) -> Watch:
+        """Return what ``key`` holds now (None if it is missing), and then each time that it changes or goes."""
 
     @abstractmethod
     def close(self) -> None:

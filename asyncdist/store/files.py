@@ -29,7 +29,7 @@ from asyncdist.store.local import DEFAULT_TIMEOUT, LocalDesk, LocalStore
 from asyncdist.store.log import Record
 from asyncdist.store.operations import Client, Op, Reply
 
-_READ_ONLY = frozenset((Op.GET, Op.WAIT, Op.CHECK, Op.NUM_KEYS, Op.MULTI_GET, Op.LIST_KEYS, Op.QUEUE_LEN))
+_READ_ONLY = frozenset((Op.GET, Op.WAIT, Op.CHECK, Op.NUM_KEYS, Op.MULTI_GET, Op.LIST_KEYS, Op.QUEUE_LEN, Op.WATCH))
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
 _ROLL_CALL_PAUSE = 0.5
 _MEMBERS = "\0members"

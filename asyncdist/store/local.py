@@ -8,9 +8,9 @@ from typing import Any
 from asyncdist.deadline import Deadline, Timeout, seconds
 from asyncdist.errors import StoreConnectionError
 from asyncdist.store.conversation import refusal
-from asyncdist.store.desk import Desk, DeskSubscription, Ticket
-from asyncdist.store.faces import Store, Subscription
-from asyncdist.store.operations import BLOCKING, Client, Command, Kind, Op, Reply
+from asyncdist.store.desk import Desk, DeskSubscription, DeskWatch, Ticket
+from asyncdist.store.faces import Store, Subscription, Watch
+from asyncdist.store.operations import BLOCKING, STREAMS, Client, Command, Kind, Op, Reply
 from asyncdist.store.state import StoreState
 
 DEFAULT_TIMEOUT = 300.0
@@ -90,7 +90,7 @@ class LocalDesk(Desk):
             if kind is Kind.PUBLISHED:
                 ticket.publish(value)
                 continue
-            if op is not Op.SUBSCRIBE or kind is Kind.REFUSED:
+            if op not in STREAMS or kind is Kind.REFUSED:
                 del self._tickets[number]
             if kind is Kind.RESULT:
                 ticket.resolve(value)
@@ -123,6 +123,9 @@ class LocalStore(Store):
 
     def subscribe(self, channel: str) -> Subscription:
         return DeskSubscription(self._desk, channel, self._timeout, store=self)
+
+    def watch(self, key: str) -> Watch:
+        return DeskWatch(self._desk, key, self._timeout, store=self)
 
     def close(self) -> None:
         self._desk.close()

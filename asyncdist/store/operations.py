@@ -50,6 +50,8 @@ class Op(IntEnum):
     """The answers to all changes with a smaller number have arrived. Has no reply. Servers only."""
     SET_EPHEMERAL = 26
     """Store a value that goes with the client."""
+    WATCH = 28
+    """Return what a key holds, and from then on publish every change."""
     STATUS = 27
     """Return how the server is, figures and words by name. Servers only."""
 
@@ -83,11 +85,17 @@ ARGUMENTS: dict[Op, tuple[str, ...]] = {
     Op.RESUME: (VALUE, NUMBER),
     Op.RECEIVED: (NUMBER,),
     Op.SET_EPHEMERAL: (KEY, VALUE),
+    Op.WATCH: (KEY,),
     Op.STATUS: (),
 }
 
-BLOCKING = frozenset((Op.GET, Op.WAIT, Op.MULTI_GET, Op.QUEUE_POP, Op.BARRIER, Op.SUBSCRIBE))
+BLOCKING = frozenset((Op.GET, Op.WAIT, Op.MULTI_GET, Op.QUEUE_POP, Op.BARRIER, Op.SUBSCRIBE, Op.WATCH))
 """Operations that may leave something behind at the store until they are answered, cancelled or confirmed."""
+
+STREAMS = frozenset((Op.SUBSCRIBE, Op.WATCH))
+"""Operations that are answered once, and then again and again with what is published."""
+CHANGED, GONE = b"\1", b"\0"
+"""What a message to a watcher begins with, before the value if there is one."""
 
 CHANGING = frozenset(
     (
@@ -306,3 +314,12 @@ def open_door() -> Command:
 
 def close_door(port: int) -> Command:
     return Command(Op.CLOSE_DOOR, (_number(port),))
+
+
+def watch(key: str) -> Command:
+    return Command(Op.WATCH, (_key(key),))
+
+
+def watched(message: bytes) -> bytes | None:
+    """Return the value that a message to a watcher tells of; None if the key is gone."""
+    return message[1:] if message[:1] == CHANGED else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from asyncdist.deadline import Timeout
-from asyncdist.store.faces import AsyncFace, AsyncSubscription, Store, Subscription
+from asyncdist.store.faces import AsyncFace, AsyncSubscription, AsyncWatch, Store, Subscription, Watch
 from asyncdist.store.operations import Command, Op
 
 
@@ -36,6 +36,9 @@ class PrefixStore(Store):
     def subscribe(self, channel: str) -> Subscription:
         return self._store.subscribe(self._prefix + channel)
 
+    def watch(self, key: str) -> Watch:
+        return self._store.watch(self._prefix + key)
+
     def close(self) -> None:
         pass
 
@@ -58,6 +61,9 @@ class AsyncPrefixStore(AsyncFace):
 
     def subscribe(self, channel: str) -> AsyncSubscription:
         return self._store.subscribe(self._prefix + channel)
+
+    def watch(self, key: str) -> AsyncWatch:
+        return self._store.watch(self._prefix + key)
 
     async def close(self) -> None:
         pass

@@ -268,6 +268,7 @@ class StoreServer:
         if connection.member is not None:
             self.members.farewell(connection.member)
             self.state.bereave(connection.member)
+            self.deliver(self.state.collect(), connection)
             connection.member = None
 
     def _watch_leases(self) -> None:
@@ -281,6 +282,7 @@ class StoreServer:
     def _end_leases(self) -> None:
         for member in self.members.ended(time.monotonic()):
             self.state.bereave(member)
+        self.deliver(self.state.collect(), None)
         self._watch_leases()
 
     # -- replies ----------------------------------------------------------------------------------

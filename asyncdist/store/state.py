@@ -29,6 +29,7 @@ from asyncdist.store.entries import (
     Contents,
     Holding,
     Listening,
+    Observing,
     Open,
     Place,
     Refused,
@@ -37,22 +38,20 @@ from asyncdist.store.entries import (
     Waiting,
 )
 from asyncdist.store.operations import SERVERS, Client, Kind, Op, Reason, Reply
-from asyncdist.store.queues import Queues, drop_from
+from asyncdist.store.queues import drop_from
+from asyncdist.store.ties import Ties
 
 
-class StoreState(Queues):
+class StoreState(Ties):
     """The state machine. ``max_value_nbytes`` bounds what a single value may grow to, ``max_key_nbytes`` its key."""
 
     def __init__(self, max_value_nbytes: int = 1 << 62, max_key_nbytes: int = 1 << 62) -> None:
         super().__init__()
         self.max_value_nbytes = max_value_nbytes
         self.max_key_nbytes = max_key_nbytes
-        self._values: dict[str, bytes] = {}
         self._waiting: dict[str, dict[Waiting, None]] = {}  # key -> for a value; `wait` stands in the next one too
         self._standing: dict[str, tuple[int, dict[Place, None]]] = {}  # barrier -> world size, who is in
         self._listening: dict[str, dict[Place, None]] = {}  # channel -> subscribers
-        self._owners: dict[str, Client] = {}  # ephemeral key -> whose it is
-        self._owned: dict[Client, dict[str, None]] = {}
 
     # -- the whole interface ----------------------------------------------------------------------
 
@@ -121,6 +120,8 @@ class StoreState(Queues):
         if key in self._owners:
             self._disown(key)
         self._values[key] = value
+        if key in self._observing:
+            self._tell(key)
         if key in self._waiting:
             for waiting in self._waiting.pop(key):
                 self._arrived(waiting, key)
@@ -190,6 +191,8 @@ class StoreState(Queues):
             self._disown(key)
         elif value is not None and self.ledger is not None:
             self.ledger.deleted(key, value)
+        if value is not None and key in self._observing:
+            self._tell(key)
         return value is not None
 
     def _num_keys(self, place: Place) -> int:
@@ -232,34 +235,6 @@ class StoreState(Queues):
                 self.ledger.deleted(key, before)
         self._store(key, value)
         self.own(place[0], key)
-
-    def own(self, owner: Client, key: str) -> None:
-        """Have an ephemeral key go with ``owner``, whoever has set it."""
-        if key in self._owners:
-            self._disown(key)
-        self._owners[key] = owner
-        self._owned.setdefault(owner, {})[key] = None
-
-    def owned(self) -> dict[str, tuple[Client, bytes]]:
-        """Return the ephemeral keys, each with its owner and its value."""
-        return {key: (owner, self._values[key]) for key, owner in self._owners.items()}
-
-    def _disown(self, key: str) -> None:
-        if self.ledger is not None:
-            self.ledger.disowned(key)
-        owner = self._owners.pop(key)
-        mine = self._owned[owner]
-        del mine[key]
-        if not mine:
-            del self._owned[owner]
-
-    def bereave(self, owner: Client) -> None:
-        """Delete the ephemeral keys of an owner that is gone."""
-        for key in self._owned.pop(owner, ()):
-            if self.ledger is not None:
-                self.ledger.disowned(key)
-            del self._owners[key]
-            self._values.pop(key, None)
 
     # -- waiting for keys -------------------------------------------------------------------------
 
@@ -375,6 +350,8 @@ class StoreState(Queues):
                 self._serve(entry.key)
             case Listening():
                 drop_from(self._listening, entry.channel, place)
+            case Observing():
+                drop_from(self._observing, entry.key, place)
             case Standing():
                 standing = self._standing[entry.key][1]
                 del standing[place]

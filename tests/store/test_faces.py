@@ -206,7 +206,7 @@ PUBLIC = [name for name, value in vars(Store).items() if inspect.isfunction(valu
 def test_both_faces_have_the_same_methods_and_arguments(name):
     blocking, awaited = getattr(Store, name), getattr(AsyncFace, name)
     assert parameters(blocking) == parameters(awaited)
-    assert inspect.iscoroutinefunction(awaited) is (name not in ("subscribe", "set_timeout"))
+    assert inspect.iscoroutinefunction(awaited) is (name not in ("subscribe", "watch", "set_timeout"))
     assert not inspect.iscoroutinefunction(blocking)
 
 
@@ -220,3 +220,39 @@ def test_every_method_of_torchs_stores_is_here():
         theirs_too = {"host_name", "port", "file_name", "world_size", "is_master", "timeout", "wait_for_workers"}
         documented = {name for name in theirs_too if f"{name}:" in (torchs.__init__.__doc__ or "")}
         assert documented <= set(parameters(ours.__init__))
+
+
+def test_a_watch_tells_what_a_key_holds_and_each_change_after_that(store, threads):
+    with store.watch("k") as values:
+        assert values.get(LONG) is None  # what is missing has no value
+        store.set("k", "1")
+        assert values.get(LONG) == b"1"
+        waiting = threads.submit(values.get, LONG)
+        store.append("k", "2")
+        assert waiting.result(LONG) == b"12"
+        store.set("k", "12")  # no change
+        store.set("other", "1")
+        with pytest.raises(StoreTimeoutError):
+            values.get(UNIT)
+        store.delete_key("k")
+        assert values.get(LONG) is None
+    store.set("k", "3")
+    with store.watch("k") as values:
+        assert next(values) == b"3"
+
+
+def test_a_watch_keeps_only_the_newest_of_what_it_was_not_asked_for(store):
+    with store.watch("k") as values:
+        for number in range(100):
+            store.set("k", str(number))
+        seen = [values.get(LONG)]
+        while seen[-1] != b"99":
+            seen.append(values.get(LONG))
+        assert len(seen) < 100
+
+
+def test_an_ephemeral_key_is_there_until_it_is_not(store):
+    store.set("k", "1", ephemeral=True)
+    assert store.get("k") == b"1"
+    store.set("k", "2")
+    assert store.get("k") == b"2"

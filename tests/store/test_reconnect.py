@@ -319,3 +319,56 @@ async def test_a_client_that_was_forgotten_puts_its_keys_back(server, proxy, sto
     assert await other.num_keys() == 1
     assert await store.get("here", timeout=LONG) == b"1"
     await other.close()
+
+
+# -- watching ---------------------------------------------------------------------------------------
+
+
+async def test_a_watch_goes_on_over_another_connection(server, proxy, store, eventually):
+    watcher = await through(proxy)
+    async with watcher.watch("k") as values:
+        assert await anext(values) is None
+        await store.set("k", b"1")
+        assert await anext(values) == b"1"
+        proxy.cut()
+        await watcher.check([])
+        await store.set("k", b"2")
+        assert await anext(values) == b"2"
+        waiting = asyncio.create_task(anext(values))
+        proxy.cut()
+        await watcher.check([])
+        assert not waiting.done()  # what it knows already is not told again
+        await store.delete_key("k")
+        assert await waiting is None
+    await watcher.close()
+    await eventually(lambda: server.state._observing == {})
+
+
+def test_a_blocking_watch_goes_on_over_another_connection():
+    server = runtime().run(StoreServer.start("127.0.0.1", 0, token=TOKEN))
+    with (
+        Proxy("127.0.0.1", server.port) as proxy,
+        TCPStore(*proxy.address, timeout=LONG, config=CONFIG) as store,
+        store.watch("k") as values,
+    ):
+        assert values.get(LONG) is None
+        for number in range(5):
+            proxy.cut()
+            store.set("k", str(number))
+            assert values.get(LONG) == str(number).encode()
+    runtime().run(server.close())
+
+
+async def test_who_watches_an_ephemeral_key_hears_that_its_owner_is_gone(server, proxy, store):
+    other = await through(proxy, store_lease=SHORT, store_reconnect=0.0)
+    await other.set("rank 1", b"alive", ephemeral=True)
+    async with store.watch("rank 1") as values:
+        assert await anext(values) == b"alive"
+        proxy.cut()
+        assert await anext(values) is None
+        third = await through(proxy)
+        await third.set("rank 1", b"alive again", ephemeral=True)
+        assert await anext(values) == b"alive again"
+        await third.close()
+        assert await anext(values) is None
+    await other.close()
