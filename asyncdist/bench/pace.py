@@ -26,6 +26,7 @@ class Pace:
         self._leader = None if rank == 0 else sockets[0]
         cores = os.cpu_count() or 1
         self._ahead = _AHEAD_NS * -(-len(sockets) // cores)
+        self._crowded = len(sockets) > cores
 
     def __call__(self) -> None:
         """Wait for all ranks; ConnectionError if one has gone."""
@@ -39,7 +40,8 @@ class Pace:
             self._leader.send(b"!")
             (instant,) = _INSTANT.unpack(_receive(self._leader, _INSTANT.size))
         while monotonic_ns() < instant:
-            pass
+            if self._crowded:  # else those who do not get a core begin when our slice of it is over
+                os.sched_yield()
 
     def alone(self, work: Callable[[], None]) -> None:
         """Do the work on rank 0 while all other ranks sleep; ConnectionError if one has gone."""
