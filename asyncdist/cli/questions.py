@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,6 +20,7 @@ class Target(NamedTuple):
     host: str
     port: int
     unix: Path | None
+    tls: dict[str, str]
 
 
 def _address(command: Callable[..., None]) -> Callable[..., Any]:
@@ -39,16 +41,18 @@ def _run(ctx: click.Context, given: dict[str, Any], ask: Callable[[AsyncStore], 
     host, port = given["host"] or target.host, given["port"] or target.port
     unix = given["unix"] or (None if given["host"] or given["port"] else target.unix)
     try:
-        asyncio.run(_asked(str(unix) if unix else host, 0 if unix else port, given["timeout"], ask))
+        asyncio.run(_asked(str(unix) if unix else host, 0 if unix else port, given["timeout"], target.tls, ask))
     except KeyboardInterrupt:
         ctx.exit(130)
 
 
-async def _asked(host: str, port: int, timeout: float, ask: Callable[[AsyncStore], Awaitable[None]]) -> None:
+async def _asked(
+    host: str, port: int, timeout: float, tls: dict[str, str], ask: Callable[[AsyncStore], Awaitable[None]]
+) -> None:
     from asyncdist.cli.screen import configured
     from asyncdist.store import AsyncStore
 
-    config = configured()
+    config = configured().with_(**tls)
     async with await AsyncStore.connect(host, port, token=config.token, timeout=timeout, config=config) as store:
         await ask(store)
 
@@ -100,13 +104,13 @@ def get(ctx: click.Context, key: str, wait: bool, raw: bool, **given: Any) -> No
     _run(ctx, given, ask)
 
 
-@click.command(name="set", short_help="Store a value.")
+@click.command("set", short_help="Store a value.")
 @click.argument("key")
 @click.argument("value")
 @_address
 def set_(ctx: click.Context, key: str, value: str, **given: Any) -> None:
     """Store VALUE under KEY; "-" reads it from the standard input."""
-    content = click.get_binary_stream("stdin").read() if value == "-" else value.encode()
+    content = sys.stdin.buffer.read() if value == "-" else value.encode()
 
     async def ask(store: AsyncStore) -> None:
         await store.set(key, content)

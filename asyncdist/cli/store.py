@@ -52,6 +52,9 @@ class _Size(click.ParamType):  # type: ignore[type-arg]
 @click.option(
     "--drain", default=5.0, show_default=True, type=click.FloatRange(0), help="Seconds for the last replies at the end."
 )
+@click.option("--tls-cert", help="File of the store's certificate: it speaks TLS then.  [env: ASYNCDIST_TLS_CERT]")
+@click.option("--tls-key", help="File of its key.  [env: ASYNCDIST_TLS_KEY]")
+@click.option("--tls-ca", help="Whose certificates clients must have.  [env: ASYNCDIST_TLS_CA]")
 @click.option("--log-format", type=click.Choice(FORMATS), default="text", show_default=True, help="Lines or JSON.")
 @click.option("--log-level", type=click.Choice(LEVELS), default="warning", show_default=True, help="From where on.")
 @click.option(
@@ -82,7 +85,7 @@ def store(ctx: click.Context, /, **given: Any) -> None:
     """
     if ctx.invoked_subcommand is not None:
         _check_is_an_address(ctx)
-        ctx.obj = Target(given["host"], given["port"], given["unix"])
+        ctx.obj = Target(given["host"], given["port"], given["unix"], _tls(given))
         return
     log_to_stderr(given["log_format"], given["log_level"])
     _serve(ctx, given)
@@ -94,7 +97,7 @@ for _question in QUESTIONS:
 
 def _check_is_an_address(ctx: click.Context) -> None:
     """Raise for options of the daemon before a command that asks one."""
-    for name in _explicit(ctx) - {"host", "port", "unix"}:
+    for name in _explicit(ctx) - {"host", "port", "unix", "tls_cert", "tls_key", "tls_ca"}:
         option = "--" + name.replace("_", "-")
         raise click.UsageError(
             f"{option} is for serving; {ctx.invoked_subcommand} takes --host, --port and --unix", ctx
@@ -105,10 +108,14 @@ def _explicit(ctx: click.Context) -> set[str]:
     return {name for name in ctx.params if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE}
 
 
+def _tls(given: dict[str, Any]) -> dict[str, str]:
+    return {name: given[name] for name in ("tls_cert", "tls_key", "tls_ca") if given[name] is not None}
+
+
 def _settings(given: dict[str, Any]) -> Config:
     from asyncdist.cli.screen import configured
 
-    config = configured()
+    config = configured().with_(**_tls(given))
     if given["allow_unauthenticated_c10d"]:
         config = config.with_(allow_unauthenticated_c10d=True)
     if given["max_memory"] is not None:
