@@ -8,6 +8,7 @@ import click
 
 from asyncdist import __version__
 from asyncdist.cli.bench import bench
+from asyncdist.cli.bench_store import bench_store
 from asyncdist.cli.info import info
 from asyncdist.cli.store import store
 from asyncdist.errors import AsyncdistError, BenchmarkError
@@ -21,6 +22,14 @@ class _Failure(click.ClickException):
 
 class _Main(click.Group):
     """Shows the sentence of our errors and exits with 2; with 1 after a failed benchmark."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Have `bench store` measure the store, where `bench` with other names measures collectives."""
+        if args[:2] == ["bench", "store"]:
+            return "bench store", bench_store, args[2:]
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:

@@ -101,6 +101,7 @@ def bench(
     asyncdist bench --against gloo,mpi,raw --transport auto,tcp --registered
     asyncdist bench --through torch
     asyncdist bench broadcast all_gather --ranks 4 --sizes 64K,1M --json figures.json
+    asyncdist bench store --help           # the store beside torch's TCPStore
     """
     from asyncdist.bench.processes import run
     from asyncdist.cli.screen import configured

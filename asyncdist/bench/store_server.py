@@ -1,0 +1,35 @@
+"""A server in a process of its own, ours or torch's: reads the token from stdin, prints its port, serves till killed."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+HOST = "127.0.0.1"
+
+
+def main(whose: str) -> None:
+    """Serve as ``asyncdist store`` does, or as torch's libuv TCPStore does, which wants no token."""
+    token = sys.stdin.readline().strip()
+    if whose == "torch":
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+        server = TCPStore(HOST, 0, is_master=True, wait_for_workers=False, use_libuv=True)
+        _say(HOST, server.port)
+        sys.stdin.read()
+        return
+    from asyncdist.config import Config
+    from asyncdist.runtime import new_loop
+    from asyncdist.store.daemon import serve
+
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(serve(HOST, 0, token=token, config=Config(), ready=_say))
+
+
+def _say(host: str, port: int) -> None:
+    sys.stdout.write(f"{port}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

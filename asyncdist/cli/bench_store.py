@@ -1,0 +1,42 @@
+"""``asyncdist bench store``: measure our store beside torch's TCPStore."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+
+@click.command("bench store")
+@click.option("--rounds", default=7, show_default=True, type=click.IntRange(1), help="Rounds in which all take turns.")
+@click.option("--seconds", default=0.4, show_default=True, type=click.FloatRange(0.01), help="Of each turn.")
+@click.option("--crowd", default=8192, show_default=True, type=click.IntRange(4), help="Connections at a time.")
+@click.option("--in-flight", default=1000, show_default=True, type=click.IntRange(1), help="Calls of one client.")
+@click.option("--output", type=click.Path(file_okay=False, path_type=Path), help="Write store.json and store.md there.")
+def bench_store(rounds: int, seconds: float, crowd: int, in_flight: int, output: Path | None) -> None:
+    """Measure the store beside torch's libuv TCPStore, servers and clients in processes of their own.
+
+    Torch's clients, one and eight of them, on either server; our client against torch's, one call at a time and many
+    in flight; a crowd that connects, authenticates, adds and meets at a barrier; and what a connection costs in memory.
+    It takes a minute or two, and wants a machine with nothing else to do.
+
+    \b
+    asyncdist bench store --output docs/bench
+    """
+    from asyncdist.bench.store import StorePlan, run
+    from asyncdist.bench.store_table import about, markdown, table
+    from asyncdist.cli.screen import screen
+
+    if output is not None:
+        output.mkdir(parents=True, exist_ok=True)
+    err = screen(stderr=True)
+    plan = StorePlan(rounds=rounds, seconds=seconds, crowd=crowd, in_flight=in_flight)
+    report = run(plan, lambda doing: err.print(doing, style="dim"))
+    console = screen()
+    console.print(about(report), style="dim", soft_wrap=True)
+    console.print(table(report))
+    if output is not None:
+        (output / "store.md").write_text(markdown(report), encoding="utf-8")
+        figures = json.dumps(report.as_json(), indent=1, ensure_ascii=False)
+        (output / "store.json").write_text(figures + "\n", encoding="utf-8")
