@@ -68,8 +68,10 @@ class Gate:
                 return
             if len(self._silent) + len(self._entering) + self._server.num_connections >= self._server.most_connections:
                 self._server.note_crowd()
-                sock.close()
-                continue
+                if not self._silent:
+                    sock.close()
+                    continue
+                self._too_late(next(iter(self._silent)))  # who has had longest to say something makes room
             sock.setblocking(False)
             timeout = self._server.config.handshake_timeout
             self._silent[sock] = self._loop.call_later(timeout, self._too_late, sock)

@@ -60,6 +60,7 @@ class StoreServer:
         self._loop = asyncio.get_running_loop()
         self._servers: list[asyncio.Server | Gate] = []
         self._connections: set[Connection] = set()
+        self._strangers: dict[Connection, None] = {}  # those that have proven nothing yet, the oldest first
         self._emptied: asyncio.Future[None] | None = None
         self._crowded = False
         self.started = time.monotonic()
@@ -211,10 +212,17 @@ class StoreServer:
         """Take a new connection in, or say that there are too many."""
         if len(self._connections) >= self.most_connections:
             self.note_crowd()
-            return False
-        self._crowded = False
+            if not self._strangers:
+                return False
+            # Whoever proves itself does so at once; who has had longest for it makes room.
+            oldest = next(iter(self._strangers))
+            self.dismiss(oldest)
+            oldest.abort()
+        else:
+            self._crowded = False
         self.num_admitted += 1
         self._connections.add(connection)
+        self._strangers[connection] = None
         return True
 
     @property
@@ -234,6 +242,7 @@ class StoreServer:
     def replace(self, before: Connection, now: Connection) -> None:
         """A connection goes on as another one."""
         self._connections.discard(before)
+        self._strangers.pop(before, None)
         self._connections.add(now)
 
     def dismiss(self, connection: Connection) -> None:
@@ -241,6 +250,7 @@ class StoreServer:
         if connection not in self._connections:
             return
         self._connections.discard(connection)
+        self._strangers.pop(connection, None)
         self.deliver(self.state.leave(connection), None)
         self.doors.leave(connection)
         if isinstance(connection, Session) and connection.member is not None:

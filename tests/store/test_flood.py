@@ -1,0 +1,71 @@
+"""Connections that hold no token come in masses, or say nothing: those that do hold it are served meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from pathlib import Path
+
+import pytest
+
+from asyncdist.config import Config
+from asyncdist.handshake import MAGIC
+from asyncdist.store import AsyncStore, StoreServer
+
+TOKEN = "a token for tests"
+LONG = 10.0
+TLS = Path(__file__).parent.parent / "tls"
+FILES = {"tls_cert": str(TLS / "member.crt"), "tls_key": str(TLS / "member.key"), "tls_ca": str(TLS / "ca.crt")}
+SAYINGS = [b"", MAGIC[:4], MAGIC + bytes(32), b"\x00\xce\xf7", b"\x16\x03\x01", b"GET / HTTP/1.1\r\n\r\n" * 5]
+
+
+@pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
+async def test_a_flood_of_strangers(tls):
+    config = Config(store_max_connections=40, handshake_timeout=1000.0, store_reconnect=0.0, **(FILES if tls else {}))
+    async with await StoreServer.start("127.0.0.1", 0, token=TOKEN, config=config) as server:
+
+        async def connect() -> AsyncStore:
+            return await AsyncStore.connect("127.0.0.1", server.port, token=TOKEN, timeout=LONG, config=config)
+
+        strangers: list[socket.socket] = []
+
+        async def flood() -> None:
+            while True:
+                sock = socket.create_connection(("127.0.0.1", server.port))
+                strangers.append(sock)
+                with contextlib.suppress(OSError):
+                    sock.sendall(SAYINGS[len(strangers) % len(SAYINGS)])
+                await asyncio.sleep(0)
+
+        first = await connect()
+        flooding = asyncio.ensure_future(flood())
+        try:
+            for number in range(20):
+                assert await asyncio.wait_for(first.add("n", 1), LONG) == 2 * number + 1
+                async with await asyncio.wait_for(connect(), LONG) as store:
+                    assert await asyncio.wait_for(store.add("n", 1), LONG) == 2 * number + 2
+            assert len(strangers) > 40
+        finally:
+            flooding.cancel()
+            await asyncio.wait([flooding])
+            for sock in strangers:
+                sock.close()
+            await first.close()
+        assert server.num_connections <= 40
+
+
+async def test_who_has_proven_itself_is_not_put_out(eventually):
+    config = Config(store_max_connections=3, store_reconnect=0.0)
+    async with await StoreServer.start("127.0.0.1", 0, token=TOKEN, config=config) as server:
+        stores = [
+            await AsyncStore.connect("127.0.0.1", server.port, token=TOKEN, timeout=LONG, config=config) for _ in range(3)
+        ]
+        with socket.create_connection(("127.0.0.1", server.port)) as stranger:
+            stranger.settimeout(LONG)
+            await eventually(lambda: server.num_refused == 1)
+            with contextlib.suppress(ConnectionResetError):
+                assert await asyncio.to_thread(stranger.recv, 1) == b""
+        for store in stores:
+            assert await store.check(["k"]) is False
+            await store.close()
