@@ -71,7 +71,7 @@ def test_fsdp2_learns_and_goes_on_with_another_number_of_ranks(tmp_path):
 def test_tensor_parallel_comes_to_the_weights_of_one_process(tmp_path):
     table = table_of(torchrun(2, "tensor_parallel.py", "--steps", "40", folder=tmp_path))
     first, last = table["loss"]
-    assert last < first - 0.4
+    assert last < first - 0.3
     assert 0 < table["largest difference of a weight"][0] < 1e-5  # zero would mean that nothing was split
     mine, everyones = table["weights on rank 0"]
     assert 0.45 < mine / everyones < 0.55
