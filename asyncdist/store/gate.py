@@ -37,7 +37,7 @@ class Gate:
         self._make = make
         self._loop = asyncio.get_running_loop()
         self._silent: dict[socket.socket, asyncio.TimerHandle] = {}
-        self._entering: set[asyncio.Task[None]] = set()
+        self._entering: dict[asyncio.Task[None], None] = {}
         self._loop.add_reader(sock.fileno(), self._accept)
 
     def close(self) -> None:
@@ -68,14 +68,23 @@ class Gate:
                 return
             if len(self._silent) + len(self._entering) + self._server.num_connections >= self._server.most_connections:
                 self._server.note_crowd()
-                if not self._silent:
+                if not self._make_room():
                     sock.close()
                     continue
-                self._too_late(next(iter(self._silent)))  # who has had longest to say something makes room
             sock.setblocking(False)
             timeout = self._server.config.handshake_timeout
             self._silent[sock] = self._loop.call_later(timeout, self._too_late, sock)
             self._loop.add_reader(sock.fileno(), self._look, sock)
+
+    def _make_room(self) -> bool:
+        """Have whoever has had longest to prove itself make room for another; return whether there is one."""
+        if self._silent:
+            self._too_late(next(iter(self._silent)))
+        elif self._entering:
+            next(iter(self._entering)).cancel()
+        else:
+            return self._server.has_strangers
+        return True
 
     def _accept_again(self) -> None:
         if self._sock.fileno() >= 0:
@@ -94,8 +103,8 @@ class Gate:
             sock.close()
             return
         entering = asyncio.ensure_future(self._enter(sock, tls=first == _TLS_HANDSHAKE))
-        self._entering.add(entering)
-        entering.add_done_callback(self._entering.discard)
+        self._entering[entering] = None
+        entering.add_done_callback(lambda entering: self._entering.pop(entering))
 
     async def _enter(self, sock: socket.socket, *, tls: bool) -> None:
         peer = sock.getpeername()

@@ -229,6 +229,11 @@ class StoreServer:
     def most_connections(self) -> int:
         return self.config.store_max_connections
 
+    @property
+    def has_strangers(self) -> bool:
+        """Whether there is anyone who would make room for another."""
+        return bool(self._strangers)
+
     def note_crowd(self) -> None:
         """A connection is refused because there are too many."""
         if not self._crowded:

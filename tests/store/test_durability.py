@@ -15,7 +15,9 @@ from asyncdist.config import Config
 from asyncdist.errors import JournalError, StoreConnectionError, StoreError
 from asyncdist.store import AsyncStore, StoreServer
 from asyncdist.store.c10d_wire import Code
+from asyncdist.store.changes import replay, snapshot
 from asyncdist.store.durability import Fsync
+from asyncdist.store.entries import Contents
 from asyncdist.store.journal import Journal
 from asyncdist.store.operations import Op
 from asyncdist.testing.c10d import Peer
@@ -275,3 +277,68 @@ async def test_draining_gives_up_on_who_does_not_read(tmp_path, eventually: Even
         await server.drain(0.05)
         assert server.num_connections == 1
         peer.close()
+
+
+# -- clients that come back -------------------------------------------------------------------------
+
+PATIENT = CONFIG.with_(store_reconnect=LONG, store_lease=LONG)
+
+
+async def started(folder: Path, port: int) -> StoreServer:
+    server = await StoreServer.start("127.0.0.1", port, token=TOKEN, config=PATIENT, data=folder)
+    server.stays = True
+    return server
+
+
+async def test_what_was_done_before_a_restart_is_not_done_again(tmp_path, disk, eventually: Eventually):
+    server = await started(tmp_path, 0)
+    store = await AsyncStore.connect("127.0.0.1", server.port, token=TOKEN, timeout=LONG, config=PATIENT)
+    assert await store.add("n", 1) == 1
+    disk.stop()
+    answer = asyncio.ensure_future(store.add("n", 1))
+    await eventually(lambda: server.state.peek("n") == b"2")
+    server.drop_all()  # its reply is lost with the connection
+    disk.go_on()
+    await server.close()
+    server = await started(tmp_path, server.port)
+    assert await answer == 2
+    assert await store.add("n", 1) == 3
+    await store.close()
+    await server.close()
+
+
+async def test_an_ephemeral_key_outlives_the_server_and_not_its_owner(tmp_path, eventually: Eventually):
+    server = await started(tmp_path, 0)
+    owner = await AsyncStore.connect("127.0.0.1", server.port, token=TOKEN, timeout=LONG, config=PATIENT)
+    await owner.set("mine", b"v", ephemeral=True)
+    await owner.set("taken over", b"v", ephemeral=True)
+    await owner.set("taken over", b"lasting")
+    await server.close()
+    server = await started(tmp_path, server.port)
+    assert server.state.peek("mine") == b"v"
+    assert await owner.get("mine") == b"v"
+    await owner.close()
+    await eventually(lambda: server.state.peek("mine") is None)
+    assert server.state.peek("taken over") == b"lasting"
+    await server.close()
+    server = await started(tmp_path, server.port)
+    assert server.state.peek("mine") is None
+    assert server.state.peek("taken over") == b"lasting"
+    await server.close()
+
+
+async def test_a_snapshot_knows_clients_and_their_keys(tmp_path):
+    server = await started(tmp_path, 0)
+    owner = await AsyncStore.connect("127.0.0.1", server.port, token=TOKEN, timeout=LONG, config=PATIENT)
+    await owner.set("mine", b"v", ephemeral=True)
+    assert await owner.add("n", 5) == 5
+    contents = server.durability._contents()
+    await owner.close()
+    await server.close()
+    again = Contents()
+    for body in snapshot(contents):
+        replay(body, again)
+    assert again == contents
+    assert list(again.ephemeral) == ["mine"]
+    ((_, answers),) = again.members.values()
+    assert 5 in [value for _, value in answers.values()]
