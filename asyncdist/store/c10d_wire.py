@@ -26,6 +26,7 @@ MAX_KEY_NBYTES = 8 << 10
 MAX_KEYS = 128 << 10
 """Keys in one request."""
 
+_SLASH = ord("/")
 U32, U64, I64 = struct.Struct("<I"), struct.Struct("<Q"), struct.Struct("<q")
 STOP_WAITING, WAIT_CANCELED = b"\x00", b"\x01"
 READY, NOT_READY = b"\x00", b"\x01"
@@ -87,7 +88,7 @@ _SHAPES: dict[int, str] = {
 
 def key_of(raw: bytes) -> str:
     """Return our key for torch's."""
-    if raw[:1] == b"/" and raw[1:2] != b"\x00":
+    if raw and raw[0] == _SLASH and raw[1:2] != b"\x00":
         try:
             return raw[1:].decode()
         except UnicodeDecodeError:
@@ -150,6 +151,13 @@ class Decoder:
         requests: list[Request] = []
         self.decode(data, requests)
         return requests
+
+    def lone_request(self, data: bytes) -> Request | None:
+        """Return the one request that ``data`` is, if it is simple and whole and nothing is `pending`."""
+        requests: list[Request] = []
+        if _whole_requests(data, 0, requests, self.max_value_nbytes) == len(data) and len(requests) == 1:
+            return requests[0]
+        return None
 
     def decode(self, data: bytes, requests: list[Request]) -> None:
         """Add the requests that ``data`` completes to a list, which has those before the bad one if there is one."""
