@@ -6,10 +6,12 @@ the test looks at its exit status.
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import torch
@@ -74,28 +76,33 @@ def dies_in_backward_of_fsdp(test, rank, world, meeting, options):
     dist.destroy_process_group()
 
 
+SIZE = 300_000  # more than goes off before anybody has come
 CALLS = {
-    "all_reduce": lambda: dist.all_reduce(torch.ones(300_000)),
-    "all_gather": lambda: dist.all_gather([torch.ones(300_000) for _ in range(dist.get_world_size())], torch.ones(300_000)),
-    "asynchronous": lambda: dist.all_reduce(torch.ones(300_000), async_op=True).wait(),
-    "future": lambda: dist.all_reduce(torch.ones(300_000), async_op=True).get_future().wait(),
-    "functional": lambda: functions.all_reduce(torch.ones(300_000), "sum", dist.group.WORLD) * 1,
-    "object": lambda: dist.all_gather_object([None] * dist.get_world_size(), "x" * 300_000),
-    "receive": lambda: dist.recv(torch.ones(1), dist.get_world_size() - 1),
-    "barrier": lambda: dist.barrier(),
-    "monitored_barrier": lambda: dist.monitored_barrier(),
-}  # fmt: skip
+    "all_reduce": lambda group: dist.all_reduce(torch.ones(SIZE), group=group),
+    "all_gather": lambda group: dist.all_gather([torch.ones(SIZE) for _ in range(3)], torch.ones(SIZE), group=group),
+    "asynchronous": lambda group: dist.all_reduce(torch.ones(SIZE), async_op=True, group=group).wait(),
+    "future": lambda group: dist.all_reduce(torch.ones(SIZE), async_op=True, group=group).get_future().wait(),
+    "functional": lambda group: functions.all_reduce(torch.ones(SIZE), "sum", group) * 1,
+    "object": lambda group: dist.all_gather_object([None] * 3, "x" * SIZE, group=group),
+    "receive": lambda group: dist.recv(torch.ones(1), 2, group=group),
+    "barrier": lambda group: dist.barrier(group=group),
+    "monitored_barrier": lambda group: dist.monitored_barrier(group=group),
+}
 
 
-def dies(test, rank, world, meeting, call):
-    """The last rank dies while the others wait for it in a call."""
+def dies(test, rank, world, meeting):
+    """The last of three ranks dies while the others wait for it in every call, each in a thread and group of its own."""
     start(rank, world, meeting)
+    groups = {name: dist.new_group() for name in CALLS}
     dist.barrier()
     if rank == world - 1:
         test.send("here")
         test.recv()  # for ever: it is killed
-    test.send("waiting")
-    test.send(failure_of(CALLS[call]))
+    with ThreadPoolExecutor(len(CALLS)) as threads:
+        failures = {name: threads.submit(failure_of, functools.partial(CALLS[name], groups[name])) for name in CALLS}
+        test.send("waiting")
+        for name, failure in failures.items():
+            test.send((name, failure.result()))
     dist.destroy_process_group()
 
 
@@ -109,7 +116,7 @@ def leaves(test, rank, world, meeting):
     if rank == world - 1:
         dist.destroy_process_group()
         return
-    test.send(failure_of(CALLS["all_reduce"]))
+    test.send(failure_of(lambda: CALLS["all_reduce"](None)))
     dist.destroy_process_group()
 
 
