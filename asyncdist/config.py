@@ -81,10 +81,14 @@ class Config:
     )
     tls_key: str | None = _setting(None, "ASYNCDIST_TLS_KEY", "file of its key (PEM), if that is not in the same file")
     tls_ca: str | None = _setting(
-        None, "ASYNCDIST_TLS_CA", "file or folder of the certificates that we believe; a server wants one from clients then"
+        None,
+        "ASYNCDIST_TLS_CA",
+        "file or folder of the certificates that we believe; a server wants one from clients then",
     )
     tls_check_hostname: bool = _setting(
-        True, "ASYNCDIST_TLS_CHECK_HOSTNAME", "believe a store only if its certificate is for the name dialled (0 for not)"
+        True,
+        "ASYNCDIST_TLS_CHECK_HOSTNAME",
+        "believe a store only if its certificate is for the name dialled (0 for not)",
     )
     store_max_value_nbytes: int = _setting(
         256 << 20, "ASYNCDIST_STORE_MAX_VALUE_NBYTES", "largest value (and frame) that the store takes"
@@ -168,10 +172,11 @@ def settings(config: Config) -> Iterator[tuple[str, str, object, object]]:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What a launcher (torchrun, Slurm, MPI, or a person) has put into the environment.
+    """What a launcher (torchrun, srun, mpirun, or a person) has put into the environment.
 
-    ``None`` where it said nothing. ``agent_store`` is true when torchrun's agent serves its own TCPStore at the
-    master's address.
+    ``None`` where it said nothing: srun and mpirun say who a process is, and not where rank 0 is. What stands under
+    torchrun's names comes first. ``agent_store`` is true when torchrun's agent serves its own TCPStore at the master's
+    address.
     """
 
     rank: int | None = None
@@ -187,10 +192,10 @@ class Launch:
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Launch:
         source = os.environ if environ is None else environ
         return cls(
-            rank=_number(source, "RANK"),
-            world_size=_number(source, "WORLD_SIZE"),
-            local_rank=_number(source, "LOCAL_RANK"),
-            local_world_size=_number(source, "LOCAL_WORLD_SIZE"),
+            rank=_said(source, "RANK"),
+            world_size=_said(source, "WORLD_SIZE"),
+            local_rank=_said(source, "LOCAL_RANK"),
+            local_world_size=_said(source, "LOCAL_WORLD_SIZE"),
             master_addr=source.get("MASTER_ADDR") or None,
             master_port=_number(source, "MASTER_PORT"),
             agent_store=source.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() in ("true", "1"),
@@ -217,6 +222,30 @@ class Service:
         return cls(
             _number(source, "LISTEN_PID"), _number(source, "LISTEN_FDS") or 0, source.get("NOTIFY_SOCKET", "").strip()
         )
+
+
+# By what a launcher sets for the processes that it starts, the names that it has for torchrun's.
+_LAUNCHERS = {
+    "OMPI_COMM_WORLD_RANK": {  # Open MPI
+        "RANK": "OMPI_COMM_WORLD_RANK",
+        "WORLD_SIZE": "OMPI_COMM_WORLD_SIZE",
+        "LOCAL_RANK": "OMPI_COMM_WORLD_LOCAL_RANK",
+        "LOCAL_WORLD_SIZE": "OMPI_COMM_WORLD_LOCAL_SIZE",
+    },
+    "SLURM_STEP_ID": {  # srun; a batch script has no step
+        "RANK": "SLURM_PROCID",
+        "WORLD_SIZE": "SLURM_STEP_NUM_TASKS",
+        "LOCAL_RANK": "SLURM_LOCALID",
+    },
+    "PMI_RANK": {"RANK": "PMI_RANK", "WORLD_SIZE": "PMI_SIZE"},  # MPICH, Intel MPI
+}
+
+
+def _said(source: Mapping[str, str], variable: str) -> int | None:
+    """Return a number under torchrun's name, or else under the launcher's own."""
+    own = _number(source, variable)
+    names = next((names for mark, names in _LAUNCHERS.items() if source.get(mark)), {})
+    return own if own is not None or variable not in names else _number(source, names[variable])
 
 
 def _number(source: Mapping[str, str], variable: str) -> int | None:

@@ -84,3 +84,19 @@ def test_minus_one_is_not_given():
 def test_what_is_wrong_is_named(arguments, says):
     with pytest.raises(UsageError, match=says):
         read(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("environ", "rank", "world_size", "on_one_host"),
+    [
+        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, 1, 2, True),
+        ({"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, 3, 4, False),
+        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, 0, 2, False),
+        ({"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "3"}, 1, 3, False),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "3"}, None, None, False),  # a batch script, not a process of a step
+        ({"PMI_RANK": "1", "PMI_SIZE": "2", "RANK": "5", "WORLD_SIZE": "8"}, 5, 8, False),  # torchrun in an MPI job
+    ],
+)  # fmt: skip
+def test_every_launcher_is_understood(environ, rank, world_size, on_one_host):
+    launch = Launch.from_environment(environ)
+    assert (launch.rank, launch.world_size, launch.on_one_host) == (rank, world_size, on_one_host)
