@@ -14,7 +14,7 @@ import time
 
 from asyncdist.config import Config
 
-_FIRST_ROW, _LONGEST_ROW = 8, 1 << 14
+_FIRST_ROW, _LONGEST_ROW = 8, 256
 """Requests in a row before the loop stays awake: at first, and at most after that has been in vain."""
 
 _LONGEST_LOOK = 100e-6
