@@ -5,6 +5,7 @@ There is nothing to compare with, so that each program returns pairs: what came,
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import operator
 
@@ -116,3 +117,51 @@ def callbacks_that_block(rank, world):
     futures = [work.get_future().then(reduces_again(number)) for number, work in enumerate(works)]
     due = [sum(numbers(peer + number, 2000) for peer in range(world)) * world for number in range(6)]
     return list(zip([future.wait() for future in futures], due, strict=True))
+
+
+def old_and_new_names(rank, world):
+    """The group's own methods, under the names that torch calls them by before 2.13 and since, without any options."""
+    group, mine = dist.group.WORLD, numbers(rank)
+    every = torch.cat([numbers(peer) for peer in range(world)])
+    total = sum(numbers(peer, 5 * world) for peer in range(world))
+    share = total[5 * rank : 5 * rank + 5]
+    dealt = torch.stack([numbers(peer, world)[rank] for peer in range(world)])
+    pairs = []
+    for name in ("all_gather_single", "_allgather_base"):
+        getattr(group, name)(output := torch.zeros(5 * world), mine).wait()
+        pairs.append((output, every))
+    for name in ("reduce_scatter_single", "_reduce_scatter_base"):
+        getattr(group, name)(output := torch.zeros(5), numbers(rank, 5 * world)).wait()
+        pairs.append((output, share))
+    for name in ("all_gather_single_coalesced", "allgather_into_tensor_coalesced"):
+        getattr(group, name)([output := torch.zeros(5 * world), again := torch.zeros(5 * world)], [mine, mine]).wait()
+        pairs += [(output, every), (again, every)]
+    for name in ("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"):
+        getattr(group, name)([output := torch.zeros(5)], [numbers(rank, 5 * world)]).wait()
+        pairs.append((output, share))
+    for name in ("all_to_all_single", "alltoall_base"):
+        getattr(group, name)(output := torch.zeros(world), numbers(rank, world), [], []).wait()
+        pairs.append((output, dealt))
+    group.allreduce(bare := numbers(rank)).wait()  # as DDP passes it: neither listed nor with options
+    return [*pairs, (bare, sum(numbers(peer) for peer in range(world)))]
+
+
+def awaited(rank, world):
+    """In a coroutine an asynchronous operation is awaited, and others go on meanwhile."""
+
+    async def several():
+        tensors = [numbers(rank + number, 3000) for number in range(4)]
+        await asyncio.gather(*[_awaited(dist.all_reduce(tensor, async_op=True)) for tensor in tensors])
+        received = torch.zeros(5)
+        sending = dist.isend(numbers(rank), (rank + 1) % world)
+        await dist.irecv(received, (rank - 1) % world)
+        await sending
+        return [*tensors, received]
+
+    came = asyncio.run(several())
+    due = [sum(numbers(peer + number, 3000) for peer in range(world)) for number in range(4)]
+    return list(zip(came, [*due, numbers((rank - 1) % world)], strict=True))
+
+
+async def _awaited(work):
+    return await work
