@@ -21,6 +21,7 @@
     │   ├── JournalError                     a store's data on disk is damaged, or cannot be written
     │   └── StoreConnectionError (ConnectionError)
     ├── AuthenticationError                  one side does not hold the job's token
+    │   └── CertificateError                 TLS: one side does not believe the other's certificate
     ├── GradientError                        you: backward gave no gradient, or two, or stopped half-way
     ├── ProtocolError                        remote: bytes that are not our protocol
     ├── BenchmarkError                       a rank of `asyncdist bench` failed, or a result was wrong
@@ -280,6 +281,16 @@ class AuthenticationError(AsyncdistError):
     def __str__(self) -> str:
         said = self.args[0] if self.args else "the other side refused our token"
         return f"{said}; set ASYNCDIST_TOKEN to the same value on every rank and on the store"
+
+
+class CertificateError(AuthenticationError):
+    """There is no TLS with the other side: one of the two does not believe the other's certificate."""
+
+    def __str__(self) -> str:
+        return (
+            f"no TLS with the other side ({self.args[0]}): both need certificates that the other's ASYNCDIST_TLS_CA has "
+            "signed, in their time, and for the name that is dialled"
+        )
 
 
 class GradientError(AsyncdistError):

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncdist.config import Config
-from asyncdist.errors import AuthenticationError, UsageError
+from asyncdist.errors import CertificateError, UsageError
 
 RECORD_NBYTES = 16 << 10
 """What goes into one record at most."""
@@ -91,13 +91,9 @@ def _why(error: Exception) -> str:
     return str(getattr(error, "strerror", None) or getattr(error, "reason", None) or error)
 
 
-def refused(error: ssl.SSLError) -> AuthenticationError:
+def refused(error: ssl.SSLError) -> CertificateError:
     """Return the error of a handshake that failed."""
-    why = getattr(error, "verify_message", "") or error.reason or str(error)
-    return AuthenticationError(
-        f"no TLS with the other side ({why}): both need certificates that the other's ASYNCDIST_TLS_CA has signed, in "
-        "their time, and for the name that is dialled"
-    )
+    return CertificateError(getattr(error, "verify_message", "") or error.reason or str(error))
 
 
 class TlsSocket:
@@ -120,7 +116,7 @@ class TlsSocket:
     # -- the handshake ----------------------------------------------------------------------------
 
     def secure(self) -> None:
-        """Go on with the handshake of a connected socket. Raises BlockingIOError, AuthenticationError, OSError."""
+        """Go on with the handshake of a connected socket. Raises BlockingIOError, CertificateError, OSError."""
         if self._tls is None:
             self._tls = self._context.wrap_socket(
                 self._sock, server_side=self._serves, do_handshake_on_connect=False, server_hostname=self._name

@@ -62,7 +62,7 @@ class World:
         """Connect to its store within what is left of the rendezvous, or ``patience`` seconds of that."""
         left = self.limit.deadline.remaining()
         timeout = left if patience is None else min(left, patience)
-        client = await AsyncStore.connect(host, port, token=token, timeout=timeout)
+        client = await AsyncStore.connect(host, port, token=token, timeout=timeout, config=self.config)
         client.set_timeout(left)  # a store that is stopped must not hold us past the deadline
         return client
 

@@ -39,7 +39,7 @@ async def open_place(method: Method, store: Any, name: str, config: Config, laun
         return await _open_agent_store(method, f"asyncdist/{launch.run_id}/{name}", limit)
     if method.kind == "daemon":
         daemon = await AsyncStore.connect(
-            method.host, method.port, token=config.token, timeout=limit.deadline.remaining()
+            method.host, method.port, token=config.token, timeout=limit.deadline.remaining(), config=config
         )
         where = f"the store daemon at {method.host}:{method.port}, job {method.path!r}"
         return DaemonPlace(daemon, f"asyncdist/{method.path}/{name}", where)

@@ -42,7 +42,7 @@ class Wire:
         self._read_nbytes = _READ_NBYTES
 
     def secure(self, deadline: Deadline) -> None:
-        """Begin TLS. Raises TimeoutError, AuthenticationError and ConnectionError."""
+        """Begin TLS. Raises TimeoutError, CertificateError and ConnectionError."""
         while self._tls is not None and not self._tls.secured:
             try:
                 self._tls.secure()
