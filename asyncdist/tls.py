@@ -193,11 +193,12 @@ class TlsSocket:
         """Take bytes, and return how many."""
         self.flush()
         assert self._tls is not None
+        record = data[:RECORD_NBYTES]
         with self._lock:
             try:
-                return self._tls.send(data)
+                return self._tls.send(record)
             except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
-                self._kept = bytes(data[:RECORD_NBYTES])
+                self._kept = bytes(record)
                 return len(self._kept)
 
     def sendmsg(self, buffers: Sequence[Any]) -> int:
