@@ -77,13 +77,17 @@ class Gate:
             self._loop.add_reader(sock.fileno(), self._look, sock)
 
     def _make_room(self) -> bool:
-        """Have whoever has had longest to prove itself make room for another; return whether there is one."""
-        if self._silent:
+        """Have the oldest of those who have proven nothing make room, of the kind of which there are most."""
+        kinds = (len(self._silent), len(self._entering), self._server.num_strangers)
+        most = max(kinds)
+        if most == 0:
+            return False
+        if kinds[0] == most:
             self._too_late(next(iter(self._silent)))
-        elif self._entering:
+        elif kinds[1] == most:
             next(iter(self._entering)).cancel()
         else:
-            return self._server.has_strangers
+            self._server.put_out_a_stranger()
         return True
 
     def _accept_again(self) -> None:

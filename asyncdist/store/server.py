@@ -214,10 +214,7 @@ class StoreServer:
             self.note_crowd()
             if not self._strangers:
                 return False
-            # Whoever proves itself does so at once; who has had longest for it makes room.
-            oldest = next(iter(self._strangers))
-            self.dismiss(oldest)
-            oldest.abort()
+            self.put_out_a_stranger()
         else:
             self._crowded = False
         self.num_admitted += 1
@@ -230,9 +227,15 @@ class StoreServer:
         return self.config.store_max_connections
 
     @property
-    def has_strangers(self) -> bool:
-        """Whether there is anyone who would make room for another."""
-        return bool(self._strangers)
+    def num_strangers(self) -> int:
+        """How many connections have proven nothing yet."""
+        return len(self._strangers)
+
+    def put_out_a_stranger(self) -> None:
+        """Drop who has had longest to prove itself: those who can do so at once."""
+        oldest = next(iter(self._strangers))
+        self.dismiss(oldest)
+        oldest.abort()
 
     def note_crowd(self) -> None:
         """A connection is refused because there are too many."""
