@@ -1,0 +1,213 @@
+"""TLS: who has a certificate of the job's authority is let in, at the store and between ranks; nobody else is.
+
+The certificates in tests/tls are for tests alone and valid for a hundred years; the authorities' keys are thrown away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import socket
+import ssl
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from asyncdist.config import Config
+from asyncdist.errors import AsyncdistError, AuthenticationError, StoreError, UsageError
+from asyncdist.store import AsyncStore, StoreServer, TCPStore
+from asyncdist.store.c10d_wire import Code
+from asyncdist.testing.c10d import Peer
+from asyncdist.testing.cluster import world_of
+from asyncdist.tls import TlsSocket, client_context, rank_contexts, server_context
+
+FILES = Path(__file__).parent / "tls"
+TOKEN = "a token for tests"
+LONG = 10.0
+
+
+def config(name: str | None = "member", ca: str | None = "ca", **more) -> Config:
+    files = {
+        "tls_cert": str(FILES / f"{name}.crt") if name else None,
+        "tls_key": str(FILES / f"{name}.key") if name else None,
+        "tls_ca": str(FILES / f"{ca}.crt") if ca else None,
+    }
+    return Config(**files, **{"token": TOKEN, "store_reconnect": 0.0, **more})
+
+
+# -- the store --------------------------------------------------------------------------------------
+
+
+async def connect(server: StoreServer, settings: Config, host: str = "127.0.0.1") -> AsyncStore:
+    return await AsyncStore.connect(host, server.port, token=TOKEN, timeout=1.0, config=settings)
+
+
+async def test_a_store_speaks_tls():
+    async with await StoreServer.start("127.0.0.1", 0, token=TOKEN, config=config()) as server:
+        async with await connect(server, config()) as store:
+            await store.set("k", b"v" * 1_000_000)
+            assert await store.get("k") == b"v" * 1_000_000
+            assert await asyncio.gather(*(store.add("n", 1) for _ in range(1000))) == list(range(1, 1001))
+
+        def blocking() -> None:
+            with TCPStore("127.0.0.1", server.port, timeout=LONG, config=config()) as store:
+                assert store.get("k") == b"v" * 1_000_000
+                store.set("l", b"w" * 3_000_000)
+                assert store.get("l") == b"w" * 3_000_000
+
+        await asyncio.to_thread(blocking)
+
+
+async def test_many_threads_share_a_connection_with_tls():
+    async with await StoreServer.start("127.0.0.1", 0, token=TOKEN, config=config()) as server:
+
+        def shared() -> None:
+            with (
+                TCPStore("127.0.0.1", server.port, timeout=LONG, config=config()) as store,
+                ThreadPoolExecutor(8) as threads,
+            ):
+
+                def write(number: int) -> None:
+                    store.add("n", 1)
+                    store.set(f"k{number}", b"v" * 50_000)
+
+                assert list(threads.map(write, range(200))) == [None] * 200
+                assert store.add("n", 0) == 200
+
+        await asyncio.to_thread(shared)
+
+
+STRANGERS = {
+    "no certificate": (config(None), "required|unknown|handshake|did.not.return"),
+    "one of another authority": (config("stranger"), "unknown|verify|CA"),
+    "another authority believed": (config(ca="other-ca"), "verif|certificate"),
+}
+
+
+@pytest.mark.parametrize("who", STRANGERS)
+async def test_a_stranger_is_turned_away(who, caplog):
+    settings, why = STRANGERS[who]
+    async with await StoreServer.start("127.0.0.1", 0, token=TOKEN, config=config()) as server:
+        # Where it is the store that refuses, its log says why; the other side may see no more than that it hung up.
+        with pytest.raises((AuthenticationError, StoreError)) as turned_away:
+            await connect(server, settings)
+        assert re.search(f"(?i)no TLS with the other side .*({why})", f"{caplog.text} {turned_away.value}")
+        with pytest.raises((AuthenticationError, StoreError)):
+            await asyncio.to_thread(TCPStore, "127.0.0.1", server.port, timeout=0.5, config=settings)
+        async with await connect(server, config()) as store:  # others are served
+            await store.set("k", b"v")
+
+
+async def test_a_name_that_is_not_the_stores():
+    async with await StoreServer.start("127.0.0.1", 0, token=TOKEN, config=config("elsewhere", None)) as server:
+        with pytest.raises(AuthenticationError, match="IP address mismatch"):
+            await connect(server, config(None))
+        async with await connect(server, config(None, tls_check_hostname=False)) as store:
+            await store.set("k", b"v")
+
+
+async def test_without_tls_ours_are_turned_away_and_torchs_of_this_machine_are_not(caplog):
+    async with await StoreServer.start("127.0.0.1", 0, token=TOKEN, config=config()) as server:
+        with pytest.raises(AsyncdistError):
+            await connect(server, Config(store_reconnect=0.0))
+        assert "a connection without TLS" in caplog.text
+
+        def torchs() -> None:
+            with Peer(server.port) as peer:
+                assert peer.ask(Code.ADD, b"/n", 2) == 2
+
+        await asyncio.to_thread(torchs)
+        assert server.state.peek("n") == b"2"
+
+
+async def test_the_silent_hold_up_nobody_and_are_dropped():
+    settings = config(handshake_timeout=0.3)
+    async with await StoreServer.start("127.0.0.1", 0, token=TOKEN, config=settings) as server:
+        silent = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(100)]
+        begun = socket.create_connection(("127.0.0.1", server.port))
+        begun.sendall(b"\x16\x03\x01")
+        async with await connect(server, config()) as store:
+            assert await store.add("n", 1) == 1
+        for sock in [*silent, begun]:
+            sock.settimeout(LONG)
+            assert await asyncio.to_thread(_ended, sock)
+            sock.close()
+
+
+def _ended(sock: socket.socket) -> bool:
+    with contextlib.suppress(ConnectionResetError):
+        while sock.recv(100):
+            pass
+    return True
+
+
+def test_files_that_are_none(tmp_path):
+    with pytest.raises(UsageError, match=r"ASYNCDIST_TLS_CERT.*No such file"):
+        server_context(config("absent"))
+    (tmp_path / "ca").write_text("no certificate")
+    with pytest.raises(UsageError, match="ASYNCDIST_TLS_CA"):
+        client_context(Config(tls_ca=str(tmp_path / "ca")))
+    with pytest.raises(UsageError, match="has no certificate of its own"):
+        server_context(config(None))
+    assert client_context(Config()) is None
+    assert rank_contexts(config(None)) is None
+
+
+# -- ranks ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [2, 3])
+async def test_ranks_speak_tls(size):
+    async with world_of(size, transport="tcp", config=config()) as groups:
+        for count in (0, 1, 1000, 3_000_000):
+            tensors = [torch.full((count,), float(rank + 1)) for rank in range(size)]
+            await asyncio.gather(*(group.all_reduce(tensor) for group, tensor in zip(groups, tensors, strict=True)))
+            for tensor in tensors:
+                assert torch.equal(tensor, torch.full((count,), size * (size + 1) / 2))
+
+
+async def test_both_ways_at_once():
+    async with world_of(2, transport="tcp", config=config()) as groups:
+        count = 2_000_000
+        sent = [torch.arange(count) + rank for rank in range(2)]
+        got = [torch.empty(count, dtype=torch.int64) for _ in range(2)]
+        await asyncio.gather(
+            *(groups[rank].send(sent[rank], 1 - rank) for rank in range(2)),
+            *(groups[rank].recv(got[rank], 1 - rank) for rank in range(2)),
+        )
+        assert torch.equal(got[0], sent[1])
+        assert torch.equal(got[1], sent[0])
+
+
+def test_what_is_kept_is_sent_when_there_is_room():
+    ours, theirs = socket.socketpair()
+    contexts = rank_contexts(config())
+    dialler = TlsSocket(ours, contexts[1], serves=False)
+    ours.setblocking(False)
+    theirs.setblocking(True)
+    served: list[ssl.SSLSocket] = []
+    thread = threading.Thread(target=lambda: served.append(contexts[0].wrap_socket(theirs, server_side=True)))
+    thread.start()
+    while not dialler.secured:
+        with contextlib.suppress(BlockingIOError):
+            dialler.secure()
+    thread.join()
+    data, sent = bytes(range(256)) * 40_000, 0
+    while not dialler.unsent:
+        sent += dialler.send(memoryview(data)[sent:])
+    with pytest.raises(BlockingIOError):
+        dialler.send(b"more")
+    (reader,) = served
+    got = b""
+    while len(got) < sent:
+        got += reader.recv(1 << 20)
+        if dialler.unsent:
+            with contextlib.suppress(BlockingIOError):
+                dialler.flush()
+    assert got == data[:sent]
+    dialler.close()
+    reader.close()
