@@ -89,7 +89,9 @@ class StoreState(Ties):
             for entry in mine.values():
                 if isinstance(entry, Holding):
                     queues.setdefault(entry.key, []).append(entry.item)
-        lasting = {key: value for key, value in self._values.items() if key not in self._owners}
+        lasting = dict(self._values)
+        for key in self._owners:
+            del lasting[key]
         return Contents(lasting, {key: dict(sorted(items)) for key, items in queues.items()}, self._pushed)
 
     def restore(self, contents: Contents) -> None:
