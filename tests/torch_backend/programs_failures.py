@@ -129,12 +129,12 @@ def never_complete(test, rank, world, meeting):
 def late(test, rank, world, meeting):
     """Rank 1 does not come to what the others call; they give up at the time of their group, or of the call."""
     start(rank, world, meeting)
-    brief = dist.new_group(timeout=timedelta(seconds=0.5))
+    brief = dist.new_group(timeout=timedelta(seconds=1))
     again = dist.new_group()
     if rank == 1:
         test.recv()
     else:
-        test.send(failure_of(lambda: dist.monitored_barrier(again, timedelta(seconds=0.5))))
+        test.send(failure_of(lambda: dist.monitored_barrier(again, timedelta(seconds=1))))
         test.send(failure_of(lambda: dist.all_reduce(torch.ones(10), group=brief)))
     dist.barrier()
     dist.destroy_process_group()

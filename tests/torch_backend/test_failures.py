@@ -5,6 +5,7 @@ everybody; and every process ends by itself, with the status of a program that d
 from __future__ import annotations
 
 import itertools
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from asyncdist.testing.processes import Nursery
+
 pytestmark = pytest.mark.processes
 HERE = Path(__file__).parent
 PROGRAM = HERE / "programs_failures.py"
@@ -20,8 +23,21 @@ SOON = 5.0
 """Seconds within which everybody must have heard of a failure; all deadlines are ten times as far."""
 
 
+@pytest.fixture(scope="module")
+def brief_lives():
+    """What forks ranks that end as programs do: taking apart all that teams have imported would cost each a second."""
+    modules = (
+        "asyncdist.torch_backend",
+        "asyncdist_transports.shm",
+        "asyncdist_transports.tcp",
+        "torch.distributed.fsdp",
+    )
+    with Nursery(modules) as nursery:
+        yield nursery
+
+
 @pytest.fixture
-def start(nursery, transport, tmp_path):
+def start(brief_lives, transport, tmp_path):
     """Fork the ranks of a world that run a function of the program: ``start(world, function, *arguments)``."""
     meetings, started = itertools.count(), []
 
@@ -29,7 +45,7 @@ def start(nursery, transport, tmp_path):
         meeting = f"file://{tmp_path}/meeting-{next(meetings)}"
         environment = {"ASYNCDIST_TRANSPORT": transport}
         ranks = [
-            nursery.start(PROGRAM, function, rank, world, meeting, *arguments, environment=environment)
+            brief_lives.start(PROGRAM, function, rank, world, meeting, *arguments, environment=environment)
             for rank in range(come or world)
         ]
         started.extend(ranks)
@@ -116,7 +132,7 @@ def test_a_peer_comes_late(start):
     kinds, text, _ = punctual.hear()
     assert "OperationTimeoutError" in kinds, text
     assert "monitored_barrier" in text, text
-    assert "rank 1" in text, text
+    assert re.search(r"ranks? .*\b1\b", text), text  # and perhaps rank 2, where processors are few
     kinds, text, _ = third.hear()
     assert "GroupError" in kinds, text
     for rank in (punctual, third):
