@@ -240,10 +240,10 @@ class StoreServer:
     def note_crowd(self) -> None:
         """A connection is refused because there are too many."""
         if not self._crowded:
-                logger.warning(
-                    "the store has %d connections and refuses more: ASYNCDIST_STORE_MAX_CONNECTIONS raises the limit",
-                    self.most_connections,
-                )
+            logger.warning(
+                "the store has %d connections and refuses more: ASYNCDIST_STORE_MAX_CONNECTIONS raises the limit",
+                self.most_connections,
+            )
         self.num_refused += 1
         self._crowded = True
 

@@ -119,7 +119,9 @@ async def check_torchs(store: AsyncStore, acknowledged: dict[bytes, int]) -> Non
         numbers = [int(value) for value in found]
         assert numbers == sorted(numbers, reverse=True)  # a client's requests are kept in their order
         assert number <= numbers[-1] <= numbers[0] <= number + 1
-        acknowledged[name] = numbers[-1]  # the first of five may have got there alone, and nobody may write in this life
+        acknowledged[name] = numbers[
+            -1
+        ]  # the first of five may have got there alone, and nobody may write in this life
 
 
 async def one_life(
