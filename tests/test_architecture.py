@@ -25,7 +25,7 @@ LAYERS: list[list[str]] = [
      "collectives.islands", "collectives.reductions", "collectives.sparse", "collectives.exchanges", "collectives.arguments"],
     ["rendezvous", "group", "world"],
     ["api", "face", "aio", "sync"],
-    ["ddp", "sampler", "torch_backend"],
+    ["ddp", "sampler", "torch_backend", "torchrun"],
     ["cli", "bench"],
 ]  # fmt: skip
 

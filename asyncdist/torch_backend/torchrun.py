@@ -7,7 +7,6 @@ store, which ends with it.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
 
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters
@@ -21,12 +20,8 @@ from asyncdist.torch_backend.store import Store
 DEFAULT_PORT = 29500
 
 
-def handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
-    """Return what makes torchrun's rendezvous handler: the entry point ``asyncdist`` of ``torchrun.handlers``."""
-    return _make
-
-
-def _make(parameters: RendezvousParameters) -> RendezvousHandler:
+def make(parameters: RendezvousParameters) -> RendezvousHandler:
+    """Return a handler at the daemon that ``parameters.endpoint`` names; raises StoreConnectionError if none answers."""
     host, port = parse_rendezvous_endpoint(parameters.endpoint, default_port=DEFAULT_PORT)
     daemon = TCPStore(host, port, timeout=parameters.get_as_int("read_timeout", 60))
     job = PrefixStore(f"torchrun/{parameters.run_id}", daemon)

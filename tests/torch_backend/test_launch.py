@@ -124,3 +124,12 @@ def test_a_url_without_its_port_is_refused(nursery):
     assert "lacks its port; use asyncdist://host:port" in rank.hear()
     rank.wait()
     rank.close()
+
+
+def test_a_program_that_imports_torchs_elastic_package_is_left_alone():
+    program = (
+        "import sys, torch.distributed.checkpoint, torch.distributed.elastic.rendezvous.registry\n"
+        "assert 'asyncdist.torchrun' in sys.modules\n"
+        "assert 'asyncdist.torch_backend' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=LIMIT)
