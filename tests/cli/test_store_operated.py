@@ -269,7 +269,7 @@ def test_prometheus_reads_figures(tmp_path):
         assert float(figures["asyncdist_store_queue_items"]) == 1
         assert float(figures["asyncdist_store_connections"]) == 1
         assert float(figures["asyncdist_store_requests_total"]) >= 11
-        assert float(figures["asyncdist_store_commits_total"]) == 11
+        assert 11 <= float(figures["asyncdist_store_commits_total"]) <= 12  # that the client came may be one of its own
         assert float(figures["asyncdist_store_stored_bytes"]) > 11
         assert "# TYPE asyncdist_store_requests_total counter" in text
         assert "# HELP asyncdist_store_keys keys with a value" in text

@@ -1,0 +1,69 @@
+"""All-reduces of sparse tensors, whose numbers of elements differ between ranks."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+
+from asyncdist.errors import MismatchError
+from asyncdist.ops import ReduceOp
+from asyncdist.testing.cluster import world_of
+
+SHAPE = (5, 4, 2)
+
+
+def sparse(places, sparse_dims=2, dtype=torch.float32, scale=1.0):
+    """Return a sparse tensor with values at some places, of which several may be the same one."""
+    indices = torch.tensor(places, dtype=torch.int64).view(-1, sparse_dims).T
+    values = torch.arange(1, 1 + len(places) * torch.Size(SHAPE[sparse_dims:]).numel(), dtype=torch.float32) * scale
+    values = values.view(-1, *SHAPE[sparse_dims:]).to(dtype)
+    return torch.sparse_coo_tensor(indices, values, SHAPE, check_invariants=True)
+
+
+PLACES = ([(0, 0), (4, 3)], [], [(4, 3), (1, 2), (4, 3)])
+
+
+async def reduced(groups, tensors, op):
+    await asyncio.gather(*[group.all_reduce(tensor, op) for group, tensor in zip(groups, tensors, strict=True)])
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.AVG])
+async def test_sums_and_averages_are_those_of_dense_tensors(transport, size, op):
+    async with world_of(size, transport=transport) as groups:
+        tensors = [sparse(PLACES[rank]) for rank in range(size)]
+        total = sum(tensor.to_dense() for tensor in tensors) / (size if op is ReduceOp.AVG else 1)
+        await reduced(groups, tensors, op)
+        for tensor in tensors:
+            assert tensor.is_coalesced()
+            assert torch.equal(tensor.to_dense(), total)
+            assert torch.equal(tensor.values(), tensors[0].values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64, torch.complex64])
+async def test_every_kind_of_number(transport, dtype):
+    async with world_of(2, transport=transport) as groups:
+        tensors = [sparse(PLACES[rank * 2], dtype=dtype) for rank in range(2)]
+        total = tensors[0].to_dense() + tensors[1].to_dense()
+        await reduced(groups, tensors, ReduceOp.SUM)
+        assert all(torch.equal(tensor.to_dense(), total) for tensor in tensors)
+
+
+async def test_values_without_dimensions_of_their_own_and_nothing_at_all(transport):
+    async with world_of(2, transport=transport) as groups:
+        scalars = [torch.sparse_coo_tensor([[rank, 2]], [1.0, 2.0], (3,), check_invariants=True) for rank in range(2)]
+        await reduced(groups, scalars, ReduceOp.SUM)
+        assert [tensor.to_dense().tolist() for tensor in scalars] == [[1.0, 1.0, 4.0]] * 2
+        nothing = [sparse([]) for _ in range(2)]
+        await reduced(groups, nothing, ReduceOp.SUM)
+        assert [tensor.to_dense().abs().sum().item() for tensor in nothing] == [0.0, 0.0]
+
+
+async def test_other_shapes_are_a_mismatch(transport):
+    async with world_of(2, transport=transport) as groups:
+        tensors = [torch.zeros(3 + rank).to_sparse() for rank in range(2)]
+        works = [group.all_reduce(tensor) for group, tensor in zip(groups, tensors, strict=True)]
+        outcomes = await asyncio.gather(*works, return_exceptions=True)
+        assert all(isinstance(outcome, MismatchError) for outcome in outcomes), outcomes
