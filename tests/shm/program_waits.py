@@ -183,6 +183,8 @@ def runs_out(test, where, rank, size, how):
             own, *rows = (torch.full((COUNT,), 10.0 * rank + number) for number in range(1 + size))
             touched = [own, *(row for peer, row in enumerate(rows) if peer != rank)]  # by others
             before = [tensor.clone() for tensor in touched]
+            test.send("met")
+            test.recv()  # until nobody waits in what came before any more: that would fail with the group
             with without_memory():
                 said = how_it_ended(LARGE[name](group, own, rows))
             test.send((*said, all(map(torch.equal, touched, before))))

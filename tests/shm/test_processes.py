@@ -137,6 +137,9 @@ def test_where_memory_is_full_is_an_error_on_every_rank_before_anything_is_touch
     for name in LARGE:
         for rank in ranks:
             rank.say(name)
+        assert [rank.hear() for rank in ranks] == ["met", "met"]
+        for rank in ranks:
+            rank.say("go on")
         for number, rank in enumerate(ranks):
             kind, text, unharmed = rank.hear()
             assert kind == ("GroupError" if number == 1 else "GroupAbortedError"), text
