@@ -32,7 +32,10 @@ WRONG_TENSORS = {
     "a numpy scalar": (lambda g: g.all_reduce(np.float32(1)), "not float32"),
     "on another device": (lambda g: g.all_reduce(torch.ones(3, device="meta")), "on meta: move it with"),
     "sparse": (lambda g: g.broadcast(ones(3).to_sparse(), 0), r"call \.to_dense"),
-    "the largest of sparse ones": (lambda g: g.all_reduce(ones(3).to_sparse(), "max"), "with SUM and AVG only, not MAX"),
+    "the largest of sparse ones": (
+        lambda g: g.all_reduce(ones(3).to_sparse(), "max"),
+        "with SUM and AVG only, not MAX",
+    ),
     "of bits": (lambda g: g.all_reduce(torch.empty(2, dtype=torch.bits8)), "tensors of torch.bits8"),
     "expanded": (lambda g: g.all_reduce(ones(1).expand(4)), r"expanded.*pass \.clone\(\)"),
     "expanded rows": (lambda g: g.recv(ones(3).expand(2, 3), 1), "expanded"),
