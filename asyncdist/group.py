@@ -317,7 +317,12 @@ class Group:
         return self._issue("barrier", plans.barrier(self._who), how)
 
     def monitored_barrier(self, **how: Unpack[How]) -> Work:
-        """Complete when every rank has called it; its timeout names, on rank 0, every rank that has not."""
+        """Complete when every rank has called it; its timeout names, on rank 0, every rank that has not.
+
+        The other ranks wait twice as long, so that what they hear is whom rank 0 misses.
+        """
+        if self._rank != 0:
+            how["timeout"] = 2 * seconds(how.get("timeout"), self.timeout)
         return self._issue("monitored_barrier", plans.monitored_barrier(self._who), how)
 
     # -- between two ranks ---------------------------------------------------------------------
