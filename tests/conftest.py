@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 import pytest_asyncio
 
@@ -28,6 +29,12 @@ PATIENCE = 5.0
 """Seconds for what ends on another thread or loop to be gone."""
 LONG = 20.0
 """Seconds: a limit that no test is to reach."""
+
+# How long an example takes says more about what else runs on the machine than about the code.
+hypothesis.settings.register_profile(
+    "asyncdist", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("asyncdist")
 
 # -- loops and transports ---------------------------------------------------------------------------
 
