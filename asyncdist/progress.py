@@ -161,7 +161,7 @@ class Progress:
                 if self._inbox or not self._machine.idle():
                     return False
                 until, polls, enough = 0.0, 0, self._polls if wait else self._glances
-                end = 0.0 if wait else monotonic() + _SLICE  # who does not wait may have a loop to turn
+                end = 0.0 if wait or not asyncio._get_running_loop() else monotonic() + _SLICE  # a loop is to turn
                 for step in schedule:
                     if step == ():
                         polls, until = 0, 0.0
