@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
 from asyncdist.errors import AuthenticationError, ProtocolError
@@ -25,7 +26,7 @@ BACKLOG_NBYTES = 64 << 20
 """What may wait for a reader, above one frame, before it is given up as too slow."""
 
 
-class Connection(asyncio.Protocol):
+class Connection(asyncio.Protocol, ABC):
     """One client. Hashable by identity: it is the client that the state machine knows."""
 
     __slots__ = (
@@ -53,18 +54,18 @@ class Connection(asyncio.Protocol):
 
     # -- what each format says for itself ---------------------------------------------------------
 
+    @abstractmethod
     def receive(self, data: bytes) -> None:
         """Take bytes that arrived, and do what has been asked. Raises ProtocolError and AuthenticationError."""
-        raise NotImplementedError
 
+    @abstractmethod
     def answer(self, reply: Reply) -> None:
         """Put what has come due for this client."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def unfinished(self) -> bool:
         """Whether something has been asked in part, or not been done."""
-        raise NotImplementedError
 
     # -- what the loop calls ----------------------------------------------------------------------
 

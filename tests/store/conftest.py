@@ -54,15 +54,3 @@ async def connect(server: StoreServer) -> AsyncIterator[Connect]:
 @pytest_asyncio.fixture
 async def store(connect: Connect) -> AsyncStore:
     return await connect()
-
-
-@pytest.fixture
-def eventually() -> Callable[[Callable[[], Any]], Awaitable[None]]:
-    """Return a wait until something is so that has no event of its own."""
-
-    async def eventually(true: Callable[[], Any]) -> None:
-        async with asyncio.timeout(LONG):
-            while not true():  # noqa: ASYNC110
-                await asyncio.sleep(0.001)
-
-    return eventually
