@@ -87,20 +87,14 @@ class Progress:
         """Do ``action`` under the lock: now if it is free, else whoever holds it does."""
         self._inbox.append(action)
         while self._inbox and self._lock.acquire(blocking=False):
-            try:
-                self._turn(None)
-            finally:
-                self._lock.release()
-            self._deliver()
-        if self._sleeping:
-            self._ring()
+            self._take_turn()
+        self._wake()
 
     def post(self, action: Callable[[], None]) -> None:
         """Have a driver do ``action`` soon; safe to call while another machine's lock is held."""
         self._inbox.append(action)
-        if self._sleeping:
-            self._ring()
-        elif not self._seat.locked() and (self._home is not None or self._watched or self._machine.busy()):
+        self._wake()
+        if not self._seat.locked() and (self._home is not None or self._watched or self._machine.busy()):
             self._kick()
 
     def retire(self, sock: socket.socket) -> None:
@@ -121,7 +115,16 @@ class Progress:
         except BaseException as cause:
             self._machine.interrupted(cause)
             self._kick()  # whoever waits for what has failed by this is to hear of it from another driver
+            self._wake()
             raise
+
+    def _take_turn(self) -> bool:
+        try:  # the lock is ours
+            moved = self._turn(None)
+        finally:
+            self._lock.release()
+        self._deliver()
+        return moved
 
     def _deliver(self) -> None:
         if self._machine.finished:
@@ -214,6 +217,7 @@ class Progress:
                         spin_until = now + self._spin
                     elif now >= spin_until:
                         waits = self._machine.waits()
+                        self._bell = self._bell or Bell()  # before the word: who reads it finds a bell to ring
                         self._sleeping = waits is not None
                     else:
                         _yield_core()  # to a peer that shares it; two that both want to run are soon moved apart
@@ -226,8 +230,8 @@ class Progress:
     def _sleep(self, waits: list[Wait], until: float) -> list[int] | None:
         """Sleep until a descriptor is ready, somebody rings, or it is time; return the ready ones."""
         try:
-            bell = self._bell = self._bell or Bell()  # before we look: who comes after us finds it to ring
-            if self._inbox:  # put there between our turn and our falling asleep
+            bell = self._bell
+            if bell is None or self._inbox:  # put there between our turn and our falling asleep
                 return None
             poll = select.poll()
             poll.register(bell.reader, READ)
@@ -261,9 +265,9 @@ class Progress:
         if self._inbox or self._machine.busy():  # a follower may have what it waits for, and not take the seat
             self.arm()
 
-    def _ring(self) -> None:
-        bell = self._bell
-        if bell is not None:
+    def _wake(self) -> None:
+        """Wake an inline driver that fell asleep over what it saw before our turn, which may have ended its work."""
+        if self._sleeping and (bell := self._bell) is not None:
             bell.ring()
 
     # -- the loop driver -----------------------------------------------------------------------
@@ -282,15 +286,12 @@ class Progress:
         now = monotonic()
         until, end = now + self._loop_spin, now + _SLICE
         while not self._seat.locked() and self._lock.acquire(blocking=False):
-            try:
-                moved = self._turn(None)
-            finally:
-                self._lock.release()
-            self._deliver()
+            moved = self._take_turn()
             if work.is_completed() or monotonic() >= (end if moved else until):
                 break
             if not moved:
                 _yield_core()
+        self._wake()
         if self._inbox and not self._seat.locked():  # put there while we held the lock, by who could not wait for it
             self._kick()
 
@@ -299,10 +300,8 @@ class Progress:
             self._kicked = True
             loop = self.loop
             with contextlib.suppress(RuntimeError):  # the loop was closed under us: nothing is left to drive
-                if asyncio._get_running_loop() is loop:
-                    loop.call_soon(self._kicked_on_loop)
-                else:
-                    loop.call_soon_threadsafe(self._kicked_on_loop)
+                soon = loop.call_soon if asyncio._get_running_loop() is loop else loop.call_soon_threadsafe
+                soon(self._kicked_on_loop)
 
     def _kicked_on_loop(self) -> None:
         self._kicked = False
@@ -334,6 +333,7 @@ class Progress:
             self._watch(dict(wanted))
         self._set_timer(at)
         self._deliver()
+        self._wake()
         if moved or self._inbox:
             self._kick()
 

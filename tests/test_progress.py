@@ -1,0 +1,140 @@
+"""The driver of a machine, where two threads meet: what one ends while the other falls asleep over it."""
+
+from __future__ import annotations
+
+import math
+import select
+import threading
+from time import monotonic
+
+import pytest
+
+from asyncdist import progress as progress_module
+from asyncdist.progress import Progress
+
+PATIENCE = 10.0
+
+
+class Deed:
+    """Something to drive for."""
+
+    def __init__(self):
+        self.done = False
+
+    def is_completed(self):
+        return self.done
+
+    def add_done_callback(self, callback):
+        raise AssertionError("nobody follows here")
+
+
+class Dozer:
+    """A machine that moves for nobody, and does ``end`` at a turn of any thread but the one that made it."""
+
+    def __init__(self, end):
+        self.finished = []
+        self.maker = threading.current_thread()
+        self.dozing = threading.Event()
+        self.end = end
+
+    def advance(self, ready):
+        if threading.current_thread() is not self.maker:
+            self.end()
+        return False
+
+    def waits(self):
+        self.dozing.set()
+        return []
+
+    def busy(self):
+        return False
+
+    def next_deadline(self):
+        return math.inf
+
+    def expire(self, now):
+        pass
+
+    def interrupted(self, cause):
+        raise AssertionError(cause)
+
+    def take_finished(self):
+        return []
+
+
+class Gate:
+    """A lock that other threads than the main one come to early, and take only once ``opened``."""
+
+    def __init__(self, opened):
+        self.reached = threading.Event()
+        self.opened = opened
+        self._lock = threading.Lock()
+        self.acquire, self.release = self._lock.acquire, self._lock.release
+
+    def __enter__(self):
+        if threading.current_thread() is not threading.main_thread():
+            self.reached.set()
+            assert self.opened.wait(PATIENCE)
+        self.acquire()
+
+    def __exit__(self, *_):
+        self.release()
+
+
+@pytest.fixture
+def asleep(monkeypatch):
+    """Set as soon as a thread is about to sleep in poll."""
+    asleep = threading.Event()
+
+    class Poll:
+        def __init__(self):
+            self._poll = select.poll()
+            self.register = self._poll.register
+
+        def poll(self, timeout):
+            asleep.set()
+            return self._poll.poll(timeout)
+
+    monkeypatch.setattr(progress_module, "select", type("select", (), {"poll": Poll}))
+    return asleep
+
+
+def test_a_loop_that_was_under_way_when_the_seat_was_taken_wakes_the_sleeper(asleep):
+    """The loop has found the seat free and comes to the lock; a thread takes both, finds nothing done, and sleeps."""
+    deed = Deed()
+
+    def end():
+        assert asleep.wait(PATIENCE)
+        deed.done = True
+
+    machine = Dozer(end)
+    progress = Progress(machine)
+    progress._lock = gate = Gate(machine.dozing)
+    progress.arm()
+    assert gate.reached.wait(PATIENCE)
+    until = monotonic() + PATIENCE
+    progress.drive(deed, until)
+    assert deed.done
+    assert monotonic() < until, "nobody woke the sleeper"
+    progress.close()
+
+
+def test_who_rings_before_the_first_sleep_of_all_finds_a_bell(monkeypatch):
+    """Another thread's turn ends the work between the moment we say that we sleep, and the moment we do."""
+    deed = Deed()
+    machine = Dozer(lambda: setattr(deed, "done", True))
+    progress = Progress(machine)
+    sleep = progress._sleep
+
+    def sleep_late(waits, until):
+        other = threading.Thread(target=progress.submit, args=(lambda: None,))
+        other.start()
+        other.join()
+        return sleep(waits, until)
+
+    monkeypatch.setattr(progress, "_sleep", sleep_late)
+    until = monotonic() + PATIENCE
+    progress.drive(deed, until)
+    assert deed.done
+    assert monotonic() < until, "nobody woke the sleeper"
+    progress.close()
