@@ -26,6 +26,8 @@ from asyncdist.bench.machine import machine
 from asyncdist.errors import BenchmarkError
 
 OURS, TORCHS = "asyncdist", "torch"
+PARTS = ("theirs", "ours", "crowd", "memory")
+"""What can be measured by itself: torch's clients, our client, many connections, what one of them costs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,7 @@ class StorePlan:
 
     rounds: int = 7
     seconds: float = 0.4
+    parts: tuple[str, ...] = PARTS
     clients: tuple[int, ...] = (1, 8)
     in_flight: int = 1000
     crowd: int = 8192
@@ -179,22 +182,25 @@ Tell = Callable[[str], None]
 
 
 def run(plan: StorePlan, tell: Tell = lambda doing: None) -> StoreReport:
-    """Measure everything; ``tell`` hears what is being done. Raises BenchmarkError when a process dies."""
+    """Measure the plan's parts; ``tell`` hears what is being done. Raises BenchmarkError when a process dies."""
     report = StoreReport(plan, machine())
     with Field() as field_:
         tell("starting the servers and clients")
         servers = field_.servers()
         workers = field_.workers(max(*plan.clients, plan.crowd_processes))
-        for count in plan.clients:
+        for count in plan.clients if "theirs" in plan.parts else ():
             for operation in ("get", "add"):
                 tell(f"{count} of torch's clients: {operation}")
                 report.cases.append(_torchs_clients(plan, servers, workers[:count], operation))
-        tell("our client")
-        report.cases += _our_client(plan, servers, workers[0])
-        tell(f"{plan.crowd} connections")
-        report.cases.append(_crowd(plan, servers, workers[: plan.crowd_processes]))
-        tell("memory")
-        report.cases += _memory(plan, field_, workers[0])
+        if "ours" in plan.parts:
+            tell("our client")
+            report.cases += _our_client(plan, servers, workers[0])
+        if "crowd" in plan.parts:
+            tell(f"{plan.crowd} connections")
+            report.cases.append(_crowd(plan, servers, workers[: plan.crowd_processes]))
+        if "memory" in plan.parts:
+            tell("memory")
+            report.cases += _memory(plan, field_, workers[0])
     return report
 
 

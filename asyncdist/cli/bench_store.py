@@ -7,14 +7,33 @@ from pathlib import Path
 
 import click
 
+from asyncdist.cli import several
+
+
+def _parts(ctx: click.Context, param: click.Parameter, value: str) -> tuple[str, ...]:
+    """Read what is to be measured; all of it where nothing is named."""
+    from asyncdist.bench.store import PARTS
+
+    return several.names(PARTS)(ctx, param, value) or PARTS
+
 
 @click.command("bench store")
 @click.option("--rounds", default=7, show_default=True, type=click.IntRange(1), help="Rounds in which all take turns.")
 @click.option("--seconds", default=0.4, show_default=True, type=click.FloatRange(0.01), help="Of each turn.")
 @click.option("--crowd", default=8192, show_default=True, type=click.IntRange(4), help="Connections at a time.")
 @click.option("--in-flight", default=1000, show_default=True, type=click.IntRange(1), help="Calls of one client.")
+@click.option("--clients", default="1,8", show_default=True, callback=several.sizes, help="Numbers of torch's clients.")
+@click.option("--only", "parts", default="", callback=_parts, help="Some of theirs, ours, crowd, memory.")
 @click.option("--output", type=click.Path(file_okay=False, path_type=Path), help="Write store.json and store.md there.")
-def bench_store(rounds: int, seconds: float, crowd: int, in_flight: int, output: Path | None) -> None:
+def bench_store(
+    rounds: int,
+    seconds: float,
+    crowd: int,
+    in_flight: int,
+    clients: tuple[int, ...],
+    parts: tuple[str, ...],
+    output: Path | None,
+) -> None:
     """Measure the store beside torch's libuv TCPStore, servers and clients in processes of their own.
 
     Torch's clients, one and eight of them, on either server; our client against torch's, one call at a time and many
@@ -23,6 +42,7 @@ def bench_store(rounds: int, seconds: float, crowd: int, in_flight: int, output:
 
     \b
     asyncdist bench store --output docs/bench
+    asyncdist bench store --only theirs --clients 8
     """
     from asyncdist.bench.store import StorePlan, run
     from asyncdist.bench.store_table import about, markdown, table
@@ -31,7 +51,14 @@ def bench_store(rounds: int, seconds: float, crowd: int, in_flight: int, output:
     if output is not None:
         output.mkdir(parents=True, exist_ok=True)
     err = screen(stderr=True)
-    plan = StorePlan(rounds=rounds, seconds=seconds, crowd=crowd, in_flight=in_flight)
+    plan = StorePlan(
+        rounds=rounds,
+        seconds=seconds,
+        crowd=crowd,
+        in_flight=in_flight,
+        clients=clients,
+        parts=parts,
+    )
     report = run(plan, lambda doing: err.print(doing, style="dim"))
     console = screen()
     console.print(about(report), style="dim", soft_wrap=True)

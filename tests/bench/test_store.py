@@ -77,6 +77,16 @@ def test_the_command_line_shows_and_writes_what_was_found(monkeypatch, tmp_path)
     assert [(case["ratio"], case["reached"]) for case in found["cases"]] == [(1.2345, True), (None, True)]
 
 
+def test_parts_can_be_measured_by_themselves(monkeypatch):
+    asked: list[StorePlan] = []
+    monkeypatch.setattr(bench, "run", lambda plan, tell: asked.append(plan) or StoreReport(plan, {}))
+    monkeypatch.setattr("asyncdist.bench.store_table.about", lambda report: "")
+    shown = CliRunner().invoke(main, ["bench", "store", "--only", "theirs,crowd", "--clients", "8"])
+    assert shown.exit_code == 0, shown.output
+    assert asked == [StorePlan(parts=("theirs", "crowd"), clients=(8,))]
+    assert CliRunner().invoke(main, ["bench", "store", "--only", "nothing"]).exit_code == 2
+
+
 def test_collectives_are_still_measured_by_name():
     assert "COLLECTIVE" in CliRunner().invoke(main, ["bench", "--help"]).output
     assert "TCPStore" in CliRunner().invoke(main, ["bench", "store", "--help"]).output
