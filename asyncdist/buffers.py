@@ -88,6 +88,8 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     nbytes = tensor.numel() * tensor.itemsize
     if nbytes == 0:
         return _EMPTY
+    if not tensor.is_cpu:
+        raise UsageError(f"a tensor on {tensor.device} where one in the host's memory is needed: move it with .cpu()")
     shown: Any = (ctypes.c_char * nbytes).from_address(tensor.data_ptr())
     shown.tensor = tensor
     return memoryview(shown).cast("B")
@@ -136,13 +138,13 @@ class Blocks:
 
 
 def tensor_of(value: Any, *, written: bool = False) -> torch.Tensor:
-    """Return a tensor or numpy array as a dense CPU tensor that shares its memory, without its gradient.
+    """Return a tensor or numpy array as a dense tensor that shares its memory, without its gradient.
 
     Raises UsageError for anything else, and UnsupportedError for what no transport can carry (another device, a
     sparse layout, a read-only array that would be ``written``).
     """
     if isinstance(value, torch.Tensor):
-        if value.is_cpu and value.layout is torch.strided and value.dtype in DTYPE_NUMBERS:
+        if (value.is_cpu or value.is_cuda) and value.layout is torch.strided and value.dtype in DTYPE_NUMBERS:
             return value.detach() if value.requires_grad else value
     elif isinstance(value, np.ndarray):
         if not value.flags.writeable:

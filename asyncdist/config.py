@@ -63,6 +63,9 @@ class Config:
     max_message_nbytes: int = _setting(
         1 << 38, "ASYNCDIST_MAX_MESSAGE_NBYTES", "a frame that claims more is refused as damage"
     )
+    device_piece_nbytes: int = _setting(
+        4 << 20, "ASYNCDIST_DEVICE_PIECE_NBYTES", "bytes of a device's tensor that go through the host at once"
+    )
     algorithm: str = _setting("", "ASYNCDIST_ALGORITHM", "schedules to force, as all_reduce=ring,broadcast=tree")
     spin_us: float = _setting(
         300.0,

@@ -12,13 +12,14 @@ import itertools
 from asyncio import _get_running_loop
 from collections.abc import Iterable, Sequence
 from time import perf_counter
-from typing import Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 
+from asyncdist import registry
 from asyncdist.buffers import Scratch, in_order
+from asyncdist.calls import Calls, How, checked_tag
 from asyncdist.collectives import exchanges, plans, reductions
-from asyncdist.collectives.arguments import check_length
 from asyncdist.collectives.choose import Model, parse_forced
 from asyncdist.collectives.islands import Islands
 from asyncdist.collectives.operation import Channel, Operation, Plan
@@ -33,21 +34,13 @@ from asyncdist.ops import ReduceOp, Reduction, reduction
 from asyncdist.registered import T, register
 from asyncdist.work import Work, completed
 
+if TYPE_CHECKING:
+    from asyncdist.devices.group import DeviceGroup
+
 _KEPT_SHAPES = 512
 
 
-class How(TypedDict, total=False):
-    """How an operation is driven.
-
-    ``background`` (the default) lets it go on by itself; else the method returns when it is over, well or badly: call
-    ``result()`` on what it returns. ``timeout`` (seconds, timedelta) overrides the group's.
-    """
-
-    background: bool
-    timeout: Timeout
-
-
-class Group:
+class Group(Calls):
     """Some ranks of a world, in an order of their own.
 
     Made by `asyncdist.new_group` and its kin, on every rank of the world in the same order. ``ranks`` are global ranks,
@@ -77,6 +70,7 @@ class Group:
         )  # fmt: skip
         self._known: dict[Any, reductions.Known] = {}  # by dtype, shape and reduction
         self._closed = False
+        self._devices: dict[torch.device, DeviceGroup] = {}
         self.patient = False
         """Whether what may go on by itself waits for its peers at the call as long as one spins, off any event loop."""
         self.world: Any = None
@@ -90,14 +84,6 @@ class Group:
         self.mesh.open(self._messages)
 
     # -- who we are ----------------------------------------------------------------------------
-
-    def rank(self) -> int:
-        """Return our rank in this group."""
-        return self._rank
-
-    def size(self) -> int:
-        """Return the number of ranks in this group."""
-        return len(self.ranks)
 
     def __repr__(self) -> str:
         state = "destroyed" if self._closed else f"failed: {self._channel.error}" if self._channel.error else "open"
@@ -128,15 +114,35 @@ class Group:
         """
         return register(target, wanted=self.shares_memory)
 
+    # -- tensors on a device -------------------------------------------------------------------
+
+    def _at(self, value: Any) -> Calls:
+        while isinstance(value, (list, tuple)) and value:
+            value = value[0]
+        return self.on(value.device) if isinstance(value, torch.Tensor) and value.is_cuda else self
+
+    def on(self, device: torch.device) -> DeviceGroup:
+        """Return these ranks as they carry tensors on a device; they meet when the first operation is issued there."""
+        found = self._devices.get(device)
+        if found is None:
+            from asyncdist.devices.group import DeviceGroup
+
+            nonce = self._channel.number + len(self._devices)
+            host = Group(self.mesh, self.ranks, f"{self.name} (its {device.type} tensors)", self.timeout, nonce=nonce)
+            kinds = registry.ensembles(self.mesh.backend, device.type)
+            found = self._devices[device] = DeviceGroup(host, device, kinds)
+        return found
+
     # -- the one path --------------------------------------------------------------------------
 
     def _issue(self, name: str, plan: Plan, how: How) -> Work:
         return self._start(self._channel, name, None, plan, **how)
 
-    def _transfer(self, name: str, plan: Plan, tag: int, how: How) -> Work:
-        if not 0 <= tag < 1 << 32:
-            raise UsageError(f"a tag is a number from 0 to 2^32 - 1, not {tag}")
-        return self._start(self._messages, name, tag, plan, **how)
+    def _send(self, tensor: Any, peer: int, tag: int, how: How) -> Work:
+        return self._start(self._messages, "send", tag, exchanges.send(tensor, peer), **how)
+
+    def _receive(self, tensor: Any, peer: int | None, tag: int, how: How) -> Work:
+        return self._start(self._messages, "recv", tag, exchanges.receive(tensor, peer, self.ranks), **how)
 
     def _start(
         self,
@@ -188,17 +194,7 @@ class Group:
         self.mesh.issue(operation, background=background)
         return work
 
-    def _other(self, rank: int, what: str) -> int:
-        if self._peer(rank, what) == self._rank:
-            raise UsageError(f"{what}={rank} is this rank itself: a message to oneself is a copy")
-        return rank
-
-    def _peer(self, rank: int, what: str) -> int:
-        if not 0 <= rank < len(self.ranks):
-            raise UsageError(f"{what}={rank} is not a rank of group {self.name!r}, which has {len(self.ranks)}")
-        return rank
-
-    # -- reductions ----------------------------------------------------------------------------
+    # -- all_reduce in a hurry -------------------------------------------------------------------
 
     def all_reduce(
         self, tensor: Any, op: Reduction = ReduceOp.SUM, *, background: bool = True, timeout: Timeout = None
@@ -212,8 +208,7 @@ class Group:
                 known = reductions.known_all_reduce(self._who, tensor, reduction(op))
                 if known is not None:
                     self._known[tensor.dtype, tensor.shape, op] = known
-        plan = reductions.all_reduce(self._who, tensor, reduction(op))
-        return self._issue("all_reduce", plan, {"background": background, "timeout": timeout})
+        return super().all_reduce(tensor, op, background=background, timeout=timeout)
 
     def _all_reduce_known(
         self, known: reductions.Known, tensor: torch.Tensor, background: bool, timeout: Timeout
@@ -237,84 +232,7 @@ class Group:
         plan = Plan(fingerprint=known.fingerprint, finish=lambda: tensor, nbytes=known.nbytes)
         return self._operate(self._channel, plan, (schedule,), entry, background, limit)
 
-    def all_reduce_coalesced(self, tensors: Sequence[Any], op: Reduction = ReduceOp.SUM, **how: Unpack[How]) -> Work:
-        """Reduce several tensors of one dtype over the ranks as one operation."""
-        if not tensors:
-            raise UsageError("all_reduce_coalesced needs at least one tensor")
-        plan = reductions.all_reduce_coalesced(self._who, tensors, reduction(op))
-        return self._issue("all_reduce_coalesced", plan, how)
-
-    def reduce(self, tensor: Any, dst: int, op: Reduction = ReduceOp.SUM, **how: Unpack[How]) -> Work:
-        """Reduce ``tensor`` to rank ``dst``; the other ranks' tensors keep their content."""
-        return self._issue("reduce", reductions.reduce(self._who, tensor, self._peer(dst, "dst"), reduction(op)), how)
-
-    def reduce_scatter(
-        self, output: Any, input_list: Sequence[Any], op: Reduction = ReduceOp.SUM, **how: Unpack[How]
-    ) -> Work:
-        """Reduce ``input_list[i]`` over the ranks into rank ``i``'s ``output``; sizes may differ by rank."""
-        return self._issue(
-            "reduce_scatter", reductions.reduce_scatter_list(self._who, output, input_list, reduction(op)), how
-        )
-
-    def reduce_scatter_single(self, output: Any, input: Any, op: Reduction = ReduceOp.SUM, **how: Unpack[How]) -> Work:
-        """Reduce the ``i``-th equal part of ``input`` over the ranks into rank ``i``'s ``output``."""
-        plan = reductions.reduce_scatter_single(self._who, output, input, reduction(op))
-        return self._issue("reduce_scatter_tensor", plan, how)
-
-    # -- moving --------------------------------------------------------------------------------
-
-    def broadcast(self, tensor: Any, src: int, **how: Unpack[How]) -> Work:
-        """Copy rank ``src``'s tensor into every rank's."""
-        return self._issue("broadcast", plans.broadcast(self._who, tensor, self._peer(src, "src")), how)
-
-    def all_gather(self, tensor_list: Sequence[Any], tensor: Any, **how: Unpack[How]) -> Work:
-        """Gather every rank's ``tensor`` into ``tensor_list``, by rank; sizes may differ by rank."""
-        return self._issue("all_gather", plans.all_gather_lists(self._who, [(tensor_list, tensor)], tensor_list), how)
-
-    def all_gather_coalesced(
-        self, tensor_lists: Sequence[Sequence[Any]], tensors: Sequence[Any], **how: Unpack[How]
-    ) -> Work:
-        """Gather several tensors as one operation: rank ``r``'s ``tensors[i]`` into ``tensor_lists[r][i]``."""
-        check_length(tensor_lists, self.size(), "output_tensor_lists")
-        if not tensors or any(len(row) != len(tensors) for row in tensor_lists):
-            raise UsageError(
-                f"each of output_tensor_lists needs {len(tensors)} tensors, and one at least, as the input"
-            )
-        pairs = [([row[place] for row in tensor_lists], tensor) for place, tensor in enumerate(tensors)]
-        plan = plans.all_gather_lists(self._who, pairs, tensor_lists, "output_tensor_lists")
-        return self._issue("all_gather_coalesced", plan, how)
-
-    def all_gather_single(self, output: Any, input: Any, **how: Unpack[How]) -> Work:
-        """Gather every rank's ``input`` into ``output``, one after the other in its memory."""
-        return self._issue("all_gather_into_tensor", plans.all_gather_single(self._who, output, input), how)
-
-    def gather(self, tensor: Any, gather_list: Sequence[Any] | None, dst: int, **how: Unpack[How]) -> Work:
-        """Gather every rank's tensor into ``gather_list`` on rank ``dst``; None elsewhere."""
-        return self._issue("gather", plans.gather(self._who, tensor, gather_list, self._peer(dst, "dst")), how)
-
-    def scatter(self, tensor: Any, scatter_list: Sequence[Any] | None, src: int, **how: Unpack[How]) -> Work:
-        """Give rank ``i`` the ``i``-th tensor of rank ``src``'s ``scatter_list``; None elsewhere."""
-        return self._issue("scatter", plans.scatter(self._who, tensor, scatter_list, self._peer(src, "src")), how)
-
-    def all_to_all(self, output_list: Sequence[Any], input_list: Sequence[Any], **how: Unpack[How]) -> Work:
-        """Send ``input_list[i]`` to rank ``i``, and receive from it into ``output_list[i]``; any sizes."""
-        return self._issue("all_to_all", plans.all_to_all_lists(self._who, output_list, input_list), how)
-
-    def all_to_all_single(
-        self,
-        output: Any,
-        input: Any,
-        output_split_sizes: Sequence[int] | None = None,
-        input_split_sizes: Sequence[int] | None = None,
-        **how: Unpack[How],
-    ) -> Work:
-        """Exchange parts of one tensor; split sizes count along the first dimension, equal parts if not given."""
-        plan = plans.all_to_all_single(self._who, output, input, output_split_sizes, input_split_sizes)
-        return self._issue("all_to_all_single", plan, how)
-
-    def barrier(self, **how: Unpack[How]) -> Work:
-        """Complete when every rank has called it."""
-        return self._issue("barrier", plans.barrier(self._who), how)
+    # -- for people who look for the missing ----------------------------------------------------
 
     def monitored_barrier(self, **how: Unpack[How]) -> Work:
         """Complete when every rank has called it; its timeout names, on rank 0, every rank that has not.
@@ -324,17 +242,6 @@ class Group:
         if self._rank != 0:
             how["timeout"] = 2 * seconds(how.get("timeout"), self.timeout)
         return self._issue("monitored_barrier", plans.monitored_barrier(self._who), how)
-
-    # -- between two ranks ---------------------------------------------------------------------
-
-    def send(self, tensor: Any, dst: int, tag: int = 0, **how: Unpack[How]) -> Work:
-        """Send ``tensor`` to rank ``dst``, complete when its memory may be changed."""
-        return self._transfer("send", exchanges.send(tensor, self._other(dst, "dst")), tag, how)
-
-    def recv(self, tensor: Any, src: int | None = None, tag: int = 0, **how: Unpack[How]) -> Work:
-        """Receive into ``tensor`` from rank ``src``, or from any rank; the value is the sender's global rank."""
-        source = None if src is None else self._other(src, "src")
-        return self._transfer("recv", exchanges.receive(tensor, source, self.ranks), tag, how)
 
     # -- objects -------------------------------------------------------------------------------
 
@@ -362,13 +269,13 @@ class Group:
     def send_object_list(self, values: Sequence[Any], dst: int, tag: int = 0, **how: Unpack[How]) -> Work:
         """Send a list of objects to rank ``dst``."""
         plan = exchanges.send_objects(self._who, values, self._other(dst, "dst"))
-        return self._transfer("send_object_list", plan, tag, how)
+        return self._start(self._messages, "send_object_list", checked_tag(tag), plan, **how)
 
     def recv_object_list(self, values: list[Any], src: int | None = None, tag: int = 0, **how: Unpack[How]) -> Work:
         """Receive a list of objects of the same length; the value is the sender's global rank."""
         source = None if src is None else self._other(src, "src")
         plan = exchanges.receive_objects(self._who, values, source, self.ranks)
-        return self._transfer("recv_object_list", plan, tag, how)
+        return self._start(self._messages, "recv_object_list", checked_tag(tag), plan, **how)
 
     # -- the end -------------------------------------------------------------------------------
 
@@ -391,6 +298,8 @@ class Group:
         """Destroy this group on this rank; what is pending fails. Idempotent, and nothing is said to the others."""
         if not self._closed:
             self._closed = True
+            for device in self._devices.values():
+                device.close()
             self.mesh.progress.submit(lambda: self.mesh.end(self._channel))
             self.mesh.progress.submit(lambda: self.mesh.end(self._messages))
             inside = self._native or self._islands

@@ -75,6 +75,7 @@ class Mesh:
         self._goodbye = LEFT
         self._at_home = home is not None
         self.finished: list[Callable[[], None]] = []
+        self.backend = "auto"  # what the user asked for, as far as devices are concerned
         lifetime.watch(self)
 
     # -- coming and going ----------------------------------------------------------------------

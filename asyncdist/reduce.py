@@ -104,7 +104,8 @@ def combine_of(op: Reduction, dtype: torch.dtype) -> Combine:
 class Arithmetic(NamedTuple):
     """What a reduction of a dtype needs: its kernels, the dtype to accumulate in, and whether that is another one.
 
-    ``rounds_once`` says that the dtype's own kernel gives for two operands what accumulating would.
+    ``rounds_once`` says that the dtype's own kernel gives for two operands what accumulating would. ``op`` is what is left
+    to be done when inputs have been scaled: a plain reduction.
     """
 
     fold: Fold
@@ -113,6 +114,7 @@ class Arithmetic(NamedTuple):
     widens: bool
     averages: bool
     rounds_once: bool
+    op: ReduceOp
 
     @property
     def of_two(self) -> Combine | None:
@@ -149,7 +151,15 @@ def arithmetic(op: Reduction, dtype: torch.dtype) -> Arithmetic:
     wide = wide if widens else dtype
     averages = op is ReduceOp.AVG
     rounds_once = dtype in (torch.float16, torch.bfloat16) and not averages
-    return Arithmetic(fold_of(op, wide), combine_of(op, dtype), wide, widens, averages, rounds_once)
+    return Arithmetic(
+        fold_of(op, wide),
+        combine_of(op, dtype),
+        wide,
+        widens,
+        averages,
+        rounds_once,
+        ReduceOp.AVG if averages else kernel_of(op),
+    )
 
 
 def divide(tensor: torch.Tensor, by: int) -> None:

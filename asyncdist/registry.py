@@ -8,21 +8,26 @@ from __future__ import annotations
 import logging
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING
 
 from asyncdist.errors import TransportUnavailableError, UsageError
 from asyncdist.transport import Transport
 
+if TYPE_CHECKING:
+    from asyncdist.devices.ensemble import Ensemble
+
 log = logging.getLogger("asyncdist")
 
 GROUP = "asyncdist.transports"
+ENSEMBLES = "asyncdist.ensembles"
 
 # Back ends of torch.distributed, by which old scripts ask for "whatever suits the device".
 _AUTO = frozenset(("auto", "gloo", "mpi", "nccl", "ucc", "undefined", "asyncdist"))
 
 
 @cache
-def _announced() -> dict[str, EntryPoint]:
-    return {point.name: point for point in entry_points(group=GROUP)}
+def _announced(group: str = GROUP) -> dict[str, EntryPoint]:
+    return {point.name: point for point in entry_points(group=group)}
 
 
 def names() -> list[str]:
@@ -66,15 +71,36 @@ def selected(backend: str | None) -> list[type[Transport]]:
     return sorted(usable, key=lambda kind: -kind.preference)
 
 
+def ensembles(backend: str | None, device: str) -> list[type[Ensemble]]:
+    """Return the ways between devices of a type that a ``backend`` argument stands for, the preferred first.
+
+    Those that cannot be loaded here are left out; ``"cuda:NAME"`` takes that one alone.
+    """
+    name = _by_device(backend).get(device, "auto")
+    announced = _announced(ENSEMBLES)
+    if name not in _AUTO | {"staged", *announced}:
+        known = ", ".join(sorted([*announced, "staged"]))
+        raise TransportUnavailableError(f"there is no way {name!r} between {device} tensors; there are {known}")
+    wanted = sorted(announced) if name in _AUTO - announced.keys() else [name] if name in announced else []
+    loaded: list[type[Ensemble]] = [announced[one].load() for one in wanted]
+    return sorted(loaded, key=lambda kind: -kind.preference)
+
+
 def _for_cpu(backend: str | None) -> str:
     """Return the back end for CPU tensors in torch's ``"device:name,device:name"`` notation."""
     text = (backend or "auto").strip().lower()
+    return _by_device(text).get("cpu", "auto") if ":" in text else text
+
+
+def _by_device(backend: str | None) -> dict[str, str]:
+    """Return the back ends by device; for all of them if the argument names no device."""
+    text = (backend or "auto").strip().lower()
     if ":" not in text:
-        return text
+        return {}
     by_device: dict[str, str] = {}
     for pair in text.split(","):
         device, colon, name = pair.partition(":")
         if not colon or not device.strip() or not name.strip():
             raise UsageError(f'backend={backend!r} is not of the form "cpu:tcp,cuda:nccl"')
         by_device[device.strip()] = name.strip()
-    return by_device.get("cpu", "auto")
+    return by_device

@@ -145,7 +145,7 @@ class Work:
             _turns.last = monotonic()
         return self._outcome()
 
-    def _suspend(self, progress: Progress) -> Generator[Any, None, None]:
+    def _suspend(self, progress: Progress | None) -> Generator[Any, None, None]:
         loop = asyncio.get_running_loop()
         woken: asyncio.Future[None] = loop.create_future()
 
@@ -160,7 +160,8 @@ class Work:
                 loop.call_soon_threadsafe(wake)
 
         self.add_done_callback(completed)
-        progress.arm()
+        if progress is not None:
+            progress.arm()
         try:
             if not self._done:
                 yield from woken

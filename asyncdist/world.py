@@ -106,6 +106,7 @@ async def open_world(
     try:
         config = config.with_(token=meeting.token)
         mesh = Mesh(meeting.rank, meeting.world_size, meeting.world_id, config, kinds, home)
+        mesh.backend = backend or config.transport
         try:
             ours = {"addresses": mesh.listen(meeting.listen_host), "settings": _shared(config)}
             everyone = [msgpack.unpackb(payload) for payload in await meeting.exchange(msgpack.packb(ours), more=True)]

@@ -1,0 +1,125 @@
+"""What a way between devices offers: whole collectives, put into a device's queues. The contract of such transports.
+
+An `Ensemble` is made on every rank of a group, for one device of each. It says in a *card* what the others must know of
+it; from all cards, which every rank has, each works out whether they fit together (`refusal`: the same answer everywhere);
+then it is opened, on every rank or on none.
+
+Its collectives are those of `native.Native`, but they never wait for the device: they are called within
+``streams.ours()``, in the order of the calls, on whatever thread the line has, and have put everything into queues when
+their schedule is over. They may block the host until peers have made the same call.
+
+To write one: implement `Ensemble`, and announce the class under the entry-point group ``asyncdist.ensembles``.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from time import monotonic
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from asyncdist.collectives.schedule import Schedule
+from asyncdist.devices.streams import Streams
+from asyncdist.native import Native
+from asyncdist.reduce import Arithmetic
+
+if TYPE_CHECKING:
+    from asyncdist.group import Group
+
+Card = Mapping[str, Any]
+
+
+class Site:
+    """Where an ensemble stands: who we are, on which device, and the group by which ranks speak from host to host.
+
+    ``deadline`` (monotonic) is that of the call in hand, or of the meeting.
+    """
+
+    def __init__(self, host: Group, streams: Streams) -> None:
+        self.host = host
+        self.streams = streams
+        self.rank = host.rank()
+        self.size = host.size()
+        self.others = [rank for rank in range(self.size) if rank != self.rank]
+        self.deadline = math.inf
+
+    @property
+    def left(self) -> float:
+        """Seconds until the deadline."""
+        return max(0.0, self.deadline - monotonic())
+
+    def tell(self, value: Any) -> list[Any]:
+        """Give every rank an object (plain data) and return everybody's, by rank. Blocks; raises GroupError."""
+        told: list[Any] = [None] * self.size
+        self.host.all_gather_object(told, value, background=False, timeout=self.left).result()
+        return told
+
+    def meet(self) -> None:
+        """Block until every rank has come here. Raises GroupError."""
+        self.host.barrier(background=False, timeout=self.left).result()
+
+
+class Ensemble(Native):
+    """One rank's part in a way between devices. ``name`` is what users select it by; ``preference`` orders choice.
+
+    ``blocks`` says that its collectives may keep the host waiting for peers.
+    """
+
+    name: ClassVar[str]
+    preference: ClassVar[int] = 0
+    blocks: ClassVar[bool] = True
+
+    def __init__(self, site: Site) -> None:
+        self.site = site
+
+    @classmethod
+    @abstractmethod
+    def probe(cls) -> str | None:
+        """Return None if this way can be used in this process, else the reason in words."""
+
+    # -- coming together -----------------------------------------------------------------------
+
+    @abstractmethod
+    def card(self) -> Card:
+        """Return what the other ranks need to know of us: plain data."""
+
+    @abstractmethod
+    def refusal(self, cards: Sequence[Card]) -> str | None:
+        """Return why these ranks cannot go this way, None if they can; the same on every rank, by the cards alone."""
+
+    @abstractmethod
+    def start(self, cards: Sequence[Card]) -> None:
+        """Meet the others; raise what stands in the way, in words. Blocks."""
+
+    # -- while it is used ----------------------------------------------------------------------
+
+    def trouble(self) -> Exception | None:
+        """Return what has gone wrong beside any call, None if nothing has. Called now and then, from any thread."""
+        return None
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Callable[[], None] | None:
+        """Put the sending of a contiguous tensor into the queue; None if messages had better go through the host."""
+        return None
+
+    @abstractmethod
+    def abort(self) -> None:
+        """End what the device still waits for, as the group has failed; never blocks."""
+
+    def open(self) -> None:
+        """Nothing to do: `start` has met the others."""
+
+    def announce(self, number: int, fingerprint: int) -> Schedule:
+        return nothing()
+
+    def all_reduce_of(
+        self, fingerprint: int, shape: tuple[int, ...], dtype: torch.dtype, how: Arithmetic
+    ) -> Callable[[int, torch.Tensor], Schedule]:
+        raise NotImplementedError  # the short cut of tensors in the host's memory
+
+
+def nothing() -> Schedule:
+    """Return a schedule that is over."""
+    yield from ()

@@ -1,0 +1,265 @@
+"""The ranks of a group as they carry tensors on one device.
+
+Made by `Group.on` when the first tensor on that device comes; the ranks meet in its first operation, on the host. From
+then on each operation is a plan like any other, but its native collective is an `Ensemble`'s.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import logging
+import math
+from collections.abc import Callable, Sequence
+from time import monotonic
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from asyncdist.calls import Calls, How
+from asyncdist.collectives.operation import Plan
+from asyncdist.deadline import seconds
+from asyncdist.devices.choice import settle
+from asyncdist.devices.ensemble import Ensemble, Site
+from asyncdist.devices.line import Line
+from asyncdist.devices.staged import Staged
+from asyncdist.devices.streams import CudaStreams, Mark, Streams
+from asyncdist.devices.watch import Pending, Watch
+from asyncdist.devices.work import DeviceWork
+from asyncdist.errors import (
+    GroupAbortedError,
+    GroupError,
+    NotInitializedError,
+    OperationTimeoutError,
+    UnsupportedError,
+    UsageError,
+)
+from asyncdist.native import Native
+from asyncdist.observe.recorder import Entry
+from asyncdist.work import Work
+
+if TYPE_CHECKING:
+    from asyncdist.group import Group
+
+log = logging.getLogger("asyncdist")
+
+_VIGIL_TAG = (1 << 32) - 1
+
+
+class _Later:
+    """Stands for the ensemble in plans that are made before the ranks have met."""
+
+    def __init__(self, ensemble: Callable[[], Ensemble]) -> None:
+        self._ensemble = ensemble
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return lambda *args, **keywords: getattr(self._ensemble(), name)(*args, **keywords)
+
+
+class DeviceGroup(Calls):
+    """The members of ``host``, a group of its own, for tensors on ``device``.
+
+    ``kinds`` are the ways to try before the one through the host, the preferred first.
+    """
+
+    def __init__(
+        self, host: Group, device: torch.device, kinds: Sequence[type[Ensemble]], streams: Streams | None = None
+    ) -> None:
+        self.name, self.ranks, self.timeout = host.name, host.ranks, host.timeout
+        self.device = device
+        self._rank = host.rank()
+        self._host = host
+        self._streams = CudaStreams(device) if streams is None else streams
+        self._site = Site(host, self._streams)
+        self._kinds: list[type[Ensemble]] = [*kinds, Staged]
+        self._ensemble: Ensemble | None = None
+        self._who = dataclasses.replace(host._who, native=cast(Native, _Later(self._met)), islands=None)
+        self._sequence = itertools.count(1)
+        self._line = Line(f"asyncdist-{device}")
+        self._watch = Watch(f"asyncdist-watch-{device}", self._look_for_trouble, self._too_late, self._broken)
+        self._vigil: Work | None = None
+        self._closed = False
+        self.error: GroupError | None = None
+
+    @property
+    def way(self) -> str | None:
+        """The name of the way that was chosen; None until the first operation is under way."""
+        return None if self._ensemble is None else self._ensemble.name
+
+    # -- the one path --------------------------------------------------------------------------
+
+    def _at(self, value: Any) -> DeviceGroup:
+        while isinstance(value, (list, tuple)) and value:
+            value = value[0]
+        if isinstance(value, torch.Tensor) and value.device != self.device:
+            raise UsageError(f"a tensor on {value.device} among those on {self.device}: one call takes one device")
+        return self
+
+    def _issue(self, name: str, plan: Plan, how: How) -> Work:
+        return self._start(name, next(self._sequence), plan, how, self._do)
+
+    def _start(self, name: str, number: int, plan: Plan, how: How, do: Callable[[Pending, Mark], None]) -> Work:
+        if self._closed:
+            raise NotInitializedError(f"group {self.name!r} was destroyed: make a new one for {name}")
+        blocking = not how.get("background", True)
+        if blocking:
+            self._host.mesh.progress.refuse_loop_thread(name)
+        if self._streams.capturing():
+            raise UnsupportedError(
+                f"{name} cannot be captured into a CUDA graph: the ranks speak on the host; call it outside of the graph"
+            )
+        entry = Entry(self.name, name, number, plan.fingerprint, plan.nbytes)
+        self._host.mesh.recorder.add(entry)
+        limit = seconds(how.get("timeout"), self.timeout)
+        now = monotonic()
+        pending = Pending(DeviceWork(self._streams), plan, entry, now, now + limit)
+        before = self._streams.mark()
+        self._watch.add(pending)
+        here = blocking or (self._ensemble is not None and not self._ensemble.blocks)
+        self._line.put(functools.partial(self._done, pending, functools.partial(do, pending, before)), here=here)
+        if blocking and _succeeded(pending.work):
+            pending.work.wait()
+        return pending.work
+
+    def _done(self, pending: Pending, do: Callable[[], None]) -> None:
+        """Do a call, on the line; a failure is the group's."""
+        if self.error is not None:
+            self._fail_one(pending, self.error)
+            return
+        try:
+            self._site.deadline = pending.deadline
+            do()
+        except Exception as cause:
+            self._fail(cause, pending)
+
+    def _do(self, pending: Pending, before: Mark) -> None:
+        plan, entry = pending.plan, pending.entry
+        assert plan.native is not None
+        with self._streams.ours():
+            self._streams.follow(before)
+            for _ in plan.native(entry.seq, entry.fingerprint):
+                pass
+            pending.value = None if plan.finish is None else plan.finish()
+            mark = self._streams.mark()
+        pending.work.queued(pending.value, mark)
+        pending.mark = mark
+
+    def _met(self) -> Ensemble:
+        """Return the ensemble; the first time, meet the others. On the line only."""
+        if self._ensemble is None:
+            self._ensemble = settle(self._site, self._kinds, device=str(self.device))
+        return self._ensemble
+
+    # -- messages, through the host --------------------------------------------------------------
+
+    def _send(self, tensor: Any, peer: int, tag: int, how: How) -> Work:
+        return self._start("send", tag, _message(tensor), how, functools.partial(self._do_send, tensor, peer, tag))
+
+    def _receive(self, tensor: Any, peer: int | None, tag: int, how: How) -> Work:
+        return self._start("recv", tag, _message(tensor), how, functools.partial(self._do_receive, tensor, peer, tag))
+
+    def _do_send(self, tensor: torch.Tensor, peer: int, tag: int, pending: Pending, before: Mark) -> None:
+        with self._streams.ours():
+            self._streams.follow(before)
+            pinned = self._streams.pinned(tensor.numel(), tensor.dtype)
+            pinned.copy_(tensor.detach().reshape(-1), non_blocking=True)
+            mark = self._streams.mark()
+        mark.synchronize()
+        sent = self._host._send(pinned, peer, tag, {"timeout": self._site.left})
+        sent.add_done_callback(lambda _: self._line.put(lambda: self._over(pending, sent, None)))
+
+    def _do_receive(self, tensor: torch.Tensor, peer: int | None, tag: int, pending: Pending, before: Mark) -> None:
+        pinned = self._streams.pinned(tensor.numel(), tensor.dtype)
+        came = self._host._receive(pinned, peer, tag, {"timeout": self._site.left})
+
+        def copy_in() -> None:
+            self._streams.follow(before)
+            tensor.detach().copy_(pinned.view(tensor.shape), non_blocking=True)
+
+        came.add_done_callback(lambda _: self._line.put(lambda: self._over(pending, came, copy_in)))
+
+    def _over(self, pending: Pending, message: Work, last: Callable[[], None] | None) -> None:
+        """End a message, on the line, with what is left to be put into the queue."""
+        error = message.exception()
+        if error is not None:
+            self._fail(error, pending)
+            return
+        with self._streams.ours():
+            if last is not None:
+                last()
+            mark = self._streams.mark()
+        pending.value = message.result()
+        pending.work.queued(pending.value, mark)
+        pending.mark = mark
+
+    # -- failing -------------------------------------------------------------------------------
+
+    def _look_for_trouble(self, pending: Pending) -> None:
+        if self._vigil is None and len(self.ranks) > 1:
+            # Nobody sends what this waits for: while it is pending, the host group hears of a peer's death.
+            self._vigil = self._host._receive(torch.empty(1), None, _VIGIL_TAG, {"timeout": math.inf})
+            self._vigil.add_done_callback(lambda work: work.exception())
+        ensemble = self._ensemble
+        cause = self._host.error or (None if ensemble is None else ensemble.trouble())
+        if cause is not None:
+            self._fail(cause, pending)
+
+    def _too_late(self, pending: Pending) -> None:
+        elapsed = monotonic() - pending.issued
+        where = "in the device's queue" if pending.mark is not None else "waiting for its peers, or for calls before it"
+        reason = f"not over after {elapsed:.1f} s: it is still {where}"
+        peers = [rank for rank in self.ranks if rank != self.ranks[self._rank]]
+        self._fail(OperationTimeoutError(reason, peers=peers, timeout=elapsed), pending)
+
+    def _broken(self, pending: Pending, cause: Exception) -> None:
+        self._fail(cause, pending)
+
+    def _fail(self, cause: BaseException, pending: Pending) -> None:
+        """Fail everything on every rank: nobody knows what the device has done of it."""
+        if self.error is None:
+            if isinstance(cause, GroupError):
+                self.error = cause
+            else:
+                ours = self.ranks[self._rank]
+                self.error = GroupAbortedError(f"rank {ours} failed: {cause}", peer=ours)
+                self.error.__cause__ = cause
+            self._host.abort(str(self.error.reason))
+            if self._ensemble is not None:
+                self._ensemble.abort()
+        self._fail_one(pending, self.error)
+        for one in self._watch.take_all():
+            self._fail_one(one, self.error)
+
+    def _fail_one(self, pending: Pending, error: GroupError) -> None:
+        entry, rank = pending.entry, self.ranks[self._rank]
+        elapsed = monotonic() - pending.issued
+        seen = error.during(group=self.name, rank=rank, op=entry.op, seq=entry.seq, elapsed=elapsed)
+        entry.error = str(seen)
+        pending.work.finish(error=seen)
+
+    def close(self) -> None:
+        """Destroy this group on this rank; what is pending fails. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        error = GroupAbortedError("the group was destroyed")
+        for pending in self._watch.take_all():
+            self._fail_one(pending, error)
+        self._host.close()
+        if self._ensemble is not None:
+            self._ensemble.close()
+
+
+def _message(tensor: torch.Tensor) -> Plan:
+    return Plan(nbytes=tensor.numel() * tensor.itemsize)
+
+
+def _succeeded(work: DeviceWork) -> bool:
+    """Wait until a call has been put into the queue; return whether it has not failed."""
+    try:
+        work._until_queued(None)
+        work.result()
+    except GroupError:
+        return False
+    return True

@@ -1,0 +1,66 @@
+"""Who puts operations into a device's queues: one after the other, in the order in which they were called.
+
+A call that may block its thread is done there and then if nobody is before it; anything else is done by a thread of the
+line's own, which comes when it is needed and goes when it is not.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+
+_LINGER = 5.0  # seconds for which the thread waits for another call
+
+Call = Callable[[], None]
+
+
+class Line:
+    """Does calls in order, never two at a time. Calls report their own failures: what they raise is lost."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._calls: deque[Call] = deque()
+        self._changed = threading.Condition()
+        self._doing = False
+        self._thread: threading.Thread | None = None
+
+    def put(self, call: Call, *, here: bool = False) -> None:
+        """Have a call done; before this returns if ``here`` and none is before it."""
+        with self._changed:
+            here = here and not self._doing and not self._calls
+            if here:
+                self._doing = True
+            else:
+                self._calls.append(call)
+                self._wake()
+        if here:
+            self._do(call)
+
+    def _wake(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
+        else:
+            self._changed.notify()
+
+    def _do(self, call: Call) -> None:
+        try:
+            call()
+        finally:
+            with self._changed:
+                self._doing = False
+                if self._calls:
+                    self._wake()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if not self._changed.wait_for(lambda: self._calls and not self._doing, _LINGER):
+                    if self._calls:
+                        continue  # somebody is still at the call before
+                    self._thread = None
+                    return
+                call = self._calls.popleft()
+                self._doing = True
+            self._do(call)

@@ -1,0 +1,103 @@
+"""What is asked of a device: a stream of our own beside the caller's, marks in both, and memory that it copies from fast.
+
+The only file of the core that calls ``torch.cuda``. Tests put something else in its place.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+
+from asyncdist.errors import UnsupportedError
+
+
+class Mark(Protocol):
+    """A place in a stream."""
+
+    def query(self) -> bool:
+        """Return whether the device has passed it; raises what the device failed with."""
+
+    def synchronize(self) -> None:
+        """Block the host until the device has passed it, without the GIL."""
+
+
+class Streams(ABC):
+    """One device as one group uses it. Any thread; "the caller's stream" is the calling thread's current one."""
+
+    device: torch.device
+
+    @abstractmethod
+    def ours(self) -> AbstractContextManager[object]:
+        """Put what torch does in this thread meanwhile into our stream."""
+
+    @abstractmethod
+    def mark(self) -> Mark:
+        """Mark where the caller's stream is; within `ours`, where ours is."""
+
+    @abstractmethod
+    def follow(self, mark: Mark) -> None:
+        """Have what comes next in the caller's stream (within `ours`: in ours) wait for a mark."""
+
+    @abstractmethod
+    def capturing(self) -> bool:
+        """Return whether the caller's stream is being captured into a graph."""
+
+    @abstractmethod
+    def pinned(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return memory of the host that the device copies to and from while the host goes on."""
+
+    @abstractmethod
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Tell the allocator that our stream uses a tensor, so that its memory is not given away meanwhile."""
+
+    @property
+    @abstractmethod
+    def handle(self) -> int:
+        """Our stream, as other libraries name it."""
+
+    @property
+    @abstractmethod
+    def uuid(self) -> str:
+        """What names the device, whatever number it goes by in this process."""
+
+
+class CudaStreams(Streams):
+    """A CUDA device, by way of torch."""
+
+    def __init__(self, device: torch.device) -> None:
+        if device.type != "cuda":
+            raise UnsupportedError(f"no transport here carries tensors on {device}: move it with .cpu() first")
+        self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+        self._stream = torch.cuda.Stream(self.device)
+
+    def ours(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self._stream)
+
+    def mark(self) -> Mark:
+        event = torch.cuda.Event(blocking=True)  # who waits for it sleeps
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def follow(self, mark: Mark) -> None:
+        assert isinstance(mark, torch.cuda.Event)
+        torch.cuda.current_stream(self.device).wait_event(mark)
+
+    def capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
+    def pinned(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(count, dtype=dtype, pin_memory=True)
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        tensor.record_stream(self._stream)
+
+    @property
+    def handle(self) -> int:
+        return int(self._stream.cuda_stream)
+
+    @property
+    def uuid(self) -> str:
+        return str(torch.cuda.get_device_properties(self.device).uuid)

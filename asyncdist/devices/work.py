@@ -1,0 +1,90 @@
+"""The handle of an operation on a device: in a queue first, and over when the device has passed its mark."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Generator
+from typing import Any
+
+from asyncdist.deadline import Timeout, seconds
+from asyncdist.devices.streams import Mark, Streams
+from asyncdist.errors import UsageError, WaitTimeoutError
+from asyncdist.work import Work
+
+
+class DeviceWork(Work):
+    """One operation on a device, started and going on by itself.
+
+    `wait` orders the caller's current stream behind it, as torch users expect; `synchronize` and ``await`` last until
+    the data is there.
+    """
+
+    def __init__(self, streams: Streams) -> None:
+        super().__init__(None)
+        self._streams = streams
+        self._queued = threading.Event()
+        self._mark: Mark | None = None
+
+    # -- the line's side -----------------------------------------------------------------------
+
+    def queued(self, value: Any, mark: Mark) -> None:
+        """Note that everything the device is to do stands in its queues, up to ``mark``."""
+        self._value, self._mark = value, mark
+        self._queued.set()
+
+    def finish(self, value: Any = None, error: BaseException | None = None) -> None:
+        if not self._done:
+            super().finish(value, error)
+            self._queued.set()
+            self.run_callbacks()
+
+    # -- looking -------------------------------------------------------------------------------
+
+    def is_completed(self) -> bool:
+        """Return whether the device has done it, or it has failed."""
+        return self._done or (self._mark is not None and self._mark.query())
+
+    def is_success(self) -> bool:
+        """Return whether the device has done it."""
+        return self._error is None and self.is_completed()
+
+    def result(self) -> Any:
+        """Return the value: tensors whose data is there for what waited; UsageError before `wait` could have returned."""
+        if not self._queued.is_set():
+            raise UsageError("the operation still goes on: await it, or call wait() first")
+        return self._outcome()
+
+    # -- waiting -------------------------------------------------------------------------------
+
+    def wait(self, timeout: Timeout = None) -> bool:
+        """Order the caller's current stream behind the operation, and return True; the device goes on meanwhile.
+
+        The host waits until the operation is in the device's queue, ``timeout`` seconds at most: WaitTimeoutError leaves
+        it going. Raises what the operation failed with.
+        """
+        self._until_queued(timeout)
+        self._outcome()
+        if self._mark is not None and not self._done:
+            self._streams.follow(self._mark)
+        return True
+
+    def synchronize(self, timeout: Timeout = None) -> None:
+        """Block until the data is there. ``timeout`` limits only the time until the operation is in the queue."""
+        self._until_queued(timeout)
+        self._outcome()
+        if self._mark is not None:
+            self._mark.synchronize()
+        self._outcome()
+
+    def _until_queued(self, timeout: Timeout) -> None:
+        limit = seconds(timeout)
+        if not self._queued.wait(None if limit == math.inf else limit):
+            raise WaitTimeoutError(
+                f"not completed within {limit:g} s; the operation goes on, wait again or abort the group"
+            )
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        if not self._done:
+            yield from self._suspend(None)
+        return self._outcome()

@@ -1,0 +1,103 @@
+"""A device that there is everywhere: the host itself, with streams that do at once what they are told.
+
+For tests of what surrounds a device: which way is chosen, in which order things are done, what happens when they fail.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+
+from asyncdist.devices.ensemble import Ensemble
+from asyncdist.devices.group import DeviceGroup
+from asyncdist.devices.streams import Mark, Streams
+from asyncdist.group import Group
+
+
+class PretendMark:
+    """A place in a stream that is passed as soon as its device is not held."""
+
+    def __init__(self, held: threading.Event, broken: Exception | None) -> None:
+        self._held, self._broken = held, broken
+
+    def query(self) -> bool:
+        if self._broken is not None:
+            raise self._broken
+        return self._held.is_set()
+
+    def synchronize(self) -> None:
+        self._held.wait()
+
+
+class PretendStreams(Streams):
+    """The host as a device. ``log`` tells what was asked, as ("follow", "ours"), ("mark", "caller"), …
+
+    `hold` makes marks from then on wait for `release`; ``broken`` is what they fail with.
+    """
+
+    def __init__(self, uuid: str = "GPU-pretended") -> None:
+        self.device = torch.device("cpu")
+        self.log: list[tuple[str, str]] = []
+        self.broken: Exception | None = None
+        self.captures = False
+        self._uuid = uuid
+        self._inside = threading.local()
+        self._passing = threading.Event()
+        self._passing.set()
+
+    def hold(self) -> None:
+        self._passing = threading.Event()
+
+    def release(self) -> None:
+        self._passing.set()
+
+    def _note(self, what: str) -> None:
+        self.log.append((what, "ours" if getattr(self._inside, "depth", 0) else "caller"))
+
+    @contextlib.contextmanager
+    def _within(self) -> Iterator[None]:
+        self._inside.depth = getattr(self._inside, "depth", 0) + 1
+        try:
+            yield
+        finally:
+            self._inside.depth -= 1
+
+    def ours(self) -> AbstractContextManager[object]:
+        return self._within()
+
+    def mark(self) -> Mark:
+        self._note("mark")
+        return PretendMark(self._passing, self.broken)
+
+    def follow(self, mark: Mark) -> None:
+        assert isinstance(mark, PretendMark)
+        self._note("follow")
+
+    def capturing(self) -> bool:
+        return self.captures
+
+    def pinned(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(count, dtype=dtype)
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        self._note("keep")
+
+    @property
+    def handle(self) -> int:
+        return 0
+
+    @property
+    def uuid(self) -> str:
+        return self._uuid
+
+
+def device_group(
+    group: Group, kinds: Sequence[type[Ensemble]] = (), streams: PretendStreams | None = None, name: str = "device"
+) -> DeviceGroup:
+    """Return the ranks of a group as if their CPU tensors lay on a device; call it on all of them."""
+    host = group.world.new_group(group.ranks, name)
+    return DeviceGroup(host, torch.device("cpu"), kinds, streams or PretendStreams())
