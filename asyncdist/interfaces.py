@@ -1,4 +1,4 @@
-"""List this host's network interfaces and their addresses with the standard library alone.
+"""This host: its name, its network interfaces and their addresses, with the standard library alone.
 
 Linux: one ioctl an interface for IPv4, ``/proc/net/if_inet6`` for IPv6. Elsewhere (macOS) the same ioctl by its BSD
 number, and what the host's own name resolves to for IPv6; an interface that cannot be read is left out.
@@ -6,6 +6,7 @@ number, and what the host's own name resolves to for IPv6; an interface that can
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import socket
 import struct
@@ -22,6 +23,13 @@ _UP = 0x1
 _REQUEST = struct.Struct("16s240x")  # struct ifreq: the name, then room for every answer
 _NAME_NBYTES = 15
 _IF_INET6 = Path("/proc/net/if_inet6")
+
+
+def machine_name() -> str:
+    """Return what names this machine as long as it runs."""
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        return file.read().strip()
+    return socket.gethostname()
 
 
 def interface_addresses() -> list[InterfaceAddress]:

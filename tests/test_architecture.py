@@ -23,7 +23,7 @@ LAYERS: list[list[str]] = [
     ["store", "observe", "mesh", "ways", "collectives.executor", "collectives.operation", "collectives.plans",
      "collectives.islands", "collectives.reductions", "collectives.sparse", "collectives.exchanges",
      "collectives.arguments"],
-    ["rendezvous", "group", "world"],
+    ["rendezvous", "calls", "devices", "group", "world"],
     ["api", "face", "aio", "sync"],
     ["ddp", "sampler", "torch_backend", "torchrun"],
     ["cli", "bench"],
@@ -32,7 +32,7 @@ LAYERS: list[list[str]] = [
 PURE = {"asyncio", "socket", "threading", "os", "select", "subprocess", "torch", "numpy", "multiprocessing"}
 TRANSPORTS_MAY_IMPORT = {
     "transport", "native", "errors", "deadline", "framing", "buffers", "arena", "reduce", "config", "handshake", "tls",
-    "collectives.schedule",
+    "interfaces", "collectives.schedule", "devices.ensemble", "devices.staged", "devices.streams",
 }  # fmt: skip
 
 

@@ -23,6 +23,7 @@ import torch
 
 from asyncdist.collectives.schedule import Schedule
 from asyncdist.devices.streams import Streams
+from asyncdist.interfaces import machine_name
 from asyncdist.native import Native
 from asyncdist.reduce import Arithmetic
 
@@ -47,6 +48,11 @@ class Site:
         self.deadline = math.inf
 
     @property
+    def machine(self) -> str:
+        """What names the machine that we are on."""
+        return self.host.mesh.config.host or machine_name()
+
+    @property
     def left(self) -> float:
         """Seconds until the deadline."""
         return max(0.0, self.deadline - monotonic())
@@ -56,6 +62,17 @@ class Site:
         told: list[Any] = [None] * self.size
         self.host.all_gather_object(told, value, background=False, timeout=self.left).result()
         return told
+
+    def exchange(self, payload: bytes) -> list[bytes]:
+        """Give every rank some bytes, as many on all, and return everybody's, by rank. Blocks; raises GroupError."""
+        ours = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        everybodys = torch.empty(self.size * len(payload), dtype=torch.uint8)
+        self.host.all_gather_single(everybodys, ours, background=False, timeout=self.left).result()
+        return [bytes(part.numpy()) for part in everybodys.split(len(payload))]
+
+    def differs(self, rank: int, ours: int, theirs: int) -> Exception:
+        """Return the error to raise where a rank's fingerprint of a collective is not ours."""
+        return self.host.mesh.difference(self.host.ranks[rank], ours, theirs)
 
     def meet(self) -> None:
         """Block until every rank has come here. Raises GroupError."""

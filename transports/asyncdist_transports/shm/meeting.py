@@ -27,6 +27,7 @@ from asyncdist.arena import Arena
 from asyncdist.arena import Mapping as Memory
 from asyncdist.errors import AsyncdistError, ProtocolError
 from asyncdist.handshake import Handshake, accept, dial
+from asyncdist.interfaces import machine_name
 from asyncdist.transport import Host
 from asyncdist_transports.shm.board import Board
 
@@ -44,13 +45,6 @@ class Refused(Exception):
     """A peer does not become our neighbour; the reason in words. ``rank`` is who it is, if it has proven itself."""
 
     rank: int | None = None
-
-
-def host_name() -> str:
-    """Return what names this machine as long as it runs."""
-    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-        return file.read().strip()
-    return socket.gethostname()
 
 
 def _namespace(kind: str) -> int:
@@ -72,7 +66,7 @@ class Porch:
     def address(self) -> dict[str, Any]:
         """Return what peers need to know to find us."""
         return {
-            "host": self._host.config.host or host_name(),
+            "host": self._host.config.host or machine_name(),
             "user": os.getuid(),
             "name": self._name,
             "net": _namespace("net"),

@@ -1,0 +1,372 @@
+"""Ranks that map one another's memory of a device, over a pretended driver that keeps CUDA's rules on the host's.
+
+Ranks are threads, so that "mapping" another's memory is knowing its address. What real hardware adds is in tests/gpu.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import threading
+from typing import ClassVar
+
+import pytest
+import torch
+
+from asyncdist.errors import AsyncdistError, GroupError, MismatchError
+from asyncdist.ops import ReduceOp
+from asyncdist.testing.cluster import run_ranks
+from asyncdist.testing.devices import PretendStreams, device_group
+from asyncdist.testing.drills import drills
+from asyncdist_transports.cuda_ipc import CudaIpc
+from asyncdist_transports.cuda_ipc import ensemble as module
+from asyncdist_transports.cuda_ipc.driver import Allocation, Driver
+from asyncdist_transports.cuda_ipc.handles import NOTHING, Exports, Imports, Shown
+
+_HANDLE = struct.Struct("<QQ48x")
+
+
+class PretendEvent:
+    """An event that crosses: whoever waits for it must come after the record that it means, which is the last one."""
+
+    def __init__(self):
+        self.records = 0
+
+    def record(self):
+        self.records += 1
+
+
+class TheirEvent:
+    """The same as another process opens it: it checks that each wait finds one record more than the wait before."""
+
+    def __init__(self, event):
+        self.event = event
+        self.waits = 0
+
+    def wait(self):
+        self.waits += 1
+        assert self.event.records == self.waits, "waited for a record that was not there yet, or had been overwritten"
+
+
+class PretendDriver:
+    """CUDA's rules for memory and events that cross, over the memory of this process."""
+
+    events: ClassVar[dict[int, PretendEvent]] = {}
+    lock = threading.Lock()
+
+    def __init__(self, device=None, *, crosses=True):
+        self.crosses = crosses
+        self.taken = {}
+        self.mapped = {}
+        self.maps = self.handles = 0
+        self.numbers = {}  # by address; a test gives another one to what was freed and given out again
+
+    def allocation(self, address):
+        own = any(base <= address < base + len(room) for base, room in self.taken.items())
+        return Allocation(address, 1 << 40, self.numbers.get(address, 1), self.crosses or own)
+
+    def allocate(self, nbytes):
+        room = (ctypes.c_char * nbytes)()
+        self.taken[ctypes.addressof(room)] = room
+        return ctypes.addressof(room)
+
+    def free(self, address):
+        del self.taken[address]
+
+    def bytes_at(self, address, nbytes):
+        return torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=torch.uint8)
+
+    def handle_of(self, base):
+        self.handles += 1
+        return _HANDLE.pack(base, self.numbers.get(base, 1))
+
+    def map(self, handle):
+        base, _ = _HANDLE.unpack(handle)
+        self.maps += 1
+        self.mapped[base] = self.mapped.get(base, 0) + 1
+        return base
+
+    def unmap(self, address):
+        self.mapped[address] -= 1
+        assert self.mapped[address] >= 0
+        if not self.mapped[address]:
+            del self.mapped[address]
+
+    def event(self):
+        with self.lock:
+            number = len(self.events)
+            self.events[number] = event = PretendEvent()
+        return event, _HANDLE.pack(number, 0)
+
+    def event_of(self, handle):
+        return TheirEvent(self.events[_HANDLE.unpack(handle)[0]])
+
+
+def kind(made=None, **keywords):
+    """Return CudaIpc over pretended drivers, which are put into ``made``."""
+
+    def make(device):
+        driver = PretendDriver(**keywords)
+        if made is not None:
+            made.append(driver)
+        return driver
+
+    return type("CudaIpcOfTest", (CudaIpc,), {"make_driver": staticmethod(make), "probe": classmethod(lambda _: None)})
+
+
+def run(size, program, *, made=None, transport="inproc", **keywords):
+    """Run ``program(group)`` on the device of each rank, and see that nothing stays mapped or allocated."""
+    made = [] if made is None else made
+    ways = [kind(made, **keywords)]
+
+    def rank(group):
+        device = device_group(group, ways)
+        try:
+            result = program(device)
+            assert device.way in (None, "cuda_ipc")
+            return result
+        finally:
+            device.close()
+
+    try:
+        return run_ranks(size, rank, transport=transport)
+    finally:
+        for driver in made:
+            assert not driver.mapped
+            assert not driver.taken
+
+
+def drilled(size, dtype, counts=(1, 300, 40_000)):
+    return [drill for count in counts for drill in drills(size, count, dtype) if drill.name != "monitored_barrier"]
+
+
+@pytest.mark.parametrize("small", [0, 64 << 10], ids=["all", "large"])
+@pytest.mark.parametrize("crosses", [True, False], ids=["shown", "copied"])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_every_collective(size, crosses, small, monkeypatch):
+    monkeypatch.setattr(module, "_SMALL_NBYTES", small)
+    todo = drilled(size, torch.float32)
+
+    def program(group):
+        for drill in todo:
+            for work in drill.start(group):
+                work.wait()
+
+    run(size, program, crosses=crosses)
+    for drill in todo:
+        drill.check()
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float64, torch.int32, torch.uint16, torch.bool, torch.complex64]
+)
+def test_every_dtype(dtype, monkeypatch):
+    monkeypatch.setattr(module, "_SMALL_NBYTES", 0)
+    todo = drilled(3, dtype, (300,))
+
+    def program(group):
+        for drill in todo:
+            for work in drill.start(group):
+                work.wait()
+
+    run(3, program)
+    for drill in todo:
+        drill.check()
+
+
+def test_many_in_flight_background_and_blocking_in_turn(monkeypatch):
+    monkeypatch.setattr(module, "_SMALL_NBYTES", 0)
+    todo = drilled(3, torch.float32)
+
+    def program(group):
+        works = [
+            work for n, drill in enumerate(todo) for work in drill.start(group, background=(n + group.rank()) % 3 != 0)
+        ]
+        for work in works:
+            work.wait()
+
+    run(3, program, transport="shm")
+    for drill in todo:
+        drill.check()
+
+
+def test_unsigned_minima_go_through_the_host(monkeypatch):
+    monkeypatch.setattr(module, "_SMALL_NBYTES", 0)
+
+    def program(group):
+        tensor = torch.tensor([group.rank(), 9 - group.rank()], dtype=torch.uint32)
+        group.all_reduce(tensor, ReduceOp.MIN).wait()
+        return tensor.tolist()
+
+    assert run(2, program) == [[0, 8], [0, 8]]
+
+
+def test_different_calls_are_told_apart():
+    def program(group):
+        tensor = torch.ones(100_000)
+        work = group.broadcast(tensor, 0) if group.rank() else group.all_reduce(tensor)
+        with pytest.raises(GroupError) as caught:
+            work.wait()
+        return caught.value
+
+    errors = run(2, program)
+    assert any(isinstance(error, MismatchError) for error in errors)
+    assert all("broadcast" in str(error) and "all_reduce" in str(error) for error in errors)
+
+
+def test_unequal_sizes_are_told_apart():
+    def program(group):
+        rank = group.rank()
+        sent = [torch.ones(50_000) for _ in range(2)]
+        came = [torch.empty(50_000 + (rank == 0 and peer == 1)) for peer in range(2)]
+        with pytest.raises(GroupError) as caught:
+            group.all_to_all(came, sent).wait()
+        return str(caught.value)
+
+    zero, one = run(2, program)
+    assert "rank 1 sent 200000 bytes where 200004 were expected" in zero
+    assert "200004" in one
+
+
+# -- coming together --------------------------------------------------------------------------------
+
+
+def test_ranks_of_several_hosts_go_through_the_host():
+    ways = [kind()]
+
+    def rank(group):
+        device = device_group(group, ways)
+        device.all_reduce(tensor := torch.ones(100_000)).wait()
+        way = device.way
+        device.close()
+        return way, tensor[0].item()
+
+    assert run_ranks(2, rank, hosts=["a", "b"]) == [("staged", 2.0)] * 2
+
+
+def test_memory_that_cannot_be_mapped_on_one_rank_is_mapped_on_none():
+    made = []
+    ways = [kind(made)]
+
+    def rank(group):
+        device = device_group(group, ways)
+        if group.rank() == 1:
+            broken = type(
+                "Broken",
+                (ways[0],),
+                {"start": lambda self, cards: (_ for _ in ()).throw(RuntimeError("no peer access"))},
+            )
+            device._kinds[0] = broken
+        device.all_reduce(tensor := torch.ones(100_000)).wait()
+        way = device.way
+        device.close()
+        return way, tensor[0].item()
+
+    assert run_ranks(2, rank) == [("staged", 2.0)] * 2
+    assert len(made) == 2
+    assert not any(driver.mapped or driver.taken for driver in made)
+
+
+def test_without_cuda_it_says_what_is_missing():
+    assert "CUDA" in (Driver.missing() or "CUDA")
+    if not torch.cuda.is_available():
+        assert Driver.missing() == "torch sees no CUDA device"
+        with pytest.raises(AsyncdistError):
+            Driver(torch.device("cuda", 0)).allocation(0)
+
+
+# -- handles ----------------------------------------------------------------------------------------
+
+
+def test_a_handle_is_made_once_for_an_allocation():
+    exports = Exports(driver := PretendDriver())
+    tensor = torch.ones(10)
+    shown, first = exports.show(tensor, 0)
+    assert shown is tensor
+    assert exports.show(tensor, 0)[1] == first
+    assert driver.handles == 1
+    driver.numbers[tensor.data_ptr()] = 2  # freed, and its address given out again
+    assert exports.show(tensor, 0)[1] != first
+    assert driver.handles == 2
+
+
+def test_nothing_is_shown_of_nothing():
+    assert Exports(PretendDriver()).show(torch.empty(0), 0)[1] == NOTHING
+
+
+def test_memory_that_cannot_cross_is_copied_into_memory_that_can():
+    exports = Exports(driver := PretendDriver(crosses=False))
+    tensor = torch.arange(10.0)
+    copy, shown = exports.show(tensor, 0)
+    assert copy is not tensor
+    assert copy.tolist() == tensor.tolist()
+    assert Imports(driver, lambda: None).see(0, shown).view(torch.float32).tolist() == tensor.tolist()
+    again, _ = exports.show(tensor, 0)
+    assert again.data_ptr() == copy.data_ptr()
+    larger, _ = exports.show(torch.ones(1000), 0)
+    assert larger.tolist() == [1.0] * 1000
+    assert len(driver.taken) == 1
+    other, _ = exports.show(tensor, 1)
+    assert other.data_ptr() != larger.data_ptr()
+    exports.close()
+    assert not driver.taken
+
+
+def test_a_mapping_is_kept_until_its_address_means_something_else():
+    quiet = []
+    imports = Imports(driver := PretendDriver(), lambda: quiet.append(True))
+    tensor = torch.arange(4.0)
+    base = tensor.data_ptr()
+    before = Shown(base, 1, 4, 12, _HANDLE.pack(base, 1))
+    assert imports.see(1, before).view(torch.float32).tolist() == [1, 2, 3]
+    assert imports.see(1, before._replace(offset=8, nbytes=8)).view(torch.float32).tolist() == [2, 3]
+    assert (driver.maps, quiet) == (1, [])
+    imports.see(1, before._replace(number=2))
+    assert driver.maps == 2
+    assert driver.mapped == {base: 1}
+    assert quiet == [True], "unmapped while the queue may have used it"
+    imports.see(0, before)
+    assert driver.mapped == {base: 2}, "two ranks may give out the same address"
+    imports.close()
+    assert not driver.mapped
+
+
+def test_mappings_are_bounded(monkeypatch):
+    from asyncdist_transports.cuda_ipc import handles
+
+    monkeypatch.setattr(handles, "_KEPT_MAPPINGS", 3)
+    imports = Imports(driver := PretendDriver(), lambda: None)
+    tensors = [torch.ones(4) for _ in range(10)]
+    for tensor in tensors:
+        base = tensor.data_ptr()
+        imports.see(0, Shown(base, 1, 0, 16, _HANDLE.pack(base, 1)))
+        assert len(driver.mapped) <= 3
+    assert set(driver.mapped) == {tensor.data_ptr() for tensor in tensors[-3:]}
+
+
+def test_streams_meet_before_and_after(monkeypatch):
+    """Events are recorded again only when all wait for what was recorded before (`TheirEvent` asserts it)."""
+    monkeypatch.setattr(module, "_SMALL_NBYTES", 0)
+
+    def program(group):
+        tensor = torch.ones(1000)
+        for _ in range(50):
+            group.all_reduce(tensor, ReduceOp.AVG).wait()
+        return tensor.sum().item()
+
+    assert run(4, program, transport="shm") == [1000.0] * 4
+
+
+def test_a_stream_of_the_callers_comes_first_and_follows():
+    streams = PretendStreams()
+    ways = [kind()]
+
+    def rank(group):
+        device = device_group(group, ways, streams if group.rank() == 0 else None)
+        device.all_reduce(torch.ones(100_000), background=False)
+        device.close()
+
+    run_ranks(2, rank)
+    assert streams.log[0] == ("mark", "caller")
+    assert streams.log[1] == ("follow", "ours")
+    assert ("follow", "caller") in streams.log

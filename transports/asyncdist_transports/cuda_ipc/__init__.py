@@ -1,0 +1,10 @@
+"""CUDA tensors between ranks of one host, also of one device: each maps the others' memory.
+
+driver      what is asked of CUDA beside torch: allocations, handles, events that cross
+handles     whose allocation is mapped where
+ensemble    the collectives, between two meetings on the host
+"""
+
+from asyncdist_transports.cuda_ipc.ensemble import CudaIpc
+
+__all__ = ["CudaIpc"]
