@@ -109,8 +109,9 @@ class Group(Calls):
         """Move a tensor, or a module's parameters and buffers, into mapped memory, and return it.
 
         In place: values, strides, ties, and the tensor objects that optimizers hold stay. Collectives on it then copy
-        nothing but their result. Where the members share no memory, nothing is moved. UnsupportedError for what is not
-        a dense CPU tensor, SharedMemoryError if no memory is left; then nothing was moved.
+        nothing but their result. Where the members share no memory, nothing is moved, and so is nothing on a CUDA device,
+        whose memory stays mapped anyway. UnsupportedError for what is not dense, SharedMemoryError if no memory is left;
+        then nothing was moved.
         """
         return register(target, wanted=self.shares_memory)
 
@@ -204,7 +205,7 @@ class Group(Calls):
             known = self._known.get((tensor.dtype, tensor.shape, op))
             if known is not None and in_order(tensor):
                 return self._all_reduce_known(known, tensor, background, timeout)
-            if len(self._known) < _KEPT_SHAPES:
+            if tensor.is_cpu and len(self._known) < _KEPT_SHAPES:
                 known = reductions.known_all_reduce(self._who, tensor, reduction(op))
                 if known is not None:
                     self._known[tensor.dtype, tensor.shape, op] = known

@@ -56,14 +56,15 @@ def register(target: T, *, wanted: bool = True) -> T:
     """Move a tensor, or a module's parameters and buffers, into mapped memory; return the same object.
 
     Values, strides and what is tied to what stay; so do the tensor objects, and optimizers that hold them. Other views
-    of the old memory (numpy arrays, slices taken before) stay there. If not ``wanted``, the arguments are only checked.
+    of the old memory (numpy arrays, slices taken before) stay there. Tensors on a CUDA device stay where they are: who
+    maps their memory keeps it mapped. If not ``wanted``, the arguments are only checked.
     """
     tensors = _tensors(target)
     if not wanted or not _possible():
         return target
     by_storage: dict[int, list[torch.Tensor]] = {}
     for tensor in tensors:
-        if tensor.numel() and arena().offset_of(tensor.data_ptr(), tensor.itemsize) is None:
+        if tensor.is_cpu and tensor.numel() and arena().offset_of(tensor.data_ptr(), tensor.itemsize) is None:
             by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
     if not by_storage:
         return target

@@ -32,7 +32,7 @@ LAYERS: list[list[str]] = [
 PURE = {"asyncio", "socket", "threading", "os", "select", "subprocess", "torch", "numpy", "multiprocessing"}
 TRANSPORTS_MAY_IMPORT = {
     "transport", "native", "errors", "deadline", "framing", "buffers", "arena", "reduce", "config", "handshake", "tls",
-    "interfaces", "collectives.schedule", "devices.ensemble", "devices.staged", "devices.streams",
+    "interfaces", "ops", "collectives.schedule", "devices.ensemble", "devices.staged", "devices.streams",
 }  # fmt: skip
 
 
