@@ -59,7 +59,7 @@ class Progress:
         self._inbox: deque[Callable[[], None]] = deque()
         self._seat = threading.Lock()
         self._followers: deque[threading.Event] = deque()
-        self._sleeping = self._kicked = self._closed = False
+        self._sleeping = self._resting = self._kicked = self._closed = False
         self._bell: Bell | None = None
         self._watched: dict[int, int] = {}
         self._timer: asyncio.TimerHandle | None = None
@@ -88,7 +88,7 @@ class Progress:
         self._inbox.append(action)
         while self._inbox and self._lock.acquire(blocking=False):
             self._take_turn()
-        self._wake()
+        self._rouse()
 
     def post(self, action: Callable[[], None]) -> None:
         """Have a driver do ``action`` soon; safe to call while another machine's lock is held."""
@@ -270,6 +270,12 @@ class Progress:
         if self._sleeping and (bell := self._bell) is not None:
             bell.ring()
 
+    def _rouse(self) -> None:
+        """Wake whoever fell asleep before our turn, in which we have told the peers that nobody has to be rung for."""
+        self._wake()
+        if self._resting and not self._seat.locked():
+            self._kick()
+
     # -- the loop driver -----------------------------------------------------------------------
 
     def arm(self) -> None:
@@ -291,7 +297,7 @@ class Progress:
                 break
             if not moved:
                 _yield_core()
-        self._wake()
+        self._rouse()
         if self._inbox and not self._seat.locked():  # put there while we held the lock, by who could not wait for it
             self._kick()
 
@@ -310,6 +316,7 @@ class Progress:
     def _drive_on_loop(self, descriptor: int | None = None) -> None:
         if self._closed:
             return
+        self._resting = False
         if self._seat.locked():
             self._watch({})
             return
@@ -326,6 +333,7 @@ class Progress:
                 moved = self._turn(None)
             self._expire()
             wanted = self._machine.waits() if self._home is not None or self._machine.busy() else []
+            self._resting = wanted is not None and self._machine.busy()
             at = self._machine.next_deadline()
         if wanted is None:
             moved = True

@@ -8,9 +8,11 @@ import threading
 from time import monotonic
 
 import pytest
+import torch
 
 from asyncdist import progress as progress_module
 from asyncdist.progress import Progress
+from asyncdist.testing.cluster import world_of
 
 PATIENCE = 10.0
 
@@ -138,3 +140,16 @@ def test_who_rings_before_the_first_sleep_of_all_finds_a_bell(monkeypatch):
     assert deed.done
     assert monotonic() < until, "nobody woke the sleeper"
     progress.close()
+
+
+async def test_what_another_turn_completes_at_once_leaves_nobody_waiting_asleep(eventually):
+    """A turn tells the peers that nobody has to be rung for: whoever rests with something pending has to look again."""
+    async with world_of(2, transport="shm", timeout=120) as (first, second):  # no timer is to help
+        received, into = [], torch.zeros(1)
+        second.recv(into, 0).add_done_callback(received.append)
+        await eventually(lambda: second.mesh.progress._resting)
+        assert second.send(torch.ones(1), 0, tag=1).is_completed()  # into the ring, there and then
+        first.send(torch.full((1,), 5.0), 1)
+        await eventually(lambda: received)
+        assert into.item() == 5.0
+        await first.recv(into, 1, tag=1)
