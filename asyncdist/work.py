@@ -229,7 +229,8 @@ def completed(value: Any = None) -> Work:
 def joined(works: Sequence[Work]) -> Work:
     """Return a work that ends when all of ``works`` have; its value is the list of theirs, its error the first one's."""
     pending = [work for work in works if not work.is_completed()]
-    whole = Work(pending[0]._progress if pending else None)
+    driven = all(work._progress is not None for work in pending)
+    whole = Work(pending[0]._progress if pending else None) if driven else _Several(works)
     left = len(pending)
 
     def end() -> None:
@@ -250,6 +251,28 @@ def joined(works: Sequence[Work]) -> Work:
     if not pending:
         end()
     return whole
+
+
+class _Several(Work):
+    """Works some of which are waited for in a way of their own: one after the other."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        super().__init__()
+        self._works = works
+
+    def result(self) -> list[Any]:
+        return [work.result() for work in self._works]
+
+    def wait(self, timeout: Timeout = None) -> bool:
+        until = monotonic() + seconds(timeout)
+        for work in self._works:
+            work.wait(max(0.0, until - monotonic()))
+        return True
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        for work in self._works:
+            yield from work.__await__()
+        return self.result()
 
 
 # -- threads for what may block -----------------------------------------------------------------------

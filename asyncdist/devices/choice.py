@@ -15,6 +15,9 @@ from asyncdist.errors import TransportUnavailableError
 
 log = logging.getLogger("asyncdist")
 
+Offer = tuple[Ensemble | None, Mapping[str, Any], str]
+"""A way, if it could be made here, its card, and why it cannot be gone; empty if it can."""
+
 
 def settle(site: Site, kinds: Sequence[type[Ensemble]], *, device: str) -> Ensemble:
     """Return the first of some ways, the preferred first, that all ranks can go; collective, and blocks.
@@ -22,20 +25,13 @@ def settle(site: Site, kinds: Sequence[type[Ensemble]], *, device: str) -> Ensem
     TransportUnavailableError says why there is none. Those that are not taken are closed.
     """
     offers = {kind.name: _offer(kind, site) for kind in kinds}
-    told = site.tell({name: dict(card) if ensemble else reason for name, (ensemble, card, reason) in offers.items()})
     taken: Ensemble | None = None
-    reasons: dict[str, str] = {}
-    for kind in kinds:
-        ensemble, _, _ = offers[kind.name]
-        reason = _first_refusal(kind.name, told)
-        if reason is None and ensemble is not None and taken is None:
-            reason = ensemble.refusal([one[kind.name] for one in told]) or _opened(ensemble, site, told)
-            if reason is None:
-                taken = ensemble
-        if ensemble is not None and ensemble is not taken:
-            ensemble.close()
-        if reason is not None:
-            reasons[kind.name] = reason
+    try:
+        taken, reasons = _chosen(offers, site)
+    finally:
+        for ensemble, _, _ in offers.values():
+            if ensemble is not None and ensemble is not taken:
+                ensemble.close()
     words = "; ".join(f"not {name}: {reason}" for name, reason in reasons.items())
     if taken is None:
         raise TransportUnavailableError(f"no way between the ranks' {device} tensors: {words}")
@@ -43,15 +39,32 @@ def settle(site: Site, kinds: Sequence[type[Ensemble]], *, device: str) -> Ensem
     return taken
 
 
-def _offer(kind: type[Ensemble], site: Site) -> tuple[Ensemble | None, Mapping[str, Any], str]:
+def _chosen(offers: Mapping[str, Offer], site: Site) -> tuple[Ensemble | None, dict[str, str]]:
+    """Meet the others; return the way that is taken, and why those before it are not."""
+    told = site.tell({name: reason or dict(card) for name, (_, card, reason) in offers.items()})
+    reasons: dict[str, str] = {}
+    for name, (ensemble, _, _) in offers.items():
+        reason = _first_refusal(name, told)
+        if reason is None:
+            assert ensemble is not None, "we told of a card"
+            reason = ensemble.refusal([one[name] for one in told]) or _opened(ensemble, site, told)
+        if reason is None:
+            return ensemble, reasons
+        reasons[name] = reason
+    return None, reasons
+
+
+def _offer(kind: type[Ensemble], site: Site) -> Offer:
+    """Make a way, and what the others must know of it; or say why it cannot be gone here."""
     reason = kind.probe()
     if reason is not None:
         return None, {}, reason
+    ensemble: Ensemble | None = None
     try:
         ensemble = kind(site)
         return ensemble, ensemble.card(), ""
     except Exception as cause:  # whatever a driver or a library says: it is the reason why not
-        return None, {}, f"{type(cause).__name__}: {cause}"
+        return ensemble, {}, f"{type(cause).__name__}: {cause}"
 
 
 def _first_refusal(name: str, told: Sequence[Mapping[str, Any]]) -> str | None:

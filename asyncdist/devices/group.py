@@ -6,6 +6,7 @@ then on each operation is a plan like any other, but its native collective is an
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -113,7 +114,7 @@ class DeviceGroup(Calls):
         self._host.mesh.recorder.add(entry)
         limit = seconds(how.get("timeout"), self.timeout)
         now = monotonic()
-        pending = Pending(DeviceWork(self._streams), plan, entry, now, now + limit)
+        pending = Pending(DeviceWork(self._streams, self._host.mesh.progress), plan, entry, now, now + limit)
         before = self._streams.mark()
         self._watch.add(pending)
         here = blocking or (self._ensemble is not None and not self._ensemble.blocks)
@@ -126,9 +127,12 @@ class DeviceGroup(Calls):
         """Do a call, on the line; a failure is the group's."""
         if self.error is not None:
             self._fail_one(pending, self.error)
-            return
-        try:
+        elif not pending.work.failed:  # the group may have been destroyed meanwhile
             self._site.deadline = pending.deadline
+            self._guarded(pending, do)
+
+    def _guarded(self, pending: Pending, do: Callable[[], None]) -> None:
+        try:
             do()
         except Exception as cause:
             self._fail(cause, pending)
@@ -167,7 +171,7 @@ class DeviceGroup(Calls):
             mark = self._streams.mark()
         mark.synchronize()
         sent = self._host._send(pinned, peer, tag, {"timeout": self._site.left})
-        sent.add_done_callback(lambda _: self._line.put(lambda: self._over(pending, sent, None)))
+        self._after(pending, sent, lambda: None)
 
     def _do_receive(self, tensor: torch.Tensor, peer: int | None, tag: int, pending: Pending, before: Mark) -> None:
         pinned = self._streams.pinned(tensor.numel(), tensor.dtype)
@@ -177,29 +181,30 @@ class DeviceGroup(Calls):
             self._streams.follow(before)
             tensor.detach().copy_(pinned.view(tensor.shape), non_blocking=True)
 
-        came.add_done_callback(lambda _: self._line.put(lambda: self._over(pending, came, copy_in)))
+        self._after(pending, came, copy_in)
 
-    def _over(self, pending: Pending, message: Work, last: Callable[[], None] | None) -> None:
-        """End a message, on the line, with what is left to be put into the queue."""
-        error = message.exception()
-        if error is not None:
-            self._fail(error, pending)
-            return
-        with self._streams.ours():
-            if last is not None:
+    def _after(self, pending: Pending, message: Work, last: Callable[[], None]) -> None:
+        """When a message is over, on the line, put what is left into the queue."""
+
+        def over() -> None:
+            value = message.result()
+            with self._streams.ours():
                 last()
-            mark = self._streams.mark()
-        pending.value = message.result()
-        pending.work.queued(pending.value, mark)
-        pending.mark = mark
+                mark = self._streams.mark()
+            pending.value = value
+            pending.work.queued(value, mark)
+            pending.mark = mark
+
+        message.add_done_callback(lambda _: self._line.put(functools.partial(self._guarded, pending, over)))
 
     # -- failing -------------------------------------------------------------------------------
 
     def _look_for_trouble(self, pending: Pending) -> None:
         if self._vigil is None and len(self.ranks) > 1:
             # Nobody sends what this waits for: while it is pending, the host group hears of a peer's death.
-            self._vigil = self._host._receive(torch.empty(1), None, _VIGIL_TAG, {"timeout": math.inf})
-            self._vigil.add_done_callback(lambda work: work.exception())
+            with contextlib.suppress(NotInitializedError):  # destroyed meanwhile
+                self._vigil = self._host._receive(torch.empty(1), None, _VIGIL_TAG, {"timeout": math.inf})
+                self._vigil.add_done_callback(lambda work: work.exception())
         ensemble = self._ensemble
         cause = self._host.error or (None if ensemble is None else ensemble.trouble())
         if cause is not None:
@@ -246,7 +251,12 @@ class DeviceGroup(Calls):
         error = GroupAbortedError("the group was destroyed")
         for pending in self._watch.take_all():
             self._fail_one(pending, error)
+        self._watch.close()
         self._host.close()
+        self._line.close(self._leave)
+
+    def _leave(self) -> None:
+        """Let go of the others, on the line: a call that is being done ends first."""
         if self._ensemble is not None:
             self._ensemble.close()
 

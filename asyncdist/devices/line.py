@@ -6,9 +6,12 @@ line's own, which comes when it is needed and goes when it is not.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable
+
+log = logging.getLogger("asyncdist")
 
 _LINGER = 5.0  # seconds for which the thread waits for another call
 
@@ -16,13 +19,14 @@ Call = Callable[[], None]
 
 
 class Line:
-    """Does calls in order, never two at a time. Calls report their own failures: what they raise is lost."""
+    """Does calls in order, never two at a time. Calls report their own failures: what they raise is only logged."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._calls: deque[Call] = deque()
         self._changed = threading.Condition()
         self._doing = False
+        self._ended = False
         self._thread: threading.Thread | None = None
 
     def put(self, call: Call, *, here: bool = False) -> None:
@@ -37,6 +41,13 @@ class Line:
         if here:
             self._do(call)
 
+    def close(self, last: Call) -> None:
+        """Have one more call done, here if none is before it; after it the thread goes."""
+        self.put(last, here=True)
+        with self._changed:
+            self._ended = True
+            self._changed.notify()
+
     def _wake(self) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
@@ -47,20 +58,28 @@ class Line:
     def _do(self, call: Call) -> None:
         try:
             call()
+        except Exception:  # the line must go on: others stand in it
+            log.exception("a call on a device's line failed")
         finally:
             with self._changed:
                 self._doing = False
                 if self._calls:
                     self._wake()
+                else:
+                    self._changed.notify()
 
     def _run(self) -> None:
         while True:
             with self._changed:
-                if not self._changed.wait_for(lambda: self._calls and not self._doing, _LINGER):
-                    if self._calls:
-                        continue  # somebody is still at the call before
+                self._changed.wait_for(self._due, _LINGER)
+                if self._doing:
+                    continue  # somebody is still at the call before
+                if not self._calls:
                     self._thread = None
                     return
                 call = self._calls.popleft()
                 self._doing = True
             self._do(call)
+
+    def _due(self) -> bool:
+        return not self._doing and (bool(self._calls) or self._ended)

@@ -42,6 +42,10 @@ class Streams(ABC):
         """Have what comes next in the caller's stream (within `ours`: in ours) wait for a mark."""
 
     @abstractmethod
+    def behind(self, mark: Mark) -> AbstractContextManager[object]:
+        """Put what torch does in this thread meanwhile behind a mark, and behind nothing else."""
+
+    @abstractmethod
     def capturing(self) -> bool:
         """Return whether the caller's stream is being captured into a graph."""
 
@@ -84,6 +88,12 @@ class CudaStreams(Streams):
     def follow(self, mark: Mark) -> None:
         assert isinstance(mark, torch.cuda.Event)
         torch.cuda.current_stream(self.device).wait_event(mark)
+
+    def behind(self, mark: Mark) -> AbstractContextManager[object]:
+        assert isinstance(mark, torch.cuda.Event)
+        stream = torch.cuda.Stream(self.device)  # one of torch's pool: made once, whoever asks
+        stream.wait_event(mark)
+        return torch.cuda.stream(stream)
 
     def capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()

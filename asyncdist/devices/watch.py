@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -14,8 +15,11 @@ from asyncdist.devices.streams import Mark
 from asyncdist.devices.work import DeviceWork
 from asyncdist.observe.recorder import Entry
 
+log = logging.getLogger("asyncdist")
+
 _SHORTEST, _LONGEST = 20e-6, 2e-3  # seconds between two looks, the longer the longer it has lasted
 _SLOW = 0.05  # seconds after which it is asked whether the peers are still there
+_LINGER = 5.0  # seconds for which the thread waits for another operation
 
 
 @dataclass(slots=True, eq=False)
@@ -32,7 +36,7 @@ class Pending:
 
 
 class Watch:
-    """Looks after pending operations, in a thread that is there while there are any.
+    """Looks after pending operations, in a thread that is there while there are any, and some seconds longer.
 
     ``slow(pending)`` is called again and again for the oldest one when it has lasted for some time; ``late(pending)``
     when its deadline has passed, ``broken(pending, cause)`` when the device reports a failure.
@@ -48,39 +52,56 @@ class Watch:
         self._name = name
         self._slow, self._late, self._broken = slow, late, broken
         self._pending: list[Pending] = []
-        self._lock = threading.Lock()
-        self._watched = False
+        self._changed = threading.Condition()
+        self._watched = self._closed = False
+        self._pause = _SHORTEST
 
     def add(self, pending: Pending) -> None:
         """Look after an operation until it is over."""
-        with self._lock:
+        with self._changed:
             self._pending.append(pending)
-            if not self._watched:
+            self._pause = _SHORTEST
+            if self._watched:
+                self._changed.notify()
+            else:
                 self._watched = True
                 threading.Thread(target=self._run, name=self._name, daemon=True).start()
 
     def take_all(self) -> list[Pending]:
-        """Return what is pending, and look after it no more."""
-        with self._lock:
+        """Return what the device has not done yet, and look after it no more; what it has done has ended well."""
+        with self._changed:
             pending, self._pending = self._pending, []
-        return pending
+        return [one for one in pending if not _ended_well(one)]
+
+    def close(self) -> None:
+        """Let the thread go as soon as nothing is pending."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
 
     def _run(self) -> None:
-        pause = _SHORTEST
-        while True:
-            with self._lock:
-                pending = list(self._pending)
-                if not pending:
-                    self._watched = False
-                    return
-            over = [self._look(one) for one in pending]
-            if any(over):
-                pause = _SHORTEST
-                continue
-            if monotonic() - pending[0].issued > _SLOW:
-                self._slow(pending[0])
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST)
+        while pending := self._next():
+            try:
+                self._look_at(pending)
+            except Exception:  # the others are still to be looked after
+                log.exception("looking after %r failed", pending[0].entry.op)
+
+    def _next(self) -> list[Pending]:
+        """Wait until something is pending; return it, or nothing when the thread is to go."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._pending or self._closed, _LINGER)
+            self._watched = bool(self._pending)
+            return list(self._pending)
+
+    def _look_at(self, pending: list[Pending]) -> None:
+        over = [self._look(one) for one in pending]
+        if any(over):
+            self._pause = _SHORTEST
+            return
+        if monotonic() - pending[0].issued > _SLOW:
+            self._slow(pending[0])
+        time.sleep(self._pause)
+        self._pause = min(2 * self._pause, _LONGEST)
 
     def _look(self, pending: Pending) -> bool:
         """Return whether an operation is over."""
@@ -90,13 +111,27 @@ class Watch:
             self._broken(pending, cause)
             return True
         if over:
-            with self._lock:
+            with self._changed:
                 if pending not in self._pending:
-                    return True  # taken, to be failed
+                    return True  # taken by somebody who has seen it as well
                 self._pending.remove(pending)
-            pending.entry.finished = perf_counter()
-            pending.work.finish(pending.value)
+            _end(pending)
             return True
         if monotonic() >= pending.deadline:
             self._late(pending)
         return False
+
+
+def _ended_well(pending: Pending) -> bool:
+    try:
+        if pending.mark is None or not pending.mark.query():
+            return False
+    except Exception:  # the device is broken: what it has not told us of yet has failed
+        return False
+    _end(pending)
+    return True
+
+
+def _end(pending: Pending) -> None:
+    pending.entry.finished = perf_counter()
+    pending.work.finish(pending.value)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
-from collections.abc import Generator
-from typing import Any
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from asyncdist.deadline import Timeout, seconds
 from asyncdist.devices.streams import Mark, Streams
 from asyncdist.errors import UsageError, WaitTimeoutError
 from asyncdist.work import Work
+
+if TYPE_CHECKING:
+    from asyncdist.progress import Progress
 
 
 class DeviceWork(Work):
@@ -20,34 +25,69 @@ class DeviceWork(Work):
     the data is there.
     """
 
-    def __init__(self, streams: Streams) -> None:
+    _queueing: ClassVar[threading.Lock] = threading.Lock()  # of any work: held for a moment
+
+    def __init__(self, streams: Streams, home: Progress | None = None) -> None:
         super().__init__(None)
         self._streams = streams
+        self._home = home
         self._queued = threading.Event()
         self._mark: Mark | None = None
+        self._on_queue: list[Callable[[], object]] | None = []
 
     # -- the line's side -----------------------------------------------------------------------
 
     def queued(self, value: Any, mark: Mark) -> None:
         """Note that everything the device is to do stands in its queues, up to ``mark``."""
         self._value, self._mark = value, mark
-        self._queued.set()
+        self._set_queued()
 
     def finish(self, value: Any = None, error: BaseException | None = None) -> None:
         if not self._done:
             super().finish(value, error)
-            self._queued.set()
+            self._set_queued()
             self.run_callbacks()
+
+    def _set_queued(self) -> None:
+        with self._queueing:
+            due, self._on_queue = self._on_queue or [], None
+        self._queued.set()
+        for call in due:
+            call()
+
+    # -- the queue -----------------------------------------------------------------------------
+
+    def when_queued(self, call: Callable[[], object]) -> None:
+        """Have something called, once, when the operation stands in the device's queue or has failed; keep it short."""
+        with self._queueing:
+            if self._on_queue is not None:
+                self._on_queue.append(call)
+                return
+        call()
+
+    def behind(self) -> AbstractContextManager[object]:
+        """Put what torch does in this thread meanwhile behind the operation, once it is in the queue, and only that."""
+        return contextlib.nullcontext() if self._mark is None else self._streams.behind(self._mark)
 
     # -- looking -------------------------------------------------------------------------------
 
     def is_completed(self) -> bool:
         """Return whether the device has done it, or it has failed."""
-        return self._done or (self._mark is not None and self._mark.query())
+        return self._done or self._is_passed()
+
+    def _is_passed(self) -> bool:
+        try:
+            return self._mark is not None and self._mark.query()
+        except Exception:  # the device has failed: who looks after the operation finds that out too
+            return False
+
+    @property
+    def failed(self) -> bool:
+        return self._error is not None
 
     def is_success(self) -> bool:
         """Return whether the device has done it."""
-        return self._error is None and self.is_completed()
+        return self.is_completed() and self._error is None
 
     def result(self) -> Any:
         """Return the value: tensors whose data is there for what waited; UsageError before `wait` could have returned."""
@@ -61,7 +101,7 @@ class DeviceWork(Work):
         """Order the caller's current stream behind the operation, and return True; the device goes on meanwhile.
 
         The host waits until the operation is in the device's queue, ``timeout`` seconds at most: WaitTimeoutError leaves
-        it going. Raises what the operation failed with.
+        it going. Raises what the operation failed with, and LoopThreadError where that needs the loop of this thread.
         """
         self._until_queued(timeout)
         self._outcome()
@@ -78,6 +118,8 @@ class DeviceWork(Work):
         self._outcome()
 
     def _until_queued(self, timeout: Timeout) -> None:
+        if self._home is not None and not self._queued.is_set():
+            self._home.refuse_loop_thread("this operation")
         limit = seconds(timeout)
         if not self._queued.wait(None if limit == math.inf else limit):
             raise WaitTimeoutError(

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AbstractContextManager
 
 import torch
 
+from asyncdist.config import Config
 from asyncdist.devices.ensemble import Ensemble
 from asyncdist.devices.group import DeviceGroup
 from asyncdist.devices.streams import Mark, Streams
 from asyncdist.group import Group
+from asyncdist.testing.cluster import world_of
 
 
 class PretendMark:
@@ -77,6 +79,11 @@ class PretendStreams(Streams):
         assert isinstance(mark, PretendMark)
         self._note("follow")
 
+    def behind(self, mark: Mark) -> AbstractContextManager[object]:
+        assert isinstance(mark, PretendMark)
+        self._note("behind")
+        return self._within()
+
     def capturing(self) -> bool:
         return self.captures
 
@@ -93,6 +100,27 @@ class PretendStreams(Streams):
     @property
     def uuid(self) -> str:
         return self._uuid
+
+
+@contextlib.asynccontextmanager
+async def devices_of(
+    size: int,
+    kinds: Sequence[type[Ensemble]] = (),
+    streams: Sequence[PretendStreams] | None = None,
+    *,
+    transport: str = "inproc",
+    timeout: float = 20.0,
+    config: Config | None = None,
+) -> AsyncIterator[list[DeviceGroup]]:
+    """Hold a world of ``size`` ranks in the running loop, as `world_of` does; gives their groups on pretended devices."""
+    each = streams or [PretendStreams() for _ in range(size)]
+    async with world_of(size, transport=transport, timeout=timeout, config=config) as groups:
+        devices = [device_group(group, kinds, its) for group, its in zip(groups, each, strict=True)]
+        try:
+            yield devices
+        finally:
+            for device in devices:
+                device.close()
 
 
 def device_group(

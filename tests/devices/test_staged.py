@@ -1,0 +1,133 @@
+"""Every collective on a pretended device, through pinned memory of the host, against plain arithmetic."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from asyncdist.config import Config
+from asyncdist.errors import GroupError, UsageError
+from asyncdist.ops import ReduceOp
+from asyncdist.testing.arithmetic import reductions
+from asyncdist.testing.devices import device_group, devices_of
+from asyncdist.testing.drills import between_two, drills, reducing
+
+MOVED = [torch.uint8, torch.bool, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.complex64]
+
+
+def of_a_device(made):
+    """Leave out the one operation that people call about hosts."""
+    return (drill for drill in made if drill.name != "monitored_barrier")
+
+
+async def run_through(groups, made):
+    for drill in of_a_device(made):
+        await asyncio.gather(*(work for group in groups for work in drill.start(group)))
+        drill.check()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+async def test_every_operation_over_every_transport(transport, size):
+    async with devices_of(size, transport=transport) as groups:
+        await run_through(groups, drills(size, 1000, torch.float32))
+        assert {group.way for group in groups} == {"staged"}
+
+
+@pytest.mark.parametrize("dtype", MOVED, ids=str)
+async def test_every_dtype(dtype):
+    async with devices_of(2, transport="shm") as groups:
+        await run_through(groups, drills(2, 333, dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32, torch.complex64], ids=str)
+async def test_every_reduction(dtype):
+    async with devices_of(3) as groups:
+        for op in reductions(dtype):
+            await run_through(groups, reducing(3, 50, dtype, op))
+
+
+@pytest.mark.parametrize("nbytes", [4, 64, 4096])
+async def test_large_tensors_go_in_pieces(transport, nbytes):
+    # Fewer pieces than go at once, as many, and many more; the last one is shorter.
+    config = replace(Config(), device_piece_nbytes=nbytes)
+    async with devices_of(2, transport=transport, config=config) as groups:
+        for count in (0, 1, 17, 257):
+            await run_through(groups, drills(2, count, torch.float32))
+
+
+async def test_ranks_whose_pieces_differ_are_told():
+    configs = [replace(Config(), device_piece_nbytes=nbytes) for nbytes in (64, 128)]
+    async with devices_of(2) as groups:
+        for group, config in zip(groups, configs, strict=True):
+            group._host.mesh.config = config
+        works = [group.all_reduce(torch.ones(4)) for group in groups]
+        for outcome in await asyncio.gather(*works, return_exceptions=True):
+            assert isinstance(outcome, GroupError)
+            assert "ASYNCDIST_DEVICE_PIECE_NBYTES is 64 on rank 0, but 128 on 1" in str(outcome)
+
+
+async def test_several_calls_in_flight(transport):
+    async with devices_of(3, transport=transport) as groups:
+        made = list(of_a_device(itertools.chain(drills(3, 100, torch.float32), between_two(3, 7, torch.int64))))
+        works = [work for drill in made for group in groups for work in drill.start(group)]
+        await asyncio.gather(*works)
+        for drill in made:
+            drill.check()
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_blocking_and_background_in_turn(together, transport, size):
+    """All ranks run the same calls; each waits as its turn says, and what one leaves going on the next one follows."""
+    made = list(of_a_device(drills(size, 200, torch.float32)))
+
+    def program(group):
+        on = device_group(group)
+        works = []
+        for turn, drill in enumerate(made):
+            # A receive stands in a drill before its send: only what has one operation a rank may block.
+            background = (turn + group.rank()) % 2 == 0 or "circle" in drill.name or "any" in drill.name
+            works += drill.start(on, background=background or "tags" in drill.name)
+        for work in works:
+            work.synchronize()
+        on.close()
+
+    together(size, program, transport=transport)
+    for drill in made:
+        drill.check()
+
+
+async def test_strided_and_empty_tensors():
+    async with devices_of(2) as groups:
+        whole = [torch.arange(12.0).reshape(3, 4) * (group.rank() + 1) for group in groups]
+        columns = [tensor.t()[1:3] for tensor in whole]
+        expected = torch.arange(12.0).reshape(3, 4).t()[1:3] * 3
+        await asyncio.gather(*(group.all_reduce(column) for group, column in zip(groups, columns, strict=True)))
+        assert all(torch.equal(column, expected) for column in columns)
+        assert torch.equal(whole[0][:, 0], torch.arange(12.0).reshape(3, 4)[:, 0])
+        await asyncio.gather(*(group.all_reduce(torch.empty(0)) for group in groups))
+
+
+async def test_a_message_into_a_strided_tensor():
+    async with devices_of(2) as (first, second):
+        sent, into = torch.arange(6.0).reshape(2, 3).t(), torch.zeros(6, 2)[::2]
+        await asyncio.gather(first.send(sent, 1), second.recv(into, 0))
+        assert torch.equal(into, sent)
+
+
+async def test_a_tensor_of_another_device_is_refused():
+    async with devices_of(2) as groups:
+        elsewhere = torch.empty(4, device="meta")
+        for call in (
+            lambda: groups[0].all_reduce(elsewhere),
+            lambda: groups[0].all_gather([torch.empty(4)] * 2, elsewhere),
+            lambda: groups[0].all_to_all([torch.empty(4)] * 2, [torch.empty(4), elsewhere]),
+            lambda: groups[0].send(elsewhere, 1),
+            lambda: groups[0].recv(elsewhere, 1),
+        ):
+            with pytest.raises((UsageError, ValueError), match="meta"):
+                call()
+        await asyncio.gather(*(group.all_reduce(torch.ones(1), ReduceOp.SUM) for group in groups))

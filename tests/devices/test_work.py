@@ -1,0 +1,332 @@
+"""What a caller of an operation on a device may rely on: in which order streams go, who waits for what, what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+import torch
+
+from asyncdist.devices.ensemble import nothing
+from asyncdist.devices.staged import Staged
+from asyncdist.errors import (
+    GroupAbortedError,
+    LoopThreadError,
+    NotInitializedError,
+    OperationTimeoutError,
+    UnsupportedError,
+    UsageError,
+    WaitTimeoutError,
+)
+from asyncdist.testing.devices import PretendStreams, device_group, devices_of
+from asyncdist.work import joined
+
+
+class Queued(Staged):
+    """A way whose calls are in the device's queue when they return, as NCCL's are: each adds one to what it is given."""
+
+    name = "queued"
+    blocks = False
+
+    def all_reduce(self, number, fingerprint, memories, how):
+        for memory in memories:
+            memory.tensor.add_(1)
+        return nothing()
+
+
+@pytest.fixture
+def alone(together):
+    """Run a program on one rank's device: ``alone(lambda group, streams: ...)``; kinds as they are wanted."""
+
+    def alone(program, kinds=(Queued,)):
+        def rank(group):
+            streams = PretendStreams()
+            on = device_group(group, kinds, streams)
+            try:
+                program(on, streams)
+            finally:
+                streams.release()
+                on.close()
+
+        together(1, rank)
+
+    return alone
+
+
+# -- streams ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kinds", [(), (Queued,)], ids=["staged", "queued"])
+def test_our_stream_follows_the_callers_before_anything_else(alone, kinds):
+    def program(group, streams):
+        group.all_reduce(torch.ones(4)).wait()
+        assert streams.log[:2] == [("mark", "caller"), ("follow", "ours")]
+        ours = [what for what, whose in streams.log if whose == "ours"]
+        assert ours.index("follow") < ours.index("mark")
+        assert ours[-1] == "mark"  # the last step: what comes after it in our stream is another call's
+
+    alone(program, kinds)
+
+
+def test_wait_has_the_callers_stream_follow_ours(alone):
+    def program(group, streams):
+        group.all_reduce(torch.ones(4)).synchronize()
+        streams.hold()
+        work = group.all_reduce(torch.ones(4))
+        before = len(streams.log)
+        assert work.wait()
+        assert streams.log[before:] == [("follow", "caller")]
+        assert not work.is_completed()  # and did not wait for the device
+        streams.release()
+        work.synchronize()
+        assert work.is_completed()
+        assert work.is_success()
+
+    alone(program)
+
+
+def test_what_comes_behind_an_operation_is_behind_nothing_else(alone):
+    def program(group, streams):
+        work = group.all_reduce(torch.ones(4))
+        work.wait()
+        with work.behind():
+            pass
+        assert streams.log[-1] == ("behind", "caller")
+
+    alone(program)
+
+
+def test_a_blocking_call_orders_the_callers_stream(alone):
+    def program(group, streams):
+        group.all_reduce(torch.ones(4)).wait()
+        streams.hold()
+        before = len(streams.log)
+        group.all_reduce(torch.ones(4), background=False)  # returns although the device is held
+        assert streams.log[before] == ("mark", "caller")
+        assert streams.log[-1] == ("follow", "caller")
+
+    alone(program)
+
+
+def test_calls_stand_in_our_stream_in_the_order_of_the_calls(alone):
+    def program(group, streams):
+        tensor = torch.zeros(1)
+        works = [group.all_reduce(tensor) for _ in range(50)]
+        for work in works:
+            work.wait()
+        assert tensor.item() == 50
+
+    alone(program)
+
+
+# -- waiting ----------------------------------------------------------------------------------------
+
+
+async def test_a_loop_turns_while_the_device_is_busy(eventually):
+    streams = [PretendStreams() for _ in range(2)]
+    async with devices_of(2, streams=streams) as groups:
+        await asyncio.gather(*(group.all_reduce(torch.ones(4)) for group in groups))  # the ranks have met
+        for each in streams:
+            each.hold()
+        ticks = 0
+
+        async def tick():
+            nonlocal ticks
+            while True:
+                await asyncio.sleep(0)
+                ticks += 1
+
+        ticker = asyncio.create_task(tick())
+        tensors = [torch.ones(4) for _ in groups]
+        waiting = [asyncio.ensure_future(_awaited(g.all_reduce(t))) for g, t in zip(groups, tensors, strict=True)]
+        await eventually(lambda: ticks > 200)
+        assert not any(one.done() for one in waiting)
+        for each in streams:
+            each.release()
+        for value, tensor in zip(await asyncio.gather(*waiting), tensors, strict=True):
+            assert value is tensor
+            assert torch.equal(tensor, torch.full((4,), 2.0))
+        ticker.cancel()
+
+
+async def _awaited(work):
+    return await work
+
+
+async def test_a_cancelled_await_leaves_the_operation_going():
+    streams = PretendStreams()
+    async with devices_of(1, [Queued], [streams]) as [group]:
+        await group.all_reduce(torch.ones(1))
+        streams.hold()
+        work = group.all_reduce(torch.ones(1))
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(_awaited(work), 0.01)
+        streams.release()
+        assert torch.equal(await work, torch.full((1,), 2.0))
+
+
+def test_results_and_limits_of_waiting(alone):
+    def program(group, streams):
+        streams.hold()
+        # Its pinned copy never comes down: the line is at it, so it stands in no queue yet.
+        work = group.all_reduce(torch.ones(4))
+        with pytest.raises(UsageError, match="still goes on"):
+            work.result()
+        with pytest.raises(WaitTimeoutError, match=r"not completed within 0\.01 s"):
+            work.wait(0.01)
+        with pytest.raises(WaitTimeoutError):
+            work.synchronize(0.01)
+        assert work.exception() is None
+        streams.release()
+        work.synchronize()
+        assert torch.equal(work.result(), torch.ones(4))
+
+    alone(program, ())
+
+
+def test_a_future_is_complete_when_the_data_is_there(alone, until):
+    def program(group, streams):
+        group.all_reduce(torch.ones(4)).wait()
+        streams.hold()
+        future = group.all_reduce(torch.ones(4)).get_future()
+        assert not future.done()
+        streams.release()
+        assert torch.equal(future.wait(), torch.full((4,), 2.0))
+
+    alone(program)
+
+
+def test_works_joined_are_waited_for_like_each_of_them(alone):
+    def program(group, streams):
+        group.all_reduce(torch.ones(4)).wait()
+        streams.hold()
+        tensors = [torch.ones(4), torch.zeros(2)]
+        whole = joined([group.all_reduce(tensor) for tensor in tensors])
+        streams.log.clear()
+        assert whole.wait()
+        assert streams.log == [("follow", "caller")] * 2
+        assert not whole.is_completed()
+        assert [tensor.sum().item() for tensor in whole.result()] == [8.0, 2.0]
+
+    alone(program)
+
+
+async def test_works_joined_can_be_awaited():
+    async with devices_of(2) as groups:
+        tensors = [[torch.ones(4), torch.ones(3)] for _ in groups]
+        works = [joined([g.all_reduce(one) for one in pair]) for g, pair in zip(groups, tensors, strict=True)]
+        await asyncio.gather(*works)
+        assert all(torch.equal(one, torch.full_like(one, 2)) for pair in tensors for one in pair)
+
+
+async def test_waiting_on_the_loop_that_would_do_it_is_refused():
+    streams = [PretendStreams() for _ in range(2)]
+    async with devices_of(2, streams=streams) as groups:
+        work = groups[0].all_reduce(torch.ones(1))  # its peer has not come
+        for wait in (work.wait, work.synchronize):
+            with pytest.raises(LoopThreadError):
+                wait()
+        with pytest.raises(LoopThreadError):
+            groups[0].barrier(background=False)
+        await asyncio.gather(work, groups[1].all_reduce(torch.ones(1)))
+
+
+# -- what is refused, and what fails -----------------------------------------------------------------
+
+
+def test_capture_into_a_graph_is_refused(alone):
+    def program(group, streams):
+        streams.captures = True
+        for call in (lambda: group.all_reduce(torch.ones(1)), group.barrier):
+            with pytest.raises(UnsupportedError, match="cannot be captured into a CUDA graph"):
+                call()
+        streams.captures = False
+        group.all_reduce(torch.ones(1)).wait()  # and nothing is left of it
+
+    alone(program)
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_a_device_that_is_held_for_ever_ends_in_a_timeout_on_all_ranks(together, background):
+    held = [PretendStreams() for _ in range(2)]
+
+    def program(group):
+        on = device_group(group, (), held[group.rank()])
+        on.all_reduce(torch.ones(4)).wait()
+        held[group.rank()].hold()
+        work = on.all_reduce(torch.ones(4), background=background, timeout=0.3)
+        with pytest.raises(OperationTimeoutError):
+            work.synchronize()
+        with pytest.raises((OperationTimeoutError, GroupAbortedError)):
+            on.all_reduce(torch.ones(4)).wait()  # the group is gone: nobody knows what the device has done of it
+        held[group.rank()].release()
+        on.close()
+
+    if background:
+        together(2, program)
+    else:
+        # A blocking call sits in the mark itself, until somebody lets the device go on.
+        timers = [threading.Timer(1.0, one.release) for one in held]
+        for timer in timers:
+            timer.start()
+        together(2, program)
+
+
+async def test_what_a_device_reports_is_told_to_everybody():
+    streams = [PretendStreams() for _ in range(3)]
+    async with devices_of(3, streams=streams) as groups:
+        await asyncio.gather(*(group.all_reduce(torch.ones(1)) for group in groups))
+        streams[1].broken = RuntimeError("an illegal memory access was encountered")
+        works = [group.barrier() for group in groups]
+        for outcome in await asyncio.gather(*works, return_exceptions=True):
+            assert isinstance(outcome, GroupAbortedError)
+            assert outcome.peer == 1
+            assert "an illegal memory access was encountered" in str(outcome)
+        for group in groups:
+            with pytest.raises(GroupAbortedError, match="illegal memory access"):
+                await group.barrier()
+
+
+async def test_a_failure_in_the_midst_of_a_call_is_told_to_everybody():
+    class Failing(Queued):
+        name = "failing"
+
+        def all_reduce(self, number, fingerprint, memories, how):
+            if self.site.rank == 1:
+                raise RuntimeError("out of pinned memory")
+            return super().all_reduce(number, fingerprint, memories, how)
+
+    streams = [PretendStreams() for _ in range(2)]
+    async with devices_of(2, [Failing], streams) as groups:
+        await asyncio.gather(*(group.barrier() for group in groups))
+        streams[0].hold()
+        works = [group.all_reduce(torch.ones(1)) for group in groups]
+        for outcome in await asyncio.gather(*works, return_exceptions=True):
+            assert isinstance(outcome, GroupAbortedError)
+            assert "rank 1 failed: out of pinned memory" in str(outcome)
+
+
+async def test_a_destroyed_group_fails_what_is_pending():
+    streams = [PretendStreams() for _ in range(2)]
+    async with devices_of(2, streams=streams) as groups:
+        await asyncio.gather(*(group.barrier() for group in groups))
+        streams[0].hold()
+        works = [groups[0].all_reduce(torch.ones(4)) for _ in range(3)]
+        groups[0].close()
+        for outcome in await asyncio.gather(*works, return_exceptions=True):
+            assert isinstance(outcome, GroupAbortedError)
+            assert "the group was destroyed" in str(outcome)
+        with pytest.raises(NotInitializedError, match="was destroyed"):
+            groups[0].barrier()
+        streams[0].release()
+
+
+async def test_different_calls_are_told_to_both():
+    async with devices_of(2) as groups:
+        await asyncio.gather(*(group.barrier() for group in groups))
+        works = [groups[0].all_reduce(torch.ones(4)), groups[1].broadcast(torch.ones(4), 0)]
+        for outcome in await asyncio.gather(*works, return_exceptions=True):
+            assert isinstance(outcome, Exception)
+            assert "all_reduce" in str(outcome)
+            assert "broadcast" in str(outcome)
