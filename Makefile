@@ -5,7 +5,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: train test fuzz lint types bench build clean
+.PHONY: train test test-gpu fuzz lint types bench build clean
 .DEFAULT_GOAL := train
 
 $(READY): pyproject.toml constraints.txt
@@ -18,6 +18,13 @@ train: $(READY)  ## train on real digits, two ranks, over our own transport
 
 test: $(READY)  ## run the tests
 	$(BIN)/python -m pytest -q
+
+# By the python that runs here if its torch has CUDA, else by the virtual environment if there is one: nothing is fetched.
+test-gpu:  ## run the tests that need a GPU; says why if they are skipped
+	@python=$(PYTHON); \
+	$$python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null \
+	    || { test ! -x $(BIN)/python || python=$(BIN)/python; }; \
+	PYTHONPATH=$(CURDIR):$(CURDIR)/transports $$python -m pytest -q -rs -c tests/gpu/pytest.ini tests/gpu
 
 fuzz: $(READY)  ## fuzz the parsers, a minute each; guided by coverage where atheris is installed
 	$(BIN)/python tests/fuzz/fuzz.py

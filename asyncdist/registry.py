@@ -1,13 +1,16 @@
 """Which transports there are: everything that is announced under the entry-point group ``asyncdist.transports``.
 
-Ours come in by the same door as a third party's.
+Ours come in by the same door as a third party's. Where the package was not installed, as in a checkout that somebody
+put into PYTHONPATH, the door is in the checkout's pyproject.toml.
 """
 
 from __future__ import annotations
 
 import logging
+import tomllib
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from asyncdist.errors import TransportUnavailableError, UsageError
@@ -21,13 +24,26 @@ log = logging.getLogger("asyncdist")
 GROUP = "asyncdist.transports"
 ENSEMBLES = "asyncdist.ensembles"
 
+_CHECKOUT = Path(__file__).resolve().parent.parent
+
 # Back ends of torch.distributed, by which old scripts ask for "whatever suits the device".
 _AUTO = frozenset(("auto", "gloo", "mpi", "nccl", "ucc", "undefined", "asyncdist"))
 
 
 @cache
 def _announced(group: str = GROUP) -> dict[str, EntryPoint]:
-    return {point.name: point for point in entry_points(group=group)}
+    announced = {point.name: point for point in entry_points(group=group)}
+    return {**_in_checkout(group), **announced}
+
+
+def _in_checkout(group: str) -> dict[str, EntryPoint]:
+    """Return what the pyproject.toml beside our package announces; nothing where there is none."""
+    try:
+        project = tomllib.loads((_CHECKOUT / "pyproject.toml").read_text(encoding="utf-8")).get("project", {})
+    except (OSError, ValueError):
+        return {}
+    ours = project.get("entry-points", {}).get(group, {}) if project.get("name") == "asyncdist" else {}
+    return {name: EntryPoint(name, value, group) for name, value in ours.items()}
 
 
 def names() -> list[str]:
@@ -74,16 +90,38 @@ def selected(backend: str | None) -> list[type[Transport]]:
 def ensembles(backend: str | None, device: str) -> list[type[Ensemble]]:
     """Return the ways between devices of a type that a ``backend`` argument stands for, the preferred first.
 
-    Those that cannot be loaded here are left out; ``"cuda:NAME"`` takes that one alone.
+    Those that cannot be loaded here are left out; ``"cuda:NAME"`` takes that one alone, and TransportUnavailableError says
+    why it cannot be had.
     """
     name = _by_device(backend).get(device, "auto")
-    announced = _announced(ENSEMBLES)
+    announced = ensemble_names()
     if name not in _AUTO | {"staged", *announced}:
-        known = ", ".join(sorted([*announced, "staged"]))
+        known = ", ".join([*announced, "staged"])
         raise TransportUnavailableError(f"there is no way {name!r} between {device} tensors; there are {known}")
-    wanted = sorted(announced) if name in _AUTO - announced.keys() else [name] if name in announced else []
-    loaded: list[type[Ensemble]] = [announced[one].load() for one in wanted]
+    if name in announced:  # torch's name for its back end too: who says nccl for a device means it
+        return [load_ensemble(name)]
+    loaded: list[type[Ensemble]] = []
+    for one in announced if name in _AUTO else ():
+        try:
+            loaded.append(load_ensemble(one))
+        except TransportUnavailableError as cause:
+            log.info("%s", cause)
     return sorted(loaded, key=lambda kind: -kind.preference)
+
+
+def ensemble_names() -> list[str]:
+    """Return the names of all announced ways between devices."""
+    return sorted(_announced(ENSEMBLES))
+
+
+@cache
+def load_ensemble(name: str) -> type[Ensemble]:
+    """Return the class of a way between devices; TransportUnavailableError if it cannot be loaded."""
+    try:
+        loaded: type[Ensemble] = _announced(ENSEMBLES)[name].load()
+    except ImportError as cause:
+        raise TransportUnavailableError(f"the way {name!r} between devices cannot be loaded: {cause}") from cause
+    return loaded
 
 
 def _for_cpu(backend: str | None) -> str:

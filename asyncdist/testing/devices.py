@@ -32,6 +32,8 @@ class PretendMark:
         return self._held.is_set()
 
     def synchronize(self) -> None:
+        if self._broken is not None:
+            raise self._broken
         self._held.wait()
 
 

@@ -1,0 +1,68 @@
+"""What the tests on a GPU share: why they are skipped where there is none, and pairs of ranks on one of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from asyncdist.testing.processes import Nursery
+
+PATIENCE = 120.0
+"""Seconds for one program: the first one also starts CUDA."""
+
+
+def missing() -> str | None:
+    """Return why nothing can be tested here; None if there is a GPU."""
+    if not torch.backends.cuda.is_built():
+        return f"torch {torch.__version__} is built without CUDA"
+    return None if torch.cuda.is_available() else f"torch {torch.__version__} sees no CUDA device"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    reason = missing()
+    if reason is not None:
+        pytest.skip(f"no test on a GPU: {reason}")
+
+
+@pytest.fixture(scope="session")
+def nursery():
+    with Nursery() as nursery:  # it never touches CUDA itself: what is forked off it may
+        yield nursery
+
+
+class Pair:
+    """Runs a function of `programs.py` on some ranks, each a process, all on one GPU."""
+
+    def __init__(self, nursery, folder):
+        self._nursery, self._folder = nursery, folder
+        self._worlds = 0
+
+    def start(self, function, *args, ranks=2):
+        """Start ``function(test, where, *args)`` on each rank; ``where`` is for ``init_process_group``."""
+        self._worlds += 1
+        meeting = (self._folder / f"world-{self._worlds}").as_uri()
+        return [
+            self._nursery.start(
+                Path(__file__).with_name("programs.py"),
+                function,
+                {"rank": rank, "world_size": ranks, "init_method": meeting, "timeout": 60.0},
+                *args,
+            )
+            for rank in range(ranks)
+        ]
+
+    def run(self, function, *args, ranks=2):
+        """Return what the ranks say at their end, by rank."""
+        started = self.start(function, *args, ranks=ranks)
+        said = [rank.hear(PATIENCE) for rank in started]
+        assert [rank.wait(PATIENCE) for rank in started] == [0] * ranks, [rank.output() for rank in started]
+        return said
+
+
+@pytest.fixture
+def pair(nursery, tmp_path):
+    yield Pair(nursery, tmp_path)
+    nursery.clear()

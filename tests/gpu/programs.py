@@ -1,0 +1,233 @@
+"""What ranks do in the tests on a GPU. ``test`` is the pipe to the test, ``where`` says which world to join."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+
+import torch
+
+import asyncdist
+from asyncdist import sync
+from asyncdist.errors import PeerLostError
+from asyncdist.testing.arithmetic import reductions, same
+from asyncdist.testing.drills import drills, reducing
+
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int16,
+    torch.uint8,
+    torch.bool,
+]
+BUSY = 20_000_000  # cycles: some milliseconds for which a device does nothing else in a stream
+
+
+class Moved:
+    """A group whose operations get their tensors on another device; it remembers them."""
+
+    def __init__(self, group, device):
+        self._group, self._device = group, device
+        self.tensors = []
+
+    def __getattr__(self, name):
+        wanted = getattr(self._group, name)
+        return (lambda *args, **how: wanted(*map(self._moved, args), **how)) if callable(wanted) else wanted
+
+    def _moved(self, value):
+        if isinstance(value, (list, tuple)):
+            return [self._moved(one) for one in value]
+        if not isinstance(value, torch.Tensor):
+            return value
+        self.tensors.append(value.to(self._device))
+        return self.tensors[-1]
+
+
+def _ways(group, device):
+    """Return by which way the group carries tensors on a device: to be shown, and to be seen in failures."""
+    return group.on(torch.device(device)).way if device.startswith("cuda") else None
+
+
+def every_drill(test, where, device, backend):
+    """Do each operation twice, on the device and in the host's memory, and compare what this rank has."""
+    size, compared = where["world_size"], 0
+    with sync.process_group(backend=backend, **where) as group:
+        counts = (1, 1000, 300_000) if device != "cpu" else (1, 1000)
+        cases = [(dtype, count) for dtype in DTYPES for count in counts]
+        for dtype, count in cases:
+            made = [itertools.chain(drills(size, count, dtype), *_more(size, count, dtype)) for _ in range(2)]
+            for on_host, on_device in zip(*made, strict=True):
+                if on_host.name == "monitored_barrier":
+                    continue
+                ours, theirs = Moved(group, "cpu"), Moved(group, device)
+                for work in on_host.start(ours):
+                    work.wait()
+                for work in on_device.start(theirs):
+                    work.wait()
+                assert len(ours.tensors) == len(theirs.tensors)
+                for expected, tensor in zip(ours.tensors, theirs.tensors, strict=True):
+                    assert same(tensor.cpu(), expected), on_host.name
+                    compared += 1
+        way = _ways(group, device)
+        sync.barrier()
+    test.send((way, compared))
+
+
+def _more(size, count, dtype):
+    return [reducing(size, count, dtype, op) for op in reductions(dtype)] if count == 1000 else []
+
+
+def streams(test, where, device, rounds):
+    """Work before and after in a stream of the user's, and not one wait on the host until the end."""
+    rank, size = where["rank"], where["world_size"]
+    with sync.process_group(**where) as group:
+        side = torch.cuda.Stream(device)
+        found = torch.zeros(rounds, 2, device=device)
+        side.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(side):
+            for number in range(rounds):
+                tensor = torch.zeros(100_000, device=device)
+                torch.cuda._sleep(BUSY // 20)
+                tensor += number + rank  # what the others must get: not there when the call is made
+                group.all_reduce(tensor).wait()
+                found[number, 0], found[number, 1] = tensor[0], tensor[-1]
+        side.synchronize()
+        expected = torch.tensor([size * number + size * (size - 1) / 2.0 for number in range(rounds)])
+        assert torch.equal(found.cpu(), expected.unsqueeze(1).expand(-1, 2))
+        sync.barrier()
+    test.send("right")
+
+
+def ticking(test, where, device):
+    """Await an operation behind work that takes long on the device, and count how often the loop turns meanwhile."""
+
+    async def main():
+        async with asyncdist.process_group(**where) as group:
+            tensor = torch.ones(1000, device=device)
+            await group.all_reduce(tensor)  # the ranks have met
+            latest, last, ticks = 0.0, time.monotonic(), 0
+
+            async def tick():
+                nonlocal latest, last, ticks
+                while True:
+                    await asyncio.sleep(0.001)
+                    now = time.monotonic()
+                    latest, last, ticks = max(latest, now - last), now, ticks + 1
+
+            ticker = asyncio.create_task(tick())
+            torch.cuda._sleep(10 * BUSY)
+            await group.all_reduce(tensor)
+            ticker.cancel()
+            # No wait on the host: the data is there.
+            assert torch.equal(tensor.cpu(), torch.full((1000,), float(where["world_size"] ** 2)))
+            await asyncdist.barrier()
+            return ticks, latest
+
+    test.send(asyncio.run(main()))
+
+
+def freed(test, where, device):
+    """Let go of an operation's tensors while it is in flight, and use as much memory at once."""
+    rank, size = where["rank"], where["world_size"]
+    with sync.process_group(**where) as group:
+        for number in range(30):
+            output = torch.zeros(size * 1_000_000, device=device)
+            torch.cuda._sleep(BUSY // 10)
+            work = group.all_gather_single(output, torch.full((1_000_000,), float(rank + number), device=device))
+            rubbish = [torch.full((1_000_000,), -1.0, device=device) for _ in range(4)]
+            work.wait()
+            expected = [float(one + number) for one in range(size)]
+            assert [part.unique().tolist() for part in output.chunk(size)] == [[value] for value in expected]
+            del rubbish
+        sync.barrier()
+    test.send("right")
+
+
+def two_groups(test, where, device):
+    """Have operations of two groups under way at once, and different devices' tensors in turn."""
+    ranks = list(range(where["world_size"]))
+    with sync.process_group(**where):
+        groups = [asyncdist.new_group(ranks), asyncdist.new_group(ranks[::-1])]
+        tensors = [[torch.full((50_000,), float(which + 1), device=on) for on in (device, "cpu")] for which in (0, 1)]
+        for _ in range(20):
+            works = [
+                group.all_reduce(tensor, asyncdist.ReduceOp.AVG)
+                for group, pair in zip(groups, tensors, strict=True)
+                for tensor in pair
+            ]
+            for work in works:
+                work.wait()
+        assert all((one == which + 1).all() for which, pair in enumerate(tensors) for one in pair)
+        sync.barrier()
+    test.send("right")
+
+
+def _model(device):
+    torch.manual_seed(0)
+    layers = [
+        torch.nn.Linear(64, 512),
+        torch.nn.Tanh(),
+        torch.nn.Linear(512, 512),
+        torch.nn.Tanh(),
+        torch.nn.Linear(512, 8),
+    ]
+    return torch.nn.Sequential(*layers).to(device)
+
+
+def _trained(model, device, mine, steps=10):
+    """Take steps on a part of each batch (``mine`` cuts it); return the weights."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    random = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        pictures, labels = torch.randn(32, 64, generator=random), torch.randint(8, (32,), generator=random)
+        optimizer.zero_grad()
+        output = model(mine(pictures).to(device))
+        torch.nn.functional.cross_entropy(output, mine(labels).to(device)).backward()
+        optimizer.step()
+    return [parameter.detach().cpu() for parameter in model.parameters()]
+
+
+def training(test, where, device, stock):
+    """Train with DDP, ours or torch's over our back end; every rank ends where one alone does with the whole batch."""
+    rank, size = where["rank"], where["world_size"]
+
+    def mine(batch):
+        return batch.chunk(size)[rank]
+
+    if stock:
+        from datetime import timedelta
+
+        import torch.distributed as dist
+
+        import asyncdist.torch_backend
+
+        dist.init_process_group("asyncdist", **{**where, "timeout": timedelta(seconds=60)})
+        trained = _trained(torch.nn.parallel.DistributedDataParallel(_model(device)), device, mine)
+        dist.barrier()
+        dist.destroy_process_group()
+    else:
+        with sync.process_group(**where):
+            trained = _trained(asyncdist.DistributedDataParallel(_model(device), bucket_cap_mb=0.25), device, mine)
+            sync.barrier()
+    for ours, alone in zip(trained, _trained(_model(device), device, lambda batch: batch), strict=True):
+        torch.testing.assert_close(ours, alone, rtol=1e-4, atol=1e-5)
+    test.send("right")
+
+
+def left_alone(test, where, device):
+    """Lose the peer in the midst of an operation on the device, and hear of it."""
+    with sync.process_group(**where) as group:
+        tensor = torch.ones(1000, device=device)
+        group.all_reduce(tensor).synchronize() if device != "cpu" else group.all_reduce(tensor).wait()
+        test.send("met")
+        if where["rank"] == 1:
+            test.recv()  # until it is killed
+        try:
+            group.all_reduce(tensor).wait()
+        except PeerLostError as error:
+            test.send((error.peer, str(error)))
+    torch.ones(3, device=device).sum().item()  # the survivor's device is unharmed

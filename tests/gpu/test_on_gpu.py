@@ -1,0 +1,55 @@
+"""Ranks on one GPU: one alone, and two processes, by whatever way they choose and by way of the host."""
+
+from __future__ import annotations
+
+import pytest
+
+pytestmark = [pytest.mark.gpu, pytest.mark.processes]
+
+CUDA = "cuda:0"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("backend", [None, "cpu:auto,cuda:staged"], ids=["auto", "staged"])
+def test_every_operation_gives_what_it_gives_on_the_host(pair, ranks, backend):
+    said = pair.run("every_drill", CUDA, backend, ranks=ranks)
+    ways = {way for way, _ in said}
+    assert len(ways) == 1, f"the ranks went different ways: {ways}"
+    assert ways == {"staged"} or backend is None
+    assert all(compared > 500 for _, compared in said)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_streams_are_ordered_without_the_host(pair, ranks):
+    assert pair.run("streams", CUDA, 100, ranks=ranks) == ["right"] * ranks
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_loop_turns_while_the_device_works(pair, ranks):
+    for ticks, latest in pair.run("ticking", CUDA, ranks=ranks):
+        assert ticks >= 10, f"{ticks} ticks, the latest {latest * 1e3:.1f} ms after the one before"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_tensors_may_be_let_go_of_while_they_are_in_flight(pair, ranks):
+    assert pair.run("freed", CUDA, ranks=ranks) == ["right"] * ranks
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_two_groups_and_tensors_of_host_and_device(pair, ranks):
+    assert pair.run("two_groups", CUDA, ranks=ranks) == ["right"] * ranks
+
+
+@pytest.mark.parametrize("stock", [False, True], ids=["our DDP", "torch's DDP on our back end"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_training_ends_where_one_process_does(pair, ranks, stock):
+    assert pair.run("training", CUDA, stock, ranks=ranks) == ["right"] * ranks
+
+
+def test_a_killed_peer_is_named(pair):
+    survivor, victim = pair.start("left_alone", CUDA)
+    assert [one.hear() for one in (survivor, victim)] == ["met", "met"]
+    victim.kill()
+    peer, words = survivor.hear()
+    assert peer == 1, words
+    assert survivor.wait() == 0, survivor.output()
