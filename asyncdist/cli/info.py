@@ -10,14 +10,14 @@ from asyncdist.collectives.choose import CANDIDATES
 _SIZES = "4,1K,16K,64K,256K,1M,4M,25M,100M"
 
 
-@click.command(short_help="Show versions, transports, addresses, settings; explain the choice of schedules.")
+@click.command(short_help="Show versions, transports, devices, addresses, settings; explain the choice of schedules.")
 @click.option(
     "--collective", type=click.Choice(list(CANDIDATES)), help="Explain which schedule this collective runs, and why."
 )
 @click.option("--ranks", default=2, show_default=True, type=click.IntRange(1), help="Ranks to explain it for.")
 @click.option("--sizes", default=_SIZES, show_default=True, callback=several.sizes, help="Bytes to explain it for.")
 def info(collective: str | None, ranks: int, sizes: tuple[int, ...]) -> None:
-    """Show versions, transports, addresses and settings; or explain the choice of schedules.
+    """Show versions, transports, ways between devices, addresses and settings; or explain the choice of schedules.
 
     \b
     asyncdist info
@@ -34,6 +34,7 @@ def info(collective: str | None, ranks: int, sizes: tuple[int, ...]) -> None:
         return
     show.versions(console)
     show.transports(console)
+    show.devices(console)
     show.addresses(console, config)
     show.settings(console, config)
     console.print("Which schedule runs at which size: [bold]asyncdist info --collective all_reduce --ranks 4[/]")

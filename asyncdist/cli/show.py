@@ -56,6 +56,45 @@ def transports(console: Console) -> None:
     console.print(table)
 
 
+def devices(console: Console) -> None:
+    """Show every way between devices and whether it can be gone here, and the devices that torch sees."""
+    table = _table(
+        "Ways between CUDA devices (the preferred first that all ranks can go)", "name", "usable here", "from"
+    )
+    ways: list[tuple[int, str, str | None, str]] = [(-1, "staged", _no_device(), "asyncdist.devices.staged.Staged")]
+    for name in registry.ensemble_names():
+        try:
+            kind = registry.load_ensemble(name)
+        except TransportUnavailableError as error:
+            ways.append((0, name, str(error), ""))
+            continue
+        ways.append((kind.preference, name, kind.probe(), f"{kind.__module__}.{kind.__qualname__}"))
+    for _, name, reason, origin in sorted(ways, key=lambda way: -way[0]):
+        table.add_row(name, "[green]yes[/]" if reason is None else f"[yellow]no[/]: {escape(reason)}", origin)
+    console.print(table)
+    if _no_device() is None:
+        _seen_devices(console)
+
+
+def _no_device() -> str | None:
+    """Return why there is no CUDA device for us, None if there is one."""
+    import torch
+
+    if not torch.backends.cuda.is_built():
+        return f"torch {torch.__version__} is built without CUDA"
+    return None if torch.cuda.is_available() else f"torch {torch.__version__} sees no CUDA device"
+
+
+def _seen_devices(console: Console) -> None:
+    import torch
+
+    table = _table(f"CUDA devices (CUDA {torch.version.cuda})", "device", "name", "UUID", "memory")
+    for index in range(torch.cuda.device_count()):
+        it = torch.cuda.get_device_properties(index)
+        table.add_row(f"cuda:{index}", escape(it.name), str(it.uuid), f"{it.total_memory / (1 << 30):.1f} GiB")
+    console.print(table)
+
+
 def addresses(console: Console, config: Config) -> None:
     """Show the addresses of this machine, and which one peers on other hosts are told."""
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.distributed as torch_distributed
 from torch.distributed import distributed_c10d
 
@@ -21,7 +22,8 @@ def register() -> None:
     """Make ``"asyncdist"`` a back end of torch.distributed. Idempotent."""
     backends: Any = torch_distributed.Backend
     if NAME.upper() not in backends._plugins:
-        backends.register_backend(NAME, make, extended_api=True, devices=["cpu"])
+        devices = ["cpu", "cuda"] if torch.backends.cuda.is_built() else ["cpu"]
+        backends.register_backend(NAME, make, extended_api=True, devices=devices)
     # torch 2.15 hooks its flight recorder into groups whose back end keeps none. We keep one, and a group that is a Python
     # object cannot take the hook.
     recording = getattr(c10d, "_FR_SELF_RECORDING_BACKENDS", None)

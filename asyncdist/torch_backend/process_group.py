@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as torch_distributed
@@ -17,6 +17,7 @@ import torch.distributed as torch_distributed
 from asyncdist import runtime
 from asyncdist import work as started
 from asyncdist.deadline import Timeout, seconds
+from asyncdist.devices.work import DeviceWork
 from asyncdist.errors import UsageError
 from asyncdist.group import Group
 from asyncdist.torch_backend.reductions import reduction_of
@@ -152,7 +153,20 @@ class ProcessGroup(torch_distributed.ProcessGroup):
         return self._run(self.group.all_to_all_single, [output], opts, output, input, *splits)
 
     def barrier(self, opts: Any = _UNSET) -> Work:
-        return self._run(self.group.barrier, [], opts)
+        devices = getattr(opts, "device_ids", None)
+        return self._run(self._barrier_on(devices[0]) if devices else self.group.barrier, [], opts)
+
+    def _barrier_on(self, index: int) -> Callable[..., started.Work]:
+        """Return what meets the others when a CUDA device has done what stood in its current stream."""
+        on = self.group.on(torch.device("cuda", index))
+
+        def barrier(background: bool = True, timeout: Timeout = None) -> started.Work:
+            work = on.barrier(background=background, timeout=timeout)
+            if not background:
+                cast(DeviceWork, work).synchronize()
+            return work
+
+        return barrier
 
     def monitored_barrier(self, timeout: Timeout = None, wait_all_ranks: bool = False) -> None:
         """Return when every rank has come; when ``timeout`` passes, rank 0's error names every rank that has not."""
@@ -186,7 +200,8 @@ class ProcessGroup(torch_distributed.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]
+        types = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+        return [torch.device(each) for each in types]
 
     def _get_backend(self, device: object) -> ProcessGroup:
         return self

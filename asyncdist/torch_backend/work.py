@@ -10,6 +10,7 @@ import torch
 import torch.distributed as torch_distributed
 
 from asyncdist import work as started
+from asyncdist.devices.work import DeviceWork
 from asyncdist.work import call_apart
 
 _NONE = timedelta(0)  # how torch spells "no timeout"
@@ -34,12 +35,13 @@ class Work(torch_distributed.Work):
     def wait(self, timeout: timedelta = _NONE) -> bool:
         """Block until the operation has ended and return True; raise what it failed with.
 
-        ``timeout`` limits the waiting only: WaitTimeoutError leaves the operation going.
+        On a device the current stream is ordered behind the operation instead, and the host goes on. ``timeout`` limits
+        the waiting only: WaitTimeoutError leaves the operation going.
         """
         return self._work.wait(timeout or None)
 
     def synchronize(self) -> None:
-        """Wait: on the CPU there is no stream that could do it for us."""
+        """Wait: on a device the current stream does it for us, on the CPU there is none."""
         self._work.wait()
 
     def is_completed(self) -> bool:
@@ -80,10 +82,28 @@ class Work(torch_distributed.Work):
             if self._work.is_success():
                 over.set_result(self._outputs)
                 self._future = over
+            elif isinstance(self._work, DeviceWork):
+                self._future = self._future_in_order(self._work)
             else:
                 self._future = over.then(lambda _: self.result())
                 self._work.add_done_callback(lambda _: call_apart(lambda: over.set_result(None)))
         return self._future
+
+    def _future_in_order(self, work: DeviceWork) -> torch.futures.Future[list[torch.Tensor]]:
+        """Return a future that is complete, as torch's own are, when the operation stands in the device's queue.
+
+        What its callbacks put into their streams, and what comes after its ``wait()``, is ordered behind the operation.
+        """
+        devices: Any = list({tensor.device for tensor in self._outputs if tensor.is_cuda})
+        queued: torch.futures.Future[Any] = torch.futures.Future(devices=devices)
+
+        def complete() -> None:
+            with work.behind():
+                queued.set_result(self._outputs)
+
+        future = queued.then(lambda _: self.result())
+        work.when_queued(lambda: call_apart(complete))
+        return future
 
     def held(self) -> HeldWork:
         """Return the same operation as a Work that lives until it is waited for, whoever else lets go of it."""

@@ -8,9 +8,14 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from asyncdist import registry
 from asyncdist.cli import main
 from asyncdist.collectives.choose import Model, explain
 from asyncdist.config import Config
+from asyncdist.devices.staged import Staged
+from asyncdist.errors import TransportUnavailableError
+
+DEVICES = torch.cuda.is_available()
 
 
 def info(*arguments: str, **environment: str) -> str:
@@ -31,6 +36,47 @@ def test_versions_transports_and_addresses():
     assert row(said, "tcp")[1:] == ["yes", "asyncdist_transports.tcp.transport.TcpTransport"]
     assert row(said, "inproc")[1] == "yes"
     assert "127.0.0.1" in said
+
+
+def test_each_way_between_devices_says_why_it_cannot_be_gone():
+    said = info()
+    assert row(said, "staged")[1:3] == (["yes", "asyncdist.devices.staged.Staged"] if DEVICES else ["no:", "torch"])
+    for name in registry.ensemble_names():
+        kind = registry.load_ensemble(name)
+        reason = kind.probe()
+        assert " ".join(row(said, name)[1:]).startswith("yes" if reason is None else f"no: {reason[:40]}")
+
+
+class Properties:
+    name, uuid, total_memory = "NVIDIA H100 [80GB]", "12345678-9abc", 80 << 30
+
+
+class Way(Staged):
+    name, preference = "teleport", 30
+
+
+def test_devices_that_are_there_are_listed(monkeypatch):
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Properties)
+    monkeypatch.setattr(registry, "ensemble_names", lambda: ["broken", "teleport"])
+    monkeypatch.setattr(registry, "load_ensemble", loaded)
+    said = info()
+    assert row(said, "cuda:1") == ["cuda:1", "NVIDIA", "H100", "[80GB]", "12345678-9abc", "80.0", "GiB"]
+    assert row(said, "staged")[1] == "yes"
+    assert row(said, "broken")[1:4] == ["no:", "it", "broke"]
+    order = [line.split()[0] for line in said.splitlines() if line.split()[:1] and line.split()[0] in ORDER]
+    assert order == ORDER
+
+
+ORDER = ["teleport", "broken", "staged"]
+
+
+def loaded(name):
+    if name == "broken":
+        raise TransportUnavailableError("it broke")
+    return Way
 
 
 def test_every_setting_with_its_value_and_default():
