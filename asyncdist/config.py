@@ -227,6 +227,18 @@ class Service:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class NcclSettings:
+    """What NCCL itself reads in the environment, as far as it matters to us: whether its calls wait until they are done."""
+
+    blocking: bool = True
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] | None = None) -> NcclSettings:
+        source = os.environ if environ is None else environ
+        return cls(source.get("NCCL_COMM_BLOCKING", "").strip() != "0")
+
+
 # By what a launcher sets for the processes that it starts, the names that it has for torchrun's.
 _LAUNCHERS = {
     "OMPI_COMM_WORLD_RANK": {  # Open MPI

@@ -1,0 +1,295 @@
+"""NCCL among the threads of one process: what ``cupy.cuda.nccl`` offers, over the host's memory, and strict about rules.
+
+Each rank is a thread. A call is over when it returns; it blocks until the other ranks have made theirs. AssertionError
+says which rule was broken: calls that differ between ranks, counts that do not fit, two threads in one communicator.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+UNIQUE_ID_NBYTES = 128
+_DTYPES = [
+    torch.int8, torch.uint8, torch.int32, torch.uint32, torch.int64, torch.uint64,
+    torch.float16, torch.float32, torch.float64, torch.bfloat16,
+]  # fmt: skip
+_AVERAGE = 4
+_KERNELS: list[Callable[..., Any]] = [np.add, np.multiply, np.maximum, np.minimum, np.add]
+_PATIENCE = 20.0  # seconds after which whoever waits for a peer gives up: the calls did not fit together
+
+
+class NcclError(RuntimeError):
+    """What cupy raises; it knows no status 7 and fails with a KeyError then."""
+
+    def __init__(self, status: int) -> None:
+        words = {1: "UNHANDLED_CUDA_ERROR", 3: "INTERNAL_ERROR", 4: "INVALID_ARGUMENT", 6: "REMOTE_ERROR"}
+        super().__init__(f"NCCL_ERROR_{words[status]}")
+        self.status = status
+
+
+class PretendNccl:
+    """Stands for the module. ``signed`` gives and takes unique ids as cupy 13 does, as a tuple of signed numbers.
+
+    ``communicators`` are all that were made; ``collected`` counts those that were dropped before they had ended.
+    """
+
+    NcclError = NcclError
+    available = True
+
+    def __init__(self, *, version: int = 22907, signed: bool = False) -> None:
+        self.signed = signed
+        self.communicators: list[PretendCommunicator] = []
+        self.collected = 0
+        self._version = version
+        self._numbers = itertools.count(1)
+        self._meetings: dict[bytes, _Meeting] = {}
+        self._lock = threading.Lock()
+        self._group = threading.local()
+        self.NcclCommunicator = type("NcclCommunicator", (PretendCommunicator,), {"nccl": self})
+
+    def get_version(self) -> int:
+        return self._version
+
+    def get_unique_id(self) -> bytes | tuple[int, ...]:
+        raw = (255 - next(self._numbers) % 256).to_bytes(1, "little") * UNIQUE_ID_NBYTES
+        return tuple(np.frombuffer(raw, np.int8).tolist()) if self.signed else raw
+
+    def groupStart(self) -> None:  # noqa: N802
+        assert self.calls is None, "groups are not nested here"
+        self._group.calls = []
+
+    def groupEnd(self) -> None:  # noqa: N802
+        calls, self._group.calls = self.calls, None
+        assert calls is not None, "groupEnd without groupStart"
+        _do(calls)
+
+    @property
+    def calls(self) -> list[_Call] | None:
+        """The calls of the group that this thread has begun, None if it has not."""
+        found: list[_Call] | None = getattr(self._group, "calls", None)
+        return found
+
+    def hang_up(self) -> None:
+        """Have whoever waits for a peer hear that it has gone, as where sockets are closed."""
+        for meeting in self._meetings.values():
+            with meeting.changed:
+                meeting.broken = True
+                meeting.changed.notify_all()
+
+    def meeting(self, unique_id: bytes, size: int) -> _Meeting:
+        with self._lock:
+            return self._meetings.setdefault(unique_id, _Meeting(size))
+
+
+class _Meeting:
+    """The ranks of one communicator, and what is on its way between them."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.changed = threading.Condition()
+        self.broken = False
+        self.ranks: set[int] = set()
+        self.messages: dict[tuple[int, int], deque[bytes]] = defaultdict(deque)
+        self.collectives: dict[int, dict[int, tuple[Any, bytes]]] = defaultdict(dict)
+
+
+class PretendCommunicator:
+    """One rank's communicator. ``log`` holds its calls as they were made, with the stream.
+
+    ``broken`` is the status that `check_async_error` raises, ``background`` makes it end as calls do that do not block.
+    """
+
+    nccl: PretendNccl
+
+    def __init__(self, size: int, unique_id: Any, rank: int) -> None:
+        if not isinstance(unique_id, tuple if self.nccl.signed else bytes):
+            raise TypeError("Argument 'commId' has incorrect type")
+        assert len(unique_id) == UNIQUE_ID_NBYTES
+        assert 0 <= rank < size
+        self.rank, self.size = rank, size
+        self.log: list[tuple[Any, ...]] = []
+        self.broken = 0
+        self.background = False
+        self.ended = ""
+        self.inside: threading.Thread | None = None
+        self.number = 0
+        self.nccl.communicators.append(self)
+        self.meeting = self.nccl.meeting(bytes(number & 0xFF for number in unique_id), size)
+        with self.meeting.changed:
+            assert rank not in self.meeting.ranks, f"two ranks {rank}"
+            self.meeting.ranks.add(rank)
+            self.meeting.changed.notify_all()
+            self.wait_for(lambda: len(self.meeting.ranks) == size)
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        if name not in _CALLS:
+            raise AttributeError(name)
+        return lambda *arguments: self._call(name, arguments)
+
+    def _call(self, name: str, arguments: tuple[Any, ...]) -> None:
+        assert all(type(argument) is int for argument in arguments), f"{name}{arguments}: cupy takes numbers only"
+        if self.background:
+            raise KeyError(7)
+        if self.ended:
+            raise NcclError(4)
+        self.log.append((name, *arguments))
+        call = _Call(self, name, arguments)
+        calls = self.nccl.calls
+        if calls is None:
+            _do([call])
+        else:
+            calls.append(call)
+
+    def check_async_error(self) -> None:
+        if self.background:
+            raise KeyError(7)
+        if self.broken or self.ended:
+            raise NcclError(self.broken or 4)
+
+    def destroy(self) -> None:
+        assert self.inside is None, "destroyed while somebody is inside"
+        self._end("destroyed")
+
+    def abort(self) -> None:
+        self._end("aborted")
+
+    def _end(self, how: str) -> None:
+        if "meeting" in self.__dict__:  # not if it was never made
+            with self.meeting.changed:
+                self.ended = self.ended or how
+                for round_ in self.meeting.collectives.values():
+                    if len(round_) < self.size:  # who comes now does not find us
+                        round_.pop(self.rank, None)
+                self.meeting.changed.notify_all()
+
+    def __del__(self) -> None:
+        if "meeting" in self.__dict__ and not self.ended:
+            self.nccl.collected += 1
+
+    def wait_for(self, true: Callable[[], bool]) -> None:
+        """Wait, holding ``meeting.changed``, until something is so; NcclError if we are aborted meanwhile."""
+        meeting = self.meeting
+        over = meeting.changed.wait_for(lambda: true() or bool(self.ended) or meeting.broken, _PATIENCE)
+        assert over, "a peer never came"
+        if not true():
+            raise NcclError(6 if meeting.broken else 3)
+
+
+# -- calls ------------------------------------------------------------------------------------------
+
+# The arguments of each, but for the stream at the end.
+_CALLS = {
+    "send": ("buffer", "count", "type", "peer"),
+    "recv": ("buffer", "count", "type", "peer"),
+    "broadcast": ("send", "recv", "count", "type", "root"),
+    "reduce": ("send", "recv", "count", "type", "op", "root"),
+    "allReduce": ("send", "recv", "count", "type", "op"),
+    "allGather": ("send", "recv", "count", "type"),
+    "reduceScatter": ("send", "recv", "count", "type", "op"),
+}
+
+
+class _Call:
+    """A call of one rank: it first gives what the others need, then takes what it needs of them."""
+
+    def __init__(self, communicator: PretendCommunicator, name: str, arguments: Sequence[int]) -> None:
+        names = (*_CALLS[name], "stream")
+        assert len(arguments) == len(names), f"{name} takes {names}"
+        self.communicator, self.name = communicator, name
+        self.given = dict(zip(names, arguments, strict=True))
+        self.dtype = _DTYPES[self.given["type"]]
+        self.nbytes = self.given["count"] * self.dtype.itemsize
+        for what in ("peer", "root"):
+            assert 0 <= self.given.get(what, 0) < communicator.size
+        assert self.given.get("peer") != communicator.rank, "a message to oneself"
+        self.number = 0
+
+    def give(self) -> None:
+        us, meeting = self.communicator, self.communicator.meeting
+        if self.name == "recv":
+            return
+        if self.name == "send":
+            meeting.messages[us.rank, self.given["peer"]].append(_read(self.given["buffer"], self.nbytes))
+            return
+        agreed = {key: self.given[key] for key in ("count", "type", "op", "root") if key in self.given}
+        self.number = us.number = us.number + 1
+        nbytes = self.nbytes * (us.size if self.name == "reduceScatter" else 1)
+        sends = self.name != "broadcast" or us.rank == self.given["root"]
+        data = _read(self.given["send"], nbytes) if sends else b""
+        meeting.collectives[self.number][us.rank] = (self.name, agreed), data
+
+    def take(self) -> None:
+        us, meeting = self.communicator, self.communicator.meeting
+        if self.name == "send":
+            return
+        if self.name == "recv":
+            messages = meeting.messages[self.given["peer"], us.rank]
+            us.wait_for(lambda: bool(messages))
+            data = messages.popleft()
+            assert len(data) == self.nbytes, f"{len(data)} bytes were sent where {self.nbytes} are expected"
+            _write(self.given["buffer"], data)
+            return
+        round_ = meeting.collectives[self.number]
+        us.wait_for(lambda: len(round_) == us.size)
+        for what, _ in round_.values():
+            assert what == round_[us.rank][0], f"ranks differ: {[each for each, _ in round_.values()]}"
+        if self.name != "reduce" or us.rank == self.given["root"]:
+            _write(self.given["recv"], self._result([round_[rank][1] for rank in range(us.size)]))
+
+    def _result(self, data: list[bytes]) -> bytes:
+        if self.name == "broadcast":
+            return data[self.given["root"]]
+        if self.name == "allGather":
+            return b"".join(data)
+        if self.name == "reduceScatter":
+            start = self.communicator.rank * self.nbytes
+            data = [each[start : start + self.nbytes] for each in data]
+        return _reduced(data, self.dtype, self.given["op"])
+
+
+def _do(calls: Sequence[_Call]) -> None:
+    """Do calls of one rank together."""
+    if not calls:
+        return
+    us = calls[0].communicator
+    with us.meeting.changed:
+        assert us.inside is None, f"{us.inside} is inside the communicator already"
+        us.inside = threading.current_thread()
+        try:
+            for call in calls:
+                call.give()
+            us.meeting.changed.notify_all()
+            for call in calls:
+                call.take()
+        finally:
+            us.inside = None
+
+
+def _read(place: int, nbytes: int) -> bytes:
+    assert place, "memory at address 0"
+    return ctypes.string_at(place, nbytes)
+
+
+def _write(place: int, data: bytes) -> None:
+    assert place, "memory at address 0"
+    ctypes.memmove(place, data, len(data))
+
+
+def _reduced(data: Sequence[bytes], dtype: torch.dtype, operation: int) -> bytes:
+    """Reduce what the ranks gave, in their order; averages as NCCL does, by multiplying first."""
+    tensors = [torch.frombuffer(bytearray(each), dtype=dtype) for each in data]
+    arrays = [(each.float() if dtype is torch.bfloat16 else each).numpy() for each in tensors]
+    if operation == _AVERAGE:
+        arrays = [each * each.dtype.type(1 / len(arrays)) for each in arrays]
+    result = arrays[0].copy()
+    for each in arrays[1:]:
+        _KERNELS[operation](result, each, out=result)
+    return torch.from_numpy(result).to(dtype).view(torch.uint8).numpy().tobytes()

@@ -1,0 +1,628 @@
+"""Ranks with a device each and NCCL between them, without a device: a pretended NCCL that moves the bytes and is strict.
+
+Ranks are threads. What real hardware adds is in tests/gpu.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import contextlib
+import gc
+import itertools
+import threading
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from asyncdist.config import NcclSettings
+from asyncdist.errors import AsyncdistError, GroupAbortedError, OperationTimeoutError, TransportUnavailableError
+from asyncdist.ops import ReduceOp, premul_sum
+from asyncdist.testing.arithmetic import UNREDUCED, reductions
+from asyncdist.testing.cluster import run_ranks
+from asyncdist.testing.devices import PretendStreams, device_group
+from asyncdist.testing.drills import drills, moving, reducing
+from asyncdist.testing.nccl import PretendNccl
+from asyncdist_transports.nccl import Nccl, communicator, ensemble, library
+from asyncdist_transports.nccl.library import Library, Numbers, numbers_of
+
+REDUCED = [
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64,
+    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex32, torch.complex64, torch.complex128,
+    torch.float8_e4m3fn, torch.float8_e5m2,
+]  # fmt: skip
+STREAM = 0x5EED
+
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support")
+
+
+class RanksStreams(PretendStreams):
+    """The device of one rank; it knows which tensors it was told to keep."""
+
+    def __init__(self, rank):
+        super().__init__(f"GPU-{rank}")
+        self.rank = rank
+        self.kept = set()
+
+    def keep(self, tensor):
+        super().keep(tensor)
+        self.kept.add(tensor.data_ptr())
+
+    @property
+    def handle(self):
+        return STREAM + self.rank
+
+
+def way(nccl):
+    """Return Nccl over a pretended one."""
+    made = Library(nccl)
+    return type("NcclOfTest", (Nccl,), {"load": staticmethod(lambda: made)})
+
+
+@pytest.fixture
+def run(until):
+    """Run ``program(group)`` on the device of each rank, and see that every communicator ends as it should."""
+
+    def run(size, program, *, nccl=None, streams=None, ends=("destroyed",), transport="inproc", after=lambda: None):
+        nccl = nccl or PretendNccl()
+        devices = streams or [RanksStreams(rank) for rank in range(size)]
+        kinds = [way(nccl)]
+
+        ended = threading.Barrier(size)  # whoever leaves while others are at work is lost to them
+
+        def rank(group):
+            device = device_group(group, kinds, devices[group.rank()])
+            try:
+                result = program(device)
+                with contextlib.suppress(threading.BrokenBarrierError):
+                    ended.wait(20)
+                return result
+            except BaseException:
+                ended.abort()
+                raise
+            finally:
+                device.close()
+
+        try:
+            return run_ranks(size, rank, transport=transport)
+        finally:
+            after()
+            until(lambda: all(made.ended for made in nccl.communicators))
+            assert {made.ended for made in nccl.communicators} <= set(ends)
+            assert not nccl.collected
+            for made in nccl.communicators:
+                assert {call[-1] for call in made.log} <= {STREAM + made.rank}, "not in our stream"
+                if made.ended == "destroyed":
+                    assert not any(made.meeting.messages.values()), "sent, and never received"
+
+    return run
+
+
+def drilled(made, run, size, **how):
+    """Run through drills, one after the other on every rank, and check them."""
+    todo = [drill for drill in made if drill.name != "monitored_barrier"]
+
+    def program(group):
+        for drill in todo:
+            for work in drill.start(group):
+                work.wait()
+        return group.way
+
+    assert set(run(size, program, **how)) == {"nccl"}
+    for drill in todo:
+        drill.check()
+
+
+# -- collectives --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_every_collective(size, run):
+    drilled([drill for count in (0, 1, 300) for drill in drills(size, count, torch.float32)], run, size)
+
+
+@pytest.mark.parametrize("dtype", [*REDUCED, *sorted(UNREDUCED, key=str)], ids=str)
+def test_every_dtype_is_moved(dtype, run):
+    drilled(moving(3, 77, dtype), run, 3)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("dtype", REDUCED, ids=str)
+def test_every_reduction(dtype, size, run):
+    drilled([drill for op in reductions(dtype) for drill in reducing(size, 50, dtype, op)], run, size)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int16, torch.uint16, torch.float8_e5m2, torch.complex64], ids=str)
+def test_alone_too(dtype, run):
+    drilled([drill for op in reductions(dtype) for drill in reducing(1, 50, dtype, op)], run, 1)
+
+
+def test_contributions_go_in_pieces_where_they_find_no_room(run, monkeypatch):
+    monkeypatch.setattr(ensemble, "_SCRATCH_NBYTES", 3 * 2 * 16)  # 16 elements of three ranks
+    for count in (1, 15, 16, 17, 100):
+        drilled(reducing(3, count, torch.int16, ReduceOp.BXOR), run, 3)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_over_other_transports_of_the_host(transport, run):
+    drilled(drills(3, 100, torch.float32), run, 3, transport=transport)
+
+
+def test_many_in_flight_background_and_blocking_in_turn(run):
+    todo = [d for count in (1, 300) for d in drills(3, count, torch.float32) if d.name != "monitored_barrier"]
+
+    def program(group):
+        works = [
+            work for n, drill in enumerate(todo) for work in drill.start(group, background=(n + group.rank()) % 3 != 0)
+        ]
+        for work in works:
+            work.wait()
+
+    run(3, program)
+    for drill in todo:
+        drill.check()
+
+
+@pytest.mark.parametrize("joined", [0, 1, 2])
+def test_ranks_may_lay_out_their_lists_differently(joined, run):
+    """What lies in one piece on some ranks only must not make them call something else than the others."""
+
+    def program(group):
+        rank, size = group.rank(), group.size()
+
+        def room():
+            return list(torch.zeros(size * 4).split(4)) if rank <= joined else [torch.zeros(4) for _ in range(size)]
+
+        gathered, inputs, own = room(), room(), torch.zeros(4)
+        group.all_gather(gathered, torch.full((4,), float(rank))).wait()
+        for place, tensor in enumerate(inputs):
+            tensor.fill_(10 * rank + place)
+        group.reduce_scatter(own, inputs).wait()
+        return [tensor[0].item() for tensor in gathered], own.tolist()
+
+    for rank, (gathered, own) in enumerate(run(3, program)):
+        assert gathered == [0, 1, 2]
+        assert own == [10 * (0 + 1 + 2) + 3 * rank] * 4
+
+
+def test_in_place_gathers_and_scatters(run):
+    def program(group):
+        rank, size = group.rank(), group.size()
+        whole = torch.arange(size * 3.0) * (rank + 1)
+        group.reduce_scatter_single(whole[3 * rank : 3 * rank + 3], whole).wait()
+        group.all_gather_single(whole, whole[3 * rank : 3 * rank + 3]).wait()
+        return whole.tolist()
+
+    assert run(3, program) == [[6.0 * number for number in range(9)]] * 3
+
+
+# -- what is asked of NCCL ----------------------------------------------------------------------------
+
+
+def asked(run, size, call, rank=0):
+    """Return what one rank asks of NCCL for a call: names, and arguments but for buffers and stream."""
+    nccl = PretendNccl()
+    run(size, lambda group: call(group).wait(), nccl=nccl)
+    log = next(made.log for made in nccl.communicators if made.rank == rank)
+    first, *calls = log
+    assert (first[0], first[3:6]) == ("allReduce", (1, 1, 0)), "it is tried out when it is made"
+    return [(name, *rest[1 if name in ("send", "recv") else 2 : -1]) for name, *rest in calls]
+
+
+def listed(group, count):
+    return [torch.zeros(count) for _ in range(group.size())]
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        (lambda g: g.all_reduce(torch.ones(5)), [("allReduce", 5, 7, 0)]),
+        (lambda g: g.all_reduce(torch.ones(5), ReduceOp.AVG), [("allReduce", 5, 7, 0)]),
+        (lambda g: g.all_reduce(torch.ones(5, dtype=torch.complex128)), [("allReduce", 10, 8, 0)]),
+        (lambda g: g.all_reduce(torch.ones(5, dtype=torch.bool)), [("allGather", 5, 1)]),
+        (lambda g: g.all_reduce(torch.ones(5), premul_sum(2.0)), [("allReduce", 5, 7, 0)]),
+        (lambda g: g.all_reduce_coalesced([torch.ones(2), torch.ones(0), torch.ones(3)], ReduceOp.MAX),
+         [("allReduce", 2, 7, 2), ("allReduce", 3, 7, 2)]),
+        (lambda g: g.reduce(torch.ones(5, dtype=torch.bfloat16), 1, ReduceOp.MIN), [("reduce", 5, 9, 3, 1)]),
+        (lambda g: g.reduce(torch.ones(5, dtype=torch.int16), 0), [("recv", 10, 1, 1), ("recv", 10, 1, 2)]),
+        (lambda g: g.reduce(torch.ones(5, dtype=torch.int16), 1), [("send", 10, 1, 1)]),
+        (lambda g: g.reduce_scatter(torch.ones(4), [torch.ones(4)] * 3), [("reduceScatter", 4, 7, 0)]),
+        (lambda g: g.reduce_scatter(torch.ones(4 + g.rank()), [torch.ones(4 + r) for r in range(3)]),
+         [("reduce", 4, 7, 0, 0), ("reduce", 5, 7, 0, 1), ("reduce", 6, 7, 0, 2)]),
+        (lambda g: g.broadcast(torch.ones(5), 2), [("broadcast", 20, 1, 2)]),
+        (lambda g: g.broadcast(torch.ones(0), 2), []),
+        (lambda g: g.all_gather(listed(g, 5), torch.ones(5)), [("allGather", 20, 1)]),
+        (lambda g: g.all_gather([torch.ones(r) for r in range(3)], torch.ones(g.rank())),
+         [("broadcast", 4, 1, 1), ("broadcast", 8, 1, 2)]),
+        (lambda g: g.gather(torch.ones(5), listed(g, 5) if g.rank() == 0 else None, 0),
+         [("recv", 20, 1, 1), ("recv", 20, 1, 2)]),
+        (lambda g: g.scatter(torch.ones(5), listed(g, 5) if g.rank() == 1 else None, 1), [("recv", 20, 1, 1)]),
+        (lambda g: g.all_to_all(listed(g, 5), listed(g, 5)),
+         [("send", 20, 1, 1), ("send", 20, 1, 2), ("recv", 20, 1, 1), ("recv", 20, 1, 2)]),
+        (lambda g: g.barrier(), [("allReduce", 1, 1, 0)]),
+    ],
+)  # fmt: skip
+def test_what_rank_0_of_3_asks_for(call, expected, run):
+    assert asked(run, 3, call) == expected
+
+
+def test_a_power_of_two_averages_by_nccl(run):
+    assert asked(run, 4, lambda group: group.all_reduce(torch.ones(5), ReduceOp.AVG)) == [("allReduce", 5, 7, 4)]
+
+
+@pytest.mark.parametrize(
+    ("op", "dtype", "size", "expected"),
+    [
+        (ReduceOp.SUM, torch.float32, 3, Numbers(7, 1, 0, False)),
+        (ReduceOp.PRODUCT, torch.uint64, 3, Numbers(5, 1, 1, False)),
+        (ReduceOp.MAX, torch.float16, 3, Numbers(6, 1, 2, False)),
+        (ReduceOp.MIN, torch.uint8, 3, Numbers(1, 1, 3, False)),
+        (ReduceOp.AVG, torch.float32, 8, Numbers(7, 1, 4, False)),
+        (ReduceOp.AVG, torch.float32, 6, Numbers(7, 1, 0, True)),
+        (ReduceOp.AVG, torch.bfloat16, 1, Numbers(9, 1, 4, False)),
+        (ReduceOp.SUM, torch.complex32, 3, Numbers(6, 2, 0, False)),
+        (ReduceOp.AVG, torch.complex64, 3, Numbers(7, 2, 0, True)),
+        (ReduceOp.AVG, torch.complex64, 4, Numbers(7, 2, 4, False)),
+        (ReduceOp.PRODUCT, torch.complex64, 4, None),
+        (ReduceOp.BXOR, torch.int32, 4, None),
+        (ReduceOp.SUM, torch.bool, 4, None),
+        (ReduceOp.SUM, torch.int16, 4, None),
+        (ReduceOp.SUM, torch.float8_e4m3fn, 4, None),
+    ],
+)
+def test_numbers_of_types_and_operations(op, dtype, size, expected):
+    assert numbers_of(op, dtype, size) == expected
+
+
+def test_what_our_stream_uses_is_kept(run):
+    streams = [RanksStreams(rank) for rank in range(3)]
+
+    def program(group):
+        rank, size = group.rank(), group.size()
+        single, own = torch.ones(4), torch.ones(4)
+        lists = [[torch.ones(4) for _ in range(size)] for _ in range(7)]
+        group.all_reduce(single).wait()
+        group.broadcast(own, 0).wait()
+        group.all_gather(lists[0], own).wait()
+        group.reduce_scatter(single, lists[1]).wait()
+        group.all_to_all(lists[2], lists[3]).wait()
+        group.gather(own, lists[4] if rank == 0 else None, 0).wait()
+        group.scatter(own, lists[5] if rank == 0 else None, 0).wait()
+        mine = [single, own, *itertools.chain(*lists[:4])]
+        if rank == 0:
+            mine += [*lists[4][1:], *lists[5][1:]]  # its own is not moved
+        return {tensor.data_ptr() for tensor in mine} - streams[rank].kept
+
+    assert run(3, program, streams=streams) == [set()] * 3
+    assert all(("keep", "caller") not in each.log for each in streams)
+
+
+# -- which ranks can go this way ----------------------------------------------------------------------
+
+
+def site_of(size=2):
+    """Return a place to stand for what asks nothing of it."""
+    return SimpleNamespace(rank=0, size=size, streams=PretendStreams(), host=SimpleNamespace(error=None), machine="m")
+
+
+def card(device="a", machine="m", version=22907):
+    return {"machine": machine, "device": device, "version": version}
+
+
+@pytest.mark.parametrize(
+    ("cards", "reason"),
+    [
+        ([card("a"), card("b")], None),
+        ([card("a"), card("a", machine="n")], None),
+        ([card("a"), card("b"), card("b")], "ranks 1 and 2 share one device, and NCCL takes one rank a device"),
+        ([card("a"), card("b", version=22704)],
+         "NCCL is 2.29.7 on rank 0, but 2.27.4 on rank 1: it wants the same one everywhere"),
+        ([card()], None),
+    ],
+)  # fmt: skip
+def test_refusals(cards, reason):
+    assert way(PretendNccl())(site_of(len(cards))).refusal(cards) == reason
+
+
+def test_what_a_rank_tells_of_itself():
+    assert way(PretendNccl())(site_of()).card() == {"machine": "m", "device": "GPU-pretended", "version": 22907}
+
+
+def test_ranks_of_one_device_go_another_way(run):
+    nccl = PretendNccl()
+
+    def program(group):
+        tensor = torch.ones(3)
+        group.all_reduce(tensor).wait()
+        return group.way, tensor.tolist()
+
+    assert run(2, program, nccl=nccl, streams=[RanksStreams(0), RanksStreams(0)]) == [("staged", [2.0] * 3)] * 2
+    assert not nccl.communicators
+
+
+@pytest.mark.parametrize("signed", [False, True], ids=["cupy-14", "cupy-13"])
+def test_unique_ids_of_both_kinds_make_the_round(signed, run):
+    nccl = PretendNccl(signed=signed)
+    raw = Library(nccl).unique_id()
+    assert isinstance(raw, bytes)
+    assert len(raw) == 128
+    assert raw[0] > 127, "a number that has a sign in cupy 13"
+    assert run(2, lambda group: group.all_reduce(torch.ones(3)).wait() and group.way, nccl=nccl) == ["nccl"] * 2
+
+
+@pytest.mark.parametrize("id_of_rank_0", [None, b"short"])
+def test_without_a_unique_id_all_go_another_way(id_of_rank_0, run):
+    nccl = PretendNccl()
+
+    def refuse():
+        if id_of_rank_0 is None:
+            raise nccl.NcclError(1)
+        return id_of_rank_0
+
+    nccl.get_unique_id = refuse
+    assert run(2, lambda group: group.all_reduce(torch.ones(3)).wait() and group.way, nccl=nccl) == ["staged"] * 2
+    assert not nccl.communicators
+
+
+def failing(nccl, rank, before=lambda: None):
+    """Have one rank's communicator fail while it is made."""
+    plain = nccl.NcclCommunicator.__init__
+
+    def init(self, size, unique_id, its):
+        if its == rank:
+            before()
+            raise nccl.NcclError(1)
+        plain(self, size, unique_id, its)
+
+    nccl.NcclCommunicator.__init__ = init
+
+
+def test_what_fails_on_one_rank_is_left_by_all(run, monkeypatch):
+    # The others wait in NCCL for the one that has failed, until their patience ends; then they are left to themselves.
+    monkeypatch.setattr(ensemble, "_PATIENCE", 0.3)
+    nccl = PretendNccl()
+    failing(nccl, 1)
+
+    def program(group):
+        group.all_reduce(torch.ones(3)).wait()
+        return group.way
+
+    assert run(3, program, nccl=nccl, ends=("aborted",), after=nccl.hang_up) == ["staged"] * 3
+
+
+def test_nobody_waits_in_nccl_longer_than_the_call_may_last(run):
+    nccl, gate = PretendNccl(), threading.Event()
+    failing(nccl, 1, gate.wait)
+
+    def program(group):
+        with pytest.raises(AsyncdistError) as caught:
+            group.all_reduce(torch.ones(3), timeout=0.3, background=False).result()
+        return caught.value
+
+    def after():
+        nccl.hang_up()
+        gate.set()
+
+    errors = run(2, program, nccl=nccl, ends=("aborted",), after=after)
+    assert any(isinstance(error, OperationTimeoutError) for error in errors)
+
+
+# -- when things go wrong -----------------------------------------------------------------------------
+
+
+def test_an_asynchronous_error_reaches_every_rank(run, until):
+    nccl = PretendNccl()
+    streams = [RanksStreams(rank) for rank in range(3)]
+
+    def program(group):
+        rank = group.rank()
+        group.all_reduce(torch.ones(3)).wait()
+        streams[rank].hold()
+        work = group.all_reduce(torch.ones(3))
+        if rank == 1:
+            next(made for made in nccl.communicators if made.rank == 1).broken = 6
+        until(work.is_completed)
+        streams[rank].release()
+        with pytest.raises(GroupAbortedError) as caught:
+            group.all_reduce(torch.ones(3)).wait()
+        return work.exception(), caught.value
+
+    outcomes = run(3, program, nccl=nccl, streams=streams, ends=("aborted",))
+    for error, later in outcomes:
+        for each in (error, later):
+            assert isinstance(each, GroupAbortedError)
+            assert "NCCL failed" in str(each)
+            assert "NCCL_ERROR_REMOTE_ERROR" in str(each)
+            assert each.peer == 1
+
+
+def test_whoever_is_inside_when_the_group_fails_comes_out(run, until, monkeypatch):
+    monkeypatch.setattr(communicator, "_GRACE", 0.05)
+    nccl = PretendNccl()
+
+    def program(group):
+        group.all_reduce(torch.ones(3)).wait()
+        if group.rank() == 0:  # the other never makes this call
+            with pytest.raises(OperationTimeoutError):
+                group.all_reduce(torch.ones(3), timeout=0.3, background=False).result()
+        else:
+            until(lambda: nccl.communicators and any(made.ended for made in nccl.communicators))
+        with pytest.raises(AsyncdistError):
+            group.all_reduce(torch.ones(3), timeout=1.0, background=False).result()
+
+    run(2, program, nccl=nccl, ends=("aborted",))
+
+
+def test_a_failed_call_says_what_nccl_says(run):
+    nccl = PretendNccl()
+
+    def program(group):
+        group.all_reduce(torch.ones(3)).wait()
+        for made in nccl.communicators:
+            if made.rank == group.rank():
+                made.background = True
+        with pytest.raises(GroupAbortedError, match="it does not wait for its calls, which cupy cannot handle"):
+            group.all_reduce(torch.ones(3)).wait()
+
+    run(1, program, nccl=nccl, ends=("aborted",))
+
+
+def test_a_group_of_calls_is_ended_also_when_one_fails(run):
+    nccl = PretendNccl()
+
+    def program(group):
+        group.all_reduce(torch.ones(3)).wait()
+        made = group._ensemble._made
+        nccl.communicators[0].ended = "broken"
+        with pytest.raises(GroupAbortedError, match="INVALID_ARGUMENT"):
+            made.enqueue(("broadcast", 1, 1, 0, 1, 0), ("broadcast", 1, 1, 0, 1, 0))
+        assert nccl.calls is None
+
+    run(1, program, nccl=nccl, ends=("broken",))
+
+
+# -- the end ------------------------------------------------------------------------------------------
+
+
+def test_what_stands_in_the_queue_is_done_before_the_communicator_goes(run, until):
+    nccl = PretendNccl()
+    streams = [RanksStreams(0)]
+
+    def program(group):
+        group.all_reduce(torch.ones(3)).wait()
+        streams[0].hold()
+        group.all_reduce(torch.ones(3))
+        group.close()
+        (made,) = nccl.communicators
+        assert not made.ended
+        streams[0].release()
+        until(lambda: made.ended)
+
+    run(1, program, nccl=nccl, streams=streams)
+
+
+def test_a_device_that_never_comes_is_not_waited_for(run, monkeypatch):
+    monkeypatch.setattr(communicator, "_FAREWELL", 0.1)
+    streams = [RanksStreams(0)]
+
+    def program(group):
+        group.all_reduce(torch.ones(3)).wait()
+        streams[0].hold()
+
+    run(1, program, streams=streams, ends=("aborted",))
+
+
+def test_a_broken_device_is_not_waited_for(run):
+    streams = [RanksStreams(0)]
+
+    def program(group):
+        group.all_reduce(torch.ones(3)).wait()
+        streams[0].broken = RuntimeError("CUDA error")
+
+    run(1, program, streams=streams, ends=("aborted",))
+
+
+def test_a_process_that_ends_aborts_what_nobody_has_ended():
+    nccl = PretendNccl()
+    made = communicator.Communicator(Library(nccl), alone(), Library(nccl).unique_id(), ())
+    assert made.made(5.0)
+    communicator._abort_all()
+    assert [each.ended for each in nccl.communicators] == ["aborted"]
+    with pytest.raises(GroupAbortedError):
+        made.enqueue(("allReduce", 1, 1, 1, 1, 0))
+    assert made.trouble() is None
+
+
+def test_what_is_dropped_is_held_until_it_has_ended(until):
+    """The garbage collector must not end it: that may block."""
+    nccl, before = PretendNccl(), set(communicator._kept)
+    assert communicator.Communicator(Library(nccl), alone(), Library(nccl).unique_id(), ()).made(5.0)
+    gc.collect()
+    assert not nccl.collected
+    (left,) = communicator._kept - before
+    left.close()
+    until(lambda: nccl.communicators[0].ended)
+    until(lambda: left not in communicator._kept)
+
+
+def alone():
+    site = site_of(1)
+    site.host.ranks = (0,)
+    return site
+
+
+# -- whether it can be used ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """Have torch see a device, and ask anew."""
+    library.load.cache_clear()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    yield monkeypatch
+    library.load.cache_clear()
+
+
+def cupy(monkeypatch, nccl, warns=False):
+    """Put a module in the place of ``cupy.cuda.nccl``; None where there is no cupy."""
+    plain = builtins.__import__
+
+    def imported(name, *arguments, **keywords):
+        if name != "cupy.cuda":
+            return plain(name, *arguments, **keywords)
+        if nccl is None:
+            raise ImportError("No module named 'cupy'")
+        if warns:
+            warnings.warn("nccl library could not be loaded", UserWarning, stacklevel=2)
+        return SimpleNamespace(nccl=nccl)
+
+    monkeypatch.setattr(builtins, "__import__", imported)
+
+
+def test_with_everything_there_it_can_be_used(cuda):
+    cupy(cuda, PretendNccl())
+    assert Nccl.probe() is None
+
+
+def test_without_a_device():
+    library.load.cache_clear()
+    assert Nccl.probe() == "torch sees no CUDA device" or torch.cuda.is_available()
+
+
+def test_without_cupy(cuda):
+    cupy(cuda, None)
+    assert "cupy cannot be imported (No module named 'cupy'): pip install 'asyncdist[cuda12]'" in Nccl.probe()
+
+
+def test_without_the_library(cuda):
+    cupy(cuda, SimpleNamespace(available=False), warns=True)
+    assert Nccl.probe() == "cupy finds no NCCL: pip install nvidia-nccl-cu12, or -cu13 for CUDA 13"
+
+
+def test_whatever_else_stands_in_the_way(cuda):
+    cupy(cuda, SimpleNamespace(available=True))
+    assert "AttributeError" in Nccl.probe()
+
+
+@pytest.mark.parametrize(("value", "blocking"), [(None, True), ("1", True), (" 0 ", False), ("", True)])
+def test_calls_that_do_not_wait_are_refused(cuda, value, blocking):
+    cupy(cuda, PretendNccl())
+    if value is None:
+        cuda.delenv("NCCL_COMM_BLOCKING", raising=False)
+    else:
+        cuda.setenv("NCCL_COMM_BLOCKING", value)
+    assert NcclSettings.from_environment().blocking is blocking
+    assert Nccl.probe() == (None if blocking else "NCCL_COMM_BLOCKING=0 is set, which cupy cannot handle: unset it")
+    if not blocking:
+        with pytest.raises(TransportUnavailableError):
+            Nccl(site_of())
+
+
+def test_nothing_imports_cupy_by_being_imported():
+    for module in (library, communicator, ensemble):
+        tree = ast.parse(Path(module.__file__).read_text())
+        imports = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
+        assert "cupy" not in " ".join(map(ast.unparse, imports))

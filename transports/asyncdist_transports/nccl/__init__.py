@@ -1,0 +1,10 @@
+"""CUDA tensors between ranks that have a device each, on one host or many: NCCL, through cupy.
+
+library        NCCL by way of cupy: unique ids, communicators, numbers for types and operations
+communicator   one rank's communicator: made, used and ended
+ensemble       the collectives
+"""
+
+from asyncdist_transports.nccl.ensemble import Nccl
+
+__all__ = ["Nccl"]

@@ -1,0 +1,186 @@
+"""One rank's part in an NCCL communicator: made, used and ended without anybody being held up for ever.
+
+NCCL waits for the other ranks while a communicator is made, cannot be called off there, and may wait for them when one is
+ended. So both are done by a thread of the communicator's own, which is left to itself if it does not come back.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+from collections.abc import Sequence
+from time import monotonic
+from typing import Any
+
+from asyncdist.devices.ensemble import Site
+from asyncdist.devices.streams import Mark
+from asyncdist.errors import GroupAbortedError, TransportUnavailableError
+from asyncdist_transports.nccl.library import Library
+
+Call = tuple[Any, ...]
+"""A method of cupy's NcclCommunicator, and its arguments but for the stream, which is the last one of all."""
+
+_GRACE = 0.5  # seconds for which an abort waits for a call to come out of NCCL by itself
+_FAREWELL = 10.0  # seconds that the device has, when the group is destroyed, for what stands in its queue
+_AT_EXIT = 5.0  # seconds for which a process that ends waits for NCCL
+_GLANCE = 2e-3
+
+_kept: set[Communicator] = set()  # until they have ended: cupy destroys what is collected, and that may block
+
+
+class Communicator:
+    """A communicator in the making, and then made. ``first`` are calls that find out whether it works.
+
+    Calls are made by one thread at a time; anything else may be asked from any thread.
+    """
+
+    def __init__(self, library: Library, site: Site, unique_id: bytes, first: Sequence[Call]) -> None:
+        self._library, self._site = library, site
+        self._streams, self._stream = site.streams, site.streams.handle
+        self._raw: Any = None
+        self._error: Exception | None = None
+        self._made = threading.Event()
+        self._ends = threading.Event()
+        self._aborted = False
+        self._inside = threading.Lock()  # held while a thread is inside NCCL
+        _kept.add(self)
+        threading.Thread(target=self._live, args=(unique_id, first), name="asyncdist-nccl", daemon=True).start()
+
+    def made(self, within: float) -> bool:
+        """Wait for some seconds; return whether it has been made. Raises why it could not be."""
+        over = self._made.wait(within)
+        if self._error is not None:
+            raise self._error
+        return over
+
+    # -- calls ---------------------------------------------------------------------------------
+
+    def enqueue(self, *calls: Call) -> None:
+        """Put calls into our stream, several as one. Raises GroupAbortedError.
+
+        NCCL may wait here for a peer with which it has not spoken yet.
+        """
+        if not calls:
+            return
+        self._refuse_if_ended()
+        with self._inside:
+            self._refuse_if_ended()
+            try:
+                if len(calls) == 1:
+                    self._call(calls[0])
+                else:
+                    self._call_together(calls)
+            except self._library.errors as cause:
+                raise self._failure(cause) from cause
+
+    def _call(self, call: Call) -> None:
+        getattr(self._raw, call[0])(*call[1:], self._stream)
+
+    def _call_together(self, calls: Sequence[Call]) -> None:
+        self._library.group_start()
+        try:
+            for call in calls:
+                self._call(call)
+        finally:
+            self._library.group_end()
+
+    def _refuse_if_ended(self) -> None:
+        if self._ends.is_set():
+            raise GroupAbortedError("NCCL's communicator was ended")
+
+    # -- trouble -------------------------------------------------------------------------------
+
+    def trouble(self) -> Exception | None:
+        """Return what NCCL has met with while the device was at work, None if nothing."""
+        if not self._made.is_set() or not self._inside.acquire(blocking=False):
+            return None  # whoever is inside hears of it
+        try:
+            if not self._ends.is_set():
+                self._raw.check_async_error()
+        except self._library.errors as cause:
+            return self._failure(cause)
+        finally:
+            self._inside.release()
+        return None
+
+    def _failure(self, cause: Exception) -> GroupAbortedError:
+        words = (
+            "it does not wait for its calls, which cupy cannot handle" if isinstance(cause, KeyError) else str(cause)
+        )
+        peer = self._site.host.ranks[self._site.rank]
+        error = GroupAbortedError(f"NCCL failed (NCCL_DEBUG=WARN tells more): {words}", peer=peer)
+        error.__cause__ = cause
+        return error
+
+    # -- the end -------------------------------------------------------------------------------
+
+    def abort(self) -> None:
+        """Have the device leave what it waits for, and whoever is inside NCCL come out with an error; returns at once."""
+        self._aborted = True
+        self._ends.set()
+
+    def close(self) -> None:
+        """Let go of the communicator when the device has done what stands in its queue; returns at once."""
+        self._ends.set()
+
+    def _live(self, unique_id: bytes, first: Sequence[Call]) -> None:
+        try:
+            with self._streams.ours():  # NCCL takes the thread's current device
+                self._raw = self._library.communicator(self._site.size, unique_id, self._site.rank)
+            self.enqueue(*first)
+        except Exception as cause:
+            failure = cause if isinstance(cause, GroupAbortedError) else self._failure(cause)
+            self._error = TransportUnavailableError(failure.reason)
+            self.abort()
+        self._made.set()
+        self._ends.wait()
+        try:
+            if self._raw is not None:
+                self._end()
+        finally:
+            _kept.discard(self)
+
+    def _end(self) -> None:
+        if not self._aborted and self._is_done():
+            with self._inside:
+                self._raw.destroy()
+            return
+        # NCCL wants nobody inside when it is aborted; but whoever is stuck there comes out by nothing else.
+        held = self._inside.acquire(timeout=_GRACE)
+        try:
+            self._raw.abort()
+        finally:
+            if held:
+                self._inside.release()
+
+    def _is_done(self) -> bool:
+        """Wait for the device; return whether it has done what stands in our stream, False if it has failed."""
+        try:
+            with self._streams.ours():
+                mark = self._streams.mark()
+            return self._is_passed(mark, monotonic() + _FAREWELL)
+        except Exception:  # the device has failed: NCCL must not wait for it
+            return False
+
+    def _is_passed(self, mark: Mark, until: float) -> bool:
+        while not mark.query():
+            if self._aborted or monotonic() > until:
+                return False
+            time.sleep(_GLANCE)
+        return True
+
+    @property
+    def _is_over(self) -> bool:
+        return self not in _kept or self._raw is None
+
+
+@atexit.register
+def _abort_all() -> None:
+    """End what nobody has ended: a process that goes must wait for no peer."""
+    left = list(_kept)
+    for communicator in left:
+        communicator.abort()
+    until = monotonic() + _AT_EXIT
+    while monotonic() < until and not all(communicator._is_over for communicator in left):
+        time.sleep(_GLANCE)

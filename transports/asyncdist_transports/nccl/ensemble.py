@@ -1,0 +1,378 @@
+"""The collectives of ranks that have a device each, as calls of NCCL in a stream of the group's own.
+
+What is only moved goes as bytes. What NCCL cannot reduce is gathered and reduced by torch: one mechanism for bitwise
+operations, bool, 16-bit integers, float8 and products of complex numbers.
+
+All ranks of a call must make the same calls of NCCL. So what is decided here is decided by what they have in common, which
+is how many elements each has, never by where these lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from time import monotonic
+from typing import Any, ClassVar
+
+import torch
+
+from asyncdist.buffers import Memory
+from asyncdist.collectives.schedule import Schedule
+from asyncdist.devices.ensemble import Ensemble, Site, nothing
+from asyncdist.errors import GroupAbortedError, TransportUnavailableError
+from asyncdist.native import MemoryBlocks
+from asyncdist.ops import ReduceOp
+from asyncdist.reduce import Arithmetic, arithmetic, divide
+from asyncdist_transports.nccl.communicator import Call, Communicator
+from asyncdist_transports.nccl.library import BYTES, SUM, UNIQUE_ID_NBYTES, Library, load, numbers_of, written
+
+_SCRATCH_NBYTES = 64 << 20  # for everybody's contributions to what NCCL cannot reduce
+_PATIENCE = 120.0  # seconds within which NCCL must have brought the ranks together; else another way is taken
+_GLANCE = 0.01
+
+
+class Nccl(Ensemble):
+    """Ranks that have a device each. Its calls only put something into a queue.
+
+    But where NCCL has not spoken with a peer yet, or not in that way, a call lasts until the peer has made it too. And
+    nobody compares what the ranks have called: calls that do not fit together last until their deadline.
+    """
+
+    name: ClassVar[str] = "nccl"
+    preference: ClassVar[int] = 20
+    blocks: ClassVar[bool] = False
+    load: ClassVar[Callable[[], Library]] = staticmethod(load)
+
+    def __init__(self, site: Site) -> None:
+        super().__init__(site)
+        self._library = type(self).load()
+        self._made: Communicator | None = None
+        with site.streams.ours():
+            self._token = torch.zeros(1, dtype=torch.uint8, device=site.streams.device)
+
+    @classmethod
+    def probe(cls) -> str | None:
+        try:
+            cls.load()
+        except TransportUnavailableError as cause:
+            return str(cause)
+        except Exception as cause:  # whatever cupy or NCCL says: it is the reason why not
+            return f"{type(cause).__name__}: {cause}"
+        return None
+
+    # -- coming together -----------------------------------------------------------------------
+
+    def card(self) -> Mapping[str, Any]:
+        return {
+            "machine": self.site.machine,
+            "device": self.site.streams.uuid,
+            "version": self._library.version,
+        }
+
+    def refusal(self, cards: Sequence[Mapping[str, Any]]) -> str | None:
+        places: dict[tuple[str, str], int] = {}
+        for rank, card in enumerate(cards):
+            ours, theirs = written(cards[0]["version"]), written(card["version"])
+            if ours != theirs:
+                return f"NCCL is {ours} on rank 0, but {theirs} on rank {rank}: it wants the same one everywhere"
+            other = places.setdefault((card["machine"], card["device"]), rank)
+            if other != rank:
+                return f"ranks {other} and {rank} share one device, and NCCL takes one rank a device"
+        return None
+
+    def start(self, cards: Sequence[Mapping[str, Any]]) -> None:
+        unique_id = self.site.tell(self._unique_id() if self.site.rank == 0 else None)[0]
+        if not isinstance(unique_id, bytes) or len(unique_id) != UNIQUE_ID_NBYTES:
+            raise TransportUnavailableError(f"rank 0 got no unique id of NCCL: {unique_id}")
+        self._made = made = Communicator(self._library, self.site, unique_id, [self._meeting])
+        try:
+            self._wait_for(made)
+        except BaseException:
+            made.abort()
+            raise
+
+    def _unique_id(self) -> bytes | str:
+        """Return a new unique id; or in words why there is none, for the others wait to be told."""
+        try:
+            return self._library.unique_id()
+        except Exception as cause:
+            return str(cause)
+
+    def _wait_for(self, made: Communicator) -> None:
+        """Block until the communicator is made; raise if that lasts too long, or the group fails meanwhile."""
+        patience = min(_PATIENCE, self.site.left)
+        until = monotonic() + patience
+        while not made.made(within=_GLANCE):
+            if self.site.host.error is not None:
+                raise self.site.host.error
+            if monotonic() > until:
+                raise TransportUnavailableError(f"NCCL has not brought the ranks together within {patience:.0f} s")
+
+    @property
+    def _meeting(self) -> Call:
+        """A call that ends, on the device, when every rank has made it."""
+        place = self._token.data_ptr()
+        return "allReduce", place, place, 1, BYTES, SUM
+
+    # -- while it is used ----------------------------------------------------------------------
+
+    def trouble(self) -> Exception | None:
+        return None if self._made is None else self._made.trouble()
+
+    def abort(self) -> None:
+        if self._made is not None:
+            self._made.abort()
+
+    def close(self) -> None:
+        if self._made is not None:
+            self._made.close()
+
+    def _enqueue(self, *calls: Call) -> None:
+        if self._made is None:
+            raise GroupAbortedError("NCCL's communicator was never made")
+        self._made.enqueue(*calls)
+
+    def _uses(self, *memories: Memory) -> None:
+        """Note that our stream uses memory of others."""
+        for memory in memories:
+            self.site.streams.keep(memory.tensor)
+
+    def _bytes(self, nbytes: int) -> torch.Tensor:
+        """Return memory of our stream's own: it may be dropped while calls that use it stand there."""
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.site.streams.device)
+
+    # -- reducing ------------------------------------------------------------------------------
+
+    def all_reduce(self, number: int, fingerprint: int, memories: Sequence[Memory], how: Arithmetic) -> Schedule:
+        self._uses(*memories)
+        numbers = numbers_of(how.op, memories[0].dtype, self.site.size)
+        if numbers is None:
+            for memory in memories:
+                self._all_reduce_gathered(memory, how)
+            return nothing()
+        kind, parts, operation, divides = numbers
+        places = [(memory.tensor.data_ptr(), memory.count * parts) for memory in memories if memory.count]
+        self._enqueue(*[("allReduce", place, place, count, kind, operation) for place, count in places])
+        if divides:
+            for memory in memories:
+                divide(memory.tensor, self.site.size)
+        return nothing()
+
+    def reduce(self, number: int, fingerprint: int, memory: Memory, root: int, how: Arithmetic) -> Schedule:
+        self._uses(memory)
+        ours = self.site.rank == root
+        numbers = numbers_of(how.op, memory.dtype, self.site.size)
+        if numbers is None:
+            self._reduce_gathered(memory, root, how)
+        elif memory.count:
+            kind, parts, operation, divides = numbers
+            place = memory.tensor.data_ptr()
+            self._enqueue(("reduce", place, place if ours else 0, memory.count * parts, kind, operation, root))
+            if divides and ours:
+                divide(memory.tensor, self.site.size)
+        return nothing()
+
+    def reduce_scatter(
+        self, number: int, fingerprint: int, inputs: MemoryBlocks, own: Memory, how: Arithmetic
+    ) -> Schedule:
+        blocks = self._listed(inputs)
+        self._uses(own, *blocks)
+        numbers = numbers_of(how.op, own.dtype, self.site.size)
+        if numbers is None:
+            self._reduce_scatter_gathered(blocks, own, how)
+            return nothing()
+        kind, parts, operation, divides = numbers
+        place = own.tensor.data_ptr()
+        if _even(blocks):
+            if own.count:
+                whole = self._joined(blocks)
+                self._enqueue(("reduceScatter", whole.data_ptr(), place, own.count * parts, kind, operation))
+        else:
+            into = [place if rank == self.site.rank else 0 for rank in range(self.site.size)]
+            self._enqueue(
+                *[
+                    ("reduce", block.tensor.data_ptr(), into[rank], block.count * parts, kind, operation, rank)
+                    for rank, block in enumerate(blocks)
+                    if block.count
+                ]
+            )
+        if divides:
+            divide(own.tensor, self.site.size)
+        return nothing()
+
+    # -- reducing what NCCL cannot -------------------------------------------------------------
+
+    def _rows(self, count: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        """Return room for everybody's contribution of ``count`` elements, one after the other in memory."""
+        return list(self._bytes(self.site.size * count * dtype.itemsize).view(dtype).split(count))
+
+    def _steps(self, count: int, dtype: torch.dtype) -> Iterator[tuple[int, int]]:
+        """Cut as many elements into runs whose contributions find room; the same runs on every rank."""
+        step = max(1, _SCRATCH_NBYTES // (self.site.size * dtype.itemsize))
+        for start in range(0, count, step):
+            yield start, start + step
+
+    def _all_reduce_gathered(self, memory: Memory, how: Arithmetic) -> None:
+        for start, stop in self._steps(memory.count, memory.dtype):
+            piece = memory.tensor[start:stop]
+            rows = self._rows(piece.numel(), piece.dtype)
+            self._enqueue(("allGather", piece.data_ptr(), rows[0].data_ptr(), _nbytes(piece), BYTES))
+            _reduce(how, rows, piece)
+
+    def _reduce_gathered(self, memory: Memory, root: int, how: Arithmetic) -> None:
+        for start, stop in self._steps(memory.count, memory.dtype):
+            piece = memory.tensor[start:stop]
+            if self.site.rank != root:
+                self._enqueue(_send(piece, root))
+                continue
+            rows = self._rows(piece.numel(), piece.dtype)
+            rows[root].copy_(piece)
+            self._enqueue(*[_receive(rows[rank], rank) for rank in self.site.others])
+            _reduce(how, rows, piece)
+
+    def _reduce_scatter_gathered(self, blocks: Sequence[Memory], own: Memory, how: Arithmetic) -> None:
+        for start, stop in self._steps(max(block.count for block in blocks), own.dtype):
+            pieces = [block.tensor[start:stop] for block in blocks]
+            out = own.tensor[start:stop]
+            rows = self._rows(out.numel(), out.dtype) if out.numel() else []
+            calls = [_send(pieces[rank], rank) for rank in self.site.others if pieces[rank].numel()]
+            if rows:
+                rows[self.site.rank].copy_(pieces[self.site.rank])
+                calls += [_receive(rows[rank], rank) for rank in self.site.others]
+            self._enqueue(*calls)
+            if rows:
+                _reduce(how, rows, out)
+
+    # -- moving --------------------------------------------------------------------------------
+
+    def broadcast(self, number: int, fingerprint: int, memory: Memory, root: int) -> Schedule:
+        self._uses(memory)
+        if memory.count:
+            place = memory.tensor.data_ptr()
+            self._enqueue(("broadcast", place, place, memory.nbytes, BYTES, root))
+        return nothing()
+
+    def all_gather(self, number: int, fingerprint: int, rows: Sequence[tuple[MemoryBlocks, Memory]]) -> Schedule:
+        calls: list[Call] = []
+        scattered: list[tuple[torch.Tensor, list[Memory]]] = []
+        for inside, own in rows:
+            blocks = self._listed(inside)
+            self._uses(own, *blocks)
+            place = own.tensor.data_ptr()
+            if not _even(blocks):
+                calls += [
+                    (
+                        "broadcast",
+                        place if rank == self.site.rank else 0,
+                        block.tensor.data_ptr(),
+                        block.nbytes,
+                        BYTES,
+                        rank,
+                    )
+                    for rank, block in enumerate(blocks)
+                    if block.count
+                ]
+            elif own.count:
+                whole = _in_one(blocks)
+                if whole is None:
+                    whole = self._bytes(own.nbytes * self.site.size)
+                    scattered.append((whole, blocks))
+                calls.append(("allGather", place, whole.data_ptr(), own.nbytes, BYTES))
+        self._enqueue(*calls)
+        for whole, blocks in scattered:
+            for block, part in zip(blocks, whole.split(blocks[0].nbytes), strict=True):
+                _bytes_of(block).copy_(part)
+        return nothing()
+
+    def gather(self, number: int, fingerprint: int, own: Memory, blocks: MemoryBlocks, root: int) -> Schedule:
+        if not own.count:
+            return nothing()
+        if self.site.rank == root:
+            others = {rank: blocks[rank] for rank in self.site.others}
+            self._uses(*others.values())
+            self._enqueue(*[_receive(block.tensor, rank) for rank, block in others.items()])
+        else:
+            self._uses(own)
+            self._enqueue(_send(own.tensor, root))
+        return nothing()
+
+    def scatter(self, number: int, fingerprint: int, own: Memory, blocks: MemoryBlocks, root: int) -> Schedule:
+        if not own.count:
+            return nothing()
+        if self.site.rank == root:
+            others = {rank: blocks[rank] for rank in self.site.others}
+            self._uses(*others.values())
+            self._enqueue(*[_send(block.tensor, rank) for rank, block in others.items()])
+        else:
+            self._uses(own)
+            self._enqueue(_receive(own.tensor, root))
+        return nothing()
+
+    def all_to_all(
+        self, number: int, fingerprint: int, incoming: Sequence[Memory], outgoing: Sequence[Memory]
+    ) -> Schedule:
+        self._uses(*incoming, *outgoing)
+        sends = [_send(outgoing[rank].tensor, rank) for rank in self.site.others if outgoing[rank].count]
+        receives = [_receive(incoming[rank].tensor, rank) for rank in self.site.others if incoming[rank].count]
+        self._enqueue(*sends, *receives)
+        _bytes_of(incoming[self.site.rank]).copy_(_bytes_of(outgoing[self.site.rank]))
+        return nothing()
+
+    def barrier(self, number: int, fingerprint: int) -> Schedule:
+        """End, on the device, when every device has done what stood in its queue before."""
+        self._enqueue(self._meeting)
+        return nothing()
+
+    # -- blocks --------------------------------------------------------------------------------
+
+    def _listed(self, blocks: MemoryBlocks) -> list[Memory]:
+        return [blocks[rank] for rank in range(self.site.size)]
+
+    def _joined(self, blocks: Sequence[Memory]) -> torch.Tensor:
+        """Return equal blocks as one run of memory, copied together if they do not lie so."""
+        whole = _in_one(blocks)
+        if whole is None:
+            whole = self._bytes(blocks[0].nbytes * len(blocks))
+            for block, part in zip(blocks, whole.split(blocks[0].nbytes), strict=True):
+                part.copy_(_bytes_of(block))
+        return whole
+
+
+def _even(blocks: Sequence[Memory]) -> bool:
+    return all(block.count == blocks[0].count for block in blocks)
+
+
+def _in_one(blocks: Sequence[Memory]) -> torch.Tensor | None:
+    """Return what begins with the first of equal blocks, if the others lie behind it in their order."""
+    first = blocks[0].tensor
+    place, nbytes = first.data_ptr(), blocks[0].nbytes
+    lie_so = all(block.tensor.data_ptr() == place + rank * nbytes for rank, block in enumerate(blocks))
+    return first if lie_so else None
+
+
+def _bytes_of(memory: Memory) -> torch.Tensor:
+    """Return memory to be copied: not every dtype has a kernel for that."""
+    return memory.tensor.view(torch.uint8)
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.itemsize
+
+
+def _send(tensor: torch.Tensor, rank: int) -> Call:
+    return "send", tensor.data_ptr(), _nbytes(tensor), BYTES, rank
+
+
+def _receive(tensor: torch.Tensor, rank: int) -> Call:
+    return "recv", tensor.data_ptr(), _nbytes(tensor), BYTES, rank
+
+
+def _reduce(how: Arithmetic, rows: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    """Set ``out`` to the reduction of everybody's contributions, on the device."""
+    if len(rows) == 1:
+        out.copy_(rows[0])
+    elif out.dtype is torch.uint16 and how.op in (ReduceOp.MIN, ReduceOp.MAX):  # torch has no kernels for these
+        wide = [row.to(torch.int32) for row in rows]
+        arithmetic(how.op, torch.int32).reduce(wide, wide[0])
+        out.copy_(wide[0])
+    else:
+        how.reduce(rows, out)

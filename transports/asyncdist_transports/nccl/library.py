@@ -1,0 +1,121 @@
+"""What is asked of NCCL, by way of cupy: communicators, what they are made from, and numbers for types and operations.
+
+Nothing of cupy is imported before `load` is called. Tests put something else in a `Library`'s place.
+"""
+
+from __future__ import annotations
+
+import warnings
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+from asyncdist.config import NcclSettings
+from asyncdist.errors import TransportUnavailableError
+from asyncdist.ops import ReduceOp
+
+UNIQUE_ID_NBYTES = 128
+
+# The numbers of NCCL's types and operations are part of its interface: they never change.
+BYTES = 1
+_TYPES = {
+    torch.int8: 0,
+    torch.uint8: 1,
+    torch.int32: 2,
+    torch.uint32: 3,
+    torch.int64: 4,
+    torch.uint64: 5,
+    torch.float16: 6,
+    torch.float32: 7,
+    torch.float64: 8,
+    torch.bfloat16: 9,
+}
+_PARTS = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
+SUM, AVERAGE = 0, 4
+_OPERATIONS = {ReduceOp.SUM: SUM, ReduceOp.PRODUCT: 1, ReduceOp.MAX: 2, ReduceOp.MIN: 3, ReduceOp.AVG: AVERAGE}
+
+
+class Numbers(NamedTuple):
+    """How NCCL does a reduction: numbers of type and operation, and how many of that type make an element.
+
+    ``divides`` says that it only adds, and that the sum is still to be divided.
+    """
+
+    type: int
+    parts: int
+    operation: int
+    divides: bool
+
+
+@lru_cache(maxsize=1024)
+def numbers_of(op: ReduceOp, dtype: torch.dtype, size: int) -> Numbers | None:
+    """Return how NCCL reduces elements of a dtype over ``size`` ranks, None if it cannot.
+
+    Complex numbers are added part by part. NCCL's averages multiply by 1/size first, which is exact for powers of two; for
+    other sizes the sum is divided, as everywhere else.
+    """
+    divides = op is ReduceOp.AVG and bool(size & (size - 1))
+    operation = _OPERATIONS.get(ReduceOp.SUM if divides else op)
+    parts = 2 if dtype.is_complex and operation in (SUM, AVERAGE) else 1
+    kind = _TYPES.get(_PARTS.get(dtype, dtype) if parts == 2 else dtype)
+    return None if kind is None or operation is None else Numbers(kind, parts, operation, divides)
+
+
+class Library:
+    """NCCL as ``cupy.cuda.nccl`` gives it, cupy 13 or newer. ``errors`` is what its calls raise."""
+
+    def __init__(self, nccl: Any) -> None:
+        self._nccl = nccl
+        # cupy has no words for "goes on in the background", and fails to make its own error.
+        self.errors: tuple[type[Exception], ...] = (nccl.NcclError, KeyError)
+        self.version = int(nccl.get_version())
+        self.group_start = nccl.groupStart
+        self.group_end = nccl.groupEnd
+
+    def unique_id(self) -> bytes:
+        """Return what the ranks of one communicator know one another by; NCCL then listens for them here."""
+        return bytes(number & 0xFF for number in self._nccl.get_unique_id())  # cupy 13 gives signed numbers
+
+    def communicator(self, size: int, unique_id: bytes, rank: int) -> Any:
+        """Return a communicator on the thread's current device. Blocks, without the GIL, until every rank has come."""
+        try:
+            return self._made(size, unique_id, rank)
+        except TypeError:  # cupy 13 takes what it gives
+            signed = tuple(number - 256 if number > 127 else number for number in unique_id)
+            return self._made(size, signed, rank)
+
+    def _made(self, *arguments: Any) -> Any:
+        kind = self._nccl.NcclCommunicator
+        made = kind.__new__(kind)
+        try:
+            made.__init__(*arguments)
+        except BaseException:
+            made.abort()  # or cupy destroys what there is of it, which may wait for peers
+            raise
+        return made
+
+
+@cache
+def load() -> Library:
+    """Return NCCL; TransportUnavailableError says why it cannot be used in this process."""
+    if not torch.cuda.is_available():
+        raise TransportUnavailableError("torch sees no CUDA device")
+    if not NcclSettings.from_environment().blocking:
+        raise TransportUnavailableError("NCCL_COMM_BLOCKING=0 is set, which cupy cannot handle: unset it")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a missing library: it is asked for below
+            from cupy.cuda import nccl  # after torch, which brings the library that both then use
+    except ImportError as cause:
+        raise TransportUnavailableError(
+            f"cupy cannot be imported ({cause}): pip install 'asyncdist[cuda12]' or 'asyncdist[cuda13]'"
+        ) from cause
+    if not nccl.available:
+        raise TransportUnavailableError("cupy finds no NCCL: pip install nvidia-nccl-cu12, or -cu13 for CUDA 13")
+    return Library(nccl)
+
+
+def written(version: int) -> str:
+    """Write a version of NCCL, as 22907, the usual way."""
+    return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
