@@ -35,7 +35,8 @@ from time import monotonic
 from asyncdist.bell import Bell
 from asyncdist.collectives.schedule import Schedule
 from asyncdist.errors import LoopThreadError
-from asyncdist.machine import READ, WRITE, Finishable, Machine, Wait
+from asyncdist.lookout import Lookout
+from asyncdist.machine import READ, Finishable, Machine, Wait
 from asyncdist.runtime import runtime
 
 _yield_core: Callable[[], None] = getattr(os, "sched_yield", lambda: None)
@@ -61,10 +62,7 @@ class Progress:
         self._followers: deque[threading.Event] = deque()
         self._sleeping = self._resting = self._kicked = self._closed = False
         self._bell: Bell | None = None
-        self._watched: dict[int, int] = {}
-        self._timer: asyncio.TimerHandle | None = None
-        self._timer_at = math.inf
-        self._retired: list[socket.socket] = []
+        self._lookout = Lookout(self._drive_on_loop)
 
     def spin_for(self, spin: float, loop_spin: float, *, crowded: bool) -> None:
         """Set for how many seconds an inline driver tries again before it sleeps, and the home loop before it turns.
@@ -94,16 +92,13 @@ class Progress:
         """Have a driver do ``action`` soon; safe to call while another machine's lock is held."""
         self._inbox.append(action)
         self._wake()
-        if not self._seat.locked() and (self._home is not None or self._watched or self._machine.busy()):
+        if not self._seat.locked() and (self._home is not None or self._lookout.watched or self._machine.busy()):
             self._kick()
 
     def retire(self, sock: socket.socket) -> None:
         """Close a socket once no loop watches it. Called under the lock."""
-        if sock.fileno() in self._watched:
-            self._retired.append(sock)
+        if self._lookout.retire(sock):
             self._kick()
-        else:
-            sock.close()
 
     def _turn(self, ready: Iterable[int] | None) -> bool:
         inbox, moved = self._inbox, False
@@ -318,7 +313,7 @@ class Progress:
             return
         self._resting = False
         if self._seat.locked():
-            self._watch({})
+            self._lookout.watch(self.loop, {})
             return
         now = monotonic()
         until, spin_until = now + _SLICE, now + self._loop_spin
@@ -338,45 +333,12 @@ class Progress:
         if wanted is None:
             moved = True
         else:
-            self._watch(dict(wanted))
-        self._set_timer(at)
+            self._lookout.watch(self.loop, dict(wanted))
+        self._lookout.set_timer(self.loop, at)
         self._deliver()
         self._wake()
         if moved or self._inbox:
             self._kick()
-
-    def _watch(self, wanted: dict[int, int]) -> None:
-        """Make the loop watch exactly these descriptors. On the loop's thread only."""
-        watched = self._watched
-        if wanted != watched:
-            loop = self.loop
-            for fd in watched.keys() | wanted.keys():
-                before, after = watched.get(fd, 0), wanted.get(fd, 0)
-                if after & READ and not before & READ:
-                    loop.add_reader(fd, self._drive_on_loop, fd)
-                elif before & READ and not after & READ:
-                    loop.remove_reader(fd)
-                if after & WRITE and not before & WRITE:
-                    loop.add_writer(fd, self._drive_on_loop, fd)
-                elif before & WRITE and not after & WRITE:
-                    loop.remove_writer(fd)
-            self._watched = wanted
-        while self._retired:
-            self._retired.pop().close()
-
-    def _set_timer(self, at: float) -> None:
-        if self._timer is not None:
-            if self._timer_at == at:
-                return
-            self._timer.cancel()
-            self._timer = None
-        if at != math.inf:
-            self._timer_at = at
-            self._timer = self.loop.call_later(max(0.0, at - monotonic()), self._timed)
-
-    def _timed(self) -> None:
-        self._timer = None
-        self._drive_on_loop()
 
     def close(self) -> None:
         """Stop driving; afterwards no loop watches anything of this machine's."""
@@ -385,7 +347,7 @@ class Progress:
         loop = self.loop
         if asyncio._get_running_loop() is loop or not loop.is_running():
             self._leave_loop()
-        elif self._watched or self._timer or self._kicked or self._retired:
+        elif self._lookout.looks or self._kicked:
             done = threading.Event()
 
             def leave() -> None:
@@ -401,8 +363,5 @@ class Progress:
         self._bell = None
 
     def _leave_loop(self) -> None:
-        self._set_timer(math.inf)
-        if self.loop.is_closed():
-            self._watched = {}
-        self._watch({})
+        self._lookout.leave(self.loop)
         self._closed = True

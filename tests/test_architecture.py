@@ -19,7 +19,7 @@ LAYERS: list[list[str]] = [
      "collectives.schedule", "collectives.cost", "collectives.ring", "collectives.tree", "collectives.doubling",
      "collectives.pairwise", "collectives.choose", "collectives.hierarchy", "ddp.buckets"],
     ["transport", "registry", "buffers", "objects", "reduce", "work", "runtime", "progress", "machine", "mismatch",
-     "notices", "lifetime", "reminders", "interfaces", "arena", "inbox", "native", "registered", "bell", "tls"],
+     "notices", "lifetime", "reminders", "interfaces", "arena", "inbox", "native", "registered", "bell", "lookout", "tls"],
     ["store", "observe", "mesh", "ways", "collectives.executor", "collectives.operation", "collectives.plans",
      "collectives.islands", "collectives.reductions", "collectives.sparse", "collectives.exchanges",
      "collectives.arguments"],
