@@ -31,7 +31,7 @@ Piece = Callable[[int, int], None]
 class Turn:
     """One collective in its slot: which round it is in, and where the members' data lies."""
 
-    __slots__ = ("_met", "_posted", "_round", "call", "number", "place", "places", "room", "window")
+    __slots__ = ("_met", "_posted", "call", "number", "place", "places", "room", "round", "window")
 
     def __init__(self, window: Window, number: int, call: int, place: int = 0, *, posted: bool = False) -> None:
         self.window, self.number, self.call = window, number, call
@@ -40,7 +40,8 @@ class Turn:
         self.places: dict[int, int] = {}
         """The same of the members whom we have met."""
         self._met = self._posted = posted
-        self._round = 0
+        self.round = 0
+        """How many rounds we have begun."""
         self.room = 2
         """How many areas we use in turn."""
 
@@ -65,8 +66,8 @@ class Turn:
 
         If a later collective has the stream, things stay as they are. SharedMemoryError if there is no memory left.
         """
-        if self._round:  # what they find where we have said until now
-            yield from self.window.taken(self.number, self._round - 1, self.window.others)
+        if self.round:  # what they find where we have said until now
+            yield from self.window.taken(self.number, self.round - 1, self.window.others)
         if (yield from self.window.open_stream(self.number, pieces, nbytes)):
             self.room = pieces
 
@@ -88,7 +89,7 @@ class Turn:
         """
         stages = None if reads_open and self.place else stage
         ahead = min(ahead, self.room // 2 - 1) if stages is not None else 0
-        first, self._round = self._round, self._round + count
+        first, self.round = self.round, self.round + count
         for k in range(count + ahead):
             if k < count:
                 yield from self._stage(k, first + k, stages, takers)

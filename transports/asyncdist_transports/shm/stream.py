@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable
-from contextlib import suppress
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -78,10 +77,13 @@ class Stream:
             return
         tried = self._tried[kind]
         ahead = tried.choose()
-        for far in dict.fromkeys((ahead, 0)):  # without memory even for that, the slot's own areas are left
-            with suppress(SharedMemoryError):
+        for far in dict.fromkeys((ahead, 0)):
+            try:
                 yield from turn.open_stream(2 + 2 * far, nbytes)
                 break
+            except SharedMemoryError:
+                if not (far or turn.round):  # later the areas are left in which the rounds before went
+                    raise
         ahead = min(ahead, turn.room // 2 - 1)
         seconds = [0.0] * count
 
