@@ -14,7 +14,6 @@ from asyncdist.buffers import Blocks, Memory
 from asyncdist.collectives.schedule import Schedule
 from asyncdist.errors import MismatchError
 from asyncdist.native import MemoryBlocks, Native
-from asyncdist.ops import Collective
 from asyncdist.reduce import Arithmetic
 from asyncdist_transports.shm import direct
 from asyncdist_transports.shm.pieces import Pieces
@@ -140,7 +139,7 @@ class ShmNative(Native):
 
         yield from self._stream.rounds(
             turn,
-            (Collective.all_reduce, memory.dtype),
+            ("all_reduce", memory.dtype),
             pieces.rounds(memory.count),
             pieces.nbytes,
             lambda k, at: pieces.stage(0, memory, k, at),
@@ -214,22 +213,25 @@ class ShmNative(Native):
         """One meeting a piece: each member adds what everybody has for it."""
         blocks = [inputs[rank] for rank in range(self._size)]
         turn = Turn(self._window, number, fingerprint, self._place_of_run(blocks))
-        pieces = Pieces(turn, self._size, own.dtype)
+        pieces = Pieces(turn, max(1, self._size - 1), own.dtype)
         first = sum(block.count for block in blocks[: self._rank])
         yield from self._window.enter(number)
 
         def stage(k: int, at: int) -> None:
             for member in self._others:
-                pieces.stage(member.rank, blocks[member.rank], k, at)
+                pieces.stage(_place_of(member.rank, self._rank), blocks[member.rank], k, at)
 
         def take(k: int, at: int) -> None:
             piece = pieces.of(own, k)
             count = piece.numel()
-            others = [self._seen(turn, pieces, member, self._rank, first, k, count, at) for member in self._others]
+            others = [
+                self._seen(turn, pieces, member, _place_of(self._rank, member.rank), first, k, count, at)
+                for member in self._others
+            ]
             how.reduce([pieces.of(blocks[self._rank], k), *others], piece)
 
         count = pieces.rounds(max(block.count for block in blocks))
-        kind = Collective.reduce_scatter, own.dtype
+        kind = "reduce_scatter", own.dtype
         yield from self._stream.rounds(turn, kind, count, pieces.nbytes, stage, take)
         yield from turn.end(self._others)
 
@@ -288,7 +290,7 @@ class ShmNative(Native):
                     piece.copy_(self._seen(turn, pieces, member, 0, 0, k, piece.numel(), at))
 
         count = pieces.rounds(max(block.count for block in blocks))
-        kind = Collective.all_gather, own.dtype
+        kind = "all_gather", own.dtype
         yield from self._stream.rounds(
             turn, kind, count, pieces.nbytes, lambda k, at: pieces.stage(0, own, k, at), take
         )
@@ -316,14 +318,14 @@ class ShmNative(Native):
     def scatter(self, number: int, fingerprint: int, own: Memory, blocks: MemoryBlocks, root: int) -> Schedule:
         place = self._place_of_run([blocks[rank] for rank in range(self._size)]) if self._rank == root else 0
         turn = Turn(self._window, number, fingerprint, place)
-        pieces = Pieces(turn, self._size, own.dtype)
+        pieces = Pieces(turn, max(1, self._size - 1), own.dtype)
         yield from self._window.enter(number)
         count = 1 if place else pieces.rounds(own.count)
         if self._rank == root:
 
             def stage(k: int, at: int) -> None:
                 for member in self._others:
-                    pieces.stage(member.rank, blocks[member.rank], k, at)
+                    pieces.stage(_place_of(member.rank, root), blocks[member.rank], k, at)
 
             yield from turn.rounds(count, stage, None, (), self._others)
             yield from turn.end(self._others)
@@ -333,7 +335,7 @@ class ShmNative(Native):
         def take(k: int, at: int) -> None:
             piece = pieces.of(own, k)
             first = self._rank * own.count
-            piece.copy_(self._seen(turn, pieces, source, self._rank, first, k, piece.numel(), at))
+            piece.copy_(self._seen(turn, pieces, source, _place_of(self._rank, root), first, k, piece.numel(), at))
 
         yield from turn.rounds(count, None, take, [source], ())
         yield from turn.end(())
@@ -347,7 +349,7 @@ class ShmNative(Native):
         """
         dtype = outgoing[self._rank].dtype
         turn = Turn(self._window, number, fingerprint, self._place_of_run(outgoing))
-        pieces = Pieces(turn, self._size, dtype, head_nbytes=8 * self._size)
+        pieces = Pieces(turn, max(1, self._size - 1), dtype, head_nbytes=8 * self._size)
         yield from self._window.enter(number)
         self._window.reserve(number, 0, 8 * self._size)
         table = self._window.head(number, self._rank, self._size)
@@ -357,7 +359,7 @@ class ShmNative(Native):
 
         def stage(k: int, at: int) -> None:
             for member in self._others:
-                pieces.stage(member.rank, outgoing[member.rank], k, at)
+                pieces.stage(_place_of(member.rank, self._rank), outgoing[member.rank], k, at)
 
         def take(k: int, at: int) -> None:
             pieces.of(incoming[self._rank], k).copy_(pieces.of(outgoing[self._rank], k))
@@ -367,11 +369,11 @@ class ShmNative(Native):
                     firsts[member.rank] = self._sent_before(number, member, block)
                 piece = pieces.of(block, k)
                 if piece.numel():
-                    first = firsts[member.rank]
-                    piece.copy_(self._seen(turn, pieces, member, self._rank, first, k, piece.numel(), at))
+                    first, place = firsts[member.rank], _place_of(self._rank, member.rank)
+                    piece.copy_(self._seen(turn, pieces, member, place, first, k, piece.numel(), at))
 
         most = max(memory.count for memory in (*incoming, *outgoing))
-        kind = Collective.all_to_all, dtype
+        kind = "all_to_all", dtype
         yield from self._stream.rounds(turn, kind, pieces.rounds(most), pieces.nbytes, stage, take)
         yield from turn.end(self._others)
 
@@ -385,3 +387,8 @@ class ShmNative(Native):
                 f"rank {peer} sent {counts[self._rank] * itemsize} bytes where {block.nbytes} were expected",
             )
         return sum(counts[: self._rank])
+
+
+def _place_of(taker: int, owner: int) -> int:
+    """Return which place in its owner's area holds the taker's block; there is none for the owner's own."""
+    return taker - (taker > owner)
