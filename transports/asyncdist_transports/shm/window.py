@@ -25,9 +25,9 @@ from asyncdist_transports.shm.order import Fence
 
 SLOTS = 8
 STEP, CALL, PLACE = 0, 1, 2
-ROOM = 4  # ``n << 24 |`` how many pieces of the stream this member uses in turn
-TAKEN = 5  # ``n << 24 |`` how many rounds' pieces this member has taken
 LEFT = 3  # in the first line only: 1 when this member will not look at any slot again
+ROOM = 4  # ``n << 24 |`` how many pieces of the stream this member uses in turn
+TAKEN = 5  # ``n << 24 |`` of how many rounds this member has taken the others' pieces
 LINE = 8
 SHIFT = 24
 DONE = (1 << SHIFT) - 1
@@ -120,16 +120,20 @@ class Window:
             member.offset = offset
             member.words = member.mapping.words(offset, SLOTS * LINE)
             self.newcomers.pop()
-        at, free = number % SLOTS * LINE, (number - SLOTS) << SHIFT | DONE
-        while self.words[at] < free:  # others may have done with us before we are
-            yield self.rank
-        for member in self.others:
-            words = member.words
-            while words[at] < free:
-                yield member.rank
+        yield from self._over(number - SLOTS)
         if self.unchecked:
             self.recheck(number)
         self.last[number % SLOTS] = number
+
+    def _over(self, number: int) -> Schedule:
+        """Wait until all have done with a collective, ourselves included: others may have before we do."""
+        at, done = number % SLOTS * LINE, number << SHIFT | DONE
+        while self.words[at] < done:
+            yield self.rank
+        for member in self.others:
+            words = member.words
+            while words[at] < done:
+                yield member.rank
 
     def post(self, number: int, call: int, place: int, step: int) -> None:
         """Say what we call, and where our data lies (0: it is staged), with the first step."""
@@ -141,8 +145,15 @@ class Window:
 
     def publish(self, number: int, step: int) -> None:
         """Say that we have reached a step; wake who sleeps."""
+        self._say(number, STEP, step)
+
+    def publish_taken(self, number: int, turn: int) -> None:
+        """Say that we have taken the others' pieces of a round, and of all before it; wake who sleeps."""
+        self._say(number, TAKEN, turn + 1)
+
+    def _say(self, number: int, what: int, count: int) -> None:
         self.fence.light()  # what we have written, and read, before the word that says so
-        self.words[number % SLOTS * LINE] = number << SHIFT | step
+        self.words[number % SLOTS * LINE + what] = number << SHIFT | count
         self.fence.full()  # and that before we look who sleeps: see `order`
         for member in self.others:
             if member.asleep[0]:
@@ -157,15 +168,6 @@ class Window:
                 yield member.rank
         self.fence.light()  # their words before their data
 
-    def publish_taken(self, number: int, turn: int) -> None:
-        """Say that we have taken the others' pieces of a round, and of all before it; wake who sleeps."""
-        self.fence.light()
-        self.words[number % SLOTS * LINE + TAKEN] = number << SHIFT | turn + 1
-        self.fence.full()
-        for member in self.others:
-            if member.asleep[0]:
-                member.ring()
-
     def taken(self, number: int, turn: int, members: Sequence[Member]) -> Schedule:
         """Wait until each of some members has taken our piece of a round, or is through with everything."""
         at, goal, over = number % SLOTS * LINE, number << SHIFT | turn + 1, number << SHIFT | FINISHED
@@ -173,7 +175,7 @@ class Window:
             words = member.words
             while words[at + TAKEN] < goal and words[at] < over:
                 yield member.rank
-        self.fence.light()
+        self.fence.light()  # their loads of our piece before our next stores to it
 
     def check(self, number: int, call: int, members: Sequence[Member]) -> None:
         """Raise if one of some members, who have posted, called something else."""
@@ -267,20 +269,14 @@ class Window:
         wait for a later one, which has come first here, might be what the later one waits for elsewhere.
         SharedMemoryError if there is no memory left for pieces of so many bytes.
         """
-        for which in range(2 * SLOTS, 2 * SLOTS + pieces):
-            self._reserve(which, nbytes)
         before = self._streamed
         if before > number:
             return False
+        for which in range(2 * SLOTS, 2 * SLOTS + pieces):
+            self._reserve(which, nbytes)
         self._streamed = number
-        if before and before != number:
-            at, over = before % SLOTS * LINE, before << SHIFT | DONE
-            while self.words[at] < over:
-                yield self.rank
-            for member in self.others:
-                words = member.words
-                while words[at] < over:
-                    yield member.rank
+        if before != number:
+            yield from self._over(before)
         self.words[number % SLOTS * LINE + ROOM] = number << SHIFT | pieces
         return True
 
