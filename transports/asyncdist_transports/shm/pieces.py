@@ -13,10 +13,10 @@ _LINE_NBYTES = 64
 class Pieces:
     """How the pieces of ``blocks`` equally large places lie in an area: ``step`` elements of each, one after the other."""
 
-    __slots__ = ("blocks", "dtype", "head", "number", "rank", "step", "stride", "window")
+    __slots__ = ("blocks", "dtype", "head", "number", "step", "stride", "window")
 
     def __init__(self, turn: Turn, blocks: int, dtype: torch.dtype, *, head_nbytes: int = 0) -> None:
-        self.window, self.number, self.rank = turn.window, turn.number, turn.window.rank
+        self.window, self.number = turn.window, turn.number
         self.dtype, self.blocks = dtype, blocks
         self.head = -(-head_nbytes // _LINE_NBYTES) * _LINE_NBYTES
         self.stride = (turn.window.area_nbytes - self.head) // blocks // _LINE_NBYTES * _LINE_NBYTES
@@ -48,11 +48,9 @@ class Pieces:
         piece = self.of(source, k)
         count = piece.numel()
         start = self.head + block * self.stride
-        nbytes = start + count * self.dtype.itemsize
-        self.window.reserve(self.number, turn, nbytes)
         if k == 0 and source.count > self.step:  # now, before anything is half done
-            self.window.reserve(self.number, turn + 1, nbytes)
-        self.window.area(self.number, turn, self.rank, start, count, self.dtype).copy_(piece)
+            self.window.reserve(self.number, turn + 1, start + count * self.dtype.itemsize)
+        self.window.own(self.number, turn, start, count, self.dtype).copy_(piece)
 
     def staged(self, rank: int, block: int, count: int, turn: int) -> torch.Tensor:
         """Return a piece as a member has staged it in a round."""

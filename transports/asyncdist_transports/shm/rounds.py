@@ -87,34 +87,29 @@ class Turn:
         Where open memory is read (``reads_open``), those whose data lies open stage nothing, ourselves included. Others
         stage ``ahead`` rounds before they take, as far as they have room to.
         """
+        window, number = self.window, self.number
         stages = None if reads_open and self.place else stage
         ahead = min(ahead, self.room // 2 - 1) if stages is not None else 0
         first, self.round = self.round, self.round + count
         for k in range(count + ahead):
             if k < count:
-                yield from self._stage(k, first + k, stages, takers)
-            if k >= ahead:
-                yield from self._take(k - ahead, first + k - ahead, take, sources, reads_open)
+                turn = first + k
+                if stages is not None:
+                    if turn >= self.room:
+                        yield from window.taken(number, turn - self.room, takers)
+                    stages(k, turn)
+                    self.say(turn + STAGED)
+                elif not self._posted:
+                    self.say(POSTED)
+            if k >= ahead and take is not None:
+                turn = first + k - ahead
+                if not self._met:
+                    yield from self.meet(sources)
+                staged = [member for member in sources if not (reads_open and self.places[member.rank])]
+                yield from window.reached(number, turn + STAGED, staged)
+                take(k - ahead, turn)
+                window.publish_taken(number, turn)
             yield ()
-
-    def _stage(self, k: int, turn: int, stage: Piece | None, takers: Sequence[Member]) -> Schedule:
-        if stage is not None:
-            if turn >= self.room:
-                yield from self.window.taken(self.number, turn - self.room, takers)
-            stage(k, turn)
-            self.say(turn + STAGED)
-        elif not self._posted:
-            self.say(POSTED)
-
-    def _take(self, k: int, turn: int, take: Piece | None, sources: Sequence[Member], reads_open: bool) -> Schedule:
-        if take is None:
-            return
-        if sources and not self._met:
-            yield from self.meet(sources)
-        staged = [member for member in sources if not (reads_open and self.places[member.rank])]
-        yield from self.window.reached(self.number, turn + STAGED, staged)
-        take(k, turn)
-        self.window.publish_taken(self.number, turn)
 
     def end(self, takers: Sequence[Member]) -> Schedule:
         """Leave the slot; if our data lay open, not before those who take it have finished with it."""

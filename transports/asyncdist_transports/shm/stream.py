@@ -71,11 +71,14 @@ class Stream:
 
         A member uses up to ``nbytes`` of an area in each round.
         """
-        others = self._others
         if count < 2 or (reads_open and turn.place):
-            yield from turn.rounds(count, stage, take, others, others, reads_open=reads_open)
-            return
-        tried = self._tried[kind]
+            return turn.rounds(count, stage, take, self._others, self._others, reads_open=reads_open)
+        return self._ahead(turn, kind, count, nbytes, stage, take, reads_open)
+
+    def _ahead(
+        self, turn: Turn, kind: Hashable, count: int, nbytes: int, stage: Piece, take: Piece, reads_open: bool
+    ) -> Schedule:
+        others, tried = self._others, self._tried[kind]
         ahead = tried.choose()
         for far in dict.fromkeys((ahead, 0)):
             try:

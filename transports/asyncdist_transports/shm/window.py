@@ -229,6 +229,12 @@ class Window:
             self.arena.reserve(start, nbytes)
             self._reserved[which] = nbytes
 
+    def own(self, number: int, turn: int, start: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return elements of our area of a round, with memory behind them. SharedMemoryError if there is none left."""
+        which = self._which(number, turn, self.words)
+        self._reserve(which, start + count * dtype.itemsize)
+        return self._area(which, self.rank, start, count, dtype)
+
     def area(self, number: int, turn: int, rank: int, start: int, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Return elements of a member's area of a round, from byte ``start`` on; of ours if ``rank`` is our own."""
         words = self.words if rank == self.rank else self.by_rank[rank].words
