@@ -62,6 +62,10 @@ class Connection(asyncio.Protocol, ABC):
     def answer(self, reply: Reply) -> None:
         """Put what has come due for this client."""
 
+    def joined(self, pieces: list[bytes]) -> bytes:
+        """Return what has been put as it goes over the wire."""
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
     @property
     @abstractmethod
     def unfinished(self) -> bool:
@@ -116,7 +120,7 @@ class Connection(asyncio.Protocol, ABC):
         if not self._out or self._transport is None:
             return
         out, self._out, self._out_nbytes = self._out, [], 0
-        data = out[0] if len(out) == 1 else b"".join(out)
+        data = self.joined(out)
         durability = self._server.durability
         if durability is None or not durability.holding:
             self._transport.write(data)

@@ -13,10 +13,13 @@ from asyncdist.errors import AuthenticationError, ProtocolError
 from asyncdist.handshake import NONCE_NBYTES, Pushed, dial
 from asyncdist.store.conversation import Conversation
 from asyncdist.store.dialling import Persistence, describe, tune
+from asyncdist.store.messages import framed
 from asyncdist.tls import refused
 
 _CLOSE_TIMEOUT = 5.0
 """Seconds that a store may take to accept our last bytes before we hang up all the same."""
+_BATCH_NBYTES = 8 << 10
+"""Requests go to the socket at the latest when there are so many bytes of them: the store is to begin meanwhile."""
 
 
 async def reach(
@@ -68,13 +71,14 @@ class Link(asyncio.Protocol):
         self._why: str | None = None
         self._corked = False
         self._out: list[bytes] = []
+        self._out_nbytes = 0
 
     def begin(self, lost: Callable[[Link, str, bool], None]) -> None:
         """Say who we are, and go on from there."""
         if self._transport is None:
             raise ConnectionResetError("it hung up after it had said hello")
         self._tell = lost
-        self._transport.write(self._conversation.introduce())
+        self._transport.write(framed([self._conversation.introduce()]))
 
     # -- what the loop calls ----------------------------------------------------------------------
 
@@ -101,7 +105,7 @@ class Link(asyncio.Protocol):
             self.abort()
             return
         if conversation.has_more and self._transport is not None:
-            self._transport.write(conversation.take_out())
+            self._transport.write(framed(conversation.take_out()))
         elif conversation.lost is not None:
             self.abort()
         elif conversation.greeted and not self.greeted.done():
@@ -121,29 +125,35 @@ class Link(asyncio.Protocol):
 
     # -- what the store calls ---------------------------------------------------------------------
 
-    def send(self, frame: bytes) -> None:
+    def send(self, message: bytes) -> None:
         """Send at once what comes first in an iteration of the loop, and the rest of it together."""
-        if self._transport is None or not frame:
+        if self._transport is None or not message:
             return
-        if self._corked:
-            self._out.append(frame)
+        if not self._corked:
+            self._corked = True
+            self._loop.call_soon(self._uncork)
+            self._transport.write(framed([message]))
             return
-        self._corked = True
-        self._loop.call_soon(self._uncork)
-        self._transport.write(frame)
+        self._out.append(message)
+        self._out_nbytes += len(message)
+        if self._out_nbytes >= _BATCH_NBYTES:
+            self._flush()
 
     def _uncork(self) -> None:
         self._corked = False
-        out, self._out = self._out, []
+        self._flush()
+
+    def _flush(self) -> None:
+        out, self._out, self._out_nbytes = self._out, [], 0
         if out and self._transport is not None:
-            self._transport.write(b"".join(out))
+            self._transport.write(framed(out))
 
     async def close(self) -> None:
         """Send what is still to be sent, and hang up."""
         self._tell = None
         if self._transport is None:
             return
-        self._uncork()
+        self._flush()
         self._transport.close()
         try:
             async with asyncio.timeout(_CLOSE_TIMEOUT):

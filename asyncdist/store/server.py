@@ -30,7 +30,7 @@ from asyncdist.store.durability import Durability, Fsync
 from asyncdist.store.gate import Gate
 from asyncdist.store.lobby import Lobby
 from asyncdist.store.members import Members
-from asyncdist.store.messages import LENGTH, Encoder, frame_limit
+from asyncdist.store.messages import Encoder, frame_limit
 from asyncdist.store.operations import Kind, Reason, Reply
 from asyncdist.store.session import Session
 from asyncdist.store.state import StoreState
@@ -65,7 +65,7 @@ class StoreServer:
         self._crowded = False
         self.started = time.monotonic()
         self.num_admitted = self.num_refused = self.num_requests = 0
-        self._encoder = Encoder()
+        self.pack = Encoder().pack
         self.doors = Doors(self)
         self.members = Members()
         self.lineage = secrets.token_hex(8)
@@ -317,15 +317,15 @@ class StoreServer:
             connection.flush()
 
     def encode(self, reply: Reply) -> bytes:
-        """Return the frame of a reply."""
+        """Return the message of a reply."""
         value = reply.value
         # Lists are measured before they are packed: one value may have been asked for a million times over.
         if type(value) is not list or sum(map(len, value)) <= self.limit:
-            frame = self._encoder.frame(reply.request, reply.kind, value)
-            if len(frame) - LENGTH.size <= self.limit:
-                return frame
+            message = self.pack((reply.request, reply.kind, value))
+            if len(message) <= self.limit:
+                return message
         text = f"the reply would exceed the store's {self.limit} bytes: ask for fewer keys at a time"
-        return self._encoder.frame(reply.request, Kind.REFUSED, (Reason.TOO_LARGE, text))
+        return self.pack((reply.request, Kind.REFUSED, (Reason.TOO_LARGE, text)))
 
 
 def _is_tcp(sock: socket.socket) -> bool:

@@ -11,9 +11,9 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from asyncdist.errors import ProtocolError
-from asyncdist.store.connection import BATCH_NBYTES, Connection
+from asyncdist.store.connection import Connection
 from asyncdist.store.members import Member
-from asyncdist.store.messages import FrameParser, decode_request
+from asyncdist.store.messages import TOGETHER_NBYTES, FrameParser, decode_request, framed, messages_in
 from asyncdist.store.operations import CHANGING, SERVERS, Kind, Op, Reply
 from asyncdist.store.status import status
 
@@ -29,31 +29,37 @@ class Session(Connection):
     def __init__(self, server: StoreServer, transport: asyncio.Transport, peer: str) -> None:
         super().__init__(server, transport, peer)
         self._parser = FrameParser(server.limit)
-        self._todo: deque[bytes | bytearray] = deque()
+        self._todo: deque[Any] = deque()
         self.member: Member | None = None
 
     def receive(self, data: bytes) -> None:
-        if data:
-            self._todo.extend(self._parser.feed(data))
+        for frame in self._parser.feed(data) if data else ():
+            self._todo.extend(messages_in(frame))
         self._work()
 
     def _work(self) -> None:
         """Execute what has been read, as long as the client takes the replies."""
-        server, execute = self._server, self._server.state.execute
-        before = len(self._todo)
-        while self._todo and not self._paused and self._transport is not None:
-            request, op, args = decode_request(self._todo.popleft())
+        server, todo = self._server, self._todo
+        execute, peek, pack = server.state.execute, server.state.peek, server.pack
+        before = len(todo)
+        while todo and not self._paused and self._transport is not None:
+            if self._out_nbytes >= TOGETHER_NBYTES:
+                self.flush()
+            message = todo.popleft()
+            match message:  # by far the most of what comes in rows, made short
+                case [int(request), Op.GET, str(key)] if (value := peek(key)) is not None:
+                    self.put(pack((request, Kind.RESULT, value)))
+                    continue
+            request, op, args = decode_request(message)
             if op in CHANGING and self.member is not None:
                 self._change(self.member, request, op, args)
             elif op in SERVERS or op is Op.LEAVE:
                 self._serve(request, op, args)
             else:
                 server.deliver(execute(self, request, op, args), self)
-            if self._out_nbytes >= BATCH_NBYTES:
-                self.flush()
-        server.num_requests += before - len(self._todo)
+        server.num_requests += before - len(todo)
         self.flush()
-        if self._todo and self._transport is not None:
+        if todo and self._transport is not None:
             self._transport.pause_reading()
 
     def _change(self, member: Member, request: int, op: Op, args: tuple[Any, ...]) -> None:
@@ -101,6 +107,9 @@ class Session(Connection):
 
     def answer(self, reply: Reply) -> None:
         self.put(self._server.encode(reply))
+
+    def joined(self, pieces: list[bytes]) -> bytes:
+        return framed(pieces)
 
     def refuse(self, why: str) -> None:
         self._todo.clear()

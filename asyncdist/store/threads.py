@@ -22,6 +22,7 @@ from asyncdist.handshake import NONCE_NBYTES, dial
 from asyncdist.store.conversation import IDENTITY_NBYTES, Conversation
 from asyncdist.store.desk import Desk, Ticket
 from asyncdist.store.dialling import Persistence, broken, closed, connect, describe, tune
+from asyncdist.store.messages import framed
 from asyncdist.store.operations import Command
 from asyncdist.tls import TlsSocket, client_context
 
@@ -139,8 +140,8 @@ class Connection(Desk):
             wire.secure(deadline)
             self._greet(wire, deadline)
             with self.lock:
-                frame = self._conversation.introduce()
-            wire.send(frame, deadline)
+                message = self._conversation.introduce()
+            wire.send(framed([message]), deadline)
             with self.lock:
                 if self._over is not None:
                     raise StoreConnectionError(*self._over.args)
@@ -176,11 +177,12 @@ class Connection(Desk):
         with self.lock:
             if self._over is not None:
                 raise StoreConnectionError(*self._over.args)
-            number, frame = self._conversation.ask(command, ticket)
+            ticket.command = command
+            number, message = self._conversation.ask(ticket)
             wire = self._wire
-        if wire is not None and frame:
+        if wire is not None and message:
             try:
-                self._send(wire, frame, deadline)
+                self._send(wire, [message], deadline)
             except BaseException:
                 with self.lock:
                     self._conversation.give_up(number)  # it never went, or the connection is broken
@@ -189,29 +191,29 @@ class Connection(Desk):
 
     def give_up(self, number: int) -> None:
         with self.lock:
-            frame = self._conversation.give_up(number) if self._over is None and number else b""
-        self._send_word(frame)
+            message = self._conversation.give_up(number) if self._over is None and number else b""
+        self._send_word(message)
 
     def confirm(self, number: int) -> None:
         with self.lock:
-            frame = self._conversation.confirm(number) if self._over is None else b""
-        self._send_word(frame)
+            message = self._conversation.confirm(number) if self._over is None else b""
+        self._send_word(message)
 
-    def _send_word(self, frame: bytes) -> None:
+    def _send_word(self, message: bytes) -> None:
         """Send something that has no answer, and that nobody misses if the connection is over."""
         wire = self._wire
-        if frame and wire is not None:
+        if message and wire is not None:
             with contextlib.suppress(TimeoutError, StoreConnectionError):  # then it is broken, which says the same
-                self._send(wire, frame, Deadline.after(_WORD_TIMEOUT))
+                self._send(wire, [message], Deadline.after(_WORD_TIMEOUT))
 
-    def _send(self, wire: Wire, frame: bytes, deadline: Deadline) -> None:
+    def _send(self, wire: Wire, messages: list[bytes], deadline: Deadline) -> None:
         """Send over a socket, if that is still the one: what is open is asked again over the next."""
         left = deadline.remaining_or_none()
         if not self._sending.acquire(timeout=-1 if left is None else min(left, threading.TIMEOUT_MAX)):
             raise TimeoutError
         try:
             if wire is self._wire:
-                wire.send(frame, deadline)
+                wire.send(framed(messages), deadline)
         except BaseException as error:
             # Nobody knows how much has gone: after half a request, the store could not read another one.
             self._lose(wire, f"a request could not be sent: {describe(error)}")
