@@ -79,8 +79,7 @@ class Connection(asyncio.Protocol, ABC):
         except (ProtocolError, AuthenticationError) as error:
             self.refuse(str(error))
         except Exception:
-            logger.exception("store: a request of %s could not be served; it is disconnected", self.peer)
-            self.abort()
+            self.fail()
         if self._server.attention is not None:
             self._server.attention.heard(self)
 
@@ -156,6 +155,11 @@ class Connection(asyncio.Protocol, ABC):
         logger.warning("store: refused %s: %s", self.peer, why)
         self._server.num_refused += 1
         self.finish()
+
+    def fail(self) -> None:
+        """Drop it because of what is being raised, which is our own mistake."""
+        logger.exception("store: a request of %s could not be served; it is disconnected", self.peer)
+        self.abort()
 
     def finish(self) -> None:
         """Do nothing more for it, and hang up when what has been put has been sent."""

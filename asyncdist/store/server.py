@@ -23,6 +23,7 @@ from typing import Any
 from asyncdist.config import Config
 from asyncdist.store import listen
 from asyncdist.store.attention import Attention
+from asyncdist.store.c10d_wire import Phrases
 from asyncdist.store.changes import Book
 from asyncdist.store.connection import Connection
 from asyncdist.store.doors import Doors
@@ -33,6 +34,7 @@ from asyncdist.store.members import Members
 from asyncdist.store.messages import Encoder, frame_limit
 from asyncdist.store.operations import Kind, Reason, Reply
 from asyncdist.store.session import Session
+from asyncdist.store.shortcut import Shortcuts
 from asyncdist.store.state import StoreState
 from asyncdist.tls import server_context
 
@@ -67,6 +69,8 @@ class StoreServer:
         self.num_admitted = self.num_refused = self.num_requests = 0
         self.pack = Encoder().pack
         self.doors = Doors(self)
+        self.shortcuts = Shortcuts(self._loop)
+        self.phrases = Phrases(config.store_max_value_nbytes)
         self.members = Members()
         self.lineage = secrets.token_hex(8)
         """Of servers one after the other that hold the same: the later has what the earlier left."""
@@ -145,6 +149,7 @@ class StoreServer:
         if self._connections:
             self._emptied = self._emptied or self._loop.create_future()
             await asyncio.shield(self._emptied)
+        self.shortcuts.close()
         servers, self._servers = self._servers, []
         for server in servers:
             await server.wait_closed()
