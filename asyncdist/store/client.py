@@ -19,6 +19,7 @@ from asyncdist.store.dialling import Persistence, broken, closed
 from asyncdist.store.faces import AsyncFace
 from asyncdist.store.link import Link, reach
 from asyncdist.store.operations import Command, Op
+from asyncdist.store.pieces import Parcel
 from asyncdist.tls import client_context
 
 
@@ -140,7 +141,7 @@ class _Line:
     def confirm(self, number: int) -> None:
         self._send(self._conversation.confirm(number))
 
-    def _send(self, message: bytes) -> None:
+    def _send(self, message: bytes | Parcel) -> None:
         if self.link is not None:
             self.link.send(message)
 

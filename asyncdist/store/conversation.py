@@ -17,8 +17,9 @@ from collections.abc import Collection
 from typing import Any, Protocol
 
 from asyncdist.errors import ProtocolError, QueueEmptyError, StoreConnectionError, StoreError, UsageError
-from asyncdist.store.messages import HELLO, VERSION, Encoder, FrameParser, decode_answer, frame_limit, messages_in
+from asyncdist.store.messages import HELLO, VERSION, Encoder, FrameParser, decode_answer, message_limit
 from asyncdist.store.operations import BLOCKING, CHANGING, DOORS, STREAMS, Command, Kind, Op, Reason
+from asyncdist.store.pieces import FRAME_NBYTES, LONG_NBYTES, Arriving, Parcel, request_piece, weight
 
 IDENTITY_NBYTES = 16
 """Of a random identity: enough that no two clients have the same."""
@@ -58,7 +59,8 @@ class Conversation:
         self.where = where
         self.greeted = False
         """Whether the server has said hello; ask nothing before."""
-        self.limit = frame_limit(0)
+        self.limit = message_limit(0)
+        """The longest message that the store takes, once it has said so."""
         self.stays = False
         """Whether the store is one that comes back when it has gone, as far as it has said."""
         self.lost: StoreConnectionError | None = None
@@ -68,6 +70,7 @@ class Conversation:
         self._asked: dict[int, Sink] = {}
         self._changes: dict[int, None] = {}  # those of them that change something
         self._num_changed = 0
+        self._restoring: set[int] = set()  # asked by nobody but us
         self._held: set[int] = set()  # asked while there was no connection
         self._ephemeral: dict[str, Command] = {}
         self._tied = False
@@ -76,9 +79,10 @@ class Conversation:
         self._resuming = 0
         self._introduced = False
         self._lineage = ""
-        self._out: list[bytes] = []
+        self._out: list[bytes | Parcel] = []
         self._encoder = Encoder()
-        self._parser = FrameParser(frame_limit(0))  # until the server says how long frames may be, either way
+        self._parser = FrameParser(FRAME_NBYTES)
+        self._arriving = Arriving(self.limit)
 
     @property
     def num_open(self) -> int:
@@ -95,7 +99,11 @@ class Conversation:
 
     # -- asking -----------------------------------------------------------------------------------
 
-    def ask(self, sink: Sink) -> tuple[int, bytes]:
+    def is_open(self, request: int) -> bool:
+        """Whether there is a point in sending a request, or the rest of it."""
+        return request in self._asked or request in self._restoring
+
+    def ask(self, sink: Sink) -> tuple[int, bytes | Parcel]:
         """Open a request; return its id and the message to be sent. Raises UsageError for what cannot be sent."""
         request, command = self._last + 1, sink.command
         message = self._message(request, command)
@@ -104,7 +112,7 @@ class Conversation:
         op = command.op
         if op in CHANGING:
             self._changes[request] = None
-            if self._num_changed >= _TELL_AFTER and self._talking:
+            if self._num_changed >= _TELL_AFTER and self._talking and type(message) is bytes:
                 self._num_changed = 0
                 message = self._encoder.pack((0, Op.RECEIVED, next(iter(self._changes)))) + message
         elif op in DOORS:
@@ -114,10 +122,17 @@ class Conversation:
             return request, b""
         return request, message
 
-    def _message(self, request: int, command: Command) -> bytes:
+    def _message(self, request: int, command: Command) -> bytes | Parcel:
+        op, args = command
+        fields = request, op, *args
         try:
-            message = self._encoder.pack((request, command.op, *command.args))
-        except ValueError as error:  # a lone surrogate in a key, a value of 4 GiB and more
+            if op is not Op.GET and weight(args) > LONG_NBYTES:
+                message: bytes | Parcel = Parcel(self._encoder.pack, fields, request_piece)
+            else:
+                message = self._encoder.pack(fields)
+                if len(message) > LONG_NBYTES:
+                    message = Parcel(self._encoder.pack, fields, request_piece)
+        except ValueError as error:  # a lone surrogate in a key
             raise UsageError(f"store {command.name}: {error}") from None
         if len(message) > self.limit:
             raise UsageError(
@@ -158,15 +173,17 @@ class Conversation:
         self._resuming = 0
         self._out.clear()
         self.greeted = False
-        self._parser = FrameParser(frame_limit(0))
+        self._parser = FrameParser(FRAME_NBYTES)
+        self._arriving.drop()
+        self._restoring.clear()
 
     @property
     def has_more(self) -> bool:
         """Whether there is something to `take_out`."""
         return bool(self._out)
 
-    def take_out(self) -> list[bytes]:
-        """Return the messages that are to be sent because of what has been received."""
+    def take_out(self) -> list[bytes | Parcel]:
+        """Return what is to be sent because of what has been received or asked."""
         out, self._out = self._out, []
         return out
 
@@ -191,11 +208,17 @@ class Conversation:
             if request not in held and op is Op.SUBSCRIBE:
                 self._break_off(request, self._missed(command))
             elif request in held or known or op not in CHANGING or op in _REPEATABLE:
-                self._out.append(self._encoder.pack((request, op, *command.args)))
+                self._ask_again(request, command)
             else:
                 self._break_off(request, self._unknown(command))
 
-    def _break_off(self, request: int, error: StoreConnectionError) -> None:
+    def _ask_again(self, request: int, command: Command) -> None:
+        try:
+            self._out.append(self._message(request, command))
+        except UsageError as error:  # this server takes less than the one before
+            self._break_off(request, error)
+
+    def _break_off(self, request: int, error: Exception) -> None:
         sink = self._asked.pop(request)
         self._changes.pop(request, None)
         sink.reject(error)
@@ -203,7 +226,8 @@ class Conversation:
     def _restore_ephemeral(self) -> None:
         for command in self._ephemeral.values():
             self._last += 1
-            self._out.append(self._encoder.pack((self._last, command.op, *command.args)))
+            self._restoring.add(self._last)
+            self._out.append(self._message(self._last, command))
 
     def _unknown(self, command: Command) -> StoreConnectionError:
         keys = ", ".join(map(repr, command.keys[:3]))
@@ -223,7 +247,7 @@ class Conversation:
     def receive(self, data: bytes) -> None:
         """Take bytes that arrived and tell those whose answers they hold. Raises ProtocolError."""
         for frame in self._parser.feed(data):
-            for message in messages_in(frame):
+            for message in self._arriving.messages_in(frame):
                 self._hear(*decode_answer(message))
 
     def _hear(self, request: int, kind: int, value: Any) -> None:
@@ -232,12 +256,17 @@ class Conversation:
         if sink is None:
             if kind == HELLO:
                 self._greet(*value)
+            elif kind == Kind.PIECE:
+                self._arriving.add(*value)
             elif request == self._resuming and request:
                 self._hear_resumed(kind, value)
             return
         op = sink.command.op
         if kind == Kind.PUBLISHED:
             sink.publish(value)
+            return
+        if kind == Kind.PIECE:
+            self._arriving.add(*value)
             return
         if op in CHANGING:
             del self._changes[request]
@@ -270,7 +299,7 @@ class Conversation:
                 "run the same asyncdist on both sides"
             )
         self.greeted = True
-        self.limit = self._parser.limit = limit
+        self.limit = self._arriving.limit = limit
 
     def end(self, error: Exception) -> None:
         """There is no further connection: reject everything that is open."""

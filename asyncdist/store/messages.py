@@ -5,7 +5,9 @@
     result     [id, 0, value]                         server → client, in any order
     refusal    [id, 1, [reason, text]]
     published  [id, 2, message]                       id is that of the subscription
-    hello      [0, 3, [version, limit]]               server → client, once, first: the longest frame it takes
+    hello      [0, 3, [version, limit]]               server → client, once, first: the longest message it takes
+
+Messages that are too long for a frame go in pieces (`pieces`).
 
 What a peer sends is believed only as far as it has been checked: a length beyond the limit, bytes that are no msgpack,
 an unknown operation or an argument of a wrong type raise ProtocolError, and nothing else is ever raised.
@@ -25,7 +27,7 @@ from asyncdist.store.operations import ARGUMENTS, FLAG, KEY, KEYS, NUMBER, VALUE
 VERSION = 2
 HELLO = 3
 OVERHEAD_NBYTES = 64 << 10
-"""What a frame may be longer than the largest value: its key, and the frame's own bytes."""
+"""What a message may be longer than the largest value: its key, and its own bytes."""
 TOGETHER_NBYTES = 64 << 10
 """What a frame of several messages carries at most: no more than any store takes."""
 _END = b"\xc0"
@@ -50,8 +52,8 @@ class Answer(NamedTuple):
     value: Any
 
 
-def frame_limit(max_value_nbytes: int) -> int:
-    """Return the longest frame to take where values have up to ``max_value_nbytes`` bytes."""
+def message_limit(max_value_nbytes: int) -> int:
+    """Return the longest message to take where values have up to ``max_value_nbytes`` bytes."""
     return max_value_nbytes + OVERHEAD_NBYTES
 
 
@@ -136,16 +138,21 @@ def hello(limit: int) -> bytes:
 # -- decoding --------------------------------------------------------------------------------------
 
 
-def messages_in(frame: bytes | bytearray) -> list[Any]:
-    """Return the messages of a frame, of which nothing is known but that they are msgpack; raises ProtocolError."""
+def messages_in(frame: bytes | bytearray, extension: Callable[[int, bytes], Any] = msgpack.ExtType) -> list[Any]:
+    """Return the messages of a frame, at least one, of which nothing is known but that they are msgpack.
+
+    ``extension`` makes what stands for msgpack's extension types (`pieces`). Raises ProtocolError.
+    """
     try:
-        return [msgpack.unpackb(frame)]
+        return [msgpack.unpackb(frame, ext_hook=extension)]
     except msgpack.ExtraData:
         pass
+    except ProtocolError:
+        raise
     except Exception as error:  # which of its many it raises depends on msgpack's version and build
         raise _no_msgpack(error) from None
     try:
-        unpacker = msgpack.Unpacker(max_buffer_size=len(frame) + 1, read_size=len(frame) + 1)
+        unpacker = msgpack.Unpacker(max_buffer_size=len(frame) + 1, read_size=len(frame) + 1, ext_hook=extension)
         unpacker.feed(frame)
         unpacker.feed(_END)
         *messages, end = unpacker
@@ -197,6 +204,8 @@ def _fits(kind: str, argument: Any) -> bool:
 
 def _sound(kind: int, value: Any) -> bool:
     """Whether an answer's value has the shape that its kind promises."""
+    if kind == Kind.PIECE:
+        return type(value) is list and [type(each) for each in value] == [int, bytes]
     if kind in (Kind.REFUSED, HELLO):
         second = str if kind == Kind.REFUSED else int
         return type(value) is list and len(value) == 2 and type(value[0]) is int and type(value[1]) is second

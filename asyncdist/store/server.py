@@ -31,8 +31,9 @@ from asyncdist.store.durability import Durability, Fsync
 from asyncdist.store.gate import Gate
 from asyncdist.store.lobby import Lobby
 from asyncdist.store.members import Members
-from asyncdist.store.messages import Encoder, frame_limit
+from asyncdist.store.messages import Encoder, message_limit
 from asyncdist.store.operations import Kind, Reason, Reply
+from asyncdist.store.pieces import LONG_NBYTES, Parcel, answer_piece, weight
 from asyncdist.store.session import Session
 from asyncdist.store.shortcut import Shortcuts
 from asyncdist.store.state import StoreState
@@ -57,7 +58,7 @@ class StoreServer:
         self.book: Book | None = None
         self.durability: Durability | None = None
         self.tls = server_context(config)
-        self.limit = frame_limit(config.store_max_value_nbytes)
+        self.limit = message_limit(config.store_max_value_nbytes)
         self.attention: Attention | None = None
         self._loop = asyncio.get_running_loop()
         self._servers: list[asyncio.Server | Gate] = []
@@ -321,14 +322,17 @@ class StoreServer:
         for connection in others:
             connection.flush()
 
-    def encode(self, reply: Reply) -> bytes:
+    def encode(self, reply: Reply) -> bytes | Parcel:
         """Return the message of a reply."""
-        value = reply.value
+        _, request, kind, value = reply
+        nbytes = weight((value,))
+        if nbytes <= LONG_NBYTES:
+            return self.pack((request, kind, value))
         # Lists are measured before they are packed: one value may have been asked for a million times over.
-        if type(value) is not list or sum(map(len, value)) <= self.limit:
-            message = self.pack((reply.request, reply.kind, value))
-            if len(message) <= self.limit:
-                return message
+        if nbytes <= self.limit or type(value) is bytes:
+            parcel = Parcel(self.pack, (request, kind, value), answer_piece)
+            if len(parcel) <= self.limit:
+                return parcel
         text = f"the reply would exceed the store's {self.limit} bytes: ask for fewer keys at a time"
         return self.pack((reply.request, Kind.REFUSED, (Reason.TOO_LARGE, text)))
 
