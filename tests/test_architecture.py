@@ -15,8 +15,8 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYERS: list[list[str]] = [
     ["errors", "ops", "deadline", "config"],
     ["framing", "handshake", "topology", "store.messages", "store.state", "store.entries", "store.queues",
-     "store.ties", "store.operations", "store.changes", "store.c10d_wire", "store.conversation", "store.log",
-     "collectives.schedule", "collectives.cost", "collectives.ring", "collectives.tree", "collectives.doubling",
+     "store.pieces", "store.ties", "store.operations", "store.changes", "store.c10d_wire", "store.conversation",
+     "store.log", "collectives.schedule", "collectives.cost", "collectives.ring", "collectives.tree", "collectives.doubling",
      "collectives.pairwise", "collectives.choose", "collectives.hierarchy", "ddp.buckets"],
     ["transport", "registry", "buffers", "objects", "reduce", "work", "runtime", "progress", "machine", "mismatch",
      "notices", "lifetime", "reminders", "interfaces", "arena", "inbox", "native", "registered", "bell", "lookout", "tls"],

@@ -36,37 +36,38 @@ _NOTHING: Final = vector(b"")
 class C10dSession(Connection):
     """One client that speaks torch's format."""
 
-    __slots__ = ("_decoder", "_last", "_state", "_todo", "_waiting")
+    __slots__ = ("_decoder", "_last", "_phrases", "_state", "_todo", "_waiting")
 
     def __init__(self, server: StoreServer, transport: asyncio.Transport, peer: str) -> None:
-        super().__init__(server, transport, peer)
+        super().__init__(server, server.shortcuts.take(transport, self.react), peer)
         self._state = server.state
+        self._phrases = server.phrases
         self._decoder = Decoder(server.config.store_max_value_nbytes, server.limit)
         self._todo: list[Request] = []
         self._waiting: set[int] = set()
         self._last = 0
 
-    def data_received(self, data: bytes) -> None:
-        """Answer at once the one request that nearly every read holds; take everything else the long way."""
-        server, transport = self._server, self._transport
-        clear = not (self._todo or self._paused or self._decoder.pending or self._out or server.durability is not None)
-        request = self._decoder.lone_request(data) if clear else None
-        answer = None if request is None else _ANSWERS_AT_ONCE.get(request[0])
-        if request is None or answer is None or transport is None:
-            super().data_received(data)
-            return
+    def react(self, data: bytes) -> bytes | None:
+        """Return the answer to the one request that nearly every read holds; take everything else the long way."""
+        server = self._server
+        request = self._phrases[data]
+        if request is None or self._todo or self._paused or self._decoder.pending or server.durability is not None:
+            self.data_received(data)
+            return None
         try:
-            reply = answer(self, request)
+            reply = _ANSWERS[request[0]](self, request)
         except Refused as refused:
             self.refuse(refused.text)
-            return
+            return None
+        except Exception:
+            self.fail()
+            return None
         server.num_requests += 1
-        if reply is not None:
-            transport.write(reply)
         if self._state.due:
             server.deliver(self._state.collect(), None)
         if server.attention is not None:
             server.attention.heard(self)
+        return reply
 
     def receive(self, data: bytes) -> None:
         try:
@@ -107,6 +108,10 @@ class C10dSession(Connection):
     def refuse(self, why: str) -> None:
         self._todo.clear()
         super().refuse(why)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.abort()  # the shortcut to it, too
+        super().connection_lost(exc)
 
     @property
     def unfinished(self) -> bool:
@@ -173,9 +178,10 @@ class C10dSession(Connection):
     # -- requests that wait -----------------------------------------------------------------------
 
     def _wait(self, request: Request) -> bytes | None:
-        number = self._last = self._last + 1
-        if _WAIT(self._state, (self, number), request[1]) is not BLOCKED:
+        if _CHECK(self._state, _NOBODY, request[1]):
             return c10d_wire.STOP_WAITING
+        number = self._last = self._last + 1
+        _WAIT(self._state, (self, number), request[1])
         self._waiting.add(number)
         return None
 
@@ -216,6 +222,3 @@ _ANSWERS: dict[int, Callable[[C10dSession, Request], bytes | None]] = {
     Code.LIST_KEYS: C10dSession._list_keys,
     Code.BARRIER: C10dSession._barrier,
 }
-
-_ANSWERS_AT_ONCE = {code: _ANSWERS[code] for code in (Code.GET, Code.WAIT, Code.ADD, Code.CHECK, Code.SET)}
-"""Those that are asked in rows, and need not be held up by others' replies."""

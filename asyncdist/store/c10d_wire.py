@@ -137,27 +137,17 @@ class Decoder:
         self.max_value_nbytes = max_value_nbytes
         self.limit = limit
         self._partial: Generator[int, bytes, Request] | None = None
+        self.pending = False
+        """Whether there is an unfinished request."""
         self._wanted = 0
         self._piece = bytearray()
         self._nbytes = 0
-
-    @property
-    def pending(self) -> bool:
-        """Whether there is an unfinished request."""
-        return self._partial is not None
 
     def feed(self, data: bytes) -> list[Request]:
         """Return the requests that ``data`` completes. Raises ProtocolError."""
         requests: list[Request] = []
         self.decode(data, requests)
         return requests
-
-    def lone_request(self, data: bytes) -> Request | None:
-        """Return the one request that ``data`` is, if it is simple and whole and nothing is `pending`."""
-        requests: list[Request] = []
-        if _whole_requests(data, 0, requests, self.max_value_nbytes) == len(data) and len(requests) == 1:
-            return requests[0]
-        return None
 
     def decode(self, data: bytes, requests: list[Request]) -> None:
         """Add the requests that ``data`` completes to a list, which has those before the bad one if there is one."""
@@ -167,7 +157,7 @@ class Decoder:
             place = _whole_requests(data, place, requests, self.max_value_nbytes)
             if place < end:
                 self._nbytes = 0
-                self._partial = self._request()
+                self._partial, self.pending = self._request(), True
                 self._wanted = next(self._partial)
                 place = self._go_on(data, place, requests)
 
@@ -189,7 +179,7 @@ class Decoder:
                     self._piece = bytearray()
                 self._wanted = partial.send(piece)
         except StopIteration as over:
-            self._partial = None
+            self._partial, self.pending = None, False
             requests.append(over.value)
             return place
 
@@ -315,3 +305,31 @@ def _whole_requests(data: bytes, place: int, requests: list[Request], max_value_
             return place
         place = after
     return place
+
+
+# -- requests that were asked before ---------------------------------------------------------------
+
+_PHRASE_NBYTES = 256
+_PHRASES = 1024
+
+
+class Phrases(dict[bytes, Request | None]):
+    """What bytes mean that are one simple request: ``phrases[data]``, or None where they are more, less or not simple.
+
+    Clients ask in few words: all of them for the same keys when they meet, one of them the same again while it polls. So
+    the meaning of short requests is kept, for as many as are likely to be in use, and most bytes are looked at no closer.
+    """
+
+    def __init__(self, max_value_nbytes: int) -> None:
+        super().__init__()
+        self._max_value_nbytes = max_value_nbytes
+
+    def __missing__(self, data: bytes) -> Request | None:
+        requests: list[Request] = []
+        if _whole_requests(data, 0, requests, self._max_value_nbytes) != len(data) or len(requests) != 1:
+            return None
+        if len(data) <= _PHRASE_NBYTES and requests[0][0] not in _WITH_VALUE:
+            if len(self) == _PHRASES:
+                self.clear()
+            self[data] = requests[0]
+        return requests[0]

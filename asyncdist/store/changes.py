@@ -64,6 +64,7 @@ class Book:
         self.nbytes = 0
         self.pending = False
         self._max_nbytes = max_nbytes
+        self._arriving_nbytes = 0
         self._wake = wake
         self._packer = _packer()
         self._ephemeral: set[str] = set()
@@ -89,11 +90,21 @@ class Book:
 
     # -- what the state machine calls ---------------------------------------------------------------
 
+    def expect(self, nbytes: int) -> None:
+        """So many bytes have come of a value that is not whole yet. Raises Refused where there is no room for them."""
+        self.check_room(nbytes)
+        self._arriving_nbytes += nbytes
+
+    def expect_no_more(self, nbytes: int) -> None:
+        """They are part of a value now, or will never be."""
+        self._arriving_nbytes -= nbytes
+
     def check_room(self, nbytes: int) -> None:
-        if self._max_nbytes and nbytes > 0 and self.nbytes + nbytes > self._max_nbytes:
+        held = self.nbytes + self._arriving_nbytes
+        if self._max_nbytes and nbytes > 0 and held + nbytes > self._max_nbytes:
             raise Refused(
                 Reason.FULL,
-                f"the store holds {self.nbytes} bytes and takes {self._max_nbytes}: delete keys that nobody needs, or "
+                f"the store holds {held} bytes and takes {self._max_nbytes}: delete keys that nobody needs, or "
                 "raise --max-memory (ASYNCDIST_STORE_MAX_NBYTES) where the store runs",
             )
 

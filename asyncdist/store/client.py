@@ -5,18 +5,21 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Coroutine, Generator
+from math import inf
 from typing import Any, Self
 
 from asyncdist.config import Config
 from asyncdist.deadline import Timeout, seconds
-from asyncdist.errors import AsyncdistError, StoreConnectionError, StoreTimeoutError
+from asyncdist.errors import AsyncdistError, StoreConnectionError
 from asyncdist.store import operations
-from asyncdist.store.conversation import IDENTITY_NBYTES, Conversation, Sink
+from asyncdist.store.asked import Asked, Limits
+from asyncdist.store.conversation import IDENTITY_NBYTES, Conversation
 from asyncdist.store.dialling import Persistence, broken, closed
 from asyncdist.store.faces import AsyncFace
 from asyncdist.store.link import Link, reach
 from asyncdist.store.operations import Command, Op
+from asyncdist.store.pieces import Parcel
 from asyncdist.tls import client_context
 
 
@@ -63,25 +66,27 @@ class AsyncStore(AsyncFace):
         assert self._line.link is not None
         return self._line.link
 
-    async def request(self, command: Command, timeout: Timeout = None) -> Any:
-        answer = _Answer(self._loop)
-        future = answer.future
+    def request(self, command: Command, timeout: Timeout = None) -> Coroutine[Any, Any, Any]:
+        if asyncio._get_running_loop() is not self._loop:
+            return self._request_later(command, timeout)
         limit = self.timeout if timeout is None else seconds(timeout)
-        number = self._line.ask(command, answer)
-        timer = None
-        if limit != float("inf"):
-            timer = self._loop.call_later(limit, _expire, future, command, limit)
+        asked = Asked(command, limit, self._line, self._loop)
+        self._line.ask(asked)
+        return self._taken(asked) if command.op is Op.QUEUE_POP else asked
+
+    async def _request_later(self, command: Command, timeout: Timeout) -> Any:
+        """Make a request when the loop has been reached: this was called by who hands us to it."""
+        return await self.request(command, timeout)
+
+    async def _taken(self, popping: Asked) -> Any:
+        """Return an item, and say so to the store when it has reached who asked for it; else it goes back."""
         try:
-            result = await future
-        except (asyncio.CancelledError, StoreTimeoutError):
-            self._line.give_up(number)
+            item = await popping
+        except asyncio.CancelledError:
+            self._line.give_up(popping.number)
             raise
-        finally:
-            if timer is not None:
-                timer.cancel()
-        if command.op is Op.QUEUE_POP:
-            self._line.confirm(number)
-        return result
+        self._line.confirm(popping.number)
+        return item
 
     def subscribe(self, channel: str) -> LineSubscription:
         """Return the messages of a channel: use ``async with``, or ``await`` it, and then ``async for``.
@@ -103,31 +108,6 @@ class AsyncStore(AsyncFace):
         return f"<AsyncStore {self.host}:{self.port}{' closed' if self._line.over else ''}>"
 
 
-def _expire(future: asyncio.Future[Any], command: Command, limit: float) -> None:
-    if not future.done():
-        future.set_exception(StoreTimeoutError(command.name, command.keys, limit))
-
-
-class _Answer:
-    """Where one request's answer goes."""
-
-    __slots__ = ("future",)
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.future: asyncio.Future[Any] = loop.create_future()
-
-    def resolve(self, value: Any) -> None:
-        if not self.future.done():
-            self.future.set_result(value)
-
-    def reject(self, error: Exception) -> None:
-        if not self.future.done():
-            self.future.set_exception(error)
-
-    def publish(self, message: bytes) -> None:
-        """Only subscriptions get messages."""
-
-
 # -- one connection after the other ------------------------------------------------------------------
 
 
@@ -142,15 +122,18 @@ class _Line:
         self._patience = config.store_reconnect
         self._tls = client_context(config)
         self._conversation = Conversation(self.where, config.store_lease, os.urandom(IDENTITY_NBYTES))
+        self._limits = Limits(self._conversation.open_requests)
         self._persistence: Persistence | None = None
         self._redialling: asyncio.Task[None] | None = None
 
-    def ask(self, command: Command, sink: Sink) -> int:
+    def ask(self, sink: Asked | _Stream) -> None:
+        """Open a request; one of a line that is over fails. Raises UsageError for what cannot be sent."""
         if self.over is not None:
-            raise StoreConnectionError(*self.over.args)
-        number, frame = self._conversation.ask(command, sink)
-        self._send(frame)
-        return number
+            sink.reject(StoreConnectionError(*self.over.args))
+            return
+        sink.number, message = self._conversation.ask(sink)
+        self._send(message)
+        self._limits.note(sink.deadline)
 
     def give_up(self, number: int) -> None:
         self._send(self._conversation.give_up(number))
@@ -158,9 +141,9 @@ class _Line:
     def confirm(self, number: int) -> None:
         self._send(self._conversation.confirm(number))
 
-    def _send(self, frame: bytes) -> None:
+    def _send(self, message: bytes | Parcel) -> None:
         if self.link is not None:
-            self.link.send(frame)
+            self.link.send(message)
 
     async def reach(self, persistence: Persistence) -> None:
         """Make one attempt to connect."""
@@ -199,6 +182,7 @@ class _Line:
         if self.over is None:
             self.over = error
         self._conversation.end(self.over)
+        self._limits.cancel()
 
     async def close(self) -> None:
         goodbye = self._conversation.goodbye() if self.over is None else b""
@@ -214,10 +198,12 @@ class _Line:
 class _Stream:
     """What comes in answer to one request, again and again."""
 
+    deadline = inf
+
     def __init__(self, line: _Line, command: Command) -> None:
         self._line = line
-        self._command = command
-        self._number: int | None = None
+        self.command = command
+        self.number = 0
         self._loop = asyncio.get_running_loop()
         self._subscribed: asyncio.Future[None] = self._loop.create_future()
         self._messages: deque[Any] = deque()
@@ -225,8 +211,8 @@ class _Stream:
         self._over: Exception | None = None
 
     async def __aenter__(self) -> Self:
-        if self._number is None:
-            self._number = self._line.ask(self._command, self)
+        if not self.number:
+            self._line.ask(self)
         try:
             await asyncio.shield(self._subscribed)
         except asyncio.CancelledError:
@@ -244,7 +230,7 @@ class _Stream:
         return self
 
     async def _next(self) -> Any:
-        if self._number is None:
+        if not self.number:
             await self
         while not self._messages:
             if self._over is not None:
@@ -258,11 +244,9 @@ class _Stream:
         return self._messages.popleft()
 
     def _leave(self) -> None:
-        if self._number is not None and self._over is None:
-            self._line.give_up(self._number)
-            self._finish(
-                StoreConnectionError(f"the {self._command.name} of {self._command.keys[0]!r} was closed by us")
-            )
+        if self.number and self._over is None:
+            self._line.give_up(self.number)
+            self._finish(StoreConnectionError(f"the {self.command.name} of {self.command.keys[0]!r} was closed by us"))
 
     # -- what the conversation calls --------------------------------------------------------------
 

@@ -62,6 +62,10 @@ class Connection(asyncio.Protocol, ABC):
     def answer(self, reply: Reply) -> None:
         """Put what has come due for this client."""
 
+    def joined(self, pieces: list[bytes]) -> bytes:
+        """Return what has been put as it goes over the wire."""
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
     @property
     @abstractmethod
     def unfinished(self) -> bool:
@@ -75,8 +79,7 @@ class Connection(asyncio.Protocol, ABC):
         except (ProtocolError, AuthenticationError) as error:
             self.refuse(str(error))
         except Exception:
-            logger.exception("store: a request of %s could not be served; it is disconnected", self.peer)
-            self.abort()
+            self.fail()
         if self._server.attention is not None:
             self._server.attention.heard(self)
 
@@ -89,7 +92,7 @@ class Connection(asyncio.Protocol, ABC):
 
     def _go_on(self) -> None:
         """Execute again, if replies are taken again."""
-        if self._deaf or self._held_nbytes >= BATCH_NBYTES:
+        if self._clogged:
             return
         self._paused = False
         if self._transport is not None and not self._closing:
@@ -116,30 +119,55 @@ class Connection(asyncio.Protocol, ABC):
         if not self._out or self._transport is None:
             return
         out, self._out, self._out_nbytes = self._out, [], 0
-        data = out[0] if len(out) == 1 else b"".join(out)
+        data = self.joined(out)
+        self._pass_on(data)
+
+    def _pass_on(self, data: Any) -> None:
+        """Send something when what it may tell of is on disk."""
         durability = self._server.durability
         if durability is None or not durability.holding:
-            self._transport.write(data)
+            self._write(data)
         else:
             durability.hold(self, data)
             self._held_nbytes += len(data)
-            self._paused = self._deaf or self._held_nbytes >= BATCH_NBYTES
+            self._paused = self._clogged
         if self._paused:
-            self._drop_if_deaf(self._transport)
+            self._drop_if_deaf()
 
-    def release(self, data: bytes) -> None:
+    def release(self, data: Any) -> None:
         """Send what was held until what it tells of is on disk."""
         self._held_nbytes -= len(data)
-        if self._transport is None:
-            return
-        self._transport.write(data)
+        if self._transport is not None:
+            self._write(data)
+            self._settle()
+
+    def _settle(self) -> None:
+        """Less waits to be sent: hang up if that was the last of it, or go on."""
         if self._closing and not self._held_nbytes:
-            self._transport.close()
+            self._hang_up()
         elif self._paused:
             self._go_on()
 
-    def _drop_if_deaf(self, transport: asyncio.Transport) -> None:
-        waiting = transport.get_write_buffer_size() + self._held_nbytes
+    def _hang_up(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+
+    def _write(self, data: Any) -> None:
+        if self._transport is not None:
+            self._transport.write(data)
+
+    @property
+    def _clogged(self) -> bool:
+        """Whether so much waits to be sent that nothing more is to be executed."""
+        return self._deaf or self._held_nbytes >= BATCH_NBYTES
+
+    @property
+    def _waiting_nbytes(self) -> int:
+        """How many bytes wait to be sent."""
+        return self._held_nbytes + (0 if self._transport is None else self._transport.get_write_buffer_size())
+
+    def _drop_if_deaf(self) -> None:
+        waiting = self._waiting_nbytes
         if waiting > self._server.limit + BACKLOG_NBYTES:
             logger.warning("store: %s does not read (%d bytes wait for it); it is disconnected", self.peer, waiting)
             self._server.num_refused += 1
@@ -153,6 +181,11 @@ class Connection(asyncio.Protocol, ABC):
         self._server.num_refused += 1
         self.finish()
 
+    def fail(self) -> None:
+        """Drop it because of what is being raised, which is our own mistake."""
+        logger.exception("store: a request of %s could not be served; it is disconnected", self.peer)
+        self.abort()
+
     def finish(self) -> None:
         """Do nothing more for it, and hang up when what has been put has been sent."""
         self.flush()
@@ -162,7 +195,7 @@ class Connection(asyncio.Protocol, ABC):
             self._closing = self._paused = True
             self._transport.pause_reading()
         else:
-            self._transport.close()
+            self._hang_up()
 
     def pause_reading(self) -> None:
         """Read nothing from it for now."""

@@ -2,7 +2,8 @@
 
 Both clients are drivers of this one machine: the awaited one hangs asyncio futures into it, the blocking one objects
 that a thread waits on. It calls ``resolve`` and ``reject`` on those *sinks*, and ``publish`` for a subscription's
-messages. It does no I/O: methods return the bytes to be sent. One thread at a time.
+messages. It does no I/O: methods return messages to be sent (`messages`), b"" where there is none; whoever sends them
+frames them, together where it can. One thread at a time.
 
 A conversation outlives its connections. What has not been answered when one breaks is asked again over the next, under
 the same number: the store knows by the client's identity and that number what it has done already, and does it once
@@ -12,11 +13,13 @@ looks, waits or sets is still asked again; of any other change nobody knows whet
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Collection
+from typing import Any, Protocol
 
 from asyncdist.errors import ProtocolError, QueueEmptyError, StoreConnectionError, StoreError, UsageError
-from asyncdist.store.messages import HELLO, LENGTH, VERSION, Encoder, FrameParser, decode_answer, frame_limit
+from asyncdist.store.messages import HELLO, VERSION, Encoder, FrameParser, decode_answer, message_limit
 from asyncdist.store.operations import BLOCKING, CHANGING, DOORS, STREAMS, Command, Kind, Op, Reason
+from asyncdist.store.pieces import FRAME_NBYTES, LONG_NBYTES, Arriving, Parcel, request_piece, weight
 
 IDENTITY_NBYTES = 16
 """Of a random identity: enough that no two clients have the same."""
@@ -27,7 +30,9 @@ _REPEATABLE = frozenset((Op.SET, Op.SET_EPHEMERAL, Op.MULTI_SET))
 
 
 class Sink(Protocol):
-    """One who waits for an answer. None of these may raise or block."""
+    """One who waits for the answer to a command. None of its methods may raise or block."""
+
+    command: Command
 
     def resolve(self, value: Any) -> None: ...
 
@@ -43,14 +48,6 @@ def refusal(reason: int, text: str) -> Exception:
     return StoreError(text)
 
 
-class _Asked(NamedTuple):
-    """A request that is open, and what was or is to be sent for it."""
-
-    command: Command
-    sink: Sink
-    frame: bytes
-
-
 class Conversation:
     """The requests that are open at one store, and what arrives for them.
 
@@ -62,16 +59,18 @@ class Conversation:
         self.where = where
         self.greeted = False
         """Whether the server has said hello; ask nothing before."""
-        self.limit = frame_limit(0)
+        self.limit = message_limit(0)
+        """The longest message that the store takes, once it has said so."""
         self.stays = False
         """Whether the store is one that comes back when it has gone, as far as it has said."""
         self.lost: StoreConnectionError | None = None
         """Why there is no going on, although a store answers: it is not the one that we knew."""
         self._identity = identity
         self._lease = lease
-        self._asked: dict[int, _Asked] = {}
+        self._asked: dict[int, Sink] = {}
         self._changes: dict[int, None] = {}  # those of them that change something
         self._num_changed = 0
+        self._restoring: set[int] = set()  # asked by nobody but us
         self._held: set[int] = set()  # asked while there was no connection
         self._ephemeral: dict[str, Command] = {}
         self._tied = False
@@ -80,13 +79,18 @@ class Conversation:
         self._resuming = 0
         self._introduced = False
         self._lineage = ""
-        self._out: list[bytes] = []
+        self._out: list[bytes | Parcel] = []
         self._encoder = Encoder()
-        self._parser = FrameParser(frame_limit(0))  # until the server says how long frames may be, either way
+        self._parser = FrameParser(FRAME_NBYTES)
+        self._arriving = Arriving(self.limit)
 
     @property
     def num_open(self) -> int:
         return len(self._asked)
+
+    def open_requests(self) -> Collection[Sink]:
+        """Return who has not been answered, or not for good."""
+        return self._asked.values()
 
     @property
     def resumable(self) -> bool:
@@ -95,49 +99,64 @@ class Conversation:
 
     # -- asking -----------------------------------------------------------------------------------
 
-    def ask(self, command: Command, sink: Sink) -> tuple[int, bytes]:
-        """Open a request; return its id and the bytes to be sent. Raises UsageError for what cannot be sent."""
-        request = self._last + 1
-        op = command.op
-        try:
-            frame = self._encoder.frame(request, op, *command.args)
-        except ValueError as error:  # a lone surrogate in a key, a value of 4 GiB and more
-            raise UsageError(f"store {command.name}: {error}") from None
-        if len(frame) - LENGTH.size > self.limit:
-            raise UsageError(
-                f"store {command.name} of {len(frame)} bytes, and the store takes {self.limit}: raise "
-                "ASYNCDIST_STORE_MAX_VALUE_NBYTES where the store runs, or send bulk data through a collective"
-            )
+    def is_open(self, request: int) -> bool:
+        """Whether there is a point in sending a request, or the rest of it."""
+        return request in self._asked or request in self._restoring
+
+    def ask(self, sink: Sink) -> tuple[int, bytes | Parcel]:
+        """Open a request; return its id and the message to be sent. Raises UsageError for what cannot be sent."""
+        request, command = self._last + 1, sink.command
+        message = self._message(request, command)
         self._last = request
-        self._asked[request] = _Asked(command, sink, frame)
+        self._asked[request] = sink
+        op = command.op
         if op in CHANGING:
             self._changes[request] = None
-            if self._num_changed >= _TELL_AFTER and self._talking:
+            if self._num_changed >= _TELL_AFTER and self._talking and type(message) is bytes:
                 self._num_changed = 0
-                frame = self._encoder.frame(0, Op.RECEIVED, next(iter(self._changes))) + frame
+                message = self._encoder.pack((0, Op.RECEIVED, next(iter(self._changes)))) + message
         elif op in DOORS:
             self._tied = True  # what is behind a door goes with the connection
         if not self._talking:
             self._held.add(request)
             return request, b""
-        return request, frame
+        return request, message
+
+    def _message(self, request: int, command: Command) -> bytes | Parcel:
+        op, args = command
+        fields = request, op, *args
+        try:
+            if op is not Op.GET and weight(args) > LONG_NBYTES:
+                message: bytes | Parcel = Parcel(self._encoder.pack, fields, request_piece)
+            else:
+                message = self._encoder.pack(fields)
+                if len(message) > LONG_NBYTES:
+                    message = Parcel(self._encoder.pack, fields, request_piece)
+        except ValueError as error:  # a lone surrogate in a key
+            raise UsageError(f"store {command.name}: {error}") from None
+        if len(message) > self.limit:
+            raise UsageError(
+                f"store {command.name} of {len(message)} bytes, and the store takes {self.limit}: raise "
+                "ASYNCDIST_STORE_MAX_VALUE_NBYTES where the store runs, or send bulk data through a collective"
+            )
+        return message
 
     def give_up(self, request: int) -> bytes:
-        """Forget a request, answered or not; return the bytes that make the store forget it too."""
+        """Forget a request, answered or not; return the message that makes the store forget it too."""
         asked = self._asked.pop(request, None)
         self._changes.pop(request, None)
         self._held.discard(request)
         if not self._talking or (asked is not None and asked.command.op not in BLOCKING):
             return b""
-        return self._encoder.frame(0, Op.CANCEL, request)
+        return self._encoder.pack((0, Op.CANCEL, request))
 
     def confirm(self, request: int) -> bytes:
-        """Return the bytes that say that a popped item has reached who asked for it."""
-        return self._encoder.frame(0, Op.CONFIRM, request) if self._talking else b""
+        """Return the message that says that a popped item has reached who asked for it."""
+        return self._encoder.pack((0, Op.CONFIRM, request)) if self._talking else b""
 
     def goodbye(self) -> bytes:
-        """Return the bytes that say that we shall not be back."""
-        return self._encoder.frame(0, Op.LEAVE) if self._talking else b""
+        """Return the message that says that we shall not be back."""
+        return self._encoder.pack((0, Op.LEAVE)) if self._talking else b""
 
     # -- one connection after the other -----------------------------------------------------------
 
@@ -146,7 +165,7 @@ class Conversation:
         self._last += 1
         self._resuming = self._last
         self._talking, self._introduced = not self._introduced, True  # the first time there is nothing to wait for
-        return self._encoder.frame(self._resuming, Op.RESUME, self._identity, int(self._lease * 1000))
+        return self._encoder.pack((self._resuming, Op.RESUME, self._identity, int(self._lease * 1000)))
 
     def interrupted(self) -> None:
         """The connection has broken: what is open stays so until another one takes up, or `end`."""
@@ -154,17 +173,19 @@ class Conversation:
         self._resuming = 0
         self._out.clear()
         self.greeted = False
-        self._parser = FrameParser(frame_limit(0))
+        self._parser = FrameParser(FRAME_NBYTES)
+        self._arriving.drop()
+        self._restoring.clear()
 
     @property
     def has_more(self) -> bool:
         """Whether there is something to `take_out`."""
         return bool(self._out)
 
-    def take_out(self) -> bytes:
-        """Return what is to be sent because of what has been received."""
+    def take_out(self) -> list[bytes | Parcel]:
+        """Return what is to be sent because of what has been received or asked."""
         out, self._out = self._out, []
-        return b"".join(out)
+        return out
 
     def _resumed(self, lineage: str, known: bool, stays: bool) -> None:
         before, self._lineage = self._lineage, lineage
@@ -181,24 +202,32 @@ class Conversation:
         held, self._held = self._held, set()
         if not known:
             self._restore_ephemeral()
-        for request, asked in list(self._asked.items()):
-            op = asked.command.op
+        for request, sink in list(self._asked.items()):
+            command = sink.command
+            op = command.op
             if request not in held and op is Op.SUBSCRIBE:
-                self._break_off(request, asked, self._missed(asked.command))
+                self._break_off(request, self._missed(command))
             elif request in held or known or op not in CHANGING or op in _REPEATABLE:
-                self._out.append(asked.frame)
+                self._ask_again(request, command)
             else:
-                self._break_off(request, asked, self._unknown(asked.command))
+                self._break_off(request, self._unknown(command))
 
-    def _break_off(self, request: int, asked: _Asked, error: StoreConnectionError) -> None:
-        del self._asked[request]
+    def _ask_again(self, request: int, command: Command) -> None:
+        try:
+            self._out.append(self._message(request, command))
+        except UsageError as error:  # this server takes less than the one before
+            self._break_off(request, error)
+
+    def _break_off(self, request: int, error: Exception) -> None:
+        sink = self._asked.pop(request)
         self._changes.pop(request, None)
-        asked.sink.reject(error)
+        sink.reject(error)
 
     def _restore_ephemeral(self) -> None:
         for command in self._ephemeral.values():
             self._last += 1
-            self._out.append(self._encoder.frame(self._last, command.op, *command.args))
+            self._restoring.add(self._last)
+            self._out.append(self._message(self._last, command))
 
     def _unknown(self, command: Command) -> StoreConnectionError:
         keys = ", ".join(map(repr, command.keys[:3]))
@@ -218,32 +247,38 @@ class Conversation:
     def receive(self, data: bytes) -> None:
         """Take bytes that arrived and tell those whose answers they hold. Raises ProtocolError."""
         for frame in self._parser.feed(data):
-            request, kind, value = decode_answer(frame)
-            if kind == Kind.PUBLISHED:
-                if request in self._asked:
-                    self._asked[request].sink.publish(value)
-                continue
+            for message in self._arriving.messages_in(frame):
+                self._hear(*decode_answer(message))
+
+    def _hear(self, request: int, kind: int, value: Any) -> None:
+        # An answer may cross its CANCEL on the way: then nobody is there for it.
+        sink = self._asked.get(request)
+        if sink is None:
             if kind == HELLO:
                 self._greet(*value)
-                continue
-            # An answer may cross its CANCEL on the way: then nobody is there for it.
-            asked = self._asked.get(request)
-            if asked is None:
-                if request == self._resuming and request:
-                    self._hear_resumed(kind, value)
-                continue
-            op = asked.command.op
-            if op in CHANGING:
-                del self._changes[request]
-                self._num_changed += 1
-                self._note_ephemeral(asked.command, kind)
-            if kind != Kind.RESULT:
+            elif kind == Kind.PIECE:
+                self._arriving.add(*value)
+            elif request == self._resuming and request:
+                self._hear_resumed(kind, value)
+            return
+        op = sink.command.op
+        if kind == Kind.PUBLISHED:
+            sink.publish(value)
+            return
+        if kind == Kind.PIECE:
+            self._arriving.add(*value)
+            return
+        if op in CHANGING:
+            del self._changes[request]
+            self._num_changed += 1
+            self._note_ephemeral(sink.command, kind)
+        if kind != Kind.RESULT:
+            del self._asked[request]
+            sink.reject(refusal(*value))
+        else:
+            if op not in STREAMS:
                 del self._asked[request]
-                asked.sink.reject(refusal(*value))
-            else:
-                if op not in STREAMS:
-                    del self._asked[request]
-                asked.sink.resolve(value)
+            sink.resolve(value)
 
     def _hear_resumed(self, kind: int, value: Any) -> None:
         types = [str, bool, bool]
@@ -264,12 +299,12 @@ class Conversation:
                 "run the same asyncdist on both sides"
             )
         self.greeted = True
-        self.limit = self._parser.limit = limit
+        self.limit = self._arriving.limit = limit
 
     def end(self, error: Exception) -> None:
         """There is no further connection: reject everything that is open."""
         asked, self._asked = self._asked, {}
         self._changes.clear()
         self._held.clear()
-        for _, sink, _ in asked.values():
+        for sink in asked.values():
             sink.reject(type(error)(*error.args))  # one each: each who raises it adds a traceback

@@ -17,13 +17,16 @@ from asyncdist.store import operations
 from asyncdist.store.faces import Subscription, Watch
 from asyncdist.store.operations import Command, Op
 
+_NOTHING = operations.wait([])
+
 
 class Ticket:
     """What one thread waits for. Changed under its desk's lock only."""
 
-    __slots__ = ("error", "event", "ready", "value")
+    __slots__ = ("command", "error", "event", "ready", "value")
 
     def __init__(self) -> None:
+        self.command = _NOTHING
         self.ready = False
         self.value: Any = None
         self.error: Exception | None = None

@@ -7,7 +7,7 @@ A store of either kind says how a `Command` is carried out, and has every operat
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -44,6 +44,7 @@ class AsyncWatch(Protocol):
 class AsyncFace(ABC):
     """A store to be awaited.
 
+    Each operation begins when it is called, and returns what is to be awaited for its result; any number may be under way.
     ``timeout`` arguments are seconds or a timedelta; None is the store's own ``timeout``. What does not finish in time
     raises StoreTimeoutError, what the store refuses StoreError, and a wrong argument UsageError. A connection that breaks
     is made again, and what was asked is done once; where that cannot be, or nobody knows whether it was done, it raises
@@ -53,8 +54,8 @@ class AsyncFace(ABC):
     timeout: float
 
     @abstractmethod
-    async def request(self, command: Command, timeout: Timeout = None) -> Any:
-        """Carry out one command and return its result."""
+    def request(self, command: Command, timeout: Timeout = None) -> Coroutine[Any, Any, Any]:
+        """Begin one command; what is returned is to be awaited for its result."""
 
     @abstractmethod
     def subscribe(self, channel: str) -> AsyncSubscription:
@@ -75,84 +76,84 @@ class AsyncFace(ABC):
         """Set the timeout of operations that name none; None is no limit."""
         self.timeout = seconds(timeout)
 
-    async def set(self, key: str, value: Value, *, ephemeral: bool = False) -> None:
+    def set(self, key: str, value: Value, *, ephemeral: bool = False) -> Coroutine[Any, Any, None]:
         """Store ``value`` under ``key``; wakes those who wait for it.
 
         An ``ephemeral`` key goes with this client: when it closes, or when its lease has run out after its connection
         broke (at once where it dies with a file store), unless somebody has set the key since.
         """
-        await self.request(operations.set_ephemeral(key, value) if ephemeral else operations.set_(key, value))
+        return self.request(operations.set_ephemeral(key, value) if ephemeral else operations.set_(key, value))
 
-    async def get(self, key: str, timeout: Timeout = None) -> bytes:
+    def get(self, key: str, timeout: Timeout = None) -> Coroutine[Any, Any, bytes]:
         """Return the value of ``key``, waiting at the store until there is one. One round trip."""
-        return await self.request(operations.get(key), timeout)  # type: ignore[no-any-return]
+        return self.request(operations.get(key), timeout)
 
-    async def add(self, key: str, amount: int) -> int:
+    def add(self, key: str, amount: int) -> Coroutine[Any, Any, int]:
         """Add to the whole number under ``key`` (kept as decimal digits; 0 if missing) and return the sum."""
-        return await self.request(operations.add(key, amount))  # type: ignore[no-any-return]
+        return self.request(operations.add(key, amount))
 
-    async def wait(self, keys: Iterable[str], timeout: Timeout = None) -> None:
+    def wait(self, keys: Iterable[str], timeout: Timeout = None) -> Coroutine[Any, Any, None]:
         """Wait until every key has been set; a queue with an item counts."""
-        await self.request(operations.wait(keys), timeout)
+        return self.request(operations.wait(keys), timeout)
 
-    async def check(self, keys: Iterable[str]) -> bool:
+    def check(self, keys: Iterable[str]) -> Coroutine[Any, Any, bool]:
         """Say whether all keys are there now; a queue with an item counts."""
-        return await self.request(operations.check(keys))  # type: ignore[no-any-return]
+        return self.request(operations.check(keys))
 
-    async def compare_set(self, key: str, expected_value: Value, desired_value: Value) -> bytes:
+    def compare_set(self, key: str, expected_value: Value, desired_value: Value) -> Coroutine[Any, Any, bytes]:
         """Set ``key`` to the desired value if it holds the expected one (b"": or is missing); return what it holds now.
 
         Where the key is missing and something was expected, nothing is stored and ``expected_value`` is returned.
         """
-        return await self.request(operations.compare_set(key, expected_value, desired_value))  # type: ignore[no-any-return]
+        return self.request(operations.compare_set(key, expected_value, desired_value))
 
-    async def delete_key(self, key: str) -> bool:
+    def delete_key(self, key: str) -> Coroutine[Any, Any, bool]:
         """Delete a key and say whether it was there. Queues are left alone."""
-        return await self.request(operations.delete_key(key))  # type: ignore[no-any-return]
+        return self.request(operations.delete_key(key))
 
-    async def num_keys(self) -> int:
+    def num_keys(self) -> Coroutine[Any, Any, int]:
         """Return how many keys there are, queues not counted."""
-        return await self.request(operations.num_keys())  # type: ignore[no-any-return]
+        return self.request(operations.num_keys())
 
-    async def append(self, key: str, value: Value) -> None:
+    def append(self, key: str, value: Value) -> Coroutine[Any, Any, None]:
         """Append to the value of ``key``, or store it if there is none."""
-        await self.request(operations.append(key, value))
+        return self.request(operations.append(key, value))
 
-    async def multi_get(self, keys: Iterable[str], timeout: Timeout = None) -> list[bytes]:
+    def multi_get(self, keys: Iterable[str], timeout: Timeout = None) -> Coroutine[Any, Any, list[bytes]]:
         """Return the values of all keys, waiting until all are there. One round trip."""
-        return await self.request(operations.multi_get(keys), timeout)  # type: ignore[no-any-return]
+        return self.request(operations.multi_get(keys), timeout)
 
-    async def multi_set(self, keys: Iterable[str], values: Iterable[Value]) -> None:
+    def multi_set(self, keys: Iterable[str], values: Iterable[Value]) -> Coroutine[Any, Any, None]:
         """Set several keys at once: all of them or none."""
-        await self.request(operations.multi_set(keys, values))
+        return self.request(operations.multi_set(keys, values))
 
-    async def list_keys(self, prefix: str = "") -> list[str]:
+    def list_keys(self, prefix: str = "") -> Coroutine[Any, Any, list[str]]:
         """Return the keys that begin with ``prefix``, oldest first, queues not counted."""
-        return await self.request(operations.list_keys(prefix))  # type: ignore[no-any-return]
+        return self.request(operations.list_keys(prefix))
 
-    async def queue_push(self, key: str, value: Value) -> None:
+    def queue_push(self, key: str, value: Value) -> Coroutine[Any, Any, None]:
         """Append an item to a queue; the first who waits to pop gets it."""
-        await self.request(operations.queue_push(key, value))
+        return self.request(operations.queue_push(key, value))
 
-    async def queue_pop(self, key: str, block: bool = True, timeout: Timeout = None) -> bytes:
+    def queue_pop(self, key: str, block: bool = True, timeout: Timeout = None) -> Coroutine[Any, Any, bytes]:
         """Take the oldest item of a queue, waiting for one if ``block``; else QueueEmptyError.
 
         An item goes to one taker only, and goes back to the head if the taker is cancelled, times out or dies; or if its
         connection breaks just when it has the item and the store has not heard so: then it may be taken twice.
         """
-        return await self.request(operations.queue_pop(key, block), timeout)  # type: ignore[no-any-return]
+        return self.request(operations.queue_pop(key, block), timeout)
 
-    async def queue_len(self, key: str) -> int:
+    def queue_len(self, key: str) -> Coroutine[Any, Any, int]:
         """Return how many items a queue holds."""
-        return await self.request(operations.queue_len(key))  # type: ignore[no-any-return]
+        return self.request(operations.queue_len(key))
 
-    async def barrier(self, key: str, world_size: int, timeout: Timeout = None) -> None:
+    def barrier(self, key: str, world_size: int, timeout: Timeout = None) -> Coroutine[Any, Any, None]:
         """Wait until ``world_size`` callers wait here at one time. Then it stays open: use a new key each time."""
-        await self.request(operations.barrier(key, world_size), timeout)
+        return self.request(operations.barrier(key, world_size), timeout)
 
-    async def publish(self, channel: str, message: Value) -> int:
+    def publish(self, channel: str, message: Value) -> Coroutine[Any, Any, int]:
         """Send a message to all who are subscribed now, and return how many they are."""
-        return await self.request(operations.publish(channel, message))  # type: ignore[no-any-return]
+        return self.request(operations.publish(channel, message))
 
     async def __aenter__(self) -> Self:
         return self

@@ -6,6 +6,7 @@ import asyncio
 import os
 import socket
 import ssl
+from collections import deque
 from collections.abc import Callable
 from typing import cast
 
@@ -13,10 +14,14 @@ from asyncdist.errors import AuthenticationError, ProtocolError
 from asyncdist.handshake import NONCE_NBYTES, Pushed, dial
 from asyncdist.store.conversation import Conversation
 from asyncdist.store.dialling import Persistence, describe, tune
+from asyncdist.store.messages import framed
+from asyncdist.store.pieces import Parcel
 from asyncdist.tls import refused
 
 _CLOSE_TIMEOUT = 5.0
 """Seconds that a store may take to accept our last bytes before we hang up all the same."""
+_BATCH_NBYTES = 8 << 10
+"""Requests go to the socket at the latest when there are so many bytes of them: the store is to begin meanwhile."""
 
 
 async def reach(
@@ -67,14 +72,18 @@ class Link(asyncio.Protocol):
         self._tell: Callable[[Link, str, bool], None] | None = None
         self._why: str | None = None
         self._corked = False
+        self._deaf = False  # the socket takes no more
+        self._parcels: deque[Parcel] = deque()
+        self._carrying = False  # a piece is about to be sent
         self._out: list[bytes] = []
+        self._out_nbytes = 0
 
     def begin(self, lost: Callable[[Link, str, bool], None]) -> None:
         """Say who we are, and go on from there."""
         if self._transport is None:
             raise ConnectionResetError("it hung up after it had said hello")
         self._tell = lost
-        self._transport.write(self._conversation.introduce())
+        self._transport.write(framed([self._conversation.introduce()]))
 
     # -- what the loop calls ----------------------------------------------------------------------
 
@@ -100,8 +109,9 @@ class Link(asyncio.Protocol):
                 self.greeted.set_exception(error)
             self.abort()
             return
-        if conversation.has_more and self._transport is not None:
-            self._transport.write(conversation.take_out())
+        if conversation.has_more:
+            for message in conversation.take_out():
+                self.send(message)
         elif conversation.lost is not None:
             self.abort()
         elif conversation.greeted and not self.greeted.done():
@@ -119,31 +129,66 @@ class Link(asyncio.Protocol):
             self._conversation.interrupted()
             self._tell(self, self._why or (describe(exc) if exc else "it hung up"), self._why is not None)
 
+    def pause_writing(self) -> None:
+        self._deaf = True
+
+    def resume_writing(self) -> None:
+        self._deaf = False
+        self._carry_on()
+
     # -- what the store calls ---------------------------------------------------------------------
 
-    def send(self, frame: bytes) -> None:
-        """Send at once what comes first in an iteration of the loop, and the rest of it together."""
-        if self._transport is None or not frame:
+    def send(self, message: bytes | Parcel) -> None:
+        """Send at once what comes first in an iteration of the loop, the rest of it together, in pieces what is long."""
+        if self._transport is None or not message:
             return
-        if self._corked:
-            self._out.append(frame)
+        if isinstance(message, Parcel):
+            self._parcels.append(message)
+            self._carry_on()
             return
-        self._corked = True
-        self._loop.call_soon(self._uncork)
-        self._transport.write(frame)
+        if not self._corked:
+            self._corked = True
+            self._loop.call_soon(self._uncork)
+            self._transport.write(framed([message]))
+            return
+        self._out.append(message)
+        self._out_nbytes += len(message)
+        if self._out_nbytes >= _BATCH_NBYTES:
+            self._flush()
 
     def _uncork(self) -> None:
         self._corked = False
-        out, self._out = self._out, []
+        self._flush()
+
+    def _flush(self) -> None:
+        out, self._out, self._out_nbytes = self._out, [], 0
         if out and self._transport is not None:
-            self._transport.write(b"".join(out))
+            self._transport.write(framed(out))
+
+    def _carry_on(self) -> None:
+        """Have a piece sent, in the loop's next turn: others have theirs between any two of them."""
+        if self._parcels and not self._deaf and not self._carrying:
+            self._carrying = True
+            self._loop.call_soon(self._carry)
+
+    def _carry(self) -> None:
+        self._carrying = False
+        if self._transport is None or self._deaf:
+            return
+        parcel = self._parcels[0]
+        piece = next(parcel, None) if self._conversation.is_open(parcel.request) else parcel.abandoned()
+        if piece:
+            self._transport.write(framed([piece]))
+        if not piece or not parcel.is_under_way:
+            self._parcels.popleft()
+        self._carry_on()
 
     async def close(self) -> None:
         """Send what is still to be sent, and hang up."""
         self._tell = None
         if self._transport is None:
             return
-        self._uncork()
+        self._flush()
         self._transport.close()
         try:
             async with asyncio.timeout(_CLOSE_TIMEOUT):

@@ -20,7 +20,7 @@ from zlib import crc32
 import msgpack
 
 from asyncdist.errors import ProtocolError, UsageError
-from asyncdist.store.messages import decode_fields, decode_operation
+from asyncdist.store.messages import decode_request, messages_in
 from asyncdist.store.operations import Op
 
 MAGIC = b"asyncdist store log 2\n"
@@ -141,7 +141,8 @@ def encode_record(record: Record) -> bytes:
 
 def decode_record(body: bytes) -> Record:
     """Return the record in a frame's body; raises ProtocolError."""
-    member, *request = decode_fields(body) or [None]
+    (fields, *more) = messages_in(body)
+    member, *request = fields if type(fields) is list and fields and not more else [None]
     if type(member) is not list or not all(type(part) is str for part in member):
         raise ProtocolError("a record that names no member")
-    return Record(tuple(member), *decode_operation(request))
+    return Record(tuple(member), *decode_request(request))

@@ -1,11 +1,13 @@
-"""Our wire format: frames that carry one msgpack array each.
+"""Our wire format: messages in msgpack, and frames that carry those that are sent together.
 
-    frame      u64 length (little-endian), then that many bytes
+    frame      u64 length (little-endian), then that many bytes: messages one after the other
     request    [id, op, argument…]                    client → server; ids are the client's own, from 1 up
     result     [id, 0, value]                         server → client, in any order
     refusal    [id, 1, [reason, text]]
     published  [id, 2, message]                       id is that of the subscription
-    hello      [0, 3, [version, limit]]               server → client, once, first: the longest frame it takes
+    hello      [0, 3, [version, limit]]               server → client, once, first: the longest message it takes
+
+Messages that are too long for a frame go in pieces (`pieces`).
 
 What a peer sends is believed only as far as it has been checked: a length beyond the limit, bytes that are no msgpack,
 an unknown operation or an argument of a wrong type raise ProtocolError, and nothing else is ever raised.
@@ -14,6 +16,7 @@ an unknown operation or an argument of a wrong type raise ProtocolError, and not
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import msgpack
@@ -21,10 +24,14 @@ import msgpack
 from asyncdist.errors import ProtocolError
 from asyncdist.store.operations import ARGUMENTS, FLAG, KEY, KEYS, NUMBER, VALUE, VALUES, Kind, Op
 
-VERSION = 1
+VERSION = 2
 HELLO = 3
 OVERHEAD_NBYTES = 64 << 10
-"""What a frame may be longer than the largest value: its key, and the frame's own bytes."""
+"""What a message may be longer than the largest value: its key, and its own bytes."""
+TOGETHER_NBYTES = 64 << 10
+"""What a frame of several messages carries at most: no more than any store takes."""
+_END = b"\xc0"
+"""No message, and what msgpack has for None."""
 
 LENGTH = struct.Struct("<Q")
 
@@ -45,8 +52,8 @@ class Answer(NamedTuple):
     value: Any
 
 
-def frame_limit(max_value_nbytes: int) -> int:
-    """Return the longest frame to take where values have up to ``max_value_nbytes`` bytes."""
+def message_limit(max_value_nbytes: int) -> int:
+    """Return the longest message to take where values have up to ``max_value_nbytes`` bytes."""
     return max_value_nbytes + OVERHEAD_NBYTES
 
 
@@ -98,15 +105,29 @@ class FrameParser:
 
 
 class Encoder:
-    """Makes frames. Not for two threads at a time."""
+    """Makes messages. Not for two threads at a time."""
 
     def __init__(self) -> None:
-        self._pack = msgpack.Packer(use_bin_type=True, autoreset=True).pack
+        self.pack: Callable[[tuple[Any, ...]], bytes] = msgpack.Packer(use_bin_type=True, autoreset=True).pack
+        """Return the message of these fields. Raises ValueError or OverflowError for what msgpack cannot carry."""
 
     def frame(self, *fields: Any) -> bytes:
-        """Return the frame of one array. Raises ValueError or OverflowError for what msgpack cannot carry."""
-        body = self._pack(fields)
-        return LENGTH.pack(len(body)) + body
+        """Return the frame of one message."""
+        return framed([self.pack(fields)])
+
+
+def framed(messages: Iterable[bytes]) -> bytes:
+    """Return frames that carry these messages, as many together as go into `TOGETHER_NBYTES`."""
+    frames: list[bytes] = []
+    together: list[bytes] = []
+    nbytes = 0
+    for message in messages:
+        if together and nbytes + len(message) > TOGETHER_NBYTES:
+            frames += LENGTH.pack(nbytes), *together
+            together, nbytes = [], 0
+        together.append(message)
+        nbytes += len(message)
+    return b"".join((*frames, LENGTH.pack(nbytes), *together))
 
 
 def hello(limit: int) -> bytes:
@@ -117,13 +138,39 @@ def hello(limit: int) -> bytes:
 # -- decoding --------------------------------------------------------------------------------------
 
 
-def decode_request(frame: bytes | bytearray) -> Request:
-    """Return the request in a frame; raises ProtocolError."""
-    return decode_operation(decode_fields(frame))
+def messages_in(frame: bytes | bytearray, extension: Callable[[int, bytes], Any] = msgpack.ExtType) -> list[Any]:
+    """Return the messages of a frame, at least one, of which nothing is known but that they are msgpack.
+
+    ``extension`` makes what stands for msgpack's extension types (`pieces`). Raises ProtocolError.
+    """
+    try:
+        return [msgpack.unpackb(frame, ext_hook=extension)]
+    except msgpack.ExtraData:
+        pass
+    except ProtocolError:
+        raise
+    except Exception as error:  # which of its many it raises depends on msgpack's version and build
+        raise _no_msgpack(error) from None
+    try:
+        unpacker = msgpack.Unpacker(max_buffer_size=len(frame) + 1, read_size=len(frame) + 1, ext_hook=extension)
+        unpacker.feed(frame)
+        unpacker.feed(_END)
+        *messages, end = unpacker
+    except Exception as error:
+        raise _no_msgpack(error) from None
+    if end is not None:  # it has become part of the last message
+        raise ProtocolError("a frame whose last message is cut short")
+    return messages
 
 
-def decode_operation(fields: list[Any]) -> Request:
-    """Return the request in a frame's fields; raises ProtocolError."""
+def _no_msgpack(error: Exception) -> ProtocolError:
+    return ProtocolError(f"a frame that is no msgpack ({type(error).__name__}: {error})")
+
+
+def decode_request(fields: Any) -> Request:
+    """Return the request in a message; raises ProtocolError."""
+    if type(fields) is not list:
+        raise ProtocolError(f"a message that is no array: {_brief(fields)}")
     try:
         op = Op(fields[1])
         kinds = ARGUMENTS[op]
@@ -135,23 +182,13 @@ def decode_operation(fields: list[Any]) -> Request:
     return Request(fields[0], op, args)
 
 
-def decode_answer(frame: bytes | bytearray) -> Answer:
-    """Return the answer in a frame; raises ProtocolError."""
-    fields = decode_fields(frame)
-    if len(fields) != 3 or type(fields[0]) is not int or type(fields[1]) is not int or not _sound(*fields[1:]):
-        raise ProtocolError(f"an answer that is none of ours: {_brief(fields)}")
-    return Answer(*fields)
-
-
-def decode_fields(frame: bytes | bytearray) -> list[Any]:
-    """Return the array in a frame; raises ProtocolError."""
-    try:
-        fields = msgpack.unpackb(frame)
-    except Exception as error:  # which of its many it raises depends on msgpack's version and build
-        raise ProtocolError(f"a frame that is no msgpack ({type(error).__name__}: {error})") from None
-    if type(fields) is not list:
-        raise ProtocolError(f"a frame that holds no array: {_brief(fields)}")
-    return fields
+def decode_answer(fields: Any) -> Answer:
+    """Return the answer in a message; raises ProtocolError."""
+    if type(fields) is list and len(fields) == 3:
+        request, kind, value = fields
+        if type(request) is int and type(kind) is int and (kind == Kind.RESULT or _sound(kind, value)):
+            return Answer(request, kind, value)
+    raise ProtocolError(f"an answer that is none of ours: {_brief(fields)}")
 
 
 _TYPES = {KEY: str, VALUE: bytes, NUMBER: int, FLAG: bool}
@@ -167,10 +204,12 @@ def _fits(kind: str, argument: Any) -> bool:
 
 def _sound(kind: int, value: Any) -> bool:
     """Whether an answer's value has the shape that its kind promises."""
+    if kind == Kind.PIECE:
+        return type(value) is list and [type(each) for each in value] == [int, bytes]
     if kind in (Kind.REFUSED, HELLO):
         second = str if kind == Kind.REFUSED else int
         return type(value) is list and len(value) == 2 and type(value[0]) is int and type(value[1]) is second
-    return kind == Kind.RESULT or (kind == Kind.PUBLISHED and type(value) is bytes)
+    return kind == Kind.PUBLISHED and type(value) is bytes
 
 
 def _brief(value: object) -> str:

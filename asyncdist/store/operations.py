@@ -54,6 +54,8 @@ class Op(IntEnum):
     """Return what a key holds, and from then on publish every change."""
     STATUS = 27
     """Return how the server is, figures and words by name. Servers only."""
+    PIECE = 29
+    """Part of a long message that is to come (`pieces`). Has no reply."""
 
 
 KEY, KEYS, VALUE, VALUES, NUMBER, FLAG = "key", "keys", "value", "values", "number", "flag"
@@ -87,6 +89,7 @@ ARGUMENTS: dict[Op, tuple[str, ...]] = {
     Op.SET_EPHEMERAL: (KEY, VALUE),
     Op.WATCH: (KEY,),
     Op.STATUS: (),
+    Op.PIECE: (NUMBER, VALUE),
 }
 
 BLOCKING = frozenset((Op.GET, Op.WAIT, Op.MULTI_GET, Op.QUEUE_POP, Op.BARRIER, Op.SUBSCRIBE, Op.WATCH))
@@ -106,7 +109,7 @@ CHANGING = frozenset(
 """Operations that are done once for all: asked again after a connection broke, they are answered as the first time."""
 
 DOORS = frozenset((Op.OPEN_DOOR, Op.CLOSE_DOOR))
-SERVERS = DOORS | {Op.RESUME, Op.RECEIVED, Op.STATUS}
+SERVERS = DOORS | {Op.RESUME, Op.RECEIVED, Op.STATUS, Op.PIECE}
 """Operations that are no matter of the state machine, but of the server around it."""
 
 
@@ -121,6 +124,8 @@ class Kind(IntEnum):
     RESULT = 0
     REFUSED = 1
     PUBLISHED = 2
+    PIECE = 4
+    """Part of a long message that is to come (`pieces`); 3 is the server's hello."""
 
 
 class Reason(IntEnum):

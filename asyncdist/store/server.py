@@ -23,6 +23,7 @@ from typing import Any
 from asyncdist.config import Config
 from asyncdist.store import listen
 from asyncdist.store.attention import Attention
+from asyncdist.store.c10d_wire import Phrases
 from asyncdist.store.changes import Book
 from asyncdist.store.connection import Connection
 from asyncdist.store.doors import Doors
@@ -30,9 +31,11 @@ from asyncdist.store.durability import Durability, Fsync
 from asyncdist.store.gate import Gate
 from asyncdist.store.lobby import Lobby
 from asyncdist.store.members import Members
-from asyncdist.store.messages import LENGTH, Encoder, frame_limit
+from asyncdist.store.messages import Encoder, message_limit
 from asyncdist.store.operations import Kind, Reason, Reply
+from asyncdist.store.pieces import LONG_NBYTES, Parcel, answer_piece, weight
 from asyncdist.store.session import Session
+from asyncdist.store.shortcut import Shortcuts
 from asyncdist.store.state import StoreState
 from asyncdist.tls import server_context
 
@@ -55,7 +58,7 @@ class StoreServer:
         self.book: Book | None = None
         self.durability: Durability | None = None
         self.tls = server_context(config)
-        self.limit = frame_limit(config.store_max_value_nbytes)
+        self.limit = message_limit(config.store_max_value_nbytes)
         self.attention: Attention | None = None
         self._loop = asyncio.get_running_loop()
         self._servers: list[asyncio.Server | Gate] = []
@@ -65,8 +68,10 @@ class StoreServer:
         self._crowded = False
         self.started = time.monotonic()
         self.num_admitted = self.num_refused = self.num_requests = 0
-        self._encoder = Encoder()
+        self.pack = Encoder().pack
         self.doors = Doors(self)
+        self.shortcuts = Shortcuts(self._loop)
+        self.phrases = Phrases(config.store_max_value_nbytes)
         self.members = Members()
         self.lineage = secrets.token_hex(8)
         """Of servers one after the other that hold the same: the later has what the earlier left."""
@@ -145,6 +150,7 @@ class StoreServer:
         if self._connections:
             self._emptied = self._emptied or self._loop.create_future()
             await asyncio.shield(self._emptied)
+        self.shortcuts.close()
         servers, self._servers = self._servers, []
         for server in servers:
             await server.wait_closed()
@@ -316,16 +322,19 @@ class StoreServer:
         for connection in others:
             connection.flush()
 
-    def encode(self, reply: Reply) -> bytes:
-        """Return the frame of a reply."""
-        value = reply.value
+    def encode(self, reply: Reply) -> bytes | Parcel:
+        """Return the message of a reply."""
+        _, request, kind, value = reply
+        nbytes = weight((value,))
+        if nbytes <= LONG_NBYTES:
+            return self.pack((request, kind, value))
         # Lists are measured before they are packed: one value may have been asked for a million times over.
-        if type(value) is not list or sum(map(len, value)) <= self.limit:
-            frame = self._encoder.frame(reply.request, reply.kind, value)
-            if len(frame) - LENGTH.size <= self.limit:
-                return frame
+        if nbytes <= self.limit or type(value) is bytes:
+            parcel = Parcel(self.pack, (request, kind, value), answer_piece)
+            if len(parcel) <= self.limit:
+                return parcel
         text = f"the reply would exceed the store's {self.limit} bytes: ask for fewer keys at a time"
-        return self._encoder.frame(reply.request, Kind.REFUSED, (Reason.TOO_LARGE, text))
+        return self.pack((reply.request, Kind.REFUSED, (Reason.TOO_LARGE, text)))
 
 
 def _is_tcp(sock: socket.socket) -> bool:

@@ -1,5 +1,8 @@
 """A client of ours, at the server: frames become requests, replies become frames.
 
+What is long comes and goes in pieces (`pieces`), and what is short passes between them. Of a value that has come in part
+nothing is left when its client goes; until then it counts against the store's memory.
+
 A client that has said who it is may come back over another connection, and ask again what it was not answered: what
 changes something is done once (`members`).
 """
@@ -7,14 +10,16 @@ changes something is done once (`members`).
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from typing import TYPE_CHECKING, Any
 
 from asyncdist.errors import ProtocolError
-from asyncdist.store.connection import BATCH_NBYTES, Connection
+from asyncdist.store.connection import BACKLOG_NBYTES, Connection
+from asyncdist.store.entries import Refused
 from asyncdist.store.members import Member
-from asyncdist.store.messages import FrameParser, decode_request
-from asyncdist.store.operations import CHANGING, SERVERS, Kind, Op, Reply
+from asyncdist.store.messages import TOGETHER_NBYTES, FrameParser, decode_request, framed, messages_in
+from asyncdist.store.operations import CHANGING, DOORS, SERVERS, Kind, Op, Reply
+from asyncdist.store.pieces import FRAME_NBYTES, LONG_NBYTES, Arriving, Parcel, answer_piece
 from asyncdist.store.status import status
 
 if TYPE_CHECKING:
@@ -24,36 +29,92 @@ if TYPE_CHECKING:
 class Session(Connection):
     """One client that speaks our protocol, and has proved that it may."""
 
-    __slots__ = ("_parser", "_todo", "member")
+    __slots__ = (
+        "_arriving",
+        "_carrying",
+        "_expected_nbytes",
+        "_in_line",
+        "_in_line_nbytes",
+        "_parcels",
+        "_parser",
+        "_todo",
+        "member",
+    )
 
     def __init__(self, server: StoreServer, transport: asyncio.Transport, peer: str) -> None:
         super().__init__(server, transport, peer)
-        self._parser = FrameParser(server.limit)
-        self._todo: deque[bytes | bytearray] = deque()
+        self._parser = FrameParser(FRAME_NBYTES)
+        self._arriving = Arriving(server.limit)
+        self._expected_nbytes = 0  # of what is arriving, counted against the store's memory
+        self._parcels: deque[Parcel] = deque()
+        self._carrying = False  # a piece is about to be sent
+        self._in_line: Counter[int] = Counter()  # requests with long replies that wait or are under way
+        self._in_line_nbytes = 0  # of those that nothing holds up but the socket
+        self._todo: deque[Any] = deque()
         self.member: Member | None = None
 
     def receive(self, data: bytes) -> None:
-        if data:
-            self._todo.extend(self._parser.feed(data))
+        for frame in self._parser.feed(data) if data else ():
+            if len(frame) > LONG_NBYTES or self._arriving.busy:
+                self._take(frame)
+            else:
+                self._todo.extend(messages_in(frame))
         self._work()
+
+    def _take(self, frame: bytes | bytearray) -> None:
+        """Take a frame that may be a piece, or belong to pieces."""
+        for message in self._arriving.messages_in(frame):
+            match message:
+                case [int(request), Op.PIECE, int(number), bytes(piece)]:
+                    self._take_piece(request, number, piece)
+                case _:
+                    self._todo.append(message)
+        self._recount()
+
+    def _take_piece(self, request: int, number: int, piece: bytes) -> None:
+        self._arriving.add(number, piece)
+        self._recount()
+        book, more = self._server.book, self._arriving.nbytes - self._expected_nbytes
+        if book is None or more <= 0:
+            return
+        try:
+            book.expect(more)
+            self._expected_nbytes += more
+        except Refused as refused:
+            self._arriving.waste()
+            self.answer(Reply(self, request, Kind.REFUSED, (int(refused.reason), refused.text)))
+
+    def _recount(self) -> None:
+        """What has come in pieces has become whole, or never will."""
+        if self._expected_nbytes and not self._arriving.nbytes and self._server.book is not None:
+            self._server.book.expect_no_more(self._expected_nbytes)
+            self._expected_nbytes = 0
 
     def _work(self) -> None:
         """Execute what has been read, as long as the client takes the replies."""
-        server, execute = self._server, self._server.state.execute
-        before = len(self._todo)
-        while self._todo and not self._paused and self._transport is not None:
-            request, op, args = decode_request(self._todo.popleft())
+        server, todo = self._server, self._todo
+        execute, peek, pack = server.state.execute, server.state.peek, server.pack
+        before = len(todo)
+        while todo and not self._paused and self._transport is not None:
+            if self._out_nbytes >= TOGETHER_NBYTES:
+                self.flush()
+            message = todo.popleft()
+            match message:  # by far the most of what comes in rows, made short
+                case [int(request), Op.GET, str(key)] if (value := peek(key)) is not None and len(value) <= LONG_NBYTES:
+                    self.put(pack((request, Kind.RESULT, value)))
+                    continue
+            request, op, args = decode_request(message)
             if op in CHANGING and self.member is not None:
                 self._change(self.member, request, op, args)
             elif op in SERVERS or op is Op.LEAVE:
                 self._serve(request, op, args)
             else:
                 server.deliver(execute(self, request, op, args), self)
-            if self._out_nbytes >= BATCH_NBYTES:
-                self.flush()
-        server.num_requests += before - len(self._todo)
+                if op is Op.CANCEL:
+                    self._withdraw(*args)
+        server.num_requests += before - len(todo)
         self.flush()
-        if self._todo and self._transport is not None:
+        if todo and self._transport is not None:
             self._transport.pause_reading()
 
     def _change(self, member: Member, request: int, op: Op, args: tuple[Any, ...]) -> None:
@@ -61,7 +122,7 @@ class Session(Connection):
         server = self._server
         before = member.answer_to(request)
         if before is not None:
-            self.put(server.encode(before))
+            self.answer(before)
             return
         replies = server.state.execute(self, request, op, args)
         member.remember(replies[-1])
@@ -84,8 +145,10 @@ class Session(Connection):
         elif op is Op.LEAVE:
             server.deliver(server.state.leave(self), self)
             server.part(self)
-        else:
+        elif op in DOORS:
             server.doors.execute(self, request, op, args)
+        else:
+            raise ProtocolError("a piece of a message that has no other")
 
     def come(self, member: Member) -> None:
         """Know who this is; it says so once, before it changes anything."""
@@ -99,8 +162,87 @@ class Session(Connection):
         self.member = None
         self.abort()
 
+    # -- replies ----------------------------------------------------------------------------------
+
     def answer(self, reply: Reply) -> None:
-        self.put(self._server.encode(reply))
+        message = self._server.encode(reply)
+        if isinstance(message, bytes) and reply.request not in self._in_line:
+            self.put(message)
+            return
+        if isinstance(message, bytes):  # a stream's next message, which is not to come before a long one
+            message = Parcel(self._server.pack, (reply.request, reply.kind, reply.value), answer_piece)
+        self.flush()
+        self._in_line[reply.request] += 1
+        self._pass_on(message)
+
+    def _write(self, data: bytes | Parcel) -> None:
+        if not isinstance(data, Parcel):
+            super()._write(data)
+            return
+        self._parcels.append(data)
+        self._in_line_nbytes += len(data)
+        self._paused = self._paused or self._clogged
+        self._carry_on()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._carry_on()
+
+    def _carry_on(self) -> None:
+        """Have a piece sent, in the loop's next turn: others have theirs between any two of them."""
+        if self._parcels and not self._deaf and not self._carrying:
+            self._carrying = True
+            asyncio.get_running_loop().call_soon(self._carry)
+
+    def _carry(self) -> None:
+        self._carrying = False
+        if self._transport is None or self._deaf or not self._parcels:
+            return
+        parcel = self._parcels[0]
+        self._transport.write(framed([next(parcel)]))
+        if not parcel.is_under_way:
+            self._parcels.popleft()
+            self._strike_out(parcel)
+        self._carry_on()
+
+    def _strike_out(self, parcel: Parcel) -> None:
+        self._in_line -= Counter([parcel.request])
+        self._in_line_nbytes -= len(parcel)
+        self._settle()
+
+    def _withdraw(self, request: int) -> None:
+        """A client does not want the rest of a reply."""
+        for parcel in [each for each in self._parcels if each.request == request]:
+            rest = parcel.abandoned()
+            if rest and self._transport is not None:
+                self._transport.write(framed([rest]))
+            self._parcels.remove(parcel)
+            self._strike_out(parcel)
+
+    @property
+    def _clogged(self) -> bool:
+        under_way = len(self._parcels[0]) if self._parcels else 0
+        return super()._clogged or self._in_line_nbytes - under_way > BACKLOG_NBYTES
+
+    @property
+    def _waiting_nbytes(self) -> int:
+        return super()._waiting_nbytes + self._in_line_nbytes
+
+    def _hang_up(self) -> None:
+        if not self._parcels:
+            super()._hang_up()
+        elif self._transport is not None:
+            self._closing = self._paused = True
+            self._transport.pause_reading()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._arriving.drop()
+        self._recount()
+        self._parcels.clear()
+        super().connection_lost(exc)
+
+    def joined(self, pieces: list[bytes]) -> bytes:
+        return framed(pieces)
 
     def refuse(self, why: str) -> None:
         self._todo.clear()
@@ -108,4 +250,4 @@ class Session(Connection):
 
     @property
     def unfinished(self) -> bool:
-        return bool(self._parser.pending or self._todo)
+        return bool(self._parser.pending or self._todo or self._arriving.busy)

@@ -108,7 +108,8 @@ class StoreState(Ties):
         self._put(key, value)
 
     def _put(self, key: str, value: bytes) -> None:
-        self._check_size(key, value)
+        if len(value) > self.max_value_nbytes or len(key) > self.max_key_nbytes:
+            self._check_size(key, value)
         if self.ledger is not None:
             self.ledger.check_room(_growth(key, value, self._values.get(key)))
             self.ledger.set(key, value, self._lasting(key))
@@ -165,14 +166,14 @@ class StoreState(Ties):
         return key in self._values or key in self._queues
 
     def _add(self, place: Place, key: str, amount: int) -> int:
-        total = self._integer(key, "0") + amount
+        total = self._integer(key) + amount
         if not -(1 << 63) <= total < 1 << 63:
             raise Refused(Reason.INVALID, f"add would take {key!r} to {total}, which does not fit in 64 bits")
         self._put(key, b"%d" % total)
         return total
 
-    def _integer(self, key: str, default: str) -> int:
-        value = self._values.get(key, default)
+    def _integer(self, key: str) -> int:
+        value = self._values.get(key, b"0")
         try:
             return int(value)
         except ValueError:
@@ -270,7 +271,7 @@ class StoreState(Ties):
 
     def _barrier(self, place: Place, key: str, world_size: int) -> Any:
         if key in self._values:
-            if self._integer(key, "0") >= world_size:
+            if self._integer(key) >= world_size:
                 return None
             raise Refused(Reason.INVALID, f"{key!r} holds a value that is not that of a barrier of {world_size}")
         if world_size <= 0:

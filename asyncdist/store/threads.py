@@ -11,83 +11,27 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import socket
 import threading
 
 from asyncdist.config import Config
 from asyncdist.deadline import Deadline, Timeout
 from asyncdist.errors import AsyncdistError, ProtocolError, StoreConnectionError, UsageError
-from asyncdist.handshake import NONCE_NBYTES, dial
 from asyncdist.store.conversation import IDENTITY_NBYTES, Conversation
 from asyncdist.store.desk import Desk, Ticket
 from asyncdist.store.dialling import Persistence, broken, closed, connect, describe, tune
+from asyncdist.store.messages import framed
 from asyncdist.store.operations import Command
+from asyncdist.store.pieces import Parcel
+from asyncdist.store.wire import Wire, shake_hands
 from asyncdist.tls import TlsSocket, client_context
 
-_READ_NBYTES, _LONG_READ_NBYTES = 64 << 10, 1 << 20
 _WORD_TIMEOUT = 1.0
 
 
-class Wire:
-    """A connected socket with deadlines. One thread may send while another one receives."""
-
-    def __init__(self, sock: socket.socket, tls: TlsSocket | None = None) -> None:
-        sock.setblocking(False)
-        self._sock: socket.socket | TlsSocket = tls or sock
-        self._tls = tls
-        self._readable, self._writable = select.poll(), select.poll()
-        self._readable.register(sock, select.POLLIN)
-        self._writable.register(sock, select.POLLOUT)
-        self._read_nbytes = _READ_NBYTES
-
-    def secure(self, deadline: Deadline) -> None:
-        """Begin TLS. Raises TimeoutError, CertificateError and ConnectionError."""
-        while self._tls is not None and not self._tls.secured:
-            try:
-                self._tls.secure()
-            except BlockingIOError:
-                _poll(self._writable if self._tls.wants_room else self._readable, deadline)
-
-    def send(self, data: bytes, deadline: Deadline) -> None:
-        """Send all of it. Raises TimeoutError, when part of it may have gone, or ConnectionError."""
-        rest = memoryview(data)
-        while rest:
-            try:
-                rest = rest[self._sock.send(rest) :]
-            except BlockingIOError:
-                _poll(self._writable, deadline)
-        while self._tls is not None and self._tls.unsent:
-            try:
-                self._tls.flush()
-            except BlockingIOError:
-                _poll(self._writable, deadline)
-
-    def receive(self, deadline: Deadline) -> bytes:
-        """Return what has come, waiting for it. Raises TimeoutError or ConnectionError."""
-        while True:
-            _poll(self._readable, deadline)
-            try:
-                data = self._sock.recv(self._read_nbytes)
-            except BlockingIOError:  # the kernel took its word back, as it may
-                continue
-            if not data:
-                raise ConnectionResetError("it hung up")
-            self._read_nbytes = _LONG_READ_NBYTES if len(data) == self._read_nbytes else _READ_NBYTES
-            return data
-
-    def wake(self) -> None:
-        """Make threads that wait in here come back with ConnectionError."""
-        with contextlib.suppress(OSError):  # it is down already
-            self._sock.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        self._sock.close()
-
-
-def _poll(poll: select.poll, deadline: Deadline) -> None:
+def _acquire(lock: threading.Lock, deadline: Deadline) -> None:
     left = deadline.remaining_or_none()
-    if not poll.poll(None if left is None else int(left * 1000) + 1):
+    if not lock.acquire(timeout=-1 if left is None else min(left, threading.TIMEOUT_MAX)):
         raise TimeoutError
 
 
@@ -106,7 +50,7 @@ class Connection(Desk):
         self._why = ""
         self._persistence: Persistence | None = None
         self._pid = os.getpid()
-        self._sending = threading.Lock()
+        self._turn, self._sending, self._carrying = threading.Lock(), threading.Lock(), threading.Lock()
         self._led = False
         self._followers: dict[Ticket, None] = {}
         self._over: StoreConnectionError | None = None
@@ -139,8 +83,8 @@ class Connection(Desk):
             wire.secure(deadline)
             self._greet(wire, deadline)
             with self.lock:
-                frame = self._conversation.introduce()
-            wire.send(frame, deadline)
+                message = self._conversation.introduce()
+            wire.send(framed([message]), deadline)
             with self.lock:
                 if self._over is not None:
                     raise StoreConnectionError(*self._over.args)
@@ -160,7 +104,7 @@ class Connection(Desk):
 
     def _greet(self, wire: Wire, deadline: Deadline) -> None:
         """Shake hands and read the server's hello."""
-        hello = _shake_hands(wire, self._token, deadline)
+        hello = shake_hands(wire, self._token, deadline)
         while True:
             with self.lock:
                 self._conversation.receive(hello)
@@ -176,11 +120,12 @@ class Connection(Desk):
         with self.lock:
             if self._over is not None:
                 raise StoreConnectionError(*self._over.args)
-            number, frame = self._conversation.ask(command, ticket)
+            ticket.command = command
+            number, message = self._conversation.ask(ticket)
             wire = self._wire
-        if wire is not None and frame:
+        if wire is not None and message:
             try:
-                self._send(wire, frame, deadline)
+                self._send(wire, message, deadline)
             except BaseException:
                 with self.lock:
                     self._conversation.give_up(number)  # it never went, or the connection is broken
@@ -189,29 +134,61 @@ class Connection(Desk):
 
     def give_up(self, number: int) -> None:
         with self.lock:
-            frame = self._conversation.give_up(number) if self._over is None and number else b""
-        self._send_word(frame)
+            message = self._conversation.give_up(number) if self._over is None and number else b""
+        self._send_word(message)
 
     def confirm(self, number: int) -> None:
         with self.lock:
-            frame = self._conversation.confirm(number) if self._over is None else b""
-        self._send_word(frame)
+            message = self._conversation.confirm(number) if self._over is None else b""
+        self._send_word(message)
 
-    def _send_word(self, frame: bytes) -> None:
+    def _send_word(self, message: bytes) -> None:
         """Send something that has no answer, and that nobody misses if the connection is over."""
         wire = self._wire
-        if frame and wire is not None:
+        if message and wire is not None:
             with contextlib.suppress(TimeoutError, StoreConnectionError):  # then it is broken, which says the same
-                self._send(wire, frame, Deadline.after(_WORD_TIMEOUT))
+                self._send(wire, message, Deadline.after(_WORD_TIMEOUT))
 
-    def _send(self, wire: Wire, frame: bytes, deadline: Deadline) -> None:
+    def _send(self, wire: Wire, message: bytes | Parcel, deadline: Deadline) -> None:
         """Send over a socket, if that is still the one: what is open is asked again over the next."""
-        left = deadline.remaining_or_none()
-        if not self._sending.acquire(timeout=-1 if left is None else min(left, threading.TIMEOUT_MAX)):
-            raise TimeoutError
+        if isinstance(message, Parcel):
+            _acquire(self._carrying, deadline)
+            try:
+                self._send_in_pieces(wire, message, deadline)
+            finally:
+                self._carrying.release()
+        else:
+            self._send_together(wire, [message], deadline)
+
+    def _send_in_pieces(self, wire: Wire, parcel: Parcel, deadline: Deadline) -> None:
+        """Send a long message; what others send passes between its pieces."""
+        try:
+            while wire is self._wire and self._conversation.is_open(parcel.request):
+                if deadline.expired():
+                    raise TimeoutError
+                self._send_together(wire, [next(parcel)], deadline)
+                if not parcel.is_under_way:
+                    return
+        finally:
+            if parcel.is_under_way:
+                with contextlib.suppress(TimeoutError, StoreConnectionError):
+                    self._send_together(wire, [parcel.abandoned()], Deadline.after(_WORD_TIMEOUT))
+
+    def _send_apart(self, wire: Wire, parcel: Parcel) -> None:
+        """Send a long message again, in a thread of its own: whoever reads has to go on reading meanwhile."""
+        with contextlib.suppress(TimeoutError, StoreConnectionError):  # whoever waits for the answer knows better
+            self._send(wire, parcel, Deadline.after(None))
+
+    def _send_together(self, wire: Wire, messages: list[bytes], deadline: Deadline) -> None:
+        # Who has sent a piece and is back with the next waits for its turn behind those who have waited meanwhile.
+        _acquire(self._turn, deadline)
+        try:
+            _acquire(self._sending, deadline)
+        finally:
+            self._turn.release()
         try:
             if wire is self._wire:
-                wire.send(frame, deadline)
+                wire.send(framed(messages), deadline)
         except BaseException as error:
             # Nobody knows how much has gone: after half a request, the store could not read another one.
             self._lose(wire, f"a request could not be sent: {describe(error)}")
@@ -273,8 +250,13 @@ class Connection(Desk):
                 more, lost = self._conversation.take_out(), self._conversation.lost
             if lost is not None:
                 self._break(lost)
-            elif more:
-                self._send(wire, more, deadline)
+                return
+            short = [message for message in more if not isinstance(message, Parcel)]
+            if short:
+                self._send_together(wire, short, deadline)
+            for message in more:
+                if isinstance(message, Parcel):
+                    threading.Thread(target=self._send_apart, args=(wire, message), daemon=True).start()
         except TimeoutError:
             raise
         except OSError as error:
@@ -370,23 +352,3 @@ class Connection(Desk):
         if self._over is not None and self._wire is not None:
             self._wire.close()
             self._wire = None
-
-
-def _shake_hands(wire: Wire, token: str | None, deadline: Deadline) -> bytes:
-    """Prove to each other that both hold the token; return what has come beyond that."""
-    handshake = dial(token, "store", os.urandom(NONCE_NBYTES))
-    received = bytearray()
-    try:
-        step = next(handshake)
-        while True:
-            if isinstance(step, bytes):
-                wire.send(step, deadline)
-                step = next(handshake)
-                continue
-            while len(received) < step:
-                received += wire.receive(deadline)
-            piece = bytes(received[:step])
-            del received[:step]
-            step = handshake.send(piece)
-    except StopIteration:
-        return bytes(received)

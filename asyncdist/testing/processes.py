@@ -14,6 +14,7 @@ far they are, so that no test has to sleep::
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import runpy
 import selectors
@@ -238,6 +239,8 @@ def _main(arguments: Sequence[str]) -> None:
     descriptor, *preload = arguments
     for name in preload:
         __import__(name)
+    gc.collect()
+    gc.freeze()  # a rank's collector need not look at what it shares with us: looking alone would copy it, page by page
     job = _serve(Connection(int(descriptor)))
     if job is not None:
         run: Callable[[], None] = job.run

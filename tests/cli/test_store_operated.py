@@ -274,8 +274,9 @@ def test_prometheus_reads_figures(tmp_path):
         assert "# TYPE asyncdist_store_requests_total counter" in text
         assert "# HELP asyncdist_store_keys keys with a value" in text
         assert fetched(port, "/healthz") == "ok\n"
-        with pytest.raises(urllib.error.HTTPError, match="404"):
+        with pytest.raises(urllib.error.HTTPError, match="404") as refused:
             fetched(port, "/")
+        refused.value.close()
         with socket.create_connection(("127.0.0.1", port)) as silent:  # nobody waits for it
             silent.sendall(b"GET /metr")
             assert fetched(port, "/healthz") == "ok\n"

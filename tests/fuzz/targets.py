@@ -13,7 +13,7 @@ from asyncdist.handshake import MAGIC, Pushed, accept, dial
 from asyncdist.store import c10d_wire, log
 from asyncdist.store.changes import Book, replay
 from asyncdist.store.entries import Contents
-from asyncdist.store.messages import Encoder, FrameParser, decode_answer, decode_request, hello
+from asyncdist.store.messages import Encoder, FrameParser, decode_answer, decode_request, hello, messages_in
 from asyncdist.store.operations import Op
 from asyncdist.store.state import StoreState
 
@@ -27,8 +27,8 @@ def requests(data: bytes) -> None:
     parser, state = FrameParser(LIMIT), StoreState(LIMIT, 100)
     with contextlib.suppress(ProtocolError):
         for piece in _pieces(data):
-            for frame in parser.feed(piece):
-                request, op, args = decode_request(frame)
+            for message in _messages(parser, piece):
+                request, op, args = decode_request(message)
                 if op < Op.OPEN_DOOR:
                     state.execute("client", request, op, args)
     state.leave("client")
@@ -41,8 +41,12 @@ def answers(data: bytes) -> None:
     parser = FrameParser(LIMIT)
     with contextlib.suppress(ProtocolError):
         for piece in _pieces(data):
-            for frame in parser.feed(piece):
-                decode_answer(frame)
+            for message in _messages(parser, piece):
+                decode_answer(message)
+
+
+def _messages(parser: FrameParser, piece: bytes) -> list[object]:
+    return [message for frame in parser.feed(piece) for message in messages_in(frame)]
 
 
 def c10d(data: bytes) -> None:

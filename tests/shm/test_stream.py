@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections import defaultdict
 
 import pytest
 import torch
@@ -128,3 +129,53 @@ def test_both_are_tried_and_the_faster_is_kept_until_the_next_trial():
     assert turns(64) == [0, stream.AHEAD, 0, *[stream.AHEAD] * 61]
     speed[0] = 1.0
     assert turns(64) == [0, stream.AHEAD, *[0] * 62]
+
+
+def exchanged(group, count):
+    """Start every collective in which all stage and take; return the works, and the results with what they must be."""
+    rank, size = group.rank(), group.size()
+    each = [numbers(group, count) * 0 + 10 * rank + other for other in range(size)]
+    rows = [torch.empty(count) for _ in range(size)]
+    parts = [torch.empty(count - other) for other in range(size)]
+    own = torch.empty(count)
+    works = [
+        group.all_gather(rows, numbers(group, count)),
+        group.reduce_scatter(own, each),
+        group.all_to_all(parts, [tensor[: count - rank] for tensor in each]),
+    ]
+    gathered = [(torch.arange(count) % 50 + other).float() for other in range(size)]
+    sent = [torch.full((count - other,), 10.0 * other + rank) for other in range(size)]
+    summed = torch.full((count,), float(sum(10 * other + rank for other in range(size))))
+    return works, [*zip(rows, gathered, strict=True), *zip(parts, sent, strict=True), (own, summed)]
+
+
+async def check_exchanges(groups, *counts):
+    for count in counts:
+        started = [exchanged(group, count) for group in groups]
+        await asyncio.gather(*(work for works, _ in started for work in works))
+        assert all(torch.equal(result, expected) for _, results in started for result, expected in results)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("ahead", [[0] * 3, [stream.AHEAD] * 3, [stream.AHEAD, 0, 3]])
+async def test_every_exchange_may_be_staged_ahead(ahead, size):
+    class Decided(stream._Tried):
+        far = 0
+
+        def choose(self):
+            return self.far
+
+    async with world_of(size, transport="shm", config=SMALL) as groups:
+        for group in groups:
+            how_far = type("HowFar", (Decided,), {"far": ahead[group.rank()]})
+            group._native._stream._tried = defaultdict(how_far)
+        await check_exchanges(groups, PIECE + 1, 17 * PIECE, 40 * PIECE + 5)
+        assert all(len(group._native._stream._tried) == 3 for group in groups)
+
+
+async def test_who_finds_the_stream_with_a_later_collective_uses_the_areas_of_its_slot():
+    async with world_of(3, transport="shm", config=SMALL) as groups:
+        for group in groups[:2]:
+            group._native._window._streamed = 1 << 20
+        await check_exchanges(groups, 20 * PIECE, 30 * PIECE + 1)
+        assert groups[0]._native._window._streamed == 1 << 20

@@ -272,7 +272,7 @@ def test_connections_are_closed_when_an_attempt_fails(master, monkeypatch):
     def broken(*_: object) -> None:
         raise OSError("no luck")
 
-    monkeypatch.setattr("asyncdist.store.threads._shake_hands", broken)
+    monkeypatch.setattr("asyncdist.store.threads.shake_hands", broken)
     with pytest.raises(StoreConnectionError, match="no luck"):
         Connection.open("127.0.0.1", master.port, "t", UNIT)
     gc.collect()

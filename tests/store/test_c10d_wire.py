@@ -15,6 +15,7 @@ from asyncdist.store.c10d_wire import (
     MAX_KEYS,
     Code,
     Decoder,
+    Phrases,
     key_of,
     raw_key,
     vector,
@@ -163,3 +164,31 @@ def test_replies():
     assert vector(b"abc") == struct.pack("<Q", 3) + b"abc"
     assert vectors([b"", b"a"]) == struct.pack("<QQ", 0, 1) + b"a"
     assert encode(Code.VALIDATE, MAGIC) == b"\x00\xce\xf7\x85\x3c"
+
+
+# -- requests that were asked before ---------------------------------------------------------------
+
+
+@given(st.lists(requests, min_size=1, max_size=2), st.integers(0, 3))
+def test_a_phrase_means_what_a_decoder_reads(asked, missing):
+    data = b"".join(encode(*each) for each in asked)
+    data = data[: len(data) - missing]
+    phrases = Phrases(MOST)
+    for _ in range(2):
+        meaning = phrases[data]
+        if meaning is not None:
+            assert decoder().feed(data) == [meaning]
+    assert (phrases[encode(Code.GET, b"/k")], phrases[encode(Code.WAIT, [b"/k"])]) == (
+        (Code.GET, "k"),
+        (Code.WAIT, ["k"]),
+    )
+
+
+def test_phrases_are_kept_within_bounds():
+    phrases = Phrases(MOST)
+    for number in range(10_000):
+        assert phrases[encode(Code.ADD, b"/%d" % number, 1)] == (Code.ADD, str(number), 1)
+        assert phrases[encode(Code.SET, b"/k", b"%d" % number)] == (Code.SET, "k", b"%d" % number)
+        assert phrases[encode(Code.GET, b"/" + bytes(1000) + b"%d" % number)] is not None
+    assert len(phrases) <= 1024
+    assert all(code == Code.ADD for code, *_ in phrases.values())

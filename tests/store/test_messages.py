@@ -14,7 +14,18 @@ from hypothesis import strategies as st
 from asyncdist.errors import ProtocolError, QueueEmptyError, StoreConnectionError, StoreError, UsageError
 from asyncdist.store import operations
 from asyncdist.store.conversation import Conversation
-from asyncdist.store.messages import HELLO, VERSION, Encoder, FrameParser, decode_answer, decode_request, hello
+from asyncdist.store.messages import (
+    HELLO,
+    TOGETHER_NBYTES,
+    VERSION,
+    Encoder,
+    FrameParser,
+    decode_answer,
+    decode_request,
+    framed,
+    hello,
+    messages_in,
+)
 from asyncdist.store.operations import ARGUMENTS, FLAG, KEY, KEYS, NUMBER, VALUE, VALUES, Kind, Op, Reason
 
 LIMIT = 1000
@@ -39,20 +50,49 @@ def split(data: bytes, cuts: list[int]) -> list[bytes]:
     return [data[a:b] for a, b in itertools.pairwise(edges)]
 
 
+def requests_in(frame: bytes) -> list[object]:
+    return [decode_request(message) for message in messages_in(frame)]
+
+
 @given(st.lists(requests, max_size=8), st.lists(st.integers(0, 1 << 16), max_size=30))
 def test_requests_arrive_however_they_are_split(sent, cuts):
     encoder, parser = Encoder(), FrameParser(10 * LIMIT)
     data = b"".join(encoder.frame(number, op, *args) for number, op, args in sent)
-    got = [decode_request(frame) for piece in split(data, cuts) for frame in parser.feed(piece)]
+    got = [requests_in(frame) for piece in split(data, cuts) for frame in parser.feed(piece)]
+    got = [request for requests in got for request in requests]
     assert [tuple(request) for request in got] == sent
     assert parser.pending == 0
+
+
+@given(st.lists(requests, min_size=1, max_size=20))
+def test_requests_that_go_together(sent):
+    encoder = Encoder()
+    (frame,) = FrameParser(100 * LIMIT).feed(framed([encoder.pack((number, op, *args)) for number, op, args in sent]))
+    assert requests_in(frame) == sent
+
+
+def test_a_frame_takes_no_more_messages_than_any_store_takes():
+    messages = [Encoder().pack((number, Op.SET, "k", bytes(20_000))) for number in range(10)]
+    messages.insert(4, Encoder().pack((0, Op.SET, "k", bytes(2 * TOGETHER_NBYTES))))
+    frames = FrameParser(3 * TOGETHER_NBYTES).feed(framed(messages))
+    assert b"".join(frames) == b"".join(messages)
+    assert [len(requests_in(frame)) for frame in frames] == [3, 1, 1, 3, 3]
+
+
+@given(st.lists(requests, min_size=1, max_size=4), st.data())
+def test_a_frame_whose_last_message_is_cut_short(sent, data):
+    encoder = Encoder()
+    messages = [encoder.pack((number, op, *args)) for number, op, args in sent]
+    cut = data.draw(st.integers(1, len(messages[-1]) - 1))
+    with pytest.raises(ProtocolError):
+        messages_in(b"".join(messages)[:-cut])
 
 
 @given(st.lists(requests, min_size=1, max_size=4))
 def test_byte_by_byte(sent):
     encoder, parser = Encoder(), FrameParser(10 * LIMIT)
     data = b"".join(encoder.frame(number, op, *args) for number, op, args in sent)
-    got = [decode_request(frame) for byte in data for frame in parser.feed(bytes([byte]))]
+    got = [request for byte in data for frame in parser.feed(bytes([byte])) for request in requests_in(frame)]
     assert [tuple(request) for request in got] == sent
 
 
@@ -62,7 +102,7 @@ def test_garbage_is_a_protocol_error_or_an_unfinished_frame(data, cuts):
     try:
         for piece in split(data, cuts):
             for frame in parser.feed(piece):
-                decode_request(frame)
+                requests_in(frame)
     except ProtocolError:
         return
     assert parser.pending <= LIMIT + 8
@@ -72,7 +112,7 @@ def test_garbage_is_a_protocol_error_or_an_unfinished_frame(data, cuts):
 def test_a_frame_of_garbage(data):
     for decode in (decode_request, decode_answer):
         with contextlib.suppress(ProtocolError):
-            assert isinstance(decode(data).id, int)
+            assert all(isinstance(decode(message).id, int) for message in messages_in(data))
 
 
 anything = st.recursive(
@@ -86,7 +126,7 @@ anything = st.recursive(
 def test_sound_msgpack_that_is_no_message(value):
     for decode in (decode_request, decode_answer):
         try:
-            message = decode(msgpack.packb(value))
+            message = decode(value)
         except ProtocolError:
             continue
         assert isinstance(message.id, int)
@@ -95,7 +135,7 @@ def test_sound_msgpack_that_is_no_message(value):
 @given(st.sampled_from(Op), st.lists(anything, max_size=4))
 def test_arguments_of_wrong_types_do_not_get_in(op, args):
     try:
-        request = decode_request(msgpack.packb([1, op, *args]))
+        (request,) = requests_in(msgpack.packb([1, op, *args]))
     except ProtocolError:
         return
     python_types = {KEY: str, VALUE: bytes, NUMBER: int, FLAG: bool, KEYS: list, VALUES: list}
@@ -124,14 +164,15 @@ def test_a_frame_of_just_the_limit_passes():
 @pytest.mark.parametrize("bomb", [b"\x91" * 5000, b"\xdf\xff\xff\xff\xff", b"\xdd\xff\xff\xff\xff", b"\xc1", b""])
 def test_msgpack_that_means_harm(bomb):
     with pytest.raises(ProtocolError):
-        decode_request(bomb)
+        requests_in(bomb)
 
 
 # -- the client's side of a conversation -----------------------------------------------------------
 
 
 class Sink:
-    def __init__(self) -> None:
+    def __init__(self, command: operations.Command) -> None:
+        self.command = command
         self.got: list[object] = []
 
     def resolve(self, value):
@@ -153,9 +194,8 @@ def answer(number, kind, value):
 
 
 def test_answers_find_their_askers_in_any_order(conversation):
-    first, second = Sink(), Sink()
-    one, _ = conversation.ask(operations.get("a"), first)
-    two, _ = conversation.ask(operations.get("b"), second)
+    first, second = Sink(operations.get("a")), Sink(operations.get("b"))
+    (one, _), (two, _) = conversation.ask(first), conversation.ask(second)
     conversation.receive(answer(two, Kind.RESULT, b"2") + answer(one, Kind.RESULT, b"1"))
     assert (first.got, second.got) == ([b"1"], [b"2"])
     assert conversation.num_open == 0
@@ -165,8 +205,8 @@ def test_answers_find_their_askers_in_any_order(conversation):
     ("reason", "kind"), [(Reason.EMPTY, QueueEmptyError), (Reason.INVALID, StoreError), (99, StoreError)]
 )
 def test_refusals_have_a_type(conversation, reason, kind):
-    sink = Sink()
-    number, _ = conversation.ask(operations.queue_pop("q", False), sink)
+    sink = Sink(operations.queue_pop("q", False))
+    number, _ = conversation.ask(sink)
     conversation.receive(answer(number, Kind.REFUSED, (reason, "why")))
     (error,) = sink.got
     assert type(error) is kind
@@ -174,23 +214,22 @@ def test_refusals_have_a_type(conversation, reason, kind):
 
 
 def test_an_answer_that_crosses_its_cancel_is_dropped(conversation):
-    sink = Sink()
-    number, _ = conversation.ask(operations.get("a"), sink)
-    (frame,) = FrameParser(LIMIT).feed(conversation.give_up(number))
-    assert decode_request(frame) == (0, Op.CANCEL, (number,))
+    sink = Sink(operations.get("a"))
+    number, _ = conversation.ask(sink)
+    assert requests_in(conversation.give_up(number)) == [(0, Op.CANCEL, (number,))]
     conversation.receive(answer(number, Kind.RESULT, b"late"))
     assert sink.got == []
 
 
 def test_giving_up_what_the_store_does_at_once_sends_nothing(conversation):
-    number, _ = conversation.ask(operations.set_("a", b""), Sink())
+    number, _ = conversation.ask(Sink(operations.set_("a", b"")))
     assert conversation.give_up(number) == b""
 
 
 def test_the_end_reaches_everyone_with_an_error_of_their_own(conversation):
-    sinks = [Sink(), Sink()]
+    sinks = [Sink(operations.get("a")), Sink(operations.get("a"))]
     for sink in sinks:
-        conversation.ask(operations.get("a"), sink)
+        conversation.ask(sink)
     conversation.end(StoreConnectionError("over"))
     errors = [sink.got[0] for sink in sinks]
     assert [type(error) for error in errors] == [StoreConnectionError] * 2
@@ -199,13 +238,13 @@ def test_the_end_reaches_everyone_with_an_error_of_their_own(conversation):
 
 def test_what_is_too_large_for_the_server_is_not_sent(conversation):
     with pytest.raises(UsageError, match="ASYNCDIST_STORE_MAX_VALUE_NBYTES"):
-        conversation.ask(operations.set_("k", bytes(LIMIT)), Sink())
+        conversation.ask(Sink(operations.set_("k", bytes(LIMIT))))
     assert conversation.num_open == 0
 
 
 def test_a_key_that_cannot_be_encoded(conversation):
     with pytest.raises(UsageError, match="set"):
-        conversation.ask(operations.Command(Op.SET, ("\udc80", b"")), Sink())
+        conversation.ask(Sink(operations.Command(Op.SET, ("\udc80", b""))))
     assert conversation.num_open == 0
 
 

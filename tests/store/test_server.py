@@ -14,8 +14,9 @@ from asyncdist.config import Config
 from asyncdist.errors import AddressError, UsageError
 from asyncdist.handshake import MAGIC, NONCE_NBYTES, PROOF_NBYTES, Pushed, dial
 from asyncdist.store import AsyncStore, StoreServer
-from asyncdist.store.messages import Encoder
-from asyncdist.store.operations import Op
+from asyncdist.store.messages import Encoder, FrameParser
+from asyncdist.store.operations import Kind, Op
+from asyncdist.store.pieces import FRAME_NBYTES, Arriving
 
 UNIT, LONG = 0.05, 10.0
 TOKEN = "a token for tests"
@@ -195,13 +196,16 @@ async def test_one_who_asks_and_does_not_read_is_made_to_wait(server, store, eve
     assert slow._transport.get_write_buffer_size() < 4 << 20
     assert await store.add("n", 1) == 1
     peer.writer.transport.resume_reading()
-    hello = 8 + struct.unpack("<Q", await peer.reader.readexactly(8))[0]
-    await peer.reader.readexactly(hello - 8)
-    for number in range(1, 201):
-        (nbytes,) = struct.unpack("<Q", await peer.reader.readexactly(8))
-        body = await peer.reader.readexactly(nbytes)
-        assert nbytes > 1 << 20
-        assert body[1:2] == bytes([number]) if number < 128 else True
+    arriving, parser, answered = Arriving(1 << 30), FrameParser(FRAME_NBYTES), []
+    while len(answered) < 200:
+        for got in parser.feed(await peer.reader.read(1 << 20)):
+            for message in arriving.messages_in(got):
+                match message:
+                    case [_, Kind.PIECE, [number, piece]]:
+                        arriving.add(number, piece)
+                    case [number, Kind.RESULT, value]:
+                        answered.append((number, len(value)))
+    assert answered == [(number, 1 << 20) for number in range(1, 201)]
     await peer.leave()
 
 

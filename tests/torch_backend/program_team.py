@@ -43,6 +43,7 @@ def enter(backend):
     """Make the process one that uses a back end: torch knows gloo by itself, and ours once it is imported."""
     torch.set_num_threads(1)
     torch._inductor.config.compile_threads = 1  # or every rank would start processes for it
+    torch._inductor.config.cpp.vec_isa_ok = False  # or each set of instructions would be tried out, for seconds
     if backend == "asyncdist":
         import asyncdist.torch_backend  # noqa: F401
 

@@ -83,8 +83,7 @@ class ShmNative(Native):
 
     def _staged(self, turn: Turn, memory: Memory, how: Arithmetic) -> Schedule:
         if self._exchanges(memory.nbytes):
-            swap = self._exchange if memory.nbytes <= self._window.area_nbytes else self._stream.all_reduce
-            yield from swap(turn, memory, how)
+            yield from self._exchange(turn, memory, how)
         else:
             yield from self._scatter_and_gather(turn, memory, how)
 
@@ -131,19 +130,20 @@ class ShmNative(Native):
         pieces = Pieces(turn, 1, memory.dtype)
         in_place = self._size == 2  # then ours need not be read from the area, and may be overwritten at once
 
-        def take(k: int, half: int) -> None:
+        def take(k: int, at: int) -> None:
             own = pieces.of(memory, k)
-            inputs = [pieces.staged(rank, 0, own.numel(), half) for rank in range(self._size)]
+            inputs = [pieces.staged(rank, 0, own.numel(), at) for rank in range(self._size)]
             if in_place:
                 inputs[self._rank] = own
             how.reduce(inputs, own)
 
-        yield from turn.rounds(
+        yield from self._stream.rounds(
+            turn,
+            ("all_reduce", memory.dtype),
             pieces.rounds(memory.count),
-            lambda k, half: pieces.stage(0, memory, k, half),
+            pieces.nbytes,
+            lambda k, at: pieces.stage(0, memory, k, at),
             take,
-            self._others,
-            self._others,
             reads_open=False,
         )
 
@@ -154,27 +154,27 @@ class ShmNative(Native):
         blocks = [parts[rank] for rank in range(self._size)]
         own = blocks[self._rank]
 
-        def stage(k: int, half: int) -> None:
+        def stage(k: int, at: int) -> None:
             if k % 2:
-                pieces.stage(self._rank, own, k // 2, half)
+                pieces.stage(self._rank, own, k // 2, at)
                 return
             for member in self._others:
-                pieces.stage(member.rank, blocks[member.rank], k // 2, half)
+                pieces.stage(member.rank, blocks[member.rank], k // 2, at)
 
-        def take(k: int, half: int) -> None:
+        def take(k: int, at: int) -> None:
             if not k % 2:
-                self._reduce_block(pieces, own, pieces.of(own, k // 2), half, how)
+                self._reduce_block(pieces, own, pieces.of(own, k // 2), at, how)
                 return
             for member in self._others:
                 piece = pieces.of(blocks[member.rank], k // 2)
-                piece.copy_(pieces.staged(member.rank, member.rank, piece.numel(), half))
+                piece.copy_(pieces.staged(member.rank, member.rank, piece.numel(), at))
 
         most = max(block.count for block in blocks)
         pieces.reserve(self._size, most)  # also for our own block, which is staged when others' have been added to it
         yield from turn.rounds(2 * pieces.rounds(most), stage, take, self._others, self._others, reads_open=False)
 
-    def _reduce_block(self, pieces: Pieces, own: Memory, piece: torch.Tensor, half: int, how: Arithmetic) -> None:
-        others = [pieces.staged(member.rank, self._rank, piece.numel(), half) for member in self._others]
+    def _reduce_block(self, pieces: Pieces, own: Memory, piece: torch.Tensor, at: int, how: Arithmetic) -> None:
+        others = [pieces.staged(member.rank, self._rank, piece.numel(), at) for member in self._others]
         how.reduce([piece, *others], piece)
 
     def reduce(self, number: int, fingerprint: int, memory: Memory, root: int, how: Arithmetic) -> Schedule:
@@ -185,25 +185,25 @@ class ShmNative(Native):
         if self._rank != root:
             takers = [self._window.by_rank[root]]
             count = 1 if place else pieces.rounds(memory.count)
-            yield from turn.rounds(count, lambda k, half: pieces.stage(0, memory, k, half), None, (), takers)
+            yield from turn.rounds(count, lambda k, at: pieces.stage(0, memory, k, at), None, (), takers)
             yield from turn.end(takers)
             return
 
-        def take(k: int, half: int) -> None:
+        def take(k: int, at: int) -> None:
             own = pieces.of(memory, k)
-            others = [self._seen(turn, pieces, member, 0, 0, k, own.numel(), half) for member in self._others]
+            others = [self._seen(turn, pieces, member, 0, 0, k, own.numel(), at) for member in self._others]
             how.reduce([own, *others], own)
 
         yield from turn.rounds(pieces.rounds(memory.count), None, take, self._others, ())
         yield from turn.end(())
 
     def _seen(
-        self, turn: Turn, pieces: Pieces, member: Member, block: int, first: int, k: int, count: int, half: int
+        self, turn: Turn, pieces: Pieces, member: Member, block: int, first: int, k: int, count: int, at: int
     ) -> torch.Tensor:
         """Return the k-th piece of a member's block where it lies: staged, or open from element ``first`` on."""
         place = turn.places[member.rank]
         if not place:
-            return pieces.staged(member.rank, block, count, half)
+            return pieces.staged(member.rank, block, count, at)
         offset = place - 1 + (first + k * pieces.step) * pieces.dtype.itemsize
         return self._views(member.rank, offset, count, pieces.dtype)
 
@@ -213,22 +213,26 @@ class ShmNative(Native):
         """One meeting a piece: each member adds what everybody has for it."""
         blocks = [inputs[rank] for rank in range(self._size)]
         turn = Turn(self._window, number, fingerprint, self._place_of_run(blocks))
-        pieces = Pieces(turn, self._size, own.dtype)
+        pieces = Pieces(turn, max(1, self._size - 1), own.dtype)
         first = sum(block.count for block in blocks[: self._rank])
         yield from self._window.enter(number)
 
-        def stage(k: int, half: int) -> None:
+        def stage(k: int, at: int) -> None:
             for member in self._others:
-                pieces.stage(member.rank, blocks[member.rank], k, half)
+                pieces.stage(_place_of(member.rank, self._rank), blocks[member.rank], k, at)
 
-        def take(k: int, half: int) -> None:
+        def take(k: int, at: int) -> None:
             piece = pieces.of(own, k)
             count = piece.numel()
-            others = [self._seen(turn, pieces, member, self._rank, first, k, count, half) for member in self._others]
+            others = [
+                self._seen(turn, pieces, member, _place_of(self._rank, member.rank), first, k, count, at)
+                for member in self._others
+            ]
             how.reduce([pieces.of(blocks[self._rank], k), *others], piece)
 
         count = pieces.rounds(max(block.count for block in blocks))
-        yield from turn.rounds(count, stage, take, self._others, self._others)
+        kind = "reduce_scatter", own.dtype
+        yield from self._stream.rounds(turn, kind, count, pieces.nbytes, stage, take)
         yield from turn.end(self._others)
 
     def _place_of_run(self, blocks: Sequence[Memory]) -> int:
@@ -252,14 +256,14 @@ class ShmNative(Native):
         yield from self._window.enter(number)
         if self._rank == root:
             count = 1 if place else pieces.rounds(memory.count)
-            yield from turn.rounds(count, lambda k, half: pieces.stage(0, memory, k, half), None, (), self._others)
+            yield from turn.rounds(count, lambda k, at: pieces.stage(0, memory, k, at), None, (), self._others)
             yield from turn.end(self._others)
             return
         source = self._window.by_rank[root]
 
-        def take(k: int, half: int) -> None:
+        def take(k: int, at: int) -> None:
             piece = pieces.of(memory, k)
-            piece.copy_(self._seen(turn, pieces, source, 0, 0, k, piece.numel(), half))
+            piece.copy_(self._seen(turn, pieces, source, 0, 0, k, piece.numel(), at))
 
         yield from turn.rounds(pieces.rounds(memory.count), None, take, [source], ())
         yield from turn.end(())
@@ -277,16 +281,19 @@ class ShmNative(Native):
         room = blocks[self._rank]
         in_place = own is room or own.tensor.data_ptr() == room.tensor.data_ptr()
 
-        def take(k: int, half: int) -> None:
+        def take(k: int, at: int) -> None:
             if not in_place:  # what we have staged just now is still in the nearest cache
                 pieces.of(room, k).copy_(pieces.of(own, k))
             for member in self._others:
                 piece = pieces.of(blocks[member.rank], k)
                 if piece.numel():
-                    piece.copy_(self._seen(turn, pieces, member, 0, 0, k, piece.numel(), half))
+                    piece.copy_(self._seen(turn, pieces, member, 0, 0, k, piece.numel(), at))
 
         count = pieces.rounds(max(block.count for block in blocks))
-        yield from turn.rounds(count, lambda k, half: pieces.stage(0, own, k, half), take, self._others, self._others)
+        kind = "all_gather", own.dtype
+        yield from self._stream.rounds(
+            turn, kind, count, pieces.nbytes, lambda k, at: pieces.stage(0, own, k, at), take
+        )
 
     def gather(self, number: int, fingerprint: int, own: Memory, blocks: MemoryBlocks, root: int) -> Schedule:
         place = direct.place_of(self._window, own.tensor) if self._rank != root else 0
@@ -296,14 +303,14 @@ class ShmNative(Native):
         if self._rank != root:
             takers = [self._window.by_rank[root]]
             count = 1 if place else pieces.rounds(own.count)
-            yield from turn.rounds(count, lambda k, half: pieces.stage(0, own, k, half), None, (), takers)
+            yield from turn.rounds(count, lambda k, at: pieces.stage(0, own, k, at), None, (), takers)
             yield from turn.end(takers)
             return
 
-        def take(k: int, half: int) -> None:
+        def take(k: int, at: int) -> None:
             for member in self._others:
                 piece = pieces.of(blocks[member.rank], k)
-                piece.copy_(self._seen(turn, pieces, member, 0, 0, k, piece.numel(), half))
+                piece.copy_(self._seen(turn, pieces, member, 0, 0, k, piece.numel(), at))
 
         yield from turn.rounds(pieces.rounds(own.count), None, take, self._others, ())
         yield from turn.end(())
@@ -311,24 +318,24 @@ class ShmNative(Native):
     def scatter(self, number: int, fingerprint: int, own: Memory, blocks: MemoryBlocks, root: int) -> Schedule:
         place = self._place_of_run([blocks[rank] for rank in range(self._size)]) if self._rank == root else 0
         turn = Turn(self._window, number, fingerprint, place)
-        pieces = Pieces(turn, self._size, own.dtype)
+        pieces = Pieces(turn, max(1, self._size - 1), own.dtype)
         yield from self._window.enter(number)
         count = 1 if place else pieces.rounds(own.count)
         if self._rank == root:
 
-            def stage(k: int, half: int) -> None:
+            def stage(k: int, at: int) -> None:
                 for member in self._others:
-                    pieces.stage(member.rank, blocks[member.rank], k, half)
+                    pieces.stage(_place_of(member.rank, root), blocks[member.rank], k, at)
 
             yield from turn.rounds(count, stage, None, (), self._others)
             yield from turn.end(self._others)
             return
         source = self._window.by_rank[root]
 
-        def take(k: int, half: int) -> None:
+        def take(k: int, at: int) -> None:
             piece = pieces.of(own, k)
             first = self._rank * own.count
-            piece.copy_(self._seen(turn, pieces, source, self._rank, first, k, piece.numel(), half))
+            piece.copy_(self._seen(turn, pieces, source, _place_of(self._rank, root), first, k, piece.numel(), at))
 
         yield from turn.rounds(count, None, take, [source], ())
         yield from turn.end(())
@@ -342,7 +349,7 @@ class ShmNative(Native):
         """
         dtype = outgoing[self._rank].dtype
         turn = Turn(self._window, number, fingerprint, self._place_of_run(outgoing))
-        pieces = Pieces(turn, self._size, dtype, head_nbytes=8 * self._size)
+        pieces = Pieces(turn, max(1, self._size - 1), dtype, head_nbytes=8 * self._size)
         yield from self._window.enter(number)
         self._window.reserve(number, 0, 8 * self._size)
         table = self._window.head(number, self._rank, self._size)
@@ -350,11 +357,11 @@ class ShmNative(Native):
             table[rank] = block.count
         firsts: dict[int, int] = {}
 
-        def stage(k: int, half: int) -> None:
+        def stage(k: int, at: int) -> None:
             for member in self._others:
-                pieces.stage(member.rank, outgoing[member.rank], k, half)
+                pieces.stage(_place_of(member.rank, self._rank), outgoing[member.rank], k, at)
 
-        def take(k: int, half: int) -> None:
+        def take(k: int, at: int) -> None:
             pieces.of(incoming[self._rank], k).copy_(pieces.of(outgoing[self._rank], k))
             for member in self._others:
                 block = incoming[member.rank]
@@ -362,11 +369,12 @@ class ShmNative(Native):
                     firsts[member.rank] = self._sent_before(number, member, block)
                 piece = pieces.of(block, k)
                 if piece.numel():
-                    first = firsts[member.rank]
-                    piece.copy_(self._seen(turn, pieces, member, self._rank, first, k, piece.numel(), half))
+                    first, place = firsts[member.rank], _place_of(self._rank, member.rank)
+                    piece.copy_(self._seen(turn, pieces, member, place, first, k, piece.numel(), at))
 
         most = max(memory.count for memory in (*incoming, *outgoing))
-        yield from turn.rounds(pieces.rounds(most), stage, take, self._others, self._others)
+        kind = "all_to_all", dtype
+        yield from self._stream.rounds(turn, kind, pieces.rounds(most), pieces.nbytes, stage, take)
         yield from turn.end(self._others)
 
     def _sent_before(self, number: int, member: Member, block: Memory) -> int:
@@ -379,3 +387,8 @@ class ShmNative(Native):
                 f"rank {peer} sent {counts[self._rank] * itemsize} bytes where {block.nbytes} were expected",
             )
         return sum(counts[: self._rank])
+
+
+def _place_of(taker: int, owner: int) -> int:
+    """Return which place in its owner's area holds the taker's block; there is none for the owner's own."""
+    return taker - (taker > owner)

@@ -13,14 +13,19 @@ _LINE_NBYTES = 64
 class Pieces:
     """How the pieces of ``blocks`` equally large places lie in an area: ``step`` elements of each, one after the other."""
 
-    __slots__ = ("dtype", "head", "number", "rank", "step", "stride", "window")
+    __slots__ = ("blocks", "dtype", "head", "number", "step", "stride", "window")
 
     def __init__(self, turn: Turn, blocks: int, dtype: torch.dtype, *, head_nbytes: int = 0) -> None:
-        self.window, self.number, self.rank = turn.window, turn.number, turn.window.rank
-        self.dtype = dtype
+        self.window, self.number = turn.window, turn.number
+        self.dtype, self.blocks = dtype, blocks
         self.head = -(-head_nbytes // _LINE_NBYTES) * _LINE_NBYTES
         self.stride = (turn.window.area_nbytes - self.head) // blocks // _LINE_NBYTES * _LINE_NBYTES
         self.step = self.stride // dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """How much of an area a round uses at most."""
+        return self.head + self.blocks * self.stride
 
     def rounds(self, count: int) -> int:
         """Return in how many pieces so many elements go through; at least one."""
@@ -35,20 +40,18 @@ class Pieces:
     def reserve(self, blocks: int, count: int) -> None:
         """See that there is memory for so many blocks of up to ``count`` elements, in both halves."""
         nbytes = self.head + (blocks - 1) * self.stride + min(count, self.step) * self.dtype.itemsize
-        for half in (0, 1):
-            self.window.reserve(self.number, half, nbytes)
+        for turn in (0, 1):
+            self.window.reserve(self.number, turn, nbytes)
 
-    def stage(self, block: int, source: Memory, k: int, half: int) -> None:
-        """Copy the k-th piece of memory into our area."""
+    def stage(self, block: int, source: Memory, k: int, turn: int) -> None:
+        """Copy the k-th piece of memory into our area of a round."""
         piece = self.of(source, k)
         count = piece.numel()
         start = self.head + block * self.stride
-        nbytes = start + count * self.dtype.itemsize
-        self.window.reserve(self.number, half, nbytes)
         if k == 0 and source.count > self.step:  # now, before anything is half done
-            self.window.reserve(self.number, 1 - half, nbytes)
-        self.window.area(self.number, half, self.rank, start, count, self.dtype).copy_(piece)
+            self.window.reserve(self.number, turn + 1, start + count * self.dtype.itemsize)
+        self.window.own(self.number, turn, start, count, self.dtype).copy_(piece)
 
-    def staged(self, rank: int, block: int, count: int, half: int) -> torch.Tensor:
-        """Return a piece as a member has staged it."""
-        return self.window.area(self.number, half, rank, self.head + block * self.stride, count, self.dtype)
+    def staged(self, rank: int, block: int, count: int, turn: int) -> torch.Tensor:
+        """Return a piece as a member has staged it in a round."""
+        return self.window.area(self.number, turn, rank, self.head + block * self.stride, count, self.dtype)

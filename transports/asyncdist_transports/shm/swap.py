@@ -100,6 +100,6 @@ class Swap:
         """Return the members' areas of a slot, with memory behind ours."""
         window, count = self._window, prod(self._shape)
         window.reserve(number, 0, count * self._dtype.itemsize)
-        made = [window.area(number, 0, rank, 0, count, self._dtype).view(self._shape) for rank in range(window.size)]
+        made = [window.only(number, rank, count, self._dtype).view(self._shape) for rank in range(window.size)]
         self._areas[number % SLOTS] = made
         return made

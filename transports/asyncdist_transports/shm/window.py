@@ -25,8 +25,9 @@ from asyncdist_transports.shm.order import Fence
 
 SLOTS = 8
 STEP, CALL, PLACE = 0, 1, 2
-ROOM = 4  # how many pieces of the stream this member uses in turn
 LEFT = 3  # in the first line only: 1 when this member will not look at any slot again
+ROOM = 4  # ``n << 24 |`` how many pieces of the stream this member uses in turn
+TAKEN = 5  # ``n << 24 |`` of how many rounds this member has taken the others' pieces
 LINE = 8
 SHIFT = 24
 DONE = (1 << SHIFT) - 1
@@ -119,16 +120,20 @@ class Window:
             member.offset = offset
             member.words = member.mapping.words(offset, SLOTS * LINE)
             self.newcomers.pop()
-        at, free = number % SLOTS * LINE, (number - SLOTS) << SHIFT | DONE
-        while self.words[at] < free:  # others may have done with us before we are
-            yield self.rank
-        for member in self.others:
-            words = member.words
-            while words[at] < free:
-                yield member.rank
+        yield from self._over(number - SLOTS)
         if self.unchecked:
             self.recheck(number)
         self.last[number % SLOTS] = number
+
+    def _over(self, number: int) -> Schedule:
+        """Wait until all have done with a collective, ourselves included: others may have before we do."""
+        at, done = number % SLOTS * LINE, number << SHIFT | DONE
+        while self.words[at] < done:
+            yield self.rank
+        for member in self.others:
+            words = member.words
+            while words[at] < done:
+                yield member.rank
 
     def post(self, number: int, call: int, place: int, step: int) -> None:
         """Say what we call, and where our data lies (0: it is staged), with the first step."""
@@ -140,8 +145,15 @@ class Window:
 
     def publish(self, number: int, step: int) -> None:
         """Say that we have reached a step; wake who sleeps."""
+        self._say(number, STEP, step)
+
+    def publish_taken(self, number: int, turn: int) -> None:
+        """Say that we have taken the others' pieces of a round, and of all before it; wake who sleeps."""
+        self._say(number, TAKEN, turn + 1)
+
+    def _say(self, number: int, what: int, count: int) -> None:
         self.fence.light()  # what we have written, and read, before the word that says so
-        self.words[number % SLOTS * LINE] = number << SHIFT | step
+        self.words[number % SLOTS * LINE + what] = number << SHIFT | count
         self.fence.full()  # and that before we look who sleeps: see `order`
         for member in self.others:
             if member.asleep[0]:
@@ -155,6 +167,15 @@ class Window:
             while words[at] < goal:
                 yield member.rank
         self.fence.light()  # their words before their data
+
+    def taken(self, number: int, turn: int, members: Sequence[Member]) -> Schedule:
+        """Wait until each of some members has taken our piece of a round, or is through with everything."""
+        at, goal, over = number % SLOTS * LINE, number << SHIFT | turn + 1, number << SHIFT | FINISHED
+        for member in members:
+            words = member.words
+            while words[at + TAKEN] < goal and words[at] < over:
+                yield member.rank
+        self.fence.light()  # their loads of our piece before our next stores to it
 
     def check(self, number: int, call: int, members: Sequence[Member]) -> None:
         """Raise if one of some members, who have posted, called something else."""
@@ -191,9 +212,16 @@ class Window:
 
     # -- areas ---------------------------------------------------------------------------------
 
-    def reserve(self, number: int, half: int, nbytes: int) -> None:
-        """See that there is memory behind an area of a slot. SharedMemoryError if there is none left."""
-        self._reserve(number % SLOTS * 2 + half, nbytes)
+    def reserve(self, number: int, turn: int, nbytes: int) -> None:
+        """See that there is memory behind our area of a round. SharedMemoryError if there is none left."""
+        self._reserve(self._which(number, turn, self.words), nbytes)
+
+    def _which(self, number: int, turn: int, words: memoryview) -> int:
+        """Return which area a member uses in a round: a half of its slot, or a piece of its stream."""
+        room = words[number % SLOTS * LINE + ROOM]
+        if room >> SHIFT == number:
+            return 2 * SLOTS + turn % (room & DONE)
+        return number % SLOTS * 2 + (turn & 1)
 
     def _reserve(self, which: int, nbytes: int) -> None:
         if nbytes > self._reserved[which]:
@@ -201,9 +229,20 @@ class Window:
             self.arena.reserve(start, nbytes)
             self._reserved[which] = nbytes
 
-    def area(self, number: int, half: int, rank: int, start: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return elements of a member's area, from byte ``start`` on; of ours if ``rank`` is our own."""
-        return self._area(number % SLOTS * 2 + half, rank, start, count, dtype)
+    def own(self, number: int, turn: int, start: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return elements of our area of a round, with memory behind them. SharedMemoryError if there is none left."""
+        which = self._which(number, turn, self.words)
+        self._reserve(which, start + count * dtype.itemsize)
+        return self._area(which, self.rank, start, count, dtype)
+
+    def area(self, number: int, turn: int, rank: int, start: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return elements of a member's area of a round, from byte ``start`` on; of ours if ``rank`` is our own."""
+        words = self.words if rank == self.rank else self.by_rank[rank].words
+        return self._area(self._which(number, turn, words), rank, start, count, dtype)
+
+    def only(self, number: int, rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return the elements at the start of a member's first half of a slot, where there are no rounds."""
+        return self._area(number % SLOTS * 2, rank, 0, count, dtype)
 
     def _area(self, which: int, rank: int, start: int, count: int, dtype: torch.dtype) -> torch.Tensor:
         key = (which * self.size + rank, start, count, dtype)
@@ -230,30 +269,22 @@ class Window:
         return mapping, offset + _LINES_NBYTES + which * self.area_nbytes
 
     def open_stream(self, number: int, pieces: int, nbytes: int) -> Schedule:
-        """Take the stream for the n-th collective when all are done with the one before, and say how much of it we use.
+        """Have the n-th collective's rounds use so many pieces of the stream in turn; return whether they do.
 
-        SharedMemoryError if there is no memory left for so many pieces of so many bytes.
+        Waits until all are done with the collective that used it before. That must have been an earlier one: who would
+        wait for a later one, which has come first here, might be what the later one waits for elsewhere.
+        SharedMemoryError if there is no memory left for pieces of so many bytes.
         """
+        before = self._streamed
+        if before > number:
+            return False
         for which in range(2 * SLOTS, 2 * SLOTS + pieces):
             self._reserve(which, nbytes)
-        before, self._streamed = self._streamed, number
-        if before and before != number:
-            at, over = before % SLOTS * LINE, before << SHIFT | DONE
-            while self.words[at] < over:
-                yield self.rank
-            for member in self.others:
-                words = member.words
-                while words[at] < over:
-                    yield member.rank
-        self.words[number % SLOTS * LINE + ROOM] = pieces
-
-    def room(self, number: int, member: Member) -> int:
-        """Return how many pieces of its stream a member uses in turn, who has staged one."""
-        return member.words[number % SLOTS * LINE + ROOM]
-
-    def streamed(self, place: int, rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a piece of a member's stream."""
-        return self._area(2 * SLOTS + place, rank, 0, count, dtype)
+        self._streamed = number
+        if before != number:
+            yield from self._over(before)
+        self.words[number % SLOTS * LINE + ROOM] = number << SHIFT | pieces
+        return True
 
     # -- the end -------------------------------------------------------------------------------
 

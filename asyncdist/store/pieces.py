@@ -1,0 +1,175 @@
+"""Long messages, in pieces between which others pass.
+
+A value longer than `LONG_NBYTES` goes ahead of its message, in pieces; in the message stands the number under which it
+came. A message that is long for another reason, as with very many keys, goes ahead as a whole in the same way, and what
+follows is only its number. In each direction of a connection one message at a time is under way in pieces.
+
+    piece       [id, PIECE, number, bytes] of a request, [id, PIECE, [number, bytes]] of an answer; alone in its frame.
+                One without bytes: the rest will not come, forget what has.
+    reference   msgpack extension 1 in place of a value, 2 in place of a message; its data is the number, 4 bytes
+
+Where they arrive, pieces become one bytes object without being copied once more at the end, which would keep all others
+waiting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from io import BytesIO
+from typing import Any
+
+from msgpack import ExtType
+
+from asyncdist.errors import ProtocolError
+from asyncdist.store.messages import TOGETHER_NBYTES, messages_in
+from asyncdist.store.operations import Kind, Op
+
+LONG_NBYTES = TOGETHER_NBYTES
+"""What goes in one frame, with others perhaps."""
+PIECE_NBYTES = 256 << 10
+FRAME_NBYTES = PIECE_NBYTES + 1024
+"""The longest frame there is: that of a piece."""
+
+_VALUE, _MESSAGE = 1, 2
+_ITEM_NBYTES = 5
+"""What an item of a list may cost beside its own bytes."""
+
+Fields = tuple[Any, ...]
+
+
+def weight(fields: Fields) -> int:
+    """Return how many bytes values and lists take, roughly, without packing them."""
+    total = 0
+    for field in fields:
+        if type(field) is bytes or type(field) is str:
+            total += len(field)
+        elif type(field) is list:
+            total += sum(map(len, field)) + _ITEM_NBYTES * len(field)
+    return total
+
+
+class Parcel:
+    """A long message: iterate for the messages that carry it, each to be sent in a frame of its own. ``len`` is in bytes.
+
+    ``is_under_way`` says that some of them have been taken and some have not.
+    """
+
+    __slots__ = ("_message", "_nbytes", "_pack", "_pieces", "_values", "_wrap", "is_under_way", "request")
+
+    def __init__(self, pack: Callable[[Any], bytes], fields: Fields, wrap: Callable[[int, int, Any], Fields]) -> None:
+        """Take the fields of a message; ``wrap`` is `request_piece` or `answer_piece`. Raises what packing raises."""
+        self.request: int = fields[0]
+        self._pack, self._wrap = pack, wrap
+        self._values: list[bytes] = []
+        self._message = pack(tuple(map(self._set_apart, fields)))
+        if len(self._message) > LONG_NBYTES:
+            self._message = pack(self._reference(_MESSAGE, self._message))
+        self._nbytes = sum(map(len, self._values)) + len(self._message)
+        self.is_under_way = False
+        self._pieces = self._cut()
+
+    def _set_apart(self, field: Any) -> Any:
+        if type(field) is list:
+            return list(map(self._set_apart, field))
+        return self._reference(_VALUE, field) if type(field) is bytes and len(field) > LONG_NBYTES else field
+
+    def _reference(self, code: int, value: bytes) -> ExtType:
+        self._values.append(value)
+        return ExtType(code, (len(self._values) - 1).to_bytes(4, "little"))
+
+    def _cut(self) -> Iterator[bytes]:
+        for number, value in enumerate(self._values):
+            view = memoryview(value)
+            for start in range(0, len(view), PIECE_NBYTES):
+                self.is_under_way = True
+                yield self._pack(self._wrap(self.request, number, view[start : start + PIECE_NBYTES]))
+        self.is_under_way = False
+        yield self._message
+
+    def __len__(self) -> int:
+        return self._nbytes
+
+    def __iter__(self) -> Iterator[bytes]:
+        return self
+
+    def __next__(self) -> bytes:
+        return next(self._pieces)
+
+    def abandoned(self) -> bytes:
+        """Abandon the rest; return the message to be sent instead, b"" if there need be none."""
+        was_under_way, self.is_under_way = self.is_under_way, False
+        return self._pack(self._wrap(self.request, 0, b"")) if was_under_way else b""
+
+
+def request_piece(request: int, number: int, piece: Any) -> Fields:
+    """Return the fields of a piece of a request."""
+    return request, Op.PIECE, number, piece
+
+
+def answer_piece(request: int, number: int, piece: Any) -> Fields:
+    """Return the fields of a piece of an answer."""
+    return request, Kind.PIECE, (number, piece)
+
+
+class Arriving:
+    """What has come in pieces, until the message that refers to it does. ``limit`` bounds it, in bytes."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.nbytes = 0
+        self._values: dict[int, BytesIO] = {}
+        self._wasted = self._passed = False
+
+    def add(self, number: int, piece: bytes) -> None:
+        """Take a piece. Raises ProtocolError for more than there may be."""
+        if self._wasted and piece:
+            return
+        if not piece:
+            self.drop()
+            return
+        self.nbytes += len(piece)
+        if number not in self._values:
+            self._values[number] = BytesIO()
+        if self.nbytes > self.limit or len(self._values) > 2 + self.limit // LONG_NBYTES:
+            raise ProtocolError(f"a message in pieces that has more than {self.limit} bytes")
+        self._values[number].write(piece)
+
+    def drop(self) -> None:
+        """Forget all pieces."""
+        self._values.clear()
+        self.nbytes = 0
+        self._wasted = self._passed = False
+
+    def waste(self) -> None:
+        """Forget all pieces of the message that is under way, the rest of it, and the message."""
+        self.drop()
+        self._wasted = True
+
+    @property
+    def busy(self) -> bool:
+        """Whether a message is under way in pieces."""
+        return self.nbytes > 0 or self._wasted
+
+    def messages_in(self, frame: bytes | bytearray) -> list[Any]:
+        """Return the messages of a frame, with what they refer to in its place. Raises ProtocolError."""
+        messages = messages_in(frame, self._referred)
+        if self._passed:
+            self._wasted = self._passed = False
+            return []
+        if type(messages[0]) is ExtType:  # it is alone in its frame, since it was sent as all messages in pieces are
+            messages = messages_in(self._take(messages[0].data), self._referred)
+        return messages
+
+    def _referred(self, code: int, data: bytes) -> Any:
+        if self._wasted:
+            self._passed = True
+            return None
+        return self._take(data) if code == _VALUE else ExtType(code, data)
+
+    def _take(self, data: bytes) -> bytes:
+        value = self._values.pop(int.from_bytes(data, "little"), None)
+        if value is None:
+            raise ProtocolError("a message that refers to pieces which have not come")
+        taken = value.getvalue()
+        self.nbytes -= len(taken)
+        return taken

@@ -1,0 +1,161 @@
+"""A shorter way between a server and many sockets than the loop's transports: one callback reads and answers them all.
+
+What a client of torch's TCPStore asks is done in a microsecond or two, of which the loop's way to a protocol and back is
+the greater part. So their sockets stand in an epoll of their own, which is a single descriptor to the loop. When it wakes,
+everything that has come on any of them is read, done and answered, as long as there is more, and then the loop goes on.
+
+A socket's transport stays what it was in all but that: it takes what the socket does not (a client that does not read),
+says when there is too much of that, and closes it. So there is nothing here that others could not do without: where there
+is no epoll (or no watching of descriptors in the loop), and over TLS, transports do it all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import select
+from collections.abc import Callable
+from typing import Any
+
+_READ_NBYTES = 64 << 10
+_AT_A_TIME = 64
+"""Sockets that are read from before it is looked which are ready."""
+_LOOKS = 8
+"""How often it is looked, at most, before the loop goes on."""
+
+Receive = Callable[[bytes], bytes | None]
+"""Takes what has come, and may return what is to be sent at once."""
+
+
+class Shortcuts:
+    """The sockets of one server that are read from directly."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._epoll: Any = None
+        self._there: dict[int, Shortcut] = {}
+
+    def take(self, transport: asyncio.Transport, receive: Receive) -> asyncio.Transport:
+        """Return what to use instead of a transport, whose bytes are given to ``receive`` from now on; itself if none."""
+        if transport.get_extra_info("sslcontext") is not None or not self._open():
+            return transport
+        transport.pause_reading()
+        return Shortcut(self, transport, receive)
+
+    def _open(self) -> bool:
+        if self._epoll is None and hasattr(select, "epoll"):
+            epoll = select.epoll()
+            try:
+                self._loop.add_reader(epoll.fileno(), self._serve)
+            except NotImplementedError:
+                epoll.close()
+                return False
+            self._epoll = epoll
+        return self._epoll is not None
+
+    def close(self) -> None:
+        """Watch nothing any more; all connections are gone."""
+        if self._epoll is not None:
+            self._loop.remove_reader(self._epoll.fileno())
+            self._epoll.close()
+            self._epoll = None
+
+    def watch(self, fd: int, shortcut: Shortcut) -> None:
+        """Read from a socket when something comes."""
+        if self._there.get(fd) is not shortcut:
+            self._there[fd] = shortcut
+            self._epoll.register(fd, select.EPOLLIN)
+
+    def forget(self, fd: int, shortcut: Shortcut) -> None:
+        """Read from a socket no longer. (Its number may be another's by now.)"""
+        if self._there.get(fd) is shortcut:
+            del self._there[fd]
+            with contextlib.suppress(OSError):  # that the transport has closed it on an error of its own
+                self._epoll.unregister(fd)
+
+    def _serve(self) -> None:
+        """Take what has come on all sockets; what is said last, that somebody is gone, is left to the loop at once."""
+        poll, there = self._epoll.poll, self._there
+        for _ in range(_LOOKS):
+            ready = poll(0, _AT_A_TIME)
+            all_stay = True
+            for fd, _ in ready:
+                shortcut = there.get(fd)  # None for one that has been put out on behalf of one before it
+                if shortcut is not None:
+                    all_stay &= shortcut.serve()
+            if not ready or not all_stay:
+                return
+
+
+class Shortcut(asyncio.Transport):
+    """A transport that reads and writes its socket directly, and leaves to another one what takes time."""
+
+    __slots__ = ("_behind", "_fd", "_receive", "_shortcuts", "_transport")
+
+    def __init__(self, shortcuts: Shortcuts, transport: asyncio.Transport, receive: Receive) -> None:
+        super().__init__()
+        self._shortcuts = shortcuts
+        self._transport = transport
+        self._fd: int = transport.get_extra_info("socket").fileno()
+        self._behind = False  # the other transport may still have something to send
+        self._receive = receive
+        self.resume_reading()
+
+    def serve(self) -> bool:
+        """Take what has come, and answer it; return False if that was the end."""
+        try:
+            data = os.read(self._fd, _READ_NBYTES)
+        except (BlockingIOError, InterruptedError):
+            return True
+        except OSError:  # it was reset
+            self.abort()
+            return False
+        if not data:
+            self.close()
+            return False
+        reply = self._receive(data)
+        if reply is not None:
+            self.write(reply)
+        return True
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        if self._behind:
+            self._behind = self._transport.get_write_buffer_size() > 0
+        if self._behind:
+            self._transport.write(data)
+            return
+        if self._fd < 0:
+            return
+        try:
+            sent = os.write(self._fd, data)
+        except (BlockingIOError, InterruptedError):
+            sent = 0
+        except OSError:
+            self.abort()
+            return
+        if sent < len(data):
+            self._behind = True
+            self._transport.write(data[sent:])
+
+    def get_write_buffer_size(self) -> int:
+        return self._transport.get_write_buffer_size()
+
+    def pause_reading(self) -> None:
+        self._shortcuts.forget(self._fd, self)
+
+    def resume_reading(self) -> None:
+        if self._fd >= 0:
+            self._shortcuts.watch(self._fd, self)
+
+    def close(self) -> None:
+        self._leave()
+        self._transport.close()
+
+    def abort(self) -> None:
+        self._leave()
+        self._transport.abort()
+
+    def _leave(self) -> None:
+        self._shortcuts.forget(self._fd, self)
+        self._fd = -1

@@ -1,0 +1,96 @@
+"""A socket that threads send to and receive from, with deadlines."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+
+from asyncdist.deadline import Deadline
+from asyncdist.handshake import NONCE_NBYTES, dial
+from asyncdist.tls import TlsSocket
+
+_READ_NBYTES, _LONG_READ_NBYTES = 64 << 10, 1 << 20
+
+
+class Wire:
+    """A connected socket with deadlines. One thread may send while another one receives."""
+
+    def __init__(self, sock: socket.socket, tls: TlsSocket | None = None) -> None:
+        sock.setblocking(False)
+        self._sock: socket.socket | TlsSocket = tls or sock
+        self._tls = tls
+        self._readable, self._writable = select.poll(), select.poll()
+        self._readable.register(sock, select.POLLIN)
+        self._writable.register(sock, select.POLLOUT)
+        self._read_nbytes = _READ_NBYTES
+
+    def secure(self, deadline: Deadline) -> None:
+        """Begin TLS. Raises TimeoutError, CertificateError and ConnectionError."""
+        while self._tls is not None and not self._tls.secured:
+            try:
+                self._tls.secure()
+            except BlockingIOError:
+                _poll(self._writable if self._tls.wants_room else self._readable, deadline)
+
+    def send(self, data: bytes, deadline: Deadline) -> None:
+        """Send all of it. Raises TimeoutError, when part of it may have gone, or ConnectionError."""
+        rest = memoryview(data)
+        while rest:
+            try:
+                rest = rest[self._sock.send(rest) :]
+            except BlockingIOError:
+                _poll(self._writable, deadline)
+        while self._tls is not None and self._tls.unsent:
+            try:
+                self._tls.flush()
+            except BlockingIOError:
+                _poll(self._writable, deadline)
+
+    def receive(self, deadline: Deadline) -> bytes:
+        """Return what has come, waiting for it. Raises TimeoutError or ConnectionError."""
+        while True:
+            _poll(self._readable, deadline)
+            try:
+                data = self._sock.recv(self._read_nbytes)
+            except BlockingIOError:  # the kernel took its word back, as it may
+                continue
+            if not data:
+                raise ConnectionResetError("it hung up")
+            self._read_nbytes = _LONG_READ_NBYTES if len(data) == self._read_nbytes else _READ_NBYTES
+            return data
+
+    def wake(self) -> None:
+        """Make threads that wait in here come back with ConnectionError."""
+        with contextlib.suppress(OSError):  # it is down already
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._sock.close()
+
+
+def _poll(poll: select.poll, deadline: Deadline) -> None:
+    left = deadline.remaining_or_none()
+    if not poll.poll(None if left is None else int(left * 1000) + 1):
+        raise TimeoutError
+
+
+def shake_hands(wire: Wire, token: str | None, deadline: Deadline) -> bytes:
+    """Prove to each other that both hold the token; return what has come beyond that."""
+    handshake = dial(token, "store", os.urandom(NONCE_NBYTES))
+    received = bytearray()
+    try:
+        step = next(handshake)
+        while True:
+            if isinstance(step, bytes):
+                wire.send(step, deadline)
+                step = next(handshake)
+                continue
+            while len(received) < step:
+                received += wire.receive(deadline)
+            piece = bytes(received[:step])
+            del received[:step]
+            step = handshake.send(piece)
+    except StopIteration:
+        return bytes(received)

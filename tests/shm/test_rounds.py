@@ -1,0 +1,106 @@
+"""Many collectives in flight whose schedules are resumed in any order: none waits for one that was issued later.
+
+A schedule is resumed when its driver comes to it, which may be in another order on every rank: a loop, a thread that
+blocks and threads that issue at once take turns. Here the order is the test's. No loop drives, so what does not end is
+seen by nothing moving any more, not by a clock.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from asyncdist.collectives.schedule import Schedule
+from asyncdist.config import Config
+from asyncdist.group import Group
+from asyncdist.testing.cluster import world_of
+from asyncdist.testing.drills import Drill, moving, reducing
+from asyncdist_transports.shm.window import SLOTS
+
+SMALL = Config().with_(shm_area_nbytes=4096)
+PIECE = 1024  # float32 elements of a small area
+_FUTILE = 200  # turns in which nothing moved, after which nothing will: each wait has been looked at again and again
+
+
+class Held:
+    """What one rank has issued, unless it is over: its schedules, none of which anybody else drives."""
+
+    def __init__(self, group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.schedules: list[Schedule] = []
+        monkeypatch.setattr(group.mesh.progress, "attempt", lambda schedule, *, wait: False)
+        monkeypatch.setattr(group, "_operate", self._hold)
+
+    def _hold(self, channel: Any, plan: Any, parts: Sequence[Schedule], *_: Any) -> None:
+        def whole() -> Schedule:
+            for part in parts:
+                yield from part
+            if plan.finish is not None:
+                plan.finish()
+
+        self.schedules.append(whole())
+
+    def resume(self, schedule: Schedule) -> bool:
+        """Resume a schedule once; return whether it has done more than to look, as far as one can tell."""
+        try:
+            return next(schedule) == ()
+        except StopIteration:
+            self.schedules.remove(schedule)
+            return True
+
+
+def run(ranks: Sequence[Held], orders: Sequence[Callable[[list[Schedule]], list[Schedule]]]) -> None:
+    """Resume everything that the ranks have issued, each in its own order, again and again until it is over."""
+    futile = 0
+    while any(rank.schedules for rank in ranks):
+        moved = [rank.resume(one) for rank, order in zip(ranks, orders, strict=True) for one in order(rank.schedules)]
+        futile = 0 if any(moved) else futile + 1
+        assert futile < _FUTILE, f"nothing moves, with {[len(rank.schedules) for rank in ranks]} not over"
+
+
+def start(groups: Sequence[Group], drills: Sequence[Drill], monkeypatch: pytest.MonkeyPatch) -> list[Held]:
+    ranks = [Held(group, monkeypatch) for group in groups]
+    for group in groups:
+        for drill in drills:
+            drill.start(group)
+    return ranks
+
+
+def forwards(schedules: list[Schedule]) -> list[Schedule]:
+    return list(schedules)
+
+
+def backwards(schedules: list[Schedule]) -> list[Schedule]:
+    return schedules[::-1]
+
+
+@pytest.mark.parametrize("orders", [(forwards, backwards), (backwards, forwards), (backwards, backwards)])
+async def test_large_all_reduces_end_in_whatever_order_each_rank_comes_to_them(monkeypatch, orders):
+    drills = [next(reducing(2, count * PIECE + 1, torch.float32)) for count in range(2, 2 * SLOTS + 4)]
+    async with world_of(2, transport="shm", config=SMALL) as groups:
+        run(start(groups, drills, monkeypatch), orders)
+        for drill in drills:
+            drill.check()
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("seed", range(4))
+async def test_every_collective_ends_in_whatever_order_each_rank_comes_to_them(monkeypatch, size, seed):
+    chance = random.Random(seed)
+    drills = [
+        drill
+        for count in (7, 3 * PIECE, 21 * PIECE + 5)
+        for drill in (*reducing(size, count, torch.float32), *moving(size, count, torch.float32))
+    ]
+    chance.shuffle(drills)
+
+    def some(schedules: list[Schedule]) -> list[Schedule]:
+        return chance.sample(schedules, chance.randint(0, len(schedules)))
+
+    async with world_of(size, transport="shm", config=SMALL) as groups:
+        run(start(groups, drills, monkeypatch), [some] * size)
+        for drill in drills:
+            drill.check()

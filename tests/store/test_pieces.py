@@ -1,0 +1,359 @@
+"""Long messages in pieces: others pass between them, and nothing is left of those that are broken off."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+
+import msgpack
+import pytest
+import pytest_asyncio
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncdist.config import Config
+from asyncdist.errors import ProtocolError, StoreError, StoreTimeoutError, UsageError
+from asyncdist.runtime import runtime
+from asyncdist.store import AsyncStore, StoreServer, TCPStore
+from asyncdist.store.messages import Encoder, FrameParser, framed
+from asyncdist.store.operations import Kind, Op
+from asyncdist.store.pieces import (
+    FRAME_NBYTES,
+    LONG_NBYTES,
+    PIECE_NBYTES,
+    Arriving,
+    Parcel,
+    answer_piece,
+    request_piece,
+)
+from asyncdist.store.session import Session
+from asyncdist.testing.faults import Proxy
+
+TOKEN, LONG = "a token for tests", 20.0
+LARGE_NBYTES = 200 << 20
+CONFIG = Config(token=TOKEN)
+
+
+@pytest.fixture
+def config() -> Config:
+    return Config(token=TOKEN)
+
+
+@pytest_asyncio.fixture
+async def strict(config) -> AsyncIterator[StoreServer]:
+    """A store that takes no more than 8 MiB."""
+    strict = await StoreServer.start("127.0.0.1", 0, token=TOKEN, config=config.with_(store_max_nbytes=8 << 20))
+    yield strict
+    await strict.close()
+    assert strict.book._arriving_nbytes == 0
+
+
+async def reach(host: str, port: int, **settings) -> AsyncStore:
+    return await AsyncStore.connect(host, port, token=TOKEN, timeout=LONG, config=CONFIG.with_(**settings))
+
+
+def patterned(nbytes: int) -> bytes:
+    """Bytes that are not the same in any two pieces."""
+    row = b"".join(number.to_bytes(4, "little") for number in range(1 << 12))
+    return b"".join(bytes([number % 251]) + row for number in range(nbytes // len(row) + 1))[:nbytes]
+
+
+# -- the format -------------------------------------------------------------------------------------
+
+
+def carried(parcel: Parcel) -> list[object]:
+    """Return the messages of a parcel as they come out where it arrives."""
+    arriving, parser = Arriving(1 << 30), FrameParser(FRAME_NBYTES)
+    found: list[object] = []
+    for piece in parcel:
+        (frame,) = parser.feed(framed([piece]))
+        for message in arriving.messages_in(frame):
+            match message:
+                case [_, Op.PIECE, number, bytes(content)]:
+                    arriving.add(number, content)
+                case _:
+                    found.append(message)
+    assert not arriving.busy
+    return found
+
+
+lengths = st.sampled_from([0, 1, 3, LONG_NBYTES, LONG_NBYTES + 1, PIECE_NBYTES, 2 * PIECE_NBYTES, 2 * PIECE_NBYTES + 1])
+fields = st.lists(lengths.map(bytes) | st.lists(lengths.map(bytes), max_size=3) | st.text(max_size=5), max_size=3)
+
+
+@given(fields)
+def test_what_is_cut_is_put_together_again(content):
+    parcel = Parcel(Encoder().pack, (7, Op.SET, *content), request_piece)
+    assert carried(parcel) == [[7, Op.SET, *content]]
+
+
+def test_a_message_that_is_long_without_a_long_value():
+    keys = [f"key {number}" for number in range(100_000)]
+    parcel = Parcel(Encoder().pack, (7, Op.MULTI_SET, keys, [b"x" * 100_000, b"y"]), request_piece)
+    assert len(parcel) > 1_000_000
+    assert carried(parcel) == [[7, Op.MULTI_SET, keys, [b"x" * 100_000, b"y"]]]
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        [1, Op.SET, "k", msgpack.ExtType(1, bytes(4))],
+        msgpack.ExtType(2, bytes(4)),
+        msgpack.ExtType(77, b""),
+        [1, Op.SET, "k", msgpack.ExtType(1, b"")],
+    ],
+)
+def test_a_reference_to_nothing(harm):
+    with pytest.raises(ProtocolError):
+        Arriving(1 << 20).messages_in(msgpack.packb(harm))
+
+
+def test_a_message_inside_a_message_in_pieces_is_none():
+    arriving = Arriving(1 << 20)
+    arriving.add(0, msgpack.packb(msgpack.ExtType(2, bytes([1, 0, 0, 0]))))
+    arriving.add(1, msgpack.packb([1, Op.NUM_KEYS]))
+    (message,) = arriving.messages_in(msgpack.packb(msgpack.ExtType(2, bytes(4))))
+    assert type(message) is msgpack.ExtType  # which no decoder takes for a message
+
+
+def test_pieces_are_bounded_in_bytes_and_in_number():
+    arriving = Arriving(1 << 20)
+    for _ in range(4):
+        arriving.add(0, bytes(PIECE_NBYTES))
+    with pytest.raises(ProtocolError, match="more than"):
+        arriving.add(0, b"x")
+    arriving = Arriving(1 << 20)
+    for number in range(18):
+        arriving.add(number, b"x")
+    with pytest.raises(ProtocolError, match="more than"):
+        arriving.add(18, b"x")
+
+
+# -- others pass between the pieces -----------------------------------------------------------------
+
+
+async def small_ones_meanwhile(store: AsyncStore, large: asyncio.Future) -> int:
+    """Return how many small requests were answered, one after the other, before a large one was."""
+    count = 0
+    while not large.done():
+        await store.add("n", 1)
+        count += 1
+    return count
+
+
+async def test_small_requests_pass_while_a_large_value_goes_through(server, store, connect):
+    """By the order of events: each is answered long before all of the value is through."""
+    other, value = await connect(), patterned(LARGE_NBYTES)
+    setting = asyncio.ensure_future(store.set("large", value))
+    same, others = await asyncio.gather(small_ones_meanwhile(store, setting), small_ones_meanwhile(other, setting))
+    assert min(same, others) > 20
+    getting = asyncio.ensure_future(store.get("large"))
+    same, others = await asyncio.gather(small_ones_meanwhile(store, getting), small_ones_meanwhile(other, getting))
+    assert min(same, others) > 20
+    assert await getting == value
+
+
+def test_threads_pass_while_a_large_value_goes_through():
+    server = runtime().run(StoreServer.start("127.0.0.1", 0, token=TOKEN))
+    value = patterned(LARGE_NBYTES // 4)
+    with ThreadPoolExecutor(2) as threads, TCPStore("127.0.0.1", server.port, timeout=LONG, config=CONFIG) as store:
+        for large in (threads.submit(store.set, "large", value), threads.submit(store.get, "large")):
+            count = 0
+            while not large.done():
+                store.add("n", 1)
+                count += 1
+            assert count > 5
+        assert large.result() == value
+    runtime().run(server.close())
+
+
+async def test_large_values_one_behind_the_other_and_in_lists(server, store):
+    values = [patterned(nbytes) for nbytes in (LONG_NBYTES + 1, 3 << 20, 10, PIECE_NBYTES, 0, 1 << 20)]
+    keys = [f"k{number}" for number in range(len(values))]
+    await asyncio.gather(*map(store.set, keys, values))
+    assert await asyncio.gather(*map(store.get, keys)) == values
+    await store.multi_set([f"m{key}" for key in keys], values)
+    assert await store.multi_get([f"m{key}" for key in keys]) == values
+    await asyncio.gather(*(store.append("a", value) for value in values[1:2]))
+    await store.queue_push("q", values[1])
+    assert await store.queue_pop("q") == await store.get("a") == values[1]
+    assert await store.compare_set("a", values[1], values[5]) == values[5]
+    many = [f"a key that is quite long {number}" for number in range(20_000)]
+    await store.multi_set(many, [b"v"] * len(many))
+    assert len(await store.list_keys("a key")) == len(many)
+
+
+async def test_messages_of_a_channel_keep_their_order(store, connect):
+    other, sent = await connect(), [bytes([number]) * (1 << 20 if number % 3 == 0 else 3) for number in range(12)]
+    async with store.subscribe("news") as news, store.watch("k") as values:
+        assert await anext(values) is None
+        await other.set("k", sent[0])
+        assert await anext(values) == sent[0]
+        for message in sent:
+            assert await other.publish("news", message) == 1
+        assert [await anext(news) for _ in sent] == sent
+
+
+# -- limits -----------------------------------------------------------------------------------------
+
+
+async def test_what_is_beyond_the_limit_is_refused_before_anything_is_sent(server, store):
+    before = server.num_requests
+    with pytest.raises(UsageError, match="ASYNCDIST_STORE_MAX_VALUE_NBYTES"):
+        await store.set("k", bytes(server.limit + 1))
+    assert server.num_requests == before
+    assert await store.num_keys() == 0
+
+
+async def test_no_room_for_a_value_is_said_before_all_of_it_has_come(strict):
+    store = await reach("127.0.0.1", strict.port)
+    with pytest.raises(StoreError, match="--max-memory"):
+        await store.set("k", patterned(LARGE_NBYTES // 4))
+    assert strict.book._arriving_nbytes == 0
+    await store.set("k", patterned(6 << 20))
+    with pytest.raises(StoreError, match="--max-memory"):
+        await store.multi_set(["l", "m"], [patterned(1 << 20), patterned(2 << 20)])
+    await store.delete_key("k")
+    await store.set("k", patterned(7 << 20))
+    assert await store.get("k") == patterned(7 << 20)
+    await store.close()
+
+
+def test_threads_are_told_that_there_is_no_room():
+    config = CONFIG.with_(store_max_nbytes=8 << 20)
+    server = runtime().run(StoreServer.start("127.0.0.1", 0, token=TOKEN, config=config))
+    with TCPStore("127.0.0.1", server.port, timeout=LONG, config=CONFIG) as store:
+        with pytest.raises(StoreError, match="--max-memory"):
+            store.set("k", patterned(LARGE_NBYTES // 4))
+        store.set("k", patterned(2 << 20))
+        assert store.get("k") == patterned(2 << 20)
+    runtime().run(server.close())
+
+
+# -- broken off -------------------------------------------------------------------------------------
+
+
+def arriving_nbytes(server: StoreServer) -> int:
+    """Return how much of values that are not whole a server holds."""
+    return sum(connection._arriving.nbytes for connection in server._connections if isinstance(connection, Session))
+
+
+async def test_half_a_value_leaves_nothing_when_its_client_goes(strict, eventually):
+    with Proxy("127.0.0.1", strict.port) as proxy:
+        store = await reach(*proxy.address, store_reconnect=0.0)
+        proxy.cut_after(proxy.passed_nbytes + (2 << 20))
+        with pytest.raises(ConnectionError):
+            await store.set("k", patterned(6 << 20))
+        await store.close()
+    await eventually(lambda: strict.num_connections == 0)
+    assert strict.book._arriving_nbytes == 0
+    assert strict.state.peek("k") is None
+    other = await reach("127.0.0.1", strict.port)
+    await other.set("k", patterned(7 << 20))
+    await other.close()
+
+
+async def test_half_a_value_leaves_nothing_when_it_is_cancelled(strict, eventually):
+    store = await reach("127.0.0.1", strict.port)
+    value = patterned(6 << 20)
+    for _ in range(5):
+        setting = asyncio.ensure_future(store.set("k", value))
+        await eventually(lambda: strict.book._arriving_nbytes > 0)
+        setting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await setting
+        await eventually(lambda: strict.book._arriving_nbytes == 0)
+        assert await store.check(["k"]) is False
+    await store.set("k", value)
+    assert await store.get("k") == value
+    await store.close()
+
+
+async def test_a_large_reply_that_nobody_waits_for_any_more_is_broken_off(server, store, eventually):
+    value = patterned(LARGE_NBYTES // 4)
+    await store.set("large", value)
+    arriving = store._line._conversation._arriving
+    for _ in range(3):
+        getting = asyncio.ensure_future(store.get("large"))
+        await eventually(lambda: arriving.nbytes > 0)
+        getting.cancel()
+        await eventually(lambda: arriving.nbytes == 0)
+    (session,) = server._connections
+    assert not session._parcels
+    assert not session._in_line
+    assert session._in_line_nbytes == 0
+    assert await store.get("large") == value
+
+
+async def test_a_limit_of_time_passes_in_the_middle(server, store, eventually):
+    await store.set("large", patterned(LARGE_NBYTES // 4))
+    with pytest.raises(StoreTimeoutError):
+        await store.get("large", timeout=0.001)
+    store.set_timeout(0.001)
+    with pytest.raises(StoreTimeoutError):
+        await store.set("other", patterned(LARGE_NBYTES // 4))
+    store.set_timeout(LONG)
+    await eventually(lambda: arriving_nbytes(server) == 0)
+    assert await store.check(["large", "other"]) is False
+
+
+@pytest.mark.parametrize("cut_mib", [1, 3, 6, 9, 11])
+async def test_a_connection_that_breaks_in_the_middle_is_followed_by_the_whole(server, cut_mib):
+    value = patterned(5 << 20)
+    with Proxy("127.0.0.1", server.port) as proxy:
+        store = await reach(*proxy.address)
+        proxy.cut_after(proxy.passed_nbytes + (cut_mib << 20))
+        await store.append("k", value)
+        adding = [store.add("n", 1) for _ in range(10)]
+        await store.append("k", value)
+        assert sorted(await asyncio.gather(*adding)) == list(range(1, 11))
+        assert await store.get("k") == value + value
+        await store.close()
+    assert arriving_nbytes(server) == 0
+
+
+@pytest.mark.parametrize("cut_mib", [1, 3, 6, 9])
+def test_threads_whose_connection_breaks_in_the_middle(cut_mib):
+    server = runtime().run(StoreServer.start("127.0.0.1", 0, token=TOKEN))
+    value = patterned(5 << 20)
+    with (
+        Proxy("127.0.0.1", server.port) as proxy,
+        TCPStore(*proxy.address, timeout=LONG, config=CONFIG) as store,
+        ThreadPoolExecutor(4) as threads,
+    ):
+        store.set("there", value)
+        proxy.cut_after(proxy.passed_nbytes + (cut_mib << 20))
+        appending = threads.submit(store.append, "k", value)
+        getting = threads.submit(store.get, "there")
+        adding = [threads.submit(lambda: [store.add("n", 1) for _ in range(50)]) for _ in range(2)]
+        assert getting.result(LONG) == value
+        appending.result(LONG)
+        assert store.get("k") == value
+        found = itertools.chain(*(each.result(LONG) for each in adding))
+        assert sorted(found) == list(range(1, 101))
+    runtime().run(server.close())
+
+
+async def test_pieces_that_belong_to_nothing_cost_a_client_its_connection(server, store, caplog):
+    store._line.link._transport.write(framed([Encoder().pack((1, Op.PIECE, 0, b"small and first"))]))
+    await store.set("k", b"v")  # over another connection
+    assert "a piece of a message" in caplog.text
+
+
+async def test_a_store_with_data_keeps_large_values_and_says_so_when_it_has(tmp_path):
+    value = patterned(5 << 20)
+    for turn in range(2):
+        async with await StoreServer.start("127.0.0.1", 0, token=TOKEN, data=tmp_path) as server:
+            store = await reach("127.0.0.1", server.port)
+            if turn == 0:
+                setting = store.set("k", value)
+                assert await store.get("k") == value  # which waits until it is on disk
+                await setting
+            assert await store.get("k") == value
+            await store.close()
+
+
+def test_an_answers_piece_looks_as_it_should():
+    assert answer_piece(1, 2, b"x") == (1, Kind.PIECE, (2, b"x"))
