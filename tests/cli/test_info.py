@@ -6,6 +6,7 @@ import dataclasses
 from importlib import metadata
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from asyncdist import registry
