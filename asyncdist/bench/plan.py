@@ -16,6 +16,8 @@ COLLECTIVES = (
     "scatter",
     "barrier",
 )
+ON_DEVICES = ("all_reduce", "broadcast")
+"""Those that are measured on tensors of devices."""
 RIVALS = ("gloo", "mpi", "raw")
 WAYS = ("torch",)
 """Ways in to our groups beside our own faces: the calls of torch.distributed."""
@@ -41,6 +43,8 @@ class Plan:
 
     The first of ``transports`` is that of "asyncdist", "registered", "awaited" and "torch"; each further one is a
     contender. ``repeat`` overrides the number of timed calls and steps. ``pin`` keeps each rank on one core.
+
+    On a ``device`` other than "cpu" collectives are from `ON_DEVICES`, and all compete who can: see `bench.device`.
     """
 
     collectives: tuple[str, ...] = ("all_reduce",)
@@ -54,6 +58,7 @@ class Plan:
     transports: tuple[str, ...] = ("auto",)
     repeat: int | None = None
     pin: bool = False
+    device: str = "cpu"
 
     @property
     def cases(self) -> list[tuple[str, int]]:

@@ -47,6 +47,9 @@ def run(plan: Plan, progress: Callable[[float, Row | None], None] = lambda done,
             elif kind == "row":
                 report.rows.append(value)
                 progress(len(report.rows) / plan.parts, value)
+            elif kind == "device_row":
+                report.device_rows.append(value)
+                progress(len(report.device_rows) / plan.parts, None)
             elif kind == "training":
                 report.training.append(value)
                 progress((len(report.rows) + len(report.training)) / plan.parts, None)

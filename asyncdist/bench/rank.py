@@ -26,8 +26,8 @@ def main(folder: str, number: str) -> None:
     """Report to who started us, measure what the plan says, and tell what comes out.
 
     ``number`` is our rank, or says that MPI knows it. We send (rank, port), get (plan, ports, token), and send
-    ("done", share), ("row", Row), ("training", Training) and at the end ("end", None). Rank 0 tells; the others only report
-    what went wrong: ("failed", text).
+    ("done", share), ("row", Row), ("device_row", DeviceRow), ("training", Training) and at the end ("end", None). Rank 0
+    tells; the others only report what went wrong: ("failed", text).
     """
     rank = _rank(number)
     pipe = Client(str(Path(folder) / MEETING), "AF_UNIX")
@@ -83,6 +83,14 @@ def _run(plan: Plan, rank: int, table: Sequence[socket.socket | None], folder: P
         timings = measure(entries, pace, plan, tell)
         return Row(collective, entries[0][1].nbytes if nbytes else 0, plan.ranks, timings)
 
+    if plan.device != "cpu":
+        from asyncdist.bench import device
+
+        for each in device.measure(plan, rank, folder, pace, tell):
+            if progress is not None:
+                pipe.send(("device_row", each))
+                progress.next()
+        return
     with open_contenders(plan, rank, folder, raw.Sockets(rank, table), pace) as contenders:
         for collective, nbytes in plan.cases:
             found = row(contenders, collective, nbytes)

@@ -69,6 +69,43 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceTiming:
+    """A contender's calls on a device: until they returned, and until the data was there."""
+
+    returns: Timing
+    there: Timing
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceRow:
+    """One collective at one size on devices, the first of which is ``device``. ``timings`` by contender.
+
+    "copy" are the same reads and writes on one device, by one process. ``ticks``, by contender: the seconds by which the
+    latest tick of an event loop was late that went on meanwhile, in processes that received. ``absent`` says why who
+    could compete does not.
+    """
+
+    device: str
+    collective: str
+    nbytes: int
+    ranks: int
+    timings: dict[str, DeviceTiming]
+    ticks: dict[str, float]
+    absent: dict[str, str]
+
+    def times_faster_than(self, rival: str, who: str) -> float | None:
+        """Return a rival's median until the data is there over that of another; None if one of them did not run."""
+        if rival not in self.timings or who not in self.timings or who == rival:
+            return None
+        return self.timings[rival].there.median / self.timings[who].there.median
+
+    def times_as_long_as(self, rival: str, who: str) -> float | None:
+        """Return the inverse of that."""
+        inverse = self.times_faster_than(rival, who)
+        return None if inverse is None else 1 / inverse
+
+
+@dataclass(frozen=True, slots=True)
 class Training:
     """One training step (from `plan.STEPS`): the parameters of its model, and seconds of the step by contender.
 
@@ -96,6 +133,7 @@ class Report:
     plan: Plan
     machine: dict[str, str]
     rows: list[Row] = field(default_factory=list)
+    device_rows: list[DeviceRow] = field(default_factory=list)
     training: list[Training] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
@@ -104,6 +142,7 @@ class Report:
             "machine": self.machine,
             "plan": asdict(self.plan),
             "rows": [_row(row) for row in self.rows],
+            "device_rows": [_device_row(row) for row in self.device_rows],
             "training": [_training(training) for training in self.training],
         }
 
@@ -125,6 +164,26 @@ def _row(row: Row) -> dict[str, Any]:
         "above_blocking_us": {
             who: above * 1e6 for who in (*WAYS, "awaited") if (above := row.above_blocking(who)) is not None
         },
+    }
+
+
+def _device_row(row: DeviceRow) -> dict[str, Any]:
+    return {
+        "device": row.device,
+        "collective": row.collective,
+        "nbytes": row.nbytes,
+        "ranks": row.ranks,
+        "contenders": {
+            name: {
+                **_timing(timing.there),
+                "returns_us": timing.returns.median * 1e6,
+                "times_faster_than_gloo": row.times_faster_than("gloo", name),
+                "times_as_long_as_copy": row.times_as_long_as("copy", name),
+            }
+            for name, timing in row.timings.items()
+        },
+        "latest_tick_us": {name: tick * 1e6 for name, tick in row.ticks.items()},
+        "absent": row.absent,
     }
 
 

@@ -166,14 +166,14 @@ def training_title(training: Training) -> str:
 def tables(report: Report) -> list[Table]:
     """Return rich tables: one a collective, and one a training step."""
     made = [
-        _table(f"{collective}, {report.plan.ranks} ranks{shows and ': '}{shows}", headings, rows)
+        grid(f"{collective}, {report.plan.ranks} ranks{shows and ': '}{shows}", headings, rows)
         for collective, shows, headings, rows in _grids(report)
     ]
-    made += [_table(training_title(each), _TRAINING_HEADINGS, training_cells(each)) for each in report.training]
+    made += [grid(training_title(each), _TRAINING_HEADINGS, training_cells(each)) for each in report.training]
     return made
 
 
-def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+def grid(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     from rich import box
     from rich.table import Table
 
@@ -194,9 +194,9 @@ def markdown(report: Report) -> str:
         if collective != said:
             parts.append(f"## {collective}, {report.plan.ranks} ranks")
         said = collective
-        parts += [*([f"{shows[0].upper()}{shows[1:]}:"] if shows else []), _markdown(headings, rows)]
+        parts += [*([f"{shows[0].upper()}{shows[1:]}:"] if shows else []), markdown_of(headings, rows)]
     for each in report.training:
-        parts += [f"## Training step: {training_title(each)}", _markdown(_TRAINING_HEADINGS, training_cells(each))]
+        parts += [f"## Training step: {training_title(each)}", markdown_of(_TRAINING_HEADINGS, training_cells(each))]
     if any(row.nbytes for row in report.rows):
         parts.append("![time against size](bench.png)")
     return "\n\n".join(parts) + "\n"
@@ -226,6 +226,6 @@ def _legend(plan: Plan) -> list[str]:
     ]
 
 
-def _markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def markdown_of(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [[name.replace("\n", " ") for name in columns], [":--", *["--:"] * (len(columns) - 1)], *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)

@@ -8,13 +8,26 @@ from typing import TYPE_CHECKING
 
 import click
 
-from asyncdist.bench.plan import COLLECTIVES, CONTENDERS, HEADS, RIVALS, STEPS, THROUGH_TORCH, WAYS, Plan, steps_of
+from asyncdist.bench.plan import (
+    COLLECTIVES,
+    CONTENDERS,
+    HEADS,
+    ON_DEVICES,
+    RIVALS,
+    STEPS,
+    THROUGH_TORCH,
+    WAYS,
+    Plan,
+    steps_of,
+)
 from asyncdist.cli import several
+from asyncdist.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from asyncdist.bench.result import Report, Row
 
 _SIZES = "4,1K,64K,256K,1M,4M,25M,100M"
+_SIZES_ON_DEVICES = "4K,64K,1M,25M,100M,1G"
 _AVAILABLE = "available"
 _FILE = click.Path(dir_okay=False, writable=True, path_type=Path, allow_dash=True)
 _FOLDER = click.Path(file_okay=False, path_type=Path)
@@ -33,6 +46,10 @@ def _rivals(ctx: click.Context, param: click.Parameter, value: str) -> tuple[str
     return tuple(rival for rival in RIVALS if rival != "mpi" or missing is None)
 
 
+def _given_sizes(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...] | None:
+    return None if value is None else several.sizes(ctx, param, value)
+
+
 def _transports(ctx: click.Context, param: click.Parameter, value: str) -> tuple[str, ...]:
     """Read names of transports, each of which is a key of the results."""
     asked = several.words(value)
@@ -44,8 +61,21 @@ def _transports(ctx: click.Context, param: click.Parameter, value: str) -> tuple
 
 @click.command(short_help="Measure collectives, beside gloo, Open MPI and plain sockets in the same run.")
 @click.argument("collectives", nargs=-1, type=click.Choice(COLLECTIVES), metavar="[COLLECTIVE]...")
-@click.option("--ranks", default=2, show_default=True, type=click.IntRange(2, 64), help="Rank processes to start.")
-@click.option("--sizes", default=_SIZES, show_default=True, callback=several.sizes, help="Bytes of the tensor.")
+@click.option(
+    "--ranks",
+    default=2,
+    show_default=True,
+    type=click.IntRange(1, 64),
+    help="Rank processes to start, two at least unless on devices.",
+)
+@click.option("--sizes", callback=_given_sizes, help=f"Bytes of the tensor.  [default: {_SIZES}]")
+@click.option(
+    "--device",
+    default="cpu",
+    show_default=True,
+    type=click.Choice(("cpu", "cuda")),
+    help=f"`cuda`: measure {' and '.join(ON_DEVICES)} of CUDA tensors, by every way and by gloo and NCCL of torch.",
+)
 @click.option(
     "--against",
     default="",
@@ -78,7 +108,8 @@ def _transports(ctx: click.Context, param: click.Parameter, value: str) -> tuple
 def bench(
     collectives: tuple[str, ...],
     ranks: int,
-    sizes: tuple[int, ...],
+    sizes: tuple[int, ...] | None,
+    device: str,
     against: tuple[str, ...],
     registered: bool,
     awaited: bool,
@@ -101,16 +132,22 @@ def bench(
     asyncdist bench --against gloo,mpi,raw --transport auto,tcp --registered
     asyncdist bench --through torch
     asyncdist bench broadcast all_gather --ranks 4 --sizes 64K,1M --json figures.json
+    asyncdist bench --device cuda          # with --ranks 1 our nccl beside torch's
     asyncdist bench store --help           # the store beside torch's TCPStore
     """
     from asyncdist.bench.processes import run
     from asyncdist.cli.screen import configured
 
     configured()
+    if device == "cuda":
+        _on_devices(collectives, ranks, sizes, repeat, json_file, output)
+        return
+    if ranks < 2:
+        raise click.BadParameter("one rank has nobody to speak with", param_hint="--ranks")
     _check_before_measuring(plot_file, output)
     plan = Plan(
         collectives=tuple(dict.fromkeys(collectives)) or (THROUGH_TORCH if through else ("all_reduce",)),
-        sizes=sizes,
+        sizes=sizes or several.read_sizes(_SIZES),
         ranks=ranks,
         against=tuple(dict.fromkeys((*against, *(("gloo",) if through else ())))),
         awaited=awaited,
@@ -125,6 +162,52 @@ def bench(
         report = run(plan, progress.update)
     _print(report, to_stderr=str(json_file) == "-")
     _write(report, json_file, plot_file, output)
+
+
+def _on_devices(
+    collectives: tuple[str, ...],
+    ranks: int,
+    sizes: tuple[int, ...] | None,
+    repeat: int | None,
+    json_file: Path | None,
+    output: Path | None,
+) -> None:
+    """Measure CUDA tensors; UnsupportedError where there is no device."""
+    others = [name for name in collectives if name not in ON_DEVICES]
+    if others:
+        raise click.BadParameter(f"on devices only {' and '.join(ON_DEVICES)} are measured, not {others[0]}")
+    from asyncdist.bench.device import cuda_missing
+    from asyncdist.bench.processes import run
+
+    missing = cuda_missing()
+    if missing is not None:
+        raise UnsupportedError(f"nothing was measured, as there is no CUDA device: {missing}")
+    wanted = tuple(dict.fromkeys(collectives)) or ON_DEVICES
+    plan = Plan(wanted, sizes or several.read_sizes(_SIZES_ON_DEVICES), ranks, repeat=repeat, device="cuda")
+    with _Progress() as progress:
+        report = run(plan, progress.update)
+    _tell_of_devices(report, json_file, output)
+
+
+def _tell_of_devices(report: Report, json_file: Path | None, output: Path | None) -> None:
+    from asyncdist.bench import device_table
+    from asyncdist.bench.table import about
+    from asyncdist.cli.screen import screen
+
+    console = screen(stderr=str(json_file) == "-")
+    words = f"{report.device_rows[0].device}; {about(report)}"
+    for line in (words, *device_table.notes(report)):
+        console.print(line, style="dim", soft_wrap=True, markup=False)
+    for table in device_table.tables(report):
+        console.print(table)
+    figures = json.dumps(report.as_json(), indent=1, ensure_ascii=False) + "\n"
+    if json_file is not None:
+        with click.open_file(str(json_file), "w", encoding="utf-8") as file:
+            file.write(figures)
+    if output is not None:
+        output.mkdir(parents=True, exist_ok=True)
+        (output / "device.md").write_text(device_table.markdown(report, words), encoding="utf-8")
+        (output / "device.json").write_text(figures, encoding="utf-8")
 
 
 def _steps(ranks: int) -> tuple[str, ...]:

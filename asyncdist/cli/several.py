@@ -12,12 +12,17 @@ from asyncdist.config import whole_number
 def sizes(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, ...]:
     """Read ``4,64K,25M`` as bytes (K, M and G are powers of 1024); a callback for `click.option`."""
     try:
-        read = tuple(whole_number(part) for part in words(value))
+        read = read_sizes(value)
     except ValueError:
         read = ()
     if not read:
         raise click.BadParameter(f"{value!r} is no list of sizes such as 4,64K,25M")
     return read
+
+
+def read_sizes(value: str) -> tuple[int, ...]:
+    """Read ``4,64K,25M`` as bytes; ValueError if that cannot be."""
+    return tuple(whole_number(part) for part in words(value))
 
 
 def names(known: Sequence[str]) -> Callable[[click.Context, click.Parameter, str], tuple[str, ...]]:
