@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import time
 
@@ -25,6 +26,17 @@ DTYPES = [
     torch.bool,
 ]
 BUSY = 20_000_000  # cycles: some milliseconds for which a device does nothing else in a stream
+
+
+@contextlib.contextmanager
+def world(where, backend=None):
+    """Hold the default world; gives its group. Nobody leaves before all have come to the end."""
+    sync.init_process_group(backend, **where)
+    try:
+        yield asyncdist.group.WORLD
+        sync.barrier()
+    finally:
+        sync.destroy_process_group()
 
 
 class Moved:
@@ -55,7 +67,7 @@ def _ways(group, device):
 def every_drill(test, where, device, backend):
     """Do each operation twice, on the device and in the host's memory, and compare what this rank has."""
     size, compared = where["world_size"], 0
-    with sync.process_group(backend=backend, **where) as group:
+    with world(where, backend) as group:
         counts = (1, 1000, 300_000) if device != "cpu" else (1, 1000)
         cases = [(dtype, count) for dtype in DTYPES for count in counts]
         for dtype, count in cases:
@@ -73,7 +85,6 @@ def every_drill(test, where, device, backend):
                     assert same(tensor.cpu(), expected), on_host.name
                     compared += 1
         way = _ways(group, device)
-        sync.barrier()
     test.send((way, compared))
 
 
@@ -84,7 +95,7 @@ def _more(size, count, dtype):
 def streams(test, where, device, rounds):
     """Work before and after in a stream of the user's, and not one wait on the host until the end."""
     rank, size = where["rank"], where["world_size"]
-    with sync.process_group(**where) as group:
+    with world(where) as group:
         side = torch.cuda.Stream(device)
         found = torch.zeros(rounds, 2, device=device)
         side.wait_stream(torch.cuda.current_stream(device))
@@ -98,7 +109,6 @@ def streams(test, where, device, rounds):
         side.synchronize()
         expected = torch.tensor([size * number + size * (size - 1) / 2.0 for number in range(rounds)])
         assert torch.equal(found.cpu(), expected.unsqueeze(1).expand(-1, 2))
-        sync.barrier()
     test.send("right")
 
 
@@ -124,7 +134,7 @@ def ticking(test, where, device):
             ticker.cancel()
             # No wait on the host: the data is there.
             assert torch.equal(tensor.cpu(), torch.full((1000,), float(where["world_size"] ** 2)))
-            await asyncdist.barrier()
+            await group.barrier()
             return ticks, latest
 
     test.send(asyncio.run(main()))
@@ -133,7 +143,7 @@ def ticking(test, where, device):
 def freed(test, where, device):
     """Let go of an operation's tensors while it is in flight, and use as much memory at once."""
     rank, size = where["rank"], where["world_size"]
-    with sync.process_group(**where) as group:
+    with world(where) as group:
         for number in range(30):
             output = torch.zeros(size * 1_000_000, device=device)
             torch.cuda._sleep(BUSY // 10)
@@ -143,14 +153,13 @@ def freed(test, where, device):
             expected = [float(one + number) for one in range(size)]
             assert [part.unique().tolist() for part in output.chunk(size)] == [[value] for value in expected]
             del rubbish
-        sync.barrier()
     test.send("right")
 
 
 def two_groups(test, where, device):
     """Have operations of two groups under way at once, and different devices' tensors in turn."""
     ranks = list(range(where["world_size"]))
-    with sync.process_group(**where):
+    with world(where):
         groups = [asyncdist.new_group(ranks), asyncdist.new_group(ranks[::-1])]
         tensors = [[torch.full((50_000,), float(which + 1), device=on) for on in (device, "cpu")] for which in (0, 1)]
         for _ in range(20):
@@ -162,7 +171,6 @@ def two_groups(test, where, device):
             for work in works:
                 work.wait()
         assert all((one == which + 1).all() for which, pair in enumerate(tensors) for one in pair)
-        sync.barrier()
     test.send("right")
 
 
@@ -203,16 +211,15 @@ def training(test, where, device, stock):
 
         import torch.distributed as dist
 
-        import asyncdist.torch_backend
+        from asyncdist import torch_backend  # noqa: F401 - registers ours
 
         dist.init_process_group("asyncdist", **{**where, "timeout": timedelta(seconds=60)})
         trained = _trained(torch.nn.parallel.DistributedDataParallel(_model(device)), device, mine)
         dist.barrier()
         dist.destroy_process_group()
     else:
-        with sync.process_group(**where):
+        with world(where):
             trained = _trained(asyncdist.DistributedDataParallel(_model(device), bucket_cap_mb=0.25), device, mine)
-            sync.barrier()
     for ours, alone in zip(trained, _trained(_model(device), device, lambda batch: batch), strict=True):
         torch.testing.assert_close(ours, alone, rtol=1e-4, atol=1e-5)
     test.send("right")
