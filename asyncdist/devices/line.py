@@ -80,6 +80,7 @@ class Line:
                 call = self._calls.popleft()
                 self._doing = True
             self._do(call)
+            del call  # or its tensors live on while we wait
 
     def _due(self) -> bool:
         return not self._doing and (bool(self._calls) or self._ended)

@@ -80,11 +80,15 @@ class Watch:
             self._changed.notify()
 
     def _run(self) -> None:
-        while pending := self._next():
+        while True:
+            pending = self._next()
+            if not pending:
+                return
             try:
                 self._look_at(pending)
             except Exception:  # the others are still to be looked after
                 log.exception("looking after %r failed", pending[0].entry.op)
+            del pending  # or its tensors live on while we wait
 
     def _next(self) -> list[Pending]:
         """Wait until something is pending; return it, or nothing when the thread is to go."""
