@@ -113,6 +113,7 @@ class PretendCommunicator:
         if not isinstance(unique_id, tuple if self.nccl.signed else bytes):
             raise TypeError("Argument 'commId' has incorrect type")
         assert len(unique_id) == UNIQUE_ID_NBYTES
+        assert not self.nccl.signed or all(-128 <= number < 128 for number in unique_id)
         assert 0 <= rank < size
         self.rank, self.size = rank, size
         self.log: list[tuple[Any, ...]] = []

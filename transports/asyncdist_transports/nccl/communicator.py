@@ -172,7 +172,7 @@ class Communicator:
 
     @property
     def _is_over(self) -> bool:
-        return self not in _kept or self._raw is None
+        return self not in _kept or not self._made.is_set()  # who is stuck while making it stays so
 
 
 @atexit.register
