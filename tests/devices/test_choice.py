@@ -1,0 +1,161 @@
+"""Which way the ranks take between their devices: a table of what each can do, and what all come to."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import logging
+
+import pytest
+import torch
+
+from asyncdist import registry
+from asyncdist.devices.staged import Staged
+from asyncdist.errors import GroupAbortedError, TransportUnavailableError
+from asyncdist.testing.devices import devices_of
+
+made = []
+
+
+class Fancy(Staged):
+    """A way that can be gone as each rank's ``plan`` says."""
+
+    name = "fancy"
+    plans: tuple[str, ...] = ()
+
+    def __init__(self, site):
+        super().__init__(site)
+        self.plan = self.plans[site.rank]
+        self.closed = 0
+        made.append(self)
+        if self.plan == "cannot be made":
+            raise RuntimeError("no driver")
+
+    def card(self):
+        if self.plan == "has no card":
+            raise ValueError("no handle")
+        return {"generation": 2 if self.plan == "is newer" else 1}
+
+    def refusal(self, cards):
+        odd = [rank for rank, card in enumerate(cards) if card["generation"] != 1]
+        return f"rank {odd[0]} is newer" if odd else None
+
+    def start(self, cards):
+        if self.plan == "does not open":
+            raise TransportUnavailableError("no peer access")
+
+    def close(self):
+        self.closed += 1
+
+
+@pytest.fixture(autouse=True)
+def _made_anew():
+    made.clear()
+    yield
+    made.clear()
+
+
+@pytest.mark.parametrize(
+    ("plans", "way", "words"),
+    [
+        (("", "", ""), "fancy", ""),
+        (("", "cannot be made", ""), "staged", "not fancy: rank 1: RuntimeError: no driver"),
+        (("", "", "has no card"), "staged", "not fancy: rank 2: ValueError: no handle"),
+        (("is newer", "", ""), "staged", "not fancy: rank 0 is newer"),
+        (("", "does not open", ""), "staged", "not fancy: rank 1: no peer access"),
+        (("does not open", "has no card", "is newer"), "staged", "not fancy: rank 1: ValueError: no handle"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, tuple) else None,
+)
+async def test_all_ranks_come_to_the_same_answer(plans, way, words, caplog):
+    caplog.set_level(logging.INFO, "asyncdist")
+    kind = type("Planned", (Fancy,), {"plans": plans})
+    async with devices_of(3, [kind]) as groups:
+        tensors = [torch.ones(4) for _ in groups]
+        await asyncio.gather(*(group.all_reduce(tensor) for group, tensor in zip(groups, tensors, strict=True)))
+        assert all(torch.equal(tensor, torch.full((4,), 3.0)) for tensor in tensors)
+        assert [group.way for group in groups] == [way] * 3
+        told = [record.message for record in caplog.records if "tensors by" in record.message]
+        assert len(told) == 3
+        assert all(words in each for each in told)
+        # What is left on one rank is left on all, and closed there; one that could not be made has nothing to close.
+        left = [each for each in made if each.plan != "cannot be made"]
+        assert {each.closed for each in left} == {0 if way == "fancy" else 1}
+    assert {each.closed for each in left} == {1}
+
+
+async def test_a_way_that_cannot_be_gone_in_this_process_is_not_even_made(monkeypatch):
+    monkeypatch.setattr(Fancy, "probe", classmethod(lambda kind: "no cupy"))
+    async with devices_of(2, [Fancy]) as groups:
+        await asyncio.gather(*(group.barrier() for group in groups))
+        assert [group.way for group in groups] == ["staged"] * 2
+    assert not made
+
+
+async def test_the_first_of_several_that_all_can_go_is_taken():
+    first = type("First", (Fancy,), {"plans": ("", "does not open"), "name": "first"})
+    second = type("Second", (Fancy,), {"plans": ("", ""), "name": "second"})
+    third = type("Third", (Fancy,), {"plans": ("", ""), "name": "third"})
+    async with devices_of(2, [first, second, third]) as groups:
+        await asyncio.gather(*(group.barrier() for group in groups))
+        assert [group.way for group in groups] == ["second"] * 2
+        assert sorted((each.name, each.closed) for each in made) == [
+            ("first", 1), ("first", 1), ("second", 0), ("second", 0), ("third", 1), ("third", 1),
+        ]  # fmt: skip
+
+
+async def test_ranks_that_cannot_meet_close_what_they_made():
+    kind = type("Planned", (Fancy,), {"plans": ("", "")})
+    async with devices_of(2, [kind], timeout=0.2) as groups:
+        with pytest.raises((TimeoutError, GroupAbortedError)):
+            await groups[0].barrier()  # the other one never comes
+    assert [each.closed for each in made] == [1]
+
+
+# -- what is announced ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def checkout(monkeypatch):
+    """As in a checkout that was not installed: nothing has metadata."""
+    caches = registry._announced, registry.load, registry.load_ensemble
+    for cached in caches:
+        cached.cache_clear()
+    monkeypatch.setattr(registry, "entry_points", lambda group: importlib.metadata.EntryPoints())
+    yield
+    for cached in caches:
+        cached.cache_clear()
+
+
+def test_a_checkout_announces_what_it_would_once_installed(checkout):
+    assert registry.names() == ["inproc", "shm", "tcp"]
+    assert {"cuda_ipc"} <= set(registry.ensemble_names())
+    assert [kind.name for kind in registry.selected("tcp")] == ["tcp"]
+
+
+def test_without_a_checkout_nothing_is_announced(checkout, monkeypatch, tmp_path):
+    monkeypatch.setattr(registry, "_CHECKOUT", tmp_path)
+    assert registry.names() == []
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "another"\n')
+    assert registry.ensemble_names() == []
+
+
+def test_ways_by_name():
+    assert registry.ensembles("cpu:tcp,cuda:staged", "cuda") == []
+    assert [kind.name for kind in registry.ensembles("cpu:tcp,cuda:cuda_ipc", "cuda")] == ["cuda_ipc"]
+    preferences = [kind.preference for kind in registry.ensembles(None, "cuda")]
+    assert preferences == sorted(preferences, reverse=True)
+    with pytest.raises(
+        TransportUnavailableError, match="there is no way 'pigeon' between cuda tensors; there are cuda_ipc"
+    ):
+        registry.ensembles("cuda:pigeon", "cuda")
+
+
+def test_a_way_that_cannot_be_loaded_is_left_out_unless_it_is_asked_for(monkeypatch):
+    def load(name):
+        raise TransportUnavailableError(f"no {name}")
+
+    monkeypatch.setattr(registry, "load_ensemble", load)
+    assert registry.ensembles("auto", "cuda") == []
+    with pytest.raises(TransportUnavailableError, match="no cuda_ipc"):
+        registry.ensembles("cuda:cuda_ipc", "cuda")
