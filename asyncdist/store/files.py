@@ -3,16 +3,16 @@
 The file is the log (`log`) of the state machine's requests in order: ``[member, request id, op, argument…]`` each.
 Whoever writes holds the file's lock, first reads what others have written, and appends; every member executes the same
 log and so has the same state. What only reads is not logged. Those who wait look into the file every few milliseconds.
-The log is never made shorter: it is for meeting, not for a long life of many sets.
+The log is never made shorter: it is for meeting, not for a long life of many sets. What is relied upon of the file
+system, which may be one of several hosts, stands in `shared_file`.
 
-A member that dies while it appends leaves part of a frame, which the next writer cuts off. A member that dies while it
-stands in a barrier or holds a queue item is found out by those who wait there, if it ran on the same host, and they log
-that it left.
+A member that dies while it appends leaves part of a frame, or one with holes, which the next writer cuts off. One that
+dies while it stands in a barrier or holds a queue item is found out by those who wait there, if it ran on the same host,
+and they log that it left.
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
 import secrets
 import socket
@@ -22,12 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from asyncdist.deadline import Deadline
-from asyncdist.errors import AddressError, ProtocolError, StoreError, UsageError
+from asyncdist.errors import ProtocolError, StoreError, UsageError
 from asyncdist.store import log
 from asyncdist.store.desk import Ticket
 from asyncdist.store.local import DEFAULT_TIMEOUT, LocalDesk, LocalStore
 from asyncdist.store.log import Record
 from asyncdist.store.operations import Client, Op, Reply
+from asyncdist.store.shared_file import SharedFile
 
 _READ_ONLY = frozenset((Op.GET, Op.WAIT, Op.CHECK, Op.NUM_KEYS, Op.MULTI_GET, Op.LIST_KEYS, Op.QUEUE_LEN, Op.WATCH))
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
@@ -49,21 +50,16 @@ class FileDesk(LocalDesk):
         self._members: set[Client] = set()
         self._offset = 0
         self._salt = b""
+        self._file = SharedFile(path)
         try:
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise AddressError(
-                f"the file {path} cannot be opened ({error.strerror}): every rank must be able to"
-            ) from None
-        try:
-            with _Locked(self._fd):
+            with self._file.locked():
                 self._read()
                 if self._offset == 0:
                     self._salt = secrets.token_bytes(log.SALT_NBYTES)
-                    self._append(log.header(self._salt))
+                    self._file.write_at(0, log.header(self._salt))
                     self._offset = log.HEADER_NBYTES
         except BaseException:
-            os.close(self._fd)
+            self._file.close()
             raise
 
     # -- requests ---------------------------------------------------------------------------------
@@ -106,23 +102,22 @@ class FileDesk(LocalDesk):
 
     def look(self) -> None:
         """Execute what others have written since we last looked."""
-        if os.fstat(self._fd).st_size != self._offset:
-            with _Locked(self._fd, shared=True):
-                self._read()
+        with self._file.locked(shared=True):
+            self._read()
 
     def _log(self, record: Record) -> list[Reply]:
         body = log.encode_record(record)
-        with _Locked(self._fd):
+        with self._file.locked():
             self._read()
             frame = log.frame_head(self._salt, body) + body
-            self._append(frame)
+            self._file.write_at(self._offset, frame)
             self._offset += len(frame)
         return self._replay(record)
 
     def _read(self) -> None:
         """Execute the whole frames that follow what we have; the file's lock is held."""
         base = self._offset
-        data = _read_at(self._fd, base, os.fstat(self._fd).st_size - base)
+        data = self._file.read_from(base)
         start = 0
         try:
             if self._offset == 0:
@@ -136,6 +131,8 @@ class FileDesk(LocalDesk):
                 start = body[1]
                 self.deliver(self._replay(record))
         except log.DamagedError as error:
+            if self._salt and not log.has_frame_after(data, start, self._salt):
+                return  # what a dead writer left, to be cut off
             raise self._damaged(str(error.after(base))) from None
         except ProtocolError as error:
             raise self._damaged(f"at offset {self._offset}: {error}") from None
@@ -144,22 +141,15 @@ class FileDesk(LocalDesk):
         return ProtocolError(f"{self.path} is no file of a store, or damaged ({why}): remove it, or name another")
 
     def _replay(self, record: Record) -> list[Reply]:
+        if not self._file.locks_reach_other_hosts and record.member[0].split()[0] != self.name[0].split()[0]:
+            raise StoreError(
+                f"{self.path} is used by hosts whose locks do not exclude each other: mount it without nolock and "
+                "local_lock, or meet at a TCPStore"
+            )
         if record.op is Op.SUBSCRIBE and record.args == (_MEMBERS,):
             self._members.add(record.member)
         replies = self.state.execute(*record)
         return [reply for reply in replies if reply.client == self.name or reply.client == _READERS]
-
-    def _append(self, data: bytes) -> None:
-        """Write at the end of what we have read; whatever follows is what a dead writer left."""
-        if os.fstat(self._fd).st_size > self._offset:
-            os.ftruncate(self._fd, self._offset)
-        written = 0
-        try:
-            while written < len(data):
-                written += os.pwrite(self._fd, data[written:], self._offset + written)
-        except OSError as error:
-            os.ftruncate(self._fd, self._offset)
-            raise StoreError(f"{self.path} cannot be written ({error.strerror}): see to room there") from error
 
     def _call_roll(self) -> None:
         """Say of members of this host that died that they have left."""
@@ -176,27 +166,29 @@ class FileDesk(LocalDesk):
 
     def close_file(self, world_size: int) -> None:
         """Leave, remove the file if all ``world_size`` members have been here and none is left, and close it."""
-        if self._pid != os.getpid():
-            os.close(self._fd)
-            return
-        self.close()
         try:
+            if self._pid != os.getpid():
+                return
+            self.close()
             with self.lock:
                 self.look()
                 self._call_roll()
-                if 0 < world_size <= len(self._members) and not self.state.clients:
-                    self.path.unlink(missing_ok=True)
+                with self._file.locked():  # or somebody could come in between
+                    self._read()
+                    if 0 < world_size <= len(self._members) and not self.state.clients:
+                        self._file.remove()
         finally:
-            os.close(self._fd)
+            self._file.close()
 
 
 class FileStore(LocalStore):
     """A store in the file ``file_name``, which every process names alike; torch's FileStore by name and methods.
 
     The file must not be left over from an earlier run. With ``world_size``, the last of so many to close (or to exit)
-    removes it; without, nobody does. Needs a file system whose locks work; waiting costs a look at the file every 50 ms
-    at most.
-    Raises AddressError when the file cannot be opened, ProtocolError when it is something else.
+    removes it; without, nobody does. Needs a file system whose locks work, also between hosts where there are several
+    (NFS, unless mounted with ``nolock``); waiting costs a look at the file every 50 ms at most.
+    Raises AddressError when the file cannot be opened or locked, ProtocolError when it is something else; later, any
+    operation raises StoreError when the file system fails, and whether it was done is then not known.
     """
 
     def __init__(self, file_name: str | os.PathLike[str], world_size: int = -1) -> None:
@@ -213,32 +205,6 @@ class FileStore(LocalStore):
 
     def close(self) -> None:
         self._finalizer()
-
-
-class _Locked:
-    """The lock of a file, held between processes."""
-
-    def __init__(self, fd: int, *, shared: bool = False) -> None:
-        self._fd = fd
-        self._how = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
-
-    def __enter__(self) -> None:
-        fcntl.flock(self._fd, self._how)
-
-    def __exit__(self, *exc: object) -> None:
-        fcntl.flock(self._fd, fcntl.LOCK_UN)
-
-
-def _read_at(fd: int, offset: int, nbytes: int) -> bytes:
-    pieces = []
-    while nbytes > 0:
-        piece = os.pread(fd, nbytes, offset)
-        if not piece:
-            break
-        pieces.append(piece)
-        offset += len(piece)
-        nbytes -= len(piece)
-    return b"".join(pieces)
 
 
 # -- who is alive ----------------------------------------------------------------------------------

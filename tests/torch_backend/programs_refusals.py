@@ -44,12 +44,12 @@ def devices(rank, world):
 
 def dtypes(rank, world):
     """What can be moved but not reduced, not in this way, or not at all."""
-    packed = torch.zeros(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    packed = torch.zeros(4, dtype=torch.uint8).view(getattr(torch, "float4_e2m1fn_x2", torch.bits4x2))
     bits = torch.zeros(4, dtype=torch.uint8).view(torch.bits8)
     return [
         _refused(lambda: dist.all_reduce(torch.ones(4), dist.ReduceOp.BAND), "BAND", "float32"),
         _refused(lambda: dist.all_reduce(torch.ones(4, dtype=torch.int64), dist.ReduceOp.AVG), "AVG", "int64"),
-        _refused(lambda: dist.all_reduce(packed), "float4_e2m1fn_x2"),
+        _refused(lambda: dist.all_reduce(packed), str(packed.dtype)),
         _refused(lambda: dist.all_reduce(bits), "bits8"),
         _refused(lambda: dist.broadcast(bits, 0), "bits8"),
         _refused(lambda: dist.reduce_scatter_tensor(torch.ones(1), torch.ones(world), dist.ReduceOp.BXOR), "BXOR"),

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 
 pytestmark = pytest.mark.processes
+sharded = pytest.mark.usefixtures("fsdp2")
 MODULE = "programs_checkpoint"
 
 
+@sharded
 @pytest.mark.parametrize("how", ["save", "save_in_the_background"])
 @pytest.mark.parametrize("reader", ["as many", "others", "gloo"])
 def test_training_goes_on_where_it_was_saved(teams, transport, world, unlike_results, tmp_path, how, reader):
@@ -21,6 +23,7 @@ def test_training_goes_on_where_it_was_saved(teams, transport, world, unlike_res
         assert not list(unlike_results(loaded, saved[0], close=True))
 
 
+@sharded
 def test_what_was_saved_over_gloo_is_read(teams, transport, world, unlike_results, tmp_path):
     saved = teams["gloo", world].run(MODULE, "save", str(tmp_path / "checkpoint"))
     for loaded in teams[transport, world].run(MODULE, "load", str(tmp_path / "checkpoint")):

@@ -80,7 +80,9 @@ DYING = {
 
 
 @pytest.mark.parametrize("what", DYING)
-def test_a_peer_dies_during_backward(start, what):
+def test_a_peer_dies_during_backward(start, what, request):
+    if what == "fsdp":
+        request.getfixturevalue("fsdp2")
     world, program, options = DYING[what]
     *survivors, victim = start(world, program, options)
     assert victim.wait() == -signal.SIGKILL

@@ -31,6 +31,7 @@ def test_tensor_parallel(same_over_gloo, world, program):
     same_over_gloo("programs_mesh", program, close=world > 2)
 
 
+@pytest.mark.usefixtures("fsdp2")
 @pytest.mark.parametrize(
     "program", ["fully_sharded", "kept_after_forward", "resharded_to_smaller_groups", "mixed_precision", "offloaded",
                 "hybrid", "other_reductions", "accumulated", "clipped_norm", "whole_state", "above_tensor_parallel"],
@@ -48,6 +49,7 @@ def test_first_version(same_over_gloo, world, program):
     same_over_gloo("programs_sharded", program, close=world > 2)
 
 
+@pytest.mark.usefixtures("fsdp2")
 def test_sums_of_narrow_floats(same_over_gloo):
     """Narrow floats are rounded after every addition by gloo, and once by us."""
     same_over_gloo("programs_sharded", "mixed_precision_of_sums", close=NARROW)
