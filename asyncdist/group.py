@@ -9,6 +9,7 @@ Ranks issue the operations of one group in the same order, from any thread; seve
 from __future__ import annotations
 
 import itertools
+import threading
 from asyncio import _get_running_loop
 from collections.abc import Iterable, Sequence
 from time import perf_counter
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from asyncdist.devices.group import DeviceGroup
 
 _KEPT_SHAPES = 512
+_coming = threading.Lock()  # to a device: two threads may come at once, with the first tensors there
 
 
 class Group(Calls):
@@ -126,13 +128,17 @@ class Group(Calls):
         """Return these ranks as they carry tensors on a device; they meet when the first operation is issued there."""
         found = self._devices.get(device)
         if found is None:
-            from asyncdist.devices.group import DeviceGroup
-
-            nonce = self._channel.number + len(self._devices)
-            host = Group(self.mesh, self.ranks, f"{self.name} (its {device.type} tensors)", self.timeout, nonce=nonce)
-            kinds = registry.ensembles(self.mesh.backend, device.type)
-            found = self._devices[device] = DeviceGroup(host, device, kinds)
+            with _coming:
+                found = self._devices.get(device) or self._come_to(device)
         return found
+
+    def _come_to(self, device: torch.device) -> DeviceGroup:
+        from asyncdist.devices.group import DeviceGroup
+
+        nonce = self._channel.number + len(self._devices)
+        host = Group(self.mesh, self.ranks, f"{self.name} (its {device.type} tensors)", self.timeout, nonce=nonce)
+        made = self._devices[device] = DeviceGroup(host, device, registry.ensembles(self.mesh.backend, device.type))
+        return made
 
     # -- the one path --------------------------------------------------------------------------
 

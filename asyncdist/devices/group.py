@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("asyncdist")
 
 _VIGIL_TAG = (1 << 32) - 1
+_GRACE = 1.0  # seconds that the device has for what is in its queue when a peer is gone
 
 
 class _Later:
@@ -81,6 +82,7 @@ class DeviceGroup(Calls):
         self._watch = Watch(f"asyncdist-watch-{device}", self._look_for_trouble, self._too_late, self._broken)
         self._vigil: Work | None = None
         self._closed = False
+        self._troubled = 0.0  # when trouble was first seen
         self.error: GroupError | None = None
 
     @property
@@ -125,8 +127,9 @@ class DeviceGroup(Calls):
 
     def _done(self, pending: Pending, do: Callable[[], None]) -> None:
         """Do a call, on the line; a failure is the group's."""
-        if self.error is not None:
-            self._fail_one(pending, self.error)
+        error = self.error or self._host.error
+        if error is not None:
+            self._fail(error, pending)
         elif not pending.work.failed:  # the group may have been destroyed meanwhile
             self._site.deadline = pending.deadline
             self._guarded(pending, do)
@@ -207,7 +210,11 @@ class DeviceGroup(Calls):
                 self._vigil.add_done_callback(lambda work: work.exception())
         ensemble = self._ensemble
         cause = self._host.error or (None if ensemble is None else ensemble.trouble())
-        if cause is not None:
+        if cause is None:
+            return
+        self._troubled = self._troubled or monotonic()
+        # What stands in the queue may well be done without a peer that has left since, in order.
+        if pending.mark is None or monotonic() - self._troubled > _GRACE:
             self._fail(cause, pending)
 
     def _too_late(self, pending: Pending) -> None:
