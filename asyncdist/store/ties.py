@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from asyncdist.store.entries import Observing, Place
-from asyncdist.store.operations import CHANGED, GONE, Client, Kind, Reply
+import itertools
+
+from asyncdist.store.entries import Observing, Place, Refused, Surveying
+from asyncdist.store.operations import CHANGED, GONE, Client, Kind, Reason, Reply
 from asyncdist.store.queues import Queues
 
 
@@ -16,6 +18,8 @@ class Ties(Queues):
         self._owners: dict[str, Client] = {}  # ephemeral key -> whose it is
         self._owned: dict[Client, dict[str, None]] = {}
         self._observing: dict[str, dict[Place, None]] = {}  # key -> `watch`
+        self._surveying: dict[str, dict[Place, None]] = {}  # prefix -> `watch_keys`
+        self.max_value_nbytes = 1 << 62
 
     # -- owners -----------------------------------------------------------------------------------
 
@@ -46,7 +50,7 @@ class Ties(Queues):
                 self.ledger.disowned(key)
             del self._owners[key]
             del self._values[key]
-            if key in self._observing:
+            if key in self._observing or self._surveying:
                 self._tell(key)
 
     # -- watchers ---------------------------------------------------------------------------------
@@ -56,8 +60,23 @@ class Ties(Queues):
         self._observing.setdefault(key, {})[place] = None
         return self._values.get(key)
 
+    def _watch_keys(self, place: Place, prefix: str) -> list[str | bytes]:
+        found = {key: value for key, value in self._values.items() if key.startswith(prefix)}
+        if sum(map(len, found.values())) > self.max_value_nbytes:
+            text = f"the values of all keys under {prefix!r} are too much for one reply: watch a longer prefix"
+            raise Refused(Reason.TOO_LARGE, text)
+        self._keep(place, Surveying(prefix))
+        self._surveying.setdefault(prefix, {})[place] = None
+        return list(itertools.chain.from_iterable(found.items()))
+
     def _tell(self, key: str) -> None:
         """Tell those who watch a key what it holds now."""
         value = self._values.get(key)
-        message = GONE if value is None else CHANGED + value
-        self.due.extend(Reply(client, request, Kind.PUBLISHED, message) for client, request in self._observing[key])
+        kind, content = (GONE, b"") if value is None else (CHANGED, value)
+        for client, request in self._observing.get(key, ()):
+            self.due.append(Reply(client, request, Kind.PUBLISHED, kind + content))
+        for prefix, places in self._surveying.items():
+            if key.startswith(prefix):
+                name = key.encode()
+                message = b"".join((kind, len(name).to_bytes(4, "little"), name, content))
+                self.due.extend(Reply(client, request, Kind.PUBLISHED, message) for client, request in places)
