@@ -71,12 +71,14 @@ class Caller:
 
     async def __call__(self, function: Callable[..., T], *args: Any) -> T:
         future = asyncio.get_running_loop().run_in_executor(self._executor, lambda: function(*args))
+        future.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody else may look at it
         try:
-            return await asyncio.shield(future)
+            await asyncio.wait([future])  # shield() would log what becomes of it after a cancellation
         except asyncio.CancelledError:
             if not self._abandons:
                 await asyncio.wait([future])
             raise
+        return future.result()
 
     def close(self) -> None:
         """Let the thread end."""
