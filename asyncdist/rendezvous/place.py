@@ -151,7 +151,13 @@ class AwaitedPlace(Place):
 
 
 class DaemonPlace(OwnPlace):
-    """A key of a store daemon, over a connection of the place's own."""
+    """A key of a store daemon, over a connection of the place's own. A record goes with the rank that left it there."""
+
+    async def swap(self, expected: bytes, desired: bytes) -> bytes:
+        found = await super().swap(expected, desired)
+        if desired and found == desired:
+            await self._store.set(self._key, desired, ephemeral=True)
+        return found
 
     async def close(self) -> None:
         await self._store.close()
