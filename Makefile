@@ -1,6 +1,7 @@
-# Every target makes the virtual environment first if it is not there; PYTHON= and RANKS= may be set.
+# Every target makes the virtual environment first if it is not there; PYTHON=, RANKS= and WORKERS= may be set.
 PYTHON ?= python3
 RANKS ?= 2
+WORKERS ?= 2
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
@@ -16,8 +17,8 @@ $(READY): pyproject.toml constraints.txt
 train: $(READY)  ## train on real digits, two ranks, over our own transport
 	$(BIN)/torchrun --nproc-per-node=$(RANKS) examples/train_digits.py
 
-test: $(READY)  ## run the tests
-	$(BIN)/python -m pytest -q
+test: $(READY)  ## run the tests, in WORKERS processes at once
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup
 
 # By the python that runs here if its torch has CUDA, else by the virtual environment if there is one: nothing is fetched.
 test-gpu:  ## run the tests that need a GPU; says why if they are skipped

@@ -25,6 +25,7 @@ import sys
 import time
 from bisect import bisect
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,21 @@ def now() -> float:
     return time.monotonic()  # one clock for all processes of a host
 
 
+def give_way() -> None:
+    """Have this thread (where niceness is not a thread's, its process) compute only while no event loop wants the core.
+
+    Where cores are fewer than who computes, a loop is held up by waiting for one, and hardly by anything that it does.
+    """
+    os.nice(10)
+
+
+def give_way_as_a_process() -> None:
+    """Have this process give way to others, also where Linux deals out cores by session, and every rank is one."""
+    give_way()
+    with contextlib.suppress(OSError):  # there are no such groups
+        Path("/proc/self/autogroup").write_text("10")
+
+
 # -- what is passed ---------------------------------------------------------------------------------
 
 
@@ -127,6 +143,7 @@ class Weights:
 
 def train(group: dist.Group) -> dict[str, Any]:
     """Train, and start to pass the parameters every few steps; return when each version went off and was taken."""
+    give_way_as_a_process()
     model, posted, taken = network(), [], []
     weights = Weights(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=0.9)
@@ -188,6 +205,7 @@ class Server:
     def __init__(self) -> None:
         self.current, self.spare = Weights(network()), Weights(network())
         self.arrived: list[float] = []
+        self.processor = ThreadPoolExecutor(1, "forward", initializer=give_way)
         self._asked: asyncio.Queue[tuple[list[float], asyncio.Future[tuple[int, int]]]] = asyncio.Queue()
 
     async def follow(self, group: Any) -> None:
@@ -202,13 +220,15 @@ class Server:
 
     async def compute(self) -> None:
         """Answer what has been asked, all that waits at once, on another thread: the loop goes on."""
+        loop = asyncio.get_running_loop()
         while True:
             asked = [await self._asked.get()]
             while len(asked) < BATCH and not self._asked.empty():
                 asked.append(self._asked.get_nowait())
             weights = self.current
             with weights.in_use():
-                found, versions = await asyncio.to_thread(self._forward, weights, [pixels for pixels, _ in asked])
+                pixels = [pixels for pixels, _ in asked]
+                found, versions = await loop.run_in_executor(self.processor, self._forward, weights, pixels)
             version, *others = versions
             for (_, answer), digit in zip(asked, found, strict=True):
                 if answer.cancelled():
@@ -251,6 +271,7 @@ async def serve(group: Any) -> dict[str, Any]:
         pulse.stop()
         computing.cancel()
         await runner.cleanup()
+        server.processor.shutdown()
     return {"arrived": server.arrived, "at": np.array(pulse.at), "late": np.array(pulse.late)}
 
 

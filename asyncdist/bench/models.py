@@ -86,7 +86,7 @@ def replicated(model: nn.Module, group: Any) -> nn.Module:
 
 def sharded(model: nn.Module, group: Any) -> nn.Module:
     """Leave each rank a part of every parameter; a block's are gathered when it computes."""
-    mesh = DeviceMesh.from_group(group, "cpu")
+    mesh = _mesh_of(group)
     assert isinstance(model, Transformer)
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
@@ -96,13 +96,22 @@ def sharded(model: nn.Module, group: Any) -> nn.Module:
 
 def divided(model: nn.Module, group: Any) -> nn.Module:
     """Give each rank some of the heads and features of every block; activations are added up twice in a block."""
-    mesh = DeviceMesh.from_group(group, "cpu")
+    mesh = _mesh_of(group)
     assert isinstance(model, Transformer)
     columns, rows = ("query_key_value", "widen"), ("mix", "narrow")
     plan = {**{name: ColwiseParallel() for name in columns}, **{name: RowwiseParallel() for name in rows}}
     for block in model.blocks:
         parallelize_module(block, mesh, plan)
     return model
+
+
+def _mesh_of(group: Any) -> DeviceMesh:
+    """Return a group's ranks as a mesh like no other group's.
+
+    Meshes of the same ranks and names are equal to DTensor, which keeps what it has worked out by mesh: a model on the
+    second of two equal meshes communicates over the first one's group.
+    """
+    return DeviceMesh.from_group(group, "cpu", mesh_dim_names=(f"of_{group.group_name}",))
 
 
 class Step(NamedTuple):

@@ -133,33 +133,30 @@ def keys(ctx: click.Context, prefix: str, **given: Any) -> None:
 
 @click.command(short_help="Print values whenever they change.")
 @click.argument("prefix")
-@click.option("--interval", default=0.5, show_default=True, type=click.FloatRange(0.01), help="Seconds between looks.")
 @click.option("--channel", is_flag=True, help="PREFIX is a channel: print what is published there.")
 @_address
-def watch(ctx: click.Context, prefix: str, interval: float, channel: bool, **given: Any) -> None:
-    """Print the keys that begin with PREFIX, and again whichever comes, changes or goes, until Ctrl-C."""
+def watch(ctx: click.Context, prefix: str, channel: bool, **given: Any) -> None:
+    """Print the keys that begin with PREFIX, and again whichever comes, changes or goes, until Ctrl-C.
 
-    async def look(store: AsyncStore) -> dict[str, bytes]:
-        found = await store.list_keys(prefix)
-        try:
-            return dict(zip(found, await store.multi_get(found, timeout=1.0), strict=True)) if found else {}
-        except TimeoutError:  # one of them was deleted meanwhile
-            return await look(store)
+    It goes on when the connection breaks and another one can be made.
+    """
 
-    async def ask(store: AsyncStore) -> None:
-        if channel:
-            async for message in store.subscribe(prefix):
-                click.echo(_shown(message))
-        before: dict[str, bytes] = {}
+    async def keys_under(store: AsyncStore) -> None:
+        async for key, value in store.watch_keys(prefix):
+            click.echo(f"{key} is gone" if value is None else f"{key} = {_shown(value)}")
+
+    async def messages(store: AsyncStore) -> None:
+        from asyncdist.errors import StoreConnectionError
+
         while True:
-            now = await look(store)
-            for key in sorted(now.keys() | before.keys()):
-                if now.get(key) != before.get(key):
-                    click.echo(f"{key} = {_shown(now[key])}" if key in now else f"{key} is gone")
-            before = now
-            await asyncio.sleep(interval)
+            async with store.subscribe(prefix) as published:
+                try:
+                    async for message in published:
+                        click.echo(_shown(message))
+                except StoreConnectionError as error:  # if it is the last, subscribing again says so
+                    click.echo(error, err=True)
 
-    _run(ctx, given, ask)
+    _run(ctx, given, messages if channel else keys_under)
 
 
 QUESTIONS = (status, get, set_, keys, watch)

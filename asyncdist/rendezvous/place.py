@@ -71,12 +71,14 @@ class Caller:
 
     async def __call__(self, function: Callable[..., T], *args: Any) -> T:
         future = asyncio.get_running_loop().run_in_executor(self._executor, lambda: function(*args))
+        future.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody else may look at it
         try:
-            return await asyncio.shield(future)
+            await asyncio.wait([future])  # shield() would log what becomes of it after a cancellation
         except asyncio.CancelledError:
             if not self._abandons:
                 await asyncio.wait([future])
             raise
+        return future.result()
 
     def close(self) -> None:
         """Let the thread end."""
@@ -149,7 +151,13 @@ class AwaitedPlace(Place):
 
 
 class DaemonPlace(OwnPlace):
-    """A key of a store daemon, over a connection of the place's own."""
+    """A key of a store daemon, over a connection of the place's own. A record goes with the rank that left it there."""
+
+    async def swap(self, expected: bytes, desired: bytes) -> bytes:
+        found = await super().swap(expected, desired)
+        if desired and found == desired:
+            await self._store.set(self._key, desired, ephemeral=True)
+        return found
 
     async def close(self) -> None:
         await self._store.close()

@@ -53,9 +53,19 @@ class Lease:
         return await self._there(lambda: self._open(host, port, token, config))
 
     async def close(self) -> None:
-        """Close the server if nobody else in this process uses it."""
-        if self._loop is not None and not self._loop.is_closed():
-            await self._there(self._close)
+        """Close the server if nobody else in this process uses it. One that is cancelled is waited out."""
+        if self._loop is None or self._loop.is_closed():
+            return
+        if asyncio.get_running_loop() is self._loop:
+            await self._close()
+            return
+        closing = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._close(), self._loop))
+        try:
+            await asyncio.wait([closing])  # cancelled at once, it would not even begin on Python 3.14
+        except asyncio.CancelledError:
+            await asyncio.wait([closing])
+            raise
+        closing.result()
 
     @property
     def shared(self) -> bool:

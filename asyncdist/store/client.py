@@ -100,6 +100,15 @@ class AsyncStore(AsyncFace):
         """Return what a key holds now, and then each time that it changes: ``async with`` and ``async for``."""
         return LineWatch(self._line, operations.watch(key))
 
+    def watch_keys(self, prefix: str = "") -> LineSurvey:
+        """Return each key that begins with ``prefix`` with its value, and again whenever one comes, changes or goes.
+
+        ``async with`` and ``async for key, value in …``; the value is None when the key is gone. It goes on over a
+        connection that broke, and then tells what has changed meanwhile. Changes are kept in this process until they
+        are taken.
+        """
+        return LineSurvey(self._line, operations.watch_keys(prefix))
+
     async def close(self) -> None:
         """Hang up; whatever is still awaited fails with StoreConnectionError."""
         await self._line.close()
@@ -214,10 +223,11 @@ class _Stream:
         if not self.number:
             self._line.ask(self)
         try:
-            await asyncio.shield(self._subscribed)
+            await asyncio.wait([self._subscribed])  # shield() would log what becomes of it after a cancellation
         except asyncio.CancelledError:
             self._leave()
             raise
+        self._subscribed.result()
         return self
 
     def __await__(self) -> Generator[Any, None, Self]:
@@ -304,3 +314,36 @@ class LineWatch(_Stream):
             self._messages.clear()
             self._messages.append(value)
             self._wake()
+
+
+class LineSurvey(_Stream):
+    """What the keys under a prefix hold, change by change."""
+
+    def __init__(self, line: _Line, command: Command) -> None:
+        super().__init__(line, command)
+        self._known: dict[str, bytes] = {}
+
+    async def __anext__(self) -> tuple[str, bytes | None]:
+        """Return the next change, however long it takes: a key, and its value or None if it is gone."""
+        return await self._next()  # type: ignore[no-any-return]
+
+    def resolve(self, value: Any) -> None:
+        there = dict(zip(value[::2], value[1::2], strict=False))
+        for key in self._known.keys() - there.keys():  # gone while there was no connection
+            self._note(key, None)
+        for key in sorted(there):
+            self._note(key, there[key])
+        super().resolve(value)
+
+    def publish(self, message: bytes) -> None:
+        self._note(*operations.watched_key(message))
+
+    def _note(self, key: str, value: bytes | None) -> None:
+        if self._known.get(key) == value:  # it may be told again over another connection
+            return
+        if value is None:
+            del self._known[key]
+        else:
+            self._known[key] = value
+        self._messages.append((key, value))
+        self._wake()

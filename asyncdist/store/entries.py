@@ -53,7 +53,13 @@ class Observing(NamedTuple):
     key: str
 
 
-Open = Waiting | Taking | Holding | Standing | Listening | Observing
+class Surveying(NamedTuple):
+    """A watch of all keys with a prefix."""
+
+    prefix: str
+
+
+Open = Waiting | Taking | Holding | Standing | Listening | Observing | Surveying
 
 
 # -- answers ----------------------------------------------------------------------------------------

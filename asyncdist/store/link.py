@@ -43,7 +43,8 @@ async def reach(
                 await loop.create_unix_connection(lambda: link, persistence.host)
             else:
                 await loop.create_connection(lambda: link, persistence.host, persistence.port, ssl=tls)
-            await asyncio.shield(link.greeted)
+            await asyncio.wait([link.greeted])  # shield() would log what becomes of it after a cancellation
+            link.greeted.result()
     except ssl.SSLError as error:
         link.abort()
         raise refused(error) from error

@@ -141,8 +141,8 @@ def encode_record(record: Record) -> bytes:
 
 def decode_record(body: bytes) -> Record:
     """Return the record in a frame's body; raises ProtocolError."""
-    (fields, *more) = messages_in(body)
-    member, *request = fields if type(fields) is list and fields and not more else [None]
+    messages = list(messages_in(body))
+    member, *request = messages[0] if len(messages) == 1 and type(messages[0]) is list and messages[0] else [None]
     if type(member) is not list or not all(type(part) is str for part in member):
         raise ProtocolError("a record that names no member")
     return Record(tuple(member), *decode_request(request))

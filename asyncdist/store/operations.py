@@ -54,6 +54,8 @@ class Op(IntEnum):
     """Return what a key holds, and from then on publish every change."""
     STATUS = 27
     """Return how the server is, figures and words by name. Servers only."""
+    WATCH_KEYS = 30
+    """Return all keys that begin with a prefix, each followed by its value, and from then on publish every change."""
     PIECE = 29
     """Part of a long message that is to come (`pieces`). Has no reply."""
 
@@ -88,17 +90,22 @@ ARGUMENTS: dict[Op, tuple[str, ...]] = {
     Op.RECEIVED: (NUMBER,),
     Op.SET_EPHEMERAL: (KEY, VALUE),
     Op.WATCH: (KEY,),
+    Op.WATCH_KEYS: (KEY,),
     Op.STATUS: (),
     Op.PIECE: (NUMBER, VALUE),
 }
 
-BLOCKING = frozenset((Op.GET, Op.WAIT, Op.MULTI_GET, Op.QUEUE_POP, Op.BARRIER, Op.SUBSCRIBE, Op.WATCH))
+STREAMS = frozenset((Op.SUBSCRIBE, Op.WATCH, Op.WATCH_KEYS))
+"""Operations that are answered once, and then again and again with what is published."""
+
+BLOCKING = frozenset((Op.GET, Op.WAIT, Op.MULTI_GET, Op.QUEUE_POP, Op.BARRIER)) | STREAMS
 """Operations that may leave something behind at the store until they are answered, cancelled or confirmed."""
 
-STREAMS = frozenset((Op.SUBSCRIBE, Op.WATCH))
-"""Operations that are answered once, and then again and again with what is published."""
 CHANGED, GONE = b"\1", b"\0"
-"""What a message to a watcher begins with, before the value if there is one."""
+"""What a message to a watcher begins with, before the value if there is one.
+
+Before that stand the key's length, 4 bytes, and the key, where many are watched.
+"""
 
 CHANGING = frozenset(
     (
@@ -323,6 +330,16 @@ def close_door(port: int) -> Command:
 
 def watch(key: str) -> Command:
     return Command(Op.WATCH, (_key(key),))
+
+
+def watch_keys(prefix: str) -> Command:
+    return Command(Op.WATCH_KEYS, (_key(prefix),))
+
+
+def watched_key(message: bytes) -> tuple[str, bytes | None]:
+    """Return the key that a message to a watcher of many tells of, and its value; None if the key is gone."""
+    after = 5 + int.from_bytes(message[1:5], "little")
+    return message[5:after].decode(errors="replace"), message[after:] if message[:1] == CHANGED else None
 
 
 def watched(message: bytes) -> bytes | None:

@@ -151,6 +151,9 @@ class StoreServer:
             self._emptied = self._emptied or self._loop.create_future()
             await asyncio.shield(self._emptied)
         self.shortcuts.close()
+        if self._lease is not None:  # whoever has what we leave begins to wait anew
+            self._lease.cancel()
+            self._lease = None
         servers, self._servers = self._servers, []
         for server in servers:
             await server.wait_closed()
@@ -180,8 +183,6 @@ class StoreServer:
             self.book = self.durability.book
         elif self.config.store_max_nbytes:
             self.book = self.state.ledger = Book(max_nbytes=self.config.store_max_nbytes)
-        if self._lease is not None:
-            self._lease.cancel()
 
     async def __aenter__(self) -> StoreServer:
         return self

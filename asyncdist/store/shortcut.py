@@ -2,7 +2,7 @@
 
 What a client of torch's TCPStore asks is done in a microsecond or two, of which the loop's way to a protocol and back is
 the greater part. So their sockets stand in an epoll of their own, which is a single descriptor to the loop. When it wakes,
-everything that has come on any of them is read, done and answered, as long as there is more, and then the loop goes on.
+everything that has come on any of them is read, done and answered, as long as several speak, and then the loop goes on.
 
 A socket's transport stays what it was in all but that: it takes what the socket does not (a client that does not read),
 says when there is too much of that, and closes it. So there is nothing here that others could not do without: where there
@@ -23,6 +23,8 @@ _AT_A_TIME = 64
 """Sockets that are read from before it is looked which are ready."""
 _LOOKS = 8
 """How often it is looked, at most, before the loop goes on."""
+_BUSY = 2
+"""Where fewer had something to say, it is left to the loop to look again."""
 
 Receive = Callable[[bytes], bytes | None]
 """Takes what has come, and may return what is to be sent at once."""
@@ -84,7 +86,7 @@ class Shortcuts:
                 shortcut = there.get(fd)  # None for one that has been put out on behalf of one before it
                 if shortcut is not None:
                     all_stay &= shortcut.serve()
-            if not ready or not all_stay:
+            if len(ready) < _BUSY or not all_stay:
                 return
 
 

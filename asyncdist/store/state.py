@@ -34,6 +34,7 @@ from asyncdist.store.entries import (
     Place,
     Refused,
     Standing,
+    Surveying,
     Taking,
     Waiting,
 )
@@ -123,7 +124,7 @@ class StoreState(Ties):
         if key in self._owners:
             self._disown(key)
         self._values[key] = value
-        if key in self._observing:
+        if key in self._observing or self._surveying:
             self._tell(key)
         if key in self._waiting:
             for waiting in self._waiting.pop(key):
@@ -194,7 +195,7 @@ class StoreState(Ties):
             self._disown(key)
         elif value is not None and self.ledger is not None:
             self.ledger.deleted(key, value)
-        if value is not None and key in self._observing:
+        if value is not None and (key in self._observing or self._surveying):
             self._tell(key)
         return value is not None
 
@@ -355,6 +356,8 @@ class StoreState(Ties):
                 drop_from(self._listening, entry.channel, place)
             case Observing():
                 drop_from(self._observing, entry.key, place)
+            case Surveying():
+                drop_from(self._surveying, entry.prefix, place)
             case Standing():
                 standing = self._standing[entry.key][1]
                 del standing[place]

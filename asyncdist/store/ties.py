@@ -1,10 +1,29 @@
-"""What is tied to a key: an owner, with whom an ephemeral one goes, and those who watch it; the laws stand in `state`."""
+"""What is tied to a key: an owner, with whom an ephemeral one goes, and those who watch it; the laws stand in `state`.
+
+What belongs to several, as the keys of a job do to its ranks, goes with the last of them: each of them stays under the
+prefix of these keys (`lodging`).
+"""
 
 from __future__ import annotations
 
-from asyncdist.store.entries import Observing, Place
-from asyncdist.store.operations import CHANGED, GONE, Client, Kind, Reply
+import itertools
+from abc import abstractmethod
+from collections import Counter
+
+from asyncdist.store.entries import Observing, Place, Refused, Surveying
+from asyncdist.store.operations import CHANGED, GONE, Client, Kind, Reason, Reply
 from asyncdist.store.queues import Queues
+
+_LODGING = "\0here/"
+
+
+def lodging(prefix: str, name: str) -> str:
+    """Return an ephemeral key by which its owner stays under ``prefix``, which is not empty.
+
+    When the last of them has gone with its owner, everything goes whose key begins with ``prefix``. ``name`` is the owner's
+    among those who stay there.
+    """
+    return f"{_LODGING}{prefix}\0{name}"
 
 
 class Ties(Queues):
@@ -15,7 +34,10 @@ class Ties(Queues):
         self._values: dict[str, bytes] = {}
         self._owners: dict[str, Client] = {}  # ephemeral key -> whose it is
         self._owned: dict[Client, dict[str, None]] = {}
+        self._lodgers: Counter[str] = Counter()  # prefix -> how many stay there
         self._observing: dict[str, dict[Place, None]] = {}  # key -> `watch`
+        self._surveying: dict[str, dict[Place, None]] = {}  # prefix -> `watch_keys`
+        self.max_value_nbytes = 1 << 62
 
     # -- owners -----------------------------------------------------------------------------------
 
@@ -25,6 +47,7 @@ class Ties(Queues):
             self._disown(key)
         self._owners[key] = owner
         self._owned.setdefault(owner, {})[key] = None
+        self._lodge(key, 1)
 
     def owned(self) -> dict[str, tuple[Client, bytes]]:
         """Return the ephemeral keys, each with its owner and its value."""
@@ -34,6 +57,7 @@ class Ties(Queues):
         if self.ledger is not None:
             self.ledger.disowned(key)
         owner = self._owners.pop(key)
+        self._lodge(key, -1)
         mine = self._owned[owner]
         del mine[key]
         if not mine:
@@ -41,13 +65,43 @@ class Ties(Queues):
 
     def bereave(self, owner: Client) -> None:
         """Delete the ephemeral keys of an owner that is gone; those who watch them are told (`collect`)."""
+        left: list[str] = []
         for key in self._owned.pop(owner, ()):
             if self.ledger is not None:
                 self.ledger.disowned(key)
             del self._owners[key]
             del self._values[key]
-            if key in self._observing:
+            if (prefix := self._lodge(key, -1)) is not None:
+                left.append(prefix)
+            if key in self._observing or self._surveying:
                 self._tell(key)
+        for prefix in left:
+            if prefix not in self._lodgers:
+                self._clear(prefix)
+
+    def _lodge(self, key: str, more: int) -> str | None:
+        """Count who stays under a prefix; return that, None for a key that says nothing of the kind."""
+        if not key.startswith(_LODGING):
+            return None
+        prefix = key.removeprefix(_LODGING).rpartition("\0")[0]
+        if not prefix:
+            return None
+        self._lodgers[prefix] += more
+        if not self._lodgers[prefix]:
+            del self._lodgers[prefix]
+        return prefix
+
+    def _clear(self, prefix: str) -> None:
+        """Delete everything under a prefix; who holds an item of a queue keeps it."""
+        for key in [key for key in self._values if key.startswith(prefix)]:
+            self._delete_key((None, 0), key)
+        for key in [key for key in self._queues if key.startswith(prefix)]:
+            while key in self._queues:
+                self.take(None, key)
+
+    @abstractmethod
+    def _delete_key(self, place: Place, key: str) -> bool:
+        """Delete a value, and tell those who watch it."""
 
     # -- watchers ---------------------------------------------------------------------------------
 
@@ -56,8 +110,23 @@ class Ties(Queues):
         self._observing.setdefault(key, {})[place] = None
         return self._values.get(key)
 
+    def _watch_keys(self, place: Place, prefix: str) -> list[str | bytes]:
+        found = {key: value for key, value in self._values.items() if key.startswith(prefix)}
+        if sum(map(len, found.values())) > self.max_value_nbytes:
+            text = f"the values of all keys under {prefix!r} are too much for one reply: watch a longer prefix"
+            raise Refused(Reason.TOO_LARGE, text)
+        self._keep(place, Surveying(prefix))
+        self._surveying.setdefault(prefix, {})[place] = None
+        return list(itertools.chain.from_iterable(found.items()))
+
     def _tell(self, key: str) -> None:
         """Tell those who watch a key what it holds now."""
         value = self._values.get(key)
-        message = GONE if value is None else CHANGED + value
-        self.due.extend(Reply(client, request, Kind.PUBLISHED, message) for client, request in self._observing[key])
+        kind, content = (GONE, b"") if value is None else (CHANGED, value)
+        for client, request in self._observing.get(key, ()):
+            self.due.append(Reply(client, request, Kind.PUBLISHED, kind + content))
+        for prefix, places in self._surveying.items():
+            if key.startswith(prefix):
+                name = key.encode()
+                message = b"".join((kind, len(name).to_bytes(4, "little"), name, content))
+                self.due.extend(Reply(client, request, Kind.PUBLISHED, message) for client, request in places)

@@ -1,6 +1,7 @@
 """``init_method="asyncdist://host:port/job"``: a job of torch's finds a store daemon of ours (``asyncdist store``).
 
-Every start of a job is a generation of its own: what an earlier one left at the daemon, killed or not, is never read.
+Every start of a job is a generation of its own: what an earlier one left at the daemon, killed or not, is never read. It
+goes with the last rank that has left or been killed.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from asyncdist.deadline import Timeout, seconds
 from asyncdist.rendezvous import meet
 from asyncdist.runtime import runtime
 from asyncdist.store import PrefixStore, TCPStore
+from asyncdist.store.ties import lodging
 from asyncdist.torch_backend.store import Store
 
 SCHEME = "asyncdist"
@@ -38,7 +40,9 @@ def rendezvous(url: str, timeout: Timeout = None, **ignored: Any) -> Iterator[tu
     daemon = TCPStore(
         parts.hostname or "", parts.port or 0, timeout=seconds(timeout, Config.from_environment().timeout)
     )
-    yield Store(PrefixStore(f"{parts.path.strip('/')}/{world_id}", daemon)), rank, world_size
+    world = f"{parts.path.strip('/')}/{world_id}"
+    daemon.set(lodging(f"{world}/", str(rank)), b"", ephemeral=True)
+    yield Store(PrefixStore(world, daemon)), rank, world_size
     raise RuntimeError(f"{SCHEME}:// makes one world a call: call init_process_group again")
 
 

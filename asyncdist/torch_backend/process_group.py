@@ -69,6 +69,12 @@ class ProcessGroup(torch_distributed.ProcessGroup):
             work.result()
         return DONE
 
+    def _run_together(
+        self, start: Callable[..., started.Work], calls: Sequence[tuple[Any, ...]], outputs: Tensors, opts: Any
+    ) -> Work:
+        """Start several operations as one; functional collectives wait for that once for each of its outputs."""
+        return self._run(_together(start, calls), outputs, opts).waited_for(len(outputs))
+
     def _background(
         self, start: Callable[..., started.Work], outputs: Tensors, limit: Timeout, *args: Any, **extra: Any
     ) -> Work:
@@ -86,9 +92,9 @@ class ProcessGroup(torch_distributed.ProcessGroup):
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = _UNSET) -> Work:
         op = reduction_of(opts.reduceOp)
         if len({tensor.dtype for tensor in tensors}) == 1:
-            return self._run(self.group.all_reduce_coalesced, tensors, opts, tensors, op)
-        calls = [(tensor, op) for tensor in tensors]
-        return self._run(_together(self.group.all_reduce, calls), tensors, opts)
+            work = self._run(self.group.all_reduce_coalesced, tensors, opts, tensors, op)
+            return work.waited_for(len(tensors))
+        return self._run_together(self.group.all_reduce, [(tensor, op) for tensor in tensors], tensors, opts)
 
     def reduce(self, tensors: Tensors, opts: Any = _UNSET) -> Work:
         op = reduction_of(opts.reduceOp)
@@ -105,7 +111,7 @@ class ProcessGroup(torch_distributed.ProcessGroup):
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = _UNSET) -> Work:
         op = reduction_of(opts.reduceOp)
         calls = [(output, tensor, op) for output, tensor in zip(outputs, inputs, strict=True)]
-        return self._run(_together(self.group.reduce_scatter_single, calls), outputs, opts)
+        return self._run_together(self.group.reduce_scatter_single, calls, outputs, opts)
 
     # -- moving --------------------------------------------------------------------------------
 
@@ -120,7 +126,7 @@ class ProcessGroup(torch_distributed.ProcessGroup):
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = _UNSET) -> Work:
         calls = list(zip(outputs, inputs, strict=True))
-        return self._run(_together(self.group.all_gather_single, calls), outputs, opts)
+        return self._run_together(self.group.all_gather_single, calls, outputs, opts)
 
     def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, opts: Any = _UNSET) -> Work:
         return self._run(self.group.all_gather_coalesced, [t for row in outputs for t in row], opts, outputs, inputs)

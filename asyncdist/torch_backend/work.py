@@ -105,6 +105,10 @@ class Work(torch_distributed.Work):
         work.when_queued(lambda: call_apart(complete))
         return future
 
+    def waited_for(self, times: int) -> Work:
+        """Return this work, which C++ waits for so many times: once for each of several tensors."""
+        return self
+
     def held(self) -> HeldWork:
         """Return the same operation as a Work that lives until it is waited for, whoever else lets go of it."""
         return HeldWork(self._work, self._outputs, self._source)
@@ -120,6 +124,7 @@ class HeldWork(Work):
     """
 
     _held: ClassVar[dict[int, HeldWork]] = {}
+    _waits = 1
 
     def __init__(
         self, work: started.Work, outputs: list[torch.Tensor], source: Callable[[Any], int] | None = None
@@ -133,7 +138,13 @@ class HeldWork(Work):
         try:
             return super().wait(timeout)
         finally:
-            self._held.pop(id(self), None)
+            self._waits -= 1
+            if self._waits <= 0:
+                self._held.pop(id(self), None)
+
+    def waited_for(self, times: int) -> Work:
+        self._waits = times
+        return self
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         self._held.pop(id(self), None)

@@ -54,6 +54,13 @@ def test_every_contender_trains_the_same_model(name, groups):
     assert all(timing.calls == 1 for timing in trained.timings.values())
 
 
+def test_every_contender_communicates_over_its_own_group(groups):
+    """DTensor takes equal meshes for one and the same: what it has worked out for the one it does with the other."""
+    theirs, ours = (models._mesh_of(group) for group in groups.values())
+    assert theirs != ours
+    assert [mesh.get_group() for mesh in (theirs, ours)] == list(groups.values())
+
+
 def test_without_torch_distributed_only_our_own_ddp_trains(groups):
     assert list(train("ddp", {}).timings) == ["asyncdist", "alone"]
 

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -110,7 +111,7 @@ def test_keys_are_watched():
     with started("--port", "0") as daemon, daemon.client() as store:
         store.set("job/a", "first")
         watching = subprocess.Popen(
-            [*PROGRAM, "--port", str(daemon.port), "watch", "job/", "--interval", "0.01"],
+            [*PROGRAM, "--port", str(daemon.port), "watch", "job/"],
             stdout=subprocess.PIPE, text=True, env=environment(PYTHONUNBUFFERED="1"),
         )  # fmt: skip
         with watching:
@@ -121,6 +122,39 @@ def test_keys_are_watched():
             assert watching.stdout.readline() == "job/b = b'\\xff'\n"
             store.delete_key("job/a")
             assert watching.stdout.readline() == "job/a is gone\n"
+            watching.send_signal(signal.SIGINT)
+            assert watching.wait(LIMIT) == 130
+
+
+def test_keys_are_watched_through_the_end_of_a_daemon(tmp_path):
+    data, port = ("--data", str(tmp_path)), str(free_port())
+    with started("--port", port, *data) as daemon:
+        daemon.ask("set", "job/a", "1")
+        watching = subprocess.Popen(
+            [*PROGRAM, "--port", port, "watch", "job/"],
+            stdout=subprocess.PIPE, text=True, env=environment(PYTHONUNBUFFERED="1"),
+        )  # fmt: skip
+        assert watching.stdout.readline() == "job/a = 1\n"
+        daemon.process.kill()
+        daemon.process.wait(LIMIT)
+    with watching, started("--port", port, *data) as daemon:
+        daemon.ask("set", "job/b", "2")
+        assert watching.stdout.readline() == "job/b = 2\n"
+        watching.send_signal(signal.SIGINT)
+        assert watching.wait(LIMIT) == 130
+
+
+def test_messages_of_a_channel_are_printed():
+    with started("--port", "0") as daemon, daemon.client() as store:
+        watching = subprocess.Popen(
+            [*PROGRAM, "--port", str(daemon.port), "watch", "news", "--channel"],
+            stdout=subprocess.PIPE, text=True, env=environment(PYTHONUNBUFFERED="1"),
+        )  # fmt: skip
+        with watching:
+            until = time.monotonic() + LIMIT
+            while store.publish("news", "heard") == 0:
+                assert time.monotonic() < until
+            assert watching.stdout.readline() == "heard\n"
             watching.send_signal(signal.SIGINT)
             assert watching.wait(LIMIT) == 130
 

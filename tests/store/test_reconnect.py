@@ -16,7 +16,7 @@ from contextlib import contextmanager
 import pytest
 
 from asyncdist.config import Config
-from asyncdist.errors import StoreConnectionError, StoreTimeoutError
+from asyncdist.errors import StoreConnectionError, StoreError, StoreTimeoutError
 from asyncdist.runtime import runtime
 from asyncdist.store import AsyncStore, StoreServer, TCPStore, dialling
 from asyncdist.store.members import Members
@@ -376,6 +376,41 @@ async def test_a_watch_goes_on_over_another_connection(server, proxy, store, eve
         assert await waiting is None
     await watcher.close()
     await eventually(lambda: server.state._observing == {})
+
+
+async def test_a_watch_of_many_keys_tells_what_changed_between_two_connections(server, proxy, store, eventually):
+    watcher = await through(proxy)
+    await store.multi_set(["job/a", "other"], ["1", "x"])
+    async with watcher.watch_keys("job/") as changes:
+        assert await anext(changes) == ("job/a", b"1")
+        await store.set("job/b", b"2")
+        await store.set("other", b"y")
+        await store.append("job/a", b"1")
+        await store.delete_key("job/b")
+        assert [await anext(changes) for _ in range(3)] == [("job/b", b"2"), ("job/a", b"11"), ("job/b", None)]
+        proxy.clog()  # so that the next connection is taken, and hears nothing
+        proxy.cut()
+        await store.multi_set(["job/c", "job/d"], ["3", "4"])
+        await store.delete_key("job/a")
+        proxy.unclog()
+        assert sorted([await anext(changes) for _ in range(3)], key=str) == [
+            ("job/a", None), ("job/c", b"3"), ("job/d", b"4"),
+        ]  # fmt: skip
+        other = await through(proxy)
+        await other.set("job/e", b"5", ephemeral=True)
+        await other.close()
+        assert [await anext(changes) for _ in range(2)] == [("job/e", b"5"), ("job/e", None)]
+    await watcher.close()
+    await eventually(lambda: server.state._surveying == {})
+
+
+async def test_more_keys_than_go_into_one_reply_are_not_watched(server, store):
+    await store.set("a/1", bytes(600_000))
+    await store.set("a/2", bytes(600_000))
+    with pytest.raises(StoreError, match="watch a longer prefix"):
+        await store.watch_keys("a/")
+    async with store.watch_keys("a/1") as changes:
+        assert await anext(changes) == ("a/1", bytes(600_000))
 
 
 def test_a_blocking_watch_goes_on_over_another_connection():

@@ -21,3 +21,11 @@ def meet(test, url, rank, world_size, backends):
         dist.all_reduce(total)
         test.send((backend, total.item()))
         dist.destroy_process_group()
+
+
+def stay(test, url, rank, world_size):
+    """Make a world, and stay in it."""
+    dist.init_process_group("gloo", init_method=url, rank=rank, world_size=world_size)
+    dist.all_reduce(torch.ones(1))
+    test.send("there")
+    test.receive()

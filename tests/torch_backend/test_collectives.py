@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 pytestmark = pytest.mark.processes
+BESIDE_GLOO = pytest.param(
+    "beside_gloo",
+    marks=pytest.mark.skipif(
+        torch.__version__.startswith("2.6."),
+        reason="groups of gloo's that go in torch 2.6 wait for their threads with the interpreter locked, some for ever",
+    ),
+)
 
 
 @pytest.mark.parametrize(
@@ -37,7 +45,7 @@ def test_groups(same_over_gloo, program):
 
 
 @pytest.mark.parametrize(
-    "program", ["stacked_outputs", "further_dtypes", "scaled_sums", "bits_of_bools", "layouts", "beside_gloo",
+    "program", ["stacked_outputs", "further_dtypes", "scaled_sums", "bits_of_bools", "layouts", BESIDE_GLOO,
                 "callbacks_that_block", "old_and_new_names", "awaited"],
 )  # fmt: skip
 def test_what_gloo_refuses(as_it_should_be, program):

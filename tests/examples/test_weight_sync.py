@@ -1,16 +1,12 @@
-"""The trainer and its servers as a user starts them: answers come all the time, and from newer and newer weights."""
+"""The trainer and its servers: answers come all the time, and from newer and newer weights."""
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-PROGRAM = Path(__file__).parents[1] / "examples" / "weight_sync.py"
+PROGRAM = "weight_sync.py"
 VERSIONS = 6
 ROW = re.compile(
     r"│ +(\d+) │ +([\d.]+) ms │ +(\d+) │ +([\d.]+) ms │ +(\d+) │ +(nan|[\d.]+)% │ +(?:nan|[\d.]+) ms │ +(?:nan|[\d.]+) ms │"
@@ -18,17 +14,9 @@ ROW = re.compile(
 pytestmark = pytest.mark.processes
 
 
-def run(folder, *arguments, ranks):
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(PROGRAM)]
-    return subprocess.run(
-        [*command, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=150, check=False
-    )
-
-
 @pytest.mark.parametrize("ranks", [3, 4])
-def test_servers_go_on_answering_while_weights_come(tmp_path, ranks):
-    result = run(tmp_path, f"--versions={VERSIONS}", "--steps=60", "--width=400", "--lr=0.02", ranks=ranks)
+def test_servers_go_on_answering_while_weights_come(run_example, tmp_path, ranks):
+    result = run_example(PROGRAM, f"--versions={VERSIONS}", "--steps=60", "--width=400", "--lr=0.02", ranks=ranks)
     assert result.returncode == 0, result.stdout + result.stderr
     assert f"{ranks - 2} server(s)" in result.stdout
 
@@ -49,7 +37,7 @@ def test_servers_go_on_answering_while_weights_come(tmp_path, ranks):
     assert (tmp_path / "out" / "weight_sync.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_two_processes_are_too_few(tmp_path):
-    result = run(tmp_path, ranks=2)
+def test_two_processes_are_too_few(run_example):
+    result = run_example(PROGRAM, ranks=2)
     assert result.returncode != 0
     assert "three at least: torchrun --nproc-per-node=3" in result.stderr

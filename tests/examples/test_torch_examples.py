@@ -1,33 +1,16 @@
-"""The examples as a person starts them, in a short form: under torchrun, from another folder."""
+"""Sharded, tensor parallel and pipelined training, in a short form."""
 
 from __future__ import annotations
 
-import os
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 pytestmark = pytest.mark.processes
-
-
-def torchrun(ranks, program, *options, folder):
-    """Run an example in a folder; return it when it has ended."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    environment = {**os.environ, "COLUMNS": "120", "PYTHONWARNINGS": "error::UserWarning:__main__"}
-    return subprocess.run(
-        [*command, str(EXAMPLES / program), *options],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-    )
 
 
 def table_of(result):
@@ -44,9 +27,9 @@ def is_picture(path):
     return path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_fsdp2_learns_and_goes_on_with_another_number_of_ranks(tmp_path):
+def test_fsdp2_learns_and_goes_on_with_another_number_of_ranks(run_example, tmp_path):
     small = ["--width", "64", "--layers", "2", "--context", "32", "--steps", "30"]
-    first = torchrun(2, "fsdp2_gpt.py", *small, folder=tmp_path)
+    first = run_example("fsdp2_gpt.py", *small, ranks=2)
     table = table_of(first)
     (before,), (after,) = table["loss on held-out text, before"], table["loss on held-out text, after"]
     assert before > 4.5  # about that of guessing
@@ -56,7 +39,7 @@ def test_fsdp2_learns_and_goes_on_with_another_number_of_ranks(tmp_path):
     assert "over asyncdist" in first.stdout
     assert is_picture(tmp_path / "out/fsdp2_gpt/loss.png")
 
-    second = torchrun(3, "fsdp2_gpt.py", *small, "--steps", "15", "--resume", folder=tmp_path)
+    second = run_example("fsdp2_gpt.py", *small, "--steps", "15", "--resume", ranks=3)
     table = table_of(second)
     found, saved = re.search(
         r"resumed on 3 ranks after step 30: .* (\S+), as it was saved (\S+)", second.stdout
@@ -68,8 +51,8 @@ def test_fsdp2_learns_and_goes_on_with_another_number_of_ranks(tmp_path):
     assert not (tmp_path / "out/fsdp2_gpt/checkpoint.new").exists()
 
 
-def test_tensor_parallel_comes_to_the_weights_of_one_process(tmp_path):
-    table = table_of(torchrun(2, "tensor_parallel.py", "--steps", "40", folder=tmp_path))
+def test_tensor_parallel_comes_to_the_weights_of_one_process(run_example, tmp_path):
+    table = table_of(run_example("tensor_parallel.py", "--steps", "40", ranks=2))
     first, last = table["loss"]
     assert last < first - 0.3
     assert 0 < table["largest difference of a weight"][0] < 1e-5  # zero would mean that nothing was split
@@ -78,8 +61,8 @@ def test_tensor_parallel_comes_to_the_weights_of_one_process(tmp_path):
     assert is_picture(tmp_path / "out/tensor_parallel.png")
 
 
-def test_a_pipeline_comes_to_the_weights_of_one_process_and_holds_what_its_schedule_promises(tmp_path):
-    table = table_of(torchrun(2, "pipeline.py", "--steps", "15", "--width", "128", folder=tmp_path))
+def test_a_pipeline_comes_to_the_weights_of_one_process_and_holds_what_its_schedule_promises(run_example, tmp_path):
+    table = table_of(run_example("pipeline.py", "--steps", "15", "--width", "128", ranks=2))
     for before, after in zip(table["loss"][::2], table["loss"][1::2], strict=True):
         assert after < before / 2
     assert all(0 < difference < 1e-5 for difference in table["largest difference"])
