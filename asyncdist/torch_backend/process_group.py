@@ -159,7 +159,7 @@ class ProcessGroup(torch_distributed.ProcessGroup):
         return self._run(self.group.all_to_all_single, [output], opts, output, input, *splits)
 
     def barrier(self, opts: Any = _UNSET) -> Work:
-        devices = getattr(opts, "device_ids", None)
+        devices = getattr(opts, "device_ids", None) if torch.cuda.is_available() else None
         return self._run(self._barrier_on(devices[0]) if devices else self.group.barrier, [], opts)
 
     def _barrier_on(self, index: int) -> Callable[..., started.Work]:
