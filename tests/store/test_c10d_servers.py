@@ -163,25 +163,31 @@ def test_a_value_of_more_than_8_MiB(whose, connect):
 
 
 PROGRAMS = {
-    OURS: "import sys; from asyncdist.cli import main; main(['store', '--port', sys.argv[1], '--data', sys.argv[2]])",
-    TORCHS: "import sys; from torch.distributed import TCPStore\n"
-    "server = TCPStore('127.0.0.1', int(sys.argv[1]), is_master=True, wait_for_workers=False)\n"
+    OURS: "from asyncdist.cli import main; main(['store', '--port', input(), '--data', sys.argv[1]])",
+    TORCHS: "from torch.distributed import TCPStore\n"
+    "server = TCPStore('127.0.0.1', int(input()), is_master=True, wait_for_workers=False)\n"
     "print(f'ready at :{server.port} ', flush=True); sys.stdin.read()",
 }
 
 
-@contextlib.contextmanager
-def killed_in_the_end(whose: str, port: int, folder: Path) -> Iterator[int]:
-    """Run a server in a process of its own, and kill it; gives its port."""
-    with subprocess.Popen(
-        [sys.executable, "-c", PROGRAMS[whose], str(port), str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as process:
-        try:
-            found = re.search(rb":(\d+) ", process.stdout.readline())
-            assert found
-            yield int(found[1])
-        finally:
-            process.kill()
+class Process:
+    """A server in a process of its own, which imports what it needs and waits until it is told a port."""
+
+    def __init__(self, whose: str, folder: Path) -> None:
+        command = [sys.executable, "-c", f"import sys; {PROGRAMS[whose]}", str(folder)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    def begin(self, port: int) -> int:
+        """Serve; return the port, which is any free one for 0."""
+        self._process.stdin.write(b"%d\n" % port)
+        self._process.stdin.flush()
+        found = re.search(rb":(\d+) ", self._process.stdout.readline())
+        assert found
+        return int(found[1])
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.communicate()
 
 
 @pytest.mark.processes
@@ -190,13 +196,18 @@ def test_a_server_that_is_killed_and_started_again(whose, tmp_path):
 
     Torch's client does not come back to our server either, as that is the client's to do; one made later finds it all.
     """
-    with killed_in_the_end(whose, 0, tmp_path) as port:
+    with contextlib.ExitStack() as stack:
+        first, second = Process(whose, tmp_path), Process(whose, tmp_path)
+        stack.callback(first.kill)
+        stack.callback(second.kill)
+        port = first.begin(0)
         theirs = torch_dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=20))
         ours = TCPStore("127.0.0.1", port, timeout=20.0, config=Config()) if whose == OURS else None
         theirs.set("k", "v")
         assert theirs.get("k") == b"v"
         assert ours is None or ours.add("n", 1) == 1
-    with killed_in_the_end(whose, port, tmp_path):
+        first.kill()
+        assert second.begin(port) == port
         for _ in range(2):
             with pytest.raises(RuntimeError):
                 theirs.get("k")
