@@ -93,6 +93,11 @@ class Config:
         "ASYNCDIST_TLS_CHECK_HOSTNAME",
         "believe a store only if its certificate is for the name dialled (0 for not)",
     )
+    tls_check_ranks: bool = _setting(
+        False,
+        "ASYNCDIST_TLS_CHECK_RANKS",
+        "believe a rank only if its certificate is for the address dialled (1 to check)",
+    )
     store_max_value_nbytes: int = _setting(
         256 << 20, "ASYNCDIST_STORE_MAX_VALUE_NBYTES", "largest value (and frame) that the store takes"
     )

@@ -56,12 +56,13 @@ def client_context(config: Config) -> ssl.SSLContext | None:
 def rank_contexts(config: Config) -> tuple[ssl.SSLContext, ssl.SSLContext] | None:
     """Return what a rank needs to accept and to dial its peers, None where there is to be no TLS between ranks.
 
-    Peers are believed for their certificates, which only members of the job have, and not for their names.
+    Peers are believed for their certificates, which only members of the job have; for their addresses too, by who dials,
+    where ``tls_check_ranks`` says so.
     """
     if not (config.tls_cert and config.tls_ca):
         return None
     serving = server_context(config)
-    dialling = client_context(config.with_(tls_check_hostname=False))
+    dialling = client_context(config.with_(tls_check_hostname=config.tls_check_ranks))
     assert serving is not None
     assert dialling is not None
     return serving, dialling

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from asyncdist.config import Config
-from asyncdist.errors import AsyncdistError, AuthenticationError, StoreError, UsageError
+from asyncdist.errors import AsyncdistError, AuthenticationError, PeerLostError, StoreError, UsageError
 from asyncdist.store import AsyncStore, StoreServer, TCPStore
 from asyncdist.store.c10d_wire import Code
 from asyncdist.testing.c10d import Peer
@@ -168,6 +168,30 @@ async def test_ranks_speak_tls(size):
             await asyncio.gather(*(group.all_reduce(tensor) for group, tensor in zip(groups, tensors, strict=True)))
             for tensor in tensors:
                 assert torch.equal(tensor, torch.full((count,), size * (size + 1) / 2))
+
+
+async def test_ranks_check_addresses_where_they_are_told_to():
+    async with world_of(2, transport="tcp", config=config(tls_check_ranks=True)) as groups:
+        tensors = [torch.full((4,), rank + 1.0) for rank in range(2)]
+        await asyncio.gather(*(group.all_reduce(tensor) for group, tensor in zip(groups, tensors, strict=True)))
+        assert [tensor[0].item() for tensor in tensors] == [3.0, 3.0]
+
+
+@pytest.mark.parametrize("checks", [False, True])
+async def test_a_certificate_for_another_address(checks):
+    settings = config("elsewhere", tls_check_hostname=False, tls_check_ranks=checks)
+
+    async def reduce() -> None:
+        async with world_of(2, transport="tcp", config=settings) as groups:
+            tensors = [torch.ones(4) for _ in range(2)]
+            await asyncio.gather(*(group.all_reduce(tensor) for group, tensor in zip(groups, tensors, strict=True)))
+            assert [tensor[0].item() for tensor in tensors] == [2.0, 2.0]
+
+    if not checks:
+        await reduce()
+        return
+    with pytest.raises(PeerLostError, match="IP address mismatch"):
+        await reduce()
 
 
 async def test_both_ways_at_once():

@@ -6,15 +6,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+
+from msgpack import ExtType, packb
 
 from asyncdist.errors import AuthenticationError, ProtocolError
 from asyncdist.handshake import MAGIC, Pushed, accept, dial
 from asyncdist.store import c10d_wire, log
 from asyncdist.store.changes import Book, replay
 from asyncdist.store.entries import Contents
-from asyncdist.store.messages import Encoder, FrameParser, decode_answer, decode_request, hello, messages_in
-from asyncdist.store.operations import Op
+from asyncdist.store.messages import LENGTH, Encoder, FrameParser, decode_answer, decode_request, hello
+from asyncdist.store.operations import SERVERS, Kind, Op
+from asyncdist.store.pieces import Arriving
 from asyncdist.store.state import StoreState
 
 LIMIT = 1 << 16
@@ -24,29 +27,34 @@ SALT = bytes(8)
 
 def requests(data: bytes) -> None:
     """A client of ours, at the server: cut where the first byte says, to be resumed."""
-    parser, state = FrameParser(LIMIT), StoreState(LIMIT, 100)
+    parser, arriving, state = FrameParser(LIMIT), Arriving(LIMIT), StoreState(LIMIT, 100)
     with contextlib.suppress(ProtocolError):
-        for piece in _pieces(data):
-            for message in _messages(parser, piece):
-                request, op, args = decode_request(message)
-                if op < Op.OPEN_DOOR:
-                    state.execute("client", request, op, args)
+        for message in _messages(parser, arriving, data):
+            request, op, args = decode_request(message)
+            if op is Op.PIECE:
+                arriving.add(*args)
+            elif op not in SERVERS:
+                state.execute("client", request, op, args)
     state.leave("client")
     assert state.num_open == 0
     assert parser.pending <= LIMIT + 8 + len(data)
+    assert arriving.nbytes <= len(data)
 
 
 def answers(data: bytes) -> None:
     """A server of ours, at the client."""
-    parser = FrameParser(LIMIT)
+    parser, arriving = FrameParser(LIMIT), Arriving(LIMIT)
     with contextlib.suppress(ProtocolError):
-        for piece in _pieces(data):
-            for message in _messages(parser, piece):
-                decode_answer(message)
+        for message in _messages(parser, arriving, data):
+            _, kind, value = decode_answer(message)
+            if kind == Kind.PIECE:
+                arriving.add(*value)
 
 
-def _messages(parser: FrameParser, piece: bytes) -> list[object]:
-    return [message for frame in parser.feed(piece) for message in messages_in(frame)]
+def _messages(parser: FrameParser, arriving: Arriving, data: bytes) -> Iterator[object]:
+    for piece in _pieces(data):
+        for frame in parser.feed(piece):
+            yield from arriving.messages_in(frame)
 
 
 def c10d(data: bytes) -> None:
@@ -100,6 +108,7 @@ def _kept(*requests: tuple[Op, tuple[object, ...]]) -> bytes:
 
 
 _FRAME = Encoder().frame
+_VALUE, _MESSAGE = ExtType(1, bytes(4)), LENGTH.pack(6) + packb(ExtType(2, bytes(4)))
 _CHANGES = _kept((Op.SET, ("k", b"v")), (Op.APPEND, ("k", b"w")), (Op.QUEUE_PUSH, ("q", b"i")), (Op.DELETE_KEY, ("k",)))
 _RECORD = log.encode_record(log.Record(("host", "1", "2", "3"), 1, Op.SET, ("k", b"v")))
 
@@ -110,9 +119,14 @@ SEEDS: dict[str, list[bytes]] = {
     "requests": [
         b"\xff" + _FRAME(1, Op.SET, "k", b"v") + _FRAME(2, Op.MULTI_GET, ["k", "l"]) + _FRAME(3, Op.ADD, "n", 1),
         b"\3" + _FRAME(1, Op.QUEUE_POP, "q", True) + _FRAME(2, Op.QUEUE_PUSH, "q", b"i") + _FRAME(0, Op.CONFIRM, 1),
+        b"\x20" + _FRAME(1, Op.PIECE, 0, b"value") + _FRAME(1, Op.SET, "k", _VALUE) + _FRAME(2, Op.WATCH_KEYS, "k"),
+        b"\xff" + _FRAME(1, Op.PIECE, 0, packb([1, Op.LIST_KEYS, ""])) + _MESSAGE + _FRAME(1, Op.PIECE, 0, b""),
         b"\x10" + _FRAME(1, Op.BARRIER, "b", 2) + _FRAME(2, Op.BARRIER, "b", 2) + _FRAME(3, Op.SUBSCRIBE, "c"),
     ],
-    "answers": [b"\xff" + hello(LIMIT) + _FRAME(1, 0, b"v") + _FRAME(2, 1, [1, "no"]) + _FRAME(3, 2, b"m")],
+    "answers": [
+        b"\xff" + hello(LIMIT) + _FRAME(1, 0, b"v") + _FRAME(2, 1, [1, "no"]) + _FRAME(3, 2, b"m"),
+        b"\xff" + hello(LIMIT) + _FRAME(1, 4, [0, b"value"]) + _FRAME(1, 0, _VALUE),
+    ],
     "c10d": [
         b"\xff\x00\xce\xf7\x85\x3c\x01\x01\0\0\0\0\0\0\0k\x01\0\0\0\0\0\0\0v\x04\x01\0\0\0\0\0\0\0n\x01\0\0\0\0\0\0\0",
         b"\2\x00\xce\xf7\x85\x3c\x0a\x02\0\0\0\0\0\0\0\x01\0\0\0\0\0\0\0k\x01\0\0\0\0\0\0\0l\x0d\1\2\3\4",

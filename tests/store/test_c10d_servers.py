@@ -6,7 +6,12 @@ What torch's server does wrong is asserted, so that these tests say so when a la
 from __future__ import annotations
 
 import contextlib
+import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +19,9 @@ import torch.distributed as torch_dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asyncdist.config import Config
 from asyncdist.runtime import runtime
-from asyncdist.store import StoreServer
+from asyncdist.store import StoreServer, TCPStore
 from asyncdist.store.c10d_wire import Code
 from asyncdist.testing.c10d import Peer
 
@@ -154,6 +160,63 @@ def test_a_value_of_more_than_8_MiB(whose, connect):
     else:
         with pytest.raises(ConnectionError):
             setting.ask(Code.SET, b"/k", value)
+
+
+PROGRAMS = {
+    OURS: "from asyncdist.cli import main; main(['store', '--port', input(), '--data', sys.argv[1]])",
+    TORCHS: "from torch.distributed import TCPStore\n"
+    "server = TCPStore('127.0.0.1', int(input()), is_master=True, wait_for_workers=False)\n"
+    "print(f'ready at :{server.port} ', flush=True); sys.stdin.read()",
+}
+
+
+class Process:
+    """A server in a process of its own, which imports what it needs and waits until it is told a port."""
+
+    def __init__(self, whose: str, folder: Path) -> None:
+        command = [sys.executable, "-c", f"import sys; {PROGRAMS[whose]}", str(folder)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    def begin(self, port: int) -> int:
+        """Serve; return the port, which is any free one for 0."""
+        self._process.stdin.write(b"%d\n" % port)
+        self._process.stdin.flush()
+        found = re.search(rb":(\d+) ", self._process.stdout.readline())
+        assert found
+        return int(found[1])
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+@pytest.mark.processes
+def test_a_server_that_is_killed_and_started_again(whose, tmp_path):
+    """Torch's has lost everything, and its client its connection for good. Ours has it all, and our client comes back.
+
+    Torch's client does not come back to our server either, as that is the client's to do; one made later finds it all.
+    """
+    with contextlib.ExitStack() as stack:
+        first, second = Process(whose, tmp_path), Process(whose, tmp_path)
+        stack.callback(first.kill)
+        stack.callback(second.kill)
+        port = first.begin(0)
+        theirs = torch_dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=20))
+        ours = TCPStore("127.0.0.1", port, timeout=20.0, config=Config()) if whose == OURS else None
+        theirs.set("k", "v")
+        assert theirs.get("k") == b"v"
+        assert ours is None or ours.add("n", 1) == 1
+        first.kill()
+        assert second.begin(port) == port
+        for _ in range(2):
+            with pytest.raises(RuntimeError):
+                theirs.get("k")
+        with Peer(port) as later:
+            assert later.ask(Code.CHECK, [b"/k"]) == {OURS: 0, TORCHS: 1}[whose]
+        if ours is not None:
+            assert ours.get("k") == b"v"
+            assert ours.add("n", 1) == 2
+            ours.close()
 
 
 # -- where they agree ------------------------------------------------------------------------------

@@ -84,7 +84,9 @@ class Outbound:
 
     def _new_socket(self) -> Connected:
         sock = _new_socket(self._where[0])
-        return sock if self._tls is None else TlsSocket(sock, self._tls, serves=False)
+        if self._tls is None:
+            return sock
+        return TlsSocket(sock, self._tls, serves=False, name=self._where[0] if self._tls.check_hostname else None)
 
     def begin_again(self) -> None:
         """Connect once more: the peer gave us up before we had said anything."""
