@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import contextlib
+import functools
 import gc
 import threading
 import weakref
