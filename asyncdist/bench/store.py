@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import select
 import subprocess
 import sys
 import tempfile
@@ -84,6 +85,9 @@ class StoreReport:
         }
 
 
+_PATIENCE = 300.0  # seconds for which clients may be at one thing
+
+
 # -- processes ---------------------------------------------------------------------------------------
 
 
@@ -100,8 +104,14 @@ class Worker:
         self._process.stdin.flush()
 
     def hear(self) -> Any:
-        """Return what came of it. Raises BenchmarkError when the process has ended."""
+        """Return what came of it. Raises BenchmarkError when the process has ended, or is never done."""
         assert self._process.stdout is not None
+        ready, _, _ = select.select([self._process.stdout], [], [], _PATIENCE)
+        if not ready:
+            raise BenchmarkError(
+                f"store clients waited for {_PATIENCE:.0f} s: their server serves them no more; measure the other cases "
+                "with --only"
+            )
         line = self._process.stdout.readline()
         if not line:
             raise BenchmarkError("a process of store clients ended before it was done")
