@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from asyncdist.buffers import Memory
 from asyncdist.collectives.schedule import Schedule
 from asyncdist.devices.streams import Streams
 from asyncdist.interfaces import machine_name
@@ -134,7 +135,7 @@ class Ensemble(Native):
     def all_reduce_of(
         self, fingerprint: int, shape: tuple[int, ...], dtype: torch.dtype, how: Arithmetic
     ) -> Callable[[int, torch.Tensor], Schedule]:
-        raise NotImplementedError  # the short cut of tensors in the host's memory
+        return lambda number, tensor: self.all_reduce(number, fingerprint, (Memory(tensor.view(-1)),), how)
 
 
 def nothing() -> Schedule:
