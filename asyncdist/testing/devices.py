@@ -12,11 +12,15 @@ from contextlib import AbstractContextManager
 
 import torch
 
+from asyncdist.buffers import Memory
+from asyncdist.collectives.schedule import Schedule
 from asyncdist.config import Config
-from asyncdist.devices.ensemble import Ensemble
+from asyncdist.devices.ensemble import Ensemble, nothing
 from asyncdist.devices.group import DeviceGroup
+from asyncdist.devices.staged import Staged
 from asyncdist.devices.streams import Mark, Streams
 from asyncdist.group import Group
+from asyncdist.reduce import Arithmetic
 from asyncdist.testing.cluster import world_of
 
 
@@ -131,3 +135,15 @@ def device_group(
     """Return the ranks of a group as if their CPU tensors lay on a device; call it on all of them."""
     host = group.world.new_group(group.ranks, name)
     return DeviceGroup(host, torch.device("cpu"), kinds, streams or PretendStreams())
+
+
+class Queued(Staged):
+    """A way whose calls are in the device's queue when they return, as NCCL's are: each adds one to what it is given."""
+
+    name = "queued"
+    blocks = False
+
+    def all_reduce(self, number: int, fingerprint: int, memories: Sequence[Memory], how: Arithmetic) -> Schedule:
+        for memory in memories:
+            memory.tensor.add_(1)
+        return nothing()

@@ -8,8 +8,6 @@ import threading
 import pytest
 import torch
 
-from asyncdist.devices.ensemble import nothing
-from asyncdist.devices.staged import Staged
 from asyncdist.errors import (
     GroupAbortedError,
     LoopThreadError,
@@ -19,20 +17,8 @@ from asyncdist.errors import (
     UsageError,
     WaitTimeoutError,
 )
-from asyncdist.testing.devices import PretendStreams, device_group, devices_of
+from asyncdist.testing.devices import PretendStreams, Queued, device_group, devices_of
 from asyncdist.work import joined
-
-
-class Queued(Staged):
-    """A way whose calls are in the device's queue when they return, as NCCL's are: each adds one to what it is given."""
-
-    name = "queued"
-    blocks = False
-
-    def all_reduce(self, number, fingerprint, memories, how):
-        for memory in memories:
-            memory.tensor.add_(1)
-        return nothing()
 
 
 @pytest.fixture

@@ -213,40 +213,42 @@ def test_a_store_that_was_killed_and_kept_nothing_is_not_taken_for_the_one_befor
 
 
 @pytest.mark.processes
-async def test_a_store_with_data_that_is_killed_again_and_again_carries_its_clients_on(tmp_path):
+async def test_a_store_with_data_that_is_killed_again_and_again_carries_its_clients_on(tmp_path, eventually):
     """What is asked while it is down waits; what was on its way is done once: the log says also who was told what."""
     options = ("--data", str(tmp_path), "--fsync", "always")
-    stop = False
+    stop, done = False, 0
 
-    async def add(store: AsyncStore) -> int:
-        done = 0
+    async def add(store: AsyncStore) -> None:
+        nonlocal done
         while not stop:
             await store.add("n", 1)
             done += 1
-        return done
+
+    async def at_work() -> None:
+        goal = done + 20
+        await eventually(lambda: done >= goal)
 
     with daemon(0, *options) as (process, port):
         store = await AsyncStore.connect("127.0.0.1", port, token=TOKEN, timeout=LONG, config=CONFIG)
         working = [asyncio.create_task(add(store)) for _ in range(4)]
         waiting = asyncio.create_task(store.get("at last"))
-        await asyncio.sleep(0.2)
+        await at_work()
         process.kill()
         process.wait(LONG)
     for turn in range(4):
         with daemon(port, *options) as (process, _):
             await store.set(f"turn {turn}", b"1")
             assert await store.multi_get([f"turn {each}" for each in range(turn + 1)]) == [b"1"] * (turn + 1)
-            await asyncio.sleep(0.1)
+            await at_work()
             if turn == 3:
                 stop = True
-                done = sum(await asyncio.gather(*working))
+                await asyncio.gather(*working)
                 assert await store.add("n", 0) == done
                 await store.set("at last", b"v")
                 assert await waiting == b"v"
                 await store.close()
             process.kill()
             process.wait(LONG)
-    assert done > 0
 
 
 @pytest.mark.processes

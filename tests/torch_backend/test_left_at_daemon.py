@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ from asyncdist.store import StoreServer, TCPStore
 
 pytestmark = pytest.mark.processes
 PROGRAM = Path(__file__).parent / "program_at_daemon.py"
-PATIENCE = 30.0
 
 
 @pytest.fixture
@@ -23,15 +21,7 @@ def daemon():
     runtime().run(server.close())
 
 
-def until(condition):
-    """Wait for something that no one tells of."""
-    end = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
-
-
-def test_keys_go_when_the_last_rank_has_been_killed(daemon, nursery):
+def test_keys_go_when_the_last_rank_has_been_killed(daemon, nursery, until):
     with TCPStore("127.0.0.1", daemon.port) as store:
         store.set("job of others", b"")
         url = f"asyncdist://127.0.0.1:{daemon.port}/job"
@@ -49,7 +39,7 @@ def test_keys_go_when_the_last_rank_has_been_killed(daemon, nursery):
             rank.close()
 
 
-def test_keys_go_when_the_last_rank_has_left(daemon, nursery):
+def test_keys_go_when_the_last_rank_has_left(daemon, nursery, until):
     url = f"asyncdist://127.0.0.1:{daemon.port}/job"
     ranks = [nursery.start(PROGRAM, "meet", url, rank, 2, ("gloo", "asyncdist")) for rank in range(2)]
     for rank in ranks:

@@ -8,25 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from asyncdist.devices.ensemble import nothing
-from asyncdist.devices.staged import Staged
 from asyncdist.errors import GroupAbortedError
-from asyncdist.testing.devices import PretendStreams, device_group
+from asyncdist.testing.devices import PretendStreams, Queued, device_group
 from asyncdist.torch_backend import ProcessGroup
 from asyncdist.torch_backend.work import Work
 from asyncdist.work import joined
-
-
-class Queued(Staged):
-    """A way whose calls are in the device's queue when they return: each adds one to what it is given."""
-
-    name = "queued"
-    blocks = False
-
-    def all_reduce(self, number, fingerprint, memories, how):
-        for memory in memories:
-            memory.tensor.add_(1)
-        return nothing()
 
 
 @pytest.fixture
