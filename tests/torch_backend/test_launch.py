@@ -119,6 +119,23 @@ def test_worlds_one_after_the_other_by_a_url(daemon, nursery):
         rank.close()
 
 
+def test_torchs_rpc_goes_on_beside_our_groups(daemon, nursery):
+    """Trainers of a DistributedDataParallel, and a parameter server that they reach through torch's RPC."""
+    ranks = [nursery.start(HERE / "program_rpc.py", "train", f"asyncdist://{daemon}", rank) for rank in range(3)]
+    for rank in range(2):
+        weight, bias, rows = ranks[rank].hear(LIMIT)
+        # Sums of 20 and 25, then of 17.5 and 22.5, and their averages:
+        first, second = 22.5, 22.5 - 2.5
+        assert weight == [1 - 0.5 * (first + second)] * 4
+        assert bias == -1.0
+        # Each trainer has embeddings of its own; the gradient of its words is the layer's weight.
+        step = 0.5 * 1 + 0.5 * (1 - 0.5 * first)
+        assert rows == [row - step * (row % 2 == rank) for row in range(10)]
+    for rank in ranks:
+        assert rank.wait() == 0
+        rank.close()
+
+
 def test_a_url_without_its_port_is_refused(nursery):
     rank = nursery.start(HERE / "program_at_daemon.py", "meet", "asyncdist://somewhere/job", 0, 1, ("asyncdist",))
     assert "lacks its port; use asyncdist://host:port" in rank.hear()
