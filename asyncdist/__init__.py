@@ -76,6 +76,10 @@ class _Package(ModuleType):
         if not (name in _NAMES and isinstance(value, ModuleType)):
             super().__setattr__(name, value)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # cloudpickle, with which Ray, Dask and Spark send functions, knows plain modules only.
+        return importlib.import_module, (self.__name__,)
+
 
 sys.modules[__name__].__class__ = _Package
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import pickle
 from types import ModuleType
 
 import asyncdist
@@ -15,3 +16,7 @@ def test_submodules_do_not_hide_public_names():
     assert hidden == []
     assert asyncdist.group.WORLD is None
     assert callable(asyncdist.reduce)
+
+
+def test_the_package_can_be_sent_with_functions_that_use_it():
+    assert pickle.loads(pickle.dumps(asyncdist)) is asyncdist
