@@ -197,23 +197,23 @@ def _in_order(tensor: torch.Tensor) -> torch.Tensor:
 class Target:
     """A user's tensor that an operation writes into (and may read first).
 
-    ``memory`` is the tensor's own where its elements lie in order, else a copy; after the operation the caller calls
+    ``memory`` is the tensor's own where its elements lie in order, else a copy (``copied``); after the operation the caller calls
     `store`, which writes a copy back. UsageError if several elements of the tensor share one place in memory.
     """
 
-    __slots__ = ("_copied", "memory", "tensor")
+    __slots__ = ("copied", "memory", "tensor")
 
     def __init__(self, value: Any) -> None:
         # Detached: autograd may adopt the caller's tensor as a result while the operation still adds to it.
         self.tensor = tensor = tensor_of(value, written=True).detach()
-        self._copied = not tensor.is_contiguous() or _lazy(tensor)
-        if self._copied:
+        self.copied = not tensor.is_contiguous() or _lazy(tensor)
+        if self.copied:
             _check_apart(tensor)
             tensor = _in_order(tensor)
         self.memory = Memory(tensor if tensor.dim() == 1 else tensor.view(-1))
 
     def store(self) -> None:
-        if self._copied:
+        if self.copied:
             with torch.inference_mode(self.tensor.is_inference()):
                 self.tensor.copy_(self.memory.tensor.view(self.tensor.shape))
 

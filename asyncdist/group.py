@@ -140,6 +140,10 @@ class Group(Calls):
         made = self._devices[device] = DeviceGroup(host, device, registry.ensembles(self.mesh.backend, device.type))
         return made
 
+    def beside(self, what: str) -> Group:
+        """Return another group of the same ranks, for what goes on beside this one; the same for each that asks."""
+        return Group(self.mesh, self.ranks, f"{self.name} ({what})", self.timeout, nonce=self._channel.number)
+
     # -- the one path --------------------------------------------------------------------------
 
     def _issue(self, name: str, plan: Plan, how: How) -> Work:

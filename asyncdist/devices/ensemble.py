@@ -29,6 +29,7 @@ from asyncdist.native import Native
 from asyncdist.reduce import Arithmetic
 
 if TYPE_CHECKING:
+    from asyncdist.devices.courier import Courier
     from asyncdist.group import Group
 
 Card = Mapping[str, Any]
@@ -98,6 +99,11 @@ class Ensemble(Native):
     def probe(cls) -> str | None:
         """Return None if this way can be used in this process, else the reason in words."""
 
+    @classmethod
+    def courier(cls, site: Site) -> Courier | None:
+        """Return what carries messages this way, for one rank; None if they had better go another. Meets nobody."""
+        return None
+
     # -- coming together -----------------------------------------------------------------------
 
     @abstractmethod
@@ -116,10 +122,6 @@ class Ensemble(Native):
 
     def trouble(self) -> Exception | None:
         """Return what has gone wrong beside any call, None if nothing has. Called now and then, from any thread."""
-        return None
-
-    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Callable[[], None] | None:
-        """Put the sending of a contiguous tensor into the queue; None if messages had better go through the host."""
         return None
 
     @abstractmethod

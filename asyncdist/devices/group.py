@@ -18,12 +18,15 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from asyncdist.buffers import Target, to_read
 from asyncdist.calls import Calls, How
+from asyncdist.collectives import exchanges
 from asyncdist.collectives.operation import Plan
 from asyncdist.deadline import seconds
 from asyncdist.devices.choice import settle
 from asyncdist.devices.ensemble import Ensemble, Site
 from asyncdist.devices.line import Line
+from asyncdist.devices.messages import Messages
 from asyncdist.devices.staged import Staged
 from asyncdist.devices.streams import CudaStreams, Mark, Streams
 from asyncdist.devices.watch import Pending, Watch
@@ -45,7 +48,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("asyncdist")
 
-_VIGIL_TAG = (1 << 32) - 1
+_VIGIL_TAG = (1 << 32) - 1  # no message's letters have it
 _GRACE = 1.0  # seconds that the device has for what is in its queue when a peer is gone
 
 
@@ -80,6 +83,7 @@ class DeviceGroup(Calls):
         self._sequence = itertools.count(1)
         self._line = Line(f"asyncdist-{device}")
         self._watch = Watch(f"asyncdist-watch-{device}", self._look_for_trouble, self._too_late, self._broken)
+        self._messages = Messages(Site(host, self._streams.beside()), kinds, self._watch, self._guarded)
         self._vigil: Work | None = None
         self._closed = False
         self._troubled = 0.0  # when trouble was first seen
@@ -100,9 +104,18 @@ class DeviceGroup(Calls):
         return self
 
     def _issue(self, name: str, plan: Plan, how: How) -> Work:
-        return self._start(name, next(self._sequence), plan, how, self._do)
+        return self._start(name, next(self._sequence), plan, how, self._line, self._do)
 
-    def _start(self, name: str, number: int, plan: Plan, how: How, do: Callable[[Pending, Mark], None]) -> Work:
+    def _start(
+        self,
+        name: str,
+        number: int,
+        plan: Plan,
+        how: How,
+        line: Line,
+        do: Callable[[Pending, Mark], None],
+        held: Any = None,
+    ) -> Work:
         if self._closed:
             raise NotInitializedError(f"group {self.name!r} was destroyed: make a new one for {name}")
         blocking = not how.get("background", True)
@@ -116,22 +129,21 @@ class DeviceGroup(Calls):
         self._host.mesh.recorder.add(entry)
         limit = seconds(how.get("timeout"), self.timeout)
         now = monotonic()
-        pending = Pending(DeviceWork(self._streams, self._host.mesh.progress), plan, entry, now, now + limit)
+        pending = Pending(DeviceWork(self._streams, self._host.mesh.progress), plan, entry, now, now + limit, held=held)
         before = self._streams.mark()
         self._watch.add(pending)
-        here = blocking or (self._ensemble is not None and not self._ensemble.blocks)
-        self._line.put(functools.partial(self._done, pending, functools.partial(do, pending, before)), here=here)
+        here = blocking or (line is self._line and self._ensemble is not None and not self._ensemble.blocks)
+        line.put(functools.partial(self._done, pending, functools.partial(do, pending, before)), here=here)
         if blocking and _succeeded(pending.work):
             pending.work.wait()
         return pending.work
 
     def _done(self, pending: Pending, do: Callable[[], None]) -> None:
-        """Do a call, on the line; a failure is the group's."""
-        error = self.error or self._host.error
+        """Do a call, on a line; a failure is the group's."""
+        error = self.error or self._host.error or self._messages.error
         if error is not None:
             self._fail(error, pending)
         elif not pending.work.failed:  # the group may have been destroyed meanwhile
-            self._site.deadline = pending.deadline
             self._guarded(pending, do)
 
     def _guarded(self, pending: Pending, do: Callable[[], None]) -> None:
@@ -143,14 +155,13 @@ class DeviceGroup(Calls):
     def _do(self, pending: Pending, before: Mark) -> None:
         plan, entry = pending.plan, pending.entry
         assert plan.native is not None
+        self._site.deadline = pending.deadline
         with self._streams.ours():
             self._streams.follow(before)
             for _ in plan.native(entry.seq, entry.fingerprint):
                 pass
-            pending.value = None if plan.finish is None else plan.finish()
-            mark = self._streams.mark()
-        pending.work.queued(pending.value, mark)
-        pending.mark = mark
+            value = None if plan.finish is None else plan.finish()
+            pending.stands(value, self._streams.mark())
 
     def _met(self) -> Ensemble:
         """Return the ensemble; the first time, meet the others. On the line only."""
@@ -158,58 +169,32 @@ class DeviceGroup(Calls):
             self._ensemble = settle(self._site, self._kinds, device=str(self.device))
         return self._ensemble
 
-    # -- messages, through the host --------------------------------------------------------------
+    # -- messages ------------------------------------------------------------------------------
 
     def _send(self, tensor: Any, peer: int, tag: int, how: How) -> Work:
-        return self._start("send", tag, _message(tensor), how, functools.partial(self._do_send, tensor, peer, tag))
+        memory = to_read(tensor)
+        plan = Plan((), exchanges.send(memory.tensor, peer).fingerprint, nbytes=memory.nbytes)
+        begin = self._messages.send(memory, peer, tag, plan.fingerprint)
+        return self._start("send", tag, plan, how, self._messages.line, begin, memory)
 
     def _receive(self, tensor: Any, peer: int | None, tag: int, how: How) -> Work:
-        return self._start("recv", tag, _message(tensor), how, functools.partial(self._do_receive, tensor, peer, tag))
-
-    def _do_send(self, tensor: torch.Tensor, peer: int, tag: int, pending: Pending, before: Mark) -> None:
-        with self._streams.ours():
-            self._streams.follow(before)
-            pinned = self._streams.pinned(tensor.numel(), tensor.dtype)
-            pinned.copy_(tensor.detach().reshape(-1), non_blocking=True)
-            mark = self._streams.mark()
-        mark.synchronize()
-        sent = self._host._send(pinned, peer, tag, {"timeout": self._site.left})
-        self._after(pending, sent, lambda: None)
-
-    def _do_receive(self, tensor: torch.Tensor, peer: int | None, tag: int, pending: Pending, before: Mark) -> None:
-        pinned = self._streams.pinned(tensor.numel(), tensor.dtype)
-        came = self._host._receive(pinned, peer, tag, {"timeout": self._site.left})
-
-        def copy_in() -> None:
-            self._streams.follow(before)
-            tensor.detach().copy_(pinned.view(tensor.shape), non_blocking=True)
-
-        self._after(pending, came, copy_in)
-
-    def _after(self, pending: Pending, message: Work, last: Callable[[], None]) -> None:
-        """When a message is over, on the line, put what is left into the queue."""
-
-        def over() -> None:
-            value = message.result()
-            with self._streams.ours():
-                last()
-                mark = self._streams.mark()
-            pending.value = value
-            pending.work.queued(value, mark)
-            pending.mark = mark
-
-        message.add_done_callback(lambda _: self._line.put(functools.partial(self._guarded, pending, over)))
+        target = Target(tensor)
+        plan = Plan(
+            (), exchanges.receive(target.memory.tensor, peer, self.ranks).fingerprint, nbytes=target.memory.nbytes
+        )
+        begin = self._messages.receive(target, peer, tag, plan.fingerprint)
+        return self._start("recv", tag, plan, how, self._messages.line, begin, target)
 
     # -- failing -------------------------------------------------------------------------------
 
     def _look_for_trouble(self, pending: Pending) -> None:
         if self._vigil is None and len(self.ranks) > 1:
-            # Nobody sends what this waits for: while it is pending, the host group hears of a peer's death.
+            # Nobody sends what this waits for: while it is pending, we hear of a peer's death.
             with contextlib.suppress(NotInitializedError):  # destroyed meanwhile
-                self._vigil = self._host._receive(torch.empty(1), None, _VIGIL_TAG, {"timeout": math.inf})
+                self._vigil = self._messages.letters._receive(torch.empty(1), None, _VIGIL_TAG, {"timeout": math.inf})
                 self._vigil.add_done_callback(lambda work: work.exception())
         ensemble = self._ensemble
-        cause = self._host.error or (None if ensemble is None else ensemble.trouble())
+        cause = self._host.error or self._messages.trouble() or (None if ensemble is None else ensemble.trouble())
         if cause is None:
             return
         self._troubled = self._troubled or monotonic()
@@ -237,6 +222,7 @@ class DeviceGroup(Calls):
                 self.error = GroupAbortedError(f"rank {ours} failed: {cause}", peer=ours)
                 self.error.__cause__ = cause
             self._host.abort(str(self.error.reason))
+            self._messages.abort(str(self.error.reason))
             if self._ensemble is not None:
                 self._ensemble.abort()
         self._fail_one(pending, self.error)
@@ -260,16 +246,13 @@ class DeviceGroup(Calls):
             self._fail_one(pending, error)
         self._watch.close()
         self._host.close()
+        self._messages.close()
         self._line.close(self._leave)
 
     def _leave(self) -> None:
         """Let go of the others, on the line: a call that is being done ends first."""
         if self._ensemble is not None:
             self._ensemble.close()
-
-
-def _message(tensor: torch.Tensor) -> Plan:
-    return Plan(nbytes=tensor.numel() * tensor.itemsize)
 
 
 def _succeeded(work: DeviceWork) -> bool:

@@ -5,8 +5,10 @@ The only file of the core that calls ``torch.cuda``. Tests put something else in
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
+from time import monotonic
 from typing import Protocol
 
 import torch
@@ -24,10 +26,30 @@ class Mark(Protocol):
         """Block the host until the device has passed it, without the GIL."""
 
 
+_GLANCE = 1e-3
+
+
+def passed_within(mark: Mark, patience: float) -> bool:
+    """Wait some seconds for the device; return whether it has passed a mark, False also if it has failed."""
+    until = monotonic() + patience
+    try:
+        while not mark.query():
+            if monotonic() > until:
+                return False
+            time.sleep(_GLANCE)
+    except Exception:  # whatever the device failed with: it does nothing any more
+        return False
+    return True
+
+
 class Streams(ABC):
     """One device as one group uses it. Any thread; "the caller's stream" is the calling thread's current one."""
 
     device: torch.device
+
+    @abstractmethod
+    def beside(self) -> Streams:
+        """Return the same device with another stream as ours."""
 
     @abstractmethod
     def ours(self) -> AbstractContextManager[object]:
@@ -76,6 +98,9 @@ class CudaStreams(Streams):
             raise UnsupportedError(f"no transport here carries tensors on {device}: move it with .cpu() first")
         self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         self._stream = torch.cuda.Stream(self.device)
+
+    def beside(self) -> CudaStreams:
+        return CudaStreams(self.device)
 
     def ours(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._stream)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import monotonic, perf_counter
@@ -14,6 +13,7 @@ from asyncdist.collectives.operation import Plan
 from asyncdist.devices.streams import Mark
 from asyncdist.devices.work import DeviceWork
 from asyncdist.observe.recorder import Entry
+from asyncdist.work import Work
 
 log = logging.getLogger("asyncdist")
 
@@ -24,7 +24,7 @@ _LINGER = 5.0  # seconds for which the thread waits for another operation
 
 @dataclass(slots=True, eq=False)
 class Pending:
-    """An operation that was called. It holds the tensors, which the device uses until the mark."""
+    """An operation that was called. Its plan, or ``held``, holds the tensors, which the device uses until the mark."""
 
     work: DeviceWork
     plan: Plan
@@ -33,6 +33,13 @@ class Pending:
     deadline: float
     mark: Mark | None = None
     value: Any = None
+    held: Any = None
+
+    def stands(self, value: Any, mark: Mark) -> None:
+        """Note that all that the device is to do stands in its queues, up to a mark."""
+        self.value = value
+        self.work.queued(value, mark)
+        self.mark = mark
 
 
 class Watch:
@@ -52,6 +59,7 @@ class Watch:
         self._name = name
         self._slow, self._late, self._broken = slow, late, broken
         self._pending: list[Pending] = []
+        self._steps: list[tuple[Mark, Work]] = []
         self._changed = threading.Condition()
         self._watched = self._closed = False
         self._pause = _SHORTEST
@@ -67,10 +75,20 @@ class Watch:
                 self._watched = True
                 threading.Thread(target=self._run, name=self._name, daemon=True).start()
 
+    def passed(self, mark: Mark) -> Work:
+        """Return a work that ends when the device has passed a mark: a step of a pending operation."""
+        step = Work()
+        with self._changed:
+            self._steps.append((mark, step))
+            self._pause = _SHORTEST
+            self._changed.notify()
+        return step
+
     def take_all(self) -> list[Pending]:
         """Return what the device has not done yet, and look after it no more; what it has done has ended well."""
         with self._changed:
             pending, self._pending = self._pending, []
+            self._steps.clear()
         return [one for one in pending if not _ended_well(one)]
 
     def close(self) -> None:
@@ -99,13 +117,25 @@ class Watch:
 
     def _look_at(self, pending: list[Pending]) -> None:
         over = [self._look(one) for one in pending]
-        if any(over):
+        if self._take_steps() or any(over):
             self._pause = _SHORTEST
             return
         if monotonic() - pending[0].issued > _SLOW:
             self._slow(pending[0])
-        time.sleep(self._pause)
-        self._pause = min(2 * self._pause, _LONGEST)
+        with self._changed:
+            pause, self._pause = self._pause, min(2 * self._pause, _LONGEST)
+            self._changed.wait(pause)
+
+    def _take_steps(self) -> bool:
+        """End the steps that the device has done; return whether there are any."""
+        with self._changed:
+            steps = list(self._steps)
+        done = [one for one in steps if _step_ended(*one)]
+        with self._changed:
+            self._steps = [one for one in self._steps if one not in done]
+        for _, step in done:
+            step.run_callbacks()
+        return bool(done)
 
     def _look(self, pending: Pending) -> bool:
         """Return whether an operation is over."""
@@ -133,6 +163,16 @@ def _ended_well(pending: Pending) -> bool:
     except Exception:  # the device is broken: what it has not told us of yet has failed
         return False
     _end(pending)
+    return True
+
+
+def _step_ended(mark: Mark, step: Work) -> bool:
+    try:
+        if not mark.query():
+            return False
+        step.finish()
+    except Exception as cause:
+        step.finish(error=cause)
     return True
 
 

@@ -74,6 +74,9 @@ class PretendStreams(Streams):
         finally:
             self._inside.depth -= 1
 
+    def beside(self) -> PretendStreams:
+        return self
+
     def ours(self) -> AbstractContextManager[object]:
         return self._within()
 
