@@ -15,7 +15,7 @@ from asyncdist.deadline import Deadline
 from asyncdist.errors import AddressError
 from asyncdist.interfaces import address_towards, interface_addresses, is_local
 from asyncdist.rendezvous.place import Caller
-from asyncdist.store.dialling import NAME_GRACE, describe
+from asyncdist.store.dialling import NAME_GRACE, describe, say_unresolved
 from asyncdist.topology import choose, is_address, is_loopback, named
 
 _OUTSIDE = ("198.51.100.1", "2001:db8::1")  # documentation addresses: only the route to them is looked up
@@ -32,6 +32,7 @@ async def resolve(host: str, deadline: Deadline) -> list[str]:
     if is_loopback(host):
         return ["127.0.0.1"] if is_local("127.0.0.1") else ["::1"]
     grace = Deadline.after(NAME_GRACE)
+    said = False
     while True:
         try:
             async with asyncio.timeout(deadline.remaining_or_none()):
@@ -41,6 +42,9 @@ async def resolve(host: str, deadline: Deadline) -> list[str]:
                 raise AddressError(
                     f"host {host!r} does not resolve ({describe(error)}); check its spelling, or give an address"
                 ) from error
+            if not said:
+                say_unresolved(host, error)
+                said = True
         await asyncio.sleep(_RETRY)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import socket
 import time
@@ -9,9 +10,12 @@ import time
 from asyncdist.deadline import Deadline, Timeout
 from asyncdist.errors import AddressError, StoreConnectionError
 
+log = logging.getLogger("asyncdist")
+
 FIRST_PAUSE, LONGEST_PAUSE = 0.01, 1.0
-NAME_GRACE = 5.0
-"""Seconds within which a host's name may begin to resolve: a scheduler may start a worker before its name is known."""
+NAME_GRACE = 30.0
+"""Seconds within which a host's name may begin to resolve: a scheduler may start a worker before another one's name is
+known, and name servers remember for as long that it was not."""
 HANDSHAKE_TIMEOUT = 20.0
 """Seconds that something which takes our connection has to prove itself before we try again."""
 STEADY = 5.0
@@ -47,6 +51,8 @@ class Persistence:
         """Return how many seconds to pause before the next attempt, or raise what the user gets to see."""
         now = time.monotonic()
         spent = now - self._begun
+        if isinstance(error, socket.gaierror) and not isinstance(self._reason, socket.gaierror):
+            say_unresolved(self.host, error)
         if not isinstance(error, TimeoutError):
             self._reason = error
         error = self._reason or error  # that the time ran out in the middle of an attempt explains little
@@ -63,6 +69,11 @@ class Persistence:
         pause = self._pause * random.uniform(0.5, 1.0)
         self._pause = min(2 * self._pause, LONGEST_PAUSE)
         return min(pause, left)
+
+
+def say_unresolved(host: str, error: BaseException) -> None:
+    """Log that a name is not known, so that who has misspelled it need not wait until we give up."""
+    log.warning("host %r does not resolve (%s): trying on for up to %.0f s", host, describe(error), NAME_GRACE)
 
 
 def describe(error: BaseException) -> str:

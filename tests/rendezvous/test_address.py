@@ -93,3 +93,21 @@ def test_an_unknown_interface_lists_those_that_exist(rule):
 async def test_a_host_that_does_not_resolve():
     with pytest.raises(AddressError, match=r"host 'no-such-host\.invalid' does not resolve"):
         await address.resolve("no-such-host.invalid", Deadline.after(0.1))
+
+
+async def test_a_host_that_resolves_after_a_while(monkeypatch, caplog):
+    """It is said at once that it does not, and once only."""
+    answers = iter([OSError("not known"), OSError("not known"), ["10.0.0.7"]])
+
+    async def look_up(_):
+        answer = next(answers)
+        if isinstance(answer, OSError):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(address, "_look_up", look_up)
+    monkeypatch.setattr(address, "_RETRY", 0.01)
+    assert await address.resolve("late", Deadline.after(10)) == ["10.0.0.7"]
+    assert [record.getMessage() for record in caplog.records] == [
+        "host 'late' does not resolve (not known): trying on for up to 30 s"
+    ]
