@@ -14,8 +14,11 @@ after it is ordered behind it on the device, and the host goes on. So here thing
 streams     what is asked of a device: streams, marks, pinned memory (CUDA's, by way of torch)
 work        the handle of an operation on a device
 line        who does the calls, in order
+watch       who notices that they are over, or will not be
 ensemble    what a way between devices offers: the contract of `asyncdist_transports.cuda_ipc` and ``nccl``
 choice      which of them a group takes: found out from what every rank says of itself
 staged      the way that is always there: through pinned memory of the host, and on by the host's transports
+courier     what a way offers for messages between two ranks, and how these speak about each on the host
+messages    who sends and receives: by the best way that both can go
 group       the same ranks as a `Group`, for tensors on one device
 """

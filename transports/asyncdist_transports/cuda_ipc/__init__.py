@@ -3,6 +3,8 @@
 driver      what is asked of CUDA beside torch: allocations, handles, events that cross
 handles     whose allocation is mapped where
 ensemble    the collectives, between two meetings on the host
+courier     the messages, each between two letters on the host
+leaving     how mapped memory is let go of
 """
 
 from asyncdist_transports.cuda_ipc.ensemble import CudaIpc

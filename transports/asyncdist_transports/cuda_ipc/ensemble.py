@@ -21,14 +21,17 @@ import torch
 
 from asyncdist.buffers import Blocks, Memory
 from asyncdist.collectives.schedule import Schedule
+from asyncdist.devices.courier import Courier
 from asyncdist.devices.ensemble import Ensemble, Site, nothing
 from asyncdist.devices.staged import Staged
 from asyncdist.errors import MismatchError, TransportUnavailableError
 from asyncdist.native import MemoryBlocks
 from asyncdist.ops import ReduceOp
 from asyncdist.reduce import Arithmetic
+from asyncdist_transports.cuda_ipc.courier import CudaIpcCourier
 from asyncdist_transports.cuda_ipc.driver import Driver
 from asyncdist_transports.cuda_ipc.handles import SHOWN_NBYTES, Exports, Imports, Shown
+from asyncdist_transports.cuda_ipc.leaving import leave
 
 _SMALL_NBYTES = 64 << 10
 _HEAD = struct.Struct("<Q")  # the fingerprint of the call
@@ -56,10 +59,15 @@ class CudaIpc(Ensemble):
         self._theirs: dict[int, tuple[Any, Any]] = {}  # the events of the others
         self._beacon = self._driver.allocate(_BEACON_NBYTES)
         self._staged = Staged(site)
+        self._closed = False
 
     @classmethod
     def probe(cls) -> str | None:
         return Driver.missing()
+
+    @classmethod
+    def courier(cls, site: Site) -> Courier:
+        return CudaIpcCourier(site, cls.make_driver(site.streams.device))
 
     # -- coming together -----------------------------------------------------------------------
 
@@ -100,13 +108,10 @@ class CudaIpc(Ensemble):
         """Nothing to end: what stands in our queue waits for no call that was not made."""
 
     def close(self) -> None:
-        with self.site.streams.ours():
-            self.site.streams.mark().synchronize()
-        self._imports.close()
-        self._exports.close()
-        if self._beacon:
-            self._driver.free(self._beacon)
-            self._beacon = 0
+        if not self._closed:
+            self._closed = True
+            events = (self._ready, self._done)
+            leave(self.site.streams, self._driver, self._imports, self._exports, self._beacon, events)
 
     # -- the two meetings ----------------------------------------------------------------------
 

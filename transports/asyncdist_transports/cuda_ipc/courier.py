@@ -1,0 +1,140 @@
+"""Messages of ranks that map one another's memory of the device: who receives copies from where the data lies.
+
+    sender                                                  receiver
+    marks its stream, offers: where the data lies     ──>   has its stream wait for that mark, and copies
+    has its stream wait for their mark: it is over    <──   marks its stream, answers
+    says that it waits                                ──>   may use that mark again
+
+The marks are events that cross between processes. Each is for one peer, and is recorded again only when that peer is known
+to wait for what was recorded before: who offers knows it by the answer, who answers by the last letter.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+import struct
+from collections import defaultdict
+from typing import Any, ClassVar
+
+import torch
+
+from asyncdist.devices.courier import Conversation, Courier, Refused, Talk
+from asyncdist.devices.ensemble import Site
+from asyncdist.devices.streams import Mark
+from asyncdist_transports.cuda_ipc.driver import HANDLE_NBYTES, Driver
+from asyncdist_transports.cuda_ipc.handles import SHOWN_NBYTES, Exports, Imports, Shown
+from asyncdist_transports.cuda_ipc.leaving import leave
+
+_BEACON_NBYTES = 16
+_OFFER = struct.Struct(f"<16s{SHOWN_NBYTES}s{_BEACON_NBYTES}s{SHOWN_NBYTES}s{HANDLE_NBYTES}s")
+
+Event = tuple[Any, bytes]
+"""An event of ours that crosses, and its handle."""
+
+
+class Events:
+    """Events by which streams of two processes are ordered: ours that are free, by peer, and those of others."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._free: dict[int, list[Event]] = defaultdict(list)
+        self._made: list[Event] = []
+        self._theirs: dict[tuple[int, bytes], Any] = {}
+
+    def take(self, peer: int) -> Event:
+        """Return an event for which nothing of a peer's waits that it has not been told to."""
+        free = self._free[peer]
+        if free:
+            return free.pop()
+        self._made.append(made := self._driver.event())
+        return made
+
+    def give(self, peer: int, event: Event) -> None:
+        """Take back an event that the peer's stream waits for by now. Any thread."""
+        self._free[peer].append(event)
+
+    def of(self, peer: int, handle: bytes) -> Any:
+        """Return a peer's event."""
+        found = self._theirs.get((peer, handle))
+        if found is None:
+            found = self._theirs[peer, handle] = self._driver.event_of(handle)
+        return found
+
+    @property
+    def all(self) -> list[Event]:
+        return self._made
+
+
+class CudaIpcCourier(Courier):
+    """One rank's part."""
+
+    name: ClassVar[str] = "cuda_ipc"
+
+    def __init__(self, site: Site, driver: Driver) -> None:
+        self._site, self._driver = site, driver
+        self._exports = Exports(driver)
+        self._imports = Imports(driver, lambda: site.streams.mark().synchronize())
+        self._events = Events(driver)
+        self._machine = hashlib.blake2b(site.machine.encode(), digest_size=16).digest()
+        self._beacon = driver.allocate(_BEACON_NBYTES)
+        self._shines = os.urandom(_BEACON_NBYTES)
+        lit = driver.bytes_at(self._beacon, _BEACON_NBYTES)
+        lit.copy_(torch.frombuffer(bytearray(self._shines), dtype=torch.uint8))
+        self._lies = self._exports.show(lit, 0)[1].pack()
+        self._seen: set[int] = set()  # ranks whose memory is theirs, as far as we map it
+        self._rooms: list[int] = []  # places of what is shown by a copy that are free
+        self._further = itertools.count(1)
+
+    def send(self, data: torch.Tensor, talk: Talk, before: Mark) -> Conversation[Mark]:
+        streams = self._site.streams
+        streams.follow(before)
+        room = self._rooms.pop() if self._rooms else next(self._further)
+        ours = self._events.take(talk.peer)
+        try:
+            _, lies = self._exports.show(data, room)
+            ours[0].record()
+            talk.say(self.name, _OFFER.pack(self._machine, self._lies, self._shines, lies.pack(), ours[1]))
+            answer = yield from talk.hear()
+            self._events.of(talk.peer, answer.content).wait()
+            talk.say()
+            return streams.mark()
+        finally:
+            self._events.give(talk.peer, ours)
+            self._rooms.append(room)
+
+    def receive(self, data: torch.Tensor, talk: Talk, offer: bytes, before: Mark) -> Conversation[Mark]:
+        streams, peer = self._site.streams, talk.peer
+        machine, beacon, shines, lies, handle = _OFFER.unpack(offer)
+        if machine != self._machine:
+            raise Refused("it is on another host")
+        try:
+            self._look_at(peer, Shown.unpack(beacon), shines)
+            sent = self._imports.see(peer, Shown.unpack(lies))
+            theirs = self._events.of(peer, handle)
+        except RuntimeError as cause:
+            raise Refused(f"its device's memory cannot be mapped: {cause}") from cause
+        streams.follow(before)
+        theirs.wait()
+        data.copy_(sent)
+        event, ours = answer = self._events.take(peer)
+        event.record()
+        talk.say(content=ours)
+        talk.when_heard(lambda: self._events.give(peer, answer))
+        yield from ()  # there is nothing to wait for
+        return streams.mark()
+
+    def _look_at(self, peer: int, beacon: Shown, shines: bytes) -> None:
+        """See, once, that what we map of a rank's is its memory."""
+        if peer in self._seen:
+            return
+        if bytes(self._imports.see(peer, beacon).cpu().numpy()) != shines:
+            raise Refused("what is mapped of its device is not its memory")
+        self._seen.add(peer)
+
+    def abort(self) -> None:
+        """Nothing to end: what stands in our stream waits for no call that was not made."""
+
+    def close(self) -> None:
+        leave(self._site.streams, self._driver, self._imports, self._exports, self._beacon, self._events.all)
