@@ -5,119 +5,24 @@ Ranks are threads, so that "mapping" another's memory is knowing its address. Wh
 
 from __future__ import annotations
 
-import ctypes
-import struct
-import threading
-from typing import ClassVar
-
 import pytest
 import torch
 
 from asyncdist.errors import AsyncdistError, GroupError, MismatchError
 from asyncdist.ops import ReduceOp
 from asyncdist.testing.cluster import run_ranks
+from asyncdist.testing.cuda import HANDLE, PretendDriver, cuda_ipc_over
 from asyncdist.testing.devices import PretendStreams, device_group
 from asyncdist.testing.drills import drills
-from asyncdist_transports.cuda_ipc import CudaIpc
 from asyncdist_transports.cuda_ipc import ensemble as module
-from asyncdist_transports.cuda_ipc.driver import Allocation, Driver
+from asyncdist_transports.cuda_ipc.driver import Driver
 from asyncdist_transports.cuda_ipc.handles import NOTHING, Exports, Imports, Shown
-
-_HANDLE = struct.Struct("<QQ48x")
-
-
-class PretendEvent:
-    """An event that crosses: whoever waits for it must come after the record that it means, which is the last one."""
-
-    def __init__(self):
-        self.records = 0
-
-    def record(self):
-        self.records += 1
-
-
-class TheirEvent:
-    """The same as another process opens it: it checks that each wait finds one record more than the wait before."""
-
-    def __init__(self, event):
-        self.event = event
-        self.waits = 0
-
-    def wait(self):
-        self.waits += 1
-        assert self.event.records == self.waits, "waited for a record that was not there yet, or had been overwritten"
-
-
-class PretendDriver:
-    """CUDA's rules for memory and events that cross, over the memory of this process."""
-
-    events: ClassVar[dict[int, PretendEvent]] = {}
-    lock = threading.Lock()
-
-    def __init__(self, device=None, *, crosses=True):
-        self.crosses = crosses
-        self.taken = {}
-        self.mapped = {}
-        self.maps = self.handles = 0
-        self.numbers = {}  # by address; a test gives another one to what was freed and given out again
-
-    def allocation(self, address):
-        own = any(base <= address < base + len(room) for base, room in self.taken.items())
-        return Allocation(address, 1 << 40, self.numbers.get(address, 1), self.crosses or own)
-
-    def allocate(self, nbytes):
-        room = (ctypes.c_char * nbytes)()
-        self.taken[ctypes.addressof(room)] = room
-        return ctypes.addressof(room)
-
-    def free(self, address):
-        del self.taken[address]
-
-    def bytes_at(self, address, nbytes):
-        return torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=torch.uint8)
-
-    def handle_of(self, base):
-        self.handles += 1
-        return _HANDLE.pack(base, self.numbers.get(base, 1))
-
-    def map(self, handle):
-        base, _ = _HANDLE.unpack(handle)
-        self.maps += 1
-        self.mapped[base] = self.mapped.get(base, 0) + 1
-        return base
-
-    def unmap(self, address):
-        self.mapped[address] -= 1
-        assert self.mapped[address] >= 0
-        if not self.mapped[address]:
-            del self.mapped[address]
-
-    def event(self):
-        with self.lock:
-            number = len(self.events)
-            self.events[number] = event = PretendEvent()
-        return event, _HANDLE.pack(number, 0)
-
-    def event_of(self, handle):
-        return TheirEvent(self.events[_HANDLE.unpack(handle)[0]])
-
-
-def kind(made=None, **keywords):
-    """Return CudaIpc over pretended drivers, which are put into ``made``."""
-
-    def make(device):
-        driver = PretendDriver(**keywords)
-        if made is not None:
-            made.append(driver)
-        return driver
-
-    return type("CudaIpcOfTest", (CudaIpc,), {"make_driver": staticmethod(make), "probe": classmethod(lambda _: None)})
 
 
 def run(size, program, *, made=None, transport="inproc", **keywords):
     """Run ``program(group)`` on the device of each rank, and see that nothing stays mapped or allocated."""
     made = [] if made is None else made
-    ways = [kind(made, **keywords)]
+    ways = [cuda_ipc_over(made, **keywords)]
 
     def rank(group):
         device = device_group(group, ways)
@@ -232,7 +137,7 @@ def test_unequal_sizes_are_told_apart():
 
 
 def test_ranks_of_several_hosts_go_through_the_host():
-    ways = [kind()]
+    ways = [cuda_ipc_over()]
 
     def rank(group):
         device = device_group(group, ways)
@@ -246,7 +151,7 @@ def test_ranks_of_several_hosts_go_through_the_host():
 
 def test_memory_that_cannot_be_mapped_on_one_rank_is_mapped_on_none():
     made = []
-    ways = [kind(made)]
+    ways = [cuda_ipc_over(made)]
 
     def rank(group):
         device = device_group(group, ways)
@@ -317,7 +222,7 @@ def test_a_mapping_is_kept_until_its_address_means_something_else():
     imports = Imports(driver := PretendDriver(), lambda: quiet.append(True))
     tensor = torch.arange(4.0)
     base = tensor.data_ptr()
-    before = Shown(base, 1, 4, 12, _HANDLE.pack(base, 1))
+    before = Shown(base, 1, 4, 12, HANDLE.pack(base, 1))
     assert imports.see(1, before).view(torch.float32).tolist() == [1, 2, 3]
     assert imports.see(1, before._replace(offset=8, nbytes=8)).view(torch.float32).tolist() == [2, 3]
     assert (driver.maps, quiet) == (1, [])
@@ -339,7 +244,7 @@ def test_mappings_are_bounded(monkeypatch):
     tensors = [torch.ones(4) for _ in range(10)]
     for tensor in tensors:
         base = tensor.data_ptr()
-        imports.see(0, Shown(base, 1, 0, 16, _HANDLE.pack(base, 1)))
+        imports.see(0, Shown(base, 1, 0, 16, HANDLE.pack(base, 1)))
         assert len(driver.mapped) <= 3
     assert set(driver.mapped) == {tensor.data_ptr() for tensor in tensors[-3:]}
 
@@ -359,7 +264,7 @@ def test_streams_meet_before_and_after(monkeypatch):
 
 def test_a_stream_of_the_callers_comes_first_and_follows():
     streams = PretendStreams()
-    ways = [kind()]
+    ways = [cuda_ipc_over()]
 
     def rank(group):
         device = device_group(group, ways, streams if group.rank() == 0 else None)

@@ -1,0 +1,111 @@
+"""CUDA's rules for memory and events that cross between processes, over the memory of this one.
+
+Ranks are threads, so that "mapping" another's memory is knowing its address. AssertionError says which rule was broken.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import threading
+from typing import Any, ClassVar
+
+import torch
+
+from asyncdist_transports.cuda_ipc import CudaIpc
+from asyncdist_transports.cuda_ipc.driver import Allocation
+
+HANDLE = struct.Struct("<QQ48x")
+
+
+class PretendEvent:
+    """An event that crosses: whoever waits for it must come after the record that it means, which is the last one."""
+
+    def __init__(self) -> None:
+        self.records = 0
+
+    def record(self) -> None:
+        self.records += 1
+
+
+class TheirEvent:
+    """The same as another process opens it: it checks that each wait finds one record more than the wait before."""
+
+    def __init__(self, event: PretendEvent) -> None:
+        self.event = event
+        self.waits = 0
+
+    def wait(self) -> None:
+        self.waits += 1
+        assert self.event.records == self.waits, "waited for a record that was not there yet, or had been overwritten"
+
+
+class PretendDriver:
+    """One rank's driver. ``crosses`` says whether tensors may be mapped by others, ``refuses`` is what mapping raises.
+
+    ``taken`` and ``mapped`` are what was not given back; ``maps`` and ``handles`` count what was made.
+    """
+
+    events: ClassVar[dict[int, PretendEvent]] = {}
+    lock = threading.Lock()
+
+    def __init__(self, *, crosses: bool = True, refuses: Exception | None = None) -> None:
+        self.crosses, self.refuses = crosses, refuses
+        self.taken: dict[int, Any] = {}
+        self.mapped: dict[int, int] = {}
+        self.maps = self.handles = 0
+        self.numbers: dict[int, int] = {}  # by address; a test gives another one to what was freed and given out again
+
+    def allocation(self, address: int) -> Allocation:
+        own = any(base <= address < base + len(room) for base, room in self.taken.items())
+        return Allocation(address, 1 << 40, self.numbers.get(address, 1), self.crosses or own)
+
+    def allocate(self, nbytes: int) -> int:
+        room = (ctypes.c_char * nbytes)()
+        self.taken[ctypes.addressof(room)] = room
+        return ctypes.addressof(room)
+
+    def free(self, address: int) -> None:
+        del self.taken[address]
+
+    def bytes_at(self, address: int, nbytes: int) -> torch.Tensor:
+        return torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=torch.uint8)
+
+    def handle_of(self, base: int) -> bytes:
+        self.handles += 1
+        return HANDLE.pack(base, self.numbers.get(base, 1))
+
+    def map(self, handle: bytes) -> int:
+        if self.refuses is not None:
+            raise self.refuses
+        base, _ = HANDLE.unpack(handle)
+        self.maps += 1
+        self.mapped[base] = self.mapped.get(base, 0) + 1
+        return int(base)
+
+    def unmap(self, address: int) -> None:
+        self.mapped[address] -= 1
+        assert self.mapped[address] >= 0
+        if not self.mapped[address]:
+            del self.mapped[address]
+
+    def event(self) -> tuple[PretendEvent, bytes]:
+        with self.lock:
+            number = len(self.events)
+            self.events[number] = event = PretendEvent()
+        return event, HANDLE.pack(number, 0)
+
+    def event_of(self, handle: bytes) -> TheirEvent:
+        return TheirEvent(self.events[HANDLE.unpack(handle)[0]])
+
+
+def cuda_ipc_over(made: list[PretendDriver] | None = None, **keywords: Any) -> type[CudaIpc]:
+    """Return CudaIpc over pretended drivers, which are put into ``made``."""
+
+    def make(device: torch.device) -> PretendDriver:
+        driver = PretendDriver(**keywords)
+        if made is not None:
+            made.append(driver)
+        return driver
+
+    return type("CudaIpcOfTest", (CudaIpc,), {"make_driver": staticmethod(make), "probe": classmethod(lambda _: None)})
