@@ -79,6 +79,9 @@ class Config:
     dump_dir: str | None = _setting(
         None, "ASYNCDIST_DUMP_DIR", "folder that gets the flight recorder when a group fails"
     )
+    dump_signal: str | None = _setting(
+        None, "ASYNCDIST_DUMP_SIGNAL", "signal, as USR2, on which the flight recorder is written there as well"
+    )
     tls_cert: str | None = _setting(
         None, "ASYNCDIST_TLS_CERT", "file of our certificate (PEM): what is served here is TLS then"
     )

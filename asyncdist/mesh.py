@@ -58,7 +58,7 @@ class Mesh:
         self.world_size = world_size
         self.world_id = world_id
         self.config = config
-        self.recorder = Recorder(rank, world_size, config.flight_recorder_size)
+        self.recorder = Recorder(rank, world_size, config.flight_recorder_size, world_id)
         self.progress = Progress(self, home)
         self.ways = Ways(rank, [kind(self) for kind in kinds])
         self.of_parent: tuple[object, ...] = ()  # in a forked child: what only the parent may use
@@ -136,6 +136,7 @@ class Mesh:
     def open(self, channel: Channel) -> None:
         """Take operations and messages of a group from now on. Under the lock."""
         self._channels[channel.prefix] = channel
+        self.recorder.groups[channel.name] = channel.members
         early = self._ended.pop(channel.prefix, None)
         if early is not None:  # a peer that made the group before us has failed it already
             self.fail(channel, early)

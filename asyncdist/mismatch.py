@@ -11,13 +11,15 @@ def describe(ours: Fingerprint, rank: int, theirs: Fingerprint, peer: int) -> st
     """Return one sentence: what each of two ranks called, and in what the calls differ."""
     differences = ours.differences(theirs)
     if not ours.collective:
-        return f"rank {peer} called {_call(theirs)} where rank {rank} called something else, long ago"
+        return f"rank {peer} called {call_in_words(theirs)} where rank {rank} called something else, long ago"
     if differences == ["shape"]:
-        return f"rank {rank} and rank {peer} called {_call(ours)} on tensors of different shapes"
-    return f"rank {rank} called {_call(ours)} while rank {peer} called {_call(theirs)} (different {', '.join(differences)})"
+        return f"rank {rank} and rank {peer} called {call_in_words(ours)} on tensors of different shapes"
+    one, other = call_in_words(ours), call_in_words(theirs)
+    return f"rank {rank} called {one} while rank {peer} called {other} (different {', '.join(differences)})"
 
 
-def _call(call: Fingerprint) -> str:
+def call_in_words(call: Fingerprint) -> str:
+    """Return a call as its caller would write it down: ``all_reduce(8 x float32, SUM)``."""
     name = _member(Collective, call.collective)
     details = []
     if call.dtype:

@@ -7,8 +7,9 @@ may hold several.
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 import msgpack
@@ -19,6 +20,7 @@ from asyncdist.deadline import Timeout, seconds
 from asyncdist.errors import RendezvousError, UsageError
 from asyncdist.group import Group
 from asyncdist.mesh import Mesh
+from asyncdist.observe import on_demand
 from asyncdist.rendezvous import Meeting, meet
 
 # Settings that change what is sent to whom: they must be equal on every rank.
@@ -73,7 +75,7 @@ class World:
             await self.meeting.close()
 
 
-async def open_world(
+def open_world(
     *,
     backend: str | None = None,
     init_method: str | None = None,
@@ -84,16 +86,17 @@ async def open_world(
     name: str = "",
     config: Config | None = None,
     home: asyncio.AbstractEventLoop | None = None,
-) -> World:
-    """Meet the other ranks, and return the world once all are there and know each other's addresses.
+) -> Coroutine[Any, Any, World]:
+    """Meet the other ranks, and return the world once all are there and know each other's addresses. To be awaited.
 
     ``timeout`` limits this and is the default of every operation. ``home`` is the loop that drives pending operations;
     None takes the runtime's. Raises RendezvousError, AuthenticationError, TransportUnavailableError.
     """
     config = config or Config.from_environment()
-    kinds = registry.selected(backend or config.transport)
+    on_demand.listen(config)  # on the caller's thread, which may be the main one; the loop's is not always
     limit = seconds(timeout, config.timeout)
-    meeting = await meet(
+    meeting = functools.partial(
+        meet,
         init_method,
         rank=rank,
         world_size=world_size,
@@ -103,10 +106,24 @@ async def open_world(
         config=config,
         launch=Launch.from_environment(),
     )
+    return _open(meeting, backend or config.transport, name, limit, config, home)
+
+
+async def _open(
+    meet_others: Callable[[], Awaitable[Meeting]],
+    backend: str,
+    name: str,
+    limit: float,
+    config: Config,
+    home: asyncio.AbstractEventLoop | None,
+) -> World:
+    kinds = registry.selected(backend)
+    meeting = await meet_others()
     try:
         config = config.with_(token=meeting.token)
         mesh = Mesh(meeting.rank, meeting.world_size, meeting.world_id, config, kinds, home)
-        mesh.backend = backend or config.transport
+        mesh.backend = backend
+        on_demand.offer(mesh.recorder, config)
         try:
             ours = {"addresses": mesh.listen(meeting.listen_host), "settings": _shared(config)}
             everyone = [msgpack.unpackb(payload) for payload in await meeting.exchange(msgpack.packb(ours), more=True)]

@@ -11,6 +11,7 @@ from asyncdist.cli.bench import bench
 from asyncdist.cli.bench_store import bench_store
 from asyncdist.cli.info import info
 from asyncdist.cli.store import store
+from asyncdist.cli.trace import trace
 from asyncdist.errors import AsyncdistError, BenchmarkError
 
 
@@ -41,11 +42,11 @@ class _Main(click.Group):
 @click.group(cls=_Main, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, prog_name="asyncdist")
 def main() -> None:
-    """Collectives for PyTorch that you can await: the store, the benchmark, and what there is on this machine.
+    """Collectives for PyTorch that you can await: the store, the benchmark, what there is here, and who is stuck where.
 
     Settings come from ASYNCDIST_* variables; `asyncdist info` lists them all.
     """
 
 
-for _command in (store, info, bench):
+for _command in (store, info, bench, trace):
     main.add_command(_command)

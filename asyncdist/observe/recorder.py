@@ -1,7 +1,7 @@
 """The flight recorder: the last operations of one rank, cheap enough to be always on.
 
-When a group fails, `dump` writes them as JSON into ``ASYNCDIST_DUMP_DIR``; comparing two ranks' files shows who is
-stuck where.
+When a group fails, `Recorder.dump` writes them as JSON into ``ASYNCDIST_DUMP_DIR``; on demand too, see `on_demand`.
+`story` reads what the ranks have written, and finds out who is stuck where.
 """
 
 from __future__ import annotations
@@ -9,14 +9,18 @@ from __future__ import annotations
 import json
 import logging
 import os
+import platform
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from asyncdist.framing import Fingerprint
+from asyncdist.mismatch import call_in_words
 
 log = logging.getLogger("asyncdist")
+
+FILE_NAMES = "asyncdist-*-rank*.json"
 
 
 class Entry:
@@ -42,15 +46,18 @@ class Entry:
         """Return the entry with its fingerprint spelled out."""
         seen = {name: getattr(self, name) for name in ("group", "op", "seq", "nbytes", "issued", "finished", "error")}
         believed = Fingerprint.unpack(self.fingerprint)
-        return seen | {"state": self.state, "count": believed.count, "dtype": believed.dtype, "root": believed.root - 1}
+        call = call_in_words(believed) if believed.collective else self.op
+        return seen | {"state": self.state, "call": call, "fingerprint": self.fingerprint}
 
 
 class Recorder:
-    """Keeps the last ``size`` operations."""
+    """Keeps the last ``size`` operations of one rank in one world, and which ranks its groups have (``groups``)."""
 
-    def __init__(self, rank: int, world_size: int, size: int) -> None:
+    def __init__(self, rank: int, world_size: int, size: int, world_id: str = "") -> None:
         self.rank = rank
         self.world_size = world_size
+        self.world_id = world_id
+        self.groups: dict[str, Sequence[int]] = {}
         self._entries: deque[Entry] = deque(maxlen=max(1, size))
         self.add = self._entries.append
 
@@ -66,20 +73,29 @@ class Recorder:
         return iter(list(self._entries))
 
     def dump(self, folder: str, reason: str) -> str | None:
-        """Write what is kept to ``folder``; return the file's path, or None (and a line in the log) if that failed."""
-        path = os.path.join(folder, f"asyncdist-rank{self.rank}-{os.getpid()}.json")
+        """Write what is kept to ``folder``; return the file's path, or None (and a line in the log) if that failed.
+
+        A later dump of the same rank takes the place of the one before.
+        """
+        path = os.path.join(folder, f"asyncdist-{self.world_id[:8]}-rank{self.rank}.json")
         content = {
+            "world": self.world_id,
             "rank": self.rank,
             "world_size": self.world_size,
+            "host": platform.node(),
+            "pid": os.getpid(),
             "reason": reason,
             "time": time.time(),
             "clock": time.perf_counter(),
+            "groups": {name: list(members) for name, members in list(self.groups.items())},
             "entries": [entry.as_dict() for entry in self],
         }
+        unfinished = f"{path}.{os.getpid()}"
         try:
             os.makedirs(folder, exist_ok=True)
-            with open(path, "w", encoding="utf-8") as file:
+            with open(unfinished, "w", encoding="utf-8") as file:
                 json.dump(content, file, indent=1)
+            os.replace(unfinished, path)  # whoever looks meanwhile sees the one before, whole
         except OSError as cause:
             log.error("cannot write the flight recorder to %s: %s", path, cause)
             return None

@@ -38,6 +38,7 @@ def test_the_commands_are_listed_with_what_they_do():
         "bench",
         "info",
         "store",
+        "trace",
     ]
 
 

@@ -1,0 +1,129 @@
+"""``asyncdist trace``: who is stuck where, from the flight recorders that ranks have written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from asyncdist.cli.screen import screen
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from asyncdist.observe.story import Call, Pace, Record, Standing
+
+_FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
+_GROUPS = 8  # groups that get a table, those that are held up first
+
+
+@click.command(short_help="Say from flight recorders which rank is stuck where; draw what the ranks did.")
+@click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path), default=".")
+@click.option("--calls", default=0, type=click.IntRange(0), help="Show so many of the last calls, rank beside rank.")
+@click.option("--plot", type=_FILE, help="Draw the calls of all ranks against time (png, svg, pdf).")
+@click.option("--seconds", default=0.0, type=click.FloatRange(0), help="Draw only so many last seconds.")
+@click.option("--perfetto", type=_FILE, help="Write them for ui.perfetto.dev or chrome://tracing.")
+def trace(folder: Path, calls: int, plot: Path | None, seconds: float, perfetto: Path | None) -> None:
+    """Say from the flight recorders in FOLDER which call holds each group up, and which rank is not in it.
+
+    Ranks write them into ASYNCDIST_DUMP_DIR when a group fails; with ASYNCDIST_DUMP_SIGNAL=USR2 also when they get that
+    signal, which asks a job that seems to hang where it is. Gather the files of all hosts in one folder first. Who
+    comes last, and how late, is by the hosts' wall clocks.
+
+    \b
+    ASYNCDIST_DUMP_DIR=/tmp/dumps ASYNCDIST_DUMP_SIGNAL=USR2 torchrun --nproc-per-node=8 train.py
+    pkill -USR2 -f train.py
+    asyncdist trace /tmp/dumps --plot timeline.png
+    """
+    from asyncdist.cli import timeline
+    from asyncdist.observe import story
+
+    if plot is not None:
+        timeline.require()
+    records = story.read(folder)
+    console = screen()
+    for sentence in story.tell(records):
+        console.print(sentence)
+    standings = story.standings(records)
+    for standing in standings[:_GROUPS]:
+        console.print(_table(standing, records, story.paces(records, standing.group, standing.ranks)))
+        if calls:
+            console.print(_last_calls(standing, records, calls))
+    if len(standings) > _GROUPS:
+        console.print(f"and {len(standings) - _GROUPS} more groups, in which nothing is held up longer")
+    if plot is not None:
+        timeline.draw(records, plot, seconds)
+        console.print(f"drawn into {plot}")
+    if perfetto is not None:
+        timeline.export(records, perfetto)
+        console.print(f"written to {perfetto}: open it at https://ui.perfetto.dev")
+
+
+def _table(standing: Standing, records: Sequence[Record], paces: dict[int, Pace]) -> Table:
+    from rich.table import Table
+
+    counted = next((pace.counted for pace in paces.values()), 0)
+    table = Table(title=f"group {standing.group!r}", title_justify="left")
+    for name in ("rank", "host", "process"):
+        table.add_column(name, justify="right")
+    table.add_column("last over")
+    table.add_column("in it now")
+    for name in ("came last", "after the first", "a call took"):
+        table.add_column(name, justify="right", footer=f"of {counted}" if name == "came last" else "median")
+    table.show_footer = bool(counted)
+    by_rank = {record.rank: record for record in records}
+    for rank in standing.ranks:
+        record = by_rank.get(rank)
+        if record is None:
+            table.add_row(str(rank), "[red]no recorder[/]")
+            continue
+        mine = record.collectives(standing.group).values()
+        over = max((call for call in mine if call.finished is not None), key=lambda call: call.number, default=None)
+        pending = min((call for call in mine if call.finished is None), key=lambda call: call.number, default=None)
+        since = f" for {record.written - pending.issued:.1f} s" if pending else ""
+        pace = paces.get(rank)
+        cells = (f"{pace.last:.0%}", _time(pace.lateness), _time(pace.duration)) if pace else ()
+        table.add_row(
+            str(rank), record.host, str(record.pid), _named(over), f"[yellow]{_named(pending)}{since}[/]", *cells
+        )
+    return table
+
+
+def _last_calls(standing: Standing, records: Sequence[Record], count: int) -> Table:
+    from rich.table import Table
+
+    table = Table(title=f"the last calls in {standing.group!r}", title_justify="left")
+    table.add_column("#", justify="right")
+    table.add_column("call")
+    members = [record for record in records if record.groups.get(standing.group) == standing.ranks]
+    for record in members:
+        table.add_column(f"rank {record.rank}", justify="right")
+    calls = [record.collectives(standing.group) for record in members]
+    numbers = sorted(set().union(*calls))[-count:]
+    for number in numbers:
+        row = [each.get(number) for each in calls]
+        words = dict.fromkeys(call.words for call in row if call is not None)
+        cells = [_cell(call, record.written) for call, record in zip(row, members, strict=True)]
+        table.add_row(str(number), " / ".join(words), *cells)
+    return table
+
+
+def _cell(call: Call | None, written: float) -> str:
+    if call is None:
+        return "[red]not called[/]"
+    if call.finished is None:
+        return f"[yellow]{'failed' if call.error else 'in it'} for {written - call.issued:.1f} s[/]"
+    return _time(call.finished - call.issued)
+
+
+def _named(call: Call | None) -> str:
+    return "" if call is None else f"#{call.number} {call.op}"
+
+
+def _time(seconds: float) -> str:
+    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= scale:
+            return f"{seconds / scale:.3g} {unit}"
+    return f"{seconds / 1e-6:.3g} µs"

@@ -1,0 +1,71 @@
+"""Flight recorders are written while nothing has failed yet, when the process gets a signal (``ASYNCDIST_DUMP_SIGNAL``).
+
+So a job that seems to hang tells where it is, long before its operations reach their deadlines.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+import weakref
+from types import FrameType
+from typing import Any
+
+from asyncdist.config import Config
+from asyncdist.errors import UsageError
+from asyncdist.observe.recorder import Recorder
+
+log = logging.getLogger("asyncdist")
+
+_recorders: weakref.WeakKeyDictionary[Recorder, str] = weakref.WeakKeyDictionary()
+"""What is to be written, and into which folder."""
+
+
+def listen(config: Config) -> None:
+    """Write flight recorders from now on when the configured signal comes, if there is one. Wants the main thread.
+
+    What else the program does on that signal goes on being done. UsageError if there is no such signal, or no folder.
+    """
+    name, folder = config.dump_signal, config.dump_dir
+    if name is None:
+        return
+    number = _number(name)
+    if folder is None:
+        raise UsageError(
+            f"ASYNCDIST_DUMP_SIGNAL={name} says when to write the flight recorder: set ASYNCDIST_DUMP_DIR too"
+        )
+    before = signal.getsignal(number)
+    if isinstance(before, _Writer):
+        return
+    if threading.current_thread() is not threading.main_thread():
+        log.warning("signal %s will write no flight recorder: only a world made on the main thread can see to it", name)
+        return
+    signal.signal(number, _Writer(name, before))
+
+
+def offer(recorder: Recorder, config: Config) -> None:
+    """Have a recorder written too when the signal comes, as long as somebody holds it. Any thread."""
+    if config.dump_signal is not None and config.dump_dir is not None:
+        _recorders[recorder] = config.dump_dir
+
+
+class _Writer:
+    """What is called when the signal comes; then what had been called before."""
+
+    def __init__(self, name: str, before: Any) -> None:
+        self._name = name
+        self._before = before
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        for recorder, folder in list(_recorders.items()):
+            recorder.dump(folder, f"asked for by signal {self._name}")
+        if callable(self._before):
+            self._before(number, frame)
+
+
+def _number(name: str) -> signal.Signals:
+    try:
+        return signal.Signals[f"SIG{name.upper().removeprefix('SIG')}"]
+    except KeyError:
+        raise UsageError(f"ASYNCDIST_DUMP_SIGNAL={name} is no signal here: use USR2, or another of `kill -l`") from None

@@ -1,0 +1,268 @@
+"""What the flight recorders of all ranks say together: which call holds a group up, and who is not in it.
+
+Each rank has written its own operations. The k-th collective of a group is the same call on every rank, so one that is over
+on some ranks and not on others, or that not every rank has issued, is where the group stands. Times are made comparable
+by the wall clocks of the hosts, which are taken at their word.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from asyncdist.errors import UsageError
+from asyncdist.observe.recorder import FILE_NAMES
+
+_ABOUT_NOW = 0.05  # seconds by which a call may be older than the dump and yet not count as waiting
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One operation on one rank. Times are seconds of the wall clock; ``finished`` is None while it goes on."""
+
+    group: str
+    op: str
+    number: int
+    words: str
+    nbytes: int
+    issued: float
+    finished: float | None
+    error: str | None
+    fingerprint: int
+
+    @property
+    def is_message(self) -> bool:
+        return self.op.startswith(("send", "recv"))
+
+
+@dataclass(frozen=True)
+class Record:
+    """What one rank has written, at ``written``; ``groups`` has the ranks of each group by its name."""
+
+    rank: int
+    world: str
+    world_size: int
+    host: str
+    pid: int
+    reason: str
+    written: float
+    groups: Mapping[str, tuple[int, ...]]
+    calls: Sequence[Call]
+
+    def collectives(self, group: str) -> dict[int, Call]:
+        """Return the calls of a group's collectives by number."""
+        return {call.number: call for call in self.calls if call.group == group and not call.is_message}
+
+
+def read(folder: Path) -> list[Record]:
+    """Return what the ranks of one world have written to a folder, by rank; of several worlds the one written last.
+
+    UsageError where there is nothing, or something that is no flight recorder.
+    """
+    records = [_record(path) for path in sorted(folder.glob(FILE_NAMES))]
+    if not records:
+        raise UsageError(
+            f"{folder} holds no flight recorder: ranks write one there when a group fails (ASYNCDIST_DUMP_DIR), or on "
+            "a signal (ASYNCDIST_DUMP_SIGNAL)"
+        )
+    world = max(records, key=lambda record: record.written).world
+    return sorted((record for record in records if record.world == world), key=lambda record: record.rank)
+
+
+def _record(path: Path) -> Record:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        offset = content["time"] - content["clock"]  # from the clock of the process to that of the wall
+        groups = {name: tuple(ranks) for name, ranks in content["groups"].items()}
+        facts = {name: content[name] for name in ("rank", "world", "world_size", "host", "pid", "reason")}
+        calls = [_call(entry, offset) for entry in content["entries"]]
+        return Record(**facts, written=content["time"], groups=groups, calls=calls)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as cause:
+        raise UsageError(f"{path} is no flight recorder of this version ({type(cause).__name__}: {cause})") from None
+
+
+def _call(entry: Mapping[str, Any], offset: float) -> Call:
+    return Call(
+        entry["group"],
+        entry["op"],
+        entry["seq"],
+        entry["call"],
+        entry["nbytes"],
+        entry["issued"] + offset,
+        entry["finished"] + offset if entry["finished"] else None,
+        entry["error"],
+        entry["fingerprint"],
+    )
+
+
+# -- where a group stands -----------------------------------------------------------------------------
+
+
+@dataclass
+class Standing:
+    """Where one group stands: the first collective that is not over on all its ranks, and who is how far with it.
+
+    ``number`` is None if all are over everywhere. ``waiting`` are the ranks that are in it, with the seconds since
+    their call; ``through`` those for whom it is over; ``behind`` those that have not called it, with their last call, if
+    they had one; ``silent`` those that have written nothing.
+    """
+
+    group: str
+    ranks: tuple[int, ...]
+    number: int | None = None
+    waiting: dict[int, float] = field(default_factory=dict)
+    through: list[int] = field(default_factory=list)
+    behind: dict[int, tuple[Call | None, float]] = field(default_factory=dict)
+    silent: list[int] = field(default_factory=list)
+    calls: dict[int, str] = field(default_factory=dict)
+    """What each rank called it that has issued it."""
+    differ: bool = False
+
+
+def standings(records: Sequence[Record]) -> list[Standing]:
+    """Return where each group stands, those that are held up first."""
+    groups = {(name, ranks) for record in records for name, ranks in record.groups.items()}
+    found = [_standing(name, ranks, records) for name, ranks in groups]
+    return sorted(found, key=lambda one: (one.number is None, -len(one.ranks), one.group))
+
+
+def _standing(group: str, ranks: tuple[int, ...], records: Sequence[Record]) -> Standing:
+    standing = Standing(group, ranks)
+    members = {record.rank: record for record in records if record.groups.get(group) == ranks}
+    issued = {rank: record.collectives(group) for rank, record in members.items()}
+    standing.silent = [rank for rank in ranks if rank not in members]
+    standing.number = _first_open(list(issued.values()))
+    if standing.number is None:
+        return standing
+    fingerprints = set()
+    for rank, record in members.items():
+        call = issued[rank].get(standing.number)
+        if call is None:
+            last = max(issued[rank].values(), key=lambda one: one.number, default=None)
+            standing.behind[rank] = last, record.written - (last.finished or last.issued) if last else 0.0
+            continue
+        standing.calls[rank] = call.words
+        fingerprints.add(call.fingerprint)
+        if call.finished is None:
+            standing.waiting[rank] = record.written - call.issued
+        else:
+            standing.through.append(rank)
+    standing.differ = len(fingerprints) > 1
+    return standing
+
+
+def _first_open(issued: Sequence[Mapping[int, Call]]) -> int | None:
+    """Return the lowest number of a collective that is pending somewhere, or missing where others have gone on."""
+    newest = max((max(calls, default=0) for calls in issued), default=0)
+    opened = [call.number for calls in issued for call in calls.values() if call.finished is None]
+    lacking = [max(calls, default=0) + 1 for calls in issued if max(calls, default=0) < newest]
+    return min([*opened, *lacking], default=None)
+
+
+# -- who comes last -------------------------------------------------------------------------------------
+
+
+@dataclass
+class Pace:
+    """How one rank keeps up: the share of collectives for which it came last, and by how much, in seconds (median).
+
+    ``lateness`` is counted from the rank that came first; ``duration`` is that of its own calls.
+    """
+
+    last: float
+    lateness: float
+    duration: float
+    counted: int
+
+
+def paces(records: Sequence[Record], group: str, ranks: tuple[int, ...]) -> dict[int, Pace]:
+    """Return how each rank of a group keeps up, over the collectives that all have recorded."""
+    issued = {record.rank: record.collectives(group) for record in records if record.groups.get(group) == ranks}
+    if not issued:
+        return {}
+    shared = sorted(set.intersection(*[set(calls) for calls in issued.values()]))
+    if not shared or len(issued) < 2:
+        return {}
+    first = {number: min(calls[number].issued for calls in issued.values()) for number in shared}
+    last = [max(issued, key=lambda rank: issued[rank][number].issued) for number in shared]
+    return {
+        rank: Pace(
+            last.count(rank) / len(shared),
+            statistics.median(calls[number].issued - first[number] for number in shared),
+            statistics.median(_durations(calls, shared)),
+            len(shared),
+        )
+        for rank, calls in issued.items()
+    }
+
+
+def _durations(calls: Mapping[int, Call], numbers: Sequence[int]) -> list[float]:
+    return [end - calls[number].issued for number in numbers if (end := calls[number].finished) is not None] or [0.0]
+
+
+# -- in words -------------------------------------------------------------------------------------------
+
+
+def tell(records: Sequence[Record]) -> Iterator[str]:
+    """Say in sentences what holds which group up, and who is to blame as far as that can be seen."""
+    silent = sorted(set(range(records[0].world_size)) - {record.rank for record in records})
+    if silent:
+        yield f"{_ranks(silent)} left no flight recorder: killed, on a host whose folder this is not, or not asked."
+    held_up = [standing for standing in standings(records) if standing.number is not None]
+    for standing in held_up:
+        yield from _tell_standing(standing)
+    for record in records:
+        yield from _tell_messages(record)
+    if not held_up:
+        yield "No collective is held up: every one that was called is over on all ranks that have written."
+
+
+def _tell_standing(standing: Standing) -> Iterator[str]:
+    where = f"group {standing.group!r}, collective #{standing.number}"
+    if standing.differ:
+        callers: dict[str, list[int]] = {}
+        for rank, words in sorted(standing.calls.items()):
+            callers.setdefault(words, []).append(rank)
+        said = "; ".join(f"{_ranks(ranks)} called {words}" for words, ranks in callers.items())
+        yield f"{where}: the ranks called different things. {said}."
+    else:
+        words = next(iter(standing.calls.values()), "a call that only ranks without a recorder can have made")
+        yield f"{where}: {words} is not over."
+    if standing.waiting:
+        yield f"  {_ranks(standing.waiting)} in it, since {_spread(standing.waiting.values())}."
+    for rank, (last, ago) in sorted(standing.behind.items()):
+        if last is None:
+            yield f"  rank {rank} has called nothing in this group: it is what the others wait for."
+        else:
+            ended = "ended" if last.finished is not None else "began"
+            yield (
+                f"  rank {rank} never called it: it is what the others wait for. Its last was #{last.number}, "
+                f"{last.words}, which {ended} {ago:.1f} s before it wrote."
+            )
+    if standing.silent:
+        yield f"  {_ranks(standing.silent)} of this group left no recorder."
+
+
+def _tell_messages(record: Record) -> Iterator[str]:
+    pending = [call for call in record.calls if call.is_message and call.finished is None]
+    waiting = [call for call in pending if record.written - call.issued > _ABOUT_NOW]
+    if waiting:
+        longest = min(waiting, key=lambda call: call.issued)
+        yield (
+            f"rank {record.rank} waits in {len(waiting)} message{'s' * (len(waiting) > 1)}, the longest a {longest.words} "
+            f"(tag {longest.number}, {longest.nbytes} bytes) since {record.written - longest.issued:.1f} s."
+        )
+
+
+def _ranks(ranks: Any) -> str:
+    names = [str(rank) for rank in sorted(ranks)]
+    return f"rank {names[0]}" if len(names) == 1 else f"ranks {', '.join(names[:-1])} and {names[-1]}"
+
+
+def _spread(values: Any) -> str:
+    low, high = min(values), max(values)
+    return f"{low:.1f} s" if high - low < 0.1 else f"{low:.1f} to {high:.1f} s"

@@ -1,0 +1,79 @@
+"""``asyncdist trace`` on what ranks have written."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from asyncdist.cli import main, timeline
+from asyncdist.config import Config
+from asyncdist.errors import GroupError
+from asyncdist.observe import story
+from asyncdist.testing.cluster import world_of
+
+
+@pytest.fixture
+def dumps(tmp_path):
+    """A folder in which rank 1 did not call the second collective, and rank 0 waits for a message too."""
+
+    async def fail():
+        async with world_of(2, config=Config(dump_dir=str(tmp_path))) as groups:
+            await asyncio.gather(*[group.all_reduce(torch.ones(3)) for group in groups])
+            pending = [groups[0].broadcast(torch.ones(2), 0), groups[0].all_reduce(torch.ones(5))]
+            await pending[0]
+            groups[1].abort("enough")
+            with pytest.raises(GroupError):
+                await pending[1]
+
+    asyncio.run(fail())
+    return tmp_path
+
+
+def trace(*arguments):
+    return CliRunner().invoke(main, ["trace", *map(str, arguments)])
+
+
+def test_words_and_tables(dumps):
+    run = trace(dumps, "--calls", 5)
+    assert run.exit_code == 0, run.output
+    assert "group 'world', collective #2: broadcast(2 x float32, root 0) is not over." in run.output
+    assert "rank 1 never called it" in run.output
+    (row,) = [line for line in run.output.splitlines() if "all_reduce(5 x float32, SUM)" in line]
+    assert "in it for" in row
+    assert "not called" in row
+
+
+def test_the_picture(dumps):
+    run = trace(dumps, "--plot", dumps / "timeline.svg")
+    assert run.exit_code == 0, run.output
+    assert (dumps / "timeline.svg").read_text().startswith("<?xml")
+    figure = timeline.figure_of(story.read(dumps))
+    (axes,) = figure.axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["rank 0", "rank 1"]
+    assert "not over" in {text.get_text() for text in axes.get_legend().get_texts()}
+
+
+def test_only_the_last_seconds_are_drawn(dumps):
+    records = story.read(dumps)
+    (axes,) = timeline.figure_of(records, seconds=1e-9).axes
+    assert {text.get_text() for text in axes.get_legend().get_texts()} == {"not over"}
+
+
+def test_the_file_for_a_viewer(dumps):
+    run = trace(dumps, "--perfetto", dumps / "events.json")
+    assert run.exit_code == 0, run.output
+    events = json.loads((dumps / "events.json").read_text())["traceEvents"]
+    calls = [event for event in events if event["ph"] == "X"]
+    assert {event["pid"] for event in calls} == {0, 1}
+    assert all(event["dur"] >= 0 and event["ts"] >= 0 for event in calls)
+    assert [event["args"]["call"] for event in calls if event["pid"] == 1] == ["all_reduce(3 x float32, SUM)"]
+
+
+def test_what_cannot_be(dumps, tmp_path_factory):
+    assert "holds no flight recorder" in trace(tmp_path_factory.mktemp("empty")).output
+    assert "let its name end in png, svg or pdf" in trace(dumps, "--plot", dumps / "timeline.nothing").output
+    assert trace(dumps / "absent").exit_code == 2

@@ -1,0 +1,95 @@
+"""What a rank writes when a group fails, and when it is asked."""
+
+from __future__ import annotations
+
+import signal
+import threading
+
+import pytest
+import torch
+
+from asyncdist.config import Config
+from asyncdist.errors import GroupError, UsageError
+from asyncdist.observe import on_demand, story
+from asyncdist.observe.recorder import Recorder
+from asyncdist.testing.cluster import world_of
+
+
+async def test_a_group_that_fails_is_written(tmp_path, transport):
+    folder = tmp_path / "made"
+    async with world_of(2, transport=transport, config=Config(dump_dir=str(folder))) as groups:
+        works = [group.all_reduce(torch.ones(3)) for group in groups]
+        for work in works:
+            await work
+        pending = groups[0].all_reduce(torch.ones(3))
+        groups[1].abort("enough")
+        with pytest.raises(GroupError):
+            await pending
+        records = story.read(folder)
+    assert [record.rank for record in records] == [0, 1]
+    assert [record.groups["world"] for record in records] == [(0, 1)] * 2
+    assert all("enough" in record.reason for record in records)
+    (standing,) = story.standings(records)
+    assert (standing.number, list(standing.waiting), list(standing.behind)) == (2, [0], [1])
+    assert standing.calls == {0: "all_reduce(3 x float32, SUM)"}
+
+
+def test_a_folder_that_cannot_be_made(tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    assert Recorder(0, 1, 10).dump(str(tmp_path / "file" / "below"), "why") is None
+    assert "cannot write the flight recorder" in caplog.text
+
+
+@pytest.fixture
+def usr1():
+    """Have what the process does on SIGUSR1 as it was afterwards."""
+    before = signal.getsignal(signal.SIGUSR1)
+    yield
+    signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.usefixtures("usr1")
+def test_a_signal_writes_and_does_what_it_did_before(tmp_path):
+    heard = []
+    signal.signal(signal.SIGUSR1, lambda number, _: heard.append(number))
+    config = Config(dump_dir=str(tmp_path), dump_signal="USR1")
+    recorders = [Recorder(0, 1, 10, world) for world in ("one", "other")]
+    for recorder in recorders:
+        on_demand.listen(config)
+        on_demand.offer(recorder, config)
+    signal.raise_signal(signal.SIGUSR1)
+    assert heard == [signal.SIGUSR1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "asyncdist-one-rank0.json",
+        "asyncdist-other-rank0.json",
+    ]
+    assert story.read(tmp_path)[0].reason == "asked for by signal USR1"
+
+
+@pytest.mark.usefixtures("usr1")
+def test_who_is_gone_is_not_written(tmp_path):
+    config = Config(dump_dir=str(tmp_path), dump_signal="SIGUSR1")
+    on_demand.listen(config)
+    recorder = Recorder(0, 1, 10)
+    on_demand.offer(recorder, config)
+    del recorder
+    signal.raise_signal(signal.SIGUSR1)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("usr1")
+def test_another_thread_can_only_say_that_it_cannot(tmp_path, caplog):
+    config = Config(dump_dir=str(tmp_path), dump_signal="USR1")
+    thread = threading.Thread(target=on_demand.listen, args=(config,))
+    thread.start()
+    thread.join()
+    assert "only a world made on the main thread" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [({"dump_dir": "/tmp", "dump_signal": "NONE"}, "no signal"), ({"dump_signal": "USR1"}, "DUMP_DIR")],
+)
+def test_settings_that_do_not_fit(settings, words):
+    with pytest.raises(UsageError, match=words):
+        on_demand.listen(Config(**settings))

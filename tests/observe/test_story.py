@@ -1,0 +1,188 @@
+"""What is made of the flight recorders of several ranks."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from asyncdist.buffers import DTYPE_NUMBERS
+from asyncdist.errors import UsageError
+from asyncdist.framing import Fingerprint
+from asyncdist.observe import story
+from asyncdist.observe.recorder import Entry, Recorder
+from asyncdist.ops import Collective, ReduceOp
+
+SUM = Fingerprint(
+    Collective.all_reduce, dtype=DTYPE_NUMBERS[torch.float32], reduction=ReduceOp.SUM.value, count=8
+).pack()
+BARRIER = Fingerprint(Collective.barrier).pack()
+
+
+class Ranks:
+    """Recorders of some ranks, whose clocks all begin at 100 s, and that write when theirs is at 200 s."""
+
+    def __init__(self, folder, monkeypatch, size, world="w"):
+        self.folder, self._monkeypatch, self.world = folder, monkeypatch, world
+        self.recorders = [Recorder(rank, size, 100, world) for rank in range(size)]
+        self.group("world", range(size))
+
+    def group(self, name, ranks):
+        for rank in ranks:
+            self.recorders[rank].groups[name] = tuple(ranks)
+
+    def call(self, rank, number, begun=0.0, ended=None, *, group="world", op="all_reduce", fingerprint=SUM, error=None):
+        entry = Entry(group, op, number, fingerprint, 32)
+        entry.issued, entry.finished, entry.error = 100.0 + begun, 0.0 if ended is None else 100.0 + ended, error
+        self.recorders[rank].add(entry)
+
+    def records(self, *writing, at=0.0):
+        self._monkeypatch.setattr("time.perf_counter", lambda: 200.0)
+        self._monkeypatch.setattr("time.time", lambda: 1_000_000.0 + at)
+        for rank in writing or range(len(self.recorders)):
+            assert self.recorders[rank].dump(str(self.folder), "because") is not None
+        self._monkeypatch.undo()
+        return story.read(self.folder)
+
+
+@pytest.fixture
+def ranks(tmp_path, monkeypatch):
+    return lambda size, world="w": Ranks(tmp_path, monkeypatch, size, world)
+
+
+def told(records):
+    return "\n".join(story.tell(records))
+
+
+def test_all_is_well(ranks):
+    three = ranks(3)
+    for rank in range(3):
+        three.call(rank, 1, 0, 1)
+        three.call(rank, 2, 1, 2)
+    records = three.records()
+    assert (
+        told(records) == "No collective is held up: every one that was called is over on all ranks that have written."
+    )
+    (standing,) = story.standings(records)
+    assert standing.number is None
+
+
+def test_nothing_was_called(ranks):
+    assert "No collective is held up" in told(ranks(2).records())
+
+
+def test_a_rank_that_has_not_called_is_what_the_others_wait_for(ranks):
+    three = ranks(3)
+    for rank in range(3):
+        three.call(rank, 1, 0, 1)
+    three.call(0, 2, 60)
+    three.call(2, 2, 70)
+    assert told(three.records()).splitlines() == [
+        "group 'world', collective #2: all_reduce(8 x float32, SUM) is not over.",
+        "  ranks 0 and 2 in it, since 30.0 to 40.0 s.",
+        "  rank 1 never called it: it is what the others wait for. Its last was #1, all_reduce(8 x float32, SUM), which "
+        "ended 99.0 s before it wrote.",
+    ]
+
+
+def test_who_has_gone_on_from_what_another_has_not_called(ranks):
+    """Of a broadcast the root may be done long before the others."""
+    two = ranks(2)
+    for number in (1, 2):
+        two.call(0, number, number, number + 0.5, op="broadcast")
+    two.call(0, 3, 3)
+    (standing,) = story.standings(two.records())
+    assert (standing.number, standing.through, standing.behind) == (1, [0], {1: (None, 0.0)})
+    assert "rank 1 has called nothing in this group" in told(story.read(two.folder))
+
+
+def test_different_calls(ranks):
+    three = ranks(3)
+    three.call(0, 1)
+    three.call(1, 1, op="barrier", fingerprint=BARRIER)
+    three.call(2, 1)
+    said = told(three.records())
+    assert (
+        "the ranks called different things. ranks 0 and 2 called all_reduce(8 x float32, SUM); rank 1 called barrier()."
+        in said
+    )
+
+
+def test_a_rank_that_wrote_nothing(ranks):
+    three = ranks(3)
+    for rank in (0, 2):
+        three.call(rank, 1)
+    said = told(three.records(0, 2))
+    assert said.startswith("rank 1 left no flight recorder")
+    assert "  rank 1 of this group left no recorder." in said
+
+
+def test_groups_that_are_held_up_come_first(ranks):
+    four = ranks(4)
+    four.group("pair", (1, 2))
+    for rank in range(4):
+        four.call(rank, 1, 0, 1)
+    four.call(1, 1, group="pair")
+    first, second = story.standings(four.records())
+    assert (first.group, first.ranks, first.number, list(first.behind)) == ("pair", (1, 2), 1, [2])
+    assert (second.group, second.number) == ("world", None)
+
+
+def test_groups_of_one_name_are_told_apart_by_their_ranks(ranks):
+    four = ranks(4)
+    four.group("half", (0, 1))
+    four.group("half", (2, 3))
+    for rank in range(3):
+        four.call(rank, 1, 0, 1 if rank < 2 else None, group="half")
+    held_up = [one for one in story.standings(four.records()) if one.number is not None]
+    assert [(one.group, one.ranks, list(one.waiting), list(one.behind)) for one in held_up] == [
+        ("half", (2, 3), [2], [3])
+    ]
+
+
+def test_messages_that_nobody_answers(ranks):
+    two = ranks(2)
+    two.call(0, 7, 90, op="recv", fingerprint=0)
+    two.call(0, 7, 95, op="recv", fingerprint=0)
+    two.call(1, 3, 90, 91, op="send", fingerprint=0)
+    assert "rank 0 waits in 2 messages, the longest a recv (tag 7, 32 bytes) since 10.0 s." in told(two.records())
+
+
+def test_who_comes_last(ranks):
+    two = ranks(2)
+    for number in range(1, 11):
+        late = number != 5
+        two.call(0, number, number + (0.0 if late else 0.25), number + 0.5)
+        two.call(1, number, number + (0.125 if late else 0.0), number + 0.5)
+    (standing,) = story.standings(two.records())
+    paces = story.paces(story.read(two.folder), standing.group, standing.ranks)
+    assert (paces[0].last, paces[1].last) == (0.1, 0.9)
+    assert (paces[0].lateness, paces[1].lateness) == pytest.approx((0.0, 0.125))
+    assert paces[1].duration == pytest.approx(0.375)
+
+
+def test_of_several_worlds_the_one_that_wrote_last(ranks):
+    ranks(3, "old").records()
+    records = ranks(2, "new").records(at=5.0)
+    assert [(record.world, record.rank) for record in records] == [("new", 0), ("new", 1)]
+
+
+def test_a_later_dump_takes_the_place_of_the_one_before(ranks):
+    one = ranks(1)
+    one.records()
+    one.call(0, 1)
+    (record,) = one.records(at=1.0)
+    assert len(record.calls) == 1
+
+
+def test_an_empty_folder(tmp_path):
+    with pytest.raises(UsageError, match="ASYNCDIST_DUMP_DIR"):
+        story.read(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", json.dumps({"time": 1, "clock": 1, "groups": {}, "entries": 5})])
+def test_what_is_no_flight_recorder(tmp_path, content):
+    (tmp_path / "asyncdist-w-rank0.json").write_text(content)
+    with pytest.raises(UsageError, match=r"rank0\.json is no flight recorder"):
+        story.read(tmp_path)

@@ -1,0 +1,47 @@
+"""Ranks that seem to hang say where they are, when they are asked by a signal or when one of them is killed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+
+import pytest
+
+from asyncdist.errors import UsageError
+from asyncdist.observe import story
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.mark.parametrize("face", ["blocking", "awaiting"])
+def test_a_signal_asks_who_is_not_in_the_call(job, until, tmp_path, face):
+    ranks = job.world(3, face, ASYNCDIST_DUMP_DIR=str(tmp_path / "dumps"), ASYNCDIST_DUMP_SIGNAL="USR2")
+    for told in ranks[:2]:
+        told.tell("barrier", "world")
+
+    def two_are_in_it():
+        for told in ranks:
+            os.kill(told.process.pid, signal.SIGUSR2)
+        with contextlib.suppress(UsageError):  # nobody has written yet
+            records = story.read(tmp_path / "dumps")
+            standing = story.standings(records)[0]
+            return len(records) == 3 and set(standing.waiting) == {0, 1} and set(standing.behind) == {2}
+
+    until(two_are_in_it)
+    ranks[2].tell("barrier", "world")  # it has hurt nobody
+    for told in ranks:
+        assert told.hear() is None
+
+
+def test_a_killed_rank_is_the_one_that_left_nothing(job, all_do, tmp_path):
+    ranks = job.world(3, ASYNCDIST_DUMP_DIR=str(tmp_path / "dumps"))
+    all_do(ranks, "barrier", "world")
+    for told in (ranks[0], ranks[2]):
+        told.tell("all_reduce", "world", 300_000)
+    ranks[1].process.kill()
+    for told in (ranks[0], ranks[2]):
+        assert told.hear().kind == "PeerLostError"
+    records = story.read(tmp_path / "dumps")
+    assert [record.rank for record in records] == [0, 2]
+    assert "rank 1 left no flight recorder" in next(iter(story.tell(records)))
