@@ -136,7 +136,7 @@ class Mesh:
     def open(self, channel: Channel) -> None:
         """Take operations and messages of a group from now on. Under the lock."""
         self._channels[channel.prefix] = channel
-        self.recorder.groups[channel.name] = channel.members
+        self.recorder.add_group(channel.name, channel.members)
         early = self._ended.pop(channel.prefix, None)
         if early is not None:  # a peer that made the group before us has failed it already
             self.fail(channel, early)

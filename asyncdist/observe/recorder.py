@@ -51,15 +51,21 @@ class Entry:
 
 
 class Recorder:
-    """Keeps the last ``size`` operations of one rank in one world, and which ranks its groups have (``groups``)."""
+    """Keeps the last ``size`` operations of one rank in one world, and which ranks the newest of its groups have."""
 
     def __init__(self, rank: int, world_size: int, size: int, world_id: str = "") -> None:
         self.rank = rank
         self.world_size = world_size
         self.world_id = world_id
-        self.groups: dict[str, Sequence[int]] = {}
+        self._groups: dict[str, Sequence[int]] = {}
         self._entries: deque[Entry] = deque(maxlen=max(1, size))
         self.add = self._entries.append
+
+    def add_group(self, name: str, ranks: Sequence[int]) -> None:
+        """Note which ranks a group has; of as many groups as operations."""
+        self._groups[name] = ranks
+        if len(self._groups) > (self._entries.maxlen or 0):
+            del self._groups[next(iter(self._groups))]
 
     def fingerprint(self, group: str, key: bytes) -> int:
         """Return what we believed a group's collective to be, from a message's key; 0 if it is long forgotten."""
@@ -87,7 +93,7 @@ class Recorder:
             "reason": reason,
             "time": time.time(),
             "clock": time.perf_counter(),
-            "groups": {name: list(members) for name, members in list(self.groups.items())},
+            "groups": {name: list(members) for name, members in list(self._groups.items())},
             "entries": [entry.as_dict() for entry in self],
         }
         unfinished = f"{path}.{os.getpid()}"

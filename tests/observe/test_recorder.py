@@ -40,6 +40,14 @@ def test_a_folder_that_cannot_be_made(tmp_path, caplog):
     assert "cannot write the flight recorder" in caplog.text
 
 
+def test_the_oldest_groups_are_forgotten(tmp_path):
+    recorder = Recorder(0, 2, 3)
+    for number in range(5):
+        recorder.add_group(f"group {number}", (0, 1))
+    recorder.dump(str(tmp_path), "why")
+    assert list(story.read(tmp_path)[0].groups) == ["group 2", "group 3", "group 4"]
+
+
 @pytest.fixture
 def usr1():
     """Have what the process does on SIGUSR1 as it was afterwards."""

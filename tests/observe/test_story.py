@@ -30,7 +30,7 @@ class Ranks:
 
     def group(self, name, ranks):
         for rank in ranks:
-            self.recorders[rank].groups[name] = tuple(ranks)
+            self.recorders[rank].add_group(name, tuple(ranks))
 
     def call(self, rank, number, begun=0.0, ended=None, *, group="world", op="all_reduce", fingerprint=SUM, error=None):
         entry = Entry(group, op, number, fingerprint, 32)
