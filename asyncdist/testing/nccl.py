@@ -16,6 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from asyncdist_transports.nccl import Nccl
+from asyncdist_transports.nccl.library import Library
+
 UNIQUE_ID_NBYTES = 128
 _DTYPES = [
     torch.int8, torch.uint8, torch.int32, torch.uint32, torch.int64, torch.uint64,
@@ -87,6 +90,12 @@ class PretendNccl:
     def meeting(self, unique_id: bytes, size: int) -> _Meeting:
         with self._lock:
             return self._meetings.setdefault(unique_id, _Meeting(size))
+
+
+def nccl_over(nccl: PretendNccl) -> type[Nccl]:
+    """Return Nccl over a pretended one."""
+    made = Library(nccl)
+    return type("NcclOfTest", (Nccl,), {"load": staticmethod(lambda: made)})
 
 
 class _Meeting:

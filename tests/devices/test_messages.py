@@ -21,8 +21,10 @@ from asyncdist.testing.cluster import run_ranks
 from asyncdist.testing.cuda import cuda_ipc_over
 from asyncdist.testing.devices import PretendStreams, device_group, devices_of
 from asyncdist.testing.drills import between_two
+from asyncdist.testing.nccl import PretendNccl, nccl_over
 from asyncdist.work import joined
 
+WAYS = ["cuda_ipc", "nccl", "staged"]
 LARGE = 40_000  # elements of 4 bytes: what goes from device to device
 
 
@@ -33,13 +35,24 @@ class Room(bytearray):
 class Counting(PretendStreams):
     """A device that counts what it has copied through the host."""
 
-    def __init__(self):
-        super().__init__()
+    def __init__(self, uuid="GPU-counting"):
+        super().__init__(uuid)
         self.pinned_nbytes = 0
 
     def pinned(self, count, dtype):
         self.pinned_nbytes += count * dtype.itemsize
         return super().pinned(count, dtype)
+
+
+def by_nccl():
+    """Return the way of NCCL, and what stands in its place."""
+    nccl = PretendNccl()
+    return [nccl_over(nccl)], nccl
+
+
+def ways_of(name):
+    """Return the ways of that name, for `run`; None is cuda_ipc."""
+    return {"cuda_ipc": None, "staged": [], "nccl": by_nccl()[0]}[name]
 
 
 def run(size, program, *, made=None, kinds=None, streams=None, transport="inproc", hosts=None, refusing=None):
@@ -50,10 +63,11 @@ def run(size, program, *, made=None, kinds=None, streams=None, transport="inproc
     made = [] if made is None else made
     ways = {rank: [cuda_ipc_over(made)] if kinds is None else kinds for rank in range(size)}
     if refusing is not None:
-        ways[refusing] = [cuda_ipc_over(made, refuses=RuntimeError("no peer access"))]
+        ways[refusing] = [cuda_ipc_over(made, refuses=RuntimeError("no peer access")), *(kinds or ())[1:]]
+    streams = streams or [PretendStreams(f"GPU-{rank}") for rank in range(size)]
 
     def rank(group):
-        device = device_group(group, ways[group.rank()], streams and streams[group.rank()])
+        device = device_group(group, ways[group.rank()], streams[group.rank()])
         try:
             result = program(device)
             device._host.barrier().wait()  # whoever leaves earlier is missed by who still waits for its last letter
@@ -203,12 +217,140 @@ async def test_large_messages_through_the_host_go_in_pieces(piece_nbytes, transp
             assert torch.equal(sent, into)
 
 
+# -- by NCCL ------------------------------------------------------------------------------------------
+
+
+def ended(nccl, until):
+    until(lambda: all(made.ended for made in nccl.communicators))
+    assert {made.ended for made in nccl.communicators} == {"destroyed"}
+    assert not nccl.collected
+    assert not any(messages for made in nccl.communicators for messages in made.meeting.messages.values())
+
+
+def test_ranks_with_a_device_each_send_by_nccl(until, transport):
+    kinds, nccl = by_nccl()
+    streams = [Counting(f"GPU-{rank}") for rank in range(3)]
+    todo = [drill for _ in range(3) for drill in between_two(3, LARGE, torch.float32)]
+
+    def program(group):
+        for work in [work for drill in todo for work in drill.start(group)]:
+            work.wait()
+        assert group.way is None, "messages made the ranks meet"
+
+    run(3, program, kinds=kinds, streams=streams, transport=transport)
+    for drill in todo:
+        drill.check()
+    assert [each.pinned_nbytes for each in streams] == [0, 0, 0]
+    assert len(nccl.communicators) == 6, "one for each two ranks"
+    ended(nccl, until)
+
+
+def test_both_ends_of_a_communicator_see_the_same_order(until):
+    kinds, nccl = by_nccl()
+
+    def program(group):
+        rank, peer, works = group.rank(), 1 - group.rank(), []
+        for tag in range(40):  # each rank in an order of its own
+            tag = tag if rank else 39 - tag
+            works.append(group.send(torch.full((LARGE,), float(tag)), peer, tag))
+            works.append(group.recv(torch.empty(LARGE), peer, tag))
+        for work in works:
+            work.wait()
+
+    run(2, program, kinds=kinds)
+    one, other = sorted(nccl.communicators, key=lambda made: made.rank)
+    names = [[call[0] for call in made.log] for made in (one, other)]
+    assert names[0][:2] == names[1][:2] == ["send", "recv"]  # the first ones, together
+    mirrored = {"send": "recv", "recv": "send"}
+    assert names[0][2:] == [mirrored[name] for name in names[1][2:]]
+    ended(nccl, until)
+
+
+def test_ranks_of_one_device_do_not_send_by_nccl(caplog):
+    caplog.set_level(logging.INFO, "asyncdist")
+    kinds, _ = by_nccl()
+    streams = [Counting("GPU-0"), Counting("GPU-0"), Counting("GPU-1")]
+
+    def program(group):
+        tensor = torch.full((LARGE,), float(group.rank()))
+        if group.rank() == 0:
+            for peer in (1, 2):
+                group.send(tensor, peer).wait()
+        else:
+            group.recv(tensor, 0).wait()
+        return tensor[0].item()
+
+    assert run(3, program, kinds=kinds, streams=streams) == [0.0] * 3
+    assert [each.pinned_nbytes // (4 * LARGE) for each in streams] == [1, 1, 0]
+    assert "messages to rank 1 do not go by nccl: they share one device" in caplog.text
+
+
+def test_what_cannot_be_mapped_goes_by_the_next_way():
+    kinds, nccl = by_nccl()
+    streams = [Counting(f"GPU-{rank}") for rank in range(2)]
+
+    def program(group):
+        tensor = torch.full((LARGE,), float(group.rank()))
+        for _ in range(3):
+            (group.recv(tensor, 0) if group.rank() else group.send(tensor, 1)).wait()
+        return tensor[0].item()
+
+    made = []
+    assert run(2, program, made=made, kinds=[cuda_ipc_over(made), *kinds], streams=streams, refusing=1) == [0.0, 0.0]
+    assert [each.pinned_nbytes for each in streams] == [0, 0]
+    assert len(nccl.communicators) == 2
+
+
+def test_versions_of_nccl_that_differ_are_told():
+    ways = [[nccl_over(PretendNccl())], [nccl_over(PretendNccl(version=22704))]]
+    streams = [Counting(f"GPU-{rank}") for rank in range(2)]
+
+    def rank(group):
+        device = device_group(group, ways[group.rank()], streams[group.rank()])
+        tensor = torch.full((LARGE,), float(group.rank()))
+        (device.recv(tensor, 0) if group.rank() else device.send(tensor, 1)).wait()
+        device._host.barrier().wait()
+        device.close()
+        return tensor[0].item()
+
+    assert run_ranks(2, rank) == [0.0, 0.0]
+    assert [each.pinned_nbytes for each in streams] == [4 * LARGE] * 2
+
+
+def test_a_communicator_that_cannot_be_made_fails_the_message(until):
+    kinds, nccl = by_nccl()
+    plain = nccl.NcclCommunicator.__init__
+
+    def init(self, size, unique_id, rank):
+        if rank == 1:
+            raise nccl.NcclError(1)
+        plain(self, size, unique_id, rank)
+
+    nccl.NcclCommunicator.__init__ = init
+
+    def rank(group):
+        device = device_group(group, kinds, PretendStreams(f"GPU-{group.rank()}"))
+        tensor = torch.ones(LARGE)
+        work = device.recv(tensor, 0) if group.rank() else device.send(tensor, 1)
+        try:
+            with pytest.raises(GroupError) as caught:
+                joined([work, device.barrier()]).wait()
+            return str(caught.value)
+        finally:
+            device.close()
+
+    for words in run_ranks(2, rank):
+        assert "NCCL failed" in words
+    nccl.hang_up()
+    until(lambda: all(made.ended for made in nccl.communicators))
+
+
 # -- what may be under way at once --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("count", [10, LARGE])
-@pytest.mark.parametrize("kinds", [None, []], ids=["cuda_ipc", "staged"])
-def test_ranks_that_both_send_first_do_not_hold_each_other_up(kinds, count, transport):
+@pytest.mark.parametrize("way", WAYS)
+def test_ranks_that_both_send_first_do_not_hold_each_other_up(way, count, transport):
     def program(group):
         rank, peer = group.rank(), 1 - group.rank()
         out = [torch.full((count,), float(10 * rank + which)) for which in range(8)]
@@ -219,12 +361,12 @@ def test_ranks_that_both_send_first_do_not_hold_each_other_up(kinds, count, tran
             work.wait()
         assert [tensor[0].item() for tensor in into] == [10 * peer + which for which in range(8)]
 
-    run(2, program, kinds=kinds, transport=transport)
+    run(2, program, kinds=ways_of(way), transport=transport)
 
 
-@pytest.mark.parametrize("kinds", [None, []], ids=["cuda_ipc", "staged"])
+@pytest.mark.parametrize("way", ["cuda_ipc", "staged"])  # the pretended NCCL blocks where the real one does not
 @pytest.mark.parametrize("count", [10, LARGE])
-def test_ranks_may_call_messages_and_collectives_in_another_order(kinds, count):
+def test_ranks_may_call_messages_and_collectives_in_another_order(way, count):
     def program(group):
         tensor, message = torch.ones(LARGE), torch.ones(count)
         group.all_reduce(tensor).wait()
@@ -239,7 +381,7 @@ def test_ranks_may_call_messages_and_collectives_in_another_order(kinds, count):
             group.all_reduce(tensor, background=False)
         return tensor.unique().tolist()
 
-    assert run(2, program, kinds=kinds) == [[4.0], [4.0]]
+    assert run(2, program, kinds=ways_of(way)) == [[4.0], [4.0]]
 
 
 def test_events_are_used_again_and_never_too_early():

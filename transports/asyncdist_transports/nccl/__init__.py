@@ -3,6 +3,7 @@
 library        NCCL by way of cupy: unique ids, communicators, numbers for types and operations
 communicator   one rank's communicator: made, used and ended
 ensemble       the collectives
+courier        the messages: a communicator for each two ranks that have any
 """
 
 from asyncdist_transports.nccl.ensemble import Nccl

@@ -9,13 +9,13 @@ from __future__ import annotations
 import atexit
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Any
 
-from asyncdist.devices.ensemble import Site
-from asyncdist.devices.streams import Mark
+from asyncdist.devices.streams import Mark, Streams
 from asyncdist.errors import GroupAbortedError, TransportUnavailableError
+from asyncdist.work import Work
 from asyncdist_transports.nccl.library import Library
 
 Call = tuple[Any, ...]
@@ -30,14 +30,19 @@ _kept: set[Communicator] = set()  # until they have ended: cupy destroys what is
 
 
 class Communicator:
-    """A communicator in the making, and then made. ``first`` are calls that find out whether it works.
+    """A communicator in the making, and then made; its calls go into the stream that is ``streams``' own.
 
-    Calls are made by one thread at a time; anything else may be asked from any thread.
+    ``make`` makes it, on a thread of its own; ``first`` are calls that find out whether it works. ``rank`` is our global
+    rank, for errors. ``ready`` ends when it is made, or fails. Calls are made by one thread at a time; anything else may
+    be asked from any thread.
     """
 
-    def __init__(self, library: Library, site: Site, unique_id: bytes, first: Sequence[Call]) -> None:
-        self._library, self._site = library, site
-        self._streams, self._stream = site.streams, site.streams.handle
+    def __init__(
+        self, library: Library, streams: Streams, make: Callable[[], Any], first: Sequence[Call], rank: int
+    ) -> None:
+        self._library, self._rank = library, rank
+        self._streams, self._stream = streams, streams.handle
+        self.ready = Work()
         self._raw: Any = None
         self._error: Exception | None = None
         self._made = threading.Event()
@@ -45,7 +50,7 @@ class Communicator:
         self._aborted = False
         self._inside = threading.Lock()  # held while a thread is inside NCCL
         _kept.add(self)
-        threading.Thread(target=self._live, args=(unique_id, first), name="asyncdist-nccl", daemon=True).start()
+        threading.Thread(target=self._live, args=(make, first), name="asyncdist-nccl", daemon=True).start()
 
     def made(self, within: float) -> bool:
         """Wait for some seconds; return whether it has been made. Raises why it could not be."""
@@ -92,7 +97,9 @@ class Communicator:
     # -- trouble -------------------------------------------------------------------------------
 
     def trouble(self) -> Exception | None:
-        """Return what NCCL has met with while the device was at work, None if nothing."""
+        """Return why it could not be made, or what NCCL has met with while the device was at work; None if nothing."""
+        if self._error is not None:
+            return self._error
         if not self._made.is_set() or not self._inside.acquire(blocking=False):
             return None  # whoever is inside hears of it
         try:
@@ -108,8 +115,7 @@ class Communicator:
         words = (
             "it does not wait for its calls, which cupy cannot handle" if isinstance(cause, KeyError) else str(cause)
         )
-        peer = self._site.host.ranks[self._site.rank]
-        error = GroupAbortedError(f"NCCL failed (NCCL_DEBUG=WARN tells more): {words}", peer=peer)
+        error = GroupAbortedError(f"NCCL failed (NCCL_DEBUG=WARN tells more): {words}", peer=self._rank)
         error.__cause__ = cause
         return error
 
@@ -124,16 +130,20 @@ class Communicator:
         """Let go of the communicator when the device has done what stands in its queue; returns at once."""
         self._ends.set()
 
-    def _live(self, unique_id: bytes, first: Sequence[Call]) -> None:
+    def _live(self, make: Callable[[], Any], first: Sequence[Call]) -> None:
         try:
             with self._streams.ours():  # NCCL takes the thread's current device
-                self._raw = self._library.communicator(self._site.size, unique_id, self._site.rank)
+                self._raw = make()
+            del make  # it may hold on to another communicator
             self.enqueue(*first)
         except Exception as cause:
             failure = cause if isinstance(cause, GroupAbortedError) else self._failure(cause)
             self._error = TransportUnavailableError(failure.reason)
             self.abort()
         self._made.set()
+        self.ready.finish(error=self._error)
+        self.ready.exception()  # whoever waits for it looks; nobody has to
+        self.ready.run_callbacks()
         self._ends.wait()
         try:
             if self._raw is not None:
@@ -173,6 +183,18 @@ class Communicator:
     @property
     def _is_over(self) -> bool:
         return self not in _kept or not self._made.is_set()  # who is stuck while making it stays so
+
+    # -- parts ---------------------------------------------------------------------------------
+
+    def split(self, colour: int, key: int) -> Any:
+        """Return a communicator of cupy's for those that give the same colour, in the order of their keys; all call it.
+
+        None for a negative colour. Blocks until all have come. The device must have done what stands in our stream.
+        """
+        self._refuse_if_ended()
+        with self._inside:
+            self._refuse_if_ended()
+            return self._raw.commSplit(colour, key)
 
 
 @atexit.register

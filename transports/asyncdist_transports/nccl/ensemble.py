@@ -9,6 +9,7 @@ is how many elements each has, never by where these lie.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from time import monotonic
 from typing import Any, ClassVar
@@ -17,12 +18,14 @@ import torch
 
 from asyncdist.buffers import Memory
 from asyncdist.collectives.schedule import Schedule
+from asyncdist.devices.courier import Courier
 from asyncdist.devices.ensemble import Ensemble, Site, nothing
 from asyncdist.errors import GroupAbortedError, TransportUnavailableError
 from asyncdist.native import MemoryBlocks
 from asyncdist.ops import ReduceOp
 from asyncdist.reduce import Arithmetic, arithmetic, divide
 from asyncdist_transports.nccl.communicator import Call, Communicator
+from asyncdist_transports.nccl.courier import NcclCourier
 from asyncdist_transports.nccl.library import BYTES, SUM, UNIQUE_ID_NBYTES, Library, load, numbers_of, written
 
 _SCRATCH_NBYTES = 64 << 20  # for everybody's contributions to what NCCL cannot reduce
@@ -59,6 +62,10 @@ class Nccl(Ensemble):
             return f"{type(cause).__name__}: {cause}"
         return None
 
+    @classmethod
+    def courier(cls, site: Site) -> Courier:
+        return NcclCourier(site, cls.load())
+
     # -- coming together -----------------------------------------------------------------------
 
     def card(self) -> Mapping[str, Any]:
@@ -83,7 +90,8 @@ class Nccl(Ensemble):
         unique_id = self.site.tell(self._unique_id() if self.site.rank == 0 else None)[0]
         if not isinstance(unique_id, bytes) or len(unique_id) != UNIQUE_ID_NBYTES:
             raise TransportUnavailableError(f"rank 0 got no unique id of NCCL: {unique_id}")
-        self._made = made = Communicator(self._library, self.site, unique_id, [self._meeting])
+        make = functools.partial(self._library.communicator, self.site.size, unique_id, self.site.rank)
+        self._made = made = self._communicator(make)
         try:
             self._wait_for(made)
         except BaseException:
@@ -96,6 +104,10 @@ class Nccl(Ensemble):
             return self._library.unique_id()
         except Exception as cause:
             return str(cause)
+
+    def _communicator(self, make: Callable[[], Any]) -> Communicator:
+        ours = self.site.host.ranks[self.site.rank]
+        return Communicator(self._library, self.site.streams, make, [self._meeting], ours)
 
     def _wait_for(self, made: Communicator) -> None:
         """Block until the communicator is made; raise if that lasts too long, or the group fails meanwhile."""
