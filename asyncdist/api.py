@@ -190,10 +190,17 @@ def split_group(
     pg_options: object = None,
     group_desc: str | None = None,
 ) -> Group | None:
-    """Split a group by lists of ranks in it; return the part that we are in, None if in none."""
+    """Split a group by lists of ranks in it; return the part that we are in, None if in none.
+
+    Costs no communication on the host. All ranks of the group call it, in one order with its other calls: where it has
+    carried tensors between devices, what it has there may be split too.
+    """
     parent = resolve(parent_pg)
     if not split_ranks:
         raise UsageError("split_ranks needs at least one list of ranks")
     parts = [[get_global_rank(parent, rank) for rank in ranks] for ranks in split_ranks]
     ours, _ = new_subgroups_by_enumeration(parts, timeout, group_desc=group_desc)
-    return ours if isinstance(ours, Group) else None
+    part = ours if isinstance(ours, Group) else None
+    own = get_global_rank(parent, parent.rank())
+    parent.pass_on(part, next((number for number, ranks in enumerate(parts) if own in ranks), -1))
+    return part

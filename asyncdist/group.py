@@ -140,6 +140,14 @@ class Group(Calls):
         made = self._devices[device] = DeviceGroup(host, device, registry.ensembles(self.mesh.backend, device.type))
         return made
 
+    def pass_on(self, part: Group | None, number: int) -> None:
+        """Let a part of this group have what the devices here can share; all members call it, in order with all else.
+
+        ``part`` is the part that we are in and ``number`` which it is; None and -1 if we are in none.
+        """
+        for device, carried in list(self._devices.items()):
+            carried.split(None if part is None else part.on(device), number)
+
     def beside(self, what: str) -> Group:
         """Return another group of the same ranks, for what goes on beside this one; the same for each that asks."""
         return Group(self.mesh, self.ranks, f"{self.name} ({what})", self.timeout, nonce=self._channel.number)

@@ -48,6 +48,7 @@ class Site:
         self.size = host.size()
         self.others = [rank for rank in range(self.size) if rank != self.rank]
         self.deadline = math.inf
+        self.inherited: dict[str, Any] = {}  # by the name of a way: what a larger group has split off for us
 
     @property
     def machine(self) -> str:
@@ -123,6 +124,14 @@ class Ensemble(Native):
     def trouble(self) -> Exception | None:
         """Return what has gone wrong beside any call, None if nothing has. Called now and then, from any thread."""
         return None
+
+    def split(self, site: Site | None, number: int) -> None:
+        """Put what a part of these ranks can share with us into the ``inherited`` of its site.
+
+        Each rank gives the number of its part; None and -1 if it is in none. Called on all, in the order of the calls; may
+        block. What is put there has a ``close``.
+        """
+        return
 
     @abstractmethod
     def abort(self) -> None:

@@ -84,6 +84,8 @@ class DeviceGroup(Calls):
         self._line = Line(f"asyncdist-{device}")
         self._watch = Watch(f"asyncdist-watch-{device}", self._look_for_trouble, self._too_late, self._broken)
         self._messages = Messages(Site(host, self._streams.beside()), kinds, self._watch, self._guarded)
+        self._begun = False
+        self._splitting: DeviceWork | None = None  # while a larger group splits off what we inherit
         self._vigil: Work | None = None
         self._closed = False
         self._troubled = 0.0  # when trouble was first seen
@@ -104,7 +106,9 @@ class DeviceGroup(Calls):
         return self
 
     def _issue(self, name: str, plan: Plan, how: How) -> Work:
-        return self._start(name, next(self._sequence), plan, how, self._line, self._do)
+        self._begun = True
+        prompt = self._ensemble is not None and not self._ensemble.blocks
+        return self._start(name, next(self._sequence), plan, how, self._line, self._do, prompt=prompt)
 
     def _start(
         self,
@@ -114,8 +118,11 @@ class DeviceGroup(Calls):
         how: How,
         line: Line,
         do: Callable[[Pending, Mark], None],
+        *,
         held: Any = None,
-    ) -> Work:
+        prompt: bool = False,
+    ) -> DeviceWork:
+        """Have a call done on a line; ``prompt`` says that it waits for nobody, ``held`` is what the device uses."""
         if self._closed:
             raise NotInitializedError(f"group {self.name!r} was destroyed: make a new one for {name}")
         blocking = not how.get("background", True)
@@ -132,8 +139,8 @@ class DeviceGroup(Calls):
         pending = Pending(DeviceWork(self._streams, self._host.mesh.progress), plan, entry, now, now + limit, held=held)
         before = self._streams.mark()
         self._watch.add(pending)
-        here = blocking or (line is self._line and self._ensemble is not None and not self._ensemble.blocks)
-        line.put(functools.partial(self._done, pending, functools.partial(do, pending, before)), here=here)
+        call = functools.partial(self._done, pending, functools.partial(do, pending, before))
+        line.put(call, here=blocking or prompt)
         if blocking and _succeeded(pending.work):
             pending.work.wait()
         return pending.work
@@ -166,8 +173,28 @@ class DeviceGroup(Calls):
     def _met(self) -> Ensemble:
         """Return the ensemble; the first time, meet the others. On the line only."""
         if self._ensemble is None:
+            if self._splitting is not None:
+                self._splitting._until_queued(self._site.left)
             self._ensemble = settle(self._site, self._kinds, device=str(self.device))
         return self._ensemble
+
+    def split(self, part: DeviceGroup | None, number: int) -> None:
+        """Let a part of these ranks, the ``number``-th, have what it can share with us; called on all, in order.
+
+        If nothing was done here yet, there is nothing to share: the same on all ranks, as they make the same calls.
+        """
+        if not self._begun:
+            return
+
+        def do(pending: Pending, before: Mark) -> None:
+            self._site.deadline = pending.deadline
+            with self._streams.ours():
+                self._met().split(None if part is None else part._site, number)
+                pending.stands(None, self._streams.mark())
+
+        work = self._start("split", next(self._sequence), Plan(), {}, self._line, do)
+        if part is not None:
+            part._splitting = work
 
     # -- messages ------------------------------------------------------------------------------
 
@@ -175,7 +202,7 @@ class DeviceGroup(Calls):
         memory = to_read(tensor)
         plan = Plan((), exchanges.send(memory.tensor, peer).fingerprint, nbytes=memory.nbytes)
         begin = self._messages.send(memory, peer, tag, plan.fingerprint)
-        return self._start("send", tag, plan, how, self._messages.line, begin, memory)
+        return self._start("send", tag, plan, how, self._messages.line, begin, held=memory)
 
     def _receive(self, tensor: Any, peer: int | None, tag: int, how: How) -> Work:
         target = Target(tensor)
@@ -183,7 +210,7 @@ class DeviceGroup(Calls):
             (), exchanges.receive(target.memory.tensor, peer, self.ranks).fingerprint, nbytes=target.memory.nbytes
         )
         begin = self._messages.receive(target, peer, tag, plan.fingerprint)
-        return self._start("recv", tag, plan, how, self._messages.line, begin, target)
+        return self._start("recv", tag, plan, how, self._messages.line, begin, held=target)
 
     # -- failing -------------------------------------------------------------------------------
 
@@ -253,6 +280,8 @@ class DeviceGroup(Calls):
         """Let go of the others, on the line: a call that is being done ends first."""
         if self._ensemble is not None:
             self._ensemble.close()
+        for left in self._site.inherited.values():
+            left.close()
 
 
 def _succeeded(work: DeviceWork) -> bool:

@@ -56,7 +56,8 @@ class PretendNccl:
         self._meetings: dict[bytes, _Meeting] = {}
         self._lock = threading.Lock()
         self._group = threading.local()
-        self.NcclCommunicator = type("NcclCommunicator", (PretendCommunicator,), {"nccl": self})
+        splits = {} if signed else {"commSplit": _split}
+        self.NcclCommunicator = type("NcclCommunicator", (PretendCommunicator,), {"nccl": self, **splits})
 
     def get_version(self) -> int:
         return self._version
@@ -108,6 +109,7 @@ class _Meeting:
         self.ranks: set[int] = set()
         self.messages: dict[tuple[int, int], deque[bytes]] = defaultdict(deque)
         self.collectives: dict[int, dict[int, tuple[Any, bytes]]] = defaultdict(dict)
+        self.splits: dict[int, dict[int, tuple[int, int]]] = defaultdict(dict)
 
 
 class PretendCommunicator:
@@ -124,15 +126,19 @@ class PretendCommunicator:
         assert len(unique_id) == UNIQUE_ID_NBYTES
         assert not self.nccl.signed or all(-128 <= number < 128 for number in unique_id)
         assert 0 <= rank < size
-        self.rank, self.size = rank, size
+        self.join(size, bytes(number & 0xFF for number in unique_id), rank)
+
+    def join(self, size: int, name: bytes, rank: int) -> None:
+        """Become a rank of a communicator, and wait until all ranks have."""
+        self.rank, self.size, self.name = rank, size, name
         self.log: list[tuple[Any, ...]] = []
         self.broken = 0
         self.background = False
         self.ended = ""
         self.inside: threading.Thread | None = None
-        self.number = 0
+        self.number = self.splits = 0
         self.nccl.communicators.append(self)
-        self.meeting = self.nccl.meeting(bytes(number & 0xFF for number in unique_id), size)
+        self.meeting = self.nccl.meeting(name, size)
         with self.meeting.changed:
             assert rank not in self.meeting.ranks, f"two ranks {rank}"
             self.meeting.ranks.add(rank)
@@ -191,6 +197,25 @@ class PretendCommunicator:
         assert over, "a peer never came"
         if not true():
             raise NcclError(6 if meeting.broken else 3)
+
+
+def _split(self: PretendCommunicator, color: int, key: int) -> PretendCommunicator | None:
+    """Do what cupy's commSplit does, from 14 on."""
+    if self.ended:
+        raise NcclError(4)
+    self.splits += 1
+    with self.meeting.changed:
+        assert self.inside is None, "split while somebody is inside"
+        round_ = self.meeting.splits[self.splits]
+        round_[self.rank] = color, key
+        self.meeting.changed.notify_all()
+        self.wait_for(lambda: len(round_) == self.size)
+    if color < 0:
+        return None
+    members = sorted((its_key, rank) for rank, (its, its_key) in round_.items() if its == color)
+    part: PretendCommunicator = type(self).__new__(type(self))
+    part.join(len(members), self.name + bytes([self.splits, color]), members.index((key, self.rank)))
+    return part
 
 
 # -- calls ------------------------------------------------------------------------------------------

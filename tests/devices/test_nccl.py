@@ -20,9 +20,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from asyncdist import sync
 from asyncdist.config import NcclSettings
+from asyncdist.devices.group import DeviceGroup
 from asyncdist.errors import AsyncdistError, GroupAbortedError, OperationTimeoutError, TransportUnavailableError
+from asyncdist.group import Group
 from asyncdist.ops import ReduceOp, premul_sum
+from asyncdist.store import HashStore
 from asyncdist.testing.arithmetic import UNREDUCED, reductions
 from asyncdist.testing.cluster import run_ranks
 from asyncdist.testing.devices import PretendStreams, device_group
@@ -71,6 +75,7 @@ def run(until):
 
         def rank(group):
             device = device_group(group, kinds, devices[group.rank()])
+            device.world = group.world
             try:
                 result = program(device)
                 with contextlib.suppress(threading.BrokenBarrierError):
@@ -325,7 +330,10 @@ def test_refusals(cards, reason):
 
 
 def test_what_a_rank_tells_of_itself():
-    assert nccl_over(PretendNccl())(site_of()).card() == {"machine": "m", "device": "GPU-pretended", "version": 22907}
+    card = {"machine": "m", "device": "GPU-pretended", "version": 22907, "splits": True}
+    assert nccl_over(PretendNccl())(site_of()).card() == card
+    assert not Library(PretendNccl(signed=True)).splits, "cupy 13 cannot"
+    assert not Library(PretendNccl(version=21602)).splits
 
 
 def test_ranks_of_one_device_go_another_way(run):
@@ -405,6 +413,136 @@ def test_nobody_waits_in_nccl_longer_than_the_call_may_last(run):
 
     errors = run(2, program, nccl=nccl, ends=("aborted",), after=after)
     assert any(isinstance(error, OperationTimeoutError) for error in errors)
+
+
+# -- parts --------------------------------------------------------------------------------------------
+
+
+def parts_of(group, parts, streams, nccl):
+    """Split a device's group as `asyncdist.split_group` does; return our part's, None if we are in none."""
+    host, device = group._host, group.device
+    number = next((number for number, ranks in enumerate(parts) if group.rank() in ranks), -1)
+    part = None if number < 0 else group.world.new_group(parts[number], "part")
+    host._devices[device] = group
+    if part is not None:
+        part._devices[device] = DeviceGroup(part, device, [nccl_over(nccl)], streams)
+    host.pass_on(part, number)
+    return None if part is None else part.on(device)
+
+
+def sums(parts, streams, nccl, before=True, **keywords):
+    """Return a program that splits its group, and what each part's all-reduce of the ranks gives."""
+
+    def program(group):
+        rank = group.rank()
+        if before:
+            group.all_reduce(torch.ones(3)).wait()
+        part = parts_of(group, parts, streams[rank], nccl)
+        group.all_reduce(torch.ones(3))  # goes on beside it
+        if part is None:
+            group.barrier().wait()
+            return None
+        tensor = torch.full((5,), float(rank))
+        part.all_reduce(tensor).wait()
+        out = torch.empty(2 * part.size())
+        part.all_gather_single(out, torch.full((2,), float(rank))).wait()
+        assert out.tolist() == [float(r) for r in parts_with(parts, rank) for _ in range(2)], "another order of ranks"
+        group.barrier().wait()
+        way = part.way
+        part.close()
+        return way, tensor[0].item()
+
+    return program
+
+
+def parts_with(parts, rank):
+    return next(ranks for ranks in parts if rank in ranks)
+
+
+@pytest.mark.parametrize("parts", [[[0, 1], [2, 3]], [[3, 1], [0, 2]], [[0, 2, 3]], [[1]]], ids=str)
+@pytest.mark.parametrize("signed", [False, True], ids=["cupy-14", "cupy-13"])
+def test_parts_get_their_communicators_by_a_split(parts, signed, run):
+    nccl = PretendNccl(signed=signed)
+    streams = [RanksStreams(rank) for rank in range(4)]
+    members = sum(map(len, parts))
+    asked = []
+    plain = nccl.get_unique_id
+    nccl.get_unique_id = lambda: asked.append(1) or plain()
+    outcomes = run(4, sums(parts, streams, nccl), nccl=nccl, streams=streams)
+    for rank, outcome in enumerate(outcomes):
+        ranks = next((ranks for ranks in parts if rank in ranks), None)
+        assert outcome == (None if ranks is None else ("nccl", float(sum(ranks))))
+    assert len(nccl.communicators) == 4 + members
+    assert len(asked) == (1 if not signed else 1 + len(parts)), "a split needs no unique id"
+
+
+def test_without_a_communicator_parts_meet_by_themselves(run):
+    nccl = PretendNccl()
+    streams = [RanksStreams(rank) for rank in range(3)]
+
+    def program(group):
+        part = parts_of(group, [[0, 2]], streams[group.rank()], nccl)
+        if part is None:
+            return None
+        part.barrier().wait()
+        part.close()
+        return part.way
+
+    assert run(3, program, nccl=nccl, streams=streams) == ["nccl", None, "nccl"]
+    assert len(nccl.communicators) == 2
+
+
+def test_a_part_that_is_never_used_ends_too(run):
+    nccl = PretendNccl()
+    streams = [RanksStreams(rank) for rank in range(2)]
+
+    def program(group):
+        group.barrier().wait()
+        part = parts_of(group, [[0, 1]], streams[group.rank()], nccl)
+        group.barrier().wait()
+        part.close()
+
+    run(2, program, nccl=nccl, streams=streams)
+    assert len(nccl.communicators) == 4
+
+
+def test_a_split_that_fails_fails_the_group(run, monkeypatch):
+    monkeypatch.setattr(communicator, "_GRACE", 0.05)
+    nccl = PretendNccl()
+    streams = [RanksStreams(rank) for rank in range(2)]
+    plain = nccl.NcclCommunicator.commSplit
+
+    def split(self, colour, key):
+        if self.rank == 1:
+            raise nccl.NcclError(3)
+        return plain(self, colour, key)
+
+    nccl.NcclCommunicator.commSplit = split
+
+    def program(group):
+        group.barrier().wait()
+        part = parts_of(group, [[0, 1]], streams[group.rank()], nccl)
+        with pytest.raises(GroupAbortedError, match=r"NCCL failed.*INTERNAL_ERROR"):
+            group.barrier().wait()
+        part.close()
+
+    run(2, program, nccl=nccl, streams=streams, ends=("aborted",), after=nccl.hang_up)
+
+
+def test_the_public_call_splits_the_devices_too(monkeypatch):
+    sync.init_process_group(store=HashStore(), rank=0, world_size=1)
+    try:
+        device, split = torch.device("cpu"), []
+        for group in (sync.group.WORLD, None):
+            parent = sync.group.WORLD
+            parent._devices[device] = carried = DeviceGroup(parent.beside("device"), device, [], PretendStreams())
+            monkeypatch.setattr(carried, "split", lambda part, number: split.append((part, number)))
+            monkeypatch.setattr(Group, "on", lambda group, device: (group, device))
+            part = sync.split_group(group, [[0]])
+            assert part.ranks == (0,)
+            assert split.pop() == ((part, device), 0)
+    finally:
+        sync.destroy_process_group()
 
 
 # -- when things go wrong -----------------------------------------------------------------------------

@@ -103,7 +103,7 @@ class Communicator:
         if not self._made.is_set() or not self._inside.acquire(blocking=False):
             return None  # whoever is inside hears of it
         try:
-            if not self._ends.is_set():
+            if not self._ends.is_set() and self._raw is not None:
                 self._raw.check_async_error()
         except self._library.errors as cause:
             return self._failure(cause)
@@ -135,7 +135,10 @@ class Communicator:
             with self._streams.ours():  # NCCL takes the thread's current device
                 self._raw = make()
             del make  # it may hold on to another communicator
-            self.enqueue(*first)
+            if self._raw is None:
+                self._ends.set()  # a rank in no part of a communicator that was split
+            else:
+                self.enqueue(*first)
         except Exception as cause:
             failure = cause if isinstance(cause, GroupAbortedError) else self._failure(cause)
             self._error = TransportUnavailableError(failure.reason)

@@ -20,6 +20,7 @@ from asyncdist.buffers import Memory
 from asyncdist.collectives.schedule import Schedule
 from asyncdist.devices.courier import Courier
 from asyncdist.devices.ensemble import Ensemble, Site, nothing
+from asyncdist.devices.streams import passed_within
 from asyncdist.errors import GroupAbortedError, TransportUnavailableError
 from asyncdist.native import MemoryBlocks
 from asyncdist.ops import ReduceOp
@@ -27,6 +28,7 @@ from asyncdist.reduce import Arithmetic, arithmetic, divide
 from asyncdist_transports.nccl.communicator import Call, Communicator
 from asyncdist_transports.nccl.courier import NcclCourier
 from asyncdist_transports.nccl.library import BYTES, SUM, UNIQUE_ID_NBYTES, Library, load, numbers_of, written
+from asyncdist_transports.nccl.memory import bytes_of, even, in_one, receive, send
 
 _SCRATCH_NBYTES = 64 << 20  # for everybody's contributions to what NCCL cannot reduce
 _PATIENCE = 120.0  # seconds within which NCCL must have brought the ranks together; else another way is taken
@@ -49,6 +51,7 @@ class Nccl(Ensemble):
         super().__init__(site)
         self._library = type(self).load()
         self._made: Communicator | None = None
+        self._splits = False
         with site.streams.ours():
             self._token = torch.zeros(1, dtype=torch.uint8, device=site.streams.device)
 
@@ -73,6 +76,7 @@ class Nccl(Ensemble):
             "machine": self.site.machine,
             "device": self.site.streams.uuid,
             "version": self._library.version,
+            "splits": self._library.splits,
         }
 
     def refusal(self, cards: Sequence[Mapping[str, Any]]) -> str | None:
@@ -87,16 +91,18 @@ class Nccl(Ensemble):
         return None
 
     def start(self, cards: Sequence[Mapping[str, Any]]) -> None:
+        self._splits = all(card["splits"] for card in cards)
+        inherited: Communicator | None = self.site.inherited.pop(self.name, None)
+        if all(self.site.tell(inherited is not None)):
+            self._made = inherited
+            return
+        if inherited is not None:
+            inherited.close()
         unique_id = self.site.tell(self._unique_id() if self.site.rank == 0 else None)[0]
         if not isinstance(unique_id, bytes) or len(unique_id) != UNIQUE_ID_NBYTES:
             raise TransportUnavailableError(f"rank 0 got no unique id of NCCL: {unique_id}")
         make = functools.partial(self._library.communicator, self.site.size, unique_id, self.site.rank)
-        self._made = made = self._communicator(make)
-        try:
-            self._wait_for(made)
-        except BaseException:
-            made.abort()
-            raise
+        self._made = self._wait_for(self._communicator(make, self.site))
 
     def _unique_id(self) -> bytes | str:
         """Return a new unique id; or in words why there is none, for the others wait to be told."""
@@ -105,12 +111,34 @@ class Nccl(Ensemble):
         except Exception as cause:
             return str(cause)
 
-    def _communicator(self, make: Callable[[], Any]) -> Communicator:
-        ours = self.site.host.ranks[self.site.rank]
-        return Communicator(self._library, self.site.streams, make, [self._meeting], ours)
+    def split(self, site: Site | None, number: int) -> None:
+        """Split the communicator: quicker than making one, where all are there anyway. Not with cupy 13."""
+        if not self._splits:
+            return
+        ours = self._made
+        assert ours is not None
+        if not passed_within(self.site.streams.mark(), self.site.left):  # NCCL wants nothing outstanding
+            raise TransportUnavailableError("the device has not done what it had to do before the group is split")
+        make = functools.partial(ours.split, number, 0 if site is None else site.rank)
+        part = self._wait_for(self._communicator(make, site or self.site))
+        if site is not None:
+            site.inherited[self.name] = part
 
-    def _wait_for(self, made: Communicator) -> None:
+    def _communicator(self, make: Callable[[], Any], site: Site) -> Communicator:
+        """Return a communicator in the making, for the stream of a site."""
+        rank = self.site.host.ranks[self.site.rank]
+        return Communicator(self._library, site.streams, make, [self._meeting], rank)
+
+    def _wait_for(self, made: Communicator) -> Communicator:
         """Block until the communicator is made; raise if that lasts too long, or the group fails meanwhile."""
+        try:
+            self._until_made(made)
+        except BaseException:
+            made.abort()
+            raise
+        return made
+
+    def _until_made(self, made: Communicator) -> None:
         patience = min(_PATIENCE, self.site.left)
         until = monotonic() + patience
         while not made.made(within=_GLANCE):
@@ -194,7 +222,7 @@ class Nccl(Ensemble):
             return nothing()
         kind, parts, operation, divides = numbers
         place = own.tensor.data_ptr()
-        if _even(blocks):
+        if even(blocks):
             if own.count:
                 whole = self._joined(blocks)
                 self._enqueue(("reduceScatter", whole.data_ptr(), place, own.count * parts, kind, operation))
@@ -227,18 +255,18 @@ class Nccl(Ensemble):
         for start, stop in self._steps(memory.count, memory.dtype):
             piece = memory.tensor[start:stop]
             rows = self._rows(piece.numel(), piece.dtype)
-            self._enqueue(("allGather", piece.data_ptr(), rows[0].data_ptr(), _nbytes(piece), BYTES))
+            self._enqueue(("allGather", piece.data_ptr(), rows[0].data_ptr(), piece.nbytes, BYTES))
             _reduce(how, rows, piece)
 
     def _reduce_gathered(self, memory: Memory, root: int, how: Arithmetic) -> None:
         for start, stop in self._steps(memory.count, memory.dtype):
             piece = memory.tensor[start:stop]
             if self.site.rank != root:
-                self._enqueue(_send(piece, root))
+                self._enqueue(send(piece, root))
                 continue
             rows = self._rows(piece.numel(), piece.dtype)
             rows[root].copy_(piece)
-            self._enqueue(*[_receive(rows[rank], rank) for rank in self.site.others])
+            self._enqueue(*[receive(rows[rank], rank) for rank in self.site.others])
             _reduce(how, rows, piece)
 
     def _reduce_scatter_gathered(self, blocks: Sequence[Memory], own: Memory, how: Arithmetic) -> None:
@@ -246,10 +274,10 @@ class Nccl(Ensemble):
             pieces = [block.tensor[start:stop] for block in blocks]
             out = own.tensor[start:stop]
             rows = self._rows(out.numel(), out.dtype) if out.numel() else []
-            calls = [_send(pieces[rank], rank) for rank in self.site.others if pieces[rank].numel()]
+            calls = [send(pieces[rank], rank) for rank in self.site.others if pieces[rank].numel()]
             if rows:
                 rows[self.site.rank].copy_(pieces[self.site.rank])
-                calls += [_receive(rows[rank], rank) for rank in self.site.others]
+                calls += [receive(rows[rank], rank) for rank in self.site.others]
             self._enqueue(*calls)
             if rows:
                 _reduce(how, rows, out)
@@ -270,7 +298,7 @@ class Nccl(Ensemble):
             blocks = self._listed(inside)
             self._uses(own, *blocks)
             place = own.tensor.data_ptr()
-            if not _even(blocks):
+            if not even(blocks):
                 calls += [
                     (
                         "broadcast",
@@ -284,7 +312,7 @@ class Nccl(Ensemble):
                     if block.count
                 ]
             elif own.count:
-                whole = _in_one(blocks)
+                whole = in_one(blocks)
                 if whole is None:
                     whole = self._bytes(own.nbytes * self.site.size)
                     scattered.append((whole, blocks))
@@ -292,7 +320,7 @@ class Nccl(Ensemble):
         self._enqueue(*calls)
         for whole, blocks in scattered:
             for block, part in zip(blocks, whole.split(blocks[0].nbytes), strict=True):
-                _bytes_of(block).copy_(part)
+                bytes_of(block).copy_(part)
         return nothing()
 
     def gather(self, number: int, fingerprint: int, own: Memory, blocks: MemoryBlocks, root: int) -> Schedule:
@@ -301,10 +329,10 @@ class Nccl(Ensemble):
         if self.site.rank == root:
             others = {rank: blocks[rank] for rank in self.site.others}
             self._uses(*others.values())
-            self._enqueue(*[_receive(block.tensor, rank) for rank, block in others.items()])
+            self._enqueue(*[receive(block.tensor, rank) for rank, block in others.items()])
         else:
             self._uses(own)
-            self._enqueue(_send(own.tensor, root))
+            self._enqueue(send(own.tensor, root))
         return nothing()
 
     def scatter(self, number: int, fingerprint: int, own: Memory, blocks: MemoryBlocks, root: int) -> Schedule:
@@ -313,20 +341,20 @@ class Nccl(Ensemble):
         if self.site.rank == root:
             others = {rank: blocks[rank] for rank in self.site.others}
             self._uses(*others.values())
-            self._enqueue(*[_send(block.tensor, rank) for rank, block in others.items()])
+            self._enqueue(*[send(block.tensor, rank) for rank, block in others.items()])
         else:
             self._uses(own)
-            self._enqueue(_receive(own.tensor, root))
+            self._enqueue(receive(own.tensor, root))
         return nothing()
 
     def all_to_all(
         self, number: int, fingerprint: int, incoming: Sequence[Memory], outgoing: Sequence[Memory]
     ) -> Schedule:
         self._uses(*incoming, *outgoing)
-        sends = [_send(outgoing[rank].tensor, rank) for rank in self.site.others if outgoing[rank].count]
-        receives = [_receive(incoming[rank].tensor, rank) for rank in self.site.others if incoming[rank].count]
+        sends = [send(outgoing[rank].tensor, rank) for rank in self.site.others if outgoing[rank].count]
+        receives = [receive(incoming[rank].tensor, rank) for rank in self.site.others if incoming[rank].count]
         self._enqueue(*sends, *receives)
-        _bytes_of(incoming[self.site.rank]).copy_(_bytes_of(outgoing[self.site.rank]))
+        bytes_of(incoming[self.site.rank]).copy_(bytes_of(outgoing[self.site.rank]))
         return nothing()
 
     def barrier(self, number: int, fingerprint: int) -> Schedule:
@@ -341,41 +369,12 @@ class Nccl(Ensemble):
 
     def _joined(self, blocks: Sequence[Memory]) -> torch.Tensor:
         """Return equal blocks as one run of memory, copied together if they do not lie so."""
-        whole = _in_one(blocks)
+        whole = in_one(blocks)
         if whole is None:
             whole = self._bytes(blocks[0].nbytes * len(blocks))
             for block, part in zip(blocks, whole.split(blocks[0].nbytes), strict=True):
-                part.copy_(_bytes_of(block))
+                part.copy_(bytes_of(block))
         return whole
-
-
-def _even(blocks: Sequence[Memory]) -> bool:
-    return all(block.count == blocks[0].count for block in blocks)
-
-
-def _in_one(blocks: Sequence[Memory]) -> torch.Tensor | None:
-    """Return what begins with the first of equal blocks, if the others lie behind it in their order."""
-    first = blocks[0].tensor
-    place, nbytes = first.data_ptr(), blocks[0].nbytes
-    lie_so = all(block.tensor.data_ptr() == place + rank * nbytes for rank, block in enumerate(blocks))
-    return first if lie_so else None
-
-
-def _bytes_of(memory: Memory) -> torch.Tensor:
-    """Return memory to be copied: not every dtype has a kernel for that."""
-    return memory.tensor.view(torch.uint8)
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.itemsize
-
-
-def _send(tensor: torch.Tensor, rank: int) -> Call:
-    return "send", tensor.data_ptr(), _nbytes(tensor), BYTES, rank
-
-
-def _receive(tensor: torch.Tensor, rank: int) -> Call:
-    return "recv", tensor.data_ptr(), _nbytes(tensor), BYTES, rank
 
 
 def _reduce(how: Arithmetic, rows: Sequence[torch.Tensor], out: torch.Tensor) -> None:

@@ -62,14 +62,21 @@ def numbers_of(op: ReduceOp, dtype: torch.dtype, size: int) -> Numbers | None:
     return None if kind is None or operation is None else Numbers(kind, parts, operation, divides)
 
 
+_SPLITS_SINCE = 21800
+
+
 class Library:
-    """NCCL as ``cupy.cuda.nccl`` gives it, cupy 13 or newer. ``errors`` is what its calls raise."""
+    """NCCL as ``cupy.cuda.nccl`` gives it, cupy 13 or newer. ``errors`` is what its calls raise.
+
+    ``splits`` says whether communicators can be split: not with cupy 13.
+    """
 
     def __init__(self, nccl: Any) -> None:
         self._nccl = nccl
         # cupy has no words for "goes on in the background", and fails to make its own error.
         self.errors: tuple[type[Exception], ...] = (nccl.NcclError, KeyError)
         self.version = int(nccl.get_version())
+        self.splits = self.version >= _SPLITS_SINCE and hasattr(nccl.NcclCommunicator, "commSplit")
         self.group_start = nccl.groupStart
         self.group_end = nccl.groupEnd
 

@@ -1,0 +1,43 @@
+"""Memory as NCCL takes it: a place and a count; and how the blocks of several ranks lie in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from asyncdist.buffers import Memory
+from asyncdist_transports.nccl.communicator import Call
+from asyncdist_transports.nccl.library import BYTES
+
+
+def even(blocks: Sequence[Memory]) -> bool:
+    """Return whether all blocks have as many elements."""
+    return all(block.count == blocks[0].count for block in blocks)
+
+
+def in_one(blocks: Sequence[Memory]) -> torch.Tensor | None:
+    """Return what begins with the first of equal blocks, if the others lie behind it in their order."""
+    first = blocks[0].tensor
+    place, nbytes = first.data_ptr(), blocks[0].nbytes
+    lie_so = all(block.tensor.data_ptr() == place + rank * nbytes for rank, block in enumerate(blocks))
+    return first if lie_so else None
+
+
+def bytes_of(memory: Memory) -> torch.Tensor:
+    """Return memory to be copied: not every dtype has a kernel for that."""
+    return memory.tensor.view(torch.uint8)
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.itemsize
+
+
+def send(tensor: torch.Tensor, rank: int) -> Call:
+    """Return the call that sends a flat tensor."""
+    return "send", tensor.data_ptr(), _nbytes(tensor), BYTES, rank
+
+
+def receive(tensor: torch.Tensor, rank: int) -> Call:
+    """Return the call that receives into a flat tensor."""
+    return "recv", tensor.data_ptr(), _nbytes(tensor), BYTES, rank
