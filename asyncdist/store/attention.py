@@ -40,8 +40,8 @@ class Attention:
         return cls(loop, seconds) if seconds > 0 and (os.cpu_count() or 1) > 1 else None
 
     def heard(self, client: object) -> None:
-        """Take note of a request."""
-        if client is not self._talking:
+        """Take note of a request; None stands for several clients that have spoken at one time."""
+        if client is None or client is not self._talking:
             self._talking = client
             self._row = 0
             self._until = 0.0

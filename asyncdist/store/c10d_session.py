@@ -39,7 +39,8 @@ class C10dSession(Connection):
     __slots__ = ("_decoder", "_last", "_phrases", "_state", "_todo", "_waiting")
 
     def __init__(self, server: StoreServer, transport: asyncio.Transport, peer: str) -> None:
-        super().__init__(server, server.shortcuts.take(transport, self.react), peer)
+        react = self.react if server.durability is None else self.take
+        super().__init__(server, server.shortcuts.take(transport, react), peer)
         self._state = server.state
         self._phrases = server.phrases
         self._decoder = Decoder(server.config.store_max_value_nbytes, server.limit)
@@ -49,13 +50,14 @@ class C10dSession(Connection):
 
     def react(self, data: bytes) -> bytes | None:
         """Return the answer to the one request that nearly every read holds; take everything else the long way."""
-        server = self._server
-        request = self._phrases[data]
-        if request is None or self._todo or self._paused or self._decoder.pending or server.durability is not None:
-            self.data_received(data)
+        server, state = self._server, self._state
+        phrase = self._phrases[data]
+        if phrase is None or self._paused or self._decoder.pending:
+            self.take(data)
             return None
+        answer, request = phrase
         try:
-            reply = _ANSWERS[request[0]](self, request)
+            reply = answer(self, request)
         except Refused as refused:
             self.refuse(refused.text)
             return None
@@ -63,10 +65,8 @@ class C10dSession(Connection):
             self.fail()
             return None
         server.num_requests += 1
-        if self._state.due:
-            server.deliver(self._state.collect(), None)
-        if server.attention is not None:
-            server.attention.heard(self)
+        if state.due:
+            server.deliver(state.collect(), None)
         return reply
 
     def receive(self, data: bytes) -> None:
@@ -84,7 +84,7 @@ class C10dSession(Connection):
                 if self._paused or self._transport is None:
                     break
                 done += 1
-                reply = _ANSWERS[request[0]](self, request)
+                reply = ANSWERS[request[0]](self, request)
                 if reply is not None:
                     self.put(reply)
                 if state.due:
@@ -143,7 +143,7 @@ class C10dSession(Connection):
 
     def _get(self, request: Request) -> bytes:
         value = self._state.peek(request[1])
-        return _NOTHING if value is None else vector(value)
+        return _NOTHING if value is None else U64.pack(len(value)) + value
 
     def _multi_get(self, request: Request) -> bytes:
         values = [self._state.peek(key) or b"" for key in request[1]]
@@ -201,7 +201,7 @@ class C10dSession(Connection):
         return c10d_wire.WAIT_CANCELED
 
 
-_ANSWERS: dict[int, Callable[[C10dSession, Request], bytes | None]] = {
+ANSWERS: Final[dict[int, Callable[[C10dSession, Request], bytes | None]]] = {
     Code.VALIDATE: C10dSession._validate,
     Code.SET: C10dSession._set,
     Code.COMPARE_SET: C10dSession._compare_set,

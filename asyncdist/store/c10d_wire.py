@@ -15,9 +15,9 @@ keeps all its bytes behind a NUL.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from enum import IntEnum
-from typing import Any
+from typing import Any, TypeVar
 
 from asyncdist.errors import ProtocolError
 
@@ -313,23 +313,30 @@ _PHRASE_NBYTES = 256
 _PHRASES = 1024
 
 
-class Phrases(dict[bytes, Request | None]):
+_Answer = TypeVar("_Answer")
+
+
+class Phrases(dict[bytes, tuple[_Answer, Request] | None]):
     """What bytes mean that are one simple request: ``phrases[data]``, or None where they are more, less or not simple.
 
-    Clients ask in few words: all of them for the same keys when they meet, one of them the same again while it polls. So
-    the meaning of short requests is kept, for as many as are likely to be in use, and most bytes are looked at no closer.
+    That is what ``answers`` has for its code, and the request. Clients ask in few words: all of them for the same keys
+    when they meet, one of them the same again while it polls. So the meaning of short requests is kept, for as many as are
+    likely to be in use, and most bytes are looked at no closer.
     """
 
-    def __init__(self, max_value_nbytes: int) -> None:
+    def __init__(self, max_value_nbytes: int, answers: Mapping[int, _Answer]) -> None:
         super().__init__()
         self._max_value_nbytes = max_value_nbytes
+        self._answers = answers
 
-    def __missing__(self, data: bytes) -> Request | None:
+    def __missing__(self, data: bytes) -> tuple[_Answer, Request] | None:
         requests: list[Request] = []
         if _whole_requests(data, 0, requests, self._max_value_nbytes) != len(data) or len(requests) != 1:
             return None
-        if len(data) <= _PHRASE_NBYTES and requests[0][0] not in _WITH_VALUE:
+        (request,) = requests
+        phrase = self._answers[request[0]], request
+        if len(data) <= _PHRASE_NBYTES and request[0] not in _WITH_VALUE:
             if len(self) == _PHRASES:
                 self.clear()
-            self[data] = requests[0]
-        return requests[0]
+            self[data] = phrase
+        return phrase

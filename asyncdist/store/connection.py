@@ -74,14 +74,17 @@ class Connection(asyncio.Protocol, ABC):
     # -- what the loop calls ----------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
+        self.take(data)
+        self._server.heard(self)
+
+    def take(self, data: bytes) -> None:
+        """Do what has been asked; end the connection of who asks what there is not, or what we cannot do."""
         try:
             self.receive(data)
         except (ProtocolError, AuthenticationError) as error:
             self.refuse(str(error))
         except Exception:
             self.fail()
-        if self._server.attention is not None:
-            self._server.attention.heard(self)
 
     def pause_writing(self) -> None:
         self._deaf = self._paused = True

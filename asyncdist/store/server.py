@@ -23,6 +23,7 @@ from typing import Any
 from asyncdist.config import Config
 from asyncdist.store import listen
 from asyncdist.store.attention import Attention
+from asyncdist.store.c10d_session import ANSWERS
 from asyncdist.store.c10d_wire import Phrases
 from asyncdist.store.changes import Book
 from asyncdist.store.connection import Connection
@@ -70,8 +71,8 @@ class StoreServer:
         self.num_admitted = self.num_refused = self.num_requests = 0
         self.pack = Encoder().pack
         self.doors = Doors(self)
-        self.shortcuts = Shortcuts(self._loop)
-        self.phrases = Phrases(config.store_max_value_nbytes)
+        self.shortcuts = Shortcuts(self._loop, self.heard)
+        self.phrases = Phrases(config.store_max_value_nbytes, ANSWERS)
         self.members = Members()
         self.lineage = secrets.token_hex(8)
         """Of servers one after the other that hold the same: the later has what the earlier left."""
@@ -273,6 +274,11 @@ class StoreServer:
             self._watch_leases()
         if not self._connections and self._emptied is not None and not self._emptied.done():
             self._emptied.set_result(None)
+
+    def heard(self, client: object) -> None:
+        """A client has spoken, or several (None)."""
+        if self.attention is not None:
+            self.attention.heard(client)
 
     # -- who comes back ---------------------------------------------------------------------------
 

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import select
 from collections.abc import Callable
+from os import read, write
 from typing import Any
 
 _READ_NBYTES = 64 << 10
@@ -28,15 +28,19 @@ _BUSY = 2
 
 Receive = Callable[[bytes], bytes | None]
 """Takes what has come, and may return what is to be sent at once."""
+Heard = Callable[[object], None]
+"""Is told who has spoken, once a look: None stands for several."""
 
 
 class Shortcuts:
     """The sockets of one server that are read from directly."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, heard: Heard) -> None:
         self._loop = loop
+        self._heard = heard
         self._epoll: Any = None
         self._there: dict[int, Shortcut] = {}
+        self._somebody_left = False  # since the loop had its turn
 
     def take(self, transport: asyncio.Transport, receive: Receive) -> asyncio.Transport:
         """Return what to use instead of a transport, whose bytes are given to ``receive`` from now on; itself if none."""
@@ -77,17 +81,23 @@ class Shortcuts:
                 self._epoll.unregister(fd)
 
     def _serve(self) -> None:
-        """Take what has come on all sockets; what is said last, that somebody is gone, is left to the loop at once."""
+        """Take what has come on all sockets, and answer it; when somebody is gone, that is left to the loop at once."""
         poll, there = self._epoll.poll, self._there
+        self._somebody_left = False
         for _ in range(_LOOKS):
             ready = poll(0, _AT_A_TIME)
-            all_stay = True
             for fd, _ in ready:
                 shortcut = there.get(fd)  # None for one that has been put out on behalf of one before it
                 if shortcut is not None:
-                    all_stay &= shortcut.serve()
-            if len(ready) < _BUSY or not all_stay:
+                    shortcut.serve()
+            if ready:
+                self._heard(shortcut if len(ready) == 1 else None)
+            if len(ready) < _BUSY or self._somebody_left:
                 return
+
+    def left(self) -> None:
+        """Somebody goes: let the loop see to that."""
+        self._somebody_left = True
 
 
 class Shortcut(asyncio.Transport):
@@ -104,33 +114,30 @@ class Shortcut(asyncio.Transport):
         self._receive = receive
         self.resume_reading()
 
-    def serve(self) -> bool:
-        """Take what has come, and answer it; return False if that was the end."""
+    def serve(self) -> None:
+        """Take what has come, and answer it."""
         try:
-            data = os.read(self._fd, _READ_NBYTES)
+            data = read(self._fd, _READ_NBYTES)
         except (BlockingIOError, InterruptedError):
-            return True
+            return
         except OSError:  # it was reset
             self.abort()
-            return False
+            return
         if not data:
             self.close()
-            return False
+            return
         reply = self._receive(data)
         if reply is not None:
             self.write(reply)
-        return True
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         if self._behind:
             self._behind = self._transport.get_write_buffer_size() > 0
-        if self._behind:
+        if self._behind or self._fd < 0:
             self._transport.write(data)
             return
-        if self._fd < 0:
-            return
         try:
-            sent = os.write(self._fd, data)
+            sent = write(self._fd, data)
         except (BlockingIOError, InterruptedError):
             sent = 0
         except OSError:
@@ -159,5 +166,6 @@ class Shortcut(asyncio.Transport):
         self._transport.abort()
 
     def _leave(self) -> None:
+        self._shortcuts.left()
         self._shortcuts.forget(self._fd, self)
         self._fd = -1

@@ -161,7 +161,11 @@ class StoreState(Ties):
         return self._wait_for(place, Op.WAIT, keys, missing) if missing else None
 
     def _check(self, place: Place, keys: list[str]) -> bool:
-        return all(map(self._present, keys))
+        values, queues = self._values, self._queues
+        for key in keys:
+            if key not in values and key not in queues:
+                return False
+        return True
 
     def _present(self, key: str) -> bool:
         return key in self._values or key in self._queues

@@ -43,7 +43,7 @@ def awake(loop) -> Attention:
     return Attention(loop, 1.0)
 
 
-def talk(awake: Attention, client: str, times: int) -> None:
+def talk(awake: Attention, client: str | None, times: int) -> None:
     for _ in range(times):
         awake.heard(client)
 
@@ -66,6 +66,11 @@ def test_many_clients_at_a_time_keep_nobody_awake(loop, awake):
     for _ in range(100):
         talk(awake, "a", 5)
         talk(awake, "b", 5)
+    assert not loop.calls
+
+
+def test_several_at_a_time_keep_nobody_awake(loop, awake):
+    talk(awake, None, 100)
     assert not loop.calls
 
 
