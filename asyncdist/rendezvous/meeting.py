@@ -197,7 +197,7 @@ class Meeting:
 
     async def _until_deserted(self, ranks: list[int]) -> None:
         """Wait until all of them said goodbye, or nobody is connected any more: the dead do not say goodbye."""
-        goodbyes = asyncio.create_task(self._client.wait(self.keys.each("left", ranks), timeout=math.inf))
+        goodbyes = self._client.wait(self.keys.each("left", ranks), timeout=math.inf)
         try:
             while self.server is not None and self.server.num_connections > 1 and not goodbyes.done():
                 await asyncio.wait([goodbyes], timeout=_HEAD_COUNT_PAUSE)

@@ -142,7 +142,10 @@ class AwaitedPlace(Place):
         return await self._there(look())
 
     async def swap(self, expected: bytes, desired: bytes) -> bytes:
-        return await self._there(self._store.compare_set(self._key, expected, desired))
+        async def exchange() -> bytes:
+            return await self._store.compare_set(self._key, expected, desired)
+
+        return await self._there(exchange())
 
     async def _there(self, call: Coroutine[Any, Any, bytes]) -> bytes:
         if asyncio.get_running_loop() is self._loop:

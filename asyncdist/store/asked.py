@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Iterable
 from math import inf
 from typing import Any, Protocol
 
@@ -21,12 +21,11 @@ class Line(Protocol):
         """Forget a request."""
 
 
-class Asked(asyncio.Future[Any], Coroutine[Any, Any, Any]):
+class Asked(asyncio.Future[Any]):
     """A request that has been sent, to be awaited for its answer; who cancels it gives the request up.
 
-    It is a future, so that a thousand of them cost no task each, and yet a coroutine for those who make a task of it.
-    ``deadline`` is in the loop's time, ``limit`` how long that was from the start; ``line`` is told when nobody wants the
-    answer any more.
+    A future and no coroutine: it is under way, and a thousand of them cost no task each. ``deadline`` is in the loop's
+    time, ``limit`` how long that was from the start; ``line`` is told when nobody wants the answer any more.
     """
 
     __slots__ = ("command", "deadline", "limit", "line", "number")
@@ -65,20 +64,12 @@ class Asked(asyncio.Future[Any], Coroutine[Any, Any, Any]):
             self.line.give_up(self.number)
         return cancelled
 
-    # -- as a coroutine -----------------------------------------------------------------------------
-
-    def send(self, value: Any) -> Any:
-        if self.done():
-            raise StopIteration(self.result())
-        self._asyncio_future_blocking = True  # by which a task knows that it was yielded on purpose
-        return self
-
-    def throw(self, kind: Any, value: Any = None, traceback: Any = None) -> Any:
-        self.cancel()
-        raise kind if value is None else value
-
-    def close(self) -> None:
-        self.cancel()
+    def __repr__(self) -> str:
+        """Say what to do with it: asyncio shows this to who makes a task of it."""
+        state = "cancelled" if self.cancelled() else "done" if self.done() else "under way"
+        keys = self.command.keys
+        about = "" if not keys else f" of {keys[0]!r}" if len(keys) == 1 else f" of {len(keys)} keys"
+        return f"<a future, {self.command.name}{about}, that is {state}: await it as it is, it needs no task>"
 
 
 class Limits:

@@ -5,20 +5,20 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import deque
-from collections.abc import Coroutine, Generator
+from collections.abc import Generator
 from math import inf
 from typing import Any, Self
 
 from asyncdist.config import Config
 from asyncdist.deadline import Timeout, seconds
-from asyncdist.errors import AsyncdistError, StoreConnectionError
+from asyncdist.errors import AsyncdistError, StoreConnectionError, UsageError
 from asyncdist.store import operations
 from asyncdist.store.asked import Asked, Limits
 from asyncdist.store.conversation import IDENTITY_NBYTES, Conversation
 from asyncdist.store.dialling import Persistence, broken, closed
 from asyncdist.store.faces import AsyncFace
 from asyncdist.store.link import Link, reach
-from asyncdist.store.operations import Command, Op
+from asyncdist.store.operations import Command
 from asyncdist.store.pieces import Parcel
 from asyncdist.tls import client_context
 
@@ -66,20 +66,11 @@ class AsyncStore(AsyncFace):
         assert self._line.link is not None
         return self._line.link
 
-    def request(self, command: Command, timeout: Timeout = None) -> Coroutine[Any, Any, Any]:
-        if asyncio._get_running_loop() is not self._loop:
-            return self._request_later(command, timeout)
-        limit = self.timeout if timeout is None else seconds(timeout)
-        asked = Asked(command, limit, self._line, self._loop)
-        self._line.ask(asked)
-        return self._taken(asked) if command.op is Op.QUEUE_POP else asked
+    def request(self, command: Command, timeout: Timeout = None) -> asyncio.Future[Any]:
+        return self._ask(command, timeout)
 
-    async def _request_later(self, command: Command, timeout: Timeout) -> Any:
-        """Make a request when the loop has been reached: this was called by who hands us to it."""
-        return await self.request(command, timeout)
-
-    async def _taken(self, popping: Asked) -> Any:
-        """Return an item, and say so to the store when it has reached who asked for it; else it goes back."""
+    async def take(self, command: Command, timeout: Timeout = None) -> Any:
+        popping = self._ask(command, timeout)
         try:
             item = await popping
         except asyncio.CancelledError:
@@ -87,6 +78,16 @@ class AsyncStore(AsyncFace):
             raise
         self._line.confirm(popping.number)
         return item
+
+    def _ask(self, command: Command, timeout: Timeout) -> Asked:
+        if asyncio._get_running_loop() is not self._loop and self._loop.is_running():
+            raise UsageError(
+                "this store's loop runs in another thread: call it in a coroutine there, which "
+                "asyncio.run_coroutine_threadsafe starts; or use TCPStore, which any thread may call"
+            )
+        asked = Asked(command, self.timeout if timeout is None else seconds(timeout), self._line, self._loop)
+        self._line.ask(asked)
+        return asked
 
     def subscribe(self, channel: str) -> LineSubscription:
         """Return the messages of a channel: use ``async with``, or ``await`` it, and then ``async for``.

@@ -7,7 +7,8 @@ A store of either kind says how a `Command` is carried out, and has every operat
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator
+from asyncio import Future
+from collections.abc import AsyncIterator, Iterable, Iterator
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -44,7 +45,10 @@ class AsyncWatch(Protocol):
 class AsyncFace(ABC):
     """A store to be awaited.
 
-    Each operation begins when it is called, and returns what is to be awaited for its result; any number may be under way.
+    Each operation begins when it is called and returns a future, to be awaited, gathered or shielded as it is, or given to
+    `asyncio.wait`; `asyncio.create_task` takes coroutines alone, and there is no need for it. Any number may be under way.
+    Only `queue_pop` is a coroutine, since the item is taken when it has reached who awaits it.
+
     ``timeout`` arguments are seconds or a timedelta; None is the store's own ``timeout``. What does not finish in time
     raises StoreTimeoutError, what the store refuses StoreError, and a wrong argument UsageError. A connection that breaks
     is made again, and what was asked is done once; where that cannot be, or nobody knows whether it was done, it raises
@@ -54,8 +58,12 @@ class AsyncFace(ABC):
     timeout: float
 
     @abstractmethod
-    def request(self, command: Command, timeout: Timeout = None) -> Coroutine[Any, Any, Any]:
-        """Begin one command; what is returned is to be awaited for its result."""
+    def request(self, command: Command, timeout: Timeout = None) -> Future[Any]:
+        """Begin one command, and return the future of its result. Raises UsageError off the store's loop."""
+
+    @abstractmethod
+    async def take(self, command: Command, timeout: Timeout = None) -> Any:
+        """Carry out a pop; the item goes back to its queue unless it reaches who awaits this."""
 
     @abstractmethod
     def subscribe(self, channel: str) -> AsyncSubscription:
@@ -76,7 +84,7 @@ class AsyncFace(ABC):
         """Set the timeout of operations that name none; None is no limit."""
         self.timeout = seconds(timeout)
 
-    def set(self, key: str, value: Value, *, ephemeral: bool = False) -> Coroutine[Any, Any, None]:
+    def set(self, key: str, value: Value, *, ephemeral: bool = False) -> Future[None]:
         """Store ``value`` under ``key``; wakes those who wait for it.
 
         An ``ephemeral`` key goes with this client: when it closes, or when its lease has run out after its connection
@@ -84,74 +92,74 @@ class AsyncFace(ABC):
         """
         return self.request(operations.set_ephemeral(key, value) if ephemeral else operations.set_(key, value))
 
-    def get(self, key: str, timeout: Timeout = None) -> Coroutine[Any, Any, bytes]:
+    def get(self, key: str, timeout: Timeout = None) -> Future[bytes]:
         """Return the value of ``key``, waiting at the store until there is one. One round trip."""
         return self.request(operations.get(key), timeout)
 
-    def add(self, key: str, amount: int) -> Coroutine[Any, Any, int]:
+    def add(self, key: str, amount: int) -> Future[int]:
         """Add to the whole number under ``key`` (kept as decimal digits; 0 if missing) and return the sum."""
         return self.request(operations.add(key, amount))
 
-    def wait(self, keys: Iterable[str], timeout: Timeout = None) -> Coroutine[Any, Any, None]:
+    def wait(self, keys: Iterable[str], timeout: Timeout = None) -> Future[None]:
         """Wait until every key has been set; a queue with an item counts."""
         return self.request(operations.wait(keys), timeout)
 
-    def check(self, keys: Iterable[str]) -> Coroutine[Any, Any, bool]:
+    def check(self, keys: Iterable[str]) -> Future[bool]:
         """Say whether all keys are there now; a queue with an item counts."""
         return self.request(operations.check(keys))
 
-    def compare_set(self, key: str, expected_value: Value, desired_value: Value) -> Coroutine[Any, Any, bytes]:
+    def compare_set(self, key: str, expected_value: Value, desired_value: Value) -> Future[bytes]:
         """Set ``key`` to the desired value if it holds the expected one (b"": or is missing); return what it holds now.
 
         Where the key is missing and something was expected, nothing is stored and ``expected_value`` is returned.
         """
         return self.request(operations.compare_set(key, expected_value, desired_value))
 
-    def delete_key(self, key: str) -> Coroutine[Any, Any, bool]:
+    def delete_key(self, key: str) -> Future[bool]:
         """Delete a key and say whether it was there. Queues are left alone."""
         return self.request(operations.delete_key(key))
 
-    def num_keys(self) -> Coroutine[Any, Any, int]:
+    def num_keys(self) -> Future[int]:
         """Return how many keys there are, queues not counted."""
         return self.request(operations.num_keys())
 
-    def append(self, key: str, value: Value) -> Coroutine[Any, Any, None]:
+    def append(self, key: str, value: Value) -> Future[None]:
         """Append to the value of ``key``, or store it if there is none."""
         return self.request(operations.append(key, value))
 
-    def multi_get(self, keys: Iterable[str], timeout: Timeout = None) -> Coroutine[Any, Any, list[bytes]]:
+    def multi_get(self, keys: Iterable[str], timeout: Timeout = None) -> Future[list[bytes]]:
         """Return the values of all keys, waiting until all are there. One round trip."""
         return self.request(operations.multi_get(keys), timeout)
 
-    def multi_set(self, keys: Iterable[str], values: Iterable[Value]) -> Coroutine[Any, Any, None]:
+    def multi_set(self, keys: Iterable[str], values: Iterable[Value]) -> Future[None]:
         """Set several keys at once: all of them or none."""
         return self.request(operations.multi_set(keys, values))
 
-    def list_keys(self, prefix: str = "") -> Coroutine[Any, Any, list[str]]:
+    def list_keys(self, prefix: str = "") -> Future[list[str]]:
         """Return the keys that begin with ``prefix``, oldest first, queues not counted."""
         return self.request(operations.list_keys(prefix))
 
-    def queue_push(self, key: str, value: Value) -> Coroutine[Any, Any, None]:
+    def queue_push(self, key: str, value: Value) -> Future[None]:
         """Append an item to a queue; the first who waits to pop gets it."""
         return self.request(operations.queue_push(key, value))
 
-    def queue_pop(self, key: str, block: bool = True, timeout: Timeout = None) -> Coroutine[Any, Any, bytes]:
+    async def queue_pop(self, key: str, block: bool = True, timeout: Timeout = None) -> bytes:
         """Take the oldest item of a queue, waiting for one if ``block``; else QueueEmptyError.
 
         An item goes to one taker only, and goes back to the head if the taker is cancelled, times out or dies; or if its
         connection breaks just when it has the item and the store has not heard so: then it may be taken twice.
         """
-        return self.request(operations.queue_pop(key, block), timeout)
+        return await self.take(operations.queue_pop(key, block), timeout)  # type: ignore[no-any-return]
 
-    def queue_len(self, key: str) -> Coroutine[Any, Any, int]:
+    def queue_len(self, key: str) -> Future[int]:
         """Return how many items a queue holds."""
         return self.request(operations.queue_len(key))
 
-    def barrier(self, key: str, world_size: int, timeout: Timeout = None) -> Coroutine[Any, Any, None]:
+    def barrier(self, key: str, world_size: int, timeout: Timeout = None) -> Future[None]:
         """Wait until ``world_size`` callers wait here at one time. Then it stays open: use a new key each time."""
         return self.request(operations.barrier(key, world_size), timeout)
 
-    def publish(self, channel: str, message: Value) -> Coroutine[Any, Any, int]:
+    def publish(self, channel: str, message: Value) -> Future[int]:
         """Send a message to all who are subscribed now, and return how many they are."""
         return self.request(operations.publish(channel, message))
 

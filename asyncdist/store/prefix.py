@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from asyncdist.deadline import Timeout
@@ -55,9 +56,20 @@ class AsyncPrefixStore(AsyncFace):
     def underlying_store(self) -> AsyncFace:
         return self._store
 
-    async def request(self, command: Command, timeout: Timeout = None) -> Any:
-        limit = self.timeout if timeout is None else timeout
-        return _strip(command, self._prefix, await self._store.request(command.under(self._prefix), limit))
+    def request(self, command: Command, timeout: Timeout = None) -> asyncio.Future[Any]:
+        asked = self._store.request(command.under(self._prefix), self._limit(timeout))
+        if command.op is not Op.LIST_KEYS:
+            return asked
+        return asked.get_loop().create_task(self._stripped(command, asked))
+
+    async def take(self, command: Command, timeout: Timeout = None) -> Any:
+        return await self._store.take(command.under(self._prefix), self._limit(timeout))
+
+    def _limit(self, timeout: Timeout) -> Timeout:
+        return self.timeout if timeout is None else timeout
+
+    async def _stripped(self, command: Command, asked: asyncio.Future[Any]) -> Any:
+        return _strip(command, self._prefix, await asked)
 
     def subscribe(self, channel: str) -> AsyncSubscription:
         return self._store.subscribe(self._prefix + channel)

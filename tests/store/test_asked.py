@@ -1,4 +1,4 @@
-"""Requests of the awaited client: futures and coroutines in one, and one timer for all their time limits."""
+"""Requests of the awaited client: futures, in every form of waiting, and one timer for all their time limits."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import threading
 import pytest
 
 from asyncdist.errors import StoreConnectionError, StoreTimeoutError, UsageError
+from asyncdist.store import AsyncPrefixStore
 
 UNIT, LONG = 0.05, 10.0
 """Seconds: a limit that is to pass, and one that must not."""
@@ -22,42 +23,138 @@ async def test_requests_begin_at_once_and_need_no_task(store, server, eventually
     assert await asyncio.gather(*waiting) == [b"v"] * 100
 
 
-async def test_a_request_can_be_made_a_task_of(store):
-    async with asyncio.TaskGroup() as group:
-        waiting = group.create_task(store.get("k"))
-        failing = asyncio.create_task(store.get("never", timeout=UNIT))
-        group.create_task(store.set("k", b"v"))
-    assert waiting.result() == b"v"
+async def in_a_wait(asked):
+    done, _ = await asyncio.wait([asked], timeout=LONG)
+    return done.pop().result()
+
+
+async def first_of(asked):
+    return await next(asyncio.as_completed([asked], timeout=LONG))
+
+
+async def gathered(asked):
+    return (await asyncio.gather(asked))[0]
+
+
+async def as_it_is(asked):
+    return await asked
+
+
+FORMS = {
+    "await": as_it_is,
+    "gather": gathered,
+    "wait_for": lambda asked: asyncio.wait_for(asked, LONG),
+    "ensure_future": lambda asked: as_it_is(asyncio.ensure_future(asked)),
+    "wait": in_a_wait,
+    "wait, of a future": lambda asked: in_a_wait(asyncio.ensure_future(asked)),
+    "as_completed": first_of,
+    "shield": asyncio.shield,
+}
+"""What asyncio has for futures, each returning what one comes to."""
+
+
+@pytest.mark.parametrize("form", FORMS)
+async def test_every_form_of_waiting_takes_one(store, form):
+    waiting = asyncio.ensure_future(FORMS[form](store.get("k")))
+    await store.set("k", b"v")
+    assert await waiting == b"v"
     with pytest.raises(StoreTimeoutError):
-        await failing
+        await FORMS[form](store.get("never", timeout=UNIT))
 
 
-async def test_a_task_of_one_is_cancelled_at_any_moment(store, server, eventually):
-    for pauses in range(4):
-        task = asyncio.create_task(store.get("never"))
-        for _ in range(pauses):
-            await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
+@pytest.mark.parametrize("form", [form for form in FORMS if form not in ("as_completed", "shield")])
+async def test_who_is_cancelled_in_any_form_gives_the_request_up(store, server, form, eventually):
+    asked = store.get("never")
+    waiting = asyncio.ensure_future(FORMS[form](asked))
+    await eventually(lambda: server.state.num_open == 1)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    if form in ("wait", "wait, of a future"):  # which leave alone what they wait for
+        assert not asked.done()
+        asked.cancel()
     await eventually(lambda: server.state.num_open == 0)
     assert store._line._conversation.num_open == 0
 
 
-async def test_closing_one_as_a_coroutine_gives_it_up(store, server, eventually):
-    waiting = store.get("never")
-    await eventually(lambda: server.state.num_open == 1)
-    waiting.close()
+async def test_shielded_it_is_answered_though_who_waited_was_cancelled(store):
+    asked = store.get("k")
+    waiting = asyncio.shield(asked)
+    waiting.cancel()
+    await store.set("k", b"v")
+    assert await asked == b"v"
+
+
+async def test_who_makes_a_task_of_one_is_told_that_it_needs_none(store):
+    asked = store.get("k")
+    said = (
+        r"a coroutine was expected, got <a future, get of 'k', that is under way: await it as it is, it needs no task>"
+    )
+    with pytest.raises(TypeError, match=said):
+        asyncio.get_running_loop().create_task(asked)
+    with pytest.raises(ExceptionGroup) as caught:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(asked)
+    assert caught.group_contains(TypeError, match=said)
+    await store.set("k", b"v")
+    assert await asked == b"v"
+    assert "done" in repr(asked)
+    asked = store.wait(["x", "y"])
+    assert "wait of 2 keys" in repr(asked)
+    asked.cancel()
+    assert "cancelled" in repr(asked)
+    asked = store.num_keys()
+    assert "<a future, num_keys, that" in repr(asked)
+    assert await asked == 1
+
+
+async def test_a_pop_is_a_coroutine_and_a_task_can_be_made_of_it(store, server, eventually):
+    async with asyncio.TaskGroup() as group:
+        popped = group.create_task(store.queue_pop("q"))
+        await store.queue_push("q", b"item")
+    assert popped.result() == b"item"
+    for pauses in range(4):
+        popping = asyncio.create_task(store.queue_pop("q"))
+        for _ in range(pauses):
+            await asyncio.sleep(0)
+        popping.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await popping
     await eventually(lambda: server.state.num_open == 0)
 
 
-async def test_a_coroutine_made_in_another_thread_runs_on_the_loop(store):
-    """As `asyncio.run_coroutine_threadsafe` is used: the call is made where the loop is not."""
+@pytest.mark.parametrize("form", [form for form in FORMS if form != "wait"])
+async def test_every_form_of_waiting_takes_a_pop_but_one_that_says_what_it_wants(store, form):
+    await store.queue_push("q", b"item")
+    assert await FORMS[form](store.queue_pop("q")) == b"item"
+    popping = store.queue_pop("q")
+    with pytest.raises(TypeError, match="coroutines is forbidden, use tasks"):
+        await asyncio.wait([popping])
+    popping.close()
+
+
+async def test_a_part_of_a_store_is_asked_in_the_same_forms(store):
+    part = AsyncPrefixStore("part", store)
+    for form in FORMS.values():
+        await form(part.set("k", b"v"))
+        assert await form(part.get("k")) == b"v"
+        assert await form(part.list_keys()) == ["k"]
+    await part.queue_push("q", b"item")
+    assert await part.queue_pop("q") == b"item"
+
+
+async def test_another_thread_is_told_how_to_ask(store):
+    """The call is made where the loop is not; a coroutine makes it where the loop is."""
     loop, found = asyncio.get_running_loop(), []
 
+    async def pass_on() -> bytes:
+        await store.set("k", b"v")
+        return await store.get("k")
+
     def ask() -> None:
-        asyncio.run_coroutine_threadsafe(store.set("k", b"v"), loop).result(LONG)
-        found.append(asyncio.run_coroutine_threadsafe(store.get("k"), loop).result(LONG))
+        with pytest.raises(UsageError, match="run_coroutine_threadsafe"):
+            store.get("k")
+        found.append(asyncio.run_coroutine_threadsafe(pass_on(), loop).result(LONG))
 
     thread = threading.Thread(target=ask)
     thread.start()
@@ -95,7 +192,7 @@ async def test_no_timer_is_left_of_requests_that_are_over(store):
 
 async def test_what_is_asked_of_a_closed_store_fails_when_it_is_awaited(store):
     await store.close()
-    failing = asyncio.create_task(store.get("k"))
+    failing = store.get("k")
     with pytest.raises(StoreConnectionError, match="closed"):
         await failing
 

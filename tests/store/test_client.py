@@ -50,7 +50,7 @@ async def test_every_operation(store):
 
 
 async def test_a_get_that_waits_holds_up_nothing(store):
-    waiting = asyncio.create_task(store.get("later"))
+    waiting = store.get("later")
     for _ in range(100):
         await store.add("n", 1)
     assert not waiting.done()
@@ -59,7 +59,7 @@ async def test_a_get_that_waits_holds_up_nothing(store):
 
 
 async def test_many_in_flight_on_one_connection(store, server):
-    waiting = [asyncio.create_task(store.get(f"key{number}")) for number in range(1000)]
+    waiting = [store.get(f"key{number}") for number in range(1000)]
     await asyncio.gather(*(store.set(f"key{number}", str(number)) for number in reversed(range(1000))))
     assert await asyncio.gather(*waiting) == [str(number).encode() for number in range(1000)]
     assert server.num_connections == 1
@@ -98,7 +98,7 @@ async def test_the_stores_own_timeout(store):
     ],
 )
 async def test_cancelling_a_wait_cancels_it_at_the_server(store, server, start, eventually):
-    task = asyncio.create_task(start(store))
+    task = asyncio.ensure_future(start(store))
     await eventually(lambda: server.state.num_open == 1)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -109,7 +109,7 @@ async def test_cancelling_a_wait_cancels_it_at_the_server(store, server, start, 
 
 
 async def test_a_task_cancelled_before_it_is_sent(store, server):
-    task = asyncio.create_task(store.get("k"))
+    task = store.get("k")
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -122,7 +122,7 @@ async def test_an_item_on_its_way_to_a_cancelled_taker_is_not_lost(store, connec
     for number in range(50):
         taking = asyncio.create_task(store.queue_pop("q"))
         await store.check([])
-        pushing = asyncio.create_task(other.queue_push("q", str(number)))
+        pushing = other.queue_push("q", str(number))
         for _ in range(number % 7):
             await asyncio.sleep(0)
         taking.cancel()
@@ -226,7 +226,7 @@ async def test_under_a_prefix(store):
 
 
 async def test_the_server_goes(store, server):
-    waiting = [asyncio.create_task(store.get("k")), asyncio.create_task(store.barrier("b", 2))]
+    waiting = [store.get("k"), store.barrier("b", 2)]
     await asyncio.sleep(0)
     await server.close()
     for task in waiting:
@@ -237,7 +237,7 @@ async def test_the_server_goes(store, server):
 
 
 async def test_use_after_close(store):
-    waiting = asyncio.create_task(store.get("k"))
+    waiting = store.get("k")
     await asyncio.sleep(0)
     await store.close()
     await store.close()
@@ -248,12 +248,19 @@ async def test_use_after_close(store):
     assert "closed" in repr(store)
 
 
-async def test_a_client_that_comes_before_its_server(config):
+async def test_a_client_that_comes_before_its_server(config, monkeypatch):
+    refused, pause_after = asyncio.Event(), dialling.Persistence.pause_after
+
+    def note(persistence, error):
+        refused.set()
+        return pause_after(persistence, error)
+
+    monkeypatch.setattr(dialling.Persistence, "pause_after", note)
     with socket.socket() as reserved:
         reserved.bind(("127.0.0.1", 0))
         port = reserved.getsockname()[1]
     coming = asyncio.create_task(AsyncStore.connect("127.0.0.1", port, token=TOKEN, timeout=LONG))
-    await asyncio.sleep(UNIT)
+    await refused.wait()
     async with await StoreServer.start("127.0.0.1", port, token=TOKEN, config=config), await coming as store:
         assert await store.add("n", 1) == 1
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Coroutine
+from asyncio import Future
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import get_origin, get_type_hints
@@ -208,7 +208,7 @@ PUBLIC = [name for name, value in vars(Store).items() if inspect.isfunction(valu
 def test_both_faces_have_the_same_methods_and_arguments(name):
     blocking, awaited = getattr(Store, name), getattr(AsyncFace, name)
     assert parameters(blocking) == parameters(awaited)
-    awaitable = inspect.iscoroutinefunction(awaited) or get_origin(get_type_hints(awaited)["return"]) is Coroutine
+    awaitable = inspect.iscoroutinefunction(awaited) or get_origin(get_type_hints(awaited)["return"]) is Future
     assert awaitable is (name not in ("subscribe", "watch", "set_timeout"))
     assert not inspect.iscoroutinefunction(blocking)
 

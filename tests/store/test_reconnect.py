@@ -53,7 +53,7 @@ async def every_operation(store: AsyncStore, turn: int) -> None:
     await store.queue_push(key + "q", b"item")
     assert await store.queue_len(key + "q") == 1
     assert await store.delete_key(key + "m") is True
-    waiting = asyncio.create_task(store.get(key + "later"))
+    waiting = store.get(key + "later")
     await store.set(key + "later", b"now")
     assert await waiting == b"now"
     await store.barrier(key + "b", 1)
@@ -77,7 +77,7 @@ async def test_a_cut_after_any_number_of_bytes_changes_no_outcome(server, proxy,
 async def test_what_was_answered_and_not_heard_is_done_once(server, proxy, eventually):
     store = await through(proxy)
     proxy.clog()
-    adding = [asyncio.create_task(store.add("n", 1)) for _ in range(100)]
+    adding = [store.add("n", 1) for _ in range(100)]
     await asyncio.sleep(0)
     proxy.unclog()
     await eventually(lambda: server.state.peek("n") is not None)
@@ -137,9 +137,9 @@ async def test_a_client_that_was_forgotten_does_not_claim_to_know_what_it_did(se
     other = await through(proxy, store_lease=0.0)
     await other.check([])
     proxy.clog()
-    adding, setting = asyncio.create_task(other.add("n", 1)), asyncio.create_task(other.set("k", b"v"))
-    waiting = asyncio.create_task(other.get("later"))
-    await asyncio.sleep(0.01)  # they are under way
+    adding, setting = other.add("n", 1), other.set("k", b"v")
+    waiting = other.get("later")
+    await eventually(lambda: not other._line.link._corked)  # they are under way
     proxy.cut()
     proxy.unclog()
     with pytest.raises(StoreConnectionError, match=r"whether add\('n'\) was done, nobody can tell"):
@@ -151,14 +151,15 @@ async def test_a_client_that_was_forgotten_does_not_claim_to_know_what_it_did(se
     await other.close()
 
 
-async def test_closing_while_it_tries_again(server):
+async def test_closing_while_it_tries_again(server, eventually):
     with Proxy("127.0.0.1", server.port) as proxy:
         store = await through(proxy)
-        waiting = asyncio.create_task(store.get("k"))
+        waiting = store.get("k")
         await store.check([])
         proxy.clog()  # so that the next connection is taken, and hears nothing
+        before = set(proxy._connections)
         proxy.cut()
-        await asyncio.sleep(0.05)
+        await eventually(lambda: set(proxy._connections) - before)
         await store.close()
         with pytest.raises(StoreConnectionError, match="closed by this process"):
             await waiting
@@ -231,7 +232,7 @@ async def test_a_store_with_data_that_is_killed_again_and_again_carries_its_clie
     with daemon(0, *options) as (process, port):
         store = await AsyncStore.connect("127.0.0.1", port, token=TOKEN, timeout=LONG, config=CONFIG)
         working = [asyncio.create_task(add(store)) for _ in range(4)]
-        waiting = asyncio.create_task(store.get("at last"))
+        waiting = store.get("at last")
         await at_work()
         process.kill()
         process.wait(LONG)

@@ -112,7 +112,7 @@ HARM = {
 @pytest.mark.parametrize("harm", HARM.values(), ids=HARM.keys())
 async def test_harm_after_the_handshake(server, store, caplog, harm):
     """Also from one who holds the token; what it asked for before that is answered."""
-    waiting = asyncio.create_task(store.get("k"))
+    waiting = store.get("k")
     peer = await Peer.proven(server)
     with caplog.at_level(logging.WARNING, LOGGER):
         await peer.send(frame(1, Op.SET, "before", b"1") + harm + frame(2, Op.SET, "after", b"1"))
@@ -138,8 +138,8 @@ async def test_a_client_that_vanishes_in_the_middle_of_a_frame(server, store, ca
 async def test_a_client_that_vanishes_takes_its_waits_with_it(server, store, connect, eventually):
     dying = await connect(store_reconnect=0)
     tasks = [
-        asyncio.create_task(dying.get("k")),
-        asyncio.create_task(dying.barrier("b", 2)),
+        dying.get("k"),
+        dying.barrier("b", 2),
         asyncio.create_task(dying.queue_pop("q")),
     ]
     await eventually(lambda: server.state.num_open == 3)
