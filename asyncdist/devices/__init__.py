@@ -15,6 +15,7 @@ streams     what is asked of a device: streams, marks, pinned memory (CUDA's, by
 work        the handle of an operation on a device
 line        who does the calls, in order
 watch       who notices that they are over, or will not be
+rollcall    what ranks tell one another when one lasts
 ensemble    what a way between devices offers: the contract of `asyncdist_transports.cuda_ipc` and ``nccl``
 choice      which of them a group takes: found out from what every rank says of itself
 staged      the way that is always there: through pinned memory of the host, and on by the host's transports

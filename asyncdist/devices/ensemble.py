@@ -85,12 +85,14 @@ class Site:
 class Ensemble(Native):
     """One rank's part in a way between devices. ``name`` is what users select it by; ``preference`` orders choice.
 
-    ``blocks`` says that its collectives may keep the host waiting for peers.
+    ``blocks`` says that its collectives may keep the host waiting for peers, ``compares`` that ranks whose calls differ
+    are told.
     """
 
     name: ClassVar[str]
     preference: ClassVar[int] = 0
     blocks: ClassVar[bool] = True
+    compares: ClassVar[bool] = True
 
     def __init__(self, site: Site) -> None:
         self.site = site

@@ -6,12 +6,10 @@ then on each operation is a plan like any other, but its native collective is an
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import itertools
 import logging
-import math
 from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import TYPE_CHECKING, Any, cast
@@ -27,6 +25,7 @@ from asyncdist.devices.choice import settle
 from asyncdist.devices.ensemble import Ensemble, Site
 from asyncdist.devices.line import Line
 from asyncdist.devices.messages import Messages
+from asyncdist.devices.rollcall import RollCall
 from asyncdist.devices.staged import Staged
 from asyncdist.devices.streams import CudaStreams, Mark, Streams
 from asyncdist.devices.watch import Pending, Watch
@@ -48,7 +47,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("asyncdist")
 
-_VIGIL_TAG = (1 << 32) - 1  # no message's letters have it
 _GRACE = 1.0  # seconds that the device has for what is in its queue when a peer is gone
 
 
@@ -84,9 +82,9 @@ class DeviceGroup(Calls):
         self._line = Line(f"asyncdist-{device}")
         self._watch = Watch(f"asyncdist-watch-{device}", self._look_for_trouble, self._too_late, self._broken)
         self._messages = Messages(Site(host, self._streams.beside()), kinds, self._watch, self._guarded)
+        self._roll_call = RollCall(self._site, lambda: self._messages.letters, self._fail_all)
         self._begun = False
         self._splitting: DeviceWork | None = None  # while a larger group splits off what we inherit
-        self._vigil: Work | None = None
         self._closed = False
         self._troubled = 0.0  # when trouble was first seen
         self.error: GroupError | None = None
@@ -108,12 +106,12 @@ class DeviceGroup(Calls):
     def _issue(self, name: str, plan: Plan, how: How) -> Work:
         self._begun = True
         prompt = self._ensemble is not None and not self._ensemble.blocks
-        return self._start(name, next(self._sequence), plan, how, self._line, self._do, prompt=prompt)
+        return self._start(name, None, plan, how, self._line, self._do, prompt=prompt)
 
     def _start(
         self,
         name: str,
-        number: int,
+        tag: int | None,
         plan: Plan,
         how: How,
         line: Line,
@@ -122,7 +120,7 @@ class DeviceGroup(Calls):
         held: Any = None,
         prompt: bool = False,
     ) -> DeviceWork:
-        """Have a call done on a line; ``prompt`` says that it waits for nobody, ``held`` is what the device uses."""
+        """Have a call done on a line. Messages have a tag; ``prompt`` waits for nobody; the device uses what is held."""
         if self._closed:
             raise NotInitializedError(f"group {self.name!r} was destroyed: make a new one for {name}")
         blocking = not how.get("background", True)
@@ -132,11 +130,15 @@ class DeviceGroup(Calls):
             raise UnsupportedError(
                 f"{name} cannot be captured into a CUDA graph: the ranks speak on the host; call it outside of the graph"
             )
+        number = next(self._sequence) if tag is None else tag  # only now: a call that is refused takes none
+        if tag is None:
+            self._roll_call.made(number, plan.fingerprint)
         entry = Entry(self.name, name, number, plan.fingerprint, plan.nbytes)
         self._host.mesh.recorder.add(entry)
         limit = seconds(how.get("timeout"), self.timeout)
         now = monotonic()
-        pending = Pending(DeviceWork(self._streams, self._host.mesh.progress), plan, entry, now, now + limit, held=held)
+        work = DeviceWork(self._streams, self._host.mesh.progress)
+        pending = Pending(work, plan, entry, now, now + limit, numbered=tag is None, held=held)
         before = self._streams.mark()
         self._watch.add(pending)
         call = functools.partial(self._done, pending, functools.partial(do, pending, before))
@@ -192,7 +194,7 @@ class DeviceGroup(Calls):
                 self._met().split(None if part is None else part._site, number)
                 pending.stands(None, self._streams.mark())
 
-        work = self._start("split", next(self._sequence), Plan(), {}, self._line, do)
+        work = self._start("split", None, Plan(), {}, self._line, do)
         if part is not None:
             part._splitting = work
 
@@ -215,12 +217,10 @@ class DeviceGroup(Calls):
     # -- failing -------------------------------------------------------------------------------
 
     def _look_for_trouble(self, pending: Pending) -> None:
-        if self._vigil is None and len(self.ranks) > 1:
-            # Nobody sends what this waits for: while it is pending, we hear of a peer's death.
-            with contextlib.suppress(NotInitializedError):  # destroyed meanwhile
-                self._vigil = self._messages.letters._receive(torch.empty(1), None, _VIGIL_TAG, {"timeout": math.inf})
-                self._vigil.add_done_callback(lambda work: work.exception())
+        self._roll_call.listen()
         ensemble = self._ensemble
+        if ensemble is not None and not ensemble.compares and pending.numbered:
+            self._roll_call.tell(pending.entry.seq, pending.entry.fingerprint, pending.issued)
         cause = self._host.error or self._messages.trouble() or (None if ensemble is None else ensemble.trouble())
         if cause is None:
             return
@@ -240,6 +240,9 @@ class DeviceGroup(Calls):
         self._fail(cause, pending)
 
     def _fail(self, cause: BaseException, pending: Pending) -> None:
+        self._fail_one(pending, self._fail_all(cause))
+
+    def _fail_all(self, cause: BaseException) -> GroupError:
         """Fail everything on every rank: nobody knows what the device has done of it."""
         if self.error is None:
             if isinstance(cause, GroupError):
@@ -252,9 +255,9 @@ class DeviceGroup(Calls):
             self._messages.abort(str(self.error.reason))
             if self._ensemble is not None:
                 self._ensemble.abort()
-        self._fail_one(pending, self.error)
         for one in self._watch.take_all():
             self._fail_one(one, self.error)
+        return self.error
 
     def _fail_one(self, pending: Pending, error: GroupError) -> None:
         entry, rank = pending.entry, self.ranks[self._rank]

@@ -5,6 +5,7 @@ The only file of the core that calls ``torch.cuda``. Tests put something else in
 
 from __future__ import annotations
 
+import logging
 import time
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
@@ -25,6 +26,8 @@ class Mark(Protocol):
     def synchronize(self) -> None:
         """Block the host until the device has passed it, without the GIL."""
 
+
+log = logging.getLogger("asyncdist")
 
 _GLANCE = 1e-3
 
@@ -73,7 +76,10 @@ class Streams(ABC):
 
     @abstractmethod
     def pinned(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return memory of the host that the device copies to and from while the host goes on."""
+        """Return memory of the host that the device copies to and from while the host goes on.
+
+        Or, where no more of it is to be had, memory with which copies hold up the host. RuntimeError if there is none.
+        """
 
     @abstractmethod
     def keep(self, tensor: torch.Tensor) -> None:
@@ -124,7 +130,13 @@ class CudaStreams(Streams):
         return torch.cuda.is_current_stream_capturing()
 
     def pinned(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(count, dtype=dtype, pin_memory=True)
+        try:
+            return torch.empty(count, dtype=dtype, pin_memory=True)
+        except RuntimeError as cause:  # so much more than others have pinned is not to be had
+            log.warning(
+                "%d bytes of pinned memory are not to be had, copies are slower: %s", count * dtype.itemsize, cause
+            )
+            return torch.empty(count, dtype=dtype)
 
     def keep(self, tensor: torch.Tensor) -> None:
         tensor.record_stream(self._stream)

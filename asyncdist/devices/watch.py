@@ -31,6 +31,7 @@ class Pending:
     entry: Entry
     issued: float
     deadline: float
+    numbered: bool = True  # not a message, which has a tag
     mark: Mark | None = None
     value: Any = None
     held: Any = None
@@ -45,7 +46,7 @@ class Pending:
 class Watch:
     """Looks after pending operations, in a thread that is there while there are any, and some seconds longer.
 
-    ``slow(pending)`` is called again and again for the oldest one when it has lasted for some time; ``late(pending)``
+    ``slow(pending)`` is called again and again for the oldest ones when they have lasted for some time; ``late(pending)``
     when its deadline has passed, ``broken(pending, cause)`` when the device reports a failure.
     """
 
@@ -120,8 +121,10 @@ class Watch:
         if self._take_steps() or any(over):
             self._pause = _SHORTEST
             return
-        if monotonic() - pending[0].issued > _SLOW:
-            self._slow(pending[0])
+        oldest = dict.fromkeys([*pending[:1], *[one for one in pending if one.numbered][:1]])
+        for one in oldest:
+            if monotonic() - one.issued > _SLOW:
+                self._slow(one)
         with self._changed:
             pause, self._pause = self._pause, min(2 * self._pause, _LONGEST)
             self._changed.wait(pause)

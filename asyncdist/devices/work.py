@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from asyncdist.progress import Progress
 
 
+_MOMENT = 5.0  # seconds; it takes milliseconds
+
+
 class DeviceWork(Work):
     """One operation on a device, started and going on by itself.
 
@@ -114,8 +117,18 @@ class DeviceWork(Work):
         self._until_queued(timeout)
         self._outcome()
         if self._mark is not None:
-            self._mark.synchronize()
+            try:
+                self._mark.synchronize()
+            except Exception:
+                self._until_told()  # who looks after the operation says what the device's failure means for the group
+                self._outcome()
+                raise
         self._outcome()
+
+    def _until_told(self) -> None:
+        told = threading.Event()
+        self.add_done_callback(lambda _: told.set())
+        told.wait(_MOMENT)
 
     def _until_queued(self, timeout: Timeout) -> None:
         if self._home is not None and not self._queued.is_set():

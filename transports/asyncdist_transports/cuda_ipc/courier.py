@@ -25,7 +25,7 @@ from asyncdist.devices.ensemble import Site
 from asyncdist.devices.streams import Mark
 from asyncdist_transports.cuda_ipc.driver import HANDLE_NBYTES, Driver
 from asyncdist_transports.cuda_ipc.handles import SHOWN_NBYTES, Exports, Imports, Shown
-from asyncdist_transports.cuda_ipc.leaving import leave
+from asyncdist_transports.cuda_ipc.leaving import leave, quiet
 
 _BEACON_NBYTES = 16
 _OFFER = struct.Struct(f"<16s{SHOWN_NBYTES}s{_BEACON_NBYTES}s{SHOWN_NBYTES}s{HANDLE_NBYTES}s")
@@ -75,7 +75,7 @@ class CudaIpcCourier(Courier):
     def __init__(self, site: Site, driver: Driver) -> None:
         self._site, self._driver = site, driver
         self._exports = Exports(driver)
-        self._imports = Imports(driver, lambda: site.streams.mark().synchronize())
+        self._imports = Imports(driver, lambda: quiet(site.streams))
         self._events = Events(driver)
         self._machine = hashlib.blake2b(site.machine.encode(), digest_size=16).digest()
         self._beacon = driver.allocate(_BEACON_NBYTES)

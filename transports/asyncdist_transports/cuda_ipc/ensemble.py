@@ -31,7 +31,7 @@ from asyncdist.reduce import Arithmetic
 from asyncdist_transports.cuda_ipc.courier import CudaIpcCourier
 from asyncdist_transports.cuda_ipc.driver import Driver
 from asyncdist_transports.cuda_ipc.handles import SHOWN_NBYTES, Exports, Imports, Shown
-from asyncdist_transports.cuda_ipc.leaving import leave
+from asyncdist_transports.cuda_ipc.leaving import leave, quiet
 
 _SMALL_NBYTES = 64 << 10
 _HEAD = struct.Struct("<Q")  # the fingerprint of the call
@@ -53,7 +53,7 @@ class CudaIpc(Ensemble):
         super().__init__(site)
         self._driver = type(self).make_driver(site.streams.device)
         self._exports = Exports(self._driver)
-        self._imports = Imports(self._driver, lambda: site.streams.mark().synchronize())
+        self._imports = Imports(self._driver, lambda: quiet(site.streams))
         self._ready, self._ready_handle = self._driver.event()
         self._done, self._done_handle = self._driver.event()
         self._theirs: dict[int, tuple[Any, Any]] = {}  # the events of the others

@@ -12,11 +12,13 @@ from collections.abc import Iterable
 from typing import Any
 
 from asyncdist.devices.streams import Streams, passed_within
+from asyncdist.errors import TransportUnavailableError
 from asyncdist_transports.cuda_ipc.driver import Driver
 from asyncdist_transports.cuda_ipc.handles import Exports, Imports
 
 log = logging.getLogger("asyncdist")
 
+_PATIENCE = 30.0
 _FAREWELL = 5.0  # seconds that the device has for what stands in our stream
 _outlived: deque[Any] = deque(maxlen=4096)  # events, for a while: peers may be about to wait for them
 _left: list[Any] = []
@@ -38,6 +40,12 @@ def leave(
     imports.close()
     exports.close()
     driver.free(beacon)
+
+
+def quiet(streams: Streams) -> None:
+    """Block until the device has done what stands in our stream; TransportUnavailableError if it does not."""
+    if not passed_within(streams.mark(), _PATIENCE):
+        raise TransportUnavailableError(f"{streams.device} has not done in {_PATIENCE:.0f} s what stands in its queue")
 
 
 def _is_quiet(streams: Streams) -> bool:

@@ -39,12 +39,13 @@ class Nccl(Ensemble):
     """Ranks that have a device each. Its calls only put something into a queue.
 
     But where NCCL has not spoken with a peer yet, or not in that way, a call lasts until the peer has made it too. And
-    nobody compares what the ranks have called: calls that do not fit together last until their deadline.
+    nobody compares what the ranks have called: calls that do not fit together just last, see `asyncdist.devices.rollcall`.
     """
 
     name: ClassVar[str] = "nccl"
     preference: ClassVar[int] = 20
     blocks: ClassVar[bool] = False
+    compares: ClassVar[bool] = False
     load: ClassVar[Callable[[], Library]] = staticmethod(load)
 
     def __init__(self, site: Site) -> None:

@@ -1,0 +1,232 @@
+"""The list of what may go wrong with devices: each ends in an error that says what happened, or in a slower way."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import weakref
+
+import pytest
+import torch
+
+from asyncdist.devices.streams import CudaStreams
+from asyncdist.errors import GroupAbortedError, GroupError, PeerLostError
+from asyncdist.testing.cluster import run_ranks
+from asyncdist.testing.cuda import cuda_ipc_over
+from asyncdist.testing.devices import PretendStreams, device_group, devices_of
+from asyncdist_transports.cuda_ipc import leaving
+
+LARGE = 100_000
+
+
+class Room(bytearray):
+    """Memory of which one sees when it is let go of."""
+
+
+def in_room():
+    room = Room(4 * LARGE)
+    return weakref.ref(room), torch.frombuffer(room, dtype=torch.float32)
+
+
+# -- a peer killed while its memory is mapped ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["all_reduce", "recv"])
+def test_a_survivor_leaves_mapped_what_its_device_may_still_use(what, monkeypatch, caplog):
+    """The mark of a process that was killed is never passed: nobody may wait for it for ever, nor unmap what is in use."""
+    monkeypatch.setattr(leaving, "_FAREWELL", 0.2)
+    made = {0: [], 1: []}
+    streams = [PretendStreams() for _ in range(2)]
+
+    def rank(group):
+        rank = group.rank()
+        device = device_group(group, [cuda_ipc_over(made[rank])], streams[rank])
+        tensor = torch.ones(LARGE)
+        device.all_reduce(tensor).synchronize()
+        if rank == 1:
+            device.send(tensor, 0).wait() if what == "recv" else device.all_reduce(tensor).wait()
+            group.world.leave()  # as if it had been killed: no goodbye on the device
+            device.close()
+            return None
+        streams[0].hold()  # the device now waits for rank 1's
+        work = device.recv(tensor, 1) if what == "recv" else device.all_reduce(tensor)
+        work.wait()
+        began = time.monotonic()
+        with pytest.raises(PeerLostError) as caught:
+            device.all_reduce(tensor).wait()
+        assert caught.value.peer == 1
+        device.close()
+        assert time.monotonic() - began < 15
+        assert made[0][0].mapped, "unmapped while the device may use it"
+        streams[0].release()
+        return "survived"
+
+    assert run_ranks(2, rank)[0] == "survived"
+    assert "stays mapped until this process ends" in caplog.text
+
+
+# -- a device lost ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["all_reduce", "messages"])
+def test_a_lost_device_is_told_to_everybody_and_closed_in_peace(what):
+    streams = [PretendStreams(f"GPU-{rank}") for rank in range(2)]
+
+    def rank(group):
+        rank = group.rank()
+        device = device_group(group, [cuda_ipc_over()], streams[rank])
+        tensor = torch.ones(LARGE)
+        device.all_reduce(tensor).synchronize()
+        if rank == 1:
+            streams[1].broken = RuntimeError("CUDA error: unspecified launch failure")
+
+        def go_on():
+            for _ in range(3):  # what was over on this device when the other one failed has ended well
+                if what == "messages":
+                    (device.recv(tensor, 1) if rank == 0 else device.send(tensor, 0)).synchronize()
+                device.all_reduce(tensor).synchronize()
+
+        with pytest.raises(GroupAbortedError, match="unspecified launch failure") as caught:
+            go_on()
+        assert caught.value.peer == 1
+        device.close()
+
+    run_ranks(2, rank)
+
+
+# -- out of memory in the staging pool ----------------------------------------------------------------
+
+
+def test_without_pinned_memory_copies_are_only_slower(monkeypatch, caplog):
+    streams, plain = CudaStreams.__new__(CudaStreams), torch.empty
+    asked = []
+
+    def empty(*size, pin_memory=False, **keywords):
+        asked.append(pin_memory)
+        if pin_memory:
+            raise RuntimeError("CUDA error: out of memory")
+        return plain(*size, **keywords)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    room = streams.pinned(10, torch.float64)
+    assert (room.numel(), room.dtype) == (10, torch.float64)
+    assert asked == [True, False]
+    assert "80 bytes of pinned memory are not to be had" in caplog.text
+
+
+@pytest.mark.parametrize("what", ["all_reduce", "messages"])
+async def test_without_any_memory_everybody_is_told(what):
+    class Full(PretendStreams):
+        def pinned(self, count, dtype):
+            raise RuntimeError("can't allocate memory")
+
+    async with devices_of(2, [], [PretendStreams(), Full()]) as groups:
+        if what == "messages":
+            works = [groups[0].recv(torch.ones(5), 1), groups[1].send(torch.ones(5), 0)]
+        else:
+            works = [group.all_reduce(torch.ones(5)) for group in groups]
+        for outcome in await asyncio.gather(*works, return_exceptions=True):
+            assert isinstance(outcome, GroupAbortedError)
+            assert "can't allocate memory" in str(outcome)
+            assert outcome.peer == 1
+
+
+# -- a tensor freed while its operation is in flight --------------------------------------------------
+
+
+@pytest.mark.parametrize("kinds", [[], [cuda_ipc_over()]], ids=["staged", "cuda_ipc"])
+@pytest.mark.parametrize("background", [True, False])
+def test_tensors_let_go_of_live_until_the_device_is_done(kinds, background, until):
+    streams = [PretendStreams() for _ in range(2)]
+
+    def rank(group):
+        rank = group.rank()
+        device = device_group(group, kinds, streams[rank])
+        device.barrier().wait()
+        seen, tensor = in_room()
+        if kinds:  # through the host, the call itself waits for the device
+            streams[rank].hold()
+        work = device.all_reduce(tensor, background=background)
+        del tensor
+        work.wait()
+        if kinds:
+            assert seen() is not None
+            streams[rank].release()
+        work.synchronize()
+        del work
+        until(lambda: seen() is None)
+        device.close()
+
+    run_ranks(2, rank)
+
+
+# -- different devices under one index, no peer access, different versions -----------------------------
+
+
+@pytest.mark.parametrize(
+    "reason",
+    ["cudaErrorInvalidDevice: invalid device ordinal", "cudaErrorPeerAccessUnsupported: peer access is not supported",
+     "cudaErrorInsufficientDriver: CUDA driver version is insufficient for CUDA runtime version"],
+    ids=["not visible", "no peer access", "versions"],
+)  # fmt: skip
+def test_memory_that_one_rank_cannot_map_is_reached_through_the_host(reason, caplog):
+    caplog.set_level(logging.INFO, "asyncdist")
+
+    def rank(group):
+        rank = group.rank()
+        kinds = [cuda_ipc_over(refuses=RuntimeError(reason) if rank == 1 else None)]
+        device = device_group(group, kinds)
+        device.all_reduce(tensor := torch.ones(LARGE)).wait()
+        (device.recv(tensor, 0) if rank else device.send(tensor, 1)).wait()
+        device.barrier().wait()
+        device.close()
+        return device.way, tensor[0].item()
+
+    assert run_ranks(2, rank) == [("staged", 2.0)] * 2
+    told = [record.message for record in caplog.records if "tensors by staged" in record.message]
+    assert len(told) == 2, "one line a rank"
+    assert all(reason in line and "rank 1" in line for line in told)
+
+
+def test_a_device_that_cannot_be_reached_at_all_is_no_obstacle(caplog):
+    caplog.set_level(logging.INFO, "asyncdist")
+
+    class Broken(cuda_ipc_over()):
+        @staticmethod
+        def make_driver(device):
+            raise RuntimeError("cudaErrorDevicesUnavailable")
+
+    def rank(group):
+        device = device_group(group, [Broken if group.rank() else cuda_ipc_over()])
+        tensor = torch.full((LARGE,), float(group.rank()))
+        (device.recv(tensor, 0) if group.rank() else device.send(tensor, 1)).wait()
+        device.all_reduce(tensor).wait()
+        device.close()
+        return device.way, tensor[0].item()
+
+    assert run_ranks(2, rank) == [("staged", 0.0)] * 2
+    assert "no messages by cuda_ipc: RuntimeError: cudaErrorDevicesUnavailable" in caplog.text
+
+
+async def test_one_group_failing_leaves_the_others():
+    streams = [PretendStreams() for _ in range(2)]
+    async with devices_of(2, [cuda_ipc_over()], streams) as groups:
+        others = [
+            device_group(group.world_group, [cuda_ipc_over()], name="other") for group in map(_with_world, groups)
+        ]
+        await asyncio.gather(*(group.all_reduce(torch.ones(LARGE)) for group in [*groups, *others]))
+        groups[0]._fail_all(GroupAbortedError("enough"))
+        for group in groups:
+            with pytest.raises(GroupError):
+                await group.all_reduce(torch.ones(LARGE))
+        tensors = [torch.ones(LARGE) for _ in others]
+        await asyncio.gather(*(group.all_reduce(tensor) for group, tensor in zip(others, tensors, strict=True)))
+        assert all(tensor[0] == 2 for tensor in tensors)
+        for group in others:
+            group.close()
+
+
+def _with_world(group):
+    group.world_group = group._host.world.group
+    return group
