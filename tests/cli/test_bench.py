@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import pytest
@@ -172,18 +171,11 @@ def lives(number):
         return False
 
 
-def until(condition, said):
-    give_up = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < give_up, said
-        time.sleep(0.02)
-
-
 @pytest.mark.processes
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="looks for processes in /proc")
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda how: how.name)
 @pytest.mark.parametrize("against", ["raw", "mpi"])
-def test_no_rank_outlives_the_run(against, how):
+def test_no_rank_outlives_the_run(against, how, until):
     if against == "mpi" and (missing := launch.mpi_missing()) is not None:
         pytest.skip(missing)
     command = [sys.executable, "-m", "asyncdist.cli", "bench", "--sizes", "4", "--repeat", "1000000"]
@@ -192,11 +184,11 @@ def test_no_rank_outlives_the_run(against, how):
         tempfile.TemporaryDirectory() as folder,  # a killed one leaves its own
         subprocess.Popen(command, stderr=subprocess.DEVNULL, env={**os.environ, "TMPDIR": folder}) as run,
     ):
-        until(lambda: sum(map(measures, descendants(run.pid))) == 2, "the ranks did not start")
+        until(lambda: sum(map(measures, descendants(run.pid))) == 2)
         started = descendants(run.pid)
         run.send_signal(how)
         assert run.wait(PATIENCE) != 0
-        until(lambda: not any(map(lives, started)), f"{how.name} left a rank")
+        until(lambda: not any(map(lives, started)))
         if how is signal.SIGINT:
             assert not list(Path(folder).glob("asyncdist-bench-*"))
 

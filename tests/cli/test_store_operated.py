@@ -4,85 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import resource
 import signal
 import socket
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from asyncdist.config import Config
 from asyncdist.errors import StoreConnectionError
-from asyncdist.store import TCPStore
+from asyncdist.store.c10d_wire import MAGIC, Code
+from asyncdist.testing.c10d import encode
+from asyncdist.testing.daemon import LIMIT, asked, command, environment, started
 
 pytestmark = pytest.mark.processes
-LIMIT = 30  # seconds; nothing here takes one
-PROGRAM = [sys.executable, "-c", "from asyncdist.cli import main; main(prog_name='asyncdist')", "store"]
-
-
-def environment(**settings: str) -> dict[str, str]:
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("ASYNCDIST_")}
-    return {**clean, **settings}
-
-
-class Daemon:
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self.process = process
-        self.ready = process.stdout.readline()
-        assert self.ready.startswith("asyncdist store is ready at "), process.stderr.read()
-        found = re.search(r"tcp://.+:(\d+) ", self.ready)
-        self.port = int(found[1]) if found else 0
-
-    def client(self) -> TCPStore:
-        return TCPStore("127.0.0.1", self.port, timeout=LIMIT, config=Config(token=None, store_reconnect=0.0))
-
-    def ask(self, *arguments: str, code: int = 0, stdin: str | None = None) -> str:
-        return asked("--port", str(self.port), *arguments, code=code, stdin=stdin)
-
-    def end(self) -> tuple[int, str]:
-        _, err = self.process.communicate(timeout=LIMIT)
-        return self.process.returncode, err
-
-    def stop(self) -> tuple[int, str]:
-        self.process.send_signal(signal.SIGTERM)
-        return self.end()
-
-
-@contextmanager
-def started(*arguments: str, before: Callable[[], object] | None = None, fds=(), **settings: str) -> Iterator[Daemon]:
-    process = subprocess.Popen(
-        [*PROGRAM, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env=environment(**settings), preexec_fn=before, pass_fds=fds,
-    )  # fmt: skip
-    try:
-        yield Daemon(process)
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def asked(*arguments: str, code: int = 0, stdin: str | None = None) -> str:
-    """Run a command to its end; return what it printed, or complained of."""
-    ended = subprocess.run(
-        [*PROGRAM, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        env=environment(),
-        check=False,
-        input=stdin,
-    )
-    assert ended.returncode == code, ended
-    return ended.stderr if code else ended.stdout
 
 
 # -- asking -----------------------------------------------------------------------------------------
@@ -111,7 +50,7 @@ def test_keys_are_watched():
     with started("--port", "0") as daemon, daemon.client() as store:
         store.set("job/a", "first")
         watching = subprocess.Popen(
-            [*PROGRAM, "--port", str(daemon.port), "watch", "job/"],
+            command("--port", str(daemon.port), "watch", "job/"),
             stdout=subprocess.PIPE, text=True, env=environment(PYTHONUNBUFFERED="1"),
         )  # fmt: skip
         with watching:
@@ -131,7 +70,7 @@ def test_keys_are_watched_through_the_end_of_a_daemon(tmp_path):
     with started("--port", port, *data) as daemon:
         daemon.ask("set", "job/a", "1")
         watching = subprocess.Popen(
-            [*PROGRAM, "--port", port, "watch", "job/"],
+            command("--port", port, "watch", "job/"),
             stdout=subprocess.PIPE, text=True, env=environment(PYTHONUNBUFFERED="1"),
         )  # fmt: skip
         assert watching.stdout.readline() == "job/a = 1\n"
@@ -144,16 +83,14 @@ def test_keys_are_watched_through_the_end_of_a_daemon(tmp_path):
         assert watching.wait(LIMIT) == 130
 
 
-def test_messages_of_a_channel_are_printed():
+def test_messages_of_a_channel_are_printed(until):
     with started("--port", "0") as daemon, daemon.client() as store:
         watching = subprocess.Popen(
-            [*PROGRAM, "--port", str(daemon.port), "watch", "news", "--channel"],
+            command("--port", str(daemon.port), "watch", "news", "--channel"),
             stdout=subprocess.PIPE, text=True, env=environment(PYTHONUNBUFFERED="1"),
         )  # fmt: skip
         with watching:
-            until = time.monotonic() + LIMIT
-            while store.publish("news", "heard") == 0:
-                assert time.monotonic() < until
+            until(lambda: store.publish("news", "heard"))
             assert watching.stdout.readline() == "heard\n"
             watching.send_signal(signal.SIGINT)
             assert watching.wait(LIMIT) == 130
@@ -197,22 +134,17 @@ def test_systemd_opens_the_socket_and_is_told(tmp_path):
             "os.environ['LISTEN_PID'] = str(os.getpid())\n"
             "from asyncdist.cli import main; main(['store'], prog_name='asyncdist')"
         )
-        process = subprocess.Popen(
-            [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, pass_fds=[fd],
-            env=environment(LISTEN_FDS="1", NOTIFY_SOCKET=str(tmp_path / "notify")),
-        )  # fmt: skip
-        try:
-            daemon = Daemon(process)
+        with started(
+            program=[sys.executable, "-c", program], fds=[fd],
+            LISTEN_FDS="1", NOTIFY_SOCKET=str(tmp_path / "notify"),
+        ) as daemon:  # fmt: skip
             assert daemon.port == ours.getsockname()[1]
             assert told.recv(100) == b"READY=1"
             with daemon.client() as store:
                 assert store.add("n", 1) == 1
-            process.send_signal(signal.SIGTERM)
+            daemon.process.send_signal(signal.SIGTERM)
             assert told.recv(100) == b"STOPPING=1"
             assert daemon.end() == (0, "")
-        finally:
-            process.kill()
-            process.communicate()
 
 
 # -- what it keeps, and how it ends -----------------------------------------------------------------
@@ -261,9 +193,6 @@ def test_told_twice_it_leaves_at_once():
         deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         with daemon.client() as store:
             store.set("large", b"v" * (32 << 20))
-        from asyncdist.store.c10d_wire import MAGIC, Code
-        from asyncdist.testing.c10d import encode
-
         deaf.sendall(encode(Code.VALIDATE, MAGIC) + encode(Code.GET, b"/large"))
         assert deaf.recv(1)
         daemon.process.send_signal(signal.SIGTERM)

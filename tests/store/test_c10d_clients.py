@@ -7,7 +7,6 @@ some of its replies.
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 import threading
@@ -20,6 +19,7 @@ import pytest
 import torch.distributed as dist
 
 from asyncdist.store import TCPStore
+from asyncdist.testing.daemon import started
 
 pytestmark = pytest.mark.processes
 
@@ -29,19 +29,11 @@ PATIENT, SHORT = timedelta(seconds=20), timedelta(milliseconds=50)
 
 @contextmanager
 def daemon() -> Iterator[int]:
-    command = [sys.executable, "-m", "asyncdist.cli", "store", "--port", "0"]
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("ASYNCDIST_")}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ) as process:
-        try:
-            found = re.search(r"tcp://127\.0\.0\.1:(\d+)", process.stdout.readline())
-            assert found
-            yield int(found[1])
-            process.terminate()
-            _, said = process.communicate(timeout=LONG)
-            assert process.returncode == 0
-            assert "Traceback" not in said
-        finally:
-            process.kill()
+    with started("--port", "0") as daemon:
+        yield daemon.port
+        code, said = daemon.stop()
+        assert code == 0
+        assert "Traceback" not in said
 
 
 @pytest.fixture(scope="module")
