@@ -174,6 +174,63 @@ def two_groups(test, where, device):
     test.send("right")
 
 
+def messages(test, where, device, rounds):
+    """Send and receive large messages both ways at once in a stream of the user's, without one wait on the host.
+
+    Before any collective, so that no ranks meet for it. Tells who was refused a way, and which ways there are.
+    """
+    rank, size = where["rank"], where["world_size"]
+    with world(where) as group:
+        peers = [peer for peer in range(size) if peer != rank]
+        on = group.on(torch.device(device))
+        side = torch.cuda.Stream(device)
+        found = torch.zeros(rounds, len(peers), 2, device=device)
+        side.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(side):
+            for number in range(rounds):
+                out = torch.zeros(100_000, device=device)
+                torch.cuda._sleep(BUSY // 20)
+                out += 10 * number + rank  # what the others must get: not there when the call is made
+                into = [torch.empty_like(out) for _ in peers]
+                works = [group.send(out, peer, number) for peer in peers]
+                works += [group.recv(room, peer, number) for room, peer in zip(into, peers, strict=True)]
+                for work in works:
+                    work.wait()
+                out.fill_(-1)  # in the order of the stream it may be written again
+                for place, room in enumerate(into):
+                    found[number, place, 0], found[number, place, 1] = room[0], room[-1]
+        side.synchronize()
+        expected = torch.tensor([[10.0 * number + peer for peer in peers] for number in range(rounds)])
+        assert torch.equal(found.cpu(), expected.unsqueeze(2).expand(-1, -1, 2))
+        told = sorted(on._messages._refused), sorted(on._messages._couriers or ())
+        assert on.way is None, "messages made the ranks meet"
+    test.send(told)
+
+
+def messages_of_many_kinds(test, where, device):
+    """Send small and large ones, under tags in another order, to any rank, from and into columns, and let go of them."""
+    rank = where["rank"]
+    with world(where) as group:
+        for count in (1, 16_384, 16_385, 1_000_000):
+            if rank == 0:
+                for tag in range(4):
+                    columns = torch.full((count, 2), float(tag + count), device=device)
+                    group.send(columns[:, 1], 1, tag)
+                group.send(torch.tensor([count], device=device), 1, 9).wait()
+                continue
+            rooms = {tag: torch.zeros(count, 3, device=device) for tag in (3, 1, 2, 0)}
+            works = [group.recv(room[:, 1], None, tag) for tag, room in rooms.items()]
+            for work in works:
+                work.wait()
+                assert work.result() == 0
+            for tag, room in rooms.items():
+                assert room[:, 1].unique().tolist() == [float(tag + count)]
+                assert not room[:, (0, 2)].any()
+            group.recv(last := torch.zeros(1, dtype=torch.int64, device=device), 0, 9).wait()
+            assert last.item() == count
+    test.send("right")
+
+
 def _model(device):
     torch.manual_seed(0)
     layers = [
@@ -225,16 +282,21 @@ def training(test, where, device, stock):
     test.send("right")
 
 
-def left_alone(test, where, device):
-    """Lose the peer in the midst of an operation on the device, and hear of it."""
+def _exchange(group, rank, tensor):
+    return [group.send(tensor, 1 - rank), group.recv(torch.empty_like(tensor), 1 - rank)]
+
+
+def left_alone(test, where, device, count, message=False):
+    """Lose the peer, whose memory may be mapped, while an operation on the device waits for it; and hear of it."""
     with sync.process_group(**where) as group:
-        tensor = torch.ones(1000, device=device)
-        group.all_reduce(tensor).synchronize() if device != "cpu" else group.all_reduce(tensor).wait()
+        tensor = torch.ones(count, device=device)
+        for work in [group.all_reduce(tensor), *_exchange(group, where["rank"], tensor)]:
+            work.synchronize() if device != "cpu" else work.wait()
         test.send("met")
         if where["rank"] == 1:
             test.recv()  # until it is killed
         try:
-            group.all_reduce(tensor).wait()
+            (group.recv(tensor, 1) if message else group.all_reduce(tensor)).wait()
         except PeerLostError as error:
             test.send((error.peer, str(error)))
     torch.ones(3, device=device).sum().item()  # the survivor's device is unharmed

@@ -117,6 +117,31 @@ def test_a_call_comes_after_what_the_callers_stream_had_to_do():
     alone(program)
 
 
+def test_a_communicator_is_split():
+    if not load().splits:
+        pytest.skip("this cupy splits no communicators")
+
+    def program(group):
+        group.all_reduce(torch.ones(1000, device=CUDA)).wait()
+        part = DeviceGroup(group._host.beside("part"), torch.device(CUDA), [Nccl])
+        group.split(part, 0)
+        tensor = torch.full((1000,), 3.0, device=CUDA)
+        part.all_reduce(tensor).wait()
+        assert part.way == "nccl"
+        assert not part._site.inherited, "it was not taken"
+        assert part._ensemble._made is not group._ensemble._made
+        group.split(None, -1)  # a rank that is in no part
+        group.all_reduce(torch.ones(1000, device=CUDA)).synchronize()
+        part.all_reduce(tensor).synchronize()
+        assert tensor.unique().tolist() == [3.0]
+        made = part._ensemble._made
+        part.close()
+        until(lambda: made not in communicator._kept)
+        group.all_reduce(torch.ones(1000, device=CUDA)).synchronize()  # the larger one outlives its part
+
+    alone(program)
+
+
 @pytest.mark.parametrize("how", ["close", "abort"])
 def test_it_ends(how):
     def program(group):

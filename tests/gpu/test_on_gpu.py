@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from asyncdist_transports.cuda_ipc import CudaIpc
+
 pytestmark = [pytest.mark.gpu, pytest.mark.processes]
 
 CUDA = "cuda:0"
@@ -46,8 +48,21 @@ def test_training_ends_where_one_process_does(pair, ranks, stock):
     assert pair.run("training", CUDA, stock, ranks=ranks) == ["right"] * ranks
 
 
-def test_a_killed_peer_is_named(pair):
-    survivor, victim = pair.start("left_alone", CUDA)
+def test_large_messages_stay_on_the_device(pair):
+    for refused, ways in pair.run("messages", CUDA, 50):
+        if CudaIpc.probe() is None:
+            assert not refused, "the ranks share a device: each can map the other's memory"
+            assert "cuda_ipc" in ways
+
+
+def test_messages_of_many_kinds(pair):
+    assert pair.run("messages_of_many_kinds", CUDA) == ["right"] * 2
+
+
+@pytest.mark.parametrize("message", [False, True], ids=["all_reduce", "recv"])
+@pytest.mark.parametrize("count", [1000, 1_000_000], ids=["through the host", "mapped"])
+def test_a_killed_peer_is_named(pair, count, message):
+    survivor, victim = pair.start("left_alone", CUDA, count, message)
     assert [one.hear() for one in (survivor, victim)] == ["met", "met"]
     victim.kill()
     peer, words = survivor.hear()
