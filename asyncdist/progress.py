@@ -71,7 +71,7 @@ class Progress:
         """
         self._spin, self._loop_spin = spin, loop_spin if self._home is not None else 0.0
         # Looks before the core is offered; and at the call itself, in less time than making an operation takes.
-        self._polls, self._glances = (8, 1) if crowded or not spin else (512, 32)
+        self._polls, self._glances = (2, 1) if crowded or not spin else (512, 32)
 
     # -- for everyone --------------------------------------------------------------------------
 
@@ -150,10 +150,10 @@ class Progress:
 
         Returns whether it is over; else it is as far as it got, and perhaps not begun: an operation goes on with it.
         """
-        if not self._seat.acquire(blocking=False):
+        if not self._seat.acquire(False):
             return False
         try:
-            if not self._lock.acquire(blocking=False):
+            if not self._lock.acquire(False):
                 return False
             try:
                 if self._inbox or not self._machine.idle():

@@ -112,15 +112,18 @@ class ShmNative(Native):
             yield from window.enter(number)
             yield from finish_staged(Turn(window, number, fingerprint), tensor)
 
+        start = stage
+        if self._exchanges(nbytes) and nbytes <= window.area_nbytes:
+            start = Swap(window, fingerprint, shape, dtype, how).schedule
+        if nbytes < direct.MIN_NBYTES:
+            return start
         push = direct.Push(window, self._views, fingerprint, count, dtype, how, self._piece_nbytes, finish_staged)
 
-        def openly(number: int, tensor: torch.Tensor) -> Schedule | None:
+        def open_or_staged(number: int, tensor: torch.Tensor) -> Schedule:
             place = direct.place_of(window, tensor)
-            return push(number, tensor, place) if place else None
+            return push(number, tensor, place) if place else start(number, tensor)
 
-        if self._exchanges(nbytes) and nbytes <= window.area_nbytes:
-            return Swap(window, fingerprint, shape, dtype, how, openly if nbytes >= direct.MIN_NBYTES else None)
-        return lambda number, tensor: openly(number, tensor) or stage(number, tensor)
+        return open_or_staged
 
     def _exchanges(self, nbytes: int) -> bool:
         return self._size == 2 or nbytes * (self._size - 1) <= _EXCHANGED_NBYTES
