@@ -27,8 +27,11 @@ import msgpack
 from asyncdist.errors import ProtocolError
 from asyncdist.store.entries import KEPT_ANSWERS, Contents, Refused
 from asyncdist.store.operations import Kind, Reason, Reply
+from asyncdist.store.pieces import LONG_NBYTES
 
 _CHUNK_COUNT, _CHUNK_NBYTES = 500, 1 << 20
+_BIN32 = b"\xc6"
+"""What msgpack has before the length, 4 bytes, of many bytes."""
 _ENTRY_NBYTES = 100
 """What a value or an item costs in memory beside its own bytes and those of its key, roughly."""
 
@@ -50,8 +53,37 @@ class Change(IntEnum):
     DISOWNED = 12
 
 
-def _packer() -> msgpack.Packer:
-    return msgpack.Packer(use_bin_type=True, autoreset=False)
+class _Body:
+    """The body of a frame that is being put together, in pieces: long values are pieces by themselves, and never copied."""
+
+    def __init__(self) -> None:
+        self._packer = msgpack.Packer(use_bin_type=True, autoreset=False)
+        self._pieces: list[bytes] = []
+        self._nbytes = 0  # of the pieces
+
+    def add(self, change: tuple[Any, ...]) -> None:
+        """Add a change, in which a long value can only come last."""
+        *before, last = change
+        if type(last) is not bytes or len(last) <= LONG_NBYTES:
+            self._packer.pack(change)
+            return
+        head = _BIN32 + len(last).to_bytes(4, "big")
+        self._packer.pack_array_header(len(change))
+        for field in before:
+            self._packer.pack(field)
+        self._pieces += self._packer.bytes() + head, last
+        self._nbytes += sum(map(len, self._pieces[-2:]))
+        self._packer.reset()
+
+    @property
+    def nbytes(self) -> int:
+        return self._nbytes + len(self._packer.getbuffer())
+
+    def take(self) -> list[bytes]:
+        """Return the pieces, and begin another body."""
+        pieces, self._pieces, self._nbytes = [*self._pieces, self._packer.bytes()], [], 0
+        self._packer.reset()
+        return pieces
 
 
 class Book:
@@ -66,7 +98,7 @@ class Book:
         self._max_nbytes = max_nbytes
         self._arriving_nbytes = 0
         self._wake = wake
-        self._packer = _packer()
+        self._body = _Body()
         self._ephemeral: set[str] = set()
 
     def open(self, contents: Contents) -> None:
@@ -79,14 +111,12 @@ class Book:
     @property
     def pending_nbytes(self) -> int:
         """How many bytes `take` would return."""
-        return len(self._packer.getbuffer()) if self.pending else 0
+        return self._body.nbytes
 
-    def take(self) -> bytes:
-        """Return the changes since the last time, for one frame."""
-        body: bytes = self._packer.bytes()
-        self._packer.reset()
+    def take(self) -> list[bytes]:
+        """Return the changes since the last time, for one frame, in pieces."""
         self.pending = False
-        return body
+        return self._body.take()
 
     # -- what the state machine calls ---------------------------------------------------------------
 
@@ -155,7 +185,7 @@ class Book:
     def _note(self, change: tuple[Any, ...]) -> None:
         if self._wake is None:
             return
-        self._packer.pack(change)
+        self._body.add(change)
         if not self.pending:
             self.pending = True
             self._wake()
@@ -239,16 +269,15 @@ def _bytes(value: object) -> bytes:
     return value
 
 
-def snapshot(contents: Contents) -> Iterator[bytes]:
-    """Yield the bodies of the frames that make ``contents`` out of nothing, each small enough to be packed in a moment."""
-    packer = _packer()
+def snapshot(contents: Contents) -> Iterator[list[bytes]]:
+    """Yield the bodies of the frames that make ``contents`` out of nothing, in pieces, each packed in a moment."""
+    body = _Body()
     for count, change in enumerate(_changes(contents), 1):
-        packer.pack(change)
-        if count % _CHUNK_COUNT == 0 or len(packer.getbuffer()) >= _CHUNK_NBYTES:
-            yield packer.bytes()
-            packer.reset()
-    packer.pack((Change.END, contents.pushed))
-    yield packer.bytes()
+        body.add(change)
+        if count % _CHUNK_COUNT == 0 or body.nbytes >= _CHUNK_NBYTES:
+            yield body.take()
+    body.add((Change.END, contents.pushed))
+    yield body.take()
 
 
 def _changes(contents: Contents) -> Iterator[tuple[Any, ...]]:

@@ -135,7 +135,7 @@ class Durability:
         contents = self._contents() if self._is_to_be_compacted() else None
         if self.policy is not Fsync.ALWAYS and contents is None:
             try:
-                self.journal.commit(body, sync=False)
+                self.journal.commit(*body, sync=False)
             except OSError as error:
                 self._fail(error)
             self._sync_later()
@@ -144,8 +144,8 @@ class Durability:
         self._writing = self._loop.run_in_executor(self._writer, job)
         self._writing.add_done_callback(functools.partial(self._written, held, contents))
 
-    def _write(self, body: bytes, *, rotate: bool) -> int:
-        self.journal.commit(body, sync=self.policy is Fsync.ALWAYS)
+    def _write(self, body: list[bytes], *, rotate: bool) -> int:
+        self.journal.commit(*body, sync=self.policy is Fsync.ALWAYS)
         return self.journal.rotate() if rotate else 0
 
     def _written(

@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"(log|snapshot)-(\d+)")
 _UNFINISHED = ".unfinished"
+_AT_ONCE = 1024
+"""Pieces that POSIX lets be written together, at most."""
 
 
 class Journal:
@@ -72,10 +74,9 @@ class Journal:
 
     # -- writing: each raises OSError, after which nothing more may be written -----------------------
 
-    def commit(self, body: bytes, *, sync: bool) -> None:
-        """Append a frame; with ``sync``, it is on disk when this returns."""
-        _write(self._fd, log.frame_head(self._salt, body), body)
-        self._nbytes += log.FRAME_NBYTES + len(body)
+    def commit(self, *body: bytes, sync: bool) -> None:
+        """Append a frame, whose body may come in pieces; with ``sync``, it is on disk when this returns."""
+        self._nbytes += _write(self._fd, log.frame_head(self._salt, *body), *body)
         if sync:
             self.sync()
 
@@ -114,7 +115,7 @@ class Journal:
             salt = secrets.token_bytes(log.SALT_NBYTES)
             nbytes = _write(fd, log.header(salt))
             for body in snapshot(contents):
-                nbytes += _write(fd, log.frame_head(salt, body), body)
+                nbytes += _write(fd, log.frame_head(salt, *body), *body)
                 if not pause():
                     return
             os.fsync(fd)
@@ -279,7 +280,7 @@ def _write(fd: int, *pieces: bytes) -> int:
     views = [memoryview(piece) for piece in pieces]
     nbytes = sum(map(len, views))
     while views:
-        written = os.writev(fd, views)
+        written = os.writev(fd, views[:_AT_ONCE])
         while views and written >= len(views[0]):
             written -= len(views.pop(0))
         if views and written:

@@ -104,7 +104,7 @@ def _kept(*requests: tuple[Op, tuple[object, ...]]) -> bytes:
     state.ledger = book
     for number, (op, args) in enumerate(requests, 1):
         state.execute("client", number, op, args)
-    return book.take()
+    return b"".join(book.take())
 
 
 _FRAME = Encoder().frame

@@ -337,7 +337,7 @@ async def test_a_snapshot_knows_clients_and_their_keys(tmp_path):
     await server.close()
     again = Contents()
     for body in snapshot(contents):
-        replay(body, again)
+        replay(b"".join(body), again)
     assert again == contents
     assert list(again.ephemeral) == ["mine"]
     ((_, answers),) = again.members.values()

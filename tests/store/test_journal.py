@@ -7,17 +7,19 @@ import logging
 import re
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncdist.errors import JournalError, ProtocolError
-from asyncdist.store import log
+from asyncdist.store import changes, log
 from asyncdist.store.changes import Book, replay, snapshot
 from asyncdist.store.entries import Contents
 from asyncdist.store.journal import Journal
 from asyncdist.store.operations import Op
+from asyncdist.store.pieces import LONG_NBYTES
 from asyncdist.store.state import StoreState
 
 MANY = 1 << 30
@@ -65,18 +67,27 @@ REQUESTS = st.one_of(
 )
 
 
-@given(st.lists(st.tuples(st.sampled_from(["one", "two"]), REQUESTS), max_size=40), st.integers(0, 40))
-def test_the_changes_of_any_requests_make_the_same_store(requests, compacted):
+@given(
+    st.lists(st.tuples(st.sampled_from(["one", "two"]), REQUESTS), max_size=40),
+    st.integers(0, 40),
+    st.sampled_from([0, 2, LONG_NBYTES]),
+)
+def test_the_changes_of_any_requests_make_the_same_store(requests, compacted, long_nbytes):
+    with mock.patch.object(changes, "LONG_NBYTES", long_nbytes):
+        the_changes_make_the_same_store(requests, compacted)
+
+
+def the_changes_make_the_same_store(requests, compacted) -> None:
     state, book = kept_state()
     contents = Contents()
     for number, (client, (op, *args)) in enumerate(requests, 1):
         if number == compacted:  # a snapshot, and what follows it
-            replay(book.take(), contents)
+            replay(b"".join(book.take()), contents)
             contents = Contents()
-            ended = [replay(body, contents) for body in snapshot(state.contents())]
+            ended = [replay(b"".join(body), contents) for body in snapshot(state.contents())]
             assert ended == [False] * (len(ended) - 1) + [True]
         state.execute(client, number, op, tuple(args))
-    replay(book.take(), contents)
+    replay(b"".join(book.take()), contents)
     assert contents == state.contents()
     counted = Book()
     counted.open(contents)
@@ -172,7 +183,7 @@ def test_a_log_inside_a_value_is_not_taken_for_frames(tmp_path):
     stored = (tmp_path / "other" / "log-1").read_bytes()
     state, book = kept_state()
     state.execute("c", 1, Op.SET, ("k", stored))
-    body = book.take()
+    body = b"".join(book.take())
     ends = written(tmp_path / "data", [*BODIES, body])
     path = tmp_path / "data" / "log-1"
     path.write_bytes(path.read_bytes()[:-5])  # cut in the value, behind frames of another log
@@ -202,6 +213,36 @@ def test_a_folder_that_cannot_be_made(tmp_path):
         opened(tmp_path / "file" / "data")
 
 
+def test_a_long_value_is_written_from_where_it_is(tmp_path):
+    value = b"v" * (LONG_NBYTES + 1)
+    state, book = kept_state()
+    state.execute("c", 1, Op.SET, ("a", b"short"))
+    state.execute("c", 2, Op.SET, ("k", value))
+    state.execute("c", 3, Op.QUEUE_PUSH, ("q", value))
+    state.execute("c", 4, Op.SET, ("b", b"short"))
+    body = book.take()
+    assert [piece is value for piece in body] == [False, True, False, True, False]
+    assert book.pending_nbytes == 0
+    journal, _ = opened(tmp_path)
+    journal.commit(*body, sync=True)
+    assert journal.nbytes == (tmp_path / "log-1").stat().st_size - log.HEADER_NBYTES
+    journal.close()
+    journal, contents = opened(tmp_path)
+    assert contents == state.contents()
+    assert any(piece is value for body in snapshot(state.contents()) for piece in body)
+    journal.close()
+
+
+def test_more_pieces_than_are_written_at_once(tmp_path):
+    journal, _ = opened(tmp_path)
+    pieces = [b"\x93\x01\xa1%c\xc4\x01v" % (97 + number % 26) for number in range(3000)]
+    journal.commit(*pieces, sync=False)
+    journal.close()
+    journal, contents = opened(tmp_path)
+    assert len(contents.values) == 26
+    journal.close()
+
+
 # -- compaction -------------------------------------------------------------------------------------
 
 
@@ -214,7 +255,7 @@ def filled(folder: Path) -> tuple[Journal, StoreState, Book]:
     state, book = kept_state()
     for number in range(100):
         state.execute("c", number, Op.SET, ("k", b"%d" % number))
-    journal.commit(book.take(), sync=True)
+    journal.commit(*book.take(), sync=True)
     assert journal.wants_compaction
     return journal, state, book
 
@@ -224,7 +265,7 @@ def test_a_snapshot_takes_the_place_of_what_came_before(tmp_path):
     number = journal.rotate()
     contents = state.contents()
     state.execute("c", 1, Op.SET, ("l", b"after"))
-    journal.commit(book.take(), sync=True)  # while the snapshot is being written
+    journal.commit(*book.take(), sync=True)  # while the snapshot is being written
     assert names(tmp_path) == {"lock", "log-1", "log-2"}
     journal.write_snapshot(number, contents, lambda: True)
     assert names(tmp_path) == {"lock", "log-2", "snapshot-2"}
@@ -249,7 +290,7 @@ def test_each_moment_of_a_compaction_can_be_the_last(tmp_path):
     number = journal.rotate()
     moment()
     state.execute("c", 1, Op.SET, ("l", b"after"))
-    journal.commit(book.take(), sync=True)
+    journal.commit(*book.take(), sync=True)
     moment()
 
     def pause() -> bool:
