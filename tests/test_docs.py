@@ -125,6 +125,7 @@ def workplace(folder: Path) -> dict[str, str]:
         **os.environ,
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"], str(folder / "bin")]),
         "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT / "transports")]),
+        "PYTHONUNBUFFERED": "",  # else a line and its end are written apart, and those of several ranks get mixed
         "PET_STANDALONE": "1",  # torchrun's own way to be given --standalone: a free port
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",

@@ -46,7 +46,8 @@ def place(tmp_path):
     """A folder with the ranks' program, and the environment in which it finds python."""
     (tmp_path / "train.py").write_text(PROGRAM)
     path = os.pathsep.join([str(tmp_path / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]])
-    return tmp_path, {**os.environ, "PATH": path}
+    # Buffered, or a line and its end are written apart, and lines of several ranks run into each other.
+    return tmp_path, {**os.environ, "PATH": path, "PYTHONUNBUFFERED": ""}
 
 
 @pytest.fixture
