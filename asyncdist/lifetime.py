@@ -11,7 +11,7 @@ import os
 import weakref
 from typing import Protocol
 
-from asyncdist import runtime  # imported first, and so ended last: goodbyes may need its loop
+from asyncdist import errands, runtime  # imported first, and so ended last: goodbyes may need the loop, and end a wait
 
 
 class Holder(Protocol):
@@ -52,4 +52,4 @@ atexit.register(_at_exit)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_in_child)
 
-__all__ = ["Holder", "runtime", "unwatch", "watch"]
+__all__ = ["Holder", "errands", "runtime", "unwatch", "watch"]

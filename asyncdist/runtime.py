@@ -1,7 +1,9 @@
-"""The process's background thread with an event loop: made when first needed, joined before the interpreter goes down.
+"""The process's background thread with an event loop: made when first needed, wound down when the process ends.
 
 It serves what must go on while the program's own threads compute: an embedded store, and collectives that were issued
 from blocking code with ``async_op=True``. Programs with a loop of their own need it only for the embedded store.
+
+A process that ends starts no second one, for whoever still asks; and it waits only so long for the one that it has.
 """
 
 from __future__ import annotations
@@ -11,12 +13,16 @@ import atexit
 import concurrent.futures
 import os
 import threading
+import warnings
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from asyncdist.errors import LoopThreadError
+from asyncdist.errors import LoopThreadError, UsageError
 
 T = TypeVar("T")
+
+_AT_EXIT = 2.0
+"""Seconds that a process that ends waits for its loop: a task may not take its end, or a user's callback may block."""
 
 new_loop: Callable[[], asyncio.AbstractEventLoop]
 try:
@@ -31,6 +37,7 @@ class Runtime:
     def __init__(self) -> None:
         self.pid = os.getpid()
         self.loop: asyncio.AbstractEventLoop = new_loop()
+        self._told = threading.Lock()  # taken once, and kept, by who tells the loop to stop
         self._thread = threading.Thread(target=self._main, name="asyncdist-runtime", daemon=True)
         self._thread.start()
 
@@ -39,29 +46,37 @@ class Runtime:
         try:
             self.loop.run_forever()
         finally:
-            _cancel_all(self.loop)
+            _end_tasks(self.loop)
             self.loop.run_until_complete(self.loop.shutdown_asyncgens())
-            self.loop.close()
+            _end_tasks(self.loop)
+            with warnings.catch_warnings():
+                # Where a warning of a connection left on it is an error, uvloop does not close that, and waits for ever.
+                warnings.simplefilter("ignore", ResourceWarning)
+                self.loop.close()
 
     @property
     def closed(self) -> bool:
         return not self._thread.is_alive() or self.pid != os.getpid()
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Start a coroutine on the loop and return its future."""
+        """Start a coroutine on the loop and return its future. Raises UsageError once the process has ended the loop."""
+        if self.closed:
+            coroutine.close()
+            raise UsageError("this process is ending, and its background loop has ended: call this before that")
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+    def run(self, coroutine: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
         """Run a coroutine on the loop and return its result; an interrupt of the caller cancels it.
 
-        Raises LoopThreadError on the loop's own thread, where waiting would never end.
+        Raises LoopThreadError on the loop's own thread, where waiting would never end, and TimeoutError after
+        ``timeout`` seconds, which cancels the coroutine too.
         """
         if threading.current_thread() is self._thread:
             coroutine.close()
             raise LoopThreadError("a blocking call")
         future = self.submit(coroutine)
         try:
-            return future.result()
+            return future.result(timeout)
         except BaseException:
             future.cancel()
             raise
@@ -74,42 +89,56 @@ class Runtime:
 
         return self.run(caller())
 
-    def close(self) -> None:
-        """Cancel what is left, stop the loop and join its thread."""
+    def close(self, timeout: float | None = None) -> None:
+        """Cancel what is left, stop the loop and join its thread, or leave that to itself after ``timeout`` seconds.
+
+        What does not take its end is not torn apart: the thread goes with the process.
+        """
         if self.closed:
             return
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join()
+        if self._told.acquire(blocking=False):  # told twice, it would stop in the middle of winding down
+            self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(timeout)
 
 
-def _cancel_all(loop: asyncio.AbstractEventLoop) -> None:
-    tasks = asyncio.all_tasks(loop)
-    for task in tasks:
-        task.cancel()
-    if tasks:
-        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+def _end_tasks(loop: asyncio.AbstractEventLoop) -> None:
+    """Cancel every task, and those that come of it, such as a connection's that is tried to be made again."""
+    while tasks := asyncio.all_tasks(loop):
+        for task in tasks:
+            task.cancel()
+        loop.run_until_complete(asyncio.wait(tasks))
 
 
 _current: Runtime | None = None
+_ending = False
 _lock = threading.Lock()
 
 
 def runtime() -> Runtime:
-    """Return the process's runtime; start it if there is none (also after a fork, which leaves threads behind)."""
+    """Return the process's runtime; start it if there is none (also after a fork, which leaves threads behind).
+
+    One that is being closed is still the one, for what is left on its loop; and in a process that ends there is no other
+    after it: whoever asks then finds its loop closed.
+    """
     global _current
     with _lock:
-        if _current is None or _current.closed:
+        if _current is None or (_current.closed and not _ending):
             _current = Runtime()
         return _current
 
 
-def close_runtime() -> None:
-    """Stop the process's runtime if there is one; the next `runtime()` starts a new one."""
-    global _current
+def close_runtime(timeout: float | None = None) -> None:
+    """Stop the process's runtime if there is one, as `Runtime.close` does; the next `runtime()` starts a new one."""
     with _lock:
-        current, _current = _current, None
+        current = _current
     if current is not None:
-        current.close()
+        current.close(timeout)
 
 
-atexit.register(close_runtime)
+def _at_exit() -> None:
+    global _ending
+    _ending = True
+    close_runtime(_AT_EXIT)
+
+
+atexit.register(_at_exit)

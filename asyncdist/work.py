@@ -7,7 +7,7 @@ never owns it: a cancelled or timed-out waiter stops waiting, and the operation 
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
+import contextlib
 import logging
 import math
 import threading
@@ -16,6 +16,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from asyncdist.deadline import Timeout, seconds
+from asyncdist.errands import Errands
 from asyncdist.errors import UsageError, WaitTimeoutError
 
 if TYPE_CHECKING:
@@ -277,18 +278,14 @@ class _Several(Work):
 
 # -- threads for what may block -----------------------------------------------------------------------
 
-_apart: concurrent.futures.ThreadPoolExecutor | None = None
-_apart_lock = threading.Lock()
+# What is called may wait for another call of its kind, so one thread would not do.
+_apart = Errands("asyncdist-futures", most=32)
 
 
 def call_apart(function: Callable[[], object]) -> None:
     """Call what may block on another operation in a thread of its own kind: never on the one that drives them all."""
-    global _apart
-    with _apart_lock:
-        if _apart is None:
-            # What is called may wait for another call of its kind, so one thread would not do.
-            _apart = concurrent.futures.ThreadPoolExecutor(32, thread_name_prefix="asyncdist-futures")
-    _apart.submit(function)
+    with contextlib.suppress(RuntimeError):  # a process at its end starts no thread, and nobody in it would hear
+        _apart.submit(function)
 
 
 def _complete_later(work: Work) -> None:

@@ -18,12 +18,12 @@ import secrets
 import stat
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 from urllib.parse import quote
 
+from asyncdist.errands import Errands
 from asyncdist.errors import AddressError, AsyncdistError, RendezvousError
 from asyncdist.store.faces import AsyncFace
 
@@ -67,7 +67,7 @@ class Caller:
 
     def __init__(self, *, abandons: bool = False) -> None:
         self._abandons = abandons
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="asyncdist-rendezvous")
+        self._executor = Errands("asyncdist-rendezvous", most=1)
 
     async def __call__(self, function: Callable[..., T], *args: Any) -> T:
         future = asyncio.get_running_loop().run_in_executor(self._executor, lambda: function(*args))

@@ -15,7 +15,7 @@ from asyncdist.errors import AsyncdistError, StoreConnectionError, UsageError
 from asyncdist.store import operations
 from asyncdist.store.asked import Asked, Limits
 from asyncdist.store.conversation import IDENTITY_NBYTES, Conversation
-from asyncdist.store.dialling import Persistence, broken, closed
+from asyncdist.store.dialling import FIRST_PAUSE, Persistence, broken, closed
 from asyncdist.store.faces import AsyncFace
 from asyncdist.store.link import Link, reach
 from asyncdist.store.operations import Command
@@ -134,7 +134,7 @@ class _Line:
         self._conversation = Conversation(self.where, config.store_lease, os.urandom(IDENTITY_NBYTES))
         self._limits = Limits(self._conversation.open_requests)
         self._persistence: Persistence | None = None
-        self._redialling: asyncio.Task[None] | None = None
+        self._redialling: asyncio.TimerHandle | asyncio.Task[None] | None = None
 
     def ask(self, sink: Asked | _Stream) -> None:
         """Open a request; one of a line that is over fails. Raises UsageError for what cannot be sent."""
@@ -165,7 +165,11 @@ class _Line:
         if for_good or self._patience <= 0 or not self._conversation.resumable:
             self._end(error)
         elif self.over is None:
-            self._redialling = asyncio.ensure_future(self._redial(why))
+            # After a moment: on a loop that is just being closed, a task would be destroyed before its end.
+            self._redialling = asyncio.get_running_loop().call_later(FIRST_PAUSE, self._begin_to_redial, why)
+
+    def _begin_to_redial(self, why: str) -> None:
+        self._redialling = asyncio.ensure_future(self._redial(why))
 
     async def _redial(self, why: str) -> None:
         """Connect again, until that succeeds or there is no point in it any more."""
@@ -199,7 +203,8 @@ class _Line:
         self._end(closed(self.where))
         if self._redialling is not None:
             self._redialling.cancel()
-            await asyncio.wait([self._redialling])
+            if isinstance(self._redialling, asyncio.Task):
+                await asyncio.wait([self._redialling])
         if self.link is not None:
             self.link.send(goodbye)
             await self.link.close()

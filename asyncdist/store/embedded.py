@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import socket
 import weakref
@@ -11,6 +12,9 @@ from asyncdist.config import Config
 from asyncdist.runtime import Runtime, runtime
 from asyncdist.store import listen
 from asyncdist.store.server import StoreServer
+
+_AT_EXIT = 1.0
+"""Seconds that a process that ends waits for its connections to be gone."""
 
 
 class Embedded:
@@ -31,17 +35,18 @@ class Embedded:
         self._at_exit = functools.partial(_close_if_alive, weakref.ref(self))
         atexit.register(self._at_exit)
 
-    def close(self) -> None:
-        """Stop the server and return when its connections are gone. May be called again."""
+    def close(self, timeout: float | None = None) -> None:
+        """Stop the server and return when its connections are gone, or after ``timeout`` seconds. May be called again."""
         atexit.unregister(self._at_exit)
         if self._finalizer.detach() is not None and not self._running.closed:
-            self._running.run(self._server.close())
+            with contextlib.suppress(TimeoutError):
+                self._running.run(self._server.close(), timeout)
 
 
 def _close_if_alive(embedded: weakref.ref[Embedded]) -> None:
     alive = embedded()
     if alive is not None:
-        alive.close()
+        alive.close(_AT_EXIT)
 
 
 def _stop(running: Runtime, server: StoreServer) -> None:

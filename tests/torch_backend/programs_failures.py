@@ -185,6 +185,8 @@ def ends(test, rank, world, meeting, how):
     elif how == "raising":
         dist.irecv(torch.ones(1), 1 - rank)
         raise KeyError("a user's mistake")
+    elif how == "in a callback":
+        wait_in_a_callback(rank, groups)
     elif how == "from a thread":
         thread = threading.Thread(target=dist.destroy_process_group)
         thread.start()
@@ -196,3 +198,17 @@ def ends(test, rank, world, meeting, how):
             dist.all_reduce(tensor := torch.ones(10))
             test.send(tensor.tolist())
     # Otherwise nothing is destroyed at all.
+
+
+def wait_in_a_callback(rank, groups):
+    """Have what hangs on a future wait for a peer, which does the same."""
+    begun = threading.Event()
+
+    def wait_for_the_peer(_):
+        begun.set()
+        dist.recv(torch.ones(1), 1 - rank, group=groups[1])
+
+    dist.irecv(torch.ones(1), 1 - rank).get_future().then(wait_for_the_peer)
+    dist.barrier(groups[0])
+    dist.send(torch.ones(1), 1 - rank)
+    begun.wait()

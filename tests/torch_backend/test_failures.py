@@ -4,6 +4,7 @@ everybody; and every process ends by itself, with the status of a program that d
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 import signal
@@ -56,7 +57,8 @@ def start(brief_lives, transport, tmp_path):
         try:
             rank.wait(0.0)
         except TimeoutError:
-            rank.kill()
+            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+                rank.kill()
             rank.wait()
         rank.close()
 
@@ -176,7 +178,7 @@ def test_mistake(as_it_should_be, program):
 # -- the end -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["undestroyed", "pending", "from a thread"])
+@pytest.mark.parametrize("how", ["undestroyed", "pending", "from a thread", "in a callback"])
 def test_an_end_without_a_goodbye(start, how):
     ranks = start(2, "ends", how)
     assert [rank.wait(SOON) for rank in ranks] == [0, 0], ranks[0].output()

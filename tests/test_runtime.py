@@ -1,0 +1,237 @@
+"""The process's background loop: how it is wound down, and what may keep it from that."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import math
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from asyncdist.config import Config
+from asyncdist.errors import UsageError
+from asyncdist.runtime import Runtime, close_runtime, runtime
+from asyncdist.store import AsyncStore, StoreServer
+
+LONG = 20.0
+
+
+@pytest.fixture
+def own():
+    """A runtime of the test's own."""
+    own = Runtime()
+    yield own
+    own.close()
+
+
+async def sleep_or(then):
+    """Sleep until cancelled, and then call something."""
+    try:
+        await asyncio.sleep(math.inf)
+    finally:
+        then()
+
+
+def test_a_task_that_another_one_starts_at_its_end_is_cancelled_too(own, caplog):
+    ended, started = [], []
+
+    def start(left):
+        ended.append(left)
+        if left:
+            started.append(asyncio.get_running_loop().create_task(sleep_or(lambda: start(left - 1))))
+
+    own.submit(sleep_or(lambda: start(3)))
+    own.call(lambda: None)
+    own.close()
+    assert ended[:1] == [3]
+    assert all(task.cancelled() for task in started)
+    assert own.loop.is_closed()
+    started.clear()
+    gc.collect()
+    assert caplog.records == []
+
+
+def test_a_generator_that_is_left_half_way_is_closed_with_what_it_starts(own, caplog):
+    ended = []
+
+    async def generate():
+        try:
+            yield
+        finally:
+            asyncio.get_running_loop().create_task(sleep_or(lambda: None))
+            await asyncio.sleep(0)
+            ended.append(True)
+
+    generator = generate()
+
+    async def begin():
+        await anext(generator)
+
+    own.run(begin())
+    own.close()
+    gc.collect()
+    assert ended == [True]
+    assert caplog.records == []
+
+
+def test_what_is_left_on_a_loop_that_closes_finds_that_loop_and_no_other():
+    closing, found = runtime(), []
+    closing.submit(sleep_or(lambda: found.append(runtime())))
+    closing.call(lambda: None)
+    close_runtime()
+    assert found == [closing]
+    assert [each.name for each in threading.enumerate() if each.name == "asyncdist-runtime"] == []
+    assert runtime() is not closing
+
+
+def test_a_loop_whose_thread_is_held_is_waited_for_no_longer_than_allowed(own):
+    held, go_on = threading.Event(), threading.Event()
+
+    def hold():
+        held.set()
+        go_on.wait(LONG)
+
+    own.loop.call_soon_threadsafe(hold)
+    held.wait(LONG)
+    own.close(0.01)
+    assert not own.closed
+    go_on.set()
+    own.close()
+    assert own.closed
+
+
+def test_a_task_that_does_not_take_its_end_is_not_torn_apart(own, caplog):
+    stay = threading.Event()
+
+    async def stubborn():
+        while not stay.is_set():
+            try:
+                await asyncio.sleep(0.01)
+            except asyncio.CancelledError:
+                continue
+        return "over"
+
+    future = own.submit(stubborn())
+    own.call(lambda: None)
+    own.close(0.05)
+    assert not own.closed
+    stay.set()
+    assert future.result(LONG) == "over"
+    own.close()
+    assert caplog.records == []
+
+
+def test_who_runs_something_may_wait_for_a_while_only(own):
+    ended = threading.Event()
+    with pytest.raises(TimeoutError):
+        own.run(sleep_or(ended.set), 0.01)
+    assert ended.wait(LONG)
+
+
+def test_a_loop_that_has_been_closed_takes_nothing(own):
+    own.close()
+    with pytest.raises(UsageError, match="ended"):
+        own.run(asyncio.sleep(0))
+
+
+def test_a_connection_that_breaks_while_the_loop_is_wound_down_leaves_nothing(own, caplog):
+    server = runtime().run(StoreServer.start("127.0.0.1", 0))
+    server.stays = True
+    connected, breaks = threading.Event(), threading.Event()
+
+    async def stay():
+        client = await AsyncStore.connect("127.0.0.1", server.port, config=Config(store_reconnect=LONG))
+        try:
+            await client.set("k", b"v")
+            connected.set()
+            await asyncio.sleep(math.inf)
+        finally:
+            breaks.set()
+            while client._line.link is not None:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            await asyncio.sleep(0.05)  # it has begun to connect again
+
+    own.submit(stay())
+    connected.wait(LONG)
+    closing = threading.Thread(target=own.close)
+    closing.start()
+    breaks.wait(LONG)
+    runtime().call(server.drop_all)
+    closing.join(LONG)
+    assert not closing.is_alive()
+    runtime().run(server.close())
+    gc.collect()
+    assert caplog.records == []
+
+
+def test_a_connection_that_breaks_while_a_programs_own_loop_closes_leaves_nothing(new_loop, caplog):
+    """What is started while asynchronous generators are closed is cancelled by nobody, in any program."""
+    server = runtime().run(StoreServer.start("127.0.0.1", 0))
+    server.stays = True
+    lines, generators = [], []
+
+    async def last_of_all():
+        try:
+            yield
+        finally:
+            runtime().submit(asyncio.sleep(0)).add_done_callback(lambda _: server.drop_all())
+            while lines[0].link is not None:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+
+    async def program():
+        client = await AsyncStore.connect("127.0.0.1", server.port, config=Config(store_reconnect=LONG))
+        lines.append(client._line)
+        generators.append(last_of_all())
+        await anext(generators[0])
+
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(program())
+    lines.clear()
+    generators.clear()
+    runtime().run(server.close())
+    gc.collect()
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+PROGRAM = """
+import atexit, sys, threading, time
+
+def last():
+    print("ended", [thread.name for thread in threading.enumerate() if "asyncdist" in thread.name], flush=True)
+
+atexit.register(last)  # the first to be registered is the last to be called
+
+import asyncdist.sync as dist
+import torch
+from asyncdist.runtime import runtime
+
+dist.init_process_group(init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
+if sys.argv[1] == "held":
+    held = threading.Event()
+    runtime().loop.call_soon_threadsafe(lambda: (held.set(), time.sleep(60)))
+    held.wait()
+elif sys.argv[1] == "mistaken":
+    raise KeyError("a mistake")
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("how", "status"), [("mistaken", 1), ("held", 0)])
+def test_a_process_ends_with_its_loop_or_without_it_and_says_nothing(how, status):
+    begun = time.monotonic()
+    ended = subprocess.run(
+        [sys.executable, "-W", "error::ResourceWarning", "-c", PROGRAM, how],
+        capture_output=True,
+        text=True,
+        timeout=LONG,
+    )
+    assert ended.returncode == status, ended.stderr
+    assert time.monotonic() - begun < LONG / 2
+    assert ended.stdout == ("ended ['asyncdist-runtime']\n" if how == "held" else "ended []\n")
+    said = ended.stderr.splitlines()
+    assert (said[-1:] == ["KeyError: 'a mistake'"]) if status else (said == []), ended.stderr
