@@ -32,6 +32,8 @@ INTERVAL = 1.0
 """Seconds between two times that the policy `Fsync.INTERVAL` sees to it that everything is on disk."""
 PENDING_NBYTES = 64 << 20
 """Changes that may wait for the disk before nothing more is read from anyone."""
+AT_ONCE_NBYTES = 1 << 20
+"""Changes that are given to the kernel on the loop, where no disk is waited for; more of them in the thread."""
 LOOK = 0.05
 """Seconds between two looks at how many there are, while the disk is waited for."""
 
@@ -133,7 +135,7 @@ class Durability:
         body = self.book.take()
         held, self._held = self._held, []
         contents = self._contents() if self._is_to_be_compacted() else None
-        if self.policy is not Fsync.ALWAYS and contents is None:
+        if self.policy is not Fsync.ALWAYS and contents is None and sum(map(len, body)) <= AT_ONCE_NBYTES:
             try:
                 self.journal.commit(*body, sync=False)
             except OSError as error:
@@ -143,6 +145,7 @@ class Durability:
         job = functools.partial(self._write, body, rotate=contents is not None)
         self._writing = self._loop.run_in_executor(self._writer, job)
         self._writing.add_done_callback(functools.partial(self._written, held, contents))
+        self._sync_later()
 
     def _write(self, body: list[bytes], *, rotate: bool) -> int:
         self.journal.commit(*body, sync=self.policy is Fsync.ALWAYS)

@@ -173,6 +173,29 @@ async def test_the_other_policies_wait_for_no_disk(tmp_path, disk, monkeypatch, 
         disk.go_on()
 
 
+@pytest.mark.parametrize("fsync", [Fsync.INTERVAL, Fsync.NEVER])
+async def test_a_long_value_on_its_way_to_the_disk_holds_nobody_up(tmp_path, monkeypatch, fsync):
+    begun, go = threading.Event(), threading.Event()
+    commit = Journal.commit
+
+    def slow(journal: Journal, *body: bytes, sync: bool) -> None:
+        if sum(map(len, body)) > 1 << 20:
+            begun.set()
+            assert go.wait(LONG)
+        commit(journal, *body, sync=sync)
+
+    monkeypatch.setattr(Journal, "commit", slow)
+    config = CONFIG.with_(store_max_value_nbytes=4 << 20)
+    async with served(tmp_path, fsync, config) as (_, store):
+        await store.set("large", b"v" * (2 << 20))
+        await asyncio.to_thread(begun.wait, LONG)
+        await store.set("k", b"v")  # which is written after it
+        assert await store.get("k") == b"v"
+        go.set()
+    async with served(tmp_path, fsync, config) as (_, store):
+        assert [len(value) for value in await store.multi_get(["large", "k"])] == [2 << 20, 1]
+
+
 async def test_replies_that_wait_are_not_kept_without_limit(tmp_path, disk, eventually: Eventually):
     async with served(tmp_path) as (server, store):
         await store.set("large", b"v" * (1 << 20))
@@ -216,7 +239,7 @@ async def test_a_disk_that_fails_ends_it_and_nothing_more_is_acknowledged(tmp_pa
     async with served(tmp_path) as (server, store):
         await store.set("k", b"acknowledged")
 
-        def full(journal: Journal, body: bytes, *, sync: bool) -> None:
+        def full(journal: Journal, *body: bytes, sync: bool) -> None:
             raise OSError(28, "No space left on device")
 
         with monkeypatch.context() as broken:
