@@ -26,7 +26,7 @@ from asyncdist.devices.ensemble import Ensemble, Site
 from asyncdist.devices.line import Line
 from asyncdist.devices.streams import Mark
 from asyncdist.devices.watch import Pending, Watch
-from asyncdist.errors import MismatchError
+from asyncdist.errors import MismatchError, NotInitializedError
 from asyncdist.work import Work
 
 if TYPE_CHECKING:
@@ -64,6 +64,7 @@ class Messages:
         self._refused: set[tuple[int, str]] = set()  # ranks in the group, and ways that cannot be gone with them
         self._letters: Group | None = None
         self._changing = threading.Lock()
+        self._closed = False
 
     # -- what is said on the host --------------------------------------------------------------
 
@@ -71,6 +72,8 @@ class Messages:
     def letters(self) -> Group:
         """A group of the host that carries what ranks tell one another beside the messages' tags."""
         with self._changing:
+            if self._closed:
+                raise NotInitializedError(f"group {self._site.host.name!r} was destroyed")
             if self._letters is None:
                 self._letters = self._site.host.beside("letters")
             return self._letters
@@ -247,6 +250,8 @@ class Messages:
 
     def close(self) -> None:
         """Destroy what there is: what is pending has failed. The couriers end on the line."""
+        with self._changing:
+            self._closed = True
         if self._letters is not None:
             self._letters.close()
         self.line.close(self._leave)

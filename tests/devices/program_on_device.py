@@ -9,7 +9,7 @@ from asyncdist.errors import PeerLostError
 from asyncdist.testing.devices import PretendStreams, device_group
 
 
-def lose_a_peer(test, rank, size, meeting, transport):
+def lose_a_peer(test, rank, size, meeting, transport, message):
     with sync.process_group(backend=transport, init_method=meeting, rank=rank, world_size=size, timeout=20) as group:
         streams = PretendStreams()
         on = device_group(group, (), streams)
@@ -18,7 +18,7 @@ def lose_a_peer(test, rank, size, meeting, transport):
         if rank == 1:
             test.recv()  # until it is killed
         try:
-            on.all_reduce(torch.ones(4)).synchronize()
+            (on.recv(torch.ones(100_000), 1) if message else on.all_reduce(torch.ones(4))).synchronize()
         except PeerLostError as error:
             test.send((error.peer, str(error)))
         try:

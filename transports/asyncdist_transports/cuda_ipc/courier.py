@@ -81,7 +81,9 @@ class CudaIpcCourier(Courier):
         self._beacon = driver.allocate(_BEACON_NBYTES)
         self._shines = os.urandom(_BEACON_NBYTES)
         lit = driver.bytes_at(self._beacon, _BEACON_NBYTES)
-        lit.copy_(torch.frombuffer(bytearray(self._shines), dtype=torch.uint8))
+        self._aside = site.streams.beside()  # for what must not wait for messages
+        with self._aside.ours():
+            lit.copy_(torch.frombuffer(bytearray(self._shines), dtype=torch.uint8))  # and waits until it is there
         self._lies = self._exports.show(lit, 0)[1].pack()
         self._seen: set[int] = set()  # ranks whose memory is theirs, as far as we map it
         self._rooms: list[int] = []  # places of what is shown by a copy that are free
@@ -129,7 +131,9 @@ class CudaIpcCourier(Courier):
         """See, once, that what we map of a rank's is its memory."""
         if peer in self._seen:
             return
-        if bytes(self._imports.see(peer, beacon).cpu().numpy()) != shines:
+        with self._aside.ours():
+            seen = bytes(self._imports.see(peer, beacon).cpu().numpy())
+        if seen != shines:
             raise Refused("what is mapped of its device is not its memory")
         self._seen.add(peer)
 
