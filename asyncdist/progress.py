@@ -60,7 +60,7 @@ class Progress:
         self._inbox: deque[Callable[[], None]] = deque()
         self._seat = threading.Lock()
         self._followers: deque[threading.Event] = deque()
-        self._sleeping = self._resting = self._kicked = self._closed = False
+        self._sleeping = self._resting = self._kicked = self._spent = self._closed = False
         self._bell: Bell | None = None
         self._lookout = Lookout(self._drive_on_loop)
 
@@ -164,6 +164,7 @@ class Progress:
                     if step == ():
                         polls, until = 0, 0.0
                         if end and monotonic() >= end:
+                            self._spent = True
                             return False
                         continue
                     polls += 1
@@ -277,18 +278,22 @@ class Progress:
         """See that the loop drives what is pending, unless somebody blocks and does it anyway."""
         if self._seat.locked() or self._closed:
             return
-        if asyncio._get_running_loop() is self.loop:
+        if asyncio._get_running_loop() is self.loop and not self._spent:
             self._drive_on_loop()
         else:
             self._kick()
 
     def poke(self, work: Finishable) -> None:
-        """Try for a moment to complete ``work`` on the spot."""
+        """Try for a moment to complete ``work`` on the spot, unless this turn of the loop has had its slice."""
         now = monotonic()
         until, end = now + self._loop_spin, now + _SLICE
-        while not self._seat.locked() and self._lock.acquire(blocking=False):
+        while not (self._spent or self._seat.locked()) and self._lock.acquire(blocking=False):
             moved = self._take_turn()
-            if work.is_completed() or monotonic() >= (end if moved else until):
+            if work.is_completed():
+                break
+            now = monotonic()
+            self._spent = now >= end
+            if now >= until and not moved:
                 break
             if not moved:
                 _yield_core()
@@ -311,7 +316,7 @@ class Progress:
     def _drive_on_loop(self, descriptor: int | None = None) -> None:
         if self._closed:
             return
-        self._resting = False
+        self._resting = self._spent = False
         if self._seat.locked():
             self._lookout.watch(self.loop, {})
             return
@@ -326,6 +331,7 @@ class Progress:
                 else:
                     _yield_core()
                 moved = self._turn(None)
+            self._spent = now >= until
             self._expire()
             wanted = self._machine.waits() if self._home is not None or self._machine.busy() else []
             self._resting = wanted is not None and self._machine.busy()

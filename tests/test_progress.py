@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import select
 import threading
@@ -153,3 +154,61 @@ async def test_what_another_turn_completes_at_once_leaves_nobody_waiting_asleep(
         await eventually(lambda: received)
         assert into.item() == 5.0
         await first.recv(into, 1, tag=1)
+
+
+class Mill:
+    """A machine that moves at every turn, each of which takes a tenth of a slice."""
+
+    def __init__(self):
+        self.finished = []
+        self.turns, self.clock, self.moves = 0, 0.0, True
+
+    def step(self):
+        self.turns += 1
+        self.clock += progress_module._SLICE / 10
+
+    def advance(self, ready):
+        if self.moves:
+            self.step()
+        return self.moves
+
+    def steps(self):
+        while True:
+            self.step()
+            yield ()
+
+    def waits(self):
+        return []
+
+    def busy(self):
+        return self.moves
+
+    def idle(self):
+        return True
+
+    def next_deadline(self):
+        return math.inf
+
+    def take_finished(self):
+        return []
+
+
+@pytest.mark.parametrize("begins", ["at the call", "awaited", "left to itself"])
+async def test_what_goes_on_and_on_has_one_slice_in_a_turn_of_the_loop(monkeypatch, begins):
+    """Who issues, who awaits, and who arms the loop for it follow one another without a pause."""
+    mill = Mill()
+    monkeypatch.setattr(progress_module, "monotonic", lambda: mill.clock)
+    progress = Progress(mill, asyncio.get_running_loop())
+    if begins == "at the call":
+        assert not progress.attempt(mill.steps(), wait=False)
+    if begins != "awaited":
+        progress.arm()
+    progress.poke(Deed())
+    progress.arm()
+    assert 10 <= mill.turns <= 12
+    for _ in range(3):
+        before = mill.turns
+        await asyncio.sleep(0)
+        assert 10 <= mill.turns - before <= 12
+    mill.moves = False
+    progress.close()
