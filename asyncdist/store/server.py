@@ -67,6 +67,7 @@ class StoreServer:
         self._strangers: dict[Connection, None] = {}  # those that have proven nothing yet, the oldest first
         self._emptied: asyncio.Future[None] | None = None
         self._crowded = False
+        self._over = False
         self.started = time.monotonic()
         self.num_admitted = self.num_refused = self.num_requests = 0
         self.pack = Encoder().pack
@@ -144,6 +145,7 @@ class StoreServer:
 
     async def close(self) -> None:
         """Stop listening and drop every connection; returns when they are gone. May be called again."""
+        self._over = True
         await self.doors.close()
         for server in self._servers:
             server.close()
@@ -164,6 +166,7 @@ class StoreServer:
 
     async def drain(self, timeout: float) -> None:
         """Take nobody and do nothing more, and return when every reply has been sent, or after ``timeout`` seconds."""
+        self._over = True
         for server in self._servers:
             server.close()
         self.pause_reading()
@@ -217,7 +220,9 @@ class StoreServer:
     # -- for connections --------------------------------------------------------------------------
 
     def admit(self, connection: Connection) -> bool:
-        """Take a new connection in, or say that there are too many."""
+        """Take a new connection in, or say that there are too many, or that we are closing."""
+        if self._over:  # a loop hands over what it has accepted a turn later: whoever came in then would wait for ever
+            return False
         if len(self._connections) >= self.most_connections:
             self.note_crowd()
             if not self._strangers:

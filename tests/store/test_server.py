@@ -14,6 +14,7 @@ from asyncdist.config import Config
 from asyncdist.errors import AddressError, UsageError
 from asyncdist.handshake import MAGIC, NONCE_NBYTES, PROOF_NBYTES, Pushed, dial
 from asyncdist.store import AsyncStore, StoreServer
+from asyncdist.store.lobby import Lobby
 from asyncdist.store.messages import Encoder, FrameParser
 from asyncdist.store.operations import Kind, Op
 from asyncdist.store.pieces import FRAME_NBYTES, Arriving
@@ -299,6 +300,20 @@ async def test_a_socket_that_is_bound_already():
         assert server.port == port
         assert await store.add("n", 1) == 1
     assert sock.fileno() == -1
+
+
+async def test_who_was_accepted_just_before_the_close_and_comes_in_after_it_is_sent_away(config):
+    """A loop makes a connection of what it has accepted some turns later; a server that is gone would keep it."""
+    server = await StoreServer.start("127.0.0.1", 0, token=TOKEN, config=config)
+    loop = asyncio.get_running_loop()
+    accepted, peer = socket.socketpair()
+    with peer:
+        peer.setblocking(False)
+        await server.close()
+        await loop.connect_accepted_socket(lambda: Lobby(server), accepted)
+        async with asyncio.timeout(LONG):
+            assert await loop.sock_recv(peer, 1) == b""
+    assert server.num_connections == 0
 
 
 async def test_a_port_is_free_again_after_close(config):
