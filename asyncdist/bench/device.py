@@ -101,11 +101,21 @@ def _ours(group: asyncdist.Group, collective: str, tensor: torch.Tensor) -> Call
     start = functools.partial(group.all_reduce, tensor)
     if collective == "broadcast":
         start = functools.partial(group.broadcast, tensor, 0)
+    elif collective == "send":
+        return functools.partial(_pass_on, group, tensor)
 
     def call() -> None:
         start().wait()
 
     return call
+
+
+def _pass_on(group: asyncdist.Group, tensor: torch.Tensor) -> None:
+    rank = group.rank()
+    if rank:
+        group.recv(tensor, rank - 1).wait()
+    if rank + 1 < group.size():
+        group.send(tensor, rank + 1).wait()
 
 
 class _Ticking:
@@ -138,10 +148,22 @@ class _Ticking:
 
         ticker = asyncio.ensure_future(tick())
         try:
-            await (self._group.broadcast(tensor, 0) if collective == "broadcast" else self._group.all_reduce(tensor))
+            await self._done(collective, tensor)
             note()
         finally:
             ticker.cancel()
+
+    async def _done(self, collective: str, tensor: torch.Tensor) -> None:
+        group, rank = self._group, self._group.rank()
+        if collective == "all_reduce":
+            await group.all_reduce(tensor)
+        elif collective == "broadcast":
+            await group.broadcast(tensor, 0)
+        else:
+            if rank:
+                await group.recv(tensor, rank - 1)
+            if rank + 1 < group.size():
+                await group.send(tensor, rank + 1)
 
 
 @contextlib.contextmanager
@@ -190,7 +212,24 @@ def _theirs(group: Any, collective: str, tensor: torch.Tensor) -> Call:
 
     if collective == "broadcast":
         return functools.partial(distributed.broadcast, tensor, 0, group=group)
+    if collective == "send":
+        # gloo takes no CUDA tensors here: whoever uses it copies them by hand.
+        return functools.partial(_pass_on_by_torch, tensor, torch.empty_like(tensor, device="cpu"), group)
     return functools.partial(distributed.all_reduce, tensor, group=group)
+
+
+def _pass_on_by_torch(tensor: torch.Tensor, room: torch.Tensor, group: Any) -> None:
+    """Pass a tensor on from rank to rank; through ``room`` on the host where the group is gloo's."""
+    from torch import distributed
+
+    rank, size = distributed.get_rank(), distributed.get_world_size()
+    carried = room if group is None else tensor
+    if rank:
+        distributed.recv(carried, rank - 1, group=group)
+    if group is None:
+        tensor.copy_(room) if rank else room.copy_(tensor)
+    if rank + 1 < size:
+        distributed.send(carried, rank + 1, group=group)
 
 
 # -- one case ---------------------------------------------------------------------------------------
@@ -313,6 +352,7 @@ def _copy_to_all(tensors: Sequence[torch.Tensor]) -> None:
 _READS_AND_WRITES: dict[str, Callable[[Sequence[torch.Tensor]], None]] = {
     "all_reduce": _reduce_all,
     "broadcast": _copy_to_all,
+    "send": _copy_to_all,
 }
 
 

@@ -16,8 +16,8 @@ COLLECTIVES = (
     "scatter",
     "barrier",
 )
-ON_DEVICES = ("all_reduce", "broadcast")
-"""Those that are measured on tensors of devices."""
+ON_DEVICES = ("all_reduce", "broadcast", "send")
+"""What is measured on tensors of devices; "send" passes rank 0's tensor on from each rank to the next."""
 RIVALS = ("gloo", "mpi", "raw")
 WAYS = ("torch",)
 """Ways in to our groups beside our own faces: the calls of torch.distributed."""

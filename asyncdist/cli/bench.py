@@ -60,7 +60,9 @@ def _transports(ctx: click.Context, param: click.Parameter, value: str) -> tuple
 
 
 @click.command(short_help="Measure collectives, beside gloo, Open MPI and plain sockets in the same run.")
-@click.argument("collectives", nargs=-1, type=click.Choice(COLLECTIVES), metavar="[COLLECTIVE]...")
+@click.argument(
+    "collectives", nargs=-1, type=click.Choice(sorted({*COLLECTIVES, *ON_DEVICES})), metavar="[COLLECTIVE]..."
+)
 @click.option(
     "--ranks",
     default=2,
@@ -74,7 +76,7 @@ def _transports(ctx: click.Context, param: click.Parameter, value: str) -> tuple
     default="cpu",
     show_default=True,
     type=click.Choice(("cpu", "cuda")),
-    help=f"`cuda`: measure {' and '.join(ON_DEVICES)} of CUDA tensors, by every way and by gloo and NCCL of torch.",
+    help=f"`cuda`: measure {', '.join(ON_DEVICES)} of CUDA tensors, by every way and by gloo and NCCL of torch.",
 )
 @click.option(
     "--against",
@@ -142,6 +144,9 @@ def bench(
     if device == "cuda":
         _on_devices(collectives, ranks, sizes, repeat, json_file, output)
         return
+    unknown = [name for name in collectives if name not in COLLECTIVES]
+    if unknown:
+        raise click.BadParameter(f"{unknown[0]} is measured with --device cuda only")
     if ranks < 2:
         raise click.BadParameter("one rank has nobody to speak with", param_hint="--ranks")
     _check_before_measuring(plot_file, output)
@@ -175,14 +180,15 @@ def _on_devices(
     """Measure CUDA tensors; UnsupportedError where there is no device."""
     others = [name for name in collectives if name not in ON_DEVICES]
     if others:
-        raise click.BadParameter(f"on devices only {' and '.join(ON_DEVICES)} are measured, not {others[0]}")
+        raise click.BadParameter(f"on devices only {', '.join(ON_DEVICES)} are measured, not {others[0]}")
     from asyncdist.bench.device import cuda_missing
     from asyncdist.bench.processes import run
 
     missing = cuda_missing()
     if missing is not None:
         raise UnsupportedError(f"nothing was measured, as there is no CUDA device: {missing}")
-    wanted = tuple(dict.fromkeys(collectives)) or ON_DEVICES
+    possible = tuple(name for name in ON_DEVICES if name != "send" or ranks > 1)
+    wanted = tuple(dict.fromkeys(collectives)) or possible
     plan = Plan(wanted, sizes or several.read_sizes(_SIZES_ON_DEVICES), ranks, repeat=repeat, device="cuda")
     with _Progress() as progress:
         report = run(plan, progress.update)

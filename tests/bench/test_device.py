@@ -71,7 +71,7 @@ def test_the_command_plans_shows_and_writes(report, monkeypatch, tmp_path):
     )
     assert said.exit_code == 0, said.output
     [plan] = plans
-    assert (plan.collectives, plan.ranks, plan.repeat, plan.device) == (ON_DEVICES, 1, 3, "cuda")
+    assert (plan.collectives, plan.ranks, plan.repeat, plan.device) == (("all_reduce", "broadcast"), 1, 3, "cuda")
     assert (plan.sizes[0], plan.sizes[-1]) == (4 << 10, 1 << 30)
     assert "1 x NVIDIA H100" in said.output
     assert "data is there" in said.output
@@ -90,7 +90,8 @@ def test_without_a_device_nothing_is_measured_and_one_sentence_says_so():
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        (["--device", "cuda", "barrier"], "on devices only all_reduce and broadcast"),
+        (["--device", "cuda", "barrier"], "on devices only all_reduce, broadcast, send"),
+        (["send"], "send is measured with --device cuda only"),
         (["--ranks", "1"], "one rank has nobody to speak with"),
         (["--device", "tpu"], "'tpu' is not one of"),
     ],
@@ -126,6 +127,32 @@ def test_a_rank_measures_everybody_and_says_who_is_absent(pretended, tmp_path):
     assert "cuda_ipc" in rows[0].absent
     assert not rows[1].absent
     assert shares
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_message_passes_from_rank_to_rank(size, together):
+    def program(group):
+        tensor = torch.full((5,), float(group.rank() + 1))
+        device._ours(group, "send", tensor)()
+        return tensor.tolist()
+
+    assert together(size, program) == [[1.0] * 5] * size
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize("gloo", [True, False])
+def test_a_message_passes_on_by_torch_too(rank, gloo, monkeypatch):
+    from torch import distributed
+
+    said = []
+    monkeypatch.setattr(distributed, "get_rank", lambda: rank)
+    monkeypatch.setattr(distributed, "get_world_size", lambda: 3)
+    monkeypatch.setattr(distributed, "recv", lambda tensor, peer, group: said.append(peer) or tensor.fill_(1))
+    monkeypatch.setattr(distributed, "send", lambda tensor, peer, group: said.append((peer, tensor[0].item())))
+    tensor = torch.full((5,), rank + 1.0)
+    device._theirs(None if gloo else "nccl", "send", tensor)()
+    assert tensor.tolist() == [1.0] * 5
+    assert said == [[(1, 1.0)], [0, (2, 1.0)], [1]][rank]
 
 
 def test_a_wrong_result_ends_the_run(pretended):
