@@ -69,7 +69,7 @@ async def serve(
     metrics: Metrics | None = None
     try:
         if options.metrics_port is not None:
-            metrics = await Metrics.start(server, host or "127.0.0.1", options.metrics_port)
+            metrics = await Metrics.start(server, "127.0.0.1" if host is None else host, options.metrics_port)
         ready(server.host, server.port)
         systemd.notify(options.service, "READY=1")
         await stop.told(server)
