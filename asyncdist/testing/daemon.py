@@ -75,7 +75,7 @@ class Daemon:
         self.process = process
         self.ready = process.stdout.readline()
         assert self.ready.startswith("asyncdist store is ready at "), process.stderr.read()
-        tcp = re.search(r"tcp://(.+):(\d+) ", self.ready)  # not there where it listens at a socket file alone
+        tcp = re.search(r"tcp://\[?(.+?)\]?:(\d+) ", self.ready)  # not there where it listens at a socket file alone
         self.host, self.port = (tcp[1], int(tcp[2])) if tcp else ("", 0)
 
     def client(self, token: str | None = None) -> TCPStore:

@@ -6,6 +6,8 @@ import contextlib
 import json
 import re
 import resource
+import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -212,8 +214,8 @@ def free_port() -> int:
         return int(taken.getsockname()[1])
 
 
-def fetched(port: int, path: str) -> str:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=LIMIT) as answer:
+def fetched(port: int, path: str, host: str = "127.0.0.1") -> str:
+    with urllib.request.urlopen(f"http://{host}:{port}{path}", timeout=LIMIT) as answer:
         return answer.read().decode()
 
 
@@ -251,6 +253,13 @@ def test_prometheus_reads_figures(tmp_path):
         assert daemon.stop() == (0, "")
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere 127.0.0.1 is the only address of its kind")
+def test_figures_are_given_wherever_the_store_listens():
+    port = free_port()
+    with started("--host", "", "--port", "0", "--metrics-port", str(port), ASYNCDIST_TOKEN="secret"):
+        assert fetched(port, "/healthz", "127.0.0.2") == "ok\n"
+
+
 def test_without_prometheus_client_it_says_what_to_install():
     hidden = (
         "import sys; sys.modules['prometheus_client'] = None\n"
@@ -277,3 +286,34 @@ def test_its_log_is_for_machines():
         assert refused["logger"].startswith("asyncdist.store")
         assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", refused["time"])
         assert "does not speak our protocol" in refused["message"]
+
+
+# -- how it is deployed -----------------------------------------------------------------------------
+
+UNITS = [
+    Path(__file__).parents[2] / "examples" / "deploy" / f"asyncdist-store.{kind}" for kind in ("service", "socket")
+]
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="there is no systemd")
+def test_systemd_takes_the_units(tmp_path):
+    for unit in UNITS:  # the program is not where the unit has it
+        (tmp_path / unit.name).write_text(unit.read_text().replace("/usr/local/bin/asyncdist", sys.executable))
+    verified = subprocess.run(
+        ["systemd-analyze", "verify", *(str(tmp_path / unit.name) for unit in UNITS)],
+        capture_output=True, text=True, timeout=LIMIT, check=False,
+    )  # fmt: skip
+    assert (verified.returncode, verified.stderr) == (0, "")
+
+
+def test_what_the_unit_starts(tmp_path):
+    """All of its command is real, but for where it listens and writes."""
+    text = UNITS[0].read_text().replace("\\\n", " ")
+    program, subcommand, *arguments = shlex.split(re.search(r"^ExecStart=(.*)$", text, re.MULTILINE)[1])
+    assert (Path(program).name, subcommand) == ("asyncdist", "store")
+    elsewhere = {"29500": "0", "9529": "0", "/var/lib/asyncdist": str(tmp_path / "data")}
+    with started(*(elsewhere.get(each, each) for each in arguments), ASYNCDIST_TOKEN="secret") as daemon:
+        with daemon.client("secret") as store:
+            store.set("k", "v")
+        assert daemon.stop()[0] == 0
+    assert (tmp_path / "data" / "log-1").exists()
