@@ -104,7 +104,6 @@ class DeviceGroup(Calls):
         return self
 
     def _issue(self, name: str, plan: Plan, how: How) -> Work:
-        self._begun = True
         prompt = self._ensemble is not None and not self._ensemble.blocks
         return self._start(name, None, plan, how, self._line, self._do, prompt=prompt)
 
@@ -132,6 +131,7 @@ class DeviceGroup(Calls):
             )
         number = next(self._sequence) if tag is None else tag  # only now: a call that is refused takes none
         if tag is None:
+            self._begun = True
             self._roll_call.made(number, plan.fingerprint)
         entry = Entry(self.name, name, number, plan.fingerprint, plan.nbytes)
         self._host.mesh.recorder.add(entry)

@@ -23,7 +23,13 @@ import torch
 from asyncdist import sync
 from asyncdist.config import NcclSettings
 from asyncdist.devices.group import DeviceGroup
-from asyncdist.errors import AsyncdistError, GroupAbortedError, OperationTimeoutError, TransportUnavailableError
+from asyncdist.errors import (
+    AsyncdistError,
+    GroupAbortedError,
+    OperationTimeoutError,
+    TransportUnavailableError,
+    UnsupportedError,
+)
 from asyncdist.group import Group
 from asyncdist.ops import ReduceOp, premul_sum
 from asyncdist.store import HashStore
@@ -490,6 +496,25 @@ def test_without_a_communicator_parts_meet_by_themselves(run):
 
     assert run(3, program, nccl=nccl, streams=streams) == ["nccl", None, "nccl"]
     assert len(nccl.communicators) == 2
+
+
+def test_a_call_that_was_refused_on_one_rank_is_no_beginning(run):
+    nccl = PretendNccl()
+    streams = [RanksStreams(rank) for rank in range(2)]
+
+    def program(group):
+        rank = group.rank()
+        if rank == 0:
+            streams[0].captures = True
+            with pytest.raises(UnsupportedError):
+                group.barrier()
+            streams[0].captures = False
+        part = parts_of(group, [[0, 1]], streams[rank], nccl)
+        part.barrier().wait()
+        part.close()
+        return part.way, group.way
+
+    assert run(2, program, nccl=nccl, streams=streams) == [("nccl", None)] * 2
 
 
 def test_a_part_that_is_never_used_ends_too(run):
