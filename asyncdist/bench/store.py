@@ -24,11 +24,16 @@ from statistics import median
 from typing import Any
 
 from asyncdist.bench.machine import machine
+from asyncdist.bench.store_server import HOST
+from asyncdist.config import Config
 from asyncdist.errors import BenchmarkError
+from asyncdist.store import TCPStore
+from asyncdist.store.changes import Book
+from asyncdist.store.journal import Journal
 
 OURS, TORCHS = "asyncdist", "torch"
-PARTS = ("theirs", "ours", "crowd", "memory")
-"""What can be measured by itself: torch's clients, our client, many connections, what one of them costs."""
+PARTS = ("theirs", "ours", "crowd", "memory", "restart")
+"""What can be measured by itself: torch's clients, ours, many connections, what one of them costs, reading a log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +48,7 @@ class StorePlan:
     crowd: int = 8192
     crowd_rounds: int = 3
     crowd_processes: int = 4
+    logged: int = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +92,7 @@ class StoreReport:
 
 
 _PATIENCE = 300.0  # seconds for which clients may be at one thing
+_VALUE = b"v" * 64
 
 
 # -- processes ---------------------------------------------------------------------------------------
@@ -135,7 +142,7 @@ class Field:
     """The servers and client processes of one run, ended when it is left."""
 
     def __init__(self) -> None:
-        self._token = secrets.token_hex(16)
+        self.token = secrets.token_hex(16)
         self._stack = ExitStack()
         # Torch warns of every connection whose peer's name it cannot look up.
         self._said = self._stack.enter_context(tempfile.TemporaryFile("w+"))  # noqa: SIM115, the stack closes it
@@ -150,9 +157,9 @@ class Field:
         self._stack.close()
 
     @contextmanager
-    def server(self, whose: str) -> Iterator[Server]:
-        """Start a server, and end it."""
-        with self._process("asyncdist.bench.store_server", whose) as process:
+    def server(self, whose: str, *data: str) -> Iterator[Server]:
+        """Start a server, with the data of a folder if there is one, and end it."""
+        with self._process("asyncdist.bench.store_server", whose, *data) as process:
             assert process.stdout is not None
             port = process.stdout.readline()
             if not port:
@@ -178,7 +185,7 @@ class Field:
         )
         try:
             assert process.stdin is not None
-            process.stdin.write(self._token + "\n")
+            process.stdin.write(self.token + "\n")
             process.stdin.flush()
             yield process
         finally:
@@ -211,6 +218,9 @@ def run(plan: StorePlan, tell: Tell = lambda doing: None) -> StoreReport:
         if "memory" in plan.parts:
             tell("memory")
             report.cases += _memory(plan, field_, workers[0])
+        if "restart" in plan.parts:
+            tell(f"a log of {plan.logged:,} sets")
+            report.cases.append(_restart(plan, field_))
     return report
 
 
@@ -304,3 +314,29 @@ def _held(server: Server, worker: Worker, client: str, count: int) -> float:
     worker.tell(do="release")
     worker.hear()
     return (after - before) / count
+
+
+def _restart(plan: StorePlan, field_: Field) -> Case:
+    """Measure from the start of a process until clients can connect to what it found in its log."""
+    took = []
+    with tempfile.TemporaryDirectory(prefix="asyncdist-bench-") as folder:
+        _write_log(Path(folder), plan.logged)
+        for _ in range(plan.crowd_rounds):
+            begun = time.monotonic()
+            with field_.server(OURS, folder) as server:
+                took.append(time.monotonic() - begun)
+                with TCPStore(HOST, server.port, timeout=_PATIENCE, config=Config(token=field_.token)) as store:
+                    if store.num_keys() != plan.logged:
+                        raise BenchmarkError(f"of {plan.logged} sets, {store.num_keys()} came back")
+    return Case(f"restart from a log of {plan.logged:,} sets", "s", median(took), None, 10.0)
+
+
+def _write_log(folder: Path, count: int) -> None:
+    """Write what a daemon writes when so many keys are set, each by itself."""
+    journal, book = Journal(folder, compact_nbytes=1 << 62), Book(wake=lambda: None)
+    try:
+        for number in range(count):
+            book.set(f"key {number}", _VALUE, None)
+            journal.commit(*book.take(), sync=False)
+    finally:
+        journal.close()

@@ -1,14 +1,18 @@
-"""A server in a process of its own, ours or torch's: reads the token from stdin, prints its port, serves till killed."""
+"""A server in a process of its own, ours or torch's: reads the token from stdin, prints its port, serves till killed.
+
+Ours keeps what it holds in a folder, if it is told one.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import sys
+from pathlib import Path
 
 HOST = "127.0.0.1"
 
 
-def main(whose: str) -> None:
+def main(whose: str, data: str | None = None) -> None:
     """Serve as ``asyncdist store`` does, or as torch's libuv TCPStore does, which wants no token."""
     token = sys.stdin.readline().strip()
     if whose == "torch":
@@ -20,10 +24,11 @@ def main(whose: str) -> None:
         return
     from asyncdist.config import Config
     from asyncdist.runtime import new_loop
-    from asyncdist.store.daemon import serve
+    from asyncdist.store.daemon import Options, serve
 
+    options = Options(data=Path(data) if data is not None else None)
     with asyncio.Runner(loop_factory=new_loop) as runner:
-        runner.run(serve(HOST, 0, token=token, config=Config(), ready=_say))
+        runner.run(serve(HOST, 0, token=token, config=Config(), ready=_say, options=options))
 
 
 def _say(host: str, port: int) -> None:
@@ -32,4 +37,4 @@ def _say(host: str, port: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -23,7 +23,7 @@ def _parts(ctx: click.Context, param: click.Parameter, value: str) -> tuple[str,
 @click.option("--crowd", default=8192, show_default=True, type=click.IntRange(4), help="Connections at a time.")
 @click.option("--in-flight", default=1000, show_default=True, type=click.IntRange(1), help="Calls of one client.")
 @click.option("--clients", default="1,8", show_default=True, callback=several.sizes, help="Numbers of torch's clients.")
-@click.option("--only", "parts", default="", callback=_parts, help="Some of theirs, ours, crowd, memory.")
+@click.option("--only", "parts", default="", callback=_parts, help="Some of theirs, ours, crowd, memory, restart.")
 @click.option("--output", type=click.Path(file_okay=False, path_type=Path), help="Write store.json and store.md there.")
 def bench_store(
     rounds: int,
@@ -37,8 +37,8 @@ def bench_store(
     """Measure the store beside torch's libuv TCPStore, servers and clients in processes of their own.
 
     Torch's clients, one and eight of them, on either server; our client against torch's, one call at a time and many
-    in flight; a crowd that connects, authenticates, adds and meets at a barrier; and what a connection costs in memory.
-    It takes a minute or two, and wants a machine with nothing else to do.
+    in flight; a crowd that connects, authenticates, adds and meets at a barrier; what a connection costs in memory; and a
+    restart from a log of a million sets. It takes a minute or two, and wants a machine with nothing else to do.
 
     \b
     asyncdist bench store --output docs/bench

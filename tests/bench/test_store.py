@@ -14,7 +14,7 @@ from asyncdist.cli import main
 from asyncdist.errors import BenchmarkError
 
 SMALL = StorePlan(
-    rounds=1, seconds=0.02, clients=(1, 2), in_flight=10, crowd=8, crowd_rounds=1, crowd_processes=2
+    rounds=1, seconds=0.02, clients=(1, 2), in_flight=10, crowd=8, crowd_rounds=1, crowd_processes=2, logged=300
 )  # fmt: skip
 
 
@@ -32,9 +32,10 @@ def test_a_small_run_measures_every_case_and_leaves_nothing():
         "8 clients connect, authenticate, add, meet at a barrier",
         "memory a connection, ours",
         "memory a connection, torch's format",
+        "restart from a log of 300 sets",
     ]
     assert all(case.ours > 0 and case.torchs for case in report.cases[:7])
-    assert len(heard) == 8
+    assert len(heard) == 9
 
 
 @pytest.mark.processes
