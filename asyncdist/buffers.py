@@ -197,8 +197,8 @@ def _in_order(tensor: torch.Tensor) -> torch.Tensor:
 class Target:
     """A user's tensor that an operation writes into (and may read first).
 
-    ``memory`` is the tensor's own where its elements lie in order, else a copy (``copied``); after the operation the caller calls
-    `store`, which writes a copy back. UsageError if several elements of the tensor share one place in memory.
+    ``memory`` is the tensor's own where its elements lie in order, else a copy (``copied``); after the operation the caller
+    calls `store`, which writes a copy back. UsageError if several elements of the tensor share one place in memory.
     """
 
     __slots__ = ("copied", "memory", "tensor")
