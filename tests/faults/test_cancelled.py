@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 
 import pytest
 import torch
 
 import asyncdist
 from asyncdist.errors import RendezvousError, WaitTimeoutError
-from asyncdist.store import HashStore
+from asyncdist.store import HashStore, StoreServer
 from asyncdist.testing.cluster import world_of
 from asyncdist.testing.faults import cancelled_at
 
@@ -73,6 +74,23 @@ async def test_a_world_that_is_cancelled_at_any_step_of_opening_leaves_nothing_a
     assert "nobody looked" not in caplog.text
     given_up, lost = ("RendezvousError", "cancelled"), ("PeerLostError", "cancelled")
     assert {(2.0, 2.0)} < outcomes <= {(2.0, 2.0), given_up, lost, 2.0, "PeerLostError"}
+
+
+async def test_a_rank_that_comes_to_a_store_just_as_that_is_closed_finds_the_one_that_comes_after_it(monkeypatch):
+    close = StoreServer.close
+
+    async def close_while_somebody_comes_in(server):
+        time.sleep(0.15)  # noqa: ASYNC251  # the loop is held, and takes meanwhile nobody in who knocks
+        await asyncio.sleep(0)  # now it has, but makes a connection of it in its next turn only
+        await close(server)
+
+    where = {"init_method": f"tcp://127.0.0.1:{free_port()}"}
+    other = asyncio.ensure_future(use(1, **where))
+    with monkeypatch.context() as patched:
+        patched.setattr(StoreServer, "close", close_while_somebody_comes_in)
+        assert await ended(asyncio.ensure_future(cancelled_at(3, use(0, **where)))) == "cancelled"
+    again = asyncio.ensure_future(use(0, **where))
+    assert [await ended(other), await ended(again)] == [2.0, 2.0]
 
 
 def said(outcome):
