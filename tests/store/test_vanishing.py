@@ -1,0 +1,104 @@
+"""Clients that die in the middle of any operation, at any byte: it is done or not, and nothing else is left of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+
+import pytest
+
+from asyncdist.handshake import NONCE_NBYTES, Pushed, dial
+from asyncdist.store.c10d_wire import MAGIC, Code
+from asyncdist.store.messages import Encoder
+from asyncdist.store.operations import Op
+from asyncdist.store.pieces import LONG_NBYTES
+from asyncdist.testing.c10d import encode
+
+TOKEN = "a token for tests"
+
+OURS = {
+    Op.SET: ("mine", b"v"),
+    Op.GET: ("never",),
+    Op.ADD: ("n", 1),
+    Op.WAIT: (["k", "never"],),
+    Op.CHECK: (["k"],),
+    Op.COMPARE_SET: ("mine", b"v", b"w"),
+    Op.DELETE_KEY: ("mine",),
+    Op.NUM_KEYS: (),
+    Op.APPEND: ("mine", b"x"),
+    Op.MULTI_GET: (["k", "never"],),
+    Op.MULTI_SET: (["x", "y"], [b"1", b"1"]),
+    Op.LIST_KEYS: ("",),
+    Op.QUEUE_PUSH: ("other queue", b"item"),
+    Op.QUEUE_POP: ("queue", True),
+    Op.QUEUE_LEN: ("queue",),
+    Op.BARRIER: ("barrier", 2),
+    Op.PUBLISH: ("channel", b"message"),
+    Op.SUBSCRIBE: ("channel",),
+    Op.SET_EPHEMERAL: ("ephemeral", b"v"),
+    Op.WATCH: ("k",),
+    Op.WATCH_KEYS: ("",),
+    Op.PIECE: (0, bytes(LONG_NBYTES + 1)),
+}
+"""What each operation is asked with; those that can wait do."""
+
+THEIRS = {
+    Code.SET: (b"/mine", b"v"),
+    Code.COMPARE_SET: (b"/mine", b"v", b"w"),
+    Code.GET: (b"/k",),
+    Code.ADD: (b"/n", 1),
+    Code.CHECK: ([b"/k"],),
+    Code.WAIT: ([b"/k", b"/never"],),
+    Code.GETNUMKEYS: (),
+    Code.DELETE_KEY: (b"/mine",),
+    Code.APPEND: (b"/mine", b"x"),
+    Code.MULTI_GET: ([b"/k", b"/never"],),
+    Code.MULTI_SET: ({b"/x": b"1", b"/y": b"1"},),
+    Code.CANCEL_WAIT: (),
+    Code.PING: (7,),
+    Code.QUEUE_PUSH: (b"/other queue", b"item"),
+    Code.QUEUE_LEN: (b"/queue",),
+    Code.LIST_KEYS: (),
+    Code.BARRIER: (b"/barrier", 2),
+}
+"""The same in torch's format; its QUEUE_POP is left out, which takes an item as soon as it is asked for."""
+
+OPERATIONS = [*[("ours", op) for op in OURS], *[("theirs", code) for code in THEIRS]]
+
+
+def said(format_: str, operation: Op | Code) -> bytes:
+    if format_ == "theirs":
+        return encode(Code.VALIDATE, MAGIC) + encode(operation, *THEIRS[operation])
+    return Encoder().frame(1, operation, *OURS[operation])
+
+
+async def die_after(port: int, format_: str, words: bytes) -> None:
+    """Connect, say something, and hang up without reading, as the end of a process does."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    if format_ == "ours":
+        greeting = Pushed(dial(TOKEN, "store", os.urandom(NONCE_NBYTES)), writer.write)
+        while not greeting.done:
+            greeting.feed(await reader.read(1))
+    writer.write(words)
+    writer.close()
+    with contextlib.suppress(ConnectionError):
+        await writer.wait_closed()
+
+
+@pytest.mark.parametrize(("format_", "operation"), OPERATIONS, ids=lambda each: getattr(each, "name", each))
+async def test_a_client_that_dies_in_the_middle_of_an_operation(server, store, format_, operation, eventually):
+    await store.set("k", b"v")
+    await store.queue_push("queue", b"item")
+    words = said(format_, operation)
+    for nbytes in [*range(min(len(words), 60)), *range(60, len(words), 5000), len(words)]:
+        await die_after(server.port, format_, words[:nbytes])
+    await eventually(lambda: server.num_connections == 1)
+    assert server.state.num_open == 0
+    assert await store.queue_pop("queue", block=False) == b"item"
+    assert await store.add("n", 0) in (0, 1)
+    assert await store.check(["x"]) == await store.check(["y"])
+    assert not await store.check(["ephemeral"])
+    assert not await store.check(["barrier"])
+    assert await store.publish("channel", b"") == 0
+    assert await store.get("k") == b"v"
