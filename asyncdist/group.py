@@ -70,6 +70,7 @@ class Group(Calls):
             self._rank, len(self.ranks), mesh.config, model, forced, Scratch(), window, native=self._native,
             islands=self._islands,
         )  # fmt: skip
+        self._record = mesh.recorder.add
         self._known: dict[Any, reductions.Known] = {}  # by dtype, shape and reduction
         self._closed = False
         self._devices: dict[torch.device, DeviceGroup] = {}
@@ -177,7 +178,7 @@ class Group(Calls):
         if number is None:  # counted only now: a call that was refused on one rank must not shift its numbers
             number = next(self._sequence)
         entry = Entry(self.name, name, number, plan.fingerprint, plan.nbytes)
-        self.mesh.recorder.add(entry)
+        self._record(entry)
         if self._native is None or channel.point_to_point:
             return self._operate(channel, plan, plan.parts, entry, background, limit)
         if plan.native is None:
@@ -238,7 +239,7 @@ class Group(Calls):
         limit = self.timeout if timeout is None else seconds(timeout)
         number = next(self._sequence)
         entry = Entry(self.name, "all_reduce", number, known.fingerprint, known.nbytes)
-        self.mesh.recorder.add(entry)
+        self._record(entry)
         schedule = known.start(number, tensor)
         try:
             wait = not background or (self.patient and _get_running_loop() is None)
