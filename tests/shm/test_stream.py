@@ -173,6 +173,39 @@ async def test_every_exchange_may_be_staged_ahead(ahead, size):
         assert all(len(group._native._stream._tried) == 3 for group in groups)
 
 
+def sent(group, count):
+    """Start every collective in which some only send; return the works, and the results with what they must be."""
+    rank, size = group.rank(), group.size()
+    everybody = [(torch.arange(count) % 50 + other).float() for other in range(size)]
+    given, summed, own = numbers(group, count), numbers(group, count), torch.empty(count)
+    rows = [torch.empty(count) for _ in range(size)]
+    works = [
+        group.broadcast(given, 1),
+        group.reduce(summed, 0),
+        group.gather(numbers(group, count), rows if rank == 0 else None, 0),
+        group.scatter(own, everybody if rank == 1 else None, 1),
+    ]
+    results = [(given, everybody[1]), (own, everybody[rank])]
+    if rank == 0:
+        results += [(summed, sum(everybody)), *zip(rows, everybody, strict=True)]
+    return works, results
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("ahead", [0, stream.AHEAD, 3])
+async def test_who_only_sends_may_stage_ahead(ahead, size):
+    how_far = type("HowFar", (stream._Tried,), {"choose": lambda self: ahead})
+    async with world_of(size, transport="shm", config=SMALL) as groups:
+        for group in groups:
+            group._native._stream._tried = defaultdict(how_far)
+        for count in (PIECE + 1, 17 * PIECE, 40 * PIECE + 5):
+            started = [sent(group, count) for group in groups]
+            await asyncio.gather(*(work for works, _ in started for work in works))
+            assert all(torch.equal(result, expected) for _, results in started for result, expected in results)
+        kinds = [{kind for kind, _ in group._native._stream._tried} for group in groups]
+        assert kinds == [set(), {"broadcast", "scatter", "gather", "reduce"}, {"gather", "reduce"}][:size]
+
+
 async def test_who_finds_the_stream_with_a_later_collective_uses_the_areas_of_its_slot():
     async with world_of(3, transport="shm", config=SMALL) as groups:
         for group in groups[:2]:

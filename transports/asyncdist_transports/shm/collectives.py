@@ -17,7 +17,7 @@ from asyncdist.native import MemoryBlocks, Native
 from asyncdist.reduce import Arithmetic
 from asyncdist_transports.shm import direct
 from asyncdist_transports.shm.pieces import Pieces
-from asyncdist_transports.shm.rounds import POSTED, Turn
+from asyncdist_transports.shm.rounds import POSTED, Piece, Turn
 from asyncdist_transports.shm.stream import Stream
 from asyncdist_transports.shm.swap import Swap
 from asyncdist_transports.shm.window import DONE, Member, Window
@@ -33,7 +33,7 @@ class ShmNative(Native):
         self._window = window
         self._piece_nbytes = piece_nbytes
         self._views = direct.Views(window)
-        self._stream = Stream(window)
+        self._stream = Stream()
         self._show, self._hide = show, hide
         self._rank, self._size = window.rank, window.size
         self._others = window.others
@@ -140,15 +140,17 @@ class ShmNative(Native):
                 inputs[self._rank] = own
             how.reduce(inputs, own)
 
-        yield from self._stream.rounds(
-            turn,
-            ("all_reduce", memory.dtype),
-            pieces.rounds(memory.count),
-            pieces.nbytes,
-            lambda k, at: pieces.stage(0, memory, k, at),
-            take,
-            reads_open=False,
-        )
+        def stage(k: int, at: int) -> None:
+            pieces.stage(0, memory, k, at)
+
+        yield from self._trade(turn, "all_reduce", pieces, memory.count, stage, take, reads_open=False)
+
+    def _trade(
+        self, turn: Turn, name: str, pieces: Pieces, most: int, stage: Piece, take: Piece, *, reads_open: bool = True
+    ) -> Schedule:
+        """Have everybody stage and take, in as many rounds as ``most`` elements need."""
+        kind, count, others = (name, pieces.dtype), pieces.rounds(most), self._others
+        return self._stream.rounds(turn, kind, count, pieces.nbytes, stage, take, others, others, reads_open=reads_open)
 
     def _scatter_and_gather(self, turn: Turn, memory: Memory, how: Arithmetic) -> Schedule:
         """Each member reduces the pieces of its own block, and hands them out: rounds of the one and of the other."""
@@ -186,10 +188,7 @@ class ShmNative(Native):
         pieces = Pieces(turn, 1, memory.dtype)
         yield from self._window.enter(number)
         if self._rank != root:
-            takers = [self._window.by_rank[root]]
-            count = 1 if place else pieces.rounds(memory.count)
-            yield from turn.rounds(count, lambda k, at: pieces.stage(0, memory, k, at), None, (), takers)
-            yield from turn.end(takers)
+            yield from self._send(turn, "reduce", pieces, memory, [self._window.by_rank[root]])
             return
 
         def take(k: int, at: int) -> None:
@@ -199,6 +198,16 @@ class ShmNative(Native):
 
         yield from turn.rounds(pieces.rounds(memory.count), None, take, self._others, ())
         yield from turn.end(())
+
+    def _send(self, turn: Turn, name: str, pieces: Pieces, memory: Memory, takers: Sequence[Member]) -> Schedule:
+        """Hand out a memory, of which some members take all, and leave."""
+
+        def stage(k: int, at: int) -> None:
+            pieces.stage(0, memory, k, at)
+
+        count = 1 if turn.place else pieces.rounds(memory.count)
+        yield from self._stream.rounds(turn, (name, pieces.dtype), count, pieces.nbytes, stage, None, (), takers)
+        yield from turn.end(takers)
 
     def _seen(
         self, turn: Turn, pieces: Pieces, member: Member, block: int, first: int, k: int, count: int, at: int
@@ -233,9 +242,8 @@ class ShmNative(Native):
             ]
             how.reduce([pieces.of(blocks[self._rank], k), *others], piece)
 
-        count = pieces.rounds(max(block.count for block in blocks))
-        kind = "reduce_scatter", own.dtype
-        yield from self._stream.rounds(turn, kind, count, pieces.nbytes, stage, take)
+        most = max(block.count for block in blocks)
+        yield from self._trade(turn, "reduce_scatter", pieces, most, stage, take)
         yield from turn.end(self._others)
 
     def _place_of_run(self, blocks: Sequence[Memory]) -> int:
@@ -258,9 +266,7 @@ class ShmNative(Native):
         pieces = Pieces(turn, 1, memory.dtype)
         yield from self._window.enter(number)
         if self._rank == root:
-            count = 1 if place else pieces.rounds(memory.count)
-            yield from turn.rounds(count, lambda k, at: pieces.stage(0, memory, k, at), None, (), self._others)
-            yield from turn.end(self._others)
+            yield from self._send(turn, "broadcast", pieces, memory, self._others)
             return
         source = self._window.by_rank[root]
 
@@ -292,11 +298,10 @@ class ShmNative(Native):
                 if piece.numel():
                     piece.copy_(self._seen(turn, pieces, member, 0, 0, k, piece.numel(), at))
 
-        count = pieces.rounds(max(block.count for block in blocks))
-        kind = "all_gather", own.dtype
-        yield from self._stream.rounds(
-            turn, kind, count, pieces.nbytes, lambda k, at: pieces.stage(0, own, k, at), take
-        )
+        def stage(k: int, at: int) -> None:
+            pieces.stage(0, own, k, at)
+
+        yield from self._trade(turn, "all_gather", pieces, max(block.count for block in blocks), stage, take)
 
     def gather(self, number: int, fingerprint: int, own: Memory, blocks: MemoryBlocks, root: int) -> Schedule:
         place = direct.place_of(self._window, own.tensor) if self._rank != root else 0
@@ -304,10 +309,7 @@ class ShmNative(Native):
         pieces = Pieces(turn, 1, own.dtype)
         yield from self._window.enter(number)
         if self._rank != root:
-            takers = [self._window.by_rank[root]]
-            count = 1 if place else pieces.rounds(own.count)
-            yield from turn.rounds(count, lambda k, at: pieces.stage(0, own, k, at), None, (), takers)
-            yield from turn.end(takers)
+            yield from self._send(turn, "gather", pieces, own, [self._window.by_rank[root]])
             return
 
         def take(k: int, at: int) -> None:
@@ -330,7 +332,8 @@ class ShmNative(Native):
                 for member in self._others:
                     pieces.stage(_place_of(member.rank, root), blocks[member.rank], k, at)
 
-            yield from turn.rounds(count, stage, None, (), self._others)
+            kind = "scatter", own.dtype
+            yield from self._stream.rounds(turn, kind, count, pieces.nbytes, stage, None, (), self._others)
             yield from turn.end(self._others)
             return
         source = self._window.by_rank[root]
@@ -376,8 +379,7 @@ class ShmNative(Native):
                     piece.copy_(self._seen(turn, pieces, member, place, first, k, piece.numel(), at))
 
         most = max(memory.count for memory in (*incoming, *outgoing))
-        kind = "all_to_all", dtype
-        yield from self._stream.rounds(turn, kind, pieces.rounds(most), pieces.nbytes, stage, take)
+        yield from self._trade(turn, "all_to_all", pieces, most, stage, take)
         yield from turn.end(self._others)
 
     def _sent_before(self, number: int, member: Member, block: Memory) -> int:

@@ -1,4 +1,4 @@
-"""Large tensors that everybody shows to everybody, piece by piece: at once, or staged well ahead of being read.
+"""Large tensors that members show to others, piece by piece: at once, or staged well ahead of being read.
 
 What a rank has just written lies in the caches of its core. Where cores share a cache, it is best read at once. Where
 they do not, another core gets it from there at a fraction of memory's speed, and some MiB later, when it has moved on,
@@ -12,14 +12,14 @@ How far ahead a member stages is its own affair. It uses 2 + 2 * ahead places of
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
 from asyncdist.collectives.schedule import Schedule
 from asyncdist.errors import SharedMemoryError
 from asyncdist_transports.shm.rounds import Piece, Turn
-from asyncdist_transports.shm.window import STREAM_PIECES, Window
+from asyncdist_transports.shm.window import STREAM_PIECES, Member
 
 AHEAD = STREAM_PIECES // 2 - 1
 _TRY_EVERY = 64
@@ -50,10 +50,9 @@ class _Tried:
 
 
 class Stream:
-    """The rounds of a group's collectives in which everybody stages and takes, and that take more than one round."""
+    """The rounds of a group's collectives that take more than one round, of members who stage."""
 
-    def __init__(self, window: Window) -> None:
-        self._others = window.others
+    def __init__(self) -> None:
         self._tried: dict[Hashable, _Tried] = defaultdict(_Tried)
 
     def rounds(
@@ -63,22 +62,34 @@ class Stream:
         count: int,
         nbytes: int,
         stage: Piece,
-        take: Piece,
+        take: Piece | None,
+        sources: Sequence[Member],
+        takers: Sequence[Member],
         *,
         reads_open: bool = True,
     ) -> Schedule:
         """Run rounds as `Turn.rounds` does, as far ahead as was faster for calls of this ``kind``.
 
-        A member uses up to ``nbytes`` of an area in each round.
+        A member uses up to ``nbytes`` of an area in each round. Who only sends gains as well: its pieces lie where those
+        of the call before were, and not in every slot's halves in turn.
         """
         if count < 2 or (reads_open and turn.place):
-            return turn.rounds(count, stage, take, self._others, self._others, reads_open=reads_open)
-        return self._ahead(turn, kind, count, nbytes, stage, take, reads_open)
+            return turn.rounds(count, stage, take, sources, takers, reads_open=reads_open)
+        return self._ahead(turn, kind, count, nbytes, stage, take, sources, takers, reads_open)
 
     def _ahead(
-        self, turn: Turn, kind: Hashable, count: int, nbytes: int, stage: Piece, take: Piece, reads_open: bool
+        self,
+        turn: Turn,
+        kind: Hashable,
+        count: int,
+        nbytes: int,
+        stage: Piece,
+        take: Piece | None,
+        sources: Sequence[Member],
+        takers: Sequence[Member],
+        reads_open: bool,
     ) -> Schedule:
-        others, tried = self._others, self._tried[kind]
+        tried = self._tried[kind]
         ahead = tried.choose()
         for far in dict.fromkeys((ahead, 0)):
             try:
@@ -98,5 +109,6 @@ class Stream:
 
             return work
 
-        yield from turn.rounds(count, timed(stage), timed(take), others, others, reads_open=reads_open, ahead=ahead)
+        staged, taken = timed(stage), take and timed(take)
+        yield from turn.rounds(count, staged, taken, sources, takers, reads_open=reads_open, ahead=ahead)
         tried.note(ahead, seconds)
