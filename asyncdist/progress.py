@@ -310,18 +310,18 @@ class Progress:
                 soon(self._kicked_on_loop)
 
     def _kicked_on_loop(self) -> None:
-        self._kicked = False
+        self._kicked = self._spent = False
         self._drive_on_loop()
 
     def _drive_on_loop(self, descriptor: int | None = None) -> None:
         if self._closed:
             return
-        self._resting = self._spent = False
+        self._resting = False
         if self._seat.locked():
             self._lookout.watch(self.loop, {})
             return
         now = monotonic()
-        until, spin_until = now + _SLICE, now + self._loop_spin
+        until, spin_until = now + (0.0 if self._spent else _SLICE), now + self._loop_spin
         with self._lock:
             moved = self._turn(None if descriptor is None else (descriptor,))
             while now < until and (moved or now < spin_until) and self._machine.busy() and not self._machine.finished:
@@ -343,7 +343,7 @@ class Progress:
         self._lookout.set_timer(self.loop, at)
         self._deliver()
         self._wake()
-        if moved or self._inbox:
+        if moved or self._inbox or self._spent:
             self._kick()
 
     def close(self) -> None:
