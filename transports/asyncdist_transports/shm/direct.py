@@ -88,13 +88,13 @@ class Push:
             words = member.words
             while words[at] < posted:
                 yield member.rank
+            window.fence.light()  # their step before what they have posted with it, and their data
             if words[at + CALL] != call:
                 window.check(number, call, [member])
             places.append(words[at + PLACE])
         if 0 in places:
             yield from self._staged(Turn(window, number, call, posted=True), tensor)
             return
-        window.fence.light()
         try:
             for pieces in self._pieces(tuple(places)):
                 self._push(pieces)
