@@ -36,19 +36,6 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("asyncdist")
 
-# -- workers ----------------------------------------------------------------------------------------
-
-_FORK_RANKS = {"nursery", "brief_lives"}
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the tests of a folder whose ranks are forked on one worker: they share the process that forks."""
-    if config.pluginmanager.hasplugin("xdist"):
-        for item in items:
-            if not _FORK_RANKS.isdisjoint(getattr(item, "fixturenames", ())):
-                item.add_marker(pytest.mark.xdist_group(item.path.parent.name))
-
-
 # -- loops and transports ---------------------------------------------------------------------------
 
 

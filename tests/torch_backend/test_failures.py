@@ -218,7 +218,8 @@ def test_an_interrupt_of_torchrun_ends_everything_soon(transport, busy, monkeypa
         interrupted_at = time.monotonic()
         job.send_signal(signal.SIGINT)
         rest, _ = job.communicate(timeout=30)
-        assert time.monotonic() - interrupted_at < 2.0, rest
+        # Two seconds where each process has a core to end on; a rank that hangs is killed by torchrun after thirty.
+        assert time.monotonic() - interrupted_at < 6.0, rest
         assert job.returncode != 0
         assert "Aborted" not in rest
     finally:
