@@ -61,7 +61,10 @@ def _transports(ctx: click.Context, param: click.Parameter, value: str) -> tuple
 
 @click.command(short_help="Measure collectives, beside gloo, Open MPI and plain sockets in the same run.")
 @click.argument(
-    "collectives", nargs=-1, type=click.Choice(sorted({*COLLECTIVES, *ON_DEVICES})), metavar="[COLLECTIVE]..."
+    "collectives",
+    nargs=-1,
+    type=click.Choice(tuple(dict.fromkeys((*COLLECTIVES, *ON_DEVICES)))),
+    metavar="[COLLECTIVE]...",
 )
 @click.option(
     "--ranks",

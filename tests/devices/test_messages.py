@@ -153,6 +153,18 @@ def test_ranks_of_other_hosts_are_reached_through_the_host(caplog):
     assert told == ["messages to rank 2 do not go by cuda_ipc: it is on another host"]
 
 
+def test_what_was_offered_in_vain_orders_nothing_later():
+    def program(group):
+        first, second = torch.ones(LARGE), torch.zeros(LARGE)
+        for sender in range(2):
+            tensor = first if group.rank() == sender else second
+            work = group.send(tensor, 1 - sender) if group.rank() == sender else group.recv(tensor, sender)
+            work.wait()
+        return second.sum().item()
+
+    assert run(2, program, refusing=1) == [LARGE] * 2
+
+
 def test_what_cannot_be_mapped_goes_through_the_host(caplog):
     caplog.set_level(logging.INFO, "asyncdist")
 

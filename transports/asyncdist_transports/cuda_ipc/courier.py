@@ -99,11 +99,11 @@ class CudaIpcCourier(Courier):
             ours[0].record()
             talk.say(self.name, _OFFER.pack(self._machine, self._lies, self._shines, lies.pack(), ours[1]))
             answer = yield from talk.hear()
+            self._events.give(talk.peer, ours)  # not after a refusal: then nobody has waited for what it was recorded for
             self._events.of(talk.peer, answer.content).wait()
             talk.say()
             return streams.mark()
         finally:
-            self._events.give(talk.peer, ours)
             self._rooms.append(room)
 
     def receive(self, data: torch.Tensor, talk: Talk, offer: bytes, before: Mark) -> Conversation[Mark]:
