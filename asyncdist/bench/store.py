@@ -116,8 +116,8 @@ class Worker:
         ready, _, _ = select.select([self._process.stdout], [], [], _PATIENCE)
         if not ready:
             raise BenchmarkError(
-                f"store clients waited for {_PATIENCE:.0f} s: their server serves them no more; measure the other cases "
-                "with --only"
+                f"store clients waited for {_PATIENCE:.0f} s: their server does not keep up. Torch's looks up the name of "
+                "each client that connects, so see whether look-ups are slow here; or measure the other cases with --only"
             )
         line = self._process.stdout.readline()
         if not line:
