@@ -99,7 +99,9 @@ class CudaIpcCourier(Courier):
             ours[0].record()
             talk.say(self.name, _OFFER.pack(self._machine, self._lies, self._shines, lies.pack(), ours[1]))
             answer = yield from talk.hear()
-            self._events.give(talk.peer, ours)  # not after a refusal: then nobody has waited for what it was recorded for
+            self._events.give(
+                talk.peer, ours
+            )  # not after a refusal: then nobody has waited for what it was recorded for
             self._events.of(talk.peer, answer.content).wait()
             talk.say()
             return streams.mark()
