@@ -34,7 +34,7 @@ def trace(folder: Path, calls: int, plot: Path | None, seconds: float, perfetto:
 
     \b
     ASYNCDIST_DUMP_DIR=/tmp/dumps ASYNCDIST_DUMP_SIGNAL=USR2 torchrun --nproc-per-node=8 train.py
-    pkill -USR2 -f train.py
+    pkill -USR2 -f -- '-u train.py'          # torchrun's ranks, and not torchrun, which such a signal ends
     asyncdist trace /tmp/dumps --plot timeline.png
     """
     from asyncdist.cli import timeline

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+import shutil
 import signal
+import subprocess
+import sys
 
 import pytest
 
+from asyncdist.cli.trace import trace
 from asyncdist.errors import UsageError
 from asyncdist.observe import story
 
@@ -45,3 +50,37 @@ def test_a_killed_rank_is_the_one_that_left_nothing(job, all_do, tmp_path):
     records = story.read(tmp_path / "dumps")
     assert [record.rank for record in records] == [0, 2]
     assert "rank 1 left no flight recorder" in next(iter(story.tell(records)))
+
+
+WAITS = """
+import sys, time
+from pathlib import Path
+import asyncdist.sync as dist
+
+folder = Path(sys.argv[1])
+dist.init_process_group()
+if dist.get_rank() == 1:
+    (folder / "up").touch()
+    while not (folder / "go on").exists():
+        time.sleep(0.01)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.skipif(shutil.which("pkill") is None, reason="there is no pkill")
+def test_the_command_that_is_told_reaches_the_ranks_of_torchrun_and_not_torchrun(until, tmp_path):
+    program, dumps = tmp_path / "train.py", tmp_path / "dumps"
+    program.write_text(WAITS)
+    told = re.search(r"pkill [^#\n]*", trace.callback.__doc__)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", program, tmp_path]
+    environment = {**os.environ, "ASYNCDIST_DUMP_DIR": str(dumps), "ASYNCDIST_DUMP_SIGNAL": "USR2"}
+    with subprocess.Popen(command, env=environment) as torchrun:
+        try:
+            until(lambda: (tmp_path / "up").exists())
+            subprocess.run(["bash", "-c", told[0].replace("train.py", str(program))], check=True)
+            until(lambda: len(list(dumps.glob("*.json"))) == 2)
+            (tmp_path / "go on").touch()
+            assert torchrun.wait(timeout=30) == 0
+        finally:
+            torchrun.terminate()
