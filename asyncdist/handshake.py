@@ -11,10 +11,14 @@ side is ever interpreted. The store and the mesh use the same exchange, with ano
                                          ←     status, HMAC(token, "a", purpose, nonces)
 
 An absent token is the empty key: the exchange is the same, and proves only that both sides speak our protocol.
+
+Who dials a port of its own host at which nobody listens may reach itself: one connection in some ten thousands is made
+from the very port that it goes to, and TCP then joins the socket with itself. That is a refusal, if a strange one.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import hmac
 from collections.abc import Callable, Generator
@@ -32,10 +36,13 @@ Handshake = Generator[bytes | int, bytes, None]
 def dial(token: str | None, purpose: str, nonce: bytes) -> Handshake:
     """Prove ourselves to an acceptor, and have it prove itself.
 
-    Raises AuthenticationError if it refuses our token or cannot prove its own, ProtocolError if it is not ours at all.
+    Raises AuthenticationError if it refuses our token or cannot prove its own, ProtocolError if it is not ours at all,
+    and ConnectionRefusedError if it is ourselves.
     """
     yield MAGIC + nonce
     greeting = yield len(MAGIC) + NONCE_NBYTES
+    if greeting == MAGIC + nonce:
+        raise ConnectionRefusedError(errno.ECONNREFUSED, "nobody listens there: what we said came back to us")
     if not greeting.startswith(MAGIC):
         raise ProtocolError(
             f"what answers there is no asyncdist {purpose} (it said {greeting[:12]!r}); check host and port"

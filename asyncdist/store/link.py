@@ -104,7 +104,7 @@ class Link(asyncio.Protocol):
                     return
                 self._greeting = None
             conversation.receive(data)
-        except (ProtocolError, AuthenticationError) as error:
+        except (ProtocolError, AuthenticationError, ConnectionRefusedError) as error:
             self._why = str(error)
             if not self.greeted.done():
                 self.greeted.set_exception(error)

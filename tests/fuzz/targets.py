@@ -68,7 +68,7 @@ def c10d(data: bytes) -> None:
 def greeting(data: bytes) -> None:
     """Both sides of the handshake."""
     for handshake in (accept("token", "store", NONCE), dial("token", "store", NONCE)):
-        with contextlib.suppress(ProtocolError, AuthenticationError):
+        with contextlib.suppress(ProtocolError, AuthenticationError, ConnectionRefusedError):
             pushed = Pushed(handshake, lambda written: None)
             for piece in _pieces(data):
                 pushed.feed(piece)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import socket
 from datetime import timedelta
@@ -20,7 +21,7 @@ from asyncdist.errors import (
     StoreTimeoutError,
     UsageError,
 )
-from asyncdist.store import AsyncPrefixStore, AsyncStore, StoreServer, dialling
+from asyncdist.store import AsyncPrefixStore, AsyncStore, StoreServer, TCPStore, dialling
 
 UNIT, LONG = 0.05, 10.0
 """Seconds: a limit that is to pass, and one that must not."""
@@ -291,6 +292,32 @@ async def test_somebody_else_answers(said):
         port = other.sockets[0].getsockname()[1]
         with pytest.raises(ProtocolError, match="no asyncdist store"):
             await AsyncStore.connect("127.0.0.1", port, timeout=LONG)
+
+
+@pytest.mark.parametrize("kind", [AsyncStore, TCPStore])
+async def test_who_reaches_itself_tries_again(config, kind):
+    """As a socket does whose own port is the one that it dials, where nobody listens at that yet."""
+    loop = asyncio.get_running_loop()
+    with socket.create_server(("127.0.0.1", 0)) as port:
+        port.setblocking(False)
+        where = port.getsockname()
+        if kind is AsyncStore:
+            coming = asyncio.create_task(AsyncStore.connect(*where, token=TOKEN, timeout=LONG))
+        else:
+            settings = Config(token=TOKEN)
+            coming = asyncio.create_task(asyncio.to_thread(TCPStore, *where, timeout=LONG, config=settings))
+        other_end, _ = await loop.sock_accept(port)
+        with other_end, contextlib.suppress(ConnectionError):
+            while said := await loop.sock_recv(other_end, 1000):
+                await loop.sock_sendall(other_end, said)
+        async with await StoreServer.start("127.0.0.1", 0, token=TOKEN, config=config, sock=port.dup()):
+            store = await coming
+            if kind is AsyncStore:
+                assert await store.add("n", 1) == 1
+                await store.close()
+            else:
+                assert await asyncio.to_thread(store.add, "n", 1) == 1
+                store.close()
 
 
 @pytest.mark.parametrize("token", [None, "", "another token"])
