@@ -14,8 +14,8 @@ from typing import Any
 
 import msgpack
 
-from asyncdist import registry
-from asyncdist.config import Config, Launch
+from asyncdist import __version__, registry
+from asyncdist.config import Config, Launch, settings
 from asyncdist.deadline import Timeout, seconds
 from asyncdist.errors import RendezvousError, UsageError
 from asyncdist.group import Group
@@ -24,7 +24,10 @@ from asyncdist.observe import on_demand
 from asyncdist.rendezvous import Meeting, meet
 
 # Settings that change what is sent to whom: they must be equal on every rank.
-_SHARED_SETTINGS = ("shm_area_nbytes", "lanes", "stripe_nbytes", "segment_nbytes", "algorithm")
+_SHARED_SETTINGS = (
+    "ASYNCDIST_SHM_AREA_NBYTES", "ASYNCDIST_TCP_LANES", "ASYNCDIST_STRIPE_NBYTES", "ASYNCDIST_SEGMENT_NBYTES",
+    "ASYNCDIST_ALGORITHM",
+)  # fmt: skip
 
 
 class World:
@@ -125,9 +128,10 @@ async def _open(
         mesh.backend = backend
         on_demand.offer(mesh.recorder, config)
         try:
-            ours = {"addresses": mesh.listen(meeting.listen_host), "settings": _shared(config)}
+            runs = {"version": __version__, "settings": _shared(config)}
+            ours = {"addresses": mesh.listen(meeting.listen_host), **runs}
             everyone = [msgpack.unpackb(payload) for payload in await meeting.exchange(msgpack.packb(ours), more=True)]
-            _compare([one["settings"] for one in everyone], meeting.rank)
+            _compare(everyone, meeting.rank)
             reached = await mesh.settle([one["addresses"] for one in everyone], meeting.remaining())
             mesh.agree([msgpack.unpackb(each) for each in await meeting.exchange(msgpack.packb(reached))])
             return World(meeting, mesh, name, limit)
@@ -140,15 +144,21 @@ async def _open(
 
 
 def _shared(config: Config) -> dict[str, Any]:
-    return {setting: getattr(config, setting) for setting in _SHARED_SETTINGS}
+    return {variable: value for variable, _, value, _ in settings(config) if variable in _SHARED_SETTINGS}
 
 
-def _compare(settings: Sequence[dict[str, Any]], rank: int) -> None:
-    """Raise if a rank runs with other settings than ours: its schedules would not fit ours."""
-    for peer, theirs in enumerate(settings):
-        for setting, value in theirs.items():
-            if settings[rank].get(setting) != value:
+def _compare(everyone: Sequence[dict[str, Any]], rank: int) -> None:
+    """Raise if a rank runs another version or with other settings than ours: its schedules would not fit ours."""
+    ours = everyone[rank]
+    for peer, theirs in enumerate(everyone):
+        if theirs["version"] != ours["version"]:
+            raise RendezvousError(
+                f"rank {peer} runs asyncdist {theirs['version']}, but rank {rank} asyncdist {ours['version']}; "
+                "install the same version for every rank"
+            )
+        for variable, value in theirs["settings"].items():
+            if value != ours["settings"][variable]:
                 raise RendezvousError(
-                    f"rank {peer} runs with {setting}={value!r}, but rank {rank} with {settings[rank].get(setting)!r}; "
+                    f"rank {peer} runs with {variable}={value!r}, but rank {rank} with {ours['settings'][variable]!r}; "
                     "start every rank with the same ASYNCDIST_ settings"
                 )

@@ -1,0 +1,68 @@
+"""Worlds come together only of ranks that will run the same schedules."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+import pytest
+
+import asyncdist
+from asyncdist.config import Config
+from asyncdist.errors import RendezvousError
+from asyncdist.store import HashStore
+from asyncdist.world import open_world
+
+
+async def refused(*opened):
+    """Let ranks meet that do not fit, and return what each is told."""
+    outcomes = await asyncio.wait_for(asyncio.gather(*opened, return_exceptions=True), 20)
+    assert [type(outcome) for outcome in outcomes] == [RendezvousError] * len(outcomes)
+    return [str(outcome) for outcome in outcomes]
+
+
+@pytest.mark.parametrize(
+    ("variable", "common", "other"),
+    [
+        ("ASYNCDIST_TCP_LANES", "1", "2"),
+        ("ASYNCDIST_STRIPE_NBYTES", "1048576", "4096"),
+        ("ASYNCDIST_SEGMENT_NBYTES", "1048576", "4096"),
+        ("ASYNCDIST_SHM_AREA_NBYTES", "1048576", "65536"),
+        ("ASYNCDIST_ALGORITHM", "all_reduce=tree", "all_reduce=ring"),
+    ],
+)
+async def test_ranks_with_other_settings_are_told_which(variable, common, other):
+    store = HashStore()
+    configs = [Config.from_environment({variable: value}) for value in (common, common, other)]
+    told = await refused(
+        *(
+            open_world(backend="inproc", store=store, rank=rank, world_size=3, timeout=20, config=config)
+            for rank, config in enumerate(configs)
+        )
+    )
+    shown = [repr(int(value) if value.isdigit() else value) for value in (common, other)]
+    assert f"rank 2 runs with {variable}={shown[1]}, but rank 0 with {shown[0]}; " in told[0]
+    assert f"rank 2 runs with {variable}={shown[1]}, but rank 1 with {shown[0]}; " in told[1]
+    assert f"rank 0 runs with {variable}={shown[0]}, but rank 2 with {shown[1]}; " in told[2]
+
+
+OF_THE_FUTURE = """
+import sys
+import asyncdist
+asyncdist.__version__ = "99.0"
+import asyncdist.sync as dist
+dist.init_process_group("tcp", sys.argv[1], rank=1, world_size=2, timeout=30)
+"""
+
+
+@pytest.mark.processes
+async def test_ranks_with_another_version_are_told_which(tmp_path):
+    where = f"file://{tmp_path}/meeting"
+    other = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", OF_THE_FUTURE, where, stderr=asyncio.subprocess.PIPE
+    )
+    reading = asyncio.create_task(other.communicate())
+    (told,) = await refused(open_world(backend="tcp", init_method=where, rank=0, world_size=2, timeout=30))
+    assert told.startswith(f"rank 1 runs asyncdist 99.0, but rank 0 asyncdist {asyncdist.__version__}; install")
+    _, said = await reading
+    assert f"rank 0 runs asyncdist {asyncdist.__version__}, but rank 1 asyncdist 99.0; install" in said.decode()
