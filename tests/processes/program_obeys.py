@@ -134,9 +134,13 @@ class Rank:
             group.all_reduce(tensor, background=False)
             return tensor.item()
 
-    def cpu_seconds(self):
+    def effort(self):
+        """Return how many seconds of a processor this process has used, and how often it has woken up."""
         used = resource.getrusage(resource.RUSAGE_SELF)
-        return used.ru_utime + used.ru_stime
+        return used.ru_utime + used.ru_stime, used.ru_nvcsw
+
+    def effort_since(self, before):
+        return tuple(now - then for now, then in zip(self.effort(), before, strict=True))
 
     def is_initialized(self):
         return sync.is_initialized()
@@ -197,10 +201,10 @@ class Blocking(Rank):
         sync.destroy_process_group()
 
     def measured_receive(self, src):
-        """Return the processor seconds that it took to wait and receive."""
-        before = self.cpu_seconds()
+        """Return the effort that it took to wait and receive."""
+        before = self.effort()
         sync.recv(torch.zeros(1), src)
-        return self.cpu_seconds() - before
+        return self.effort_since(before)
 
     def barrier(self, group):
         sync.barrier(group=self.group(group))
@@ -223,10 +227,10 @@ class Blocking(Rank):
         return None
 
     def rest(self, seconds):
-        """Do nothing for a while; return the processor seconds that it took."""
-        before = self.cpu_seconds()
+        """Do nothing for a while; return the effort that it took."""
+        before = self.effort()
         time.sleep(seconds)
-        return self.cpu_seconds() - before
+        return self.effort_since(before)
 
 
 class Awaiting(Rank):
@@ -269,9 +273,9 @@ class Awaiting(Rank):
         await asyncdist.destroy_process_group()
 
     async def measured_receive(self, src):
-        before = self.cpu_seconds()
+        before = self.effort()
         await asyncdist.recv(torch.zeros(1), src)
-        return self.cpu_seconds() - before
+        return self.effort_since(before)
 
     async def barrier(self, group):
         await asyncdist.barrier(group=self.group(group))
@@ -291,9 +295,9 @@ class Awaiting(Rank):
         return [outcome_of(result) if isinstance(result, Exception) else None for result in results]
 
     async def rest(self, seconds):
-        before = self.cpu_seconds()
+        before = self.effort()
         await asyncio.sleep(seconds)
-        return self.cpu_seconds() - before
+        return self.effort_since(before)
 
 
 def blocking(test):
