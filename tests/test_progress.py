@@ -213,3 +213,21 @@ async def test_what_goes_on_and_on_has_one_slice_in_a_turn_of_the_loop(monkeypat
         assert 10 <= mill.turns - before <= 13
     mill.moves = False
     progress.close()
+
+
+def test_who_waits_spins_for_a_bounded_time_and_offers_the_core_where_ranks_outnumber_cores(monkeypatch):
+    offered = []
+    monkeypatch.setattr(progress_module, "_yield_core", lambda: offered.append(True))
+
+    def offers(crowded):
+        mill = Mill()
+        monkeypatch.setattr(progress_module, "monotonic", lambda: mill.clock)
+        progress, looks = Progress(mill), 2 if crowded else 512
+        progress.spin_for(1.0, 0.0, crowded=crowded)
+        offered.clear()
+        assert not progress.attempt((1 for _ in mill.steps()), wait=True)
+        between = looks * progress_module._SLICE / 10
+        assert 1.0 <= mill.clock <= 1.0 + 2.01 * between
+        return len(offered)
+
+    assert offers(crowded=True) > 8 * offers(crowded=False) > 0

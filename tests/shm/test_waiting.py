@@ -14,6 +14,8 @@ from asyncdist.errors import PeerLostError
 from asyncdist.testing.cluster import run_ranks, world_of
 
 COUNTS = [1, 20_000, 1_000_001]  # one line; an area; several pieces
+LONG = 10.0
+"""Seconds that nothing here takes."""
 
 
 def shm_of(group):
@@ -78,52 +80,26 @@ async def test_a_message_that_came_while_we_fell_asleep_is_seen():
         assert tensor.tolist() == [0, 1, 2]
 
 
-# -- spinning and yielding --------------------------------------------------------------------------
-
-
-def test_who_waits_spins_for_a_bounded_time_and_offers_the_core_where_ranks_outnumber_cores(monkeypatch):
-    offered = []
-    monkeypatch.setattr("asyncdist.progress._yield_core", lambda: offered.append(True))
-
-    def never():
-        while True:
-            yield 1
-
-    def program(group):
-        if group.rank() != 0:
-            return None
-        counts = []
-        for crowded in (False, True):
-            offered.clear()
-            group.mesh.progress.spin_for(5e-3, 0.0, crowded=crowded)
-            before = time.monotonic()
-            assert not group.mesh.progress.attempt(never(), wait=True)
-            assert 5e-3 <= time.monotonic() - before < 2.0
-            counts.append(len(offered))
-        return counts
-
-    counts, _ = run_ranks(2, program, transport="shm")
-    assert counts[1] > 8 * counts[0] > 0
+# -- waiting at the call -----------------------------------------------------------------------------
 
 
 async def test_who_awaits_gives_the_loop_its_turn_in_the_middle_of_what_goes_on_without_a_pause():
     async with world_of(2, transport="shm") as (zero, _):
+        until = time.monotonic() + LONG
 
         def busy():
-            until = time.monotonic() + 1.0
             while time.monotonic() < until:
                 yield ()
 
-        begun, schedule = time.monotonic(), busy()
-        assert not zero.mesh.progress.attempt(schedule, wait=False)
-        assert time.monotonic() - begun < 0.5
+        schedule = busy()
+        assert not zero.mesh.progress.attempt(schedule, wait=False)  # long before its end
+        until = 0.0
         assert zero.mesh.progress.attempt(schedule, wait=True)  # who blocks has nothing else to do
 
 
 async def test_a_patient_group_waits_at_the_call_for_what_goes_on_by_itself_but_never_on_a_loop():
     async with world_of(2, transport="shm") as (zero, one):
         zero.patient = True
-        zero.mesh.progress.spin_for(0.3, 0.0, crowded=False)
 
         def seconds():
             before = time.monotonic()
@@ -131,9 +107,11 @@ async def test_a_patient_group_waits_at_the_call_for_what_goes_on_by_itself_but_
             return time.monotonic() - before
 
         works = []
-        assert seconds() < 0.2
+        zero.mesh.progress.spin_for(LONG, 0.0, crowded=False)
+        assert seconds() < LONG
         await asyncio.gather(one.all_reduce(torch.ones(3)), *works)
-        assert await asyncio.to_thread(seconds) >= 0.3
+        zero.mesh.progress.spin_for(0.1, 0.0, crowded=False)
+        assert await asyncio.to_thread(seconds) >= 0.1
         assert not works[1].is_completed()  # its peer has not come: it goes on by itself
         await asyncio.gather(one.all_reduce(torch.ones(3)), *works)
 
