@@ -32,9 +32,10 @@ _NAMES: dict[str, tuple[str, str]] = {
     **{name: ("asyncdist.aio", name) for name in ("destroy_process_group", "init_process_group", "process_group")},
     **{
         name: ("asyncdist.api", name)
-        for name in """GroupMember get_backend get_global_rank get_group_rank get_process_group_ranks get_rank
-        get_world_size group is_available is_initialized new_group new_subgroups new_subgroups_by_enumeration
-        split_group""".split()
+        for name in """GroupMember get_backend get_global_rank get_group_rank get_node_local_rank
+        get_process_group_ranks get_rank get_world_size group is_available is_backend_available is_gloo_available
+        is_initialized is_mpi_available is_nccl_available is_torchelastic_launched new_group new_subgroups
+        new_subgroups_by_enumeration split_group""".split()
     },
     **{name: ("asyncdist.store", name) for name in ("FileStore", "HashStore", "PrefixStore", "TCPStore")},
     "Config": ("asyncdist.config", "Config"),
@@ -42,6 +43,7 @@ _NAMES: dict[str, tuple[str, str]] = {
     "DistributedSampler": ("asyncdist.sampler", "DistributedSampler"),
     "Group": ("asyncdist.group", "Group"),
     "P2POp": ("asyncdist.face", "P2POp"),
+    "ProcessGroup": ("asyncdist.group", "Group"),  # torch's name, for annotations
     "ReduceOp": ("asyncdist.ops", "ReduceOp"),
     "Work": ("asyncdist.work", "Work"),
     "empty": ("asyncdist.registered", "empty"),
@@ -93,12 +95,18 @@ if TYPE_CHECKING:
     from asyncdist.api import get_backend as get_backend
     from asyncdist.api import get_global_rank as get_global_rank
     from asyncdist.api import get_group_rank as get_group_rank
+    from asyncdist.api import get_node_local_rank as get_node_local_rank
     from asyncdist.api import get_process_group_ranks as get_process_group_ranks
     from asyncdist.api import get_rank as get_rank
     from asyncdist.api import get_world_size as get_world_size
     from asyncdist.api import group as group
     from asyncdist.api import is_available as is_available
+    from asyncdist.api import is_backend_available as is_backend_available
+    from asyncdist.api import is_gloo_available as is_gloo_available
     from asyncdist.api import is_initialized as is_initialized
+    from asyncdist.api import is_mpi_available as is_mpi_available
+    from asyncdist.api import is_nccl_available as is_nccl_available
+    from asyncdist.api import is_torchelastic_launched as is_torchelastic_launched
     from asyncdist.api import new_group as new_group
     from asyncdist.api import new_subgroups as new_subgroups
     from asyncdist.api import new_subgroups_by_enumeration as new_subgroups_by_enumeration
@@ -116,6 +124,8 @@ if TYPE_CHECKING:
     from asyncdist.store import PrefixStore as PrefixStore
     from asyncdist.store import TCPStore as TCPStore
     from asyncdist.work import Work as Work
+
+    ProcessGroup = Group
 
     all_gather = face.all_gather
     all_gather_coalesced = face.all_gather_coalesced

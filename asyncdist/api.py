@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from asyncdist import registry
+from asyncdist.config import Launch
 from asyncdist.deadline import Timeout
 from asyncdist.errors import AlreadyInitializedError, NotInitializedError, UsageError
 from asyncdist.group import Group
@@ -93,6 +95,37 @@ def is_available() -> bool:
     return True
 
 
+def is_backend_available(backend: str) -> bool:
+    """Return whether `init_process_group` takes the name: a transport's, or one of torch's, which stand for "auto"."""
+    return registry.is_known(backend)
+
+
+def is_gloo_available() -> bool:
+    """Return what torch says of itself, for programs that choose by it; we need no gloo."""
+    return _torch_has("gloo")
+
+
+def is_mpi_available() -> bool:
+    """Return what torch says of itself, for programs that choose by it; we need no MPI."""
+    return _torch_has("mpi")
+
+
+def is_nccl_available() -> bool:
+    """Return what torch says of itself, for programs that choose by it; ``asyncdist info`` says whether we can use NCCL."""
+    return _torch_has("nccl")
+
+
+def _torch_has(backend: str) -> bool:
+    import torch.distributed
+
+    return bool(getattr(torch.distributed, f"is_{backend}_available", bool)())  # a torch without distributed has none
+
+
+def is_torchelastic_launched() -> bool:
+    """Return whether torchrun started this process."""
+    return bool(Launch.from_environment().run_id)
+
+
 def is_initialized() -> bool:
     """Return whether there is a default process group."""
     return _world is not None
@@ -106,6 +139,17 @@ def get_rank(group: AnyGroup = None) -> int:
 def get_world_size(group: AnyGroup = None) -> int:
     """Return the number of ranks in the group, -1 if this process is not in it."""
     return -1 if isinstance(group, _NonMember) else resolve(group).size()
+
+
+def get_node_local_rank(fallback_rank: int | None = None) -> int:
+    """Return which of its host's processes this one is, as its launcher says, or else ``fallback_rank``.
+
+    UsageError if there is neither.
+    """
+    local = Launch.from_environment().local_rank
+    if local is None and fallback_rank is None:
+        raise UsageError("LOCAL_RANK is not set (torchrun sets it): set it, or pass fallback_rank=")
+    return int(fallback_rank) if local is None and fallback_rank is not None else int(local or 0)
 
 
 def get_backend(group: AnyGroup = None) -> str:
@@ -142,12 +186,16 @@ def new_group(
     use_local_synchronization: bool = False,
     group_desc: str | None = None,
     device_id: object = None,
+    sort_ranks: bool = True,
 ) -> Group | _NonMember:
-    """Make a group of some ranks (all if None), in the given order; NON_GROUP_MEMBER on the other ranks.
+    """Make a group of some ranks (all if None); NON_GROUP_MEMBER on the other ranks.
 
-    Costs no communication. Members make groups with equal ranks in the same order; ``backend``, ``pg_options`` and
-    ``device_id`` are taken for compatibility and change nothing: a group uses its world's transports.
+    Its ranks are numbered in ascending order, as torch does it, or with ``sort_ranks=False`` in the given one. Costs no
+    communication. Members make groups with equal ranks in the same order; ``backend``, ``pg_options`` and ``device_id``
+    are taken for compatibility and change nothing: a group uses its world's transports.
     """
+    if ranks is not None and sort_ranks:
+        ranks = sorted(ranks)
     return default_world().new_group(ranks, group_desc, timeout) or GroupMember.NON_GROUP_MEMBER
 
 
@@ -175,10 +223,16 @@ def new_subgroups_by_enumeration(
     group_desc: str | None = None,
 ) -> tuple[Group | _NonMember, list[Group | _NonMember]]:
     """Make one group for each list of global ranks, which must not overlap; return (ours, all)."""
-    named = [rank for ranks in ranks_per_subgroup_list for rank in ranks]
+    return _parts(ranks_per_subgroup_list, timeout, group_desc, sort_ranks=True)
+
+
+def _parts(
+    lists: Sequence[Sequence[int]], timeout: Timeout, name: str | None, *, sort_ranks: bool
+) -> tuple[Group | _NonMember, list[Group | _NonMember]]:
+    named = [rank for ranks in lists for rank in ranks]
     if len(set(named)) != len(named):
         raise UsageError("the subgroups overlap: a rank may be in one of them only")
-    made = [new_group(ranks, timeout, backend, pg_options, group_desc=group_desc) for ranks in ranks_per_subgroup_list]
+    made = [new_group(ranks, timeout, group_desc=name, sort_ranks=sort_ranks) for ranks in lists]
     ours = next((one for one in made if isinstance(one, Group)), GroupMember.NON_GROUP_MEMBER)
     return ours, made
 
@@ -189,17 +243,18 @@ def split_group(
     timeout: Timeout = None,
     pg_options: object = None,
     group_desc: str | None = None,
+    backend: str | None = None,
 ) -> Group | None:
     """Split a group by lists of ranks in it; return the part that we are in, None if in none.
 
-    Costs no communication on the host. All ranks of the group call it, in one order with its other calls: where it has
-    carried tensors between devices, what it has there may be split too.
+    A part's ranks are in the group's order. Costs no communication on the host. All ranks of the group call it, in one
+    order with its other calls: where it has carried tensors between devices, what it has there may be split too.
     """
     parent = resolve(parent_pg)
     if not split_ranks:
         raise UsageError("split_ranks needs at least one list of ranks")
-    parts = [[get_global_rank(parent, rank) for rank in ranks] for ranks in split_ranks]
-    ours, _ = new_subgroups_by_enumeration(parts, timeout, group_desc=group_desc)
+    parts = [[get_global_rank(parent, rank) for rank in sorted(ranks)] for ranks in split_ranks]
+    ours, _ = _parts(parts, timeout, group_desc, sort_ranks=False)
     part = ours if isinstance(ours, Group) else None
     own = get_global_rank(parent, parent.rank())
     parent.pass_on(part, next((number for number, ranks in enumerate(parts) if own in ranks), -1))

@@ -216,9 +216,11 @@ class Face(Generic[R, V]):
         )
         return self._finish(work, async_op)
 
-    def barrier(self, group: AnyGroup = None, async_op: bool = False, device_ids: object = None) -> R:
-        """Return (complete) when every rank of the group has come; ``device_ids`` is ignored."""
-        return self._finish(resolve(group).barrier(background=self._runs(async_op)), async_op)
+    def barrier(
+        self, group: AnyGroup = None, async_op: bool = False, device_ids: object = None, timeout: Timeout = None
+    ) -> R:
+        """Return (complete) when every rank of the group has come, within ``timeout``; ``device_ids`` is ignored."""
+        return self._finish(resolve(group).barrier(timeout=timeout, background=self._runs(async_op)), async_op)
 
     def monitored_barrier(self, group: AnyGroup = None, timeout: Timeout = None, wait_all_ranks: bool = False) -> R:
         """Meet like `barrier`; when ``timeout`` passes, rank 0's error names every rank that did not come.
@@ -335,8 +337,9 @@ class Face(Generic[R, V]):
         group: AnyGroup = None,
         device: object = None,
         group_dst: int | None = None,
+        use_batch: bool = False,
     ) -> R:
-        """Send a list of objects to ``dst``."""
+        """Send a list of objects to ``dst``; ``device`` and ``use_batch`` are ignored."""
         of = resolve(group)
         to = _member(of, dst, group_dst, "dst")
         return self._finish(of.send_object_list(object_list, to, background=self._runs(False)), False)
@@ -348,6 +351,7 @@ class Face(Generic[R, V]):
         group: AnyGroup = None,
         device: object = None,
         group_src: int | None = None,
+        use_batch: bool = False,
     ) -> V:
         """Receive a list of objects of the same length from ``src`` or anybody; the result is the sender's global rank."""
         of = resolve(group)

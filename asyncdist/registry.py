@@ -27,7 +27,7 @@ ENSEMBLES = "asyncdist.ensembles"
 _CHECKOUT = Path(__file__).resolve().parent.parent
 
 # Back ends of torch.distributed, by which old scripts ask for "whatever suits the device".
-_AUTO = frozenset(("auto", "gloo", "mpi", "nccl", "ucc", "undefined", "asyncdist"))
+_AUTO = frozenset(("auto", "gloo", "mpi", "nccl", "ucc", "xccl", "undefined", "asyncdist"))
 
 
 @cache
@@ -49,6 +49,11 @@ def _in_checkout(group: str) -> dict[str, EntryPoint]:
 def names() -> list[str]:
     """Return the names of all announced transports."""
     return sorted(_announced())
+
+
+def is_known(name: str) -> bool:
+    """Return whether a ``backend`` argument may be this name."""
+    return name.lower() in _AUTO or name.lower() in _announced()
 
 
 @cache

@@ -16,12 +16,18 @@ from asyncdist.api import (
     get_backend,
     get_global_rank,
     get_group_rank,
+    get_node_local_rank,
     get_process_group_ranks,
     get_rank,
     get_world_size,
     group,
     is_available,
+    is_backend_available,
+    is_gloo_available,
     is_initialized,
+    is_mpi_available,
+    is_nccl_available,
+    is_torchelastic_launched,
     new_group,
     new_subgroups,
     new_subgroups_by_enumeration,
@@ -127,6 +133,8 @@ def _value(work: Work) -> Any:
     return work.result()
 
 
+ProcessGroup = Group  # torch's name, for annotations
+
 _face: Face[Work | None, Any] = Face(_finish, _value, blocking=True)
 
 all_gather = _face.all_gather
@@ -159,13 +167,15 @@ send = _face.send
 send_object_list = _face.send_object_list
 
 __all__ = [
-    "FileStore", "Group", "GroupMember", "HashStore", "P2POp", "PrefixStore", "ReduceOp", "TCPStore", "Work",
-    "all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object", "all_gather_single",
-    "all_reduce", "all_reduce_coalesced", "all_to_all", "all_to_all_single", "barrier", "batch_isend_irecv",
-    "broadcast", "broadcast_object_list", "destroy_process_group", "empty", "gather", "gather_object", "get_backend",
-    "get_global_rank", "get_group_rank", "get_process_group_ranks", "get_rank", "get_world_size", "group",
-    "init_process_group", "irecv", "is_available", "is_initialized", "isend", "monitored_barrier", "new_group",
-    "new_subgroups", "new_subgroups_by_enumeration", "premul_sum", "process_group", "recv", "recv_object_list",
-    "reduce", "reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor", "scatter", "scatter_object_list",
-    "send", "send_object_list", "split_group",
+    "FileStore", "Group", "GroupMember", "HashStore", "P2POp", "PrefixStore", "ProcessGroup", "ReduceOp",
+    "TCPStore", "Work", "all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object",
+    "all_gather_single", "all_reduce", "all_reduce_coalesced", "all_to_all", "all_to_all_single", "barrier",
+    "batch_isend_irecv", "broadcast", "broadcast_object_list", "destroy_process_group", "empty", "gather",
+    "gather_object", "get_backend", "get_global_rank", "get_group_rank", "get_node_local_rank",
+    "get_process_group_ranks", "get_rank", "get_world_size", "group", "init_process_group", "irecv", "is_available",
+    "is_backend_available", "is_gloo_available", "is_initialized", "is_mpi_available", "is_nccl_available",
+    "is_torchelastic_launched", "isend", "monitored_barrier", "new_group", "new_subgroups",
+    "new_subgroups_by_enumeration", "premul_sum", "process_group", "recv", "recv_object_list", "reduce",
+    "reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor", "scatter", "scatter_object_list", "send",
+    "send_object_list", "split_group",
 ]  # fmt: skip

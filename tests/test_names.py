@@ -3,10 +3,68 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import pickle
 from types import ModuleType
 
+import pytest
+import torch.distributed
+
 import asyncdist
+import asyncdist.sync
+from asyncdist.errors import UsageError
+from asyncdist.testing.cluster import world_of
+
+TORCHS = [
+    name for name in asyncdist.sync.__all__
+    if inspect.isfunction(getattr(torch.distributed, name, None)) and not name.startswith("is_")
+]  # fmt: skip
+LATER = {"timeout", "use_batch", "sort_ranks", "backend", "group_desc", "device_id", "group_src", "group_dst"}
+"""Arguments that some torch before the newest has not."""
+
+
+@pytest.mark.parametrize("face", [asyncdist, asyncdist.sync], ids=["awaited", "blocking"])
+@pytest.mark.parametrize("name", TORCHS)
+def test_a_call_takes_the_arguments_of_torchs_in_their_order(name, face):
+    theirs = [one for one in inspect.signature(getattr(torch.distributed, name)).parameters if not one.startswith("_")]
+    ours = list(inspect.signature(getattr(face, name)).parameters)
+    assert ours[: len(theirs)] == theirs
+    assert set(ours) <= {*theirs, *LATER}
+
+
+def test_both_faces_have_the_same_names():
+    of_the_package = {"Config", "DistributedDataParallel", "DistributedSampler", "__version__"}
+    assert set(asyncdist.__all__) - of_the_package == set(asyncdist.sync.__all__)
+
+
+def test_the_launcher_is_asked_which_process_of_its_host_this_is(monkeypatch):
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    assert asyncdist.get_node_local_rank(fallback_rank=3) == 3
+    with pytest.raises(UsageError, match="LOCAL_RANK is not set"):
+        asyncdist.get_node_local_rank()
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert asyncdist.get_node_local_rank(fallback_rank=3) == 1
+
+
+def test_what_torchs_programs_ask_before_they_choose(monkeypatch):
+    assert asyncdist.is_gloo_available() == torch.distributed.is_gloo_available()
+    assert asyncdist.is_nccl_available() == torch.distributed.is_nccl_available()
+    assert asyncdist.is_mpi_available() == torch.distributed.is_mpi_available()
+    assert [asyncdist.is_backend_available(name) for name in ("gloo", "TCP", "shm", "smoke")] == [True] * 3 + [False]
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "one")
+    assert asyncdist.is_torchelastic_launched()
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
+    assert not asyncdist.is_torchelastic_launched()
+
+
+async def test_ranks_of_a_group_are_sorted_as_torchs_unless_told_otherwise(monkeypatch):
+    async with world_of(4) as groups:
+        monkeypatch.setattr("asyncdist.api._world", groups[3].world)
+        assert asyncdist.new_group([3, 0, 2]).ranks == (0, 2, 3)
+        backwards = asyncdist.new_group([3, 0, 2], sort_ranks=False)
+        assert backwards.ranks == (3, 0, 2)
+        assert asyncdist.new_subgroups_by_enumeration([[3, 1], [2, 0]])[0].ranks == (1, 3)
+        assert asyncdist.split_group(backwards, [[2, 0], [1]]).ranks == (3, 2)
 
 
 def test_submodules_do_not_hide_public_names():
