@@ -31,6 +31,7 @@ from asyncdist.config import Config
 from asyncdist.group import Group
 from asyncdist.handshake import Handshake, dial
 from asyncdist.mesh import Mesh
+from asyncdist.testing.stopwatch import Stopwatch
 
 T = TypeVar("T")
 
@@ -47,7 +48,7 @@ class Proxy:
 
     Two faults are attributes, to be set at any time: ``delay`` (seconds before each chunk is passed on, either way) and
     ``chunk_nbytes`` (the longest chunk). ``passed_nbytes`` counts what was passed on towards the target; ``cut_at`` is
-    the monotonic time of the latest cut.
+    the monotonic time of the latest cut, and ``since_cut`` counts from there.
     """
 
     def __init__(self, host: str, port: int) -> None:
@@ -55,6 +56,7 @@ class Proxy:
         self.chunk_nbytes = 1 << 16
         self.passed_nbytes = 0
         self.cut_at: float | None = None
+        self.since_cut: Stopwatch | None = None
         self.target = (host, port)
         self._limit: int | None = None
         self._connections: dict[asyncio.Task[None], tuple[socket.socket, socket.socket]] = {}
@@ -140,7 +142,7 @@ class Proxy:
             self._changed.notify_all()
 
     def _cut(self) -> None:
-        self.cut_at = time.monotonic()
+        self.cut_at, self.since_cut = time.monotonic(), Stopwatch()
         for sockets in self._connections.values():
             for sock in sockets:
                 # No linger: closing throws away what is under way, and the other side gets a reset, not an end.

@@ -30,6 +30,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from asyncdist.testing.stopwatch import Stopwatch
+
 PATIENCE = 30.0
 """Seconds after which a test that waits for a rank gives up, unless it says otherwise."""
 
@@ -137,6 +139,10 @@ class Nursery:
                 self._statuses[pid] = status
             if what == expected:
                 return int(pid)
+
+    def stopwatch(self) -> Stopwatch:
+        """Return a stopwatch that begins now, for all ranks that have not ended."""
+        return Stopwatch(*(rank.pid for rank in self._ranks if rank.pid not in self._statuses))
 
     def clear(self) -> None:
         """Kill every rank that still runs, and wait until it is gone: the end of one test."""

@@ -1,0 +1,44 @@
+"""Seconds that processes could use: those for which they stood in line for a processor do not count.
+
+A failure is to be known everywhere within a second; but where others want the processors too, more than that may pass
+before anybody gets to look::
+
+    since = Stopwatch(*(rank.pid for rank in ranks))
+    ranks[2].kill()
+    ...                                        # the others say when they heard of it, by `time.monotonic`
+    assert since.seconds(heard_at) < 1.0
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from time import monotonic
+
+
+class Stopwatch:
+    """Counts from when it is made, for this process and those with the numbers ``pids``.
+
+    Linux says of each thread how long it wanted to run and could not. Elsewhere all seconds count; and everywhere those
+    for which a process slept.
+    """
+
+    def __init__(self, *pids: int) -> None:
+        self._pids = {os.getpid(), *pids}
+        self._stood = self._standing()
+        self._began = monotonic()
+
+    def seconds(self, at: float | None = None) -> float:
+        """Return the seconds until now, or until the monotonic time ``at``, whichever process has taken it."""
+        elapsed = (monotonic() if at is None else at) - self._began
+        return elapsed - sum(seconds - self._stood.get(thread, 0.0) for thread, seconds in self._standing().items())
+
+    def _standing(self) -> dict[Path, float]:
+        """Return for how long each thread has stood in line in its life."""
+        stood = {}
+        for pid in self._pids:
+            for thread in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+                with contextlib.suppress(OSError):  # it has ended meanwhile
+                    stood[thread] = int(thread.read_text().split()[1]) / 1e9
+        return stood

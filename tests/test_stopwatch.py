@@ -1,0 +1,53 @@
+"""Time as a process has it: seconds in which it slept or ran count, those in which others had its processor do not."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from asyncdist.testing.stopwatch import Stopwatch
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="the kernel does not say who waits")
+
+
+def test_who_sleeps_lets_time_pass():
+    since, before = Stopwatch(), time.monotonic()
+    time.sleep(0.2)
+    assert 0.1 < since.seconds() <= time.monotonic() - before
+
+
+def test_until_a_moment_that_another_has_noted():
+    since = Stopwatch()
+    assert 99.0 < since.seconds(time.monotonic() + 100.0) <= 100.1
+
+
+def _run(cores: set[int], going) -> None:
+    os.sched_setaffinity(0, cores)
+    going.set()
+    while True:
+        pass
+
+
+@pytest.mark.processes
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_who_shares_a_processor_has_only_its_share(until):
+    """Two that run on one core: whichever of them is asked, what the other had does not count."""
+    fork, cores = multiprocessing.get_context("fork"), {min(os.sched_getaffinity(0))}
+    going = [fork.Event() for _ in range(2)]
+    runners = [fork.Process(target=_run, args=(cores, each), daemon=True) for each in going]
+    try:
+        for runner in runners:
+            runner.start()
+        for each in going:
+            assert each.wait(20)
+        since, before = Stopwatch(*(runner.pid for runner in runners)), time.monotonic()
+        until(lambda: time.monotonic() - before - since.seconds() > 0.3)
+    finally:
+        for runner in runners:
+            runner.kill()
+            runner.join()
+            runner.close()
