@@ -31,14 +31,15 @@ def _cleared(nursery):
 
 
 class Told:
-    """A rank that obeys: `tell` it what to do, and `hear` what came of it."""
+    """A rank that obeys: `tell` it what to do, and `hear` what came of it; ``since`` counts from when it was told last."""
 
-    def __init__(self, process):
+    def __init__(self, process, nursery):
         self.process = process
-        self.told_at = 0.0
+        self._nursery = nursery
+        self.told_at, self.since = 0.0, None
 
     def tell(self, order, *arguments):
-        self.told_at = time.monotonic()
+        self.told_at, self.since = time.monotonic(), self._nursery.stopwatch()
         self.process.say((order, arguments))
 
     def hear(self, timeout=30.0):
@@ -63,10 +64,15 @@ class Job:
         self._folder = folder
         self._worlds = itertools.count()
 
+    def stopwatch(self):
+        """Count from now, for all ranks."""
+        return self._nursery.stopwatch()
+
     def start(self, count, face="blocking", **environment):
         """Start processes that are not in a world yet."""
         environment.setdefault("ASYNCDIST_TRANSPORT", self.transport)
-        return [Told(self._nursery.start(PROGRAM, face, environment=environment)) for _ in range(count)]
+        ranks = [self._nursery.start(PROGRAM, face, environment=environment) for _ in range(count)]
+        return [Told(rank, self._nursery) for rank in ranks]
 
     def meet(self, ranks, timeout=60.0):
         """Have them make a world of all of them."""

@@ -74,7 +74,7 @@ def test_an_exception_on_one_rank_ends_the_job_soon(tmp_path):
     assert status == 1
     assert "RuntimeError: rank 1 crashes" in said
     (crashed,) = lines(tmp_path / "job", 1)
-    assert over - float(crashed) < 10.0
+    assert over - float(crashed) < 25.0  # whoever does not end by itself is killed by torchrun after thirty
 
 
 def free_port():

@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -58,28 +57,31 @@ def test_no_wake_up_is_lost(start, spin):
     assert [rank.wait() for rank in ranks] == [0, 0]
 
 
-def test_who_waits_for_a_stopped_rank_sleeps_and_gives_up_at_its_deadline(start):
+def test_who_waits_for_a_stopped_rank_sleeps_and_gives_up_at_its_deadline(nursery, start):
     waiting, stopped = start("waits_for_a_stopped_one")
     assert [waiting.hear(), stopped.hear()] == ["warm", "warm"]
     stopped.stop()
+    since = nursery.stopwatch()
     waiting.say("go")
-    kind, peers, took, used = waiting.hear()
+    kind, peers, took, over, used, wake_ups = waiting.hear()
     assert (kind, tuple(peers)) == ("OperationTimeoutError", (1,))
-    assert 0.9 < took < 2.0
-    assert used < 0.02
+    assert took > 0.9
+    assert since.seconds(over) < 2.0
+    assert used < 0.1  # who spins uses all the time, and who polls wakes up often
+    assert wake_ups < 10
     stopped.resume()
 
 
-def test_a_death_is_noticed_though_a_forked_child_lives_on(start):
+def test_a_death_is_noticed_though_a_forked_child_lives_on(nursery, start):
     survivor, victim = start("dies_with_a_child")
     child = victim.hear()
     try:
         survivor.say("go")
-        killed_at = time.monotonic()
+        since = nursery.stopwatch()
         victim.kill()
         kind, peer, at = survivor.hear()
         assert (kind, peer) == ("PeerLostError", 1)
-        assert at - killed_at < 1.0
+        assert since.seconds(at) < 1.0
     finally:
         os.kill(child, signal.SIGKILL)
 
