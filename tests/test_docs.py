@@ -17,7 +17,6 @@ import importlib.util
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import tomllib
@@ -39,6 +38,7 @@ from asyncdist.errors import (
 )
 from asyncdist.group import Group
 from asyncdist.testing.cluster import world_of
+from asyncdist.testing.ports import free_port
 from asyncdist.work import Work
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -133,15 +133,9 @@ def workplace(folder: Path) -> dict[str, str]:
     }
 
 
-def free_port() -> str:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return str(sock.getsockname()[1])
-
-
 def type_in(command: str, expected: Sequence[str], folder: Path, environment: dict[str, str]) -> None:
     """Run a command of a page, and compare what it prints."""
-    typed = ["bash", "-c", command.replace("29500", free_port())]
+    typed = ["bash", "-c", command.replace("29500", str(free_port()))]
     run = subprocess.run(typed, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, f"{command}\n{run.stdout}{run.stderr}"
     for line in expected:

@@ -22,6 +22,7 @@ from asyncdist.errors import StoreConnectionError
 from asyncdist.store.c10d_wire import MAGIC, Code
 from asyncdist.testing.c10d import encode
 from asyncdist.testing.daemon import LIMIT, asked, command, environment, started
+from asyncdist.testing.ports import free_port
 
 pytestmark = pytest.mark.processes
 
@@ -99,9 +100,7 @@ def test_messages_of_a_channel_are_printed(until):
 
 
 def test_none_that_runs():
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    assert "no store answered" in asked("status", "--port", str(port), "--timeout", "0.1", code=2)
+    assert "no store answered" in asked("status", "--port", str(free_port()), "--timeout", "0.1", code=2)
 
 
 # -- where it listens -------------------------------------------------------------------------------
@@ -207,11 +206,6 @@ def test_told_twice_it_leaves_at_once():
 
 
 # -- how it is watched ------------------------------------------------------------------------------
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return int(taken.getsockname()[1])
 
 
 def fetched(port: int, path: str, host: str = "127.0.0.1") -> str:

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from asyncdist.testing.ports import free_port
+
 pytestmark = pytest.mark.processes
 DEPLOY = Path(__file__).parents[2] / "examples" / "deploy"
 LIMIT = 60
@@ -79,7 +81,7 @@ def test_slurm(place):
         (folder / "bin" / name).chmod(0o755)
     environment |= {
         "SLURM_JOB_NODELIST": "127.0.0.[1-2]",
-        "SLURM_JOB_ID": str(secrets.randbelow(1 << 30)),
+        "SLURM_JOB_ID": str(12_768 * secrets.randbelow(1 << 20) + free_port() - 20_000),  # the script makes it a port
         "SLURM_CPUS_PER_TASK": "1",
     }
     ended = subprocess.run(

@@ -14,6 +14,7 @@ from asyncdist.errors import RendezvousError, WaitTimeoutError
 from asyncdist.store import HashStore, StoreServer
 from asyncdist.testing.cluster import world_of
 from asyncdist.testing.faults import cancelled_at
+from asyncdist.testing.ports import free_port
 
 PATIENCE = 20.0
 
@@ -95,14 +96,6 @@ async def test_a_rank_that_comes_to_a_store_just_as_that_is_closed_finds_the_one
 
 def said(outcome):
     return type(outcome).__name__ if isinstance(outcome, Exception) else outcome
-
-
-def free_port():
-    import socket
-
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
 
 
 @pytest.mark.parametrize("victim", [0, 1])

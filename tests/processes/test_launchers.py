@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+
+from asyncdist.testing.ports import free_port
 
 pytestmark = pytest.mark.processes
 PROGRAM = Path(__file__).parent / "program_launched.py"
@@ -75,12 +76,6 @@ def test_an_exception_on_one_rank_ends_the_job_soon(tmp_path):
     assert "RuntimeError: rank 1 crashes" in said
     (crashed,) = lines(tmp_path / "job", 1)
     assert over - float(crashed) < 25.0  # whoever does not end by itself is killed by torchrun after thirty
-
-
-def free_port():
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
 
 
 @pytest.mark.parametrize("face", FACES)

@@ -1,12 +1,12 @@
 """Meeting in the store that torchrun's agent serves; here, torch's own server without the agent."""
 
 import asyncio
-import socket
 
 import pytest
 
 from asyncdist.config import Config, Launch
 from asyncdist.errors import AuthenticationError, RendezvousError, RendezvousTimeoutError
+from asyncdist.testing.ports import free_port
 from asyncdist.testing.stopwatch import Stopwatch
 
 HOST = "127.0.0.1"
@@ -57,9 +57,7 @@ async def test_jobs_and_worlds_by_name_do_not_meet(meet_as, agent):
 
 
 async def test_an_agent_that_never_comes(meet_as):
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     since = Stopwatch()
     with pytest.raises(RendezvousTimeoutError, match=r"rank 1 of 2 .*agent's store does not answer: Connection ref"):
         await meet_as(world_size=None, launch=launched(1, port), timeout=0.3)

@@ -20,6 +20,7 @@ from asyncdist.rendezvous import meet
 from asyncdist.rendezvous.place import Record
 from asyncdist.runtime import runtime
 from asyncdist.store import AsyncPrefixStore, AsyncStore, FileStore, HashStore, PrefixStore, StoreServer, TCPStore
+from asyncdist.testing.ports import free_port
 from asyncdist.testing.stopwatch import Stopwatch
 
 
@@ -142,9 +143,7 @@ async def test_worlds_in_a_file_one_after_the_other(meet_as, tmp_path, target):
 
 
 async def test_ranks_from_the_launcher(meet_as):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     launches = [Launch(rank=rank, world_size=2, master_addr="localhost", master_port=port) for rank in range(2)]
     meetings = await asyncio.gather(*(meet_as(world_size=None, launch=launch) for launch in launches))
     assert [meeting.rank for meeting in meetings] == [0, 1]
@@ -217,12 +216,6 @@ async def test_many_exchanges(meet_as):
 # -- stale addresses ------------------------------------------------------------------------------
 
 
-async def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 class Watched(HashStore):
     """A store that says when it has been read twice: by then, what was found first has been tried and given up."""
 
@@ -241,7 +234,7 @@ class Watched(HashStore):
 
 async def test_a_record_whose_store_is_dead_is_passed_over(meet_as):
     store = Watched()
-    store.set("asyncdist/", Record("127.0.0.1", await free_port(), "dead", "0123", 2).encode())
+    store.set("asyncdist/", Record("127.0.0.1", free_port(), "dead", "0123", 2).encode())
     follower = asyncio.ensure_future(meet_as(rank=1, store=store))
     await store.read_twice.wait()
     leader = await meet_as(rank=0, store=store)
@@ -293,7 +286,7 @@ async def test_a_world_that_stays_incomplete_names_the_missing_on_every_rank(mee
 
 
 async def test_rank_0_never_comes(meet_as, tmp_path):
-    port = await free_port()
+    port = free_port()
     for init_method in (f"tcp://127.0.0.1:{port}", f"file://{tmp_path}"):
         begun, since = time.monotonic(), Stopwatch()
         with pytest.raises(RendezvousTimeoutError) as caught:
@@ -466,7 +459,7 @@ async def test_closing_twice_is_closing_once(meet_as):
 
 
 async def test_a_cancelled_rank_may_come_again(meet_as, tmp_path):
-    for init_method in (f"tcp://127.0.0.1:{await free_port()}", f"file://{tmp_path}"):
+    for init_method in (f"tcp://127.0.0.1:{free_port()}", f"file://{tmp_path}"):
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(meet_as(init_method, 1), 0.05)
         leader, again = await asyncio.gather(meet_as(init_method, 0), meet_as(init_method, 1))

@@ -27,6 +27,7 @@ from asyncdist.runtime import runtime
 from asyncdist.store import TCPStore
 from asyncdist.store.server import StoreServer
 from asyncdist.store.threads import Connection
+from asyncdist.testing.ports import free_port
 
 UNIT, LONG = 0.05, 10.0
 CONFIG = Config(token="a token for tests")
@@ -131,9 +132,7 @@ def test_an_interrupted_wait_leaves_nothing_behind(master, monkeypatch):
 
 
 def test_workers_are_waited_for(threads):
-    with socket.socket() as reserved:
-        reserved.bind(("127.0.0.1", 0))
-        port = reserved.getsockname()[1]
+    port = free_port()
     arguments = {"world_size": 3, "timeout": timedelta(seconds=LONG), "config": CONFIG}
     workers = [threads.submit(TCPStore, "127.0.0.1", port, **arguments) for _ in range(2)]
     with TCPStore("127.0.0.1", port, is_master=True, **arguments) as master:

@@ -24,6 +24,7 @@ from asyncdist.runtime import runtime
 from asyncdist.store import StoreServer, TCPStore
 from asyncdist.store.c10d_wire import Code
 from asyncdist.testing.c10d import Peer
+from asyncdist.testing.ports import free_port
 
 OURS, TORCHS = "asyncdist", "torch"
 
@@ -200,7 +201,7 @@ def test_a_server_that_is_killed_and_started_again(whose, tmp_path):
         first, second = Process(whose, tmp_path), Process(whose, tmp_path)
         stack.callback(first.kill)
         stack.callback(second.kill)
-        port = first.begin(0)
+        port = first.begin(free_port())
         theirs = torch_dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=20))
         ours = TCPStore("127.0.0.1", port, timeout=20.0, config=Config()) if whose == OURS else None
         theirs.set("k", "v")

@@ -22,6 +22,7 @@ from asyncdist.errors import (
     UsageError,
 )
 from asyncdist.store import AsyncPrefixStore, AsyncStore, StoreServer, TCPStore, dialling
+from asyncdist.testing.ports import free_port
 
 UNIT, LONG = 0.05, 10.0
 """Seconds: a limit that is to pass, and one that must not."""
@@ -257,9 +258,7 @@ async def test_a_client_that_comes_before_its_server(config, monkeypatch):
         return pause_after(persistence, error)
 
     monkeypatch.setattr(dialling.Persistence, "pause_after", note)
-    with socket.socket() as reserved:
-        reserved.bind(("127.0.0.1", 0))
-        port = reserved.getsockname()[1]
+    port = free_port()
     coming = asyncio.create_task(AsyncStore.connect("127.0.0.1", port, token=TOKEN, timeout=LONG))
     await refused.wait()
     async with await StoreServer.start("127.0.0.1", port, token=TOKEN, config=config), await coming as store:

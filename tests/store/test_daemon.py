@@ -13,6 +13,7 @@ import pytest
 from asyncdist.config import Config
 from asyncdist.errors import StoreConnectionError
 from asyncdist.store import TCPStore
+from asyncdist.testing.ports import free_port
 
 LONG = 20.0
 CONFIG = Config(token="a token for tests", store_reconnect=0.0)
@@ -55,7 +56,7 @@ def test_it_closes_cleanly_when_told_to(how):
 
 
 def test_it_is_killed_and_another_one_takes_its_place():
-    with daemon() as (process, port), TCPStore("127.0.0.1", port, timeout=LONG, config=CONFIG) as store:
+    with daemon(free_port()) as (process, port), TCPStore("127.0.0.1", port, timeout=LONG, config=CONFIG) as store:
         store.set("k", "v")
         process.kill()
         with pytest.raises(StoreConnectionError):

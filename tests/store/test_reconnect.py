@@ -21,6 +21,7 @@ from asyncdist.runtime import runtime
 from asyncdist.store import AsyncStore, StoreServer, TCPStore, dialling
 from asyncdist.store.members import Members
 from asyncdist.testing.faults import Proxy
+from asyncdist.testing.ports import free_port
 
 TOKEN, LONG, SHORT = "a token for tests", 20.0, 0.2
 CONFIG = Config(token=TOKEN)
@@ -203,7 +204,7 @@ def daemon(port: int, *options: str) -> Iterator[tuple[subprocess.Popen[bytes], 
 
 @pytest.mark.processes
 def test_a_store_that_was_killed_and_kept_nothing_is_not_taken_for_the_one_before():
-    with daemon(0) as (process, port), TCPStore("127.0.0.1", port, timeout=LONG, config=CONFIG) as store:
+    with daemon(free_port()) as (process, port), TCPStore("127.0.0.1", port, timeout=LONG, config=CONFIG) as store:
         store.set("k", "v")
         process.kill()
         process.wait(LONG)
@@ -229,7 +230,7 @@ async def test_a_store_with_data_that_is_killed_again_and_again_carries_its_clie
         goal = done + 20
         await eventually(lambda: done >= goal)
 
-    with daemon(0, *options) as (process, port):
+    with daemon(free_port(), *options) as (process, port):
         store = await AsyncStore.connect("127.0.0.1", port, token=TOKEN, timeout=LONG, config=CONFIG)
         working = [asyncio.create_task(add(store)) for _ in range(4)]
         waiting = store.get("at last")
@@ -256,7 +257,7 @@ async def test_a_store_with_data_that_is_killed_again_and_again_carries_its_clie
 def test_threads_wait_through_the_end_of_a_store_with_data(tmp_path):
     options = ("--data", str(tmp_path), "--fsync", "always")
     with ThreadPoolExecutor(8) as threads:
-        with daemon(0, *options) as (process, port):
+        with daemon(free_port(), *options) as (process, port):
             store = TCPStore("127.0.0.1", port, timeout=LONG, config=CONFIG)
             waiting = [threads.submit(store.get, f"k{number}") for number in range(3)]
             adding = [threads.submit(lambda: [store.add("n", 1) for _ in range(50)]) for _ in range(3)]
@@ -341,11 +342,11 @@ async def test_the_entries_of_a_dead_process_go_when_its_lease_is_over(server, s
     )
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", program)
     assert await store.get("rank 1", timeout=LONG) == b"alive"
+    told = time.monotonic()
     process.send_signal(how)
     await process.wait()
-    died = time.monotonic()
     await eventually_async(lambda: store.check(["rank 1"]))
-    assert 0.2 < time.monotonic() - died < LONG
+    assert time.monotonic() - told > 0.29
     assert len(server.members) == 1  # it is forgotten altogether
 
 
