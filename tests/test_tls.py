@@ -42,8 +42,8 @@ def config(name: str | None = "member", ca: str | None = "ca", **more) -> Config
 # -- the store --------------------------------------------------------------------------------------
 
 
-async def connect(server: StoreServer, settings: Config, host: str = "127.0.0.1") -> AsyncStore:
-    return await AsyncStore.connect(host, server.port, token=TOKEN, timeout=1.0, config=settings)
+async def connect(server: StoreServer, settings: Config, timeout: float = LONG) -> AsyncStore:
+    return await AsyncStore.connect("127.0.0.1", server.port, token=TOKEN, timeout=timeout, config=settings)
 
 
 async def test_a_store_speaks_tls():
@@ -89,13 +89,14 @@ STRANGERS = {
 
 
 @pytest.mark.parametrize("who", STRANGERS)
-async def test_a_stranger_is_turned_away(who, caplog):
+async def test_a_stranger_is_turned_away(who, caplog, eventually):
     settings, why = STRANGERS[who]
     async with await StoreServer.start("127.0.0.1", 0, token=TOKEN, config=config()) as server:
         # Where it is the store that refuses, its log says why; the other side may see no more than that it hung up.
         with pytest.raises((AuthenticationError, StoreError)) as turned_away:
-            await connect(server, settings)
-        assert re.search(f"(?i)no TLS with the other side .*({why})", f"{caplog.text} {turned_away.value}")
+            await connect(server, settings, timeout=1.0)
+        said = re.compile(f"(?i)no TLS with the other side .*({why})")
+        await eventually(lambda: said.search(f"{caplog.text} {turned_away.value}"))
         with pytest.raises((AuthenticationError, StoreError)):
             await asyncio.to_thread(TCPStore, "127.0.0.1", server.port, timeout=0.5, config=settings)
         async with await connect(server, config()) as store:  # others are served
@@ -113,7 +114,7 @@ async def test_a_name_that_is_not_the_stores():
 async def test_without_tls_ours_are_turned_away_and_torchs_of_this_machine_are_not(caplog):
     async with await StoreServer.start("127.0.0.1", 0, token=TOKEN, config=config()) as server:
         with pytest.raises(AsyncdistError):
-            await connect(server, Config(store_reconnect=0.0))
+            await connect(server, Config(store_reconnect=0.0), timeout=1.0)
         assert "a connection without TLS" in caplog.text
 
         def torchs() -> None:
