@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
 import sys
 
 import pytest
@@ -66,3 +67,40 @@ async def test_ranks_with_another_version_are_told_which(tmp_path):
     assert told.startswith(f"rank 1 runs asyncdist 99.0, but rank 0 asyncdist {asyncdist.__version__}; install")
     _, said = await reading
     assert f"rank 0 runs asyncdist {asyncdist.__version__}, but rank 1 asyncdist 99.0; install" in said.decode()
+
+
+OVER_TWO_LOOPS = """
+import asyncio, importlib, sys
+import torch
+import asyncdist
+
+new_loop = importlib.import_module(sys.argv[3]).new_event_loop
+
+async def begin():
+    await asyncdist.init_process_group("tcp", sys.argv[1], rank=int(sys.argv[2]), world_size=2, timeout=30)
+    await asyncdist.all_reduce(torch.ones(3))
+
+for part in (begin, asyncdist.destroy_process_group):
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(part())
+    print(asyncdist.is_initialized())
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("kind", ["asyncio", "uvloop"])
+def test_a_world_may_be_closed_after_the_loop_that_opened_it(tmp_path, kind):
+    pytest.importorskip(kind)
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", OVER_TWO_LOOPS, f"file://{tmp_path}/meeting", str(rank), kind],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        assert [rank.communicate(timeout=60)[0].split() for rank in ranks] == [["True", "False"]] * 2
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()

@@ -12,6 +12,7 @@ Keys of one world in rank 0's store, all under ``world/<id>/``:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 from collections.abc import Sequence
@@ -94,6 +95,7 @@ class Meeting:
         self._place: Place | None = None
         self._exchanges = 0
         self._promised = [0]  # the exchanges in which others may wait for us
+        self._loop = asyncio.get_running_loop()
         self._closed = False
 
     def __repr__(self) -> str:
@@ -165,10 +167,17 @@ class Meeting:
         await self._client.compare_set(self.keys("payload", self._exchanges, rank), b"", verdict)
 
     async def close(self, timeout: float = FAREWELL) -> None:
-        """Say goodbye and let go of everything; rank 0 first waits until the others are done, ``timeout`` at most."""
+        """Say goodbye and let go of everything; rank 0 first waits until the others are done, ``timeout`` at most.
+
+        Where the loop that made it was closed before, as `asyncio.run` does at its end, there is nobody to say goodbye.
+        """
         if self._closed:
             return
         self._closed = True
+        if self._loop.is_closed():
+            with contextlib.suppress(RuntimeError):  # from what can be closed on its own loop only, and ended with that
+                await self._resources.aclose()
+            return
         try:
             async with asyncio.timeout(timeout):
                 await (self._lead_out() if self.rank == 0 else self._leave())
