@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from asyncdist.testing.processes import Nursery
 from asyncdist.testing.stopwatch import Stopwatch
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="the kernel does not say who waits")
@@ -51,3 +52,26 @@ def test_who_shares_a_processor_has_only_its_share(until):
             runner.kill()
             runner.join()
             runner.close()
+
+
+RUNS = """
+import os, sys, time
+def run_on(test, core, seconds):
+    os.sched_setaffinity(0, {core})
+    test.send("going")
+    until = time.process_time() + seconds
+    while time.process_time() < until:
+        pass
+"""
+
+
+@pytest.mark.processes
+def test_what_one_that_has_ended_stood_in_line_for_is_known(tmp_path):
+    (tmp_path / "runs.py").write_text(RUNS)
+    core = min(os.sched_getaffinity(0))
+    with Nursery(()) as nursery:
+        ranks = [nursery.start(tmp_path / "runs.py", "run_on", core, 0.3) for _ in range(2)]
+        assert [rank.hear() for rank in ranks] == ["going"] * 2
+        since, before = nursery.stopwatch(), time.monotonic()
+        assert [rank.wait() for rank in ranks] == [0, 0]
+        assert time.monotonic() - before - since.seconds() > 0.2

@@ -30,7 +30,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from asyncdist.testing.stopwatch import Stopwatch
+from asyncdist.testing.stopwatch import Stopwatch, stood_in_line
 
 PATIENCE = 30.0
 """Seconds after which a test that waits for a rank gives up, unless it says otherwise."""
@@ -102,6 +102,7 @@ class Nursery:
         with theirs:
             self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
         self._statuses: dict[int, int] = {}
+        self._stood: dict[int, float] = {}
         self._ranks: list[RankProcess] = []
 
     def start(
@@ -134,15 +135,16 @@ class Nursery:
         while True:
             if not self._control.poll(timeout):
                 raise TimeoutError(f"the nursery did not say {expected!r} within {timeout:g} s")
-            what, pid, status = self._control.recv()
+            what, pid, status, stood = self._control.recv()
             if what == "ended":
-                self._statuses[pid] = status
+                self._statuses[pid], self._stood[pid] = status, stood
             if what == expected:
                 return int(pid)
 
     def stopwatch(self) -> Stopwatch:
         """Return a stopwatch that begins now, for all ranks that have not ended."""
-        return Stopwatch(*(rank.pid for rank in self._ranks if rank.pid not in self._statuses))
+        running = (rank.pid for rank in self._ranks if rank.pid not in self._statuses)
+        return Stopwatch(*running, ended=self._stood)
 
     def clear(self) -> None:
         """Kill every rank that still runs, and wait until it is gone: the end of one test."""
@@ -155,6 +157,7 @@ class Nursery:
             rank.close()
         self._ranks.clear()
         self._statuses.clear()
+        self._stood.clear()
 
     def close(self) -> None:
         """Kill what still runs and end the process that forks."""
@@ -228,17 +231,17 @@ def _serve(control: Connection) -> _Job | None:
                     return job
                 children.add(pid)
                 job.forget()
-                control.send(("forked", pid, 0))
+                control.send(("forked", pid, 0, 0.0))
 
 
 def _report_ended(control: Connection, children: set[int]) -> None:
-    with contextlib.suppress(ChildProcessError, BrokenPipeError):
-        while True:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-            if pid == 0:
-                return
+    for child in list(children):
+        stood = stood_in_line(child)  # nobody can say it of one that has been waited for
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid != 0:
             children.discard(pid)
-            control.send(("ended", pid, os.waitstatus_to_exitcode(status)))
+            with contextlib.suppress(BrokenPipeError):
+                control.send(("ended", pid, os.waitstatus_to_exitcode(status), stood))
 
 
 def _main(arguments: Sequence[str]) -> None:

@@ -6,8 +6,6 @@ import pytest
 
 pytestmark = pytest.mark.processes
 SOON = 3.0
-ENDED = 10.0
-"""Seconds in which a process has ended: it waits for nothing, but takes torch apart, on a share of a processor."""
 FACES = ["blocking", "awaiting"]
 
 
@@ -37,7 +35,7 @@ def test_whoever_waits_for_a_rank_that_leaves_hears_of_it(job, all_do, face, ord
             assert ranks[leaver].since.seconds(answer.at) < SOON
         if status is not None:
             assert ranks[leaver].process.wait() == status
-            assert ranks[leaver].since.seconds() < ENDED
+            assert ranks[leaver].since.seconds() < SOON
             assert ("RuntimeError: on purpose" in ranks[leaver].process.output()) == (order[0] == "fail")
 
 

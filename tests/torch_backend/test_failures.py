@@ -178,29 +178,36 @@ def test_mistake(as_it_should_be, program):
 
 
 @pytest.mark.parametrize("how", ["undestroyed", "pending", "from a thread", "in a callback"])
-def test_an_end_without_a_goodbye(start, how):
+def test_an_end_without_a_goodbye(brief_lives, start, how):
     ranks = start(2, "ends", how)
-    assert [rank.wait(SOON) for rank in ranks] == [0, 0], ranks[0].output()
+    since = brief_lives.stopwatch()
+    assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].output()
+    assert since.seconds() < SOON
 
 
-def test_an_exception_ends_the_process(start):
+def test_an_exception_ends_the_process(brief_lives, start):
     ranks = start(2, "ends", "raising")
-    assert [rank.wait(SOON) for rank in ranks] == [1, 1], ranks[0].output()
+    since = brief_lives.stopwatch()
+    assert [rank.wait() for rank in ranks] == [1, 1], ranks[0].output()
+    assert since.seconds() < SOON
     assert 'KeyError: "a user\'s mistake"' in ranks[0].output()
 
 
-def test_groups_destroyed_twice_and_in_the_wrong_order(start):
+def test_groups_destroyed_twice_and_in_the_wrong_order(brief_lives, start):
     for how in ("twice", "default first"):
-        for rank in start(2, "ends", how):
+        ranks = start(2, "ends", how)
+        since = brief_lives.stopwatch()
+        for rank in ranks:
             kinds, text, _ = rank.hear()
             assert kinds != ["nothing"], text
-            assert rank.wait(SOON) == 0, rank.output()
+            assert rank.wait() == 0, rank.output()
+        assert since.seconds() < SOON
 
 
 def test_one_world_after_another(start):
     ranks = start(2, "ends", "again")
     assert [[rank.hear() for _ in range(3)] for rank in ranks] == [[[2.0] * 10] * 3] * 2
-    assert [rank.wait(SOON) for rank in ranks] == [0, 0], ranks[0].output()
+    assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].output()
 
 
 @pytest.mark.parametrize(("transport", "busy"), [("shm", "waits"), ("tcp", "works")])
