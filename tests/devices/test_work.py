@@ -234,29 +234,33 @@ def test_capture_into_a_graph_is_refused(alone):
 
 
 @pytest.mark.parametrize("background", [True, False])
-def test_a_device_that_is_held_for_ever_ends_in_a_timeout_on_all_ranks(together, background):
+def test_a_device_that_is_held_for_ever_ends_in_a_timeout_on_all_ranks(together, until, background):
+    """Or in the news of the other's, which may come first."""
     held = [PretendStreams() for _ in range(2)]
 
     def program(group):
-        on = device_group(group, (), held[group.rank()])
+        streams = held[group.rank()]
+        on = device_group(group, (), streams)
         on.all_reduce(torch.ones(4)).wait()
-        held[group.rank()].hold()
+        streams.hold()
+
+        def release_once_it_has_failed():
+            until(lambda: on.error is not None)
+            streams.release()
+
+        # A blocking call sits in the mark itself, until somebody lets the device go on.
+        releasing = threading.Thread(target=release_once_it_has_failed)
+        releasing.start()
         work = on.all_reduce(torch.ones(4), background=background, timeout=0.3)
-        with pytest.raises(OperationTimeoutError):
+        with pytest.raises((OperationTimeoutError, GroupAbortedError), match=r"after 0\.3 s") as late:
             work.synchronize()
         with pytest.raises((OperationTimeoutError, GroupAbortedError)):
             on.all_reduce(torch.ones(4)).wait()  # the group is gone: nobody knows what the device has done of it
-        held[group.rank()].release()
+        releasing.join()
         on.close()
+        return late.type
 
-    if background:
-        together(2, program)
-    else:
-        # A blocking call sits in the mark itself, until somebody lets the device go on.
-        timers = [threading.Timer(1.0, one.release) for one in held]
-        for timer in timers:
-            timer.start()
-        together(2, program)
+    assert OperationTimeoutError in together(2, program)
 
 
 async def test_what_a_device_reports_is_told_to_everybody():
