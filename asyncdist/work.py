@@ -42,6 +42,9 @@ _changing_callbacks = threading.RLock()  # of any work: held for a moment, and b
 class Work:
     """One operation, started and going on by itself.
 
+    Await it as it is, as often as you like; several by `asyncio.gather`, for a limited time by `asyncio.wait_for`. What
+    takes futures or tasks only, as `asyncio.wait` does, takes ``asyncio.ensure_future(work)``.
+
     Its value (of ``await``, `result` and `get_future`) is what the operation wrote: the tensor, the list of tensors or
     objects; of a receive, the sender's global rank; None of a barrier.
     """
@@ -86,7 +89,7 @@ class Work:
                 try:
                     callback(self)
                 except Exception:
-                    log.exception("a callback of %r raised", self)
+                    log.exception("a callback of an operation that %s raised", self._state())
 
     # -- looking -------------------------------------------------------------------------------
 
@@ -202,9 +205,12 @@ class Work:
             self.add_done_callback(_complete_later)
         return future
 
+    def _state(self) -> str:
+        return "goes on" if not self._done else f"failed ({self._error})" if self._error else "is completed"
+
     def __repr__(self) -> str:
-        state = "going on" if not self._done else f"failed: {self._error}" if self._error else "completed"
-        return f"<Work {state}>"
+        # What asyncio.create_task shows of what it does not take; it takes coroutines only.
+        return f"<Work that {self._state()}: await it as it is, it needs no task>"
 
 
 class _Unseen:
