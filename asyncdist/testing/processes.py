@@ -32,8 +32,8 @@ from typing import Any, Self
 
 from asyncdist.testing.stopwatch import Stopwatch, stood_in_line
 
-PATIENCE = 30.0
-"""Seconds after which a test that waits for a rank gives up, unless it says otherwise."""
+PATIENCE = 60.0
+"""Seconds after which a test that waits for a rank gives up, unless it says otherwise: far too many for any."""
 
 
 class RankEndedError(AssertionError):

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from asyncdist.testing.processes import Nursery
+from asyncdist.testing.processes import PATIENCE, Nursery
 
 PROGRAM = Path(__file__).parent / "program_obeys.py"
 SOON = 3.0
@@ -42,7 +42,7 @@ class Told:
         self.told_at, self.since = time.monotonic(), self._nursery.stopwatch()
         self.process.say((order, arguments))
 
-    def hear(self, timeout=30.0):
+    def hear(self, timeout=PATIENCE):
         """Return what it did; a failure as a namespace of its kind, peer, text and time."""
         how, answer = self.process.hear(timeout)
         return SimpleNamespace(**answer) if how == "failed" else answer
