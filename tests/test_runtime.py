@@ -20,6 +20,12 @@ from asyncdist.store import AsyncStore, StoreServer
 LONG = 20.0
 
 
+@pytest.fixture(autouse=True)
+def _collected():
+    """Have what other tests have left say now what it has to say, or it would be taken for ours."""
+    gc.collect()
+
+
 @pytest.fixture
 def own():
     """A runtime of the test's own."""
