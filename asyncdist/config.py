@@ -6,10 +6,14 @@ makes one, and a world keeps the one it was started with.
 
 from __future__ import annotations
 
+import difflib
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
+
+log = logging.getLogger("asyncdist")
 
 
 def _setting(default: Any, variable: str, text: str) -> Any:
@@ -133,8 +137,12 @@ class Config:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Config:
-        """Read every setting; a value that cannot be read raises ValueError naming its variable."""
+        """Read every setting; a value that cannot be read raises ValueError naming its variable.
+
+        A variable that resembles one of ours and is none is logged, once, with the one that may be meant.
+        """
         source = os.environ if environ is None else environ
+        _tell_of_misspelt(source)
         given: dict[str, Any] = {
             f.name: _parse(f.default, f.metadata["variable"], source) for f in fields(cls) if _is_set(f, source)
         }
@@ -143,6 +151,18 @@ class Config:
     def with_(self, **changes: Any) -> Config:
         """Return a copy with some settings changed."""
         return replace(self, **changes)
+
+
+_told: set[str] = set()
+
+
+def _tell_of_misspelt(source: Mapping[str, str]) -> None:
+    known = [f.metadata["variable"] for f in fields(Config)]
+    for variable in {name for name in source if name.startswith("ASYNCDIST_")}.difference(known, _told):
+        # Only what resembles one: others may use the prefix too, as Kubernetes does for a service of that name.
+        for meant in difflib.get_close_matches(variable, known, n=1, cutoff=0.9):
+            _told.add(variable)
+            log.warning("%s is no setting; is %s meant? `asyncdist info` lists them all", variable, meant)
 
 
 def _is_set(setting: Any, source: Mapping[str, str]) -> bool:

@@ -58,7 +58,8 @@ def init_process_group(
     """Meet the other ranks and make the default process group. Call `destroy_process_group` at the end.
 
     ``backend`` is None or ``"auto"``, the name of a transport, or one of torch's (taken as "auto"); ``init_method`` is
-    ``env://`` (the default), ``tcp://host:port`` or ``file:///path``; or pass ``store``, ``rank`` and ``world_size``.
+    ``env://`` (the default), ``tcp://host:port`` of rank 0, ``asyncdist://host:port/job`` of a store that runs already,
+    or ``file:///path``; or pass ``store``, ``rank`` and ``world_size``.
     ``timeout`` (seconds or timedelta) limits this and every operation. Raises RendezvousTimeoutError, which names who is
     missing, AddressError, AuthenticationError, TransportUnavailableError, AlreadyInitializedError.
     """

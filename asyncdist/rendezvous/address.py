@@ -70,9 +70,10 @@ async def to_listen_on(host: str, config: Config, deadline: Deadline) -> str:
     found = await reachable(host, config, deadline)
     ours = [one for one in found if is_local(one)]
     if not ours:
+        means = "" if found == [host] else f" ({', '.join(found)})"
         raise AddressError(
-            f"rank 0 is to serve the store at {host}, which is {', '.join(found)}: no address of this host, which has "
-            f"{_listed()}; start rank 0 on that host, or name this one"
+            f"rank 0 is to serve the store at {host}{means}, which is no address of this host: it has {_listed()}; "
+            "start rank 0 on that host, or name this one"
         )
     return ours[0]
 

@@ -54,7 +54,7 @@ async def test_ipv4_first_on_every_host():
 
 @pytest.mark.usefixtures("host")
 async def test_rank_0_on_the_wrong_host():
-    with pytest.raises(AddressError, match=r"store at node0, which is 10\.0\.0\.1: no address of this host.*eth0 \(10"):
+    with pytest.raises(AddressError, match=r"at node0 \(10\.0\.0\.1\), which is no address of this host: .*eth0 \(10"):
         await address.to_listen_on("node0", Config(), soon())
 
 

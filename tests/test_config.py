@@ -1,0 +1,50 @@
+"""Settings from the environment: what is set is taken, and what is misspelt is told."""
+
+from __future__ import annotations
+
+import pytest
+
+from asyncdist.config import Config
+
+
+def test_a_misspelt_setting_is_told_once_with_the_one_that_may_be_meant(caplog):
+    for _ in range(2):
+        assert Config.from_environment({"ASYNCDIST_TRNSPORT": "tcp"}).transport == "auto"
+    (told,) = caplog.messages
+    assert told.startswith("ASYNCDIST_TRNSPORT is no setting; is ASYNCDIST_TRANSPORT meant?")
+
+
+def test_what_kubernetes_sets_for_a_service_of_our_name_is_no_setting_misspelt(caplog):
+    ports = ["PORT", "PORT_29500_TCP", "PORT_29500_TCP_ADDR", "PORT_29500_TCP_PORT", "PORT_29500_TCP_PROTO"]
+    injected = [f"ASYNCDIST_STORE_{name}" for name in ("SERVICE_HOST", "SERVICE_PORT", *ports)]
+    injected.append("ASYNCDIST_PORT")
+    assert Config.from_environment(dict.fromkeys(injected, "1")) == Config()
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "field", "value"),
+    [
+        ("ASYNCDIST_PIECE_NBYTES", " 64K ", "piece_nbytes", 65536),
+        ("ASYNCDIST_TIMEOUT", "2.5", "timeout", 2.5),
+        ("ASYNCDIST_ALLOW_PICKLE", "Yes", "allow_pickle", True),
+        ("ASYNCDIST_TLS_CHECK_HOSTNAME", "0", "tls_check_hostname", False),
+        ("ASYNCDIST_TOKEN", "", "token", None),
+    ],
+)
+def test_what_is_set_is_taken(variable, text, field, value):
+    assert getattr(Config.from_environment({variable: text}), field) == value
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "told"),
+    [
+        ("ASYNCDIST_TCP_LANES", "two", "is not a whole number"),
+        ("ASYNCDIST_TCP_LANES", "-1", "is not a whole number"),
+        ("ASYNCDIST_SPIN_US", "soon", "is not a number"),
+        ("ASYNCDIST_ALLOW_PICKLE", "perhaps", "is not 0 or 1"),
+    ],
+)
+def test_what_cannot_be_read_is_told_by_name(variable, text, told):
+    with pytest.raises(ValueError, match=f"{variable}='{text}' {told}"):
+        Config.from_environment({variable: text})
