@@ -253,6 +253,7 @@ async def follow(stack: AsyncExitStack, world: World, find: Find, where: str) ->
     """
     pause, patience, refused_until = _FIRST_PAUSE, _FIRST_TRY, Deadline.never()
     refusal: AsyncdistError | None = None
+    seen = ""
     while True:
         try:
             client, record, token = await find(patience)
@@ -270,7 +271,9 @@ async def follow(stack: AsyncExitStack, world: World, find: Find, where: str) ->
         except StoreError as error:  # it went away under our hands
             not_yet = NotYet(_why(error))
         left = world.limit.deadline.remaining()
-        if not_yet.refusal is None and left > 0:  # a try that the deadline cut short tells nothing new
+        if left > 0 or not seen:  # a try that the deadline cut short tells nothing new
+            seen = not_yet.seen
+        if not_yet.refusal is None and left > 0:
             refusal, refused_until = None, Deadline.never()
         elif not_yet.refusal is not None:
             refused_until = Deadline.after(_REFUSAL_GRACE) if refusal is None else refused_until
@@ -278,7 +281,6 @@ async def follow(stack: AsyncExitStack, world: World, find: Find, where: str) ->
         if refusal is not None and (refused_until.expired() or left <= 0):
             raise refusal
         if left <= 0:
-            seen = not_yet.seen
             raise RendezvousTimeoutError((world.rank,), (0,), world.limit.timeout, where, world.world_size, seen)
         await asyncio.sleep(min(pause, left))
         pause = min(2 * pause, _LONGEST_PAUSE)
