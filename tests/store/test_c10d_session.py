@@ -45,7 +45,8 @@ class Caller:
 
     async def leave(self) -> None:
         self.writer.transport.abort()
-        await asyncio.wait([asyncio.ensure_future(self.writer.wait_closed())])
+        with contextlib.suppress(ConnectionError):
+            await self.writer.wait_closed()
 
 
 @pytest.fixture
@@ -169,7 +170,8 @@ async def test_what_cannot_be_done_costs_the_connection(store, call, caplog, eve
         await standing.say(encode(Code.BARRIER, b"/b", 2))
         await eventually(lambda: server.state.num_open == 1)
         with caplog.at_level(logging.WARNING, LOGGER):
-            await caller.say(encode(Code.SET, b"/v", b"text") + bad + encode(Code.SET, b"/after", b""))
+            with contextlib.suppress(ConnectionError):  # it may hang up before it has read all
+                await caller.say(encode(Code.SET, b"/v", b"text") + bad + encode(Code.SET, b"/after", b""))
             assert await caller.ended()
         assert says in caplog.text
         assert await store.get("v") == b"text"

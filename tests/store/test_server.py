@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import socket
@@ -59,7 +60,8 @@ class Peer:
 
     async def leave(self) -> None:
         self.writer.transport.abort()
-        await asyncio.wait([asyncio.ensure_future(self.writer.wait_closed())])
+        with contextlib.suppress(ConnectionError):
+            await self.writer.wait_closed()
 
 
 def frame(*fields: object) -> bytes:
