@@ -15,7 +15,7 @@ from asyncdist.errors import SharedMemoryError
 from asyncdist.ops import ReduceOp
 from asyncdist.testing.cluster import world_of
 from asyncdist_transports.shm import stream
-from asyncdist_transports.shm.window import STREAM_PIECES
+from asyncdist_transports.shm.window import SLOTS, STREAM_PIECES
 
 SMALL = Config().with_(shm_area_nbytes=4096)
 PIECE = 1024  # float32 elements of a small area
@@ -39,25 +39,19 @@ async def check(groups, *counts):
             assert torch.equal(tensor, total(groups, count))
 
 
+def stage(group, far):
+    """Have a member stage so far ahead, always."""
+    group._native._stream._tried = defaultdict(type("Decided", (stream._Tried,), {"choose": lambda tried: far}))
+
+
 @pytest.mark.parametrize("ahead", [[0, 0], [stream.AHEAD] * 2, [0, stream.AHEAD], [stream.AHEAD, 1], [2, 0]])
-async def test_members_may_stage_as_far_ahead_as_they_like(monkeypatch, ahead):
-    made = []
-
-    class Decided(stream._Tried):
-        def __init__(self):
-            super().__init__()
-            self.far = ahead[len(made)]
-            made.append(self.far)
-
-        def choose(self):
-            return self.far
-
-    monkeypatch.setattr(stream, "_Tried", Decided)
+async def test_members_may_stage_as_far_ahead_as_they_like(ahead):
     async with world_of(2, transport="shm", config=SMALL) as groups:
-        await check(groups, 2 * PIECE)
-        for count in (PIECE + 1, 3 * PIECE - 1, 7 * PIECE + 5, STREAM_PIECES * PIECE, 50 * PIECE + 7):
+        for group, far in zip(groups, ahead, strict=True):
+            stage(group, far)
+        for count in (2 * PIECE, PIECE + 1, 3 * PIECE - 1, 7 * PIECE + 5, STREAM_PIECES * PIECE, 50 * PIECE + 7):
             await check(groups, count)
-    assert made == ahead
+        assert all(group._native._stream._tried for group in groups)
 
 
 async def test_several_at_once_take_their_turns():
@@ -115,9 +109,10 @@ async def test_without_memory_to_stage_ahead_pieces_are_staged_at_once(monkeypat
         assert len(refused) == 2
 
 
-def test_both_are_tried_and_the_faster_is_kept_until_the_next_trial():
+def test_both_are_tried_and_the_faster_is_kept_until_it_is_the_slower():
     tried = stream._Tried()
-    speed = {0: 5.0, stream.AHEAD: 2.0}
+    far = stream.AHEAD
+    speed = {0: 5.0, far: 2.0}
 
     def turns(count):
         chosen = []
@@ -126,9 +121,59 @@ def test_both_are_tried_and_the_faster_is_kept_until_the_next_trial():
             tried.note(chosen[-1], [9.0, speed[chosen[-1]], 0.1])
         return chosen
 
-    assert turns(64) == [0, stream.AHEAD, 0, *[stream.AHEAD] * 61]
+    assert turns(32) == [0, far, 0, far, *[far] * 28]
+    assert turns(32) == [0, *[far] * 31]  # a trial
     speed[0] = 1.0
-    assert turns(64) == [0, stream.AHEAD, *[0] * 62]
+    assert turns(32) == [0] * 32  # this one finds that it is better now
+    speed[far] = 0.5
+    assert turns(32) == [far] * 32
+    speed[far] = 5.0
+    assert turns(31) == [0, far, far, *[0] * 28]  # without a trial: once may be chance, twice is not
+
+
+def pieces_of(group):
+    """Return the pieces of the stream in which a member stages from now on, as they come."""
+    window, pieces = group._native._window, []
+    claim = window.claim
+
+    def noted(number, turn, takers):
+        yield from claim(number, turn, takers)
+        pieces.append(window._which(number, turn, window.words) - 2 * SLOTS)
+
+    window.claim = noted
+    return pieces
+
+
+async def test_calls_go_on_in_the_stream_where_the_one_before_has_left_off():
+    async with world_of(2, transport="shm", config=SMALL) as groups:
+        for group in groups:
+            stage(group, stream.AHEAD)
+        pieces = [pieces_of(group) for group in groups]
+        for _ in range(5):
+            await check(groups, 5 * PIECE, 2 * PIECE)
+        assert pieces == [[at % STREAM_PIECES for at in range(35)]] * 2
+        for group in groups:
+            stage(group, 0)
+        await check(groups, 5 * PIECE, 2 * PIECE)
+        assert all(set(of_rank[35:]) == {0, 1} for of_rank in pieces)
+
+
+async def test_a_piece_of_a_call_before_is_kept_until_it_has_been_taken(eventually):
+    """The root of two broadcasts may stage as much as there is room for before anybody takes; not one piece more."""
+    async with world_of(2, transport="shm", config=SMALL) as groups:
+        stage(groups[0], stream.AHEAD)
+        pieces = pieces_of(groups[0])
+        given = [numbers(groups[0], 10 * PIECE) + call for call in range(3)]
+        sends = [groups[0].broadcast(tensor, 0) for tensor in given]
+        await sends[0]
+        await eventually(lambda: len(pieces) == STREAM_PIECES)
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert len(pieces) == STREAM_PIECES
+        got = [torch.empty(10 * PIECE) for _ in given]
+        await asyncio.gather(*sends, *[groups[1].broadcast(tensor, 0) for tensor in got])
+        assert all(torch.equal(result, tensor) for result, tensor in zip(got, given, strict=True))
+        assert len(pieces) == 30
 
 
 def exchanged(group, count):
@@ -159,18 +204,12 @@ async def check_exchanges(groups, *counts):
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("ahead", [[0] * 3, [stream.AHEAD] * 3, [stream.AHEAD, 0, 3]])
 async def test_every_exchange_may_be_staged_ahead(ahead, size):
-    class Decided(stream._Tried):
-        far = 0
-
-        def choose(self):
-            return self.far
-
     async with world_of(size, transport="shm", config=SMALL) as groups:
         for group in groups:
-            how_far = type("HowFar", (Decided,), {"far": ahead[group.rank()]})
-            group._native._stream._tried = defaultdict(how_far)
+            stage(group, ahead[group.rank()])
         await check_exchanges(groups, PIECE + 1, 17 * PIECE, 40 * PIECE + 5)
-        assert all(len(group._native._stream._tried) == 3 for group in groups)
+        for group in groups:
+            assert len({name for (name, _), _ in group._native._stream._tried}) == 3
 
 
 def sent(group, count):
@@ -194,15 +233,14 @@ def sent(group, count):
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("ahead", [0, stream.AHEAD, 3])
 async def test_who_only_sends_may_stage_ahead(ahead, size):
-    how_far = type("HowFar", (stream._Tried,), {"choose": lambda self: ahead})
     async with world_of(size, transport="shm", config=SMALL) as groups:
         for group in groups:
-            group._native._stream._tried = defaultdict(how_far)
+            stage(group, ahead)
         for count in (PIECE + 1, 17 * PIECE, 40 * PIECE + 5):
             started = [sent(group, count) for group in groups]
             await asyncio.gather(*(work for works, _ in started for work in works))
             assert all(torch.equal(result, expected) for _, results in started for result, expected in results)
-        kinds = [{kind for kind, _ in group._native._stream._tried} for group in groups]
+        kinds = [{name for (name, _), _ in group._native._stream._tried} for group in groups]
         assert kinds == [set(), {"broadcast", "scatter", "gather", "reduce"}, {"gather", "reduce"}][:size]
 
 

@@ -61,15 +61,15 @@ class Turn:
         window.check(self.number, self.call, members)
         self.places = {member.rank: window.place(self.number, member) for member in members}
 
-    def open_stream(self, pieces: int, nbytes: int) -> Schedule:
+    def open_stream(self, room: int, nbytes: int) -> Schedule:
         """Use so many pieces of our stream in turn from the next round on, of up to so many bytes each.
 
         If a later collective has the stream, things stay as they are. SharedMemoryError if there is no memory left.
         """
         if self.round:  # what they find where we have said until now
             yield from self.window.taken(self.number, self.round - 1, self.window.others)
-        if (yield from self.window.open_stream(self.number, pieces, nbytes)):
-            self.room = pieces
+        if (yield from self.window.open_stream(self.number, self.round, room, nbytes)):
+            self.room = room
 
     def rounds(
         self,
@@ -95,8 +95,7 @@ class Turn:
             if k < count:
                 turn = first + k
                 if stages is not None:
-                    if turn >= self.room:
-                        yield from window.taken(number, turn - self.room, takers)
+                    yield from window.claim(number, turn, takers)
                     stages(k, turn)
                     self.say(turn + STAGED)
                 elif not self._posted:

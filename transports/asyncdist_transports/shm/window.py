@@ -7,7 +7,7 @@ free them. Since steps of later collectives are larger, "has reached" is one com
 reset. A member may use a slot again when all have said DONE to the collective before it there.
 
 A window is an address range; memory is reserved behind its areas as far as messages need it. Behind the slots lies the
-*stream*, room for many pieces, which one collective at a time uses: see `stream`.
+*stream*, room for many pieces, in which one collective after the other stages what is large: see `stream`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from asyncdist_transports.shm.order import Fence
 SLOTS = 8
 STEP, CALL, PLACE = 0, 1, 2
 LEFT = 3  # in the first line only: 1 when this member will not look at any slot again
-ROOM = 4  # ``n << 24 |`` how many pieces of the stream this member uses in turn
+STREAM = 4  # ``n << 24 | first << 8 | room``: round r of this member lies in piece (first + r) % room of its stream
 TAKEN = 5  # ``n << 24 |`` of how many rounds this member has taken the others' pieces
 LINE = 8
 SHIFT = 24
@@ -98,6 +98,8 @@ class Window:
         self.words[STEP] = DONE  # the collective before the first in this slot, number 0, is over
         self._reserved = [0] * (2 * SLOTS + STREAM_PIECES)
         self._streamed = 0  # the collective that used the stream last
+        self._position = 0  # after the piece of the stream that was staged last
+        self._staged: dict[int, tuple[int, int, Sequence[Member]]] = {}  # what each area was used for last, by `claim`
         self._heads: dict[int, memoryview] = {}
         self._areas: dict[tuple[int, int, int, torch.dtype], torch.Tensor] = {}
         self.last = [0] * SLOTS
@@ -218,9 +220,9 @@ class Window:
 
     def _which(self, number: int, turn: int, words: memoryview) -> int:
         """Return which area a member uses in a round: a half of its slot, or a piece of its stream."""
-        room = words[number % SLOTS * LINE + ROOM]
-        if room >> SHIFT == number:
-            return 2 * SLOTS + turn % (room & DONE)
+        stream = words[number % SLOTS * LINE + STREAM]
+        if stream >> SHIFT == number:
+            return 2 * SLOTS + ((stream >> 8 & 0xFF) + turn) % (stream & 0xFF)
         return number % SLOTS * 2 + (turn & 1)
 
     def _reserve(self, which: int, nbytes: int) -> None:
@@ -268,22 +270,33 @@ class Window:
         mapping, offset = (self.arena.mapping, self.block.offset) if member is None else (member.mapping, member.offset)
         return mapping, offset + _LINES_NBYTES + which * self.area_nbytes
 
-    def open_stream(self, number: int, pieces: int, nbytes: int) -> Schedule:
-        """Have the n-th collective's rounds use so many pieces of the stream in turn; return whether they do.
+    def claim(self, number: int, turn: int, takers: Sequence[Member]) -> Schedule:
+        """Wait until nobody takes any more what our area of a round was used for last; who takes it now are ``takers``."""
+        which = self._which(number, turn, self.words)
+        before = self._staged.get(which)
+        if before is not None:
+            yield from self.taken(*before)
+        self._staged[which] = number, turn, takers
+        if which >= 2 * SLOTS:
+            self._position = which - 2 * SLOTS + 1
 
-        Waits until all are done with the collective that used it before. That must have been an earlier one: who would
-        wait for a later one, which has come first here, might be what the later one waits for elsewhere.
-        SharedMemoryError if there is no memory left for pieces of so many bytes.
+    def open_stream(self, number: int, turn: int, room: int, nbytes: int) -> Schedule:
+        """Have the n-th collective stage in the stream from a round on, in ``room`` pieces in turn; return whether it does.
+
+        It goes on behind what was staged there last. Waits until the collective that used the stream before is over for
+        us, which must have been an earlier one: who would wait for a later one, which has come first here, might be what
+        the later one waits for elsewhere. SharedMemoryError if there is no memory left for pieces of so many bytes.
         """
         before = self._streamed
         if before > number:
             return False
-        for which in range(2 * SLOTS, 2 * SLOTS + pieces):
+        for which in range(2 * SLOTS, 2 * SLOTS + room):
             self._reserve(which, nbytes)
         self._streamed = number
-        if before != number:
-            yield from self._over(before)
-        self.words[number % SLOTS * LINE + ROOM] = number << SHIFT | pieces
+        over = before << SHIFT | DONE
+        while before != number and self.words[before % SLOTS * LINE] < over:
+            yield self.rank
+        self.words[number % SLOTS * LINE + STREAM] = number << SHIFT | (self._position - turn) % room << 8 | room
         return True
 
     # -- the end -------------------------------------------------------------------------------
