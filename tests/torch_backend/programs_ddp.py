@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -297,3 +299,42 @@ def zero_redundancy_joined(rank, world):
             functional.mse_loss(model(inputs), targets).backward()
             optimizer.step()
     return state(model)
+
+
+# -- buckets -----------------------------------------------------------------------------------------
+
+
+def where_buckets_lie(rank, world):
+    """Large buckets are registered where the ranks share memory, also those that are dealt after the first step."""
+    from asyncdist.arena import arena
+
+    def noting(found, bucket):
+        buffer = bucket.buffer()
+        open_to_all = arena().offset_of(buffer.data_ptr(), buffer.nbytes) is not None
+        found.append((open_to_all, dist.group.WORLD.group.shares_memory and buffer.nbytes >= 32 << 10))
+        return default_hooks.allreduce_hook(None, bucket)
+
+    used = arena().used_nbytes
+    torch.manual_seed(0)
+    pairs, layers = [], [nn.Linear(6, 40), nn.Linear(40, 3000), nn.ReLU(), nn.Linear(3000, 40), nn.Linear(40, 3)]
+    model = DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=0.01)
+    model.register_comm_hook(pairs, noting)
+    train(model, rank, steps=3)
+    kinds = len(set(pairs))
+    del model, layers
+    gc.collect()
+    return [*pairs, (kinds, 2 if dist.group.WORLD.group.shares_memory else 1), (arena().used_nbytes, used)]
+
+
+def exact_in_open_buckets(rank, world):
+    """Whole numbers, so that every order of summing gives the same bits."""
+    model = nn.Linear(300, 100, bias=False)
+    model = DistributedDataParallel(model)
+    pairs = []
+    for step in range(3):
+        model.zero_grad()
+        inputs = torch.full((1, 300), float(rank + step))
+        model(inputs).sum().backward()
+        mean = sum(peer + step for peer in range(world)) / world
+        pairs.append((model.module.weight.grad, torch.full((100, 300), mean)))
+    return pairs

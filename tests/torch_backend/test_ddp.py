@@ -29,3 +29,8 @@ def test_training(same_over_gloo, world, program):
 def test_narrow_gradients(same_over_gloo, program):
     """Narrow floats are rounded after every addition by gloo, and once by us."""
     same_over_gloo("programs_ddp", program, close=NARROW)
+
+
+@pytest.mark.parametrize("program", ["where_buckets_lie", "exact_in_open_buckets"])
+def test_buckets(as_it_should_be, program):
+    as_it_should_be("programs_ddp", program)
