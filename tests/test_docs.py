@@ -1,4 +1,4 @@
-"""The pages for people who change the code are true: their code runs, and what they name exists.
+"""The pages are true: their code runs, and what they name exists.
 
 A block whose first line is ``# path`` is put at the end of that file, ``# path, in Class`` at the end of that class, in a
 copy of the package; so the steps of a worked example are what they say, and its last block is a test that must pass.
@@ -19,6 +19,7 @@ import re
 import shutil
 import subprocess
 import sys
+import textwrap
 import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import fields
@@ -27,6 +28,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import asyncdist
 from asyncdist.config import Config
 from asyncdist.errors import (
     GroupAbortedError,
@@ -42,7 +44,12 @@ from asyncdist.testing.ports import free_port
 from asyncdist.work import Work
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = {path.relative_to(ROOT).as_posix(): path for path in [ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]}
+PAGES = {
+    path.relative_to(ROOT).as_posix(): path
+    for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
+}
+FRAGMENTS = "README.md"
+"""A page whose blocks are parts of programs: they are Python, and name what there is."""
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PLACE = re.compile(r"# ([\w/.]+\.(?:py|toml))(?:, in (\w+))?\n")
 SPAN = re.compile(r"`([^`\n]+)`")
@@ -145,7 +152,7 @@ def type_in(command: str, expected: Sequence[str], folder: Path, environment: di
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("page", [page for page in PAGES if code_of(page)])
+@pytest.mark.parametrize("page", [page for page in PAGES if code_of(page) and page != FRAGMENTS])
 def test_the_code_of_a_page_runs(page: str, tmp_path: Path) -> None:
     shutil.copytree(ROOT / "asyncdist", tmp_path / "asyncdist", ignore=shutil.ignore_patterns("__pycache__"))
     tests = []
@@ -174,6 +181,16 @@ def run_tests(tests: Sequence[str], folder: Path) -> None:
         command, cwd=folder, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, timeout=60
     )
     assert run.returncode == 0, run.stdout + run.stderr
+
+
+def test_the_fragments_of_the_readme_are_python_and_name_what_there_is() -> None:
+    speakers = {"dist": asyncdist, "asyncdist": asyncdist, "group": Group}
+    for code in code_of(FRAGMENTS):
+        tree = ast.parse("async def program():\n" + textwrap.indent(code, "    "))
+        compile(tree, FRAGMENTS, "exec")
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in speakers:
+                assert hasattr(speakers[node.value.id], node.attr), f"{FRAGMENTS} has {ast.unparse(node)}"
 
 
 # -- what is named exists ---------------------------------------------------------------------------
