@@ -20,7 +20,7 @@ import asyncdist
 from asyncdist import sync
 from asyncdist.bench import mpi, raw
 from asyncdist.bench.pace import Pace
-from asyncdist.bench.plan import Plan
+from asyncdist.bench.plan import THROUGH_TORCH, Plan
 from asyncdist.bench.traffic import Traffic
 from asyncdist.errors import BenchmarkError
 from asyncdist.runtime import new_loop
@@ -112,6 +112,29 @@ class Torch(Blocking):
         from torch import distributed
 
         return lambda: case.call(distributed, self.group)
+
+
+class Idle(Blocking):
+    """The calls of torch.distributed on a back end that does nothing: see `asyncdist.bench.idle`."""
+
+    name = "idle"
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def enters(self, collective: str) -> bool:
+        return collective in THROUGH_TORCH
+
+    def verify(self, case: Traffic, start: Start) -> None:
+        self.run(case, 1, start, lambda: None)
+
+    def prepare(self, case: Traffic) -> Callable[[], object]:
+        from torch import distributed
+
+        return lambda: case.call(distributed, self._group)
+
+    def run(self, case: Traffic, calls: int, before: Callable[[], None], after: Callable[[], None]) -> list[float]:
+        return super().run(case, calls, before, lambda: None)  # there is no result to look at
 
 
 class Raw(Blocking):
@@ -246,14 +269,14 @@ def _awaited(**where: Any) -> Iterator[Awaited]:
 
 
 @contextlib.contextmanager
-def _torch(plan: Plan, rank: int, folder: Path) -> Iterator[list[Torch]]:
+def _torch(plan: Plan, rank: int, folder: Path) -> Iterator[list[Torch | Idle]]:
     """Open torch.distributed on every back end that is asked for; the default group is on ours if that is one."""
     from torch import distributed
 
     names = [name for name in _BACKENDS if name in plan.contenders]
     if "torch" in names:
         import asyncdist.torch_backend  # noqa: F401 - registers ours
-    torchs: list[Torch] = []
+    torchs: list[Torch | Idle] = []
     timeout = timedelta(seconds=TIMEOUT)
     meeting = (folder / "torch").as_uri()
     try:
@@ -266,6 +289,11 @@ def _torch(plan: Plan, rank: int, folder: Path) -> Iterator[list[Torch]]:
                     backend, init_method=meeting, rank=rank, world_size=plan.ranks, timeout=timeout
                 )
             torchs.append(Torch(name, group))
+        if "idle" in plan.contenders:
+            from asyncdist.bench import idle
+
+            idle.register()
+            torchs.append(Idle(distributed.new_group(backend=idle.NAME, timeout=timeout)))
         yield torchs
     finally:
         if torchs:

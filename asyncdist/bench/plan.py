@@ -21,8 +21,8 @@ ON_DEVICES = ("all_reduce", "broadcast", "send")
 RIVALS = ("gloo", "mpi", "raw")
 WAYS = ("torch",)
 """Ways in to our groups beside our own faces: the calls of torch.distributed."""
-CONTENDERS = ("asyncdist", "registered", "torch", "awaited", *RIVALS, "copy")
-"""Keys of the results; a further transport's key is its own name."""
+CONTENDERS = ("asyncdist", "registered", "torch", "idle", "awaited", *RIVALS, "copy")
+"""Keys of the results; a further transport's key is its own name. "idle" are torch's calls that do nothing."""
 
 THROUGH_TORCH = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all", "barrier")
 """The collectives that training with torch.distributed stands on."""
@@ -76,6 +76,7 @@ class Plan:
             "asyncdist",
             *(("registered",) if self.registered else ()),
             *self.through,
+            *(("idle",) if "torch" in self.through else ()),
             *self.transports[1:],
             *(("awaited",) if self.awaited else ()),
             *(name for name in RIVALS if name in self.against),

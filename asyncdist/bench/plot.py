@@ -27,6 +27,7 @@ _LINES = {
     "awaited": ("asyncdist, awaited", "#56b4e9", "-", 1.4, "^"),
     "asyncdist": ("asyncdist", "#0072b2", "-", 2.6, "o"),
     "torch": ("asyncdist, through torch.distributed", "#e69f00", "-", 1.8, "P"),
+    "idle": ("torch.distributed that does nothing", "#f0c000", ":", 1.4, ""),
     "registered": ("asyncdist, registered tensors", "#009e73", "-", 2.6, "v"),
 }
 _FURTHER = ("#56b4e9", "--", 1.4, "x")  # a further transport of ours
@@ -76,7 +77,7 @@ def figure_of(report: Report) -> Figure:
 def _lines(plan: Plan) -> dict[str, Line]:
     """Return how each contender of the plan is drawn, in the order of drawing."""
     further = {name: (f"asyncdist over {name}", *_FURTHER) for name in plan.transports[1:]}
-    behind, front = ("copy", "raw", "gloo", "mpi"), ("awaited", "torch", "asyncdist", "registered")
+    behind, front = ("copy", "idle", "raw", "gloo", "mpi"), ("awaited", "torch", "asyncdist", "registered")
     order = (*behind, *further, *front)
     return {name: {**_LINES, **further}[name] for name in order if name in plan.contenders}
 

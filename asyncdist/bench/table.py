@@ -50,7 +50,13 @@ def _three(value: float) -> str:
 Column = tuple[str, Callable[[Row], str]]
 """A heading, and what makes a row's text."""
 
-_NAMES = {"torch": "through torch", "mpi": "Open MPI", "raw": "raw sockets", "copy": "memory copy"}
+_NAMES = {
+    "torch": "through torch",
+    "idle": "torch, idle",
+    "mpi": "Open MPI",
+    "raw": "raw sockets",
+    "copy": "memory copy",
+}
 _ONE_TABLE = 9  # more columns than these are divided over two tables: times, and what follows from them
 
 
@@ -61,7 +67,7 @@ def named(contender: str) -> str:
 
 def _times(plan: Plan) -> list[Column]:
     """Return a column of medians for each contender, with our worst beside ours."""
-    columns = [(named(contender), _median(contender)) for contender in plan.contenders]
+    columns = [(named(contender), _median(contender)) for contender in plan.contenders if contender != "idle"]
     columns.insert(1, ("p99", lambda row: duration(row.ours.p99)))
     return columns
 
@@ -74,6 +80,8 @@ def _ratios(plan: Plan) -> list[Column]:
         columns += [(f"{prefix}vs {rival}", _faster(rival, who)) for rival in plan.contenders if rival in RIVALS]
         columns.append((f"{prefix}× copy", _copies(who)))
     columns += [(f"{named(who)}\n− direct", _above_blocking(who)) for who in plan.through]
+    if "idle" in plan.contenders:
+        columns.append((named("idle"), _median("idle")))
     if plan.awaited:
         columns.append(("await − block", _above_blocking("awaited")))
     columns.append(("algbw", lambda row: bandwidth(row.algorithm_bandwidth) if row.nbytes else "—"))
@@ -208,6 +216,8 @@ def _legend(plan: Plan) -> list[str]:
         "asyncdist": f"our blocking face over the transport `{plan.transports[0]}`, on ordinary tensors",
         "registered": "the same on tensors made by `asyncdist.empty(…, shared=True)`, which every rank sees",
         "torch": f"the calls of `torch.distributed` on our back end, over the transport `{plan.transports[0]}`",
+        "idle": "the calls of `torch.distributed` on a back end that does nothing: torch's own share of what *through "
+        "torch* takes above *direct*",
         **{name: f"our blocking face over the transport `{name}`" for name in plan.transports[1:]},
         "awaited": "our async face on uvloop",
         "gloo": "`torch.distributed` over gloo",

@@ -17,7 +17,13 @@ def timing(milliseconds):
 
 
 TIMINGS = {"asyncdist": timing(1), "gloo": timing(4), "raw": timing(0.9), "awaited": timing(1.02), "tcp": timing(3)}
-TIMINGS |= {"mpi": timing(2), "registered": timing(0.5), "torch": timing(1.25), "copy": timing(0.4)}
+TIMINGS |= {
+    "mpi": timing(2),
+    "registered": timing(0.5),
+    "torch": timing(1.25),
+    "idle": timing(0.2),
+    "copy": timing(0.4),
+}
 EVERYTHING = Plan(
     ("all_reduce",), (4_000_000,), 4, RIVALS, awaited=True, registered=True, through=WAYS, transports=("auto", "tcp")
 )
@@ -73,6 +79,7 @@ def test_figures():
                 "through torch\nvs raw": "0.72×",
                 "through torch\n× copy": "3.12×",
                 "through torch\n− direct": "+250.0 µs",
+                "torch, idle": "200 µs",
                 "await − block": "+20.0 µs",
                 "algbw": "4.00 GB/s",
                 "busbw": "6.00 GB/s",

@@ -71,7 +71,7 @@ def test_torch_distributed_is_measured_on_our_back_end_and_on_gloo():
     found = json.loads(run.stdout)
     assert {row["collective"] for row in found["rows"]} == set(THROUGH_TORCH)
     for row in found["rows"]:
-        assert set(row["contenders"]) | {"copy"} == {"asyncdist", "torch", "gloo", "copy"}
+        assert set(row["contenders"]) | {"copy"} == {"asyncdist", "torch", "idle", "gloo", "copy"}
         assert row["times_faster_than"]["torch"]["gloo"] > 0
         assert row["above_blocking_us"]["torch"] == pytest.approx(
             row["contenders"]["torch"]["median_us"] - row["contenders"]["asyncdist"]["median_us"]
@@ -79,7 +79,13 @@ def test_torch_distributed_is_measured_on_our_back_end_and_on_gloo():
     assert [training["step"] for training in found["training"]] == list(STEPS)
     for training in found["training"]:
         assert set(training["contenders"]) | {"asyncdist"} == {"asyncdist", "torch", "gloo", "alone"}
-    for words in ("through torch", "− direct", "stock FSDP2 on asyncdist", "stock tensor parallel on gloo"):
+    for words in (
+        "through torch",
+        "− direct",
+        "torch, idle",
+        "stock FSDP2 on asyncdist",
+        "stock tensor parallel on gloo",
+    ):
         assert words in run.stderr
 
 

@@ -1,0 +1,40 @@
+"""A back end of torch.distributed that does nothing: what its calls take is torch's own share of every call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import distributed
+
+from asyncdist.torch_backend import making
+from asyncdist.torch_backend.process_group import ProcessGroup
+from asyncdist.torch_backend.work import DONE, Work
+
+NAME = "asyncdist_idle"
+
+
+class Idle(ProcessGroup):
+    """A group as torch sees it, whose collectives are over at once and leave every tensor as it is."""
+
+
+def _nothing(group: Idle, *args: Any, **opts: Any) -> Work:
+    return DONE
+
+
+# The names by which torch, old and new, calls what is measured.
+for _name in (
+    "allreduce", "broadcast", "barrier", "all_gather_single", "_allgather_base", "reduce_scatter_single",
+    "_reduce_scatter_base", "all_to_all_single", "alltoall_base",
+):  # fmt: skip
+    setattr(Idle, _name, _nothing)
+
+
+def register() -> None:
+    """Make `NAME` a back end of torch.distributed. Idempotent."""
+    backends: Any = distributed.Backend
+    if NAME.upper() not in backends._plugins:
+        backends.register_backend(NAME, _make, extended_api=True, devices=["cpu"])
+
+
+def _make(opts: Any, pg_options: object = None) -> Idle:
+    return Idle(making.make(opts).group, None)
