@@ -1,0 +1,108 @@
+"""The handshake believes nobody who cannot prove that it holds the token, on either side; without sockets."""
+
+from __future__ import annotations
+
+import pytest
+
+from asyncdist import handshake
+from asyncdist.errors import AuthenticationError, ProtocolError
+from asyncdist.handshake import ACCEPTED, MAGIC, NONCE_NBYTES, PROOF_NBYTES, accept, dial
+
+D_NONCE, A_NONCE = b"d" * NONCE_NBYTES, b"a" * NONCE_NBYTES
+
+
+def talk(dialler, acceptor):
+    """Carry what two sides say to each other; return what came of each (None or its error), and what each said."""
+    said = {dialler: bytearray(), acceptor: bytearray()}
+    outcome, wants = {}, {}
+    other = {dialler: acceptor, acceptor: dialler}
+    heard = dict.fromkeys(said, 0)
+
+    def go_on(side, data=None):
+        try:
+            step = side.send(data)
+            while isinstance(step, bytes):
+                said[side] += step
+                step = side.send(None)
+            wants[side] = step
+        except StopIteration:
+            outcome[side] = None
+        except (AuthenticationError, ProtocolError) as error:
+            outcome[side] = error
+
+    go_on(dialler)
+    go_on(acceptor)
+    moved = True
+    while moved and len(outcome) < 2:
+        moved = False
+        for side in set(said) - set(outcome):
+            begin, end = heard[side], heard[side] + wants[side]
+            if len(said[other[side]]) >= end:
+                heard[side], moved = end, True
+                go_on(side, bytes(said[other[side]][begin:end]))
+    return outcome.get(dialler), outcome.get(acceptor), bytes(said[dialler]), bytes(said[acceptor])
+
+
+def impostor(*answers):
+    """What greets as an acceptor does and then answers as told, made of what the dialler has said."""
+    greeting = yield len(MAGIC) + NONCE_NBYTES
+    yield MAGIC + A_NONCE
+    proof = yield PROOF_NBYTES
+    yield answers[0](greeting, proof)
+
+
+@pytest.mark.parametrize("token", [None, "secret"])
+def test_who_holds_the_same_token_is_believed_on_both_sides(token):
+    theirs, ours, *_ = talk(dial(token, "store", D_NONCE), accept(token, "store", A_NONCE))
+    assert theirs is ours is None
+
+
+@pytest.mark.parametrize(("one", "other"), [("secret", "wrong"), ("secret", None), (None, "secret")])
+def test_who_holds_another_token_is_refused_and_told(one, other):
+    told, noted, *_ = talk(dial(one, "store", D_NONCE), accept(other, "store", A_NONCE))
+    assert isinstance(told, AuthenticationError)
+    assert isinstance(noted, AuthenticationError)
+
+
+def test_a_token_proved_for_the_store_opens_no_link_between_ranks():
+    told, noted, *_ = talk(dial("secret", "store", D_NONCE), accept("secret", "rank", A_NONCE))
+    assert isinstance(told, AuthenticationError)
+    assert isinstance(noted, AuthenticationError)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda greeting, proof: ACCEPTED + bytes(PROOF_NBYTES),
+        lambda greeting, proof: ACCEPTED + proof,
+        lambda greeting, proof: ACCEPTED + handshake._proof("wrong", b"a", "store", greeting[len(MAGIC) :] + A_NONCE),
+        lambda greeting, proof: ACCEPTED + handshake._proof("secret", b"a", "store", D_NONCE[1:] + b"?" + A_NONCE),
+    ],
+    ids=["nothing", "the dialler's own proof", "another token's", "that of another connection"],
+)
+def test_a_dialler_believes_nobody_who_lets_it_in_without_the_token(answer):
+    told, *_ = talk(dial("secret", "store", D_NONCE), impostor(answer))
+    assert isinstance(told, AuthenticationError)
+    assert "could not prove" in str(told)
+
+
+def test_what_was_overheard_opens_no_second_connection():
+    """A proof holds for the numbers of its own connection: the acceptor's is new each time."""
+    *_, said, _ = talk(dial("secret", "store", D_NONCE), accept("secret", "store", A_NONCE))
+
+    def replayed():
+        yield said[: len(MAGIC) + NONCE_NBYTES]
+        yield len(MAGIC) + NONCE_NBYTES
+        yield said[len(MAGIC) + NONCE_NBYTES :]
+
+    _, noted, *_ = talk(replayed(), accept("secret", "store", b"b" * NONCE_NBYTES))
+    assert isinstance(noted, AuthenticationError)
+
+
+def test_who_speaks_something_else_is_told_apart_before_any_proof():
+    def stranger():
+        yield b"GET / HTTP/1.1\r\n".ljust(len(MAGIC) + NONCE_NBYTES)
+
+    _, noted, _, said = talk(stranger(), accept("secret", "store", A_NONCE))
+    assert isinstance(noted, ProtocolError)
+    assert said == b""
