@@ -71,7 +71,7 @@ def test_a_host_that_does_not_resolve(refused: Refused):
 
 
 def test_an_address_of_another_machine(refused: Refused):
-    assert "is no address of this machine" in refused("--host", "192.0.2.77", "--port", "0", ASYNCDIST_TOKEN="secret")
+    assert "is no address of this machine" in refused("--host", "203.0.113.77", "--port", "0", ASYNCDIST_TOKEN="secret")
 
 
 def test_beyond_loopback_without_a_token(refused: Refused):

@@ -372,7 +372,7 @@ async def test_an_unknown_interface(meet_as):
 async def test_an_address_beyond_loopback_needs_a_token(meet_as):
     for rank in range(2):
         with pytest.raises(AuthenticationError, match=r"no loopback address.*ALLOW_UNAUTHENTICATED=1.*ASYNCDIST_TOKEN"):
-            await meet_as("tcp://192.0.2.1:4000", rank)
+            await meet_as("tcp://203.0.113.1:4000", rank)
 
 
 async def test_every_interface_is_listened_on_when_told_so(meet_as):
