@@ -15,7 +15,7 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 train: $(READY)  ## train on real digits, two ranks, over our own transport
-	$(BIN)/torchrun --nproc-per-node=$(RANKS) examples/train_digits.py
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node=$(RANKS) examples/train_digits.py
 
 # A worker takes tests in their order until another has none left: ranks are forked off one process a folder.
 test: $(READY)  ## run the tests, in WORKERS processes at once

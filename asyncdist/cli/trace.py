@@ -20,7 +20,9 @@ _GROUPS = 8  # groups that get a table, those that are held up first
 
 
 @click.command(short_help="Say from flight recorders which rank is stuck where; draw what the ranks did.")
-@click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path), default=".")
+@click.argument(
+    "folder", type=click.Path(exists=True, file_okay=False, path_type=Path), envvar="ASYNCDIST_DUMP_DIR", default="."
+)
 @click.option("--calls", default=0, type=click.IntRange(0), help="Show so many of the last calls, rank beside rank.")
 @click.option("--plot", type=_FILE, help="Draw the calls of all ranks against time (png, svg, pdf).")
 @click.option("--seconds", default=0.0, type=click.FloatRange(0), help="Draw only so many last seconds.")
@@ -28,9 +30,9 @@ _GROUPS = 8  # groups that get a table, those that are held up first
 def trace(folder: Path, calls: int, plot: Path | None, seconds: float, perfetto: Path | None) -> None:
     """Say from the flight recorders in FOLDER which call holds each group up, and which rank is not in it.
 
-    Ranks write them into ASYNCDIST_DUMP_DIR when a group fails; with ASYNCDIST_DUMP_SIGNAL=USR2 also when they get that
-    signal, which asks a job that seems to hang where it is. Gather the files of all hosts in one folder first. Who
-    comes last, and how late, is by the hosts' wall clocks.
+    FOLDER is ASYNCDIST_DUMP_DIR if that is set, or else the current one. Ranks write them there when a group fails;
+    with ASYNCDIST_DUMP_SIGNAL=USR2 also when they get that signal, which asks a job that seems to hang where it is.
+    Gather the files of all hosts in one folder first. Who comes last, and how late, is by the hosts' wall clocks.
 
     \b
     ASYNCDIST_DUMP_DIR=/tmp/dumps ASYNCDIST_DUMP_SIGNAL=USR2 torchrun --nproc-per-node=8 train.py

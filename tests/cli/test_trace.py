@@ -77,3 +77,11 @@ def test_what_cannot_be(dumps, tmp_path_factory):
     assert "holds no flight recorder" in trace(tmp_path_factory.mktemp("empty")).output
     assert "let its name end in png, svg or pdf" in trace(dumps, "--plot", dumps / "timeline.nothing").output
     assert trace(dumps / "absent").exit_code == 2
+
+
+def test_the_folder_is_the_one_that_ranks_write_into_unless_named(dumps, monkeypatch):
+    monkeypatch.setenv("ASYNCDIST_DUMP_DIR", str(dumps))
+    assert "rank 1 never called it" in trace().output
+    monkeypatch.delenv("ASYNCDIST_DUMP_DIR")
+    monkeypatch.chdir(dumps)
+    assert "rank 1 never called it" in trace().output
