@@ -25,6 +25,7 @@ DTYPE_NUMBERS: dict[torch.dtype, int] = {
 DTYPES: dict[int, torch.dtype] = {number: dtype for dtype, number in DTYPE_NUMBERS.items()}
 
 _EMPTY = memoryview(bytearray())
+_STRIDED = torch.strided
 
 
 class Memory:
@@ -179,7 +180,7 @@ def in_order(tensor: torch.Tensor) -> bool:
     """Return whether an operation may read and write a tensor of real numbers just as it is."""
     return (
         tensor.is_cpu
-        and tensor.layout is torch.strided
+        and tensor.layout is _STRIDED
         and tensor.is_contiguous()
         and not (tensor.requires_grad or tensor.is_neg() or tensor.is_inference())
     )

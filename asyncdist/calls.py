@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypedDict, Unpack
 
 from asyncdist.collectives import plans, reductions
@@ -73,6 +73,16 @@ class Calls(ABC):
     def _issue(self, name: str, plan: Plan, how: How) -> Work:
         """Start a collective."""
 
+    def _call(
+        self, name: str, first: Any, make: Callable[..., Plan], tensors: tuple[Any, ...], how: How, *more: Hashable
+    ) -> Work:
+        """Start the collective that ``make(who, *tensors, *more)`` plans, where ``first`` lies, one of the tensors.
+
+        Its value is ``tensors[0]``.
+        """
+        at = self._at(first)
+        return at._issue(name, make(at._who, *tensors, *more), how)
+
     @abstractmethod
     def _send(self, tensor: Any, peer: int, tag: int, how: How) -> Work:
         """Start to send."""
@@ -83,13 +93,9 @@ class Calls(ABC):
 
     # -- reductions ----------------------------------------------------------------------------
 
-    def all_reduce(
-        self, tensor: Any, op: Reduction = ReduceOp.SUM, *, background: bool = True, timeout: Timeout = None
-    ) -> Work:
+    def all_reduce(self, tensor: Any, op: Reduction = ReduceOp.SUM, **how: Unpack[How]) -> Work:
         """Reduce ``tensor`` over the ranks, in place, with the same bits on every rank."""
-        at = self._at(tensor)
-        plan = reductions.all_reduce(at._who, tensor, reduction(op))
-        return at._issue("all_reduce", plan, {"background": background, "timeout": timeout})
+        return self._call("all_reduce", tensor, reductions.all_reduce, (tensor,), how, reduction(op))
 
     def all_reduce_coalesced(self, tensors: Sequence[Any], op: Reduction = ReduceOp.SUM, **how: Unpack[How]) -> Work:
         """Reduce several tensors of one dtype over the ranks as one operation."""
@@ -101,35 +107,32 @@ class Calls(ABC):
 
     def reduce(self, tensor: Any, dst: int, op: Reduction = ReduceOp.SUM, **how: Unpack[How]) -> Work:
         """Reduce ``tensor`` to rank ``dst``; the other ranks' tensors keep their content."""
-        at = self._at(tensor)
-        return at._issue("reduce", reductions.reduce(at._who, tensor, self._peer(dst, "dst"), reduction(op)), how)
+        root = self._peer(dst, "dst")
+        return self._call("reduce", tensor, reductions.reduce, (tensor,), how, root, reduction(op))
 
     def reduce_scatter(
         self, output: Any, input_list: Sequence[Any], op: Reduction = ReduceOp.SUM, **how: Unpack[How]
     ) -> Work:
         """Reduce ``input_list[i]`` over the ranks into rank ``i``'s ``output``; sizes may differ by rank."""
-        at = self._at(output)
-        return at._issue(
-            "reduce_scatter", reductions.reduce_scatter_list(at._who, output, input_list, reduction(op)), how
-        )
+        tensors = output, input_list
+        make = reductions.reduce_scatter_list
+        return self._call("reduce_scatter", output, make, tensors, how, reduction(op))
 
     def reduce_scatter_single(self, output: Any, input: Any, op: Reduction = ReduceOp.SUM, **how: Unpack[How]) -> Work:
         """Reduce the ``i``-th equal part of ``input`` over the ranks into rank ``i``'s ``output``."""
-        at = self._at(output)
-        plan = reductions.reduce_scatter_single(at._who, output, input, reduction(op))
-        return at._issue("reduce_scatter_tensor", plan, how)
+        tensors = output, input
+        make = reductions.reduce_scatter_single
+        return self._call("reduce_scatter_tensor", output, make, tensors, how, reduction(op))
 
     # -- moving --------------------------------------------------------------------------------
 
     def broadcast(self, tensor: Any, src: int, **how: Unpack[How]) -> Work:
         """Copy rank ``src``'s tensor into every rank's."""
-        at = self._at(tensor)
-        return at._issue("broadcast", plans.broadcast(at._who, tensor, self._peer(src, "src")), how)
+        return self._call("broadcast", tensor, plans.broadcast, (tensor,), how, self._peer(src, "src"))
 
     def all_gather(self, tensor_list: Sequence[Any], tensor: Any, **how: Unpack[How]) -> Work:
         """Gather every rank's ``tensor`` into ``tensor_list``, by rank; sizes may differ by rank."""
-        at = self._at(tensor)
-        return at._issue("all_gather", plans.all_gather_lists(at._who, [(tensor_list, tensor)], tensor_list), how)
+        return self._call("all_gather", tensor, plans.all_gather_list, (tensor_list, tensor), how)
 
     def all_gather_coalesced(
         self, tensor_lists: Sequence[Sequence[Any]], tensors: Sequence[Any], **how: Unpack[How]
@@ -147,18 +150,15 @@ class Calls(ABC):
 
     def all_gather_single(self, output: Any, input: Any, **how: Unpack[How]) -> Work:
         """Gather every rank's ``input`` into ``output``, one after the other in its memory."""
-        at = self._at(output)
-        return at._issue("all_gather_into_tensor", plans.all_gather_single(at._who, output, input), how)
+        return self._call("all_gather_into_tensor", output, plans.all_gather_single, (output, input), how)
 
     def gather(self, tensor: Any, gather_list: Sequence[Any] | None, dst: int, **how: Unpack[How]) -> Work:
         """Gather every rank's tensor into ``gather_list`` on rank ``dst``; None elsewhere."""
-        at = self._at(tensor)
-        return at._issue("gather", plans.gather(at._who, tensor, gather_list, self._peer(dst, "dst")), how)
+        return self._call("gather", tensor, plans.gather, (gather_list, tensor), how, self._peer(dst, "dst"))
 
     def scatter(self, tensor: Any, scatter_list: Sequence[Any] | None, src: int, **how: Unpack[How]) -> Work:
         """Give rank ``i`` the ``i``-th tensor of rank ``src``'s ``scatter_list``; None elsewhere."""
-        at = self._at(tensor)
-        return at._issue("scatter", plans.scatter(at._who, tensor, scatter_list, self._peer(src, "src")), how)
+        return self._call("scatter", tensor, plans.scatter, (tensor, scatter_list), how, self._peer(src, "src"))
 
     def all_to_all(self, output_list: Sequence[Any], input_list: Sequence[Any], **how: Unpack[How]) -> Work:
         """Send ``input_list[i]`` to rank ``i``, and receive from it into ``output_list[i]``; any sizes."""
@@ -180,7 +180,7 @@ class Calls(ABC):
 
     def barrier(self, **how: Unpack[How]) -> Work:
         """Complete when every rank has called it."""
-        return self._issue("barrier", plans.barrier(self._who), how)
+        return self._call("barrier", None, plans.barrier, (), how)
 
     # -- between two ranks ---------------------------------------------------------------------
 

@@ -11,16 +11,16 @@ from __future__ import annotations
 import itertools
 import threading
 from asyncio import _get_running_loop
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 import torch
 
 from asyncdist import registry
 from asyncdist.buffers import Scratch, in_order
 from asyncdist.calls import Calls, How, checked_tag
-from asyncdist.collectives import exchanges, plans, reductions
+from asyncdist.collectives import exchanges, plans
 from asyncdist.collectives.choose import Model, parse_forced
 from asyncdist.collectives.islands import Islands
 from asyncdist.collectives.operation import Channel, Operation, Plan
@@ -29,17 +29,43 @@ from asyncdist.deadline import Timeout, seconds
 from asyncdist.errors import GroupAbortedError, NotInitializedError, UsageError
 from asyncdist.framing import channel_of
 from asyncdist.mesh import Mesh
-from asyncdist.native import announced, raising
+from asyncdist.native import Kind, Quick, announced, raising
 from asyncdist.observe.recorder import Entry
-from asyncdist.ops import ReduceOp, Reduction, reduction
 from asyncdist.registered import T, register
 from asyncdist.work import Work, completed
 
 if TYPE_CHECKING:
     from asyncdist.devices.group import DeviceGroup
 
-_KEPT_SHAPES = 512
+_KEPT_KINDS = 512
 _coming = threading.Lock()  # to a device: two threads may come at once, with the first tensors there
+
+
+class _Known(NamedTuple):
+    """How calls of one kind go on from here."""
+
+    start: Quick
+    fingerprint: int
+    nbytes: int
+
+
+def _looks(key: tuple[Hashable, ...], tensors: Sequence[Any]) -> tuple[Hashable, ...] | None:
+    """Return a key with what plans see of tensors, and of lists of them, behind it; None if they must look closer."""
+    for tensor in tensors:
+        if type(tensor) is torch.Tensor:
+            if not in_order(tensor):
+                return None
+            key += (tensor.dtype, tensor.shape)
+        elif type(tensor) is list:
+            within = _looks((), tensor)
+            if within is None:
+                return None
+            key += (within,)
+        elif tensor is None:
+            key += (None,)
+        else:
+            return None
+    return key
 
 
 class Group(Calls):
@@ -71,7 +97,7 @@ class Group(Calls):
             islands=self._islands,
         )  # fmt: skip
         self._record = mesh.recorder.add
-        self._known: dict[Any, reductions.Known] = {}  # by dtype, shape and reduction
+        self._known: dict[Hashable, _Known] = {}
         self._closed = False
         self._devices: dict[torch.device, DeviceGroup] = {}
         self.patient = False
@@ -214,42 +240,50 @@ class Group(Calls):
         self.mesh.issue(operation, background=background)
         return work
 
-    # -- all_reduce in a hurry -------------------------------------------------------------------
+    # -- what was called before, in a hurry ------------------------------------------------------
 
-    def all_reduce(
-        self, tensor: Any, op: Reduction = ReduceOp.SUM, *, background: bool = True, timeout: Timeout = None
+    def _call(
+        self, name: str, first: Any, make: Callable[..., Plan], tensors: tuple[Any, ...], how: How, *more: Hashable
     ) -> Work:
-        """Reduce ``tensor`` over the ranks, in place, with the same bits on every rank."""
-        if type(tensor) is torch.Tensor and self._native is not None:
-            known = self._known.get((tensor.dtype, tensor.shape, op))
-            if known is not None and in_order(tensor):
-                return self._all_reduce_known(known, tensor, background, timeout)
-            if tensor.is_cpu and len(self._known) < _KEPT_SHAPES:
-                known = reductions.known_all_reduce(self._who, tensor, reduction(op))
-                if known is not None:
-                    self._known[tensor.dtype, tensor.shape, op] = known
-        return super().all_reduce(tensor, op, background=background, timeout=timeout)
+        key = None if self._native is None else _looks((name, more), tensors)
+        if key is None:
+            return super()._call(name, first, make, tensors, how, *more)
+        known = self._known.get(key)
+        if known is not None:
+            return self._repeat(known, name, tensors, how)
+        plan = make(self._who, *tensors, *more)
+        if plan.kind is not None and not plan.kind.dtype.is_complex:  # those may be conjugate views
+            self._learn(key, plan, plan.kind)
+        return self._issue(name, plan, how)
 
-    def _all_reduce_known(
-        self, known: reductions.Known, tensor: torch.Tensor, background: bool, timeout: Timeout
-    ) -> Work:
-        """Take the short cut of tensors like one that was all-reduced before."""
+    def _learn(self, key: Hashable, plan: Plan, kind: Kind) -> None:
+        quick = None if self._native is None else self._native.quick(kind)
+        if quick is not None:
+            if len(self._known) >= _KEPT_KINDS:
+                self._known.clear()
+            self._known[key] = _Known(quick, plan.fingerprint, plan.nbytes)
+
+    def _repeat(self, known: _Known, name: str, tensors: tuple[Any, ...], how: How) -> Work:
+        """Start a collective that differs from one before in nothing but its memory, which needs no plan."""
+        start, fingerprint, nbytes = known
+        background, timeout = how.get("background", True), how.get("timeout")
         if self._closed or (not background and _get_running_loop() is not None):
-            self._check("all_reduce", background)
+            self._check(name, background)
         limit = self.timeout if timeout is None else seconds(timeout)
         number = next(self._sequence)
-        entry = Entry(self.name, "all_reduce", number, known.fingerprint, known.nbytes)
+        entry = Entry(self.name, name, number, fingerprint, nbytes)
         self._record(entry)
-        schedule = known.start(number, tensor)
+        schedule = start(number, *tensors)
+        value = tensors[0] if tensors else None
         try:
             wait = not background or (self.patient and _get_running_loop() is None)
             if self._channel.error is None and self.mesh.progress.attempt(schedule, wait=wait):
                 self._channel.count(number)
                 entry.finished = perf_counter()
-                return completed(tensor)
+                return completed(value)
         except Exception as cause:
             schedule = raising(cause)
-        plan = Plan(fingerprint=known.fingerprint, finish=lambda: tensor, nbytes=known.nbytes)
+        plan = Plan(fingerprint=fingerprint, finish=lambda: value, nbytes=nbytes)
         return self._operate(self._channel, plan, (schedule,), entry, background, limit)
 
     # -- for people who look for the missing ----------------------------------------------------

@@ -14,12 +14,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
 from typing import Protocol
 
 import torch
 
 from asyncdist.buffers import Memory
 from asyncdist.collectives.schedule import Schedule
+from asyncdist.ops import Collective
 from asyncdist.reduce import Arithmetic
 
 
@@ -29,8 +32,45 @@ class MemoryBlocks(Protocol):
     def __getitem__(self, which: int, /) -> Memory: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What calls of a collective that differ in nothing but their memory have in common."""
+
+    collective: Collective
+    fingerprint: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    """Of the tensor; of one member's block where a tensor, or a list of them, has a block for each, all alike."""
+    how: Arithmetic | None = None
+    root: int = -1
+
+    @property
+    def count(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.count * self.dtype.itemsize
+
+    @property
+    def arithmetic(self) -> Arithmetic:
+        assert self.how is not None, "this collective reduces nothing"
+        return self.how
+
+
+Quick = Callable[..., Schedule]
+"""``quick(number, *tensors)`` is the schedule of one call, on contiguous tensors in the order of the group's method."""
+
+
 class Native(ABC):
     """The collectives of one group, all of whose members its transport reaches. Called under the world's lock."""
+
+    def quick(self, kind: Kind) -> Quick | None:
+        """Return what does calls of one kind in less time than the methods below; None if nothing does.
+
+        A call that was made so meets calls of other members that were made by the methods.
+        """
+        return None
 
     @abstractmethod
     def open(self) -> None:
@@ -43,15 +83,6 @@ class Native(ABC):
     @abstractmethod
     def all_reduce(self, number: int, fingerprint: int, memories: Sequence[Memory], how: Arithmetic) -> Schedule:
         """Reduce each memory over the members, in place, the same bits on all of them."""
-
-    @abstractmethod
-    def all_reduce_of(
-        self, fingerprint: int, shape: tuple[int, ...], dtype: torch.dtype, how: Arithmetic
-    ) -> Callable[[int, torch.Tensor], Schedule]:
-        """Return what all-reduces contiguous tensors of one shape, in place: ``(number, tensor)`` gives the schedule.
-
-        What does not depend on the single call is worked out here, once.
-        """
 
     @abstractmethod
     def reduce(self, number: int, fingerprint: int, memory: Memory, root: int, how: Arithmetic) -> Schedule:

@@ -61,6 +61,7 @@ class PremulSum:
 
 
 Reduction = ReduceOp | PremulSum
+_PREMUL_SUM = ReduceOp.PREMUL_SUM
 
 
 def premul_sum(factor: float) -> PremulSum:
@@ -71,7 +72,7 @@ def premul_sum(factor: float) -> PremulSum:
 def reduction(op: object) -> Reduction:
     """Return ``op`` as one of ours; torch.distributed's values and plain names are taken by their name."""
     if isinstance(op, (ReduceOp, PremulSum)):
-        if op is ReduceOp.PREMUL_SUM:
+        if op is _PREMUL_SUM:
             raise ValueError("PREMUL_SUM needs its factor: pass asyncdist.premul_sum(factor)")
         return op
     name = op if isinstance(op, str) else getattr(op, "name", None)

@@ -17,6 +17,7 @@ from asyncdist.buffers import Memory
 from asyncdist.collectives.schedule import Schedule
 from asyncdist.errors import GroupError, ranks
 from asyncdist.framing import pack_key
+from asyncdist.native import Kind
 from asyncdist.observe.recorder import Entry
 from asyncdist.reduce import Fold
 from asyncdist.transport import Outgoing, Receive
@@ -35,7 +36,8 @@ class Plan:
 
     ``fold`` does the arithmetic of Reduce and Combine. At most ``window`` parts go on at once. ``finish`` is called when
     all are over and gives the operation's value. Instead of parts there may be ``native(number, fingerprint)``, which
-    makes the one schedule of an operation that needs no links.
+    makes the one schedule of an operation that needs no links, and ``kind``, what calls like this one have in common: those
+    on further tensors of these shapes and dtypes, in order in memory, have the first one's tensors for their value.
     """
 
     parts: Iterator[Schedule] | Sequence[Schedule] = ()
@@ -45,6 +47,7 @@ class Plan:
     window: int = 4
     nbytes: int = 0
     native: Callable[[int, int], Schedule] | None = None
+    kind: Kind | None = None
 
 
 class Channel:

@@ -24,7 +24,7 @@ from asyncdist.collectives.schedule import Recv, Schedule, Send
 from asyncdist.config import Config
 from asyncdist.errors import UsageError
 from asyncdist.framing import Fingerprint, shape_checksum
-from asyncdist.native import Native
+from asyncdist.native import Kind, Native
 from asyncdist.ops import Collective, ReduceOp, Reduction
 
 _KEPT_CHOICES = 4096
@@ -123,7 +123,8 @@ def broadcast(who: Member, tensor: Any, root: int) -> Plan:
     native = who.native
     if native is not None:
         start = functools.partial(native.broadcast, memory=memory, root=root)
-        return Plan(native=start, fingerprint=call, finish=finish, nbytes=memory.nbytes)
+        kind = Kind(Collective.broadcast, call, memory.dtype, (memory.count,), root=root)
+        return Plan(native=start, fingerprint=call, finish=finish, nbytes=memory.nbytes, kind=kind)
     islands = who.islands_for("broadcast")
     if islands is not None:
         return Plan(islands.broadcast(memory, root, call), call, None, finish, islands.window, memory.nbytes)
@@ -144,6 +145,11 @@ def all_gather_lists(
     rows = [(arguments.targets(outputs, who.size, what), to_read(tensor)) for outputs, tensor in pairs]
     finish = arguments.storing([target for row, _ in rows for target in row], value)
     return all_gather(who, [([target.memory for target in row], own) for row, own in rows], finish)
+
+
+def all_gather_list(who: Member, outputs: Sequence[Any], tensor: Any) -> Plan:
+    """Gather every rank's tensor into a list."""
+    return all_gather_lists(who, [(outputs, tensor)], outputs)
 
 
 def all_gather_single(who: Member, output: Any, tensor: Any) -> Plan:
@@ -185,7 +191,9 @@ def all_gather(
     native = who.native
     if native is not None:
         start = functools.partial(native.all_gather, rows=pairs)
-        return Plan(native=start, fingerprint=call, finish=finish, nbytes=total * dtype.itemsize)
+        alike = len(pairs) == 1 and len(set(layout[1:])) == 1
+        kind = Kind(collective, call, dtype, (layout[1],)) if alike else None
+        return Plan(native=start, fingerprint=call, finish=finish, nbytes=total * dtype.itemsize, kind=kind)
     for blocks, own in pairs:
         blocks[who.rank].tensor.copy_(own.tensor)
     islands = who.islands_for("all_gather")
@@ -195,7 +203,7 @@ def all_gather(
     return Plan(parts(), call, None, finish, window=max(2, who.config.lanes), nbytes=total * dtype.itemsize)
 
 
-def gather(who: Member, tensor: Any, gather_list: Sequence[Any] | None, root: int) -> Plan:
+def gather(who: Member, gather_list: Sequence[Any] | None, tensor: Any, root: int) -> Plan:
     """Gather every rank's tensor in the root's list."""
     own = to_read(tensor)
     written: list[Target] = []
@@ -211,7 +219,8 @@ def gather(who: Member, tensor: Any, gather_list: Sequence[Any] | None, root: in
     native = who.native
     if native is not None:
         start = functools.partial(native.gather, own=own, blocks=blocks, root=root)
-        return Plan(native=start, fingerprint=call, finish=finish, nbytes=nbytes)
+        kind = Kind(Collective.gather, call, own.dtype, (own.count,), root=root)
+        return Plan(native=start, fingerprint=call, finish=finish, nbytes=nbytes, kind=kind)
     return Plan((pairwise.gather(who.rank, who.size, root, own, blocks),), call, None, finish, nbytes=nbytes)
 
 
@@ -230,7 +239,8 @@ def scatter(who: Member, tensor: Any, scatter_list: Sequence[Any] | None, root: 
     native = who.native
     if native is not None:
         start = functools.partial(native.scatter, own=memory, blocks=blocks, root=root)
-        return Plan(native=start, fingerprint=call, finish=finish, nbytes=nbytes)
+        kind = Kind(Collective.scatter, call, memory.dtype, (memory.count,), root=root)
+        return Plan(native=start, fingerprint=call, finish=finish, nbytes=nbytes, kind=kind)
     return Plan((pairwise.scatter(who.rank, who.size, root, memory, blocks),), call, None, finish, nbytes=nbytes)
 
 
@@ -284,7 +294,7 @@ def barrier(who: Member) -> Plan:
     """Return when every rank has come."""
     call = fingerprint(Collective.barrier, None, 0, None, None)
     if who.native is not None:
-        return Plan(native=who.native.barrier, fingerprint=call)
+        return Plan(native=who.native.barrier, fingerprint=call, kind=Kind(Collective.barrier, call, torch.uint8, (0,)))
     islands = who.islands_for("barrier")
     if islands is not None:
         return Plan(islands.barrier(call), call)

@@ -7,18 +7,19 @@ as float32; where each rank receives the contributions themselves, those travel 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from asyncdist.buffers import DTYPE_NUMBERS, Blocks, Memory, Target, to_read
+from asyncdist.buffers import Blocks, Memory, Target, to_read
 from asyncdist.collectives import arguments, doubling, pairwise, ring, sparse, tree
 from asyncdist.collectives.operation import Plan
 from asyncdist.collectives.plans import Member, fingerprint, segments, striped_blocks, stripes
 from asyncdist.collectives.schedule import Schedule
 from asyncdist.errors import UsageError
+from asyncdist.native import Kind
 from asyncdist.ops import Collective, PremulSum, Reduction
 from asyncdist.reduce import Arithmetic, arithmetic, divide
 
@@ -38,6 +39,13 @@ def _prescale(memory: Memory, op: Reduction) -> None:
         memory.tensor.copy_(_scaled(memory.tensor, op))
 
 
+def _kind(
+    collective: Collective, call: int, tensor: torch.Tensor, op: Reduction, how: Arithmetic, root: int = -1
+) -> Kind | None:
+    """Return what calls like this one have in common; None if more is to be done for each than to reduce."""
+    return None if type(op) is PremulSum else Kind(collective, call, tensor.dtype, tensor.shape, how, root)
+
+
 def all_reduce(who: Member, tensor: Any, op: Reduction) -> Plan:
     """Reduce a tensor over the ranks, in place, the same bits on every rank."""
     if isinstance(tensor, torch.Tensor) and tensor.layout is not torch.strided:
@@ -54,31 +62,13 @@ def all_reduce(who: Member, tensor: Any, op: Reduction) -> Plan:
     if native is not None:
         _prescale(memory, op)
         start = functools.partial(native.all_reduce, memories=(memory,), how=how)
-        return Plan(native=start, fingerprint=call, finish=finish, nbytes=memory.nbytes)
+        kind = _kind(Collective.all_reduce, call, target.tensor, op, how)
+        return Plan(native=start, fingerprint=call, finish=finish, nbytes=memory.nbytes, kind=kind)
     islands = who.islands_for("all_reduce")
     if islands is not None:
         _prescale(memory, op)
         return Plan(islands.all_reduce([memory], op, call), call, how.fold, finish, islands.window, memory.nbytes)
     return Plan(_all_reduce_parts(who, memory, op, how), call, how.fold, finish, who.window, memory.nbytes)
-
-
-class Known(NamedTuple):
-    """How tensors of one shape are all-reduced natively: ``start(number, tensor)`` makes the schedule."""
-
-    start: Callable[[int, torch.Tensor], Schedule]
-    fingerprint: int
-    nbytes: int
-
-
-def known_all_reduce(who: Member, tensor: torch.Tensor, op: Reduction) -> Known | None:
-    """Return the short cut for further tensors like this one, None if there is none."""
-    if who.native is None or isinstance(op, PremulSum) or tensor.dtype not in DTYPE_NUMBERS or tensor.is_complex():
-        return None
-    if tensor.layout is not torch.strided:
-        return None
-    call, how = _all_reduce_call(tensor.dtype, tensor.shape, op)
-    start = who.native.all_reduce_of(call, tensor.shape, tensor.dtype, how)
-    return Known(start, call, tensor.nbytes)
 
 
 @lru_cache(maxsize=4096)
@@ -191,7 +181,8 @@ def reduce(who: Member, tensor: Any, root: int, op: Reduction) -> Plan:
             return Plan(islands.reduce(own, root, op, call), call, how.fold, finish, islands.window, memory.nbytes)
         assert native is not None
         start = functools.partial(native.reduce, memory=own, root=root, how=how)
-        return Plan(native=start, fingerprint=call, finish=finish, nbytes=memory.nbytes)
+        kind = _kind(Collective.reduce, call, tensor, op, how, root)
+        return Plan(native=start, fingerprint=call, finish=finish, nbytes=memory.nbytes, kind=kind)
     algorithm = who.choose("reduce", memory.nbytes)
     run = _reduce_tree if algorithm == "tree" else _reduce_scattered
     return Plan(
@@ -261,7 +252,9 @@ def reduce_scatter(who: Member, output: Any, inputs: Sequence[Memory] | Blocks, 
     if native is not None:
         start = functools.partial(native.reduce_scatter, inputs=inputs, own=memory, how=how)
         finish = arguments.storing([target], output)
-        return Plan(native=start, fingerprint=call, finish=finish, nbytes=total * dtype.itemsize)
+        alike = total == memory.count * who.size == max(counts) * who.size
+        kind = _kind(Collective.reduce_scatter, call, target.tensor, op, how) if alike else None
+        return Plan(native=start, fingerprint=call, finish=finish, nbytes=total * dtype.itemsize, kind=kind)
     islands = who.islands_for("reduce_scatter")
     if islands is not None:
         parts = islands.reduce_scatter(inputs, memory, op, call)

@@ -15,18 +15,16 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from time import monotonic
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from asyncdist.buffers import Memory
 from asyncdist.collectives.schedule import Schedule
 from asyncdist.devices.streams import Streams
 from asyncdist.interfaces import machine_name
 from asyncdist.native import Native
-from asyncdist.reduce import Arithmetic
 
 if TYPE_CHECKING:
     from asyncdist.devices.courier import Courier
@@ -144,11 +142,6 @@ class Ensemble(Native):
 
     def announce(self, number: int, fingerprint: int) -> Schedule:
         return nothing()
-
-    def all_reduce_of(
-        self, fingerprint: int, shape: tuple[int, ...], dtype: torch.dtype, how: Arithmetic
-    ) -> Callable[[int, torch.Tensor], Schedule]:
-        return lambda number, tensor: self.all_reduce(number, fingerprint, (Memory(tensor.view(-1)),), how)
 
 
 def nothing() -> Schedule:

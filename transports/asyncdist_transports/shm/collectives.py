@@ -1,29 +1,29 @@
-"""Every collective of a group whose members share memory: who stages what, and who takes it from where.
+"""The collectives of a group whose members share memory: which way each call goes.
 
-A collective is a `Turn` in a window: it stages blocks, takes blocks, and leaves. `Pieces` says where a block's pieces lie
-while they are staged. Reductions differ from moves in what taking is.
+What is small goes as a `Swap`, with one meeting. An all-reduce of open tensors is a `Push`, where they lie. All else is
+staged in rounds, see `large`. Members choose alike, by what their calls have in common: sizes, and whether data lies
+open, which they tell each other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 
-from asyncdist.buffers import Blocks, Memory
+from asyncdist.buffers import Memory
 from asyncdist.collectives.schedule import Schedule
-from asyncdist.errors import MismatchError
-from asyncdist.native import MemoryBlocks, Native
+from asyncdist.native import Kind, MemoryBlocks, Native, Quick
+from asyncdist.ops import Collective
 from asyncdist.reduce import Arithmetic
 from asyncdist_transports.shm import direct
-from asyncdist_transports.shm.pieces import Pieces
-from asyncdist_transports.shm.rounds import POSTED, Piece, Turn
+from asyncdist_transports.shm.large import Large
+from asyncdist_transports.shm.rounds import Turn
+from asyncdist_transports.shm.small import swap_of
 from asyncdist_transports.shm.stream import Stream
-from asyncdist_transports.shm.swap import Swap
-from asyncdist_transports.shm.window import DONE, Member, Window
+from asyncdist_transports.shm.window import DONE, Window
 
-_KEPT_CALLS = 512
-_EXCHANGED_NBYTES = 256 << 10  # what one member may have to add up alone before the work is divided
+_KEPT_KINDS = 512
 
 
 class ShmNative(Native):
@@ -32,18 +32,65 @@ class ShmNative(Native):
     def __init__(self, window: Window, piece_nbytes: int, show: Callable[[], None], hide: Callable[[], None]) -> None:
         self._window = window
         self._piece_nbytes = piece_nbytes
-        self._views = direct.Views(window)
-        self._stream = Stream()
         self._show, self._hide = show, hide
-        self._rank, self._size = window.rank, window.size
-        self._others = window.others
-        self._kept: dict[tuple[int, tuple[int, ...]], Callable[[int, torch.Tensor], Schedule]] = {}
+        self._ranks = range(window.size)
+        self._views, self._stream = direct.Views(window), Stream()
+        self._large = Large(window, self._views, self._stream)
+        self._kept: dict[Hashable, Quick | None] = {}
 
     def open(self) -> None:
         self._show()
 
     def close(self) -> None:
         self._hide()
+
+    # -- what calls of one kind have in common -------------------------------------------------
+
+    def quick(self, kind: Kind) -> Quick | None:
+        key = kind.collective, kind.fingerprint, kind.dtype, kind.shape, kind.root
+        try:
+            return self._kept[key]
+        except KeyError:
+            if len(self._kept) >= _KEPT_KINDS:
+                self._kept.clear()
+        swap = swap_of(self._window, kind)
+        start = None if swap is None else swap.schedule
+        if kind.collective is Collective.all_reduce:
+            start = self._all_reduce_of(kind, start)
+        self._kept[key] = start
+        return start
+
+    def _all_reduce_of(self, kind: Kind, swap: Quick | None) -> Quick:
+        window, how = self._window, kind.arithmetic
+
+        def finish_staged(turn: Turn, tensor: torch.Tensor) -> Schedule:
+            yield from self._large.staged(turn, Memory(tensor.view(-1)), how)
+            window.publish(turn.number, DONE)
+
+        def stage(number: int, tensor: torch.Tensor) -> Schedule:
+            yield from window.enter(number)
+            yield from finish_staged(Turn(window, number, kind.fingerprint), tensor)
+
+        start = swap or stage
+        if kind.nbytes < direct.MIN_NBYTES:
+            return start
+        push = direct.Push(window, self._views, kind, self._piece_nbytes, finish_staged)
+
+        def open_or_staged(number: int, tensor: torch.Tensor) -> Schedule:
+            place = direct.place_of(window, tensor)
+            return push(number, tensor, place) if place else start(number, tensor)
+
+        return open_or_staged
+
+    def _quick(
+        self, collective: Collective, call: int, blocks: Sequence[Memory], how: Arithmetic | None = None, root: int = -1
+    ) -> Quick | None:
+        """Return what does calls with such memory, or with such a block for each member if all are alike."""
+        count, dtype = blocks[0].count, blocks[0].dtype
+        for block in blocks:
+            if block.count != count:
+                return None
+        return self.quick(Kind(collective, call, dtype, (count,), how, root))
 
     # -- meeting -------------------------------------------------------------------------------
 
@@ -52,348 +99,62 @@ class ShmNative(Native):
         self._window.post(number, fingerprint, 0, DONE)
 
     def barrier(self, number: int, fingerprint: int) -> Schedule:
-        window = self._window
-        yield from window.enter(number)
-        window.post(number, fingerprint, 0, POSTED)
-        yield from window.reached(number, POSTED, self._others)
-        window.check(number, fingerprint, self._others)
-        window.publish(number, DONE)
+        quick = self.quick(Kind(Collective.barrier, fingerprint, torch.uint8, (0,)))
+        assert quick is not None
+        return quick(number)
 
     # -- reducing ------------------------------------------------------------------------------
 
     def all_reduce(self, number: int, fingerprint: int, memories: Sequence[Memory], how: Arithmetic) -> Schedule:
-        """Costs one meeting for what fits into one piece; each member then adds everybody's contribution itself.
-
-        Of larger ones each member reduces its own block, two meetings a piece; between two members there is nothing to
-        be gained by that.
-        """
         if len(memories) == 1:
-            start = self.all_reduce_of(fingerprint, (memories[0].count,), memories[0].dtype, how)
-            yield from start(number, memories[0].tensor)
-            return
-        turn = Turn(self._window, number, fingerprint)
-        yield from self._window.enter(number)
-        area = self._window.area_nbytes
-        most = max(memory.nbytes if self._exchanges(memory.nbytes) else area for memory in memories)
-        for half in (0, 1):  # before the first is reduced
-            self._window.reserve(number, half, min(most, area))
-        for memory in memories:
-            yield from self._staged(turn, memory, how)
-        self._window.publish(number, DONE)
-
-    def _staged(self, turn: Turn, memory: Memory, how: Arithmetic) -> Schedule:
-        if self._exchanges(memory.nbytes):
-            yield from self._exchange(turn, memory, how)
-        else:
-            yield from self._scatter_and_gather(turn, memory, how)
-
-    def all_reduce_of(
-        self, fingerprint: int, shape: tuple[int, ...], dtype: torch.dtype, how: Arithmetic
-    ) -> Callable[[int, torch.Tensor], Schedule]:
-        key = fingerprint, shape
-        start = self._kept.get(key)
-        if start is None:
-            if len(self._kept) >= _KEPT_CALLS:
-                self._kept.clear()
-            start = self._kept[key] = self._made_all_reduce(fingerprint, torch.Size(shape), dtype, how)
-        return start
-
-    def _made_all_reduce(
-        self, fingerprint: int, shape: torch.Size, dtype: torch.dtype, how: Arithmetic
-    ) -> Callable[[int, torch.Tensor], Schedule]:
-        window, count = self._window, shape.numel()
-        nbytes = count * dtype.itemsize
-
-        def finish_staged(turn: Turn, tensor: torch.Tensor) -> Schedule:
-            yield from self._staged(turn, Memory(tensor.view(-1)), how)
-            window.publish(turn.number, DONE)
-
-        def stage(number: int, tensor: torch.Tensor) -> Schedule:
-            yield from window.enter(number)
-            yield from finish_staged(Turn(window, number, fingerprint), tensor)
-
-        start = stage
-        if self._exchanges(nbytes) and nbytes <= window.area_nbytes:
-            start = Swap(window, fingerprint, shape, dtype, how).schedule
-        if nbytes < direct.MIN_NBYTES:
-            return start
-        push = direct.Push(window, self._views, fingerprint, count, dtype, how, self._piece_nbytes, finish_staged)
-
-        def open_or_staged(number: int, tensor: torch.Tensor) -> Schedule:
-            place = direct.place_of(window, tensor)
-            return push(number, tensor, place) if place else start(number, tensor)
-
-        return open_or_staged
-
-    def _exchanges(self, nbytes: int) -> bool:
-        return self._size == 2 or nbytes * (self._size - 1) <= _EXCHANGED_NBYTES
-
-    def _exchange(self, turn: Turn, memory: Memory, how: Arithmetic) -> Schedule:
-        """Everybody's pieces to everybody, each adds them all, in the order of the ranks."""
-        pieces = Pieces(turn, 1, memory.dtype)
-        in_place = self._size == 2  # then ours need not be read from the area, and may be overwritten at once
-
-        def take(k: int, at: int) -> None:
-            own = pieces.of(memory, k)
-            inputs = [pieces.staged(rank, 0, own.numel(), at) for rank in range(self._size)]
-            if in_place:
-                inputs[self._rank] = own
-            how.reduce(inputs, own)
-
-        def stage(k: int, at: int) -> None:
-            pieces.stage(0, memory, k, at)
-
-        yield from self._trade(turn, "all_reduce", pieces, memory.count, stage, take, reads_open=False)
-
-    def _trade(
-        self, turn: Turn, name: str, pieces: Pieces, most: int, stage: Piece, take: Piece, *, reads_open: bool = True
-    ) -> Schedule:
-        """Have everybody stage and take, in as many rounds as ``most`` elements need."""
-        kind, count, others = (name, pieces.dtype), pieces.rounds(most), self._others
-        return self._stream.rounds(turn, kind, count, pieces.nbytes, stage, take, others, others, reads_open=reads_open)
-
-    def _scatter_and_gather(self, turn: Turn, memory: Memory, how: Arithmetic) -> Schedule:
-        """Each member reduces the pieces of its own block, and hands them out: rounds of the one and of the other."""
-        pieces = Pieces(turn, self._size, memory.dtype)
-        parts = Blocks.split(memory, self._size)
-        blocks = [parts[rank] for rank in range(self._size)]
-        own = blocks[self._rank]
-
-        def stage(k: int, at: int) -> None:
-            if k % 2:
-                pieces.stage(self._rank, own, k // 2, at)
-                return
-            for member in self._others:
-                pieces.stage(member.rank, blocks[member.rank], k // 2, at)
-
-        def take(k: int, at: int) -> None:
-            if not k % 2:
-                self._reduce_block(pieces, own, pieces.of(own, k // 2), at, how)
-                return
-            for member in self._others:
-                piece = pieces.of(blocks[member.rank], k // 2)
-                piece.copy_(pieces.staged(member.rank, member.rank, piece.numel(), at))
-
-        most = max(block.count for block in blocks)
-        pieces.reserve(self._size, most)  # also for our own block, which is staged when others' have been added to it
-        yield from turn.rounds(2 * pieces.rounds(most), stage, take, self._others, self._others, reads_open=False)
-
-    def _reduce_block(self, pieces: Pieces, own: Memory, piece: torch.Tensor, at: int, how: Arithmetic) -> None:
-        others = [pieces.staged(member.rank, self._rank, piece.numel(), at) for member in self._others]
-        how.reduce([piece, *others], piece)
+            quick = self._quick(Collective.all_reduce, fingerprint, memories, how)
+            assert quick is not None
+            return quick(number, memories[0].tensor)
+        return self._large.all_reduce(number, fingerprint, memories, how)
 
     def reduce(self, number: int, fingerprint: int, memory: Memory, root: int, how: Arithmetic) -> Schedule:
-        place = direct.place_of(self._window, memory.tensor) if self._rank != root else 0
-        turn = Turn(self._window, number, fingerprint, place)
-        pieces = Pieces(turn, 1, memory.dtype)
-        yield from self._window.enter(number)
-        if self._rank != root:
-            yield from self._send(turn, "reduce", pieces, memory, [self._window.by_rank[root]])
-            return
-
-        def take(k: int, at: int) -> None:
-            own = pieces.of(memory, k)
-            others = [self._seen(turn, pieces, member, 0, 0, k, own.numel(), at) for member in self._others]
-            how.reduce([own, *others], own)
-
-        yield from turn.rounds(pieces.rounds(memory.count), None, take, self._others, ())
-        yield from turn.end(())
-
-    def _send(self, turn: Turn, name: str, pieces: Pieces, memory: Memory, takers: Sequence[Member]) -> Schedule:
-        """Hand out a memory, of which some members take all, and leave."""
-
-        def stage(k: int, at: int) -> None:
-            pieces.stage(0, memory, k, at)
-
-        count = 1 if turn.place else pieces.rounds(memory.count)
-        yield from self._stream.rounds(turn, (name, pieces.dtype), count, pieces.nbytes, stage, None, (), takers)
-        yield from turn.end(takers)
-
-    def _seen(
-        self, turn: Turn, pieces: Pieces, member: Member, block: int, first: int, k: int, count: int, at: int
-    ) -> torch.Tensor:
-        """Return the k-th piece of a member's block where it lies: staged, or open from element ``first`` on."""
-        place = turn.places[member.rank]
-        if not place:
-            return pieces.staged(member.rank, block, count, at)
-        offset = place - 1 + (first + k * pieces.step) * pieces.dtype.itemsize
-        return self._views(member.rank, offset, count, pieces.dtype)
+        quick = self._quick(Collective.reduce, fingerprint, (memory,), how, root)
+        return quick(number, memory.tensor) if quick else self._large.reduce(number, fingerprint, memory, root, how)
 
     def reduce_scatter(
         self, number: int, fingerprint: int, inputs: MemoryBlocks, own: Memory, how: Arithmetic
     ) -> Schedule:
-        """One meeting a piece: each member adds what everybody has for it."""
-        blocks = [inputs[rank] for rank in range(self._size)]
-        turn = Turn(self._window, number, fingerprint, self._place_of_run(blocks))
-        pieces = Pieces(turn, max(1, self._size - 1), own.dtype)
-        first = sum(block.count for block in blocks[: self._rank])
-        yield from self._window.enter(number)
-
-        def stage(k: int, at: int) -> None:
-            for member in self._others:
-                pieces.stage(_place_of(member.rank, self._rank), blocks[member.rank], k, at)
-
-        def take(k: int, at: int) -> None:
-            piece = pieces.of(own, k)
-            count = piece.numel()
-            others = [
-                self._seen(turn, pieces, member, _place_of(self._rank, member.rank), first, k, count, at)
-                for member in self._others
-            ]
-            how.reduce([pieces.of(blocks[self._rank], k), *others], piece)
-
-        most = max(block.count for block in blocks)
-        yield from self._trade(turn, "reduce_scatter", pieces, most, stage, take)
-        yield from turn.end(self._others)
-
-    def _place_of_run(self, blocks: Sequence[Memory]) -> int:
-        """Return the place of blocks that lie one after the other in open memory; 0 if they do not."""
-        nbytes = sum(block.nbytes for block in blocks)
-        filled = [block.tensor for block in blocks if block.count]
-        at = start = filled[0].data_ptr() if nbytes >= direct.MIN_NBYTES else 0
-        for tensor in filled if at else ():
-            if tensor.data_ptr() != at:
-                return 0
-            at += tensor.nbytes
-        offset = self._window.arena.offset_of(start, nbytes) if at else None
-        return 0 if offset is None or offset % blocks[0].itemsize else offset + 1
+        blocks = [inputs[rank] for rank in self._ranks]
+        quick = self._quick(Collective.reduce_scatter, fingerprint, blocks, how)
+        if quick:
+            return quick(number, own.tensor, [block.tensor for block in blocks])
+        return self._large.reduce_scatter(number, fingerprint, blocks, own, how)
 
     # -- moving --------------------------------------------------------------------------------
 
     def broadcast(self, number: int, fingerprint: int, memory: Memory, root: int) -> Schedule:
-        place = direct.place_of(self._window, memory.tensor) if self._rank == root else 0
-        turn = Turn(self._window, number, fingerprint, place)
-        pieces = Pieces(turn, 1, memory.dtype)
-        yield from self._window.enter(number)
-        if self._rank == root:
-            yield from self._send(turn, "broadcast", pieces, memory, self._others)
-            return
-        source = self._window.by_rank[root]
-
-        def take(k: int, at: int) -> None:
-            piece = pieces.of(memory, k)
-            piece.copy_(self._seen(turn, pieces, source, 0, 0, k, piece.numel(), at))
-
-        yield from turn.rounds(pieces.rounds(memory.count), None, take, [source], ())
-        yield from turn.end(())
+        quick = self._quick(Collective.broadcast, fingerprint, (memory,), root=root)
+        return quick(number, memory.tensor) if quick else self._large.broadcast(number, fingerprint, memory, root)
 
     def all_gather(self, number: int, fingerprint: int, rows: Sequence[tuple[MemoryBlocks, Memory]]) -> Schedule:
-        place = direct.place_of(self._window, rows[0][1].tensor) if len(rows) == 1 else 0
-        turn = Turn(self._window, number, fingerprint, place)
-        yield from self._window.enter(number)
-        for blocks, own in rows:
-            yield from self._gather_row(turn, [blocks[rank] for rank in range(self._size)], own)
-        yield from turn.end(self._others)
-
-    def _gather_row(self, turn: Turn, blocks: Sequence[Memory], own: Memory) -> Schedule:
-        pieces = Pieces(turn, 1, own.dtype)
-        room = blocks[self._rank]
-        in_place = own is room or own.tensor.data_ptr() == room.tensor.data_ptr()
-
-        def take(k: int, at: int) -> None:
-            if not in_place:  # what we have staged just now is still in the nearest cache
-                pieces.of(room, k).copy_(pieces.of(own, k))
-            for member in self._others:
-                piece = pieces.of(blocks[member.rank], k)
-                if piece.numel():
-                    piece.copy_(self._seen(turn, pieces, member, 0, 0, k, piece.numel(), at))
-
-        def stage(k: int, at: int) -> None:
-            pieces.stage(0, own, k, at)
-
-        yield from self._trade(turn, "all_gather", pieces, max(block.count for block in blocks), stage, take)
+        lists = [([blocks[rank] for rank in self._ranks], own) for blocks, own in rows]
+        blocks, own = lists[0]
+        quick = self._quick(Collective.all_gather, fingerprint, blocks) if len(lists) == 1 else None
+        if quick:
+            return quick(number, [block.tensor for block in blocks], own.tensor)
+        return self._large.all_gather(number, fingerprint, lists)
 
     def gather(self, number: int, fingerprint: int, own: Memory, blocks: MemoryBlocks, root: int) -> Schedule:
-        place = direct.place_of(self._window, own.tensor) if self._rank != root else 0
-        turn = Turn(self._window, number, fingerprint, place)
-        pieces = Pieces(turn, 1, own.dtype)
-        yield from self._window.enter(number)
-        if self._rank != root:
-            yield from self._send(turn, "gather", pieces, own, [self._window.by_rank[root]])
-            return
-
-        def take(k: int, at: int) -> None:
-            for member in self._others:
-                piece = pieces.of(blocks[member.rank], k)
-                piece.copy_(self._seen(turn, pieces, member, 0, 0, k, piece.numel(), at))
-
-        yield from turn.rounds(pieces.rounds(own.count), None, take, self._others, ())
-        yield from turn.end(())
+        quick = self._quick(Collective.gather, fingerprint, (own,), root=root)
+        if quick:
+            return quick(number, self._at_root(blocks, root), own.tensor)
+        return self._large.gather(number, fingerprint, own, blocks, root)
 
     def scatter(self, number: int, fingerprint: int, own: Memory, blocks: MemoryBlocks, root: int) -> Schedule:
-        place = self._place_of_run([blocks[rank] for rank in range(self._size)]) if self._rank == root else 0
-        turn = Turn(self._window, number, fingerprint, place)
-        pieces = Pieces(turn, max(1, self._size - 1), own.dtype)
-        yield from self._window.enter(number)
-        count = 1 if place else pieces.rounds(own.count)
-        if self._rank == root:
+        quick = self._quick(Collective.scatter, fingerprint, (own,), root=root)
+        if quick:
+            return quick(number, own.tensor, self._at_root(blocks, root))
+        return self._large.scatter(number, fingerprint, own, blocks, root)
 
-            def stage(k: int, at: int) -> None:
-                for member in self._others:
-                    pieces.stage(_place_of(member.rank, root), blocks[member.rank], k, at)
-
-            kind = "scatter", own.dtype
-            yield from self._stream.rounds(turn, kind, count, pieces.nbytes, stage, None, (), self._others)
-            yield from turn.end(self._others)
-            return
-        source = self._window.by_rank[root]
-
-        def take(k: int, at: int) -> None:
-            piece = pieces.of(own, k)
-            first = self._rank * own.count
-            piece.copy_(self._seen(turn, pieces, source, _place_of(self._rank, root), first, k, piece.numel(), at))
-
-        yield from turn.rounds(count, None, take, [source], ())
-        yield from turn.end(())
+    def _at_root(self, blocks: MemoryBlocks, root: int) -> list[torch.Tensor] | None:
+        return [blocks[rank].tensor for rank in self._ranks] if self._window.rank == root else None
 
     def all_to_all(
         self, number: int, fingerprint: int, incoming: Sequence[Memory], outgoing: Sequence[Memory]
     ) -> Schedule:
-        """Sizes differ by pair, so members may need unequally many rounds; who has left has taken everything.
-
-        How much each sends to whom stands in a table at the head of its area.
-        """
-        dtype = outgoing[self._rank].dtype
-        turn = Turn(self._window, number, fingerprint, self._place_of_run(outgoing))
-        pieces = Pieces(turn, max(1, self._size - 1), dtype, head_nbytes=8 * self._size)
-        yield from self._window.enter(number)
-        self._window.reserve(number, 0, 8 * self._size)
-        table = self._window.head(number, self._rank, self._size)
-        for rank, block in enumerate(outgoing):
-            table[rank] = block.count
-        firsts: dict[int, int] = {}
-
-        def stage(k: int, at: int) -> None:
-            for member in self._others:
-                pieces.stage(_place_of(member.rank, self._rank), outgoing[member.rank], k, at)
-
-        def take(k: int, at: int) -> None:
-            pieces.of(incoming[self._rank], k).copy_(pieces.of(outgoing[self._rank], k))
-            for member in self._others:
-                block = incoming[member.rank]
-                if k == 0:
-                    firsts[member.rank] = self._sent_before(number, member, block)
-                piece = pieces.of(block, k)
-                if piece.numel():
-                    first, place = firsts[member.rank], _place_of(self._rank, member.rank)
-                    piece.copy_(self._seen(turn, pieces, member, place, first, k, piece.numel(), at))
-
-        most = max(memory.count for memory in (*incoming, *outgoing))
-        yield from self._trade(turn, "all_to_all", pieces, most, stage, take)
-        yield from turn.end(self._others)
-
-    def _sent_before(self, number: int, member: Member, block: Memory) -> int:
-        """Return how many elements a member sends to ranks below ours; MismatchError if not what we expect."""
-        counts = self._window.head(number, member.rank, self._size).tolist()
-        if counts[self._rank] != block.count:
-            peer, itemsize = self._window.world_ranks[member.rank], block.itemsize
-            raise MismatchError(
-                peer,
-                f"rank {peer} sent {counts[self._rank] * itemsize} bytes where {block.nbytes} were expected",
-            )
-        return sum(counts[: self._rank])
-
-
-def _place_of(taker: int, owner: int) -> int:
-    """Return which place in its owner's area holds the taker's block; there is none for the owner's own."""
-    return taker - (taker > owner)
+        return self._large.all_to_all(number, fingerprint, incoming, outgoing)

@@ -13,7 +13,7 @@ import torch
 
 from asyncdist.arena import Mapping
 from asyncdist.collectives.schedule import Schedule
-from asyncdist.reduce import Arithmetic
+from asyncdist.native import Kind
 from asyncdist_transports.shm.rounds import POSTED, Turn
 from asyncdist_transports.shm.window import CALL, DONE, FINISHED, LINE, PLACE, SHIFT, SLOTS, Window
 
@@ -54,7 +54,7 @@ def place_of(window: Window, tensor: torch.Tensor) -> int:
 
 
 class Push:
-    """All-reduces of open tensors of one size and dtype with one reduction; each is a schedule.
+    """All-reduces of open tensors of one kind; each is a schedule.
 
     Costs two meetings; a member reads 1/P of each of P tensors and writes as much. ``staged(turn, tensor)`` goes on where
     a member's tensor turns out not to lie open.
@@ -64,16 +64,15 @@ class Push:
         self,
         window: Window,
         views: Views,
-        call: int,
-        count: int,
-        dtype: torch.dtype,
-        how: Arithmetic,
+        kind: Kind,
         piece_nbytes: int,
         staged: Callable[[Turn, torch.Tensor], Schedule],
     ) -> None:
-        self._window, self._views, self._call, self._count, self._dtype = window, views, call, count, dtype
-        self._how, self._combine = how, how.of_two if window.size == 2 else None
-        self._piece_count = max(_ALIGNED, piece_nbytes) // dtype.itemsize
+        self._window, self._views = window, views
+        self._call, self._count, self._dtype = kind.fingerprint, kind.count, kind.dtype
+        self._how = how = kind.arithmetic
+        self._combine = how.of_two if window.size == 2 else None
+        self._piece_count = max(_ALIGNED, piece_nbytes) // kind.dtype.itemsize
         self._staged = staged
         self._kept: dict[tuple[int, ...], list[list[torch.Tensor]]] = {}
 

@@ -1,0 +1,327 @@
+"""Every collective of larger tensors, of any sizes: who stages what in which round, and who takes it from where.
+
+A collective is a `Turn` in a window: it stages blocks, takes blocks, and leaves. `Pieces` says where a block's pieces lie
+while they are staged. Reductions differ from moves in what taking is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from asyncdist.buffers import Blocks, Memory
+from asyncdist.collectives.schedule import Schedule
+from asyncdist.errors import MismatchError
+from asyncdist.native import MemoryBlocks
+from asyncdist.reduce import Arithmetic
+from asyncdist_transports.shm import direct
+from asyncdist_transports.shm.pieces import Pieces
+from asyncdist_transports.shm.rounds import Piece, Turn
+from asyncdist_transports.shm.small import exchanges
+from asyncdist_transports.shm.stream import Stream
+from asyncdist_transports.shm.window import DONE, Member, Window
+
+
+class Large:
+    """Collectives in rounds; what they are called with is what `Native` says."""
+
+    def __init__(self, window: Window, views: direct.Views, stream: Stream) -> None:
+        self._window, self._views, self._stream = window, views, stream
+        self._rank, self._size = window.rank, window.size
+        self._others = window.others
+
+    # -- reducing ------------------------------------------------------------------------------
+
+    def all_reduce(self, number: int, fingerprint: int, memories: Sequence[Memory], how: Arithmetic) -> Schedule:
+        """Costs one meeting for what fits into one piece; each member then adds everybody's contribution itself.
+
+        Of larger ones each member reduces its own block, two meetings a piece; between two members there is nothing to
+        be gained by that.
+        """
+        turn = Turn(self._window, number, fingerprint)
+        yield from self._window.enter(number)
+        area = self._window.area_nbytes
+        most = max(memory.nbytes if exchanges(self._size, memory.nbytes) else area for memory in memories)
+        for half in (0, 1):  # before the first is reduced
+            self._window.reserve(number, half, min(most, area))
+        for memory in memories:
+            yield from self.staged(turn, memory, how)
+        self._window.publish(number, DONE)
+
+    def staged(self, turn: Turn, memory: Memory, how: Arithmetic) -> Schedule:
+        """Reduce a memory by way of the areas; `all_reduce` has entered the slot, and leaves it."""
+        if exchanges(self._size, memory.nbytes):
+            yield from self._exchange(turn, memory, how)
+        else:
+            yield from self._scatter_and_gather(turn, memory, how)
+
+    def _exchange(self, turn: Turn, memory: Memory, how: Arithmetic) -> Schedule:
+        """Everybody's pieces to everybody, each adds them all, in the order of the ranks."""
+        pieces = Pieces(turn, 1, memory.dtype)
+        in_place = self._size == 2  # then ours need not be read from the area, and may be overwritten at once
+
+        def take(k: int, at: int) -> None:
+            own = pieces.of(memory, k)
+            inputs = [pieces.staged(rank, 0, own.numel(), at) for rank in range(self._size)]
+            if in_place:
+                inputs[self._rank] = own
+            how.reduce(inputs, own)
+
+        def stage(k: int, at: int) -> None:
+            pieces.stage(0, memory, k, at)
+
+        yield from self._trade(turn, "all_reduce", pieces, memory.count, stage, take, reads_open=False)
+
+    def _trade(
+        self, turn: Turn, name: str, pieces: Pieces, most: int, stage: Piece, take: Piece, *, reads_open: bool = True
+    ) -> Schedule:
+        """Have everybody stage and take, in as many rounds as ``most`` elements need."""
+        kind, count, others = (name, pieces.dtype), pieces.rounds(most), self._others
+        return self._stream.rounds(turn, kind, count, pieces.nbytes, stage, take, others, others, reads_open=reads_open)
+
+    def _scatter_and_gather(self, turn: Turn, memory: Memory, how: Arithmetic) -> Schedule:
+        """Each member reduces the pieces of its own block, and hands them out: rounds of the one and of the other."""
+        pieces = Pieces(turn, self._size, memory.dtype)
+        parts = Blocks.split(memory, self._size)
+        blocks = [parts[rank] for rank in range(self._size)]
+        own = blocks[self._rank]
+
+        def stage(k: int, at: int) -> None:
+            if k % 2:
+                pieces.stage(self._rank, own, k // 2, at)
+                return
+            for member in self._others:
+                pieces.stage(member.rank, blocks[member.rank], k // 2, at)
+
+        def take(k: int, at: int) -> None:
+            if not k % 2:
+                self._reduce_block(pieces, own, pieces.of(own, k // 2), at, how)
+                return
+            for member in self._others:
+                piece = pieces.of(blocks[member.rank], k // 2)
+                piece.copy_(pieces.staged(member.rank, member.rank, piece.numel(), at))
+
+        most = max(block.count for block in blocks)
+        pieces.reserve(self._size, most)  # also for our own block, which is staged when others' have been added to it
+        yield from turn.rounds(2 * pieces.rounds(most), stage, take, self._others, self._others, reads_open=False)
+
+    def _reduce_block(self, pieces: Pieces, own: Memory, piece: torch.Tensor, at: int, how: Arithmetic) -> None:
+        others = [pieces.staged(member.rank, self._rank, piece.numel(), at) for member in self._others]
+        how.reduce([piece, *others], piece)
+
+    def reduce(self, number: int, fingerprint: int, memory: Memory, root: int, how: Arithmetic) -> Schedule:
+        place = direct.place_of(self._window, memory.tensor) if self._rank != root else 0
+        turn = Turn(self._window, number, fingerprint, place)
+        pieces = Pieces(turn, 1, memory.dtype)
+        yield from self._window.enter(number)
+        if self._rank != root:
+            yield from self._send(turn, "reduce", pieces, memory, [self._window.by_rank[root]])
+            return
+
+        def take(k: int, at: int) -> None:
+            own = pieces.of(memory, k)
+            others = [self._seen(turn, pieces, member, 0, 0, k, own.numel(), at) for member in self._others]
+            how.reduce([own, *others], own)
+
+        yield from turn.rounds(pieces.rounds(memory.count), None, take, self._others, ())
+        yield from turn.end(())
+
+    def _send(self, turn: Turn, name: str, pieces: Pieces, memory: Memory, takers: Sequence[Member]) -> Schedule:
+        """Hand out a memory, of which some members take all, and leave."""
+
+        def stage(k: int, at: int) -> None:
+            pieces.stage(0, memory, k, at)
+
+        count = 1 if turn.place else pieces.rounds(memory.count)
+        yield from self._stream.rounds(turn, (name, pieces.dtype), count, pieces.nbytes, stage, None, (), takers)
+        yield from turn.end(takers)
+
+    def _seen(
+        self, turn: Turn, pieces: Pieces, member: Member, block: int, first: int, k: int, count: int, at: int
+    ) -> torch.Tensor:
+        """Return the k-th piece of a member's block where it lies: staged, or open from element ``first`` on."""
+        place = turn.places[member.rank]
+        if not place:
+            return pieces.staged(member.rank, block, count, at)
+        offset = place - 1 + (first + k * pieces.step) * pieces.dtype.itemsize
+        return self._views(member.rank, offset, count, pieces.dtype)
+
+    def reduce_scatter(
+        self, number: int, fingerprint: int, inputs: MemoryBlocks, own: Memory, how: Arithmetic
+    ) -> Schedule:
+        """One meeting a piece: each member adds what everybody has for it."""
+        blocks = [inputs[rank] for rank in range(self._size)]
+        turn = Turn(self._window, number, fingerprint, self._place_of_run(blocks))
+        pieces = Pieces(turn, max(1, self._size - 1), own.dtype)
+        first = sum(block.count for block in blocks[: self._rank])
+        yield from self._window.enter(number)
+
+        def stage(k: int, at: int) -> None:
+            for member in self._others:
+                pieces.stage(_place_of(member.rank, self._rank), blocks[member.rank], k, at)
+
+        def take(k: int, at: int) -> None:
+            piece = pieces.of(own, k)
+            count = piece.numel()
+            others = [
+                self._seen(turn, pieces, member, _place_of(self._rank, member.rank), first, k, count, at)
+                for member in self._others
+            ]
+            how.reduce([pieces.of(blocks[self._rank], k), *others], piece)
+
+        most = max(block.count for block in blocks)
+        yield from self._trade(turn, "reduce_scatter", pieces, most, stage, take)
+        yield from turn.end(self._others)
+
+    def _place_of_run(self, blocks: Sequence[Memory]) -> int:
+        """Return the place of blocks that lie one after the other in open memory; 0 if they do not."""
+        nbytes = sum(block.nbytes for block in blocks)
+        filled = [block.tensor for block in blocks if block.count]
+        at = start = filled[0].data_ptr() if nbytes >= direct.MIN_NBYTES else 0
+        for tensor in filled if at else ():
+            if tensor.data_ptr() != at:
+                return 0
+            at += tensor.nbytes
+        offset = self._window.arena.offset_of(start, nbytes) if at else None
+        return 0 if offset is None or offset % blocks[0].itemsize else offset + 1
+
+    # -- moving --------------------------------------------------------------------------------
+
+    def broadcast(self, number: int, fingerprint: int, memory: Memory, root: int) -> Schedule:
+        place = direct.place_of(self._window, memory.tensor) if self._rank == root else 0
+        turn = Turn(self._window, number, fingerprint, place)
+        pieces = Pieces(turn, 1, memory.dtype)
+        yield from self._window.enter(number)
+        if self._rank == root:
+            yield from self._send(turn, "broadcast", pieces, memory, self._others)
+            return
+        source = self._window.by_rank[root]
+
+        def take(k: int, at: int) -> None:
+            piece = pieces.of(memory, k)
+            piece.copy_(self._seen(turn, pieces, source, 0, 0, k, piece.numel(), at))
+
+        yield from turn.rounds(pieces.rounds(memory.count), None, take, [source], ())
+        yield from turn.end(())
+
+    def all_gather(self, number: int, fingerprint: int, rows: Sequence[tuple[MemoryBlocks, Memory]]) -> Schedule:
+        place = direct.place_of(self._window, rows[0][1].tensor) if len(rows) == 1 else 0
+        turn = Turn(self._window, number, fingerprint, place)
+        yield from self._window.enter(number)
+        for blocks, own in rows:
+            yield from self._gather_row(turn, [blocks[rank] for rank in range(self._size)], own)
+        yield from turn.end(self._others)
+
+    def _gather_row(self, turn: Turn, blocks: Sequence[Memory], own: Memory) -> Schedule:
+        pieces = Pieces(turn, 1, own.dtype)
+        room = blocks[self._rank]
+        in_place = own is room or own.tensor.data_ptr() == room.tensor.data_ptr()
+
+        def take(k: int, at: int) -> None:
+            if not in_place:  # what we have staged just now is still in the nearest cache
+                pieces.of(room, k).copy_(pieces.of(own, k))
+            for member in self._others:
+                piece = pieces.of(blocks[member.rank], k)
+                if piece.numel():
+                    piece.copy_(self._seen(turn, pieces, member, 0, 0, k, piece.numel(), at))
+
+        def stage(k: int, at: int) -> None:
+            pieces.stage(0, own, k, at)
+
+        yield from self._trade(turn, "all_gather", pieces, max(block.count for block in blocks), stage, take)
+
+    def gather(self, number: int, fingerprint: int, own: Memory, blocks: MemoryBlocks, root: int) -> Schedule:
+        place = direct.place_of(self._window, own.tensor) if self._rank != root else 0
+        turn = Turn(self._window, number, fingerprint, place)
+        pieces = Pieces(turn, 1, own.dtype)
+        yield from self._window.enter(number)
+        if self._rank != root:
+            yield from self._send(turn, "gather", pieces, own, [self._window.by_rank[root]])
+            return
+
+        def take(k: int, at: int) -> None:
+            for member in self._others:
+                piece = pieces.of(blocks[member.rank], k)
+                piece.copy_(self._seen(turn, pieces, member, 0, 0, k, piece.numel(), at))
+
+        yield from turn.rounds(pieces.rounds(own.count), None, take, self._others, ())
+        yield from turn.end(())
+
+    def scatter(self, number: int, fingerprint: int, own: Memory, blocks: MemoryBlocks, root: int) -> Schedule:
+        place = self._place_of_run([blocks[rank] for rank in range(self._size)]) if self._rank == root else 0
+        turn = Turn(self._window, number, fingerprint, place)
+        pieces = Pieces(turn, max(1, self._size - 1), own.dtype)
+        yield from self._window.enter(number)
+        count = 1 if place else pieces.rounds(own.count)
+        if self._rank == root:
+
+            def stage(k: int, at: int) -> None:
+                for member in self._others:
+                    pieces.stage(_place_of(member.rank, root), blocks[member.rank], k, at)
+
+            kind = "scatter", own.dtype
+            yield from self._stream.rounds(turn, kind, count, pieces.nbytes, stage, None, (), self._others)
+            yield from turn.end(self._others)
+            return
+        source = self._window.by_rank[root]
+
+        def take(k: int, at: int) -> None:
+            piece = pieces.of(own, k)
+            first = self._rank * own.count
+            piece.copy_(self._seen(turn, pieces, source, _place_of(self._rank, root), first, k, piece.numel(), at))
+
+        yield from turn.rounds(count, None, take, [source], ())
+        yield from turn.end(())
+
+    def all_to_all(
+        self, number: int, fingerprint: int, incoming: Sequence[Memory], outgoing: Sequence[Memory]
+    ) -> Schedule:
+        """Sizes differ by pair, so members may need unequally many rounds; who has left has taken everything.
+
+        How much each sends to whom stands in a table at the head of its area.
+        """
+        dtype = outgoing[self._rank].dtype
+        turn = Turn(self._window, number, fingerprint, self._place_of_run(outgoing))
+        pieces = Pieces(turn, max(1, self._size - 1), dtype, head_nbytes=8 * self._size)
+        yield from self._window.enter(number)
+        self._window.reserve(number, 0, 8 * self._size)
+        table = self._window.head(number, self._rank, self._size)
+        for rank, block in enumerate(outgoing):
+            table[rank] = block.count
+        firsts: dict[int, int] = {}
+
+        def stage(k: int, at: int) -> None:
+            for member in self._others:
+                pieces.stage(_place_of(member.rank, self._rank), outgoing[member.rank], k, at)
+
+        def take(k: int, at: int) -> None:
+            pieces.of(incoming[self._rank], k).copy_(pieces.of(outgoing[self._rank], k))
+            for member in self._others:
+                block = incoming[member.rank]
+                if k == 0:
+                    firsts[member.rank] = self._sent_before(number, member, block)
+                piece = pieces.of(block, k)
+                if piece.numel():
+                    first, place = firsts[member.rank], _place_of(self._rank, member.rank)
+                    piece.copy_(self._seen(turn, pieces, member, place, first, k, piece.numel(), at))
+
+        most = max(memory.count for memory in (*incoming, *outgoing))
+        yield from self._trade(turn, "all_to_all", pieces, most, stage, take)
+        yield from turn.end(self._others)
+
+    def _sent_before(self, number: int, member: Member, block: Memory) -> int:
+        """Return how many elements a member sends to ranks below ours; MismatchError if not what we expect."""
+        counts = self._window.head(number, member.rank, self._size).tolist()
+        if counts[self._rank] != block.count:
+            peer, itemsize = self._window.world_ranks[member.rank], block.itemsize
+            raise MismatchError(
+                peer,
+                f"rank {peer} sent {counts[self._rank] * itemsize} bytes where {block.nbytes} were expected",
+            )
+        return sum(counts[: self._rank])
+
+
+def _place_of(taker: int, owner: int) -> int:
+    """Return which place in its owner's area holds the taker's block; there is none for the owner's own."""
+    return taker - (taker > owner)
