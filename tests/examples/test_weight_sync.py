@@ -8,6 +8,7 @@ import pytest
 
 PROGRAM = "weight_sync.py"
 VERSIONS = 6
+RATE = 150  # requests a second, whatever happens
 ROW = re.compile(
     r"│ +(\d+) │ +([\d.]+) ms │ +(\d+) │ +([\d.]+) ms │ +(\d+) │ +(nan|[\d.]+)% │ +(?:nan|[\d.]+) ms │ +(?:nan|[\d.]+) ms │"
 )
@@ -16,7 +17,8 @@ pytestmark = pytest.mark.processes
 
 @pytest.mark.parametrize("ranks", [3, 4])
 def test_servers_go_on_answering_while_weights_come(run_example, tmp_path, ranks):
-    result = run_example(PROGRAM, f"--versions={VERSIONS}", "--steps=60", "--width=400", "--lr=0.02", ranks=ranks)
+    small = [f"--versions={VERSIONS}", "--steps=60", "--width=400", "--lr=0.02", f"--rate={RATE}"]
+    result = run_example(PROGRAM, *small, ranks=ranks)
     assert result.returncode == 0, result.stdout + result.stderr
     assert f"{ranks - 2} server(s)" in result.stdout
 
@@ -32,8 +34,10 @@ def test_servers_go_on_answering_while_weights_come(run_example, tmp_path, ranks
     assert int(answered) == sum(answers)
     assert int(not_answered) == 0
     during, ever = re.search(r"loop: ([\d.]+) ms while weights came, ([\d.]+) ms ever", result.stdout).groups()
-    assert 0 < float(during) <= float(ever) < 2000  # of a machine that may be busy with other tests
-    assert sorted(row[3] for row in rows)[len(rows) // 2] < 200
+    assert 0 < float(during) <= float(ever)
+    # A loop that waited for weights would stand still from one version to the next, however long that is here.
+    between = 1e3 * sorted(answers)[VERSIONS // 2] / RATE
+    assert sorted(row[3] for row in rows)[VERSIONS // 2] < between / 2
     assert (tmp_path / "out" / "weight_sync.png").read_bytes().startswith(b"\x89PNG")
 
 
