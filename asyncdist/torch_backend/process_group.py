@@ -6,6 +6,7 @@ line: our operation, what it writes, and its arguments, given to `ProcessGroup._
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import SimpleNamespace
@@ -18,8 +19,9 @@ from asyncdist import runtime
 from asyncdist import work as started
 from asyncdist.deadline import Timeout, seconds
 from asyncdist.devices.work import DeviceWork
-from asyncdist.errors import UsageError
+from asyncdist.errors import SharedMemoryError, UsageError
 from asyncdist.group import Group
+from asyncdist.torch_backend.lending import Lender
 from asyncdist.torch_backend.reductions import reduction_of
 from asyncdist.torch_backend.work import DONE, Work, make_work
 from asyncdist.world import World
@@ -53,6 +55,7 @@ class ProcessGroup(torch_distributed.ProcessGroup):
         self._world = world
         self._coalesced: list[started.Work] | None = None
         self._torch_name = self._torch_description = ""
+        self._lender = Lender()
 
     # -- the one path --------------------------------------------------------------------------
 
@@ -211,6 +214,17 @@ class ProcessGroup(torch_distributed.ProcessGroup):
 
     def _get_backend(self, device: object) -> ProcessGroup:
         return self
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        """Return whether `allocate_tensor` gives memory that all ranks see."""
+        return device.type == "cpu" and self.group.shares_memory
+
+    def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return a flat uninitialised tensor for collectives: registered, as long as there is room."""
+        if size and self.supports_tensor_alloc(device):
+            with contextlib.suppress(SharedMemoryError):  # slower is better than not at all
+                return self._lender.lend(size * dtype.itemsize).view(dtype)
+        return torch.empty(size, dtype=dtype, device=device)
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         return NAME

@@ -7,6 +7,7 @@ import warnings
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -47,6 +48,18 @@ def _trained(model, rank):
 
 def fully_sharded(rank, world):
     return _trained(_sharded(), rank)
+
+
+def in_memory_of_the_group(rank, world):
+    """What is gathered and scattered lies where the back end wants it; the same comes out, step after step."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(6, 6000), nn.GELU(), nn.Linear(6000, 3)]  # some 100 KiB each
+    model = nn.Sequential(*layers)
+    for each in (layers[0], layers[2], model):
+        fully_shard(each)
+        if hasattr(each, "set_allocate_memory_from_process_group_for_comm"):
+            each.set_allocate_memory_from_process_group_for_comm(dist.get_backend() != "gloo")
+    return _trained(model, rank)
 
 
 def kept_after_forward(rank, world):

@@ -33,8 +33,9 @@ def test_tensor_parallel(same_over_gloo, world, program):
 
 @pytest.mark.usefixtures("fsdp2")
 @pytest.mark.parametrize(
-    "program", ["fully_sharded", "kept_after_forward", "resharded_to_smaller_groups", "mixed_precision", "offloaded",
-                "hybrid", "other_reductions", "accumulated", "clipped_norm", "whole_state", "above_tensor_parallel"],
+    "program", ["fully_sharded", "in_memory_of_the_group", "kept_after_forward", "resharded_to_smaller_groups",
+                "mixed_precision", "offloaded", "hybrid", "other_reductions", "accumulated", "clipped_norm", "whole_state",
+                "above_tensor_parallel"],
 )  # fmt: skip
 def test_second_version(same_over_gloo, world, program):
     same_over_gloo("programs_sharded", program, close=world > 2)

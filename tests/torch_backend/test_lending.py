@@ -1,0 +1,77 @@
+"""Memory that torch asks of our back end: open to all ranks, and used again."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import asyncdist.torch_backend  # noqa: F401 - registers the back end "asyncdist"
+from asyncdist import registered
+from asyncdist.arena import arena
+from asyncdist.errors import SharedMemoryError
+from asyncdist.group import Group
+from asyncdist.torch_backend.lending import Lender
+
+CPU = torch.device("cpu")
+
+
+def lies_open(tensor):
+    return arena().offset_of(tensor.data_ptr(), tensor.nbytes) is not None
+
+
+def test_what_came_back_is_lent_again():
+    lender = Lender()
+    first = lender.lend(100_000)
+    assert first.shape == (100_000,)
+    assert lies_open(first)
+    place, view = first.data_ptr(), first[10:]
+    del first
+    other = lender.lend(100_000)
+    assert other.data_ptr() != place, "a view of the first one lives"
+    del view
+    assert lender.lend(100_000).data_ptr() == place
+
+
+def test_no_more_is_kept_than_was_lent_at_a_time():
+    gc.collect()
+    used, lender = arena().used_nbytes, Lender()
+    for nbytes in (1 << 20, 2 << 20, 3 << 20, 2 << 20):
+        lender.lend(nbytes)
+    assert arena().used_nbytes - used <= (3 << 20) + (2 << 20)
+    lender.lend(4096)
+    assert arena().used_nbytes - used <= 3 << 20
+    del lender
+    gc.collect()
+    assert arena().used_nbytes == used
+
+
+@pytest.fixture
+def group(monkeypatch):
+    """Our back end in a world of one that looks as if it shared memory."""
+    monkeypatch.setattr(Group, "shares_memory", True)
+    dist.init_process_group("asyncdist", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_a_group_allocates_where_ranks_share_memory(group, monkeypatch):
+    assert group._get_backend(CPU).supports_tensor_alloc(CPU)
+    assert not group.supports_tensor_alloc(torch.device("meta"))
+    made = group.allocate_tensor(1000, dtype=torch.bfloat16, device=CPU)
+    assert (made.shape, made.dtype) == ((1000,), torch.bfloat16)
+    assert lies_open(made)
+    assert group.allocate_tensor(0, dtype=torch.float32, device=CPU).shape == (0,)
+    monkeypatch.setattr(Group, "shares_memory", False)
+    assert not group.supports_tensor_alloc(CPU)
+    assert not lies_open(group.allocate_tensor(1000, dtype=torch.float32, device=CPU))
+
+
+def test_without_room_it_gives_ordinary_memory(group, monkeypatch):
+    def full(*size, **how):
+        raise SharedMemoryError("no memory is left")
+
+    monkeypatch.setattr(registered, "empty", full)
+    assert not lies_open(group.allocate_tensor(1000, dtype=torch.float32, device=CPU))
