@@ -223,9 +223,10 @@ def test_an_interrupt_of_torchrun_ends_everything_soon(transport, busy, monkeypa
         assert sorted(said) == ["rank 0 is busy", "rank 1 is busy"], said
         job.send_signal(signal.SIGINT)
         rest, _ = job.communicate(timeout=60)  # a rank that hangs is killed by torchrun after thirty
-        took = [float(seconds) for seconds in re.findall(r"(?m)^ended after (\S+) s$", rest)]
+        # One may hear of the other's end, and end by that, before it is interrupted itself.
+        took = re.findall(r"(?m)^ended (?:after (\S+) s|by itself)$", rest)
         assert len(took) == 2, rest
-        assert max(took) < 2.0, rest
+        assert 0.0 <= max(float(seconds or -1.0) for seconds in took) < 2.0, rest
         assert job.returncode != 0
         assert "Aborted" not in rest
     finally:
