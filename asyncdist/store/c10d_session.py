@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Final
 
 from asyncdist.errors import ProtocolError
 from asyncdist.store import c10d_wire
-from asyncdist.store.c10d_wire import I64, U32, U64, Code, Decoder, Request, vector
+from asyncdist.store.c10d_wire import I64, U32, U64, Answer, Code, Decoder, Request, vector
 from asyncdist.store.connection import BATCH_NBYTES, Connection
 from asyncdist.store.entries import BLOCKED, Refused
 from asyncdist.store.operations import Op, Reply
-from asyncdist.store.state import HANDLERS
+from asyncdist.store.state import HANDLERS, StoreState
 
 if TYPE_CHECKING:
     from asyncdist.store.server import StoreServer
@@ -36,38 +36,20 @@ _NOTHING: Final = vector(b"")
 class C10dSession(Connection):
     """One client that speaks torch's format."""
 
-    __slots__ = ("_decoder", "_last", "_phrases", "_state", "_todo", "_waiting")
+    __slots__ = ("_decoder", "_last", "_state", "_todo", "_waiting")
 
     def __init__(self, server: StoreServer, transport: asyncio.Transport, peer: str) -> None:
-        react = self.react if server.durability is None else self.take
-        super().__init__(server, server.shortcuts.take(transport, react), peer)
+        super().__init__(server, server.shortcuts.take(transport, self.hear), peer)
         self._state = server.state
-        self._phrases = server.phrases
         self._decoder = Decoder(server.config.store_max_value_nbytes, server.limit)
         self._todo: list[Request] = []
         self._waiting: set[int] = set()
         self._last = 0
 
-    def react(self, data: bytes) -> bytes | None:
-        """Return the answer to the one request that nearly every read holds; take everything else the long way."""
-        server, state = self._server, self._state
-        phrase = self._phrases[data]
-        if phrase is None or self._paused or self._decoder.pending:
-            self.take(data)
-            return None
-        answer, request = phrase
-        try:
-            reply = answer(self, request)
-        except Refused as refused:
-            self.refuse(refused.text)
-            return None
-        except Exception:
-            self.fail()
-            return None
-        server.num_requests += 1
-        if state.due:
-            server.deliver(state.collect(), None)
-        return reply
+    def hear(self, data: bytes) -> bool:
+        """Take what came the long way; return whether what comes next may be answered at once."""
+        self.take(data)
+        return not (self.unfinished or self._paused) and self._server.durability is None
 
     def receive(self, data: bytes) -> None:
         try:
@@ -222,3 +204,33 @@ ANSWERS: Final[dict[int, Callable[[C10dSession, Request], bytes | None]]] = {
     Code.LIST_KEYS: C10dSession._list_keys,
     Code.BARRIER: C10dSession._barrier,
 }
+
+
+# -- short requests that were asked before: what answers them needs no session ---------------------
+
+
+def at_once(state: StoreState) -> dict[int, Callable[..., Answer]]:
+    """Return by code what makes, of a request's arguments, what answers it whenever it comes: the reply, None if none.
+
+    Where that is None, and where it raises, nothing has been done, and a session sees to the request.
+    """
+    peek = state.peek
+
+    def get(key: str) -> Answer:
+        def answer() -> bytes | None:
+            value = peek(key)
+            return None if value is None else U64.pack(len(value)) + value
+
+        return answer
+
+    def add(key: str, amount: int) -> Answer:
+        return lambda: I64.pack(_ADD(state, _NOBODY, key, amount))
+
+    def wait(keys: list[str]) -> Answer:
+        (key,) = keys
+        return lambda: None if peek(key) is None else c10d_wire.STOP_WAITING
+
+    def check(keys: list[str]) -> Answer:
+        return lambda: c10d_wire.READY if _CHECK(state, _NOBODY, keys) else c10d_wire.NOT_READY
+
+    return {Code.GET: get, Code.ADD: add, Code.WAIT: wait, Code.CHECK: check}

@@ -17,7 +17,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Generator, Mapping
 from enum import IntEnum
-from typing import Any, TypeVar
+from typing import Any
 
 from asyncdist.errors import ProtocolError
 
@@ -312,31 +312,35 @@ def _whole_requests(data: bytes, place: int, requests: list[Request], max_value_
 _PHRASE_NBYTES = 256
 _PHRASES = 1024
 
+Answer = Callable[[], bytes | None]
+"""Does one request and returns the reply; or does nothing and returns None, where it takes more than that."""
 
-_Answer = TypeVar("_Answer")
+
+def _no_answer() -> None:
+    return None
 
 
-class Phrases(dict[bytes, tuple[_Answer, Request] | None]):
-    """What bytes mean that are one simple request: ``phrases[data]``, or None where they are more, less or not simple.
+class Phrases(dict[bytes, Answer]):
+    """What answers bytes that are one short request: ``phrases[data]()``, None where they are anything else.
 
-    That is what ``answers`` has for its code, and the request. Clients ask in few words: all of them for the same keys
-    when they meet, one of them the same again while it polls. So the meaning of short requests is kept, for as many as are
-    likely to be in use, and most bytes are looked at no closer.
+    Clients ask in few words: all of them for the same keys when they meet, one of them the same again while it polls. So
+    what ``answers`` makes of a request, by its code, is kept for as many as are likely to be in use, and most bytes are
+    looked at no closer.
     """
 
-    def __init__(self, max_value_nbytes: int, answers: Mapping[int, _Answer]) -> None:
+    def __init__(self, answers: Mapping[int, Callable[..., Answer]]) -> None:
         super().__init__()
-        self._max_value_nbytes = max_value_nbytes
         self._answers = answers
 
-    def __missing__(self, data: bytes) -> tuple[_Answer, Request] | None:
+    def __missing__(self, data: bytes) -> Answer:
+        if len(data) > _PHRASE_NBYTES or not data or data[0] not in self._answers:
+            return _no_answer
         requests: list[Request] = []
-        if _whole_requests(data, 0, requests, self._max_value_nbytes) != len(data) or len(requests) != 1:
-            return None
-        (request,) = requests
-        phrase = self._answers[request[0]], request
-        if len(data) <= _PHRASE_NBYTES and request[0] not in _WITH_VALUE:
-            if len(self) == _PHRASES:
-                self.clear()
-            self[data] = phrase
-        return phrase
+        if _whole_requests(data, 0, requests, _PHRASE_NBYTES) != len(data) or len(requests) != 1:
+            return _no_answer
+        code, *arguments = requests[0]
+        answer = self._answers[code](*arguments)
+        if len(self) == _PHRASES:
+            self.clear()
+        self[data] = answer
+        return answer

@@ -23,7 +23,7 @@ from typing import Any
 from asyncdist.config import Config
 from asyncdist.store import listen
 from asyncdist.store.attention import Attention
-from asyncdist.store.c10d_session import ANSWERS
+from asyncdist.store.c10d_session import at_once
 from asyncdist.store.c10d_wire import Phrases
 from asyncdist.store.changes import Book
 from asyncdist.store.connection import Connection
@@ -72,8 +72,7 @@ class StoreServer:
         self.num_admitted = self.num_refused = self.num_requests = 0
         self.pack = Encoder().pack
         self.doors = Doors(self)
-        self.shortcuts = Shortcuts(self._loop, self.heard)
-        self.phrases = Phrases(config.store_max_value_nbytes, ANSWERS)
+        self.shortcuts = Shortcuts(self._loop, Phrases(at_once(self.state)), self.answered)
         self.members = Members()
         self.lineage = secrets.token_hex(8)
         """Of servers one after the other that hold the same: the later has what the earlier left."""
@@ -282,6 +281,14 @@ class StoreServer:
 
     def heard(self, client: object) -> None:
         """A client has spoken, or several (None)."""
+        if self.attention is not None:
+            self.attention.heard(client)
+
+    def answered(self, client: object, count: int) -> None:
+        """A client has spoken, or several (None); so many requests were answered without a session."""
+        self.num_requests += count
+        if self.state.due:
+            self.deliver(self.state.collect(), None)
         if self.attention is not None:
             self.attention.heard(client)
 

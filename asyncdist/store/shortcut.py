@@ -4,6 +4,10 @@ What a client of torch's TCPStore asks is done in a microsecond or two, of which
 the greater part. So their sockets stand in an epoll of their own, which is a single descriptor to the loop. When it wakes,
 everything that has come on any of them is read, done and answered, as long as several speak, and then the loop goes on.
 
+Nearly all that comes is one short request that was asked before, in the very same bytes. What answers these is called at
+once, with nothing between a read and a write but a look into a dictionary. All else goes the long way, to the session:
+what was never asked, is long, comes in pieces or several at a time, has to wait, cannot be done.
+
 A socket's transport stays what it was in all but that: it takes what the socket does not (a client that does not read),
 says when there is too much of that, and closes it. So there is nothing here that others could not do without: where there
 is no epoll (or no watching of descriptors in the loop), and over TLS, transports do it all.
@@ -14,11 +18,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import select
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from os import read, write
 from typing import Any
 
 _READ_NBYTES = 64 << 10
+_SHORT_NBYTES = 479
+"""What is read where a short request is expected: with it, Python need not ask malloc for the bytes."""
 _AT_A_TIME = 64
 """Sockets that are read from before it is looked which are ready."""
 _LOOKS = 8
@@ -26,20 +32,24 @@ _LOOKS = 8
 _BUSY = 2
 """Where fewer had something to say, it is left to the loop to look again."""
 
-Receive = Callable[[bytes], bytes | None]
-"""Takes what has come, and may return what is to be sent at once."""
-Heard = Callable[[object], None]
-"""Is told who has spoken, once a look: None stands for several."""
+Receive = Callable[[bytes], bool]
+"""Takes what has come; says whether what comes next begins a request, which may be answered at once."""
+Answers = Mapping[bytes, Callable[[], bytes | None]]
+"""By what came: what answers it. None is for what must go the long way, of which nothing may have been done yet."""
+Heard = Callable[[object, int], None]
+"""Is told, once a look, who has spoken (None stands for several), and how many were answered at once."""
 
 
 class Shortcuts:
     """The sockets of one server that are read from directly."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, heard: Heard) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, answers: Answers, heard: Heard) -> None:
         self._loop = loop
+        self._answers = answers
         self._heard = heard
         self._epoll: Any = None
         self._there: dict[int, Shortcut] = {}
+        self._between: set[int] = set()  # of those: what comes next begins a request, and nothing waits to be sent
         self._somebody_left = False  # since the loop had its turn
 
     def take(self, transport: asyncio.Transport, receive: Receive) -> asyncio.Transport:
@@ -77,8 +87,16 @@ class Shortcuts:
         """Read from a socket no longer. (Its number may be another's by now.)"""
         if self._there.get(fd) is shortcut:
             del self._there[fd]
+            self._between.discard(fd)
             with contextlib.suppress(OSError):  # that the transport has closed it on an error of its own
                 self._epoll.unregister(fd)
+
+    def answer_at_once(self, fd: int, whether: bool) -> None:
+        """Say of a socket that is read from whether what comes next may be answered at once."""
+        if not whether:
+            self._between.discard(fd)
+        elif fd in self._there:
+            self._between.add(fd)
 
     def _serve(self) -> None:
         """Take what has come on all sockets, and answer it; when somebody is gone, that is left to the loop at once."""
@@ -86,14 +104,34 @@ class Shortcuts:
         self._somebody_left = False
         for _ in range(_LOOKS):
             ready = poll(0, _AT_A_TIME)
-            for fd, _ in ready:
-                shortcut = there.get(fd)  # None for one that has been put out on behalf of one before it
-                if shortcut is not None:
-                    shortcut.serve()
             if ready:
-                self._heard(shortcut if len(ready) == 1 else None)
+                shortcut = there.get(ready[0][0])
+                count = self._answer(ready)
+                self._heard(shortcut if len(ready) == 1 else None, count)
             if len(ready) < _BUSY or self._somebody_left:
                 return
+
+    def _answer(self, ready: list[tuple[int, int]]) -> int:
+        """Take what has come on some sockets; return how many requests were answered at once."""
+        there, between, answers = self._there, self._between, self._answers
+        count = 0
+        for fd, _ in ready:
+            data, reply, sent = b"", None, 0
+            if fd in between:
+                try:
+                    data = read(fd, _SHORT_NBYTES)
+                    reply = answers[data]()
+                    if reply is not None:
+                        sent = write(fd, reply)
+                except Exception:
+                    pass  # whatever it is comes again below, where it is seen to
+            if reply is not None:
+                count += 1
+                if sent < len(reply):
+                    there[fd].write(reply[sent:])
+            elif fd in there:  # and not put out on behalf of one before it
+                there[fd].serve(data)
+        return count
 
     def left(self) -> None:
         """Somebody goes: let the loop see to that."""
@@ -114,21 +152,23 @@ class Shortcut(asyncio.Transport):
         self._receive = receive
         self.resume_reading()
 
-    def serve(self) -> None:
-        """Take what has come, and answer it."""
-        try:
-            data = read(self._fd, _READ_NBYTES)
-        except (BlockingIOError, InterruptedError):
-            return
-        except OSError:  # it was reset
-            self.abort()
-            return
+    def serve(self, data: bytes = b"") -> None:
+        """Take what has come, of which some may have been read already, and have it answered the long way."""
+        if len(data) in (0, _SHORT_NBYTES):  # if all that was asked for has come, there may be more
+            try:
+                more = read(self._fd, _READ_NBYTES)
+            except (BlockingIOError, InterruptedError):
+                more = b""
+                if not data:
+                    return
+            except OSError:  # it was reset
+                self.abort()
+                return
+            data += more
         if not data:
             self.close()
             return
-        reply = self._receive(data)
-        if reply is not None:
-            self.write(reply)
+        self._shortcuts.answer_at_once(self._fd, self._receive(data) and not self._behind)
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         if self._behind:
@@ -145,6 +185,7 @@ class Shortcut(asyncio.Transport):
             return
         if sent < len(data):
             self._behind = True
+            self._shortcuts.answer_at_once(self._fd, False)
             self._transport.write(data[sent:])
 
     def get_write_buffer_size(self) -> int:

@@ -11,6 +11,7 @@ import pytest
 
 from asyncdist.runtime import runtime
 from asyncdist.store import StoreServer
+from asyncdist.store.c10d_session import C10dSession
 from asyncdist.store.c10d_wire import Code
 from asyncdist.store.shortcut import Shortcut
 from asyncdist.testing.c10d import Peer, encode
@@ -55,6 +56,32 @@ def test_a_request_that_releases_others(peers):
         assert peer.settle() == 0
     assert peers[0].ask(Code.ADD, b"/k", 1) == 1
     assert [peer.exactly(1) for peer in peers[1:]] == [b"\x00"] * 2
+
+
+def test_what_can_be_answered_at_once_does_not_reach_the_session(server, peers, monkeypatch):
+    peer, heard, take = peers[0], [], C10dSession.take
+    peer.settle()
+
+    def listen(session, data):
+        heard.append(data)
+        take(session, data)
+
+    monkeypatch.setattr(C10dSession, "take", listen)
+    before = server.num_requests
+    assert [peer.ask(Code.ADD, b"/n", 1) for _ in range(3)] == [1, 2, 3]
+    assert peer.ask(Code.CHECK, [b"/n"]) == 0
+    assert len(heard) == (0 if hasattr(select, "epoll") else 4)
+    assert server.num_requests == before + 4
+
+
+def test_an_add_answered_at_once_releases_who_waits(peers):
+    asking, waiting = peers[:2]
+    for _ in range(3):
+        waiting.send(Code.WAIT, [b"/k"])
+        assert waiting.settle() == 0
+        assert asking.ask(Code.ADD, b"/k", 1) == 1
+        assert waiting.exactly(1) == b"\x00"
+        assert asking.ask(Code.DELETE_KEY, b"/k") == 1
 
 
 def test_a_reply_that_the_socket_does_not_take_at_once_and_those_after_it(server, peers):
