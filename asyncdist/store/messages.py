@@ -30,8 +30,9 @@ OVERHEAD_NBYTES = 64 << 10
 """What a message may be longer than the largest value: its key, and its own bytes."""
 TOGETHER_NBYTES = 64 << 10
 """What a frame of several messages carries at most: no more than any store takes."""
-_END = b"\xc0"
-"""No message, and what msgpack has for None."""
+_MARK = bytes(range(0xF0, 0x100))
+_END = msgpack.packb(_MARK)
+"""What follows a frame while it is read: no message, and nothing that a peer sends by chance."""
 
 LENGTH = struct.Struct("<Q")
 
@@ -152,13 +153,14 @@ def messages_in(frame: bytes | bytearray, extension: Callable[[int, bytes], Any]
     except Exception as error:  # which of its many it raises depends on msgpack's version and build
         raise _no_msgpack(error) from None
     try:
-        unpacker = msgpack.Unpacker(max_buffer_size=len(frame) + 1, read_size=len(frame) + 1, ext_hook=extension)
+        nbytes = len(frame) + len(_END)
+        unpacker = msgpack.Unpacker(max_buffer_size=nbytes, read_size=nbytes, ext_hook=extension)
         unpacker.feed(frame)
         unpacker.feed(_END)
         *messages, end = unpacker
     except Exception as error:
         raise _no_msgpack(error) from None
-    if end is not None:  # it has become part of the last message
+    if end != _MARK or not messages:  # it has become part of the last message
         raise ProtocolError("a frame whose last message is cut short")
     return messages
 
