@@ -70,6 +70,10 @@ class Lookout:
         self._timer = None
         self._found(None)
 
+    def forget(self) -> None:
+        """Take what the loop was asked for as never asked: it was closed."""
+        self.watched, self._timer, self._timer_at = {}, None, math.inf
+
     def leave(self, loop: asyncio.AbstractEventLoop) -> None:
         """Have the loop look out for nothing."""
         self.set_timer(loop, math.inf)

@@ -47,8 +47,8 @@ _SLICE = 1e-3  # seconds for which the loop driver goes on before it lets the lo
 class Progress:
     """Sees to it that exactly one driver at a time advances a machine, and that there is one when it is needed.
 
-    ``home`` is the loop that drives when nobody blocks; ``None`` takes the runtime's background loop, and only
-    while something is pending.
+    ``home`` is the loop that drives when nobody blocks, until it is closed; ``None`` takes the runtime's background
+    loop, and only while something is pending.
     """
 
     def __init__(self, machine: Machine, home: asyncio.AbstractEventLoop | None = None) -> None:
@@ -56,6 +56,7 @@ class Progress:
         self._spin = self._loop_spin = 0.0
         self._polls, self._glances = 512, 1
         self._home = home
+        self._leaving_home = threading.Lock()
         self._lock = threading.Lock()
         self._inbox: deque[Callable[[], None]] = deque()
         self._seat = threading.Lock()
@@ -79,7 +80,17 @@ class Progress:
     def loop(self) -> asyncio.AbstractEventLoop:
         """The loop that drives when nobody blocks."""
         home = self._home
-        return runtime().loop if home is None or home.is_closed() else home
+        if home is not None and home.is_closed():  # as after asyncio.run
+            self._outlive(home)
+            home = None
+        return home or runtime().loop
+
+    def _outlive(self, home: asyncio.AbstractEventLoop) -> None:
+        """Go on in the background: what was asked of the closed loop will never come."""
+        with self._leaving_home:  # once, also if two threads see it
+            if self._home is home:
+                self._home, self._kicked, self._loop_spin = None, False, 0.0
+                self._lookout.forget()
 
     def submit(self, action: Callable[[], None]) -> None:
         """Do ``action`` under the lock: now if it is free, else whoever holds it does."""
