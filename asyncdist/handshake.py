@@ -51,7 +51,8 @@ def dial(token: str | None, purpose: str, nonce: bytes) -> Handshake:
     yield _proof(token, b"d", purpose, nonces)
     answer = yield 1 + PROOF_NBYTES
     if answer[:1] != ACCEPTED:
-        raise AuthenticationError(f"the {purpose} refused our token")
+        refused = "refused our token" if token else "wants a token, and we have none"
+        raise AuthenticationError(f"the {purpose} {refused}")
     if not hmac.compare_digest(answer[1:], _proof(token, b"a", purpose, nonces)):
         raise AuthenticationError(f"the {purpose} could not prove that it holds our token")
 
