@@ -13,6 +13,7 @@ import asyncdist
 from asyncdist.config import Config
 from asyncdist.errors import PeerLostError
 from asyncdist.testing.cluster import run_ranks, world_of
+from asyncdist_transports.shm.order import Fence
 
 COUNTS = [1, 20_000, 1_000_001]  # one line; an area; several pieces
 LONG = 10.0
@@ -88,6 +89,27 @@ def test_nobody_looks_who_sleeps_before_a_full_barrier_behind_the_last_word(name
         for event in events:
             assert event != "look" or last == "full"
             last = last if event == "look" else event
+
+
+def test_a_barrier_that_is_interrupted_at_any_moment_can_be_used_again(monkeypatch):
+    """Ctrl-C comes behind any call in C: here behind the one that lets go of the fence's lock."""
+    lock, interrupted = threading.Lock(), []
+
+    class Interrupted:
+        acquire = lock.acquire
+
+        def release(self):
+            lock.release()
+            if not interrupted:
+                interrupted.append(True)
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading, "Lock", Interrupted)
+    fence = Fence()
+    with pytest.raises(KeyboardInterrupt):
+        fence.full()
+    fence.full()
+    assert lock.locked()
 
 
 async def test_what_a_peer_publishes_after_we_said_that_we_sleep_rings():

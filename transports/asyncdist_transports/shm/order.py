@@ -45,8 +45,10 @@ class Fence:
         release, acquire = lock.release, lock.acquire
 
         def full() -> None:
-            release()
-            acquire()
+            try:
+                release()
+            finally:  # also when Ctrl-C comes between the two: others are to be told by us then
+                acquire()
 
         self.full: Callable[[], None] = full
         """Let no load or store pass, in either direction."""
