@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from asyncdist.devices.group import DeviceGroup
 
 _KEPT_KINDS = 512
+_Tensor = torch.Tensor
 _coming = threading.Lock()  # to a device: two threads may come at once, with the first tensors there
 
 
@@ -52,11 +53,12 @@ class _Known(NamedTuple):
 def _looks(key: tuple[Hashable, ...], tensors: Sequence[Any]) -> tuple[Hashable, ...] | None:
     """Return a key with what plans see of tensors, and of lists of them, behind it; None if they must look closer."""
     for tensor in tensors:
-        if type(tensor) is torch.Tensor:
+        looked_at = type(tensor)
+        if looked_at is _Tensor:
             if not in_order(tensor):
                 return None
             key += (tensor.dtype, tensor.shape)
-        elif type(tensor) is list:
+        elif looked_at is list:
             within = _looks((), tensor)
             if within is None:
                 return None
@@ -246,25 +248,10 @@ class Group(Calls):
         self, name: str, first: Any, make: Callable[..., Plan], tensors: tuple[Any, ...], how: How, *more: Hashable
     ) -> Work:
         key = None if self._native is None else _looks((name, more), tensors)
-        if key is None:
-            return super()._call(name, first, make, tensors, how, *more)
-        known = self._known.get(key)
-        if known is not None:
-            return self._repeat(known, name, tensors, how)
-        plan = make(self._who, *tensors, *more)
-        if plan.kind is not None and not plan.kind.dtype.is_complex:  # those may be conjugate views
-            self._learn(key, plan, plan.kind)
-        return self._issue(name, plan, how)
-
-    def _learn(self, key: Hashable, plan: Plan, kind: Kind) -> None:
-        quick = None if self._native is None else self._native.quick(kind)
-        if quick is not None:
-            if len(self._known) >= _KEPT_KINDS:
-                self._known.clear()
-            self._known[key] = _Known(quick, plan.fingerprint, plan.nbytes)
-
-    def _repeat(self, known: _Known, name: str, tensors: tuple[Any, ...], how: How) -> Work:
-        """Start a collective that differs from one before in nothing but its memory, which needs no plan."""
+        known = None if key is None else self._known.get(key)
+        if known is None:
+            return self._call_planned(key, name, first, make, tensors, how, *more)
+        # From here on it differs from a call before in nothing but its memory.
         start, fingerprint, nbytes = known
         background, timeout = how.get("background", True), how.get("timeout")
         if self._closed or (not background and _get_running_loop() is not None):
@@ -285,6 +272,31 @@ class Group(Calls):
             schedule = raising(cause)
         plan = Plan(fingerprint=fingerprint, finish=lambda: value, nbytes=nbytes)
         return self._operate(self._channel, plan, (schedule,), entry, background, limit)
+
+    def _call_planned(
+        self,
+        key: Hashable | None,
+        name: str,
+        first: Any,
+        make: Callable[..., Plan],
+        tensors: tuple[Any, ...],
+        how: How,
+        *more: Hashable,
+    ) -> Work:
+        """Plan a call, and remember what those like it will have in common, if they have a key."""
+        if key is None:
+            return super()._call(name, first, make, tensors, how, *more)
+        plan = make(self._who, *tensors, *more)
+        if plan.kind is not None and not plan.kind.dtype.is_complex:  # those may be conjugate views
+            self._learn(key, plan, plan.kind)
+        return self._issue(name, plan, how)
+
+    def _learn(self, key: Hashable, plan: Plan, kind: Kind) -> None:
+        quick = None if self._native is None else self._native.quick(kind)
+        if quick is not None:
+            if len(self._known) >= _KEPT_KINDS:
+                self._known.clear()
+            self._known[key] = _Known(quick, plan.fingerprint, plan.nbytes)
 
     # -- for people who look for the missing ----------------------------------------------------
 
