@@ -26,7 +26,7 @@ PATIENCE = 20.0
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "asyncdist.cli", "bench", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
 
 # -- whole runs -------------------------------------------------------------------------------------

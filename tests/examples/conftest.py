@@ -26,7 +26,7 @@ def run_example(tmp_path):
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks else []
         command = [sys.executable, *launcher, str(EXAMPLES / program), *options]
         return subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=150, check=False
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900, check=False
         )
 
     return run_example

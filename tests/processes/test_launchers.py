@@ -27,7 +27,7 @@ def torchrun(count, mode, folder, *options):
 def ended(launched):
     """Return how a job ended, and what it said."""
     try:
-        said, _ = launched.communicate(timeout=60)
+        said, _ = launched.communicate(timeout=300)
     finally:
         launched.kill()
     return launched.returncode, said

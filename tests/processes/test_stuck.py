@@ -81,6 +81,6 @@ def test_the_command_that_is_told_reaches_the_ranks_of_torchrun_and_not_torchrun
             subprocess.run(["bash", "-c", told[0].replace("train.py", str(program))], check=True)
             until(lambda: len(list(dumps.glob("*.json"))) == 2)
             (tmp_path / "go on").touch()
-            assert torchrun.wait(timeout=30) == 0
+            assert torchrun.wait(timeout=120) == 0
         finally:
             torchrun.terminate()

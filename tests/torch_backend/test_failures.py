@@ -222,7 +222,7 @@ def test_an_interrupt_of_torchrun_ends_everything_soon(transport, busy, monkeypa
         said = [job.stdout.readline().strip() for _ in range(2)]
         assert sorted(said) == ["rank 0 is busy", "rank 1 is busy"], said
         job.send_signal(signal.SIGINT)
-        rest, _ = job.communicate(timeout=60)  # a rank that hangs is killed by torchrun after thirty
+        rest, _ = job.communicate(timeout=300)  # a rank that hangs is killed by torchrun after thirty
         # One may hear of the other's end, and end by that, before it is interrupted itself.
         took = re.findall(r"(?m)^ended (?:after (\S+) s|by itself)$", rest)
         assert len(took) == 2, rest
