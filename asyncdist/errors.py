@@ -23,6 +23,7 @@
     ├── AuthenticationError                  one side does not hold the job's token
     │   └── CertificateError                 TLS: one side does not believe the other's certificate
     ├── GradientError                        you: backward gave no gradient, or two, or stopped half-way
+    ├── UnevenInputsError                    you: a rank ran out of inputs first, which join() was told to refuse
     ├── ProtocolError                        remote: bytes that are not our protocol
     ├── BenchmarkError                       a rank of `asyncdist bench` failed, or a result was wrong
     ├── SharedMemoryError (MemoryError)      the machine: no shared memory to be had, or no more of it
@@ -307,6 +308,25 @@ class GradientError(AsyncdistError):
     def __str__(self) -> str:
         names = ", ".join(repr(name) for name in self.parameters[:8]) + (", …" if len(self.parameters) > 8 else "")
         return self.reason.format(parameters=names)
+
+
+class UnevenInputsError(AsyncdistError):
+    """Inside ``join(throw_on_early_termination=True)`` some ranks ran out of inputs before others; all ranks raise it.
+
+    ``ended`` and ``going`` are their global ranks.
+    """
+
+    def __init__(self, ended: Sequence[int], going: Sequence[int]) -> None:
+        super().__init__(ended, going)
+        self.ended = tuple(ended)
+        self.going = tuple(going)
+
+    def __str__(self) -> str:
+        ended, going = (", ".join(map(str, ranks)) for ranks in (self.ended, self.going))
+        return (
+            f"rank {ended} ran out of inputs while rank {going} had more: give every rank as many, "
+            "or leave throw_on_early_termination out, and those that run out stand in with zeros"
+        )
 
 
 class ProtocolError(AsyncdistError):

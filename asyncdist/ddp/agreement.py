@@ -75,8 +75,8 @@ def _show(value: object) -> str:
     return str(tuple(value)) if isinstance(value, list) else str(value).removeprefix("torch.")
 
 
-def broadcast_values(group: Group, tensors: Iterable[torch.Tensor]) -> None:
-    """Overwrite ``tensors`` (any dtypes) by those of the group's rank 0; they must have equal shapes and strides.
+def broadcast_values(group: Group, tensors: Iterable[torch.Tensor], src: int = 0) -> None:
+    """Overwrite ``tensors`` (any dtypes) by those of the group's rank ``src``; shapes and strides must be equal.
 
     Large contiguous tensors go from and into their own memory, the rest in packs of about 1 MiB, so that small ones
     cost no round each.
@@ -86,11 +86,11 @@ def broadcast_values(group: Group, tensors: Iterable[torch.Tensor]) -> None:
     with torch.no_grad():
         for pack in _packs([tensor.detach() for tensor in tensors if tensor.numel()]):
             if len(pack) == 1 and pack[0].is_contiguous():
-                group.broadcast(pack[0].view(-1).view(torch.uint8), 0, background=False).wait()
+                group.broadcast(pack[0].view(-1).view(torch.uint8), src, background=False).wait()
                 continue
             flat = torch.cat([_octets(tensor) for tensor in pack])
-            group.broadcast(flat, 0, background=False).wait()
-            if group.rank() != 0:
+            group.broadcast(flat, src, background=False).wait()
+            if group.rank() != src:
                 parts = flat.split([tensor.nbytes for tensor in pack])
                 for tensor, part in zip(pack, parts, strict=True):
                     # A dtype's view needs its alignment, which a part in the middle of a pack may not have.

@@ -13,6 +13,7 @@ from torch import nn
 from asyncdist.api import AnyGroup, resolve
 from asyncdist.ddp import agreement, buckets
 from asyncdist.ddp.reducer import Reducer, StepTimes
+from asyncdist.ddp.uneven import Joining
 from asyncdist.errors import UnsupportedError, UsageError
 
 
@@ -32,6 +33,8 @@ class DistributedDataParallel(nn.Module):
     ``find_unused_parameters``, ``static_graph``, ``mixed_precision``, ``device_mesh`` and delayed all-reduces raise
     UnsupportedError. A rank whose backward misses a parameter raises GradientError, naming it; GroupError comes out of
     ``backward()`` if a peer is lost. Wrapping raises MismatchError on every rank if the models differ.
+
+    Ranks may have different numbers of inputs inside `join`.
 
     In an async program, construct it and run its steps in a worker thread (``await asyncio.to_thread(step)``): backward
     waits, and on the loop's own thread that raises LoopThreadError.
@@ -88,6 +91,8 @@ class DistributedDataParallel(nn.Module):
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.require_backward_grad_sync = True
         self._require_forward_buffer_sync = True
+        self._joining: Joining | None = None
+        self._parameters_to_sync = [parameter for _, parameter in parameters]
         self._buffers_to_sync = [(name, b) for name, b in module.named_buffers() if name not in ignored]
         if init_sync:
             shared = self._buffers_to_sync if self.broadcast_buffers else []
@@ -120,8 +125,10 @@ class DistributedDataParallel(nn.Module):
         training = torch.is_grad_enabled()
         if training:
             self._reducer.check()
+            if self._joining is not None:
+                self._joining.check()
         if self._require_forward_buffer_sync and self.forward_sync_buffers and self._buffers_to_sync:
-            agreement.broadcast_values(self.process_group, (buffer for _, buffer in self._buffers_to_sync))
+            self._refresh(0 if self._joining is None else self._joining.source())
         if self._input_device is not None:
             inputs, kwargs = _moved((inputs, kwargs), self._input_device)
         output = self.module(*inputs, **kwargs)
@@ -134,6 +141,9 @@ class DistributedDataParallel(nn.Module):
                 if tensor.grad_fn is not None:
                     tensor.register_hook(self._entered)
         return output
+
+    def _refresh(self, src: int) -> None:
+        agreement.broadcast_values(self.process_group, (buffer for _, buffer in self._buffers_to_sync), src)
 
     def _entered(self, _: torch.Tensor) -> None:
         self._reducer.begin()
@@ -149,6 +159,51 @@ class DistributedDataParallel(nn.Module):
             yield
         finally:
             self.require_backward_grad_sync = before
+
+    @contextlib.contextmanager
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Iterator[None]:
+        """Let ranks run out of inputs at different times: ``with model.join(): for batch in batches: ...``.
+
+        Every rank of the group enters it, with equal arguments, also one without any input.
+        A rank that leaves the block stands in with zeros until the last one has left, and then takes the parameters (and
+        buffers, with ``broadcast_buffers``) of the lowest of those that were last. Gradients are divided by the number
+        of all ranks, or with ``divide_by_initial_world_size=False`` of those with inputs left. ``enable=False`` does
+        nothing.
+
+        With ``throw_on_early_termination`` all ranks raise UnevenInputsError instead when some have run out: those out of
+        the block's end, the others out of their next forward with gradients. Models need it whose forward communicates,
+        SyncBatchNorm for one: nobody can stand in for that.
+
+        Only this model's communication is stood in for, so nothing else on its group goes on inside, another model's step
+        neither. An optimizer's state stays as it is where a rank stood in: before a further epoch broadcast it from one
+        that was last, if the optimizer has a state.
+
+        Costs a meeting of all ranks (a byte each) a backward, and one more a forward that broadcasts buffers. UsageError
+        if the model is joined already.
+        """
+        if not enable:
+            yield
+            return
+        if self._joining is not None:
+            raise UsageError("this model is inside join() already: leave that block first")
+        joining = Joining(
+            self.process_group, divides_by_all=divide_by_initial_world_size, throws=throw_on_early_termination
+        )
+        self._joining = self._reducer.joining = joining
+        try:
+            yield
+            joining.stand_in(self._refresh, self._reducer.stand_in)
+            if not joining.is_even:
+                shared = [buffer for _, buffer in self._buffers_to_sync] if self.broadcast_buffers else []
+                agreement.broadcast_values(self.process_group, [*self._parameters_to_sync, *shared], joining.going[0])
+        finally:
+            self._joining = self._reducer.joining = None
+            self._require_forward_buffer_sync = True  # ranks that left after different forwards go on alike
 
 
 def _refuse(**arguments: object) -> None:

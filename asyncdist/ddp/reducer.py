@@ -23,9 +23,10 @@ from time import perf_counter
 import torch
 
 from asyncdist.ddp import buckets
+from asyncdist.ddp.uneven import Joining
 from asyncdist.errors import GradientError, SharedMemoryError, UnsupportedError
 from asyncdist.group import Group
-from asyncdist.ops import ReduceOp
+from asyncdist.ops import ReduceOp, Reduction
 from asyncdist.registered import empty
 from asyncdist.work import Work
 
@@ -88,6 +89,13 @@ class Bucket:
             self.views[member] = _view(self.flat, offset, parameters[member])
             offset += parameters[member].numel()
 
+    def zeros(self, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return as many zeros as the bucket has elements, in memory of their own."""
+        like = parameters[self.members[0]]
+        return torch.zeros(
+            sum(parameters[member].numel() for member in self.members), dtype=like.dtype, device=like.device
+        )
+
 
 def has_free_cores(ranks: int) -> bool:
     """Say whether a core is left on this machine when each of its ranks computes.
@@ -120,6 +128,7 @@ class Reducer:
         gradient_as_bucket_view: bool,
     ) -> None:
         self.enabled = True
+        self.joining: Joining | None = None
         self.last_step: StepTimes | None = None
         self._group = group
         self._names = [name for name, _ in named]
@@ -132,6 +141,7 @@ class Reducer:
         self._arrived: list[int] = []  # parameters of this backward in the order in which their gradients came
         self._came = bytearray()
         self._works: list[Work] = []  # of the buckets sent so far
+        self._reduction: Reduction = ReduceOp.AVG
         self._spent: list[torch.Tensor] = []
         self._spent_nbytes = 0
         self._dealt_by_arrival = False
@@ -238,10 +248,12 @@ class Reducer:
 
     def _send(self, *, background: bool) -> None:
         assert self._step is not None
+        if not self._works:
+            self._reduction = ReduceOp.AVG if self.joining is None else self.joining.reduction()
         bucket = self._buckets[len(self._works)]
         times = self._step.buckets[bucket.index]
         times.started = perf_counter()
-        work = self._group.all_reduce(bucket.flat, ReduceOp.AVG, background=background)
+        work = self._group.all_reduce(bucket.flat, self._reduction, background=background)
         self._works.append(work)
         work.add_done_callback(times.stop)
 
@@ -297,6 +309,13 @@ class Reducer:
                 gradient = self._parameters[member].grad
                 if gradient is not None:
                     gradient.detach().copy_(view)
+
+    def stand_in(self, reduction: Reduction) -> None:
+        """Take part in one backward of the other ranks with zeros; this rank's own gradients stay as they are."""
+        for bucket in self._buckets:
+            self._group.all_reduce(bucket.zeros(self._parameters), reduction, background=False).wait()
+        if not self._dealt_by_arrival:
+            self._deal_by_arrival()
 
     def _deal_by_arrival(self) -> None:
         order = torch.tensor(buckets.arrival_order(self._arrived, len(self._parameters)))

@@ -1,0 +1,117 @@
+"""Training with uneven inputs: a rank that has run out stands in for itself until the last one has.
+
+Inside ``with model.join()`` the ranks meet before whatever they do together, and each says what it is about to do:
+
+    a forward with gradients     check()      only where running out early is an error
+    buffers are overwritten      source()     by the lowest rank that has inputs left
+    a backward's first bucket    reduction()  by which number its sums are divided
+    the end of the inputs        stand_in()   do as the others say: take what they send, add zeros to their gradients
+
+A meeting is an all-gather of one byte a rank, so everybody knows the same after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import IntEnum
+
+import torch
+
+from asyncdist.errors import MismatchError, UnevenInputsError
+from asyncdist.group import Group
+from asyncdist.ops import ReduceOp, Reduction, premul_sum
+
+
+class Deed(IntEnum):
+    """What a rank is about to do; the number is what it says."""
+
+    end = 0
+    forward = 1
+    refresh = 2
+    average = 3
+
+
+class Joining:
+    """One ``with model.join()`` on one rank; `going` are the ranks that had inputs left when they last met."""
+
+    def __init__(self, group: Group, *, divides_by_all: bool, throws: bool) -> None:
+        self.going = list(range(group.size()))
+        self._group = group
+        self._divides_by_all = divides_by_all
+        self._throws = throws
+
+    @property
+    def is_even(self) -> bool:
+        """Whether no rank has run out before another."""
+        return len(self.going) == self._group.size()
+
+    # -- a rank that has inputs -----------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise UnevenInputsError if a rank has run out and that is an error."""
+        if self._throws:
+            self._meet(Deed.forward)
+
+    def source(self) -> int:
+        """Return the rank in the group whose buffers overwrite the others' now."""
+        if not self._throws:  # else all have been seen before this forward
+            self._meet(Deed.refresh)
+        return self.going[0]
+
+    def reduction(self) -> Reduction:
+        """Return how this backward's gradients are averaged."""
+        if not self._throws:
+            self._meet(Deed.average)
+        return self._reduction()
+
+    # -- a rank that has run out ----------------------------------------------------------------
+
+    def stand_in(self, refresh: Callable[[int], None], average: Callable[[Reduction], None]) -> None:
+        """Do what the other ranks do until all have run out: ``refresh`` from a rank, or ``average`` with zeros.
+
+        UnevenInputsError at once if others go on and that is an error.
+        """
+        while (deed := self._meet(Deed.end)) is not Deed.end:
+            if deed is Deed.refresh:
+                refresh(self.going[0])
+            elif deed is Deed.average:
+                average(self._reduction())
+
+    # -- all ------------------------------------------------------------------------------------
+
+    def _meet(self, deed: Deed) -> Deed:
+        """Say what this rank is about to do; return what those are who have not run out, ``end`` if all have."""
+        own, said = torch.tensor([deed], dtype=torch.uint8), torch.empty(self._group.size(), dtype=torch.uint8)
+        self._group.all_gather_single(said, own, background=False).wait()
+        deeds = [Deed(number) for number in said.tolist()]
+        going = [rank for rank, one in enumerate(deeds) if one is not Deed.end]
+        if not going:
+            return Deed.end
+        self.going = going
+        if self._throws and not self.is_even:
+            ended = [self._group.ranks[rank] for rank, one in enumerate(deeds) if one is Deed.end]
+            raise UnevenInputsError(ended, [self._group.ranks[rank] for rank in going])
+        first = deeds[going[0]]
+        for rank in going:
+            if deeds[rank] is not first:
+                raise self._differ(going[0], first, rank, deeds[rank])
+        return first
+
+    def _reduction(self) -> Reduction:
+        return ReduceOp.AVG if self._divides_by_all or self.is_even else premul_sum(1 / len(self.going))
+
+    def _differ(self, first: int, deed: Deed, peer: int, other: Deed) -> MismatchError:
+        ranks = self._group.ranks
+        reason = (
+            f"inside join() rank {ranks[first]} is at the {_WORDS[deed]}, rank {ranks[peer]} at the {_WORDS[other]}: "
+            "ranks that have inputs left must do the same"
+        )
+        return MismatchError(ranks[peer], reason, group=self._group.name, rank=ranks[self._group.rank()])
+
+
+_WORDS = {
+    Deed.end: "end of its inputs",
+    Deed.forward: "beginning of a forward",
+    Deed.refresh: "broadcast of buffers before a forward",
+    Deed.average: "average of a backward's gradients",
+}

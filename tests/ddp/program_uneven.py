@@ -1,0 +1,47 @@
+"""Run by test_uneven.py on three ranks: a model of several large buckets, trained on 1, 3 and 2 inputs."""
+
+import torch
+from torch import nn
+
+import asyncdist.sync as dist
+from asyncdist.ddp import DistributedDataParallel
+from asyncdist.errors import PeerLostError
+
+COUNTS = [1, 3, 2]
+
+
+class Layers(nn.Module):
+    """Parameters whose gradient is the input, in every element."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ParameterList(torch.zeros(700, 1000) for _ in range(2))
+
+    def forward(self, x):
+        return sum((x * layer).sum() for layer in self.layers)
+
+
+def train(test, rank, where, transport):
+    """Say what two parameters are after an epoch; then run out where rank 1 goes on, and say what ended it."""
+    torch.set_num_threads(1)
+    with dist.process_group(transport, init_method=where, rank=rank, world_size=3, timeout=30) as group:
+        model = DistributedDataParallel(Layers(), process_group=group, bucket_cap_mb=1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+
+        def step():
+            optimizer.zero_grad()
+            model(float(rank + 1)).backward()
+            optimizer.step()
+
+        with model.join():
+            for _ in range(COUNTS[rank]):
+                step()
+        assert len(model.bucket_parameters) == 2
+        assert all((layer == layer[0, 0]).all() for layer in model.module.layers)
+        test.send([layer[-1, -1].item() for layer in model.module.layers])
+        try:
+            with model.join():
+                while rank == 1:
+                    step()
+        except PeerLostError as error:
+            test.send((type(error).__name__, error.peer))

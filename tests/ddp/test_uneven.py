@@ -1,0 +1,309 @@
+"""Ranks with different numbers of inputs inside ``join()``, beside the arithmetic of a single process."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from asyncdist.ddp import DistributedDataParallel
+from asyncdist.errors import MismatchError, UnevenInputsError, UsageError
+from asyncdist.testing.processes import Nursery
+
+SMALL_MB = 1 / 4096  # 256 bytes: two buckets for the toy network
+STEPS = 4
+
+
+def test_join_takes_the_arguments_of_torchs():
+    def arguments(module):
+        return [(one.name, one.default) for one in inspect.signature(module.join).parameters.values()]
+
+    assert arguments(DistributedDataParallel) == arguments(nn.parallel.DistributedDataParallel)
+
+
+@pytest.fixture
+def batches(toy):
+    """``batches(rank, count)``: the inputs and targets of the first ``count`` steps of a rank."""
+
+    def batches(rank, count):
+        inputs, targets = toy.samples(3 * STEPS * 3)
+        own = [tensor[rank * 3 * STEPS :].split(3) for tensor in (inputs, targets)]
+        return list(zip(*own, strict=True))[:count]
+
+    return batches
+
+
+@pytest.fixture
+def alone(toy, batches):
+    """``alone(counts, by_all)``: the network that a single process trains on what ranks with these counts have."""
+
+    def alone(counts, by_all, epochs=1):
+        module = toy.network()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        for step in list(range(max(counts))) * epochs:
+            optimizer.zero_grad()
+            going = [rank for rank, count in enumerate(counts) if count > step]
+            for rank in going:
+                divisor = len(counts) if by_all else len(going)
+                (toy.loss_of(module, *batches(rank, STEPS)[step]) / divisor).backward()
+            optimizer.step()
+        return [parameter.detach() for parameter in module.parameters()]
+
+    return alone
+
+
+# -- averages ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("by_all", "as_view"), [(True, True), (False, False)])
+@pytest.mark.parametrize("counts", [[1, 3], [4, 2], [0, 3], [3, 0, 2], [1, 2, 4], [2, 2, 2], [0, 0], [2]], ids=str)
+def test_training_equals_a_single_process_on_what_all_have(together, toy, batches, alone, counts, by_all, as_view):
+    def rank(group):
+        model = DistributedDataParallel(
+            toy.network(), process_group=group, bucket_cap_mb=SMALL_MB, gradient_as_bucket_view=as_view
+        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):  # the second time buckets have been dealt by arrival
+            with model.join(divide_by_initial_world_size=by_all):
+                for batch in batches(group.rank(), counts[group.rank()]):
+                    optimizer.zero_grad()
+                    toy.loss_of(model, *batch).backward()
+                    optimizer.step()
+        return [parameter.detach() for parameter in model.parameters()]
+
+    results = together(len(counts), rank)
+    for ours in results:
+        toy.assert_close(ours, alone(counts, by_all, epochs=2))
+        toy.assert_equal(ours, results[0])
+
+
+def test_what_ran_out_keeps_its_own_gradients(together, toy, batches):
+    def rank(group):
+        model = DistributedDataParallel(toy.network(), process_group=group, bucket_cap_mb=SMALL_MB)
+        with model.join():
+            for batch in batches(group.rank(), 1 + group.rank()):
+                model.zero_grad()
+                toy.loss_of(model, *batch).backward()
+                gradients = toy.gradients(model)
+        toy.assert_equal(toy.gradients(model), gradients)
+
+    together(2, rank)
+
+
+def test_no_sync_inside(together, toy, batches):
+    counts = [2, 4]
+
+    def rank(group):
+        module = toy.network()
+        model = DistributedDataParallel(module, process_group=group, bucket_cap_mb=SMALL_MB)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        with model.join():
+            own = batches(group.rank(), counts[group.rank()])
+            for first, second in zip(own[::2], own[1::2], strict=True):
+                optimizer.zero_grad()
+                with model.no_sync():
+                    toy.loss_of(model, *first).backward()
+                toy.loss_of(model, *second).backward()
+                optimizer.step()
+        return [parameter.detach() for parameter in module.parameters()]
+
+    reference = toy.network()
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for step in range(2):
+        optimizer.zero_grad()
+        for each, count in enumerate(counts):
+            for batch in batches(each, count)[2 * step : 2 * step + 2]:
+                (toy.loss_of(reference, *batch) / 2).backward()
+        optimizer.step()
+    for ours in together(2, rank):
+        toy.assert_close(ours, [parameter.detach() for parameter in reference.parameters()])
+
+
+def test_steps_of_every_shape_inside(together, toy, batches):
+    """What may be done with even inputs may be done by those that go on: no forward is owed a backward."""
+
+    def rank(group):
+        model = DistributedDataParallel(toy.network(), process_group=group, bucket_cap_mb=SMALL_MB)
+        with model.join():
+            for batch in batches(group.rank(), 1 + 2 * group.rank()):
+                model.zero_grad()
+                toy.loss_of(model, *batch)
+                with torch.no_grad():
+                    toy.loss_of(model, *batch)
+                loss = toy.loss_of(model, *batch) + toy.loss_of(model, *batch)
+                loss.backward(retain_graph=True)
+                loss.backward()
+        return toy.gradients(model)
+
+    reference = toy.network()
+    toy.loss_of(reference, *batches(1, 3)[2]).backward()
+    # Two losses' worth over two ranks; then that again on top of it, the sum over two ranks.
+    expected = [(2 / 2 + 2) / 2 * gradient for gradient in toy.gradients(reference)]
+    toy.assert_close(together(2, rank)[1], expected)
+
+
+# -- buffers -----------------------------------------------------------------------------------------
+
+
+class Tally(nn.Module):
+    """A layer whose buffer adds up what this rank has seen."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, x):
+        if self.training:
+            self.seen += x.detach().sum()
+        return self.weight * x
+
+
+@pytest.mark.parametrize(
+    ("counts", "left"),
+    [
+        ([2, 2], [11.0, 101.0]),  # rank 0's after the first step, then each its own
+        ([3, 1], [111.0, 111.0]),
+        ([1, 3], [300.0, 300.0]),  # rank 1's own from the second step on
+    ],
+)
+def test_buffers_are_those_of_the_lowest_rank_with_inputs(together, counts, left):
+    def rank(group):
+        own = group.rank()
+        model = DistributedDataParallel(Tally(), process_group=group)
+        with model.join():
+            for step in range(counts[own]):
+                model(torch.full((1,), float([1, 10, 100][step] if own == 0 else 100))).sum().backward()
+        tally = model.module.seen.item()
+        model(torch.zeros(1)).sum().backward()  # what comes after starts from rank 0's on every rank
+        return tally, model.module.seen.item()
+
+    results = together(2, rank)
+    assert [tally for tally, _ in results] == left
+    assert {later for _, later in results} == {left[0]}
+
+
+def test_evaluation_inside(together):
+    def rank(group):
+        model = DistributedDataParallel(Tally(), process_group=group)
+        with model.join():
+            for _ in range(1 + group.rank()):
+                model.train()(torch.ones(1)).sum().backward()
+                with torch.no_grad():
+                    model.eval()(torch.ones(1))  # overwrites buffers, as the first forward after a training step does
+        return model.module.seen.item()
+
+    assert together(2, rank) == [2.0, 2.0]
+
+
+# -- refusals ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("counts", [[1, 3, 2], [2, 0, 0]], ids=str)
+def test_running_out_early_raises_on_all_ranks_if_so_told(together, toy, batches, counts):
+    shortest = min(counts)
+
+    def rank(group):
+        model = DistributedDataParallel(toy.network(), process_group=group, bucket_cap_mb=SMALL_MB)
+        done = []
+
+        def epoch():
+            with model.join(throw_on_early_termination=True):
+                for batch in batches(group.rank(), counts[group.rank()]):
+                    toy.loss_of(model, *batch).backward()
+                    done.append(batch)
+
+        with pytest.raises(UnevenInputsError, match="ran out of inputs while") as caught:
+            epoch()
+        assert len(done) == shortest
+        toy.loss_of(model, *batches(group.rank(), 1)[0]).backward()  # the group and the model can be used
+        return caught.value.ended, caught.value.going
+
+    ended = tuple(rank for rank, count in enumerate(counts) if count == shortest)
+    going = tuple(rank for rank, count in enumerate(counts) if count > shortest)
+    assert together(3, rank) == [(ended, going)] * 3
+
+
+def test_even_inputs_raise_nothing(together, toy, batches):
+    def rank(group):
+        model = DistributedDataParallel(toy.network(), process_group=group, bucket_cap_mb=SMALL_MB)
+        with model.join(throw_on_early_termination=True):
+            for batch in batches(group.rank(), 2):
+                toy.loss_of(model, *batch).backward()
+        return toy.gradients(model)
+
+    toy.assert_equal(*together(2, rank))
+
+
+def test_an_error_inside_comes_out_and_nobody_stands_in(together):
+    def rank(group):
+        model = DistributedDataParallel(Tally(), process_group=group)
+        with pytest.raises(KeyError, match="mine"), model.join():
+            raise KeyError("mine")
+        with model.join(), pytest.raises(UsageError, match=r"inside join\(\) already"), model.join():
+            pass
+        model(torch.ones(1)).sum().backward()
+        return model.module.weight.grad.item()
+
+    assert together(2, rank) == [1.0, 1.0]
+
+
+def test_without_or_disabled_nothing_is_said(together, toy, batches):
+    def rank(group):
+        class Silent(toy.Counting):
+            def all_gather_single(self, *_, **__):
+                raise AssertionError("ranks meet")
+
+        model = DistributedDataParallel(toy.network(), process_group=Silent(group))
+        toy.loss_of(model, *batches(group.rank(), 1)[0]).backward()
+        with model.join(enable=False):
+            toy.loss_of(model, *batches(group.rank(), 1)[0]).backward()
+        with pytest.raises(AssertionError, match="ranks meet"), model.join():
+            pass
+
+    together(2, rank)
+
+
+def test_ranks_that_do_different_things_are_told_all(together):
+    def rank(group):
+        model = DistributedDataParallel(Tally(), process_group=group)
+
+        def epoch():
+            with model.join():
+                if group.rank() == 1:
+                    model._require_forward_buffer_sync = False  # as after an evaluation that only this rank made
+                if group.rank() < 2:
+                    model(torch.ones(1)).sum().backward()
+
+        with pytest.raises(MismatchError, match=r"rank 0 is at the broadcast of buffers .*, rank 1 at the average"):
+            epoch()
+
+    together(3, rank)
+
+
+# -- processes ---------------------------------------------------------------------------------------
+
+PROGRAM = Path(__file__).parent / "program_uneven.py"
+
+
+@pytest.fixture
+def nursery():
+    with Nursery(("torch", "asyncdist", "asyncdist.sync", "asyncdist_transports.shm")) as nursery:
+        yield nursery
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_large_buckets_between_processes_and_one_that_dies(nursery, tmp_path, transport):
+    where = f"file://{tmp_path}/world"
+    ranks = [nursery.start(PROGRAM, "train", rank, where, transport) for rank in range(3)]
+    sums = [rank.hear() for rank in ranks]
+    assert sums[0] == sums[1] == sums[2]
+    assert sums[0] == pytest.approx([-(1 + 2 + 3) / 3 - (2 + 3) / 3 - 2 / 3] * 2)
+    ranks[1].kill()
+    for rank in (ranks[0], ranks[2]):
+        assert rank.hear() == ("PeerLostError", 1)
+        assert rank.wait() == 0
