@@ -162,8 +162,8 @@ class Calls(ABC):
 
     def all_to_all(self, output_list: Sequence[Any], input_list: Sequence[Any], **how: Unpack[How]) -> Work:
         """Send ``input_list[i]`` to rank ``i``, and receive from it into ``output_list[i]``; any sizes."""
-        at = self._at(output_list)
-        return at._issue("all_to_all", plans.all_to_all_lists(at._who, output_list, input_list), how)
+        tensors = output_list, input_list
+        return self._call("all_to_all", output_list, plans.all_to_all_lists, tensors, how)
 
     def all_to_all_single(
         self,
@@ -174,9 +174,8 @@ class Calls(ABC):
         **how: Unpack[How],
     ) -> Work:
         """Exchange parts of one tensor; split sizes count along the first dimension, equal parts if not given."""
-        at = self._at(output)
-        plan = plans.all_to_all_single(at._who, output, input, output_split_sizes, input_split_sizes)
-        return at._issue("all_to_all_single", plan, how)
+        sizes = _hashable(output_split_sizes), _hashable(input_split_sizes)
+        return self._call("all_to_all_single", output, plans.all_to_all_single, (output, input), how, *sizes)
 
     def barrier(self, **how: Unpack[How]) -> Work:
         """Complete when every rank has called it."""
@@ -192,6 +191,10 @@ class Calls(ABC):
         """Receive into ``tensor`` from rank ``src``, or from any rank; the value is the sender's global rank."""
         source = None if src is None else self._other(src, "src")
         return self._at(tensor)._receive(tensor, source, checked_tag(tag), how)
+
+
+def _hashable(sizes: Sequence[int] | None) -> tuple[int, ...] | None:
+    return None if sizes is None else tuple(sizes)
 
 
 def checked_tag(tag: int) -> int:

@@ -274,7 +274,9 @@ def all_to_all(who: Member, incoming: Sequence[Memory], outgoing: Sequence[Memor
     native = who.native
     if native is not None:
         start = functools.partial(native.all_to_all, incoming=incoming, outgoing=outgoing)
-        return Plan(native=start, fingerprint=call, finish=finish, nbytes=nbytes)
+        alike = all(block.count == own_out.count for block in (*incoming, *outgoing))
+        kind = Kind(Collective.all_to_all, call, own_out.dtype, (own_out.count,)) if alike else None
+        return Plan(native=start, fingerprint=call, finish=finish, nbytes=nbytes, kind=kind)
     own_in.tensor.copy_(own_out.tensor)
     parts = [
         pairwise.all_to_all(who.rank, who.size, sent, received)

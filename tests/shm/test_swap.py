@@ -82,7 +82,18 @@ def scatter(group, make, count, turn):
     return torch.equal(own, numbers(count, group.rank() + turn))
 
 
-COLLECTIVES = [all_reduce, reduce, reduce_scatter, broadcast, all_gather, gather, scatter]
+def all_to_all(group, make, count, turn):
+    rank, size = group.rank(), group.size()
+    outgoing = [make(count).copy_(numbers(count, 10 * rank + peer + turn)) for peer in range(size)]
+    whole = make(size * count).copy_(torch.cat(outgoing))
+    incoming, single = [make(count) for _ in range(size)], make(size * count)
+    assert group.all_to_all(incoming, outgoing, background=False).result() is incoming
+    assert group.all_to_all_single(single, whole, background=False).result() is single
+    expected = torch.cat([numbers(count, 10 * peer + rank + turn) for peer in range(size)])
+    return torch.equal(torch.cat(incoming), expected) and torch.equal(single, expected)
+
+
+COLLECTIVES = [all_reduce, reduce, reduce_scatter, broadcast, all_gather, gather, scatter, all_to_all]
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
@@ -105,6 +116,38 @@ def test_every_size_up_to_what_is_no_longer_small(collective):
         return [collective(group, plain, count, turn) for count in counts for turn in range(3)]
 
     assert run_ranks(2, program, transport="shm") == [[True] * 3 * len(counts)] * 2
+
+
+@pytest.mark.parametrize("registered", [False, True])
+@pytest.mark.parametrize("count", [0, 5, 9000, MOST_NBYTES // 4 + 1])
+@pytest.mark.parametrize("size", [2, 3])
+def test_who_sends_everybody_as_much_meets_who_does_not(size, count, registered):
+    """What a rank sends itself is its own affair: its blocks may differ in size where all of the others' are alike."""
+
+    def program(group):
+        rank, right = group.rank(), []
+        for turn in range(CALLS):
+            odd = turn % (size + 1)
+            counts = [count + 7 * (rank == peer == odd) for peer in range(size)]
+            outgoing = torch.cat([numbers(own, 10 * rank + peer + turn) for peer, own in enumerate(counts)])
+            incoming = torch.empty_like(outgoing)
+            for tensor in (outgoing, incoming) if registered else ():
+                group.register(tensor)
+            group.all_to_all_single(incoming, outgoing, counts, counts, background=False).result()
+            expected = torch.cat([numbers(own, 10 * peer + rank + turn) for peer, own in enumerate(counts)])
+            right.append(torch.equal(incoming, expected))
+        return right
+
+    assert run_ranks(size, program, transport="shm") == [[True] * CALLS] * size
+
+
+@pytest.mark.parametrize("counts", [(3, 4), (3, MOST_NBYTES)])
+def test_two_who_send_each_other_unequally_much_find_that_out(counts):
+    def program(group):
+        tensor = torch.ones(2, counts[group.rank()])
+        return type(group.all_to_all_single(tensor, tensor.clone(), background=False).exception())
+
+    assert run_ranks(2, program, transport="shm") == [MismatchError] * 2
 
 
 def test_what_tensors_look_like_is_not_all_that_counts():

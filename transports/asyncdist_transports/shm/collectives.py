@@ -19,7 +19,7 @@ from asyncdist.reduce import Arithmetic
 from asyncdist_transports.shm import direct
 from asyncdist_transports.shm.large import Large
 from asyncdist_transports.shm.rounds import Turn
-from asyncdist_transports.shm.small import swap_of
+from asyncdist_transports.shm.small import Blocks, swap_of
 from asyncdist_transports.shm.stream import Stream
 from asyncdist_transports.shm.window import DONE, Window
 
@@ -53,7 +53,7 @@ class ShmNative(Native):
         except KeyError:
             if len(self._kept) >= _KEPT_KINDS:
                 self._kept.clear()
-        swap = swap_of(self._window, kind)
+        swap = swap_of(self._window, kind, self._crossing(kind))
         start = None if swap is None else swap.schedule
         if kind.collective is Collective.all_reduce:
             start = self._all_reduce_of(kind, start)
@@ -81,6 +81,18 @@ class ShmNative(Native):
             return push(number, tensor, place) if place else start(number, tensor)
 
         return open_or_staged
+
+    def _crossing(self, kind: Kind) -> Quick:
+        """Return what goes on with an all-to-all after it was staged with one meeting in mind."""
+
+        def memories(blocks: Blocks) -> list[Memory]:
+            rows = blocks.view(self._window.size, kind.count) if isinstance(blocks, torch.Tensor) else blocks
+            return [Memory(row.view(-1)) for row in rows]
+
+        def cross(number: int, incoming: Blocks, outgoing: Blocks) -> Schedule:
+            return self._large.cross_staged(number, kind.fingerprint, memories(incoming), memories(outgoing))
+
+        return cross
 
     def _quick(
         self, collective: Collective, call: int, blocks: Sequence[Memory], how: Arithmetic | None = None, root: int = -1
@@ -157,4 +169,7 @@ class ShmNative(Native):
     def all_to_all(
         self, number: int, fingerprint: int, incoming: Sequence[Memory], outgoing: Sequence[Memory]
     ) -> Schedule:
+        quick = self._quick(Collective.all_to_all, fingerprint, [*incoming, *outgoing])
+        if quick:
+            return quick(number, [block.tensor for block in incoming], [block.tensor for block in outgoing])
         return self._large.all_to_all(number, fingerprint, incoming, outgoing)

@@ -16,7 +16,7 @@ from asyncdist.errors import MismatchError
 from asyncdist.native import MemoryBlocks
 from asyncdist.reduce import Arithmetic
 from asyncdist_transports.shm import direct
-from asyncdist_transports.shm.pieces import Pieces
+from asyncdist_transports.shm.pieces import Pieces, head_nbytes
 from asyncdist_transports.shm.rounds import Piece, Turn
 from asyncdist_transports.shm.small import exchanges
 from asyncdist_transports.shm.stream import Stream
@@ -281,14 +281,25 @@ class Large:
 
         How much each sends to whom stands in a table at the head of its area.
         """
-        dtype = outgoing[self._rank].dtype
         turn = Turn(self._window, number, fingerprint, self._place_of_run(outgoing))
-        pieces = Pieces(turn, max(1, self._size - 1), dtype, head_nbytes=8 * self._size)
         yield from self._window.enter(number)
-        self._window.reserve(number, 0, 8 * self._size)
+        self._window.reserve(number, 0, head_nbytes(self._size))
         table = self._window.head(number, self._rank, self._size)
         for rank, block in enumerate(outgoing):
             table[rank] = block.count
+        yield from self._cross(turn, incoming, outgoing)
+
+    def cross_staged(
+        self, number: int, fingerprint: int, incoming: Sequence[Memory], outgoing: Sequence[Memory]
+    ) -> Schedule:
+        """Go on with an all-to-all after all of it was staged behind the table, and posted as lying there."""
+        place = self._window.place_of(number, self._rank, head_nbytes(self._size))
+        turn = Turn(self._window, number, fingerprint, place, posted=True)
+        yield from turn.meet(self._others)
+        yield from self._cross(turn, incoming, outgoing)
+
+    def _cross(self, turn: Turn, incoming: Sequence[Memory], outgoing: Sequence[Memory]) -> Schedule:
+        pieces = Pieces(turn, max(1, self._size - 1), outgoing[0].dtype, head_nbytes=head_nbytes(self._size))
         firsts: dict[int, int] = {}
 
         def stage(k: int, at: int) -> None:
@@ -300,7 +311,7 @@ class Large:
             for member in self._others:
                 block = incoming[member.rank]
                 if k == 0:
-                    firsts[member.rank] = self._sent_before(number, member, block)
+                    firsts[member.rank] = self._sent_before(turn.number, member, block)
                 piece = pieces.of(block, k)
                 if piece.numel():
                     first, place = firsts[member.rank], _place_of(self._rank, member.rank)

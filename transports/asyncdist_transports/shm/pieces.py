@@ -10,6 +10,11 @@ from asyncdist_transports.shm.rounds import Turn
 _LINE_NBYTES = 64
 
 
+def head_nbytes(members: int) -> int:
+    """Return what a table of one word for each member takes at the head of an area."""
+    return -(-8 * members // _LINE_NBYTES) * _LINE_NBYTES
+
+
 class Pieces:
     """How the pieces of ``blocks`` equally large places lie in an area: ``step`` elements of each, one after the other."""
 
@@ -18,7 +23,7 @@ class Pieces:
     def __init__(self, turn: Turn, blocks: int, dtype: torch.dtype, *, head_nbytes: int = 0) -> None:
         self.window, self.number = turn.window, turn.number
         self.dtype, self.blocks = dtype, blocks
-        self.head = -(-head_nbytes // _LINE_NBYTES) * _LINE_NBYTES
+        self.head = head_nbytes
         self.stride = (turn.window.area_nbytes - self.head) // blocks // _LINE_NBYTES * _LINE_NBYTES
         self.step = self.stride // dtype.itemsize
 

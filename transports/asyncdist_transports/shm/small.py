@@ -12,11 +12,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from asyncdist.native import Kind
+from asyncdist.native import Kind, Quick
 from asyncdist.ops import Collective
+from asyncdist_transports.shm.pieces import head_nbytes
 from asyncdist_transports.shm.rounds import POSTED, STAGED
-from asyncdist_transports.shm.swap import Moves, Swap
-from asyncdist_transports.shm.window import DONE, Window
+from asyncdist_transports.shm.swap import Moves, Swap, Unlike
+from asyncdist_transports.shm.window import DONE, LINE, PLACE, SLOTS, Window
 
 MOST_NBYTES = 256 << 10
 """What a member stages at most, but in an all-reduce; more goes in rounds, or is taken from where it lies open.
@@ -44,21 +45,26 @@ def exchanges(size: int, nbytes: int) -> bool:
     return size == 2 or nbytes * (size - 1) <= _ADDED_NBYTES
 
 
-def swap_of(window: Window, kind: Kind) -> Swap | None:
-    """Return what does all calls of a kind, None if they are none of ours: on all members alike."""
-    blocks = window.size if kind.collective in _OF_BLOCKS else 1
+def swap_of(window: Window, kind: Kind, otherwise: Quick) -> Swap | None:
+    """Return what does all calls of a kind, None if they are none of ours: on all members alike, but in an all-to-all.
+
+    There a member may be the only one whose blocks are all of one size; ``otherwise`` goes on where that is found out.
+    """
+    small = _Small(window, kind, otherwise)
     if kind.collective is Collective.all_reduce:
         fits = kind.nbytes <= window.area_nbytes and exchanges(window.size, kind.nbytes)
     else:
-        fits = kind.nbytes * blocks <= min(MOST_NBYTES, window.area_nbytes)
-    return _KINDS[kind.collective](_Small(window, kind, blocks)) if fits else None
+        fits = kind.nbytes * small.blocks <= min(MOST_NBYTES, window.area_nbytes - small.head)
+    return _KINDS[kind.collective](small) if fits else None
 
 
 class _Small:
-    """Calls of one kind, whose members show areas of ``blocks`` blocks."""
+    """Calls of one kind, whose members show areas of so many ``blocks``, behind a ``head`` of so many bytes."""
 
-    def __init__(self, window: Window, kind: Kind, blocks: int) -> None:
-        self.window, self.kind, self.blocks = window, kind, blocks
+    def __init__(self, window: Window, kind: Kind, otherwise: Quick) -> None:
+        self.window, self.kind, self.otherwise = window, kind, otherwise
+        self.blocks = window.size if kind.collective in _OF_BLOCKS else 1
+        self.head = head_nbytes(window.size) if kind.collective is Collective.all_to_all else 0
         self.rank, self.size, self.root = window.rank, window.size, kind.root
         self.nbytes = kind.nbytes
         self.others = window.others
@@ -68,8 +74,8 @@ class _Small:
     def shown(self, number: int, rank: int, block: int = 0) -> torch.Tensor:
         """Return a block of a member's area as a tensor like the result."""
         kind, count = self.kind, self.kind.count
-        self.window.reserve(number, 0, self.blocks * self.nbytes)
-        area = self.window.only(number, rank, self.blocks * count, kind.dtype)
+        self.window.reserve(number, 0, self.head + self.blocks * self.nbytes)
+        area = self.window.only(number, rank, self.head, self.blocks * count, kind.dtype)
         return area[block * count : (block + 1) * count].view(kind.shape)
 
     def address(self, number: int, rank: int, block: int = 0) -> int:
@@ -98,8 +104,9 @@ class _Small:
 
     # -- who meets whom ------------------------------------------------------------------------
 
-    def among_all(self, moves: Callable[[int], Moves], goal: int = STAGED) -> Swap:
-        return Swap(self.window, self.kind.fingerprint, moves, self.others, first=goal, goal=goal)
+    def among_all(self, moves: Callable[[int], Moves], goal: int = STAGED, otherwise: Quick | None = None) -> Swap:
+        call = self.kind.fingerprint
+        return Swap(self.window, call, moves, self.others, first=goal, goal=goal, otherwise=otherwise)
 
     def from_root(self, give: Callable[[int], Moves], take: Callable[[int], Moves]) -> Swap:
         window, call = self.window, self.kind.fingerprint
@@ -238,11 +245,42 @@ def _scatter(small: _Small) -> Swap:
     return small.from_root(give, take)
 
 
+def _all_to_all(small: _Small) -> Swap:
+    """What each sends to whom stands in a table, and its data lies where it says, for those who go in rounds."""
+    window, size, rank, nbytes = small.window, small.size, small.rank, small.nbytes
+    counts = torch.full((size,), small.kind.count, dtype=torch.int64)
+
+    def moves(number: int) -> Moves:
+        stage_blocks = small.stage_blocks(number)
+        table = window.only(number, rank, 0, size, torch.int64).data_ptr()
+        areas = [small.address(number, each, rank) for each in range(size)]
+        at = number % SLOTS * LINE + PLACE
+        met = [
+            (member.words, window.place_of(number, member.rank, small.head), window.head(number, member.rank, size))
+            for member in small.others
+        ]
+
+        def stage(blocks: Blocks, outgoing: Blocks) -> None:
+            _move(table, counts.data_ptr(), counts.nbytes)
+            stage_blocks(outgoing)
+
+        def take(blocks: Blocks, outgoing: Blocks) -> None:
+            for words, place, sent in met:
+                if words[at] != place or sent[rank] != small.kind.count:
+                    raise Unlike
+            for to, area in zip(small.addresses(blocks), areas, strict=True):
+                _move(to, area, nbytes)
+
+        return Moves(stage, take, window.place_of(number, rank, small.head))
+
+    return small.among_all(moves, otherwise=small.otherwise)
+
+
 def _barrier(small: _Small) -> Swap:
     return small.among_all(lambda number: Moves(None, lambda: None), POSTED)
 
 
-_OF_BLOCKS = {Collective.reduce_scatter, Collective.scatter}
+_OF_BLOCKS = {Collective.reduce_scatter, Collective.scatter, Collective.all_to_all}
 _KINDS: dict[Collective, Callable[[_Small], Swap]] = {
     Collective.all_reduce: _all_reduce,
     Collective.reduce: _reduce,
@@ -251,5 +289,6 @@ _KINDS: dict[Collective, Callable[[_Small], Swap]] = {
     Collective.all_gather: _all_gather,
     Collective.gather: _gather,
     Collective.scatter: _scatter,
+    Collective.all_to_all: _all_to_all,
     Collective.barrier: _barrier,
 }

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from asyncdist.collectives.schedule import Schedule
+from asyncdist.native import Quick
 from asyncdist_transports.shm.window import CALL, DONE, LINE, PLACE, SHIFT, SLOTS, Member, Window
 
 _SLOTS_AGO = (SLOTS << SHIFT) - DONE  # between this collective's first word and the last one of the collective before
@@ -23,13 +24,20 @@ class Moves(NamedTuple):
     """Copies into our area what others take from there; None if they take nothing from us."""
     take: Callable[..., object] | None
     """Copies, or reduces, out of the others' areas; None if we take nothing, and need not wait for anybody."""
+    place: int = 0
+    """What we post as the place of our data: see `rounds.Turn`."""
+
+
+class Unlike(Exception):
+    """A member's call is not of the kind that ours is, though it goes with it. Raised before anything is taken."""
 
 
 class Swap:
     """Calls of one kind: ``moves(number)`` says what we do in that slot.
 
     ``first`` is the step that we have reached when we have staged; it may be the last. ``sources`` are the members whom
-    we wait for then, until they have reached the step ``goal``.
+    we wait for then, until they have reached the step ``goal``. Where what we take says that a member's call is `Unlike`
+    ours, ``otherwise(number, *tensors)`` goes on, and leaves the slot.
     """
 
     def __init__(
@@ -41,9 +49,10 @@ class Swap:
         *,
         first: int,
         goal: int,
+        otherwise: Quick | None = None,
     ) -> None:
         self._window, self._call, self._make = window, call, moves
-        self._sources, self._first, self._goal = sources, first, goal
+        self._sources, self._first, self._goal, self._otherwise = sources, first, goal, otherwise
         self._moves: list[Moves | None] = [None] * SLOTS
 
     def schedule(self, number: int, *tensors: Any) -> Schedule:
@@ -54,7 +63,7 @@ class Swap:
         if window.newcomers:
             yield from window.enter(number)
         slot = number % SLOTS
-        stage, take = self._moves[slot] or self._made(number)
+        stage, take, place = self._moves[slot] or self._made(number)
         at, now = slot * LINE, number << SHIFT
         free = now - _SLOTS_AGO
         while words[at] < free:  # as in `Window.enter`
@@ -69,7 +78,7 @@ class Swap:
             stage(*tensors)
         words[at] = now
         light()
-        words[at + CALL], words[at + PLACE] = call, 0
+        words[at + CALL], words[at + PLACE] = call, place
         light()
         words[at] = now + self._first
         full()
@@ -93,7 +102,12 @@ class Swap:
                 light()
         if window.unchecked:
             window.recheck(number)
-        take(*tensors)
+        try:
+            take(*tensors)
+        except Unlike:
+            assert self._otherwise is not None, "only who has another way finds out that it needs one"
+            yield from self._otherwise(number, *tensors)
+            return
         light()
         words[at] = now + DONE
         full()

@@ -242,9 +242,13 @@ class Window:
         words = self.words if rank == self.rank else self.by_rank[rank].words
         return self._area(self._which(number, turn, words), rank, start, count, dtype)
 
-    def only(self, number: int, rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return the elements at the start of a member's first half of a slot, where there are no rounds."""
-        return self._area(number % SLOTS * 2, rank, 0, count, dtype)
+    def only(self, number: int, rank: int, start: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return elements of a member's first half of a slot, from byte ``start`` on, where there are no rounds."""
+        return self._area(number % SLOTS * 2, rank, start, count, dtype)
+
+    def place_of(self, number: int, rank: int, start: int) -> int:
+        """Return what a member posts as the place of its data if that begins there: see `only`."""
+        return 1 + self._area_of(number % SLOTS * 2, rank)[1] + start
 
     def _area(self, which: int, rank: int, start: int, count: int, dtype: torch.dtype) -> torch.Tensor:
         key = (which * self.size + rank, start, count, dtype)
