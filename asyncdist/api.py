@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from typing import Any
 
 from asyncdist import registry
 from asyncdist.config import Launch
@@ -41,8 +43,25 @@ def take_world() -> World:
 def default_world() -> World:
     """Return the default world; NotInitializedError if there is none."""
     if _world is None:
-        raise NotInitializedError
+        raise _no_world()
     return _world
+
+
+def _no_world() -> NotInitializedError:
+    torchs = _torchs()
+    if torchs is None or not torchs.is_initialized():
+        return NotInitializedError()
+    return NotInitializedError(
+        "asyncdist has no process group, only torch.distributed has one: call asyncdist.sync.init_process_group() too "
+        "(in a coroutine `await asyncdist.init_process_group()`), or stay with torch's own functions and its "
+        "DistributedDataParallel, which run on the back end 'asyncdist' as well"
+    )
+
+
+def _torchs() -> Any:
+    """Return torch.distributed where this process has it and it can do anything, else None."""
+    module = sys.modules.get("torch.distributed")
+    return module if module is not None and module.is_available() else None
 
 
 def default_group() -> Group:
@@ -77,14 +96,28 @@ AnyGroup = Group | _NonMember | None
 
 
 def resolve(of: AnyGroup) -> Group:
-    """Return a group argument as a group: None is the default one; UsageError on a rank outside the group."""
+    """Return a group argument as a group: None is the default one.
+
+    UsageError on a rank outside the group, and for a group of torch.distributed's.
+    """
+    if isinstance(of, Group):
+        return of
     if of is None:
-        if _world is None:
-            raise NotInitializedError
-        return _world.group
+        return default_world().group
+    return _stranger(of)
+
+
+def _stranger(of: Any) -> Group:
+    """Refuse what is no group to call; what behaves like one is taken for one."""
     if isinstance(of, _NonMember):
         raise UsageError("this rank is not in the group: call the collective on its members only")
-    return of
+    torchs = _torchs()
+    if torchs is not None and isinstance(of, torchs.ProcessGroup):
+        raise UsageError(
+            "this is a process group of torch.distributed, not of asyncdist: of one on the back end 'asyncdist' pass the "
+            "attribute `group`, else a group of asyncdist.new_group()"
+        )
+    return of  # type: ignore[no-any-return]
 
 
 # -- asking -----------------------------------------------------------------------------------------

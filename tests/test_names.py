@@ -9,10 +9,12 @@ from types import ModuleType
 
 import pytest
 import torch.distributed
+import torch.testing._internal.distributed.fake_pg  # a back end that needs nobody and leaves nothing
 
 import asyncdist
 import asyncdist.sync
-from asyncdist.errors import UsageError
+from asyncdist import DistributedDataParallel, get_rank
+from asyncdist.errors import NotInitializedError, UsageError
 from asyncdist.testing.cluster import world_of
 
 TORCHS = [
@@ -78,3 +80,26 @@ def test_submodules_do_not_hide_public_names():
 
 def test_the_package_can_be_sent_with_functions_that_use_it():
     assert pickle.loads(pickle.dumps(asyncdist)) is asyncdist
+
+
+@pytest.fixture
+def torchs_group():
+    """The default group of a torch.distributed that was begun by the program, where ours was not."""
+    torch.distributed.init_process_group("fake", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield torch.distributed.group.WORLD
+    torch.distributed.destroy_process_group()
+
+
+def test_who_began_torchs_process_group_only_is_told_that_ours_is_another(torchs_group):
+    model = torch.nn.Linear(1, 1)
+    for call in (lambda: DistributedDataParallel(model), asyncdist.new_group, asyncdist.sync.barrier):
+        with pytest.raises(NotInitializedError, match=r"only torch.distributed has one: call asyncdist.sync.init_pro"):
+            call()
+    for call in (lambda: DistributedDataParallel(model, process_group=torchs_group), lambda: get_rank(torchs_group)):
+        with pytest.raises(UsageError, match=r"a process group of torch.distributed, not of asyncdist: of one"):
+            call()
+
+
+def test_who_began_none_is_told_to():
+    with pytest.raises(NotInitializedError, match=r"^no process group: call init_process_group\(\) first$"):
+        asyncdist.get_rank()
