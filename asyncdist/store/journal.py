@@ -30,6 +30,7 @@ from asyncdist.store.entries import Contents
 logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"(log|snapshot)-(\d+)")
+_LINEAGE = re.compile("[0-9a-f]{16}")
 _UNFINISHED = ".unfinished"
 _AT_ONCE = 1024
 """Pieces that POSIX lets be written together, at most."""
@@ -50,7 +51,7 @@ class Journal:
         self._snapshot_nbytes = 0
         self._fd = -1
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _make(folder)
             self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise _cannot("open", folder, error) from error
@@ -110,19 +111,14 @@ class Journal:
         """
         path = self.folder / f"snapshot-{number}"
         unfinished = path.with_name(path.name + _UNFINISHED)
-        fd = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
-            salt = secrets.token_bytes(log.SALT_NBYTES)
-            nbytes = _write(fd, log.header(salt))
-            for body in snapshot(contents):
-                nbytes += _write(fd, log.frame_head(salt, *body), *body)
-                if not pause():
-                    return
-            os.fsync(fd)
+            nbytes = _write_snapshot(unfinished, contents, pause)
+            if nbytes == 0:
+                return
+            os.rename(unfinished, path)
         finally:
-            os.close(fd)
-        os.rename(unfinished, path)
-        self._sync_folder()
+            unfinished.unlink(missing_ok=True)  # or what a full disk cut short would keep it full
+        _sync_folder(self.folder)
         self._snapshot_nbytes = nbytes
         self._remove_before(number)
 
@@ -133,26 +129,19 @@ class Journal:
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
         _write(self._fd, log.header(self._salt))
         os.fsync(self._fd)
-        self._sync_folder()
+        _sync_folder(self.folder)
 
     def _remove_before(self, number: int) -> None:
         for kind in ("log", "snapshot"):
             for each in self._numbers(kind):
                 if each < number:
                     (self.folder / f"{kind}-{each}").unlink(missing_ok=True)
-        self._sync_folder()
-
-    def _sync_folder(self) -> None:
-        fd = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        _sync_folder(self.folder)
 
     def _named(self) -> str:
         """Return the name of what is stored here, which servers one after the other have in common."""
         name = os.pread(self._lock, 64, 0).decode("ascii", "replace")
-        if len(name) != 16:
+        if not _LINEAGE.fullmatch(name):
             name = secrets.token_hex(8)
             os.ftruncate(self._lock, 0)
             os.pwrite(self._lock, name.encode(), 0)
@@ -201,8 +190,8 @@ class Journal:
         except FileNotFoundError:
             raise _damaged(path, log.DamagedError(0, "the file is missing")) from None
         with file:
-            if last and os.fstat(file.fileno()).st_size < log.HEADER_NBYTES:
-                self._begin(int(path.name.partition("-")[2]))  # it was made, and nothing was written into it
+            if last and os.fstat(file.fileno()).st_size <= log.HEADER_NBYTES:
+                self._begin(int(path.name.partition("-")[2]))  # it was made, and no frame was written into it
                 return
             reader = _Reader(path, file)
             try:
@@ -266,6 +255,39 @@ class _Reader:
     def has_frame_after(self, offset: int) -> bool:
         self._file.seek(0)
         return log.has_frame_after(self._file.read(), offset, self.salt)
+
+
+def _make(folder: Path) -> None:
+    """Make a folder, and those above it that are missing, to stay after a power failure."""
+    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for each in missing:
+        _sync_folder(each.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Have the names in a folder on disk."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _write_snapshot(path: Path, contents: Contents, pause: Callable[[], bool]) -> int:
+    """Have a snapshot on disk and return its length; 0 if it was given up."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        salt = secrets.token_bytes(log.SALT_NBYTES)
+        nbytes = _write(fd, log.header(salt))
+        for body in snapshot(contents):
+            nbytes += _write(fd, log.frame_head(salt, *body), *body)
+            if not pause():
+                return 0
+        os.fsync(fd)
+        return nbytes
+    finally:
+        os.close(fd)
 
 
 def _lock(fd: int, folder: Path) -> None:

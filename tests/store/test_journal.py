@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import re
 import shutil
 from pathlib import Path
@@ -178,19 +179,47 @@ def test_a_damaged_byte_is_refused_with_its_place(tmp_path):
             journal.close()
 
 
-def test_a_log_inside_a_value_is_not_taken_for_frames(tmp_path):
+@pytest.mark.parametrize("harm", ["cut", "hole"])
+def test_a_log_inside_a_value_is_not_taken_for_frames(tmp_path, harm):
     written(tmp_path / "other")
     stored = (tmp_path / "other" / "log-1").read_bytes()
     state, book = kept_state()
-    state.execute("c", 1, Op.SET, ("k", stored))
+    state.execute("c", 1, Op.SET, ("k", stored + log.frame_head(bytes(8))[:5]))
     body = b"".join(book.take())
     ends = written(tmp_path / "data", [*BODIES, body])
     path = tmp_path / "data" / "log-1"
-    path.write_bytes(path.read_bytes()[:-5])  # cut in the value, behind frames of another log
+    content = path.read_bytes()
+    if harm == "cut":
+        path.write_bytes(content[:-20])  # in the value, behind frames of another log
+    else:
+        path.write_bytes(content[: ends[-2]] + bytes(log.FRAME_NBYTES) + content[ends[-2] + log.FRAME_NBYTES :])
     journal, contents = opened(tmp_path / "data")
     assert contents.values == {"a": b"\3"}
     journal.close()
     assert path.stat().st_size == ends[-2]
+
+
+@pytest.mark.parametrize("content", [bytes(100), b"%PDF-1.7" + bytes(100), log.MAGIC[:-2] + b"1\n" + bytes(100)])
+def test_a_file_of_something_else(tmp_path, content):
+    (tmp_path / "log-1").write_bytes(content)
+    with pytest.raises(JournalError, match="does not begin like a store's log"):
+        opened(tmp_path)
+    assert (tmp_path / "log-1").read_bytes() == content
+
+
+def test_a_header_has_its_whole_salt():
+    with pytest.raises(log.DamagedError, match="does not begin like"):
+        log.salt_of(log.header(bytes(log.SALT_NBYTES - 1)))
+
+
+def test_a_name_that_was_cut_short_is_given_anew(tmp_path):
+    opened(tmp_path)[0].close()
+    for content in (b"", b"0123456789", bytes(16)):
+        (tmp_path / "lock").write_bytes(content)
+        journal, _ = opened(tmp_path)
+        assert re.fullmatch("[0-9a-f]{16}", journal.lineage)
+        assert (tmp_path / "lock").read_text() == journal.lineage
+        journal.close()
 
 
 def test_a_right_checksum_over_nonsense_is_refused_even_at_the_end(tmp_path):
@@ -240,6 +269,18 @@ def test_more_pieces_than_are_written_at_once(tmp_path):
     journal.close()
     journal, contents = opened(tmp_path)
     assert len(contents.values) == 26
+    journal.close()
+
+
+def test_what_the_kernel_takes_in_part_is_written_to_the_end(tmp_path, monkeypatch):
+    writev = os.writev
+    journal, _ = opened(tmp_path)
+    monkeypatch.setattr(os, "writev", lambda fd, pieces: writev(fd, [b"".join(pieces)[:7]]))
+    journal.commit(*BODIES, sync=False)
+    monkeypatch.undo()
+    journal.close()
+    journal, contents = opened(tmp_path)
+    assert contents.values == {"a": b"\3"}
     journal.close()
 
 
@@ -338,15 +379,54 @@ def test_what_is_not_the_last_segment_must_be_whole(compacted, name):
         path.write_bytes(content[:offset] + bytes([content[offset] ^ 1]) + content[offset + 1 :])
         with pytest.raises(JournalError, match=rf"{name} is damaged at offset \d+"):
             opened(compacted)
-    for nbytes in range(len(content)):
-        path.write_bytes(content[:nbytes])
+    for nbytes in [*range(len(content)), len(content) + 1]:
+        path.write_bytes((content + b"x")[:nbytes])
         if name == "log-2" and nbytes == log.HEADER_NBYTES:
             continue  # an empty segment is one
         with pytest.raises(JournalError, match=f"{name} is damaged at offset"):
             opened(compacted)
 
 
-def test_a_segment_that_is_missing(compacted):
-    (compacted / "log-2").unlink()
+@pytest.mark.parametrize("missing", [["log-2"], ["log-2", "log-3"]])
+def test_a_segment_that_is_missing(compacted, missing):
+    for name in missing:
+        (compacted / name).unlink()
     with pytest.raises(JournalError, match=r"log-2 is damaged at offset 0 .the file is missing"):
         opened(compacted)
+
+
+def test_a_snapshot_that_the_disk_has_no_room_for_is_not_left_there(tmp_path, monkeypatch):
+    journal, state, _ = filled(tmp_path)
+    number = journal.rotate()
+
+    def full(fd: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        journal.write_snapshot(number, state.contents(), lambda: True)
+    monkeypatch.undo()
+    assert names(tmp_path) == {"lock", "log-1", "log-2"}
+    journal.write_snapshot(journal.rotate(), state.contents(), lambda: True)
+    assert names(tmp_path) == {"lock", "log-3", "snapshot-3"}
+    journal.close()
+
+
+def test_what_was_found_counts_for_the_next_compaction(tmp_path):
+    journal, state, book = filled(tmp_path)
+    journal.close()
+    journal, _ = opened(tmp_path, compact_nbytes=100)
+    assert journal.nbytes == (tmp_path / "log-1").stat().st_size
+    assert journal.wants_compaction
+    state.execute("c", 1, Op.SET, ("large", bytes(5000)))
+    journal.commit(*book.take(), sync=False)
+    journal.write_snapshot(journal.rotate(), state.contents(), lambda: True)
+    journal.close()
+    journal, _ = opened(tmp_path, compact_nbytes=100)
+    state.execute("c", 2, Op.SET, ("k", bytes(4000)))
+    journal.commit(*book.take(), sync=False)
+    assert not journal.wants_compaction  # the snapshot is longer, and would be written again
+    state.execute("c", 3, Op.SET, ("k", bytes(4000)))
+    journal.commit(*book.take(), sync=False)
+    assert journal.wants_compaction
+    journal.close()

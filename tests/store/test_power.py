@@ -1,0 +1,189 @@
+"""A store's data when the power fails: whatever became of what was not flushed, nothing acknowledged is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncdist.store import log
+from asyncdist.store.changes import Book
+from asyncdist.store.entries import Contents
+from asyncdist.store.journal import Journal
+from asyncdist.store.operations import Op
+from asyncdist.store.state import StoreState
+
+Names = dict[str, "File"]
+
+
+class File:
+    """A file of the folder: ``flushed`` is what it holds for certain."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.flushed = b""
+
+    def contents(self) -> list[bytes]:
+        """Return what may be in it: what was flushed, all that was written, or its length and none of the bytes."""
+        written = self.path.read_bytes() if self.path.exists() else b""
+        return [self.flushed, written, self.flushed.ljust(len(written), b"\0")]
+
+
+class Disk:
+    """What a journal's folder may hold after a power failure.
+
+    A file's content is kept for certain when it has been flushed, and a name when the folder has. Of everything else any
+    part may be kept. ``moment`` is called before each step that changes what that is, and may do with files what it likes.
+    """
+
+    def __init__(self, folder: Path, moment: Callable[[], None]) -> None:
+        self.folder = folder
+        self._moment = moment
+        self._looking = False
+        self.flushed_above: set[Path] = set()
+        self._files: Names = {}
+        self._kept: Names = {}
+        self._steps: list[Callable[[Names], object]] = []  # with the names, since the folder was flushed
+
+    def remains(self) -> Iterator[dict[str, bytes]]:
+        """Yield all that may be found."""
+        for done in itertools.product([False, True], repeat=len(self._steps)):
+            names = dict(self._kept)
+            for step in itertools.compress(self._steps, done):
+                step(names)
+            for which in range(3):
+                yield {name: file.contents()[which] for name, file in names.items()}
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        with pytest.MonkeyPatch.context() as patch:
+            for call in ("open", "writev", "pwrite", "fsync", "fdatasync", "rename", "unlink", "ftruncate"):
+                patch.setattr(os, call, self._watched(getattr(os, call), getattr(self, "_" + call, lambda *_: None)))
+            yield
+
+    def _watched(self, real: Callable[..., Any], note: Callable[..., None]) -> Callable[..., Any]:
+        def call(*args: Any, **settings: Any) -> Any:
+            if not self._looking:
+                self._looking = True
+                self._moment()
+                self._looking = False
+                note(*args)
+            return real(*args, **settings)
+
+        return call
+
+    def _open(self, path: Path, flags: int, mode: int = 0) -> None:
+        if flags & os.O_CREAT and path.name not in self._files:
+            file = self._files[path.name] = File(path)
+            self._steps.append(lambda names: names.update({path.name: file}))
+
+    def _fsync(self, fd: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{fd}"))
+        if path == self.folder:
+            self._kept = dict(self._files)
+            self._steps.clear()
+        elif path.parent == self.folder:
+            self._files[path.name].flushed = path.read_bytes()
+        else:
+            self.flushed_above.add(path)
+
+    _fdatasync = _fsync
+
+    def _rename(self, before: Path, after: Path) -> None:
+        file = self._files[after.name] = self._files.pop(before.name)
+        file.path = after
+
+        def step(names: Names) -> None:
+            if names.pop(before.name, None):
+                names[after.name] = file
+
+        self._steps.append(step)
+
+    def _unlink(self, path: Path) -> None:
+        self._files.pop(path.name, None)
+        self._steps.append(lambda names: names.pop(path.name, None))
+
+
+class Program:
+    """Commits to a journal, compacts it, and is started again; and after each moment of that, once more."""
+
+    def __init__(self, folder: Path, again: Path) -> None:
+        self.disk = Disk(folder, self.moment)
+        self._again = again
+        self._acknowledged = 0  # the number that was committed last
+        self._lineage = ""
+        self._seen: set[tuple[tuple[str, bytes], ...]] = set()
+        self.num_failures = 0
+
+    def begin(self) -> None:
+        self._journal = Journal(self.disk.folder, compact_nbytes=1 << 30)
+        self._lineage = self._journal.lineage
+        contents = self._journal.contents or Contents()
+        assert self._number(contents) == self._acknowledged
+        self._state, self._book = StoreState(), Book(wake=lambda: None)
+        self._book.open(contents)
+        self._state.restore(contents)
+        self._state.ledger = self._book
+
+    def commit(self) -> None:
+        self._state.execute("c", 1, Op.SET, ("number", b"%d" % (self._acknowledged + 1)))
+        self._journal.commit(*self._book.take(), sync=True)
+        self._acknowledged += 1
+
+    def compact(self) -> None:
+        number = self._journal.rotate()
+        contents = self._state.contents()
+        self.commit()
+        self._journal.write_snapshot(number, contents, lambda: True)
+
+    def end(self, torn: bytes = b"") -> None:
+        self._journal.close()
+        if torn:
+            with max(self.disk.folder.glob("log-*")).open("ab") as file:
+                file.write(torn)
+
+    def moment(self) -> None:
+        """The power fails: what is left is everything that was acknowledged, and perhaps what was under way."""
+        for remains in list(self.disk.remains()):
+            key = tuple(sorted(remains.items()))
+            if key in self._seen:
+                continue
+            self._seen.add(key)
+            self.num_failures += 1
+            folder = self._again / str(self.num_failures)
+            folder.mkdir()
+            for name, content in remains.items():
+                (folder / name).write_bytes(content)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(os, "fsync", lambda fd: None)
+                journal = Journal(folder, compact_nbytes=1 << 30)
+            assert self._number(journal.contents) - self._acknowledged in (0, 1)
+            assert journal.lineage == self._lineage or not self._lineage  # by which clients know it again
+            journal.close()
+
+    @staticmethod
+    def _number(contents: Contents | None) -> int:
+        assert contents is not None
+        return int(contents.values.get("number", b"0"))
+
+
+def test_nothing_acknowledged_is_lost_with_the_power(tmp_path):
+    (tmp_path / "again").mkdir()
+    program = Program(tmp_path / "new" / "data", tmp_path / "again")
+    with program.disk.watched():
+        for torn in (b"", bytes(10), log.frame_head(bytes(8), b"body")):
+            program.begin()
+            program.commit()
+            program.compact()
+            program.commit()
+            program.end(torn)
+        program.begin()
+        program.end()
+        program.moment()
+    assert program.num_failures > 50
+    assert program.disk.flushed_above == {tmp_path, tmp_path / "new"}
