@@ -1,12 +1,13 @@
 """``torchrun --rdzv-backend=asyncdist --rdzv-endpoint=host:port``: agents and workers meet at a store daemon of ours.
 
 Every round is a generation of its own, whether workers were restarted or nodes came and went: its workers get an empty
-store, which ends with it.
+store, which ends with it. What the agents of a job keep at the daemon goes when the last of them has ended or been killed.
 """
 
 from __future__ import annotations
 
 import secrets
+from urllib.parse import quote
 
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters
@@ -15,6 +16,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from asyncdist.store import PrefixStore, Subscription, TCPStore, operations
+from asyncdist.store.ties import lodging
 from asyncdist.torch_backend.store import Store
 
 DEFAULT_PORT = 29500
@@ -24,7 +26,10 @@ def make(parameters: RendezvousParameters) -> RendezvousHandler:
     """Return a handler at the daemon that ``parameters.endpoint`` names; raises StoreConnectionError if none answers."""
     host, port = parse_rendezvous_endpoint(parameters.endpoint, default_port=DEFAULT_PORT)
     daemon = TCPStore(host, port, timeout=parameters.get_as_int("read_timeout", 60))
-    job = PrefixStore(f"torchrun/{parameters.run_id}", daemon)
+    name = f"torchrun/{quote(parameters.run_id, safe='')}"  # without a slash: no job's keys lie among another's
+    # Before anything of the job is read: from now on nothing of it goes before we do.
+    daemon.set(lodging(f"{name}/", secrets.token_hex(8)), b"", ephemeral=True)
+    job = PrefixStore(name, daemon)
     generation, membership = _join_generation(job)
     store = Store(PrefixStore(generation, job))
     agents = create_handler(store, C10dRendezvousBackend(store, parameters.run_id), parameters)

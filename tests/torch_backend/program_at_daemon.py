@@ -1,11 +1,13 @@
-"""A rank that finds the others at a store daemon, by ``asyncdist://``."""
+"""A rank that finds the others at a store daemon, by ``asyncdist://``; an agent as torchrun's, without its workers."""
 
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 
 import asyncdist.torch_backend  # noqa: F401
+from asyncdist.torchrun import handler
 
 
 def meet(test, url, rank, world_size, backends):
@@ -29,3 +31,13 @@ def stay(test, url, rank, world_size):
     dist.all_reduce(torch.ones(1))
     test.send("there")
     test.receive()
+
+
+def agent(test, endpoint, run_id, agents):
+    """Meet the other agents of a job, and shut down when told to."""
+    rendezvous = handler()(RendezvousParameters("asyncdist", endpoint, run_id, agents, agents))
+    joined = rendezvous.next_rendezvous()
+    joined.store.set(f"rank {joined.rank}", "there")
+    test.send([joined.store.get(f"rank {rank}") for rank in range(joined.world_size)])
+    test.recv()
+    test.send(rendezvous.shutdown())

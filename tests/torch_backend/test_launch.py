@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from asyncdist.store import TCPStore
+
 pytestmark = pytest.mark.processes
 HERE = Path(__file__).parent
 LIMIT = 90
@@ -83,13 +85,26 @@ def test_workers_that_torchrun_restarts_find_an_empty_store(daemon, backend):
         ]
 
 
-def test_a_job_is_run_again_under_its_name(daemon):
+@pytest.fixture
+def nothing_is_kept(daemon, until):
+    """``nothing_is_kept()``: wait until the daemon holds no key."""
+
+    def nothing_is_kept():
+        host, _, port = daemon.rpartition(":")
+        with TCPStore(host, int(port)) as store:
+            until(lambda: store.num_keys() == 0)
+
+    return nothing_is_kept
+
+
+def test_a_job_is_run_again_under_its_name(daemon, nothing_is_kept):
     for _ in range(2):
         with job(daemon, "asyncdist", "well", "--nproc-per-node=1", "--rdzv-id=job") as agent:
             assert agent.said() == ["asyncdist: rank 0 of 1, attempt 0, sum 1"]
+        nothing_is_kept()
 
 
-def test_a_job_takes_in_a_node_that_comes_later(daemon):
+def test_a_job_takes_in_a_node_that_comes_later(daemon, nothing_is_kept):
     options = (
         "--nnodes=1:4",
         "--nproc-per-node=1",
@@ -104,6 +119,7 @@ def test_a_job_takes_in_a_node_that_comes_later(daemon):
     assert sorted(line.partition(", ")[0] for line in said) == [
         "asyncdist: rank 0 of 1", "asyncdist: rank 0 of 2", "asyncdist: rank 1 of 2"
     ]  # fmt: skip
+    nothing_is_kept()
 
 
 def test_worlds_one_after_the_other_by_a_url(daemon, nursery):

@@ -1,4 +1,4 @@
-"""What worlds of ``asyncdist://`` keep at a daemon: it goes when the last rank has left or been killed."""
+"""What worlds of ``asyncdist://`` and torchrun's agents keep at a daemon: it goes when the last has left or been killed."""
 
 from __future__ import annotations
 
@@ -47,4 +47,58 @@ def test_keys_go_when_the_last_rank_has_left(daemon, nursery, until):
         assert rank.wait() == 0
         rank.close()
     with TCPStore("127.0.0.1", daemon.port) as store:
+        until(lambda: store.num_keys() == 0)
+
+
+THERE = [b"there", b"there"]
+
+
+def start_agents(nursery, daemon, run_id, lease="30"):
+    endpoint, environment = f"127.0.0.1:{daemon.port}", {"ASYNCDIST_STORE_LEASE": lease}
+    agents = [nursery.start(PROGRAM, "agent", endpoint, run_id, 2, environment=environment) for _ in range(2)]
+    assert [agent.hear() for agent in agents] == [THERE] * 2
+    return agents
+
+
+def shut_down(*agents):
+    for agent in agents:
+        agent.say("shut down")
+        assert agent.hear() is True
+        assert agent.wait() == 0
+        agent.close()
+
+
+def test_an_agents_keys_go_with_the_last_of_its_job(daemon, nursery, until):
+    with TCPStore("127.0.0.1", daemon.port) as store:
+        first = start_agents(nursery, daemon, "a")
+        other = start_agents(nursery, daemon, "a/b")
+        shut_down(first[0])
+        assert any(key.startswith("torchrun/a/") for key in store.list_keys())
+        shut_down(first[1])
+        until(lambda: not any(key.startswith("torchrun/a/") for key in store.list_keys()))
+        assert any(key.startswith("torchrun/a%2Fb/") for key in store.list_keys())
+        shut_down(*other)
+        until(lambda: store.num_keys() == 0)
+
+
+def test_a_job_that_was_killed_is_run_again_and_its_keys_go_with_that(daemon, nursery, until):
+    with TCPStore("127.0.0.1", daemon.port) as store:
+        killed = start_agents(nursery, daemon, "job", lease="0.3")
+        for agent in killed:
+            agent.kill()
+            agent.wait()
+            agent.close()
+        again = start_agents(nursery, daemon, "job")
+        until(lambda: sum("here/" in key for key in store.list_keys()) == 2)  # the killed ones' leases are over
+        assert any(key.startswith("torchrun/job/") for key in store.list_keys())
+        shut_down(*again)
+        until(lambda: store.num_keys() == 0)
+
+
+def test_the_keys_of_a_job_that_was_killed_go_with_its_leases(daemon, nursery, until):
+    with TCPStore("127.0.0.1", daemon.port) as store:
+        for agent in start_agents(nursery, daemon, "job", lease="0.3"):
+            agent.kill()
+            agent.wait()
+            agent.close()
         until(lambda: store.num_keys() == 0)
