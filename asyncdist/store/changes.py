@@ -105,7 +105,8 @@ class Book:
         """Begin with what the store holds."""
         values = sum(len(key) + len(value) + _ENTRY_NBYTES for key, value in contents.values.items())
         items = (len(item) + _ENTRY_NBYTES for queue in contents.queues.values() for item in queue.values())
-        self.nbytes = values + sum(items)
+        tied = sum(len(key) + len(value) + _ENTRY_NBYTES for key, (_, value) in contents.ephemeral.items())
+        self.nbytes = values + sum(items) + tied
         self._ephemeral = set(contents.ephemeral)
 
     @property
@@ -177,7 +178,11 @@ class Book:
         self._ephemeral.add(key)
         self._note((Change.OWNED, key, identity, value))
 
-    def disowned(self, key: str) -> None:
+    def tied(self, key: str, value: bytes) -> None:
+        self.nbytes += len(key) + len(value) + _ENTRY_NBYTES
+
+    def disowned(self, key: str, value: bytes) -> None:
+        self.nbytes -= len(key) + len(value) + _ENTRY_NBYTES
         if key in self._ephemeral:
             self._ephemeral.remove(key)
             self._note((Change.DISOWNED, key))

@@ -147,8 +147,11 @@ class Ledger(Protocol):
 
     def deleted(self, key: str, value: bytes) -> None: ...
 
-    def disowned(self, key: str) -> None:
-        """An ephemeral key is nobody's any more; what it holds, if anything, is said separately."""
+    def tied(self, key: str, value: bytes) -> None:
+        """An ephemeral key is somebody's, who may be said separately."""
+
+    def disowned(self, key: str, value: bytes) -> None:
+        """An ephemeral key is nobody's any more; what it holds from now on, if anything, is said separately."""
 
     def pushed(self, key: str, serial: int, item: bytes) -> None: ...
 

@@ -113,7 +113,7 @@ class Members:
 
     def lost(self, member: Member, connection: Client, now: float) -> None:
         """A connection is over. If it is the one that the client has, its lease runs."""
-        if member.connection is connection and self._members.get(member.identity) is member:
+        if member.connection is connection:
             member.connection = None
             self._wait_for(member, now)
 

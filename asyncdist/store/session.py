@@ -159,7 +159,6 @@ class Session(Connection):
     def supersede(self) -> None:
         """The client has come back over another connection, and will ask again what is still to be done here."""
         self._todo.clear()
-        self.member = None
         self.abort()
 
     # -- replies ----------------------------------------------------------------------------------

@@ -194,14 +194,17 @@ class StoreState(Ties):
         return current
 
     def _delete_key(self, place: Place, key: str) -> bool:
-        value = self._values.pop(key, None)
+        value = self._values.get(key)
+        if value is None:
+            return False
         if key in self._owners:
             self._disown(key)
-        elif value is not None and self.ledger is not None:
+        elif self.ledger is not None:
             self.ledger.deleted(key, value)
-        if value is not None and (key in self._observing or self._surveying):
+        del self._values[key]
+        if key in self._observing or self._surveying:
             self._tell(key)
-        return value is not None
+        return True
 
     def _num_keys(self, place: Place) -> int:
         return len(self._values)
@@ -281,6 +284,7 @@ class StoreState(Ties):
             raise Refused(Reason.INVALID, f"{key!r} holds a value that is not that of a barrier of {world_size}")
         if world_size <= 0:
             raise Refused(Reason.INVALID, f"a barrier of {world_size}")
+        self._check_size(key, b"")
         expected, standing = self._standing.setdefault(key, (world_size, {}))
         if expected != world_size:
             raise Refused(

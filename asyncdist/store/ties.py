@@ -45,6 +45,8 @@ class Ties(Queues):
         """Have an ephemeral key go with ``owner``, whoever has set it."""
         if key in self._owners:
             self._disown(key)
+        if self.ledger is not None:
+            self.ledger.tied(key, self._values[key])
         self._owners[key] = owner
         self._owned.setdefault(owner, {})[key] = None
         self._lodge(key, 1)
@@ -54,8 +56,9 @@ class Ties(Queues):
         return {key: (owner, self._values[key]) for key, owner in self._owners.items()}
 
     def _disown(self, key: str) -> None:
+        """Have a key be nobody's; it still holds what it held as somebody's."""
         if self.ledger is not None:
-            self.ledger.disowned(key)
+            self.ledger.disowned(key, self._values[key])
         owner = self._owners.pop(key)
         self._lodge(key, -1)
         mine = self._owned[owner]
@@ -68,7 +71,7 @@ class Ties(Queues):
         left: list[str] = []
         for key in self._owned.pop(owner, ()):
             if self.ledger is not None:
-                self.ledger.disowned(key)
+                self.ledger.disowned(key, self._values[key])
             del self._owners[key]
             del self._values[key]
             if (prefix := self._lodge(key, -1)) is not None:

@@ -1,0 +1,121 @@
+"""How much a store takes: each limit holds to the byte, whatever asks, and what is counted is what is held."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncdist.store.changes import Book
+from asyncdist.store.entries import Refused
+from asyncdist.store.operations import Op, Reason
+from asyncdist.store.state import StoreState
+
+LONGEST = 100
+
+
+class Store:
+    """A state machine with a book, asked by numbered requests."""
+
+    def __init__(self, max_nbytes: int = 0) -> None:
+        self.state, self.book = StoreState(LONGEST, LONGEST), Book(max_nbytes=max_nbytes)
+        self.state.ledger = self.book
+        self._number = 0
+
+    def ask(self, client, op, *args):
+        """Return what the reply says: a result, or why it was refused."""
+        self._number += 1
+        (*_, reply) = self.state.execute(client, self._number, op, args)
+        return Reason(reply.value[0]) if reply.kind else reply.value
+
+    @property
+    def held_nbytes(self) -> int:
+        """What a book counts that is shown it all at once."""
+        contents, book = self.state.contents(), Book()
+        contents.ephemeral = {key: (b"", value) for key, (_, value) in self.state.owned().items()}
+        book.open(contents)
+        return book.nbytes
+
+
+# -- values and keys --------------------------------------------------------------------------------
+
+
+def requests(key: str, value: bytes) -> list[tuple[object, ...]]:
+    return [
+        (Op.SET, key, value),
+        (Op.SET_EPHEMERAL, key, value),
+        (Op.COMPARE_SET, key, b"", value),
+        (Op.APPEND, key, value),
+        (Op.MULTI_SET, ["other", key], [b"", value]),
+        (Op.QUEUE_PUSH, key, value),
+    ]
+
+
+@pytest.mark.parametrize("which", range(6))
+def test_the_longest_value_and_key_are_taken_and_none_that_are_longer(which):
+    assert Store().ask("a", *requests("k" * LONGEST, bytes(LONGEST))[which]) is not Reason.TOO_LARGE
+    for key, value in (("k", bytes(LONGEST + 1)), ("k" * (LONGEST + 1), b"")):
+        store = Store()
+        assert store.ask("a", *requests(key, value)[which]) is Reason.TOO_LARGE
+        assert store.held_nbytes == store.book.nbytes == store.state.num_keys == 0
+
+
+@pytest.mark.parametrize("request_of", [lambda key: (Op.ADD, key, 1), lambda key: (Op.BARRIER, key, 1)])
+def test_what_stores_a_number_takes_no_longer_key_either(request_of):
+    assert Store().ask("a", *request_of("k" * LONGEST)) in (1, None)
+    store = Store()
+    assert store.ask("a", *request_of("k" * (LONGEST + 1))) is Reason.TOO_LARGE
+    assert store.state.num_keys == store.state.num_open == 0
+
+
+# -- memory -----------------------------------------------------------------------------------------
+
+
+def test_a_store_is_full_when_not_one_byte_more_has_room():
+    for op in (Op.SET, Op.SET_EPHEMERAL, Op.APPEND, Op.QUEUE_PUSH):
+        for more, refused in ((0, False), (1, True)):
+            store = Store(max_nbytes=50)
+            assert (store.ask("a", op, "k", bytes(49 + more)) is Reason.FULL) is refused
+
+
+def test_what_is_on_its_way_counts():
+    store = Store(max_nbytes=1000)
+    store.book.expect(950)
+    with pytest.raises(Refused):
+        store.book.expect(51)
+    assert store.ask("a", Op.SET, "k", bytes(60)) is Reason.FULL
+    store.book.expect_no_more(950)
+    assert store.ask("a", Op.SET, "k", bytes(60)) is None
+
+
+def test_ephemeral_keys_fill_a_store_too_and_make_room_when_they_go():
+    store = Store(max_nbytes=1000)
+    taken = [store.ask("a", Op.SET_EPHEMERAL, f"k{number}", bytes(99)) for number in range(20)]
+    assert taken == [None] * 5 + [Reason.FULL] * 15
+    assert store.ask("b", Op.SET, "k", bytes(99)) is Reason.FULL
+    store.state.leave("a")
+    assert store.ask("b", Op.SET, "k", bytes(99)) is None
+    assert store.book.nbytes == store.held_nbytes
+
+
+KEYS, VALUES = st.sampled_from(["a", "b", "long"]), st.binary(max_size=5)
+REQUESTS = st.one_of(
+    st.tuples(st.sampled_from([Op.SET, Op.SET_EPHEMERAL, Op.APPEND, Op.QUEUE_PUSH]), KEYS, VALUES),
+    st.tuples(st.just(Op.DELETE_KEY), KEYS),
+    st.tuples(st.just(Op.MULTI_SET), st.just(["a", "b"]), st.tuples(VALUES, VALUES).map(list)),
+    st.tuples(st.just(Op.QUEUE_POP), KEYS, st.just(False)),
+    st.tuples(st.just(Op.CONFIRM), st.integers(1, 40)),
+    st.tuples(st.just(Op.LEAVE)),
+)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["one", "two"]), REQUESTS), max_size=40))
+def test_what_is_counted_is_what_is_held(asked):
+    store = Store()
+    for number, (client, (op, *args)) in enumerate(asked, 1):
+        store.state.execute(client, number, op, tuple(args))
+        if op is Op.SET_EPHEMERAL:  # as a client does that may come back
+            store.state.own(f"member {client}", args[0])
+        elif op is Op.LEAVE:
+            store.state.bereave(f"member {client}")
+        assert store.book.nbytes == store.held_nbytes
