@@ -249,5 +249,5 @@ def _buffer(block: Block) -> ctypes.Array[ctypes.c_char]:
 
 def _tensor(buffer: ctypes.Array[ctypes.c_char], start: int, count: int, dtype: torch.dtype) -> torch.Tensor:
     if count == 0:
-        return torch.empty(0, dtype=dtype)
+        return torch.empty(0, dtype=dtype, device="cpu")
     return torch.frombuffer(buffer, dtype=torch.uint8, offset=start, count=count * dtype.itemsize).view(dtype)

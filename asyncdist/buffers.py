@@ -100,11 +100,11 @@ def _written_anywhere(tensor: torch.Tensor) -> torch.Tensor:
     """Return the memory of a tensor made in inference mode as one that a driver outside of that mode may write."""
     with torch.inference_mode(False):
         if tensor.numel() == 0:
-            return torch.empty(0, dtype=tensor.dtype)
+            return torch.empty(0, dtype=tensor.dtype, device="cpu")
         return torch.from_numpy(tensor.view(torch.uint8).numpy()).view(tensor.dtype)
 
 
-NOTHING = Memory(torch.empty(0, dtype=torch.uint8))
+NOTHING = Memory(torch.empty(0, dtype=torch.uint8, device="cpu"))
 
 
 class Blocks:
@@ -246,10 +246,10 @@ class Scratch:
             try:
                 memory = free.pop()
             except IndexError:  # another thread was faster
-                return Memory(torch.empty(count, dtype=dtype))
+                return Memory(torch.empty(count, dtype=dtype, device="cpu"))
             self._kept_nbytes -= memory.nbytes
             return memory
-        return Memory(torch.empty(count, dtype=dtype))
+        return Memory(torch.empty(count, dtype=dtype, device="cpu"))
 
     def give(self, memory: Memory) -> None:
         """Take back what `take` gave out; nothing may use it any more."""

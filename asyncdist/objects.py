@@ -82,7 +82,8 @@ def unpack(data: bytes | bytearray | memoryview, *, allow_pickle: bool) -> Any:
     def restore(code: int, body: bytes) -> Any:
         if code == _TENSOR:
             number, shape, requires_grad, raw = msgpack.unpackb(body)
-            flat = torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
+            nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
+            flat = torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else nothing
             return flat.view(DTYPES[number]).view(shape).requires_grad_(requires_grad)
         if code == _ARRAY:
             name, shape, raw = msgpack.unpackb(body)

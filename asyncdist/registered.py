@@ -72,8 +72,8 @@ def register(target: T, *, wanted: bool = True) -> T:
     runs = [(members, *_span(members)) for members in by_storage.values()]
     areas = carve((stop - start, torch.uint8) for _, start, stop in runs)
     for (members, start, stop), area in zip(runs, areas, strict=True):
-        source = torch.empty(0, dtype=torch.uint8).set_(members[0].untyped_storage(), start, (stop - start,), (1,))
-        area.copy_(source)
+        source = torch.empty(0, dtype=torch.uint8, device="cpu")
+        area.copy_(source.set_(members[0].untyped_storage(), start, (stop - start,), (1,)))
         for tensor in members:
             _move(tensor, area.untyped_storage(), start)
     return target
@@ -111,5 +111,5 @@ def _move(tensor: torch.Tensor, storage: torch.UntypedStorage, start: int) -> No
     """Let a tensor lie in ``storage``, which is what its own was from byte ``start`` on."""
     offset = tensor.storage_offset() - start // tensor.itemsize
     with torch.inference_mode(tensor.is_inference()):
-        moved = torch.empty(0, dtype=tensor.dtype).set_(storage, offset, tensor.shape, tensor.stride())
+        moved = torch.empty(0, dtype=tensor.dtype, device="cpu").set_(storage, offset, tensor.shape, tensor.stride())
         tensor.data = moved

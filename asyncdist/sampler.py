@@ -51,7 +51,7 @@ class DistributedSampler(Sampler[int]):
         if self.shuffle:
             generator = torch.Generator()
             generator.manual_seed(self.seed + self.epoch)
-            indices = torch.randperm(count, generator=generator).tolist()
+            indices = torch.randperm(count, generator=generator, device="cpu").tolist()
         else:
             indices = list(range(count))
         if count:

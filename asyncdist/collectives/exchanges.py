@@ -65,11 +65,11 @@ def receive(tensor: Any, source: int | None, members: Sequence[int]) -> Plan:
 
 
 def _number(value: int = 0) -> Memory:
-    return Memory(torch.tensor([value], dtype=torch.int64))
+    return Memory(torch.tensor([value], dtype=torch.int64, device="cpu"))
 
 
 def _blob(nbytes: int) -> Memory:
-    return Memory(torch.empty(nbytes, dtype=torch.uint8))
+    return Memory(torch.empty(nbytes, dtype=torch.uint8, device="cpu"))
 
 
 def _packed(who: Member, value: Any) -> Memory:
@@ -95,7 +95,7 @@ def all_gather_object(who: Member, output: list[Any], value: Any) -> Plan:
     own = _packed(who, value)
 
     def part() -> Schedule:
-        sizes = Memory(torch.zeros(who.size, dtype=torch.int64))
+        sizes = Memory(torch.zeros(who.size, dtype=torch.int64, device="cpu"))
         sizes.tensor[who.rank] = own.count
         yield from pairwise.all_gather(who.rank, who.size, Blocks.split(sizes, who.size))
         blobs.extend(own if rank == who.rank else _blob(int(n)) for rank, n in enumerate(sizes.tensor))
@@ -117,7 +117,7 @@ def gather_object(who: Member, value: Any, output: list[Any] | None, root: int) 
     own = _packed(who, value)
 
     def part() -> Schedule:
-        sizes = Memory(torch.zeros(who.size, dtype=torch.int64))
+        sizes = Memory(torch.zeros(who.size, dtype=torch.int64, device="cpu"))
         sizes.tensor[who.rank] = own.count
         yield from pairwise.gather(who.rank, who.size, root, _number(own.count), Blocks.split(sizes, who.size))
         if at_root:
@@ -143,7 +143,7 @@ def scatter_objects(who: Member, output: list[Any], values: Sequence[Any] | None
     received: list[Memory] = []
 
     def part() -> Schedule:
-        sizes = Memory(torch.tensor([blob.count for blob in blobs], dtype=torch.int64))
+        sizes = Memory(torch.tensor([blob.count for blob in blobs], dtype=torch.int64, device="cpu"))
         size = _number()
         yield from pairwise.scatter(who.rank, who.size, root, size, Blocks.split(sizes, who.size))
         own = blobs[root] if who.rank == root else _blob(int(size.tensor[0]))

@@ -25,15 +25,15 @@ def all_reduce(who: Member, tensor: torch.Tensor, op: Reduction) -> Plan:
     gathered: list[tuple[Memory, Memory]] = []
 
     def part() -> Schedule:
-        counts = Memory(torch.zeros(who.size, dtype=torch.int64))
+        counts = Memory(torch.zeros(who.size, dtype=torch.int64, device="cpu"))
         counts.tensor[who.rank] = own._nnz()
         yield from pairwise.all_gather(who.rank, who.size, Blocks.split(counts, who.size))
         for rank, n in enumerate(counts.tensor.tolist()):
             ours = rank == who.rank
             gathered.append(
                 (
-                    indices if ours else Memory(torch.empty(n * per_index, dtype=torch.int64)),
-                    values if ours else Memory(torch.empty(n * per_value, dtype=values.dtype)),
+                    indices if ours else Memory(torch.empty(n * per_index, dtype=torch.int64, device="cpu")),
+                    values if ours else Memory(torch.empty(n * per_value, dtype=values.dtype, device="cpu")),
                 )
             )
         yield from ring.all_gather(who.rank, who.size, [places for places, _ in gathered])
@@ -42,7 +42,7 @@ def all_reduce(who: Member, tensor: torch.Tensor, op: Reduction) -> Plan:
     def finish() -> torch.Tensor:
         places = torch.cat([each.tensor.view(per_index, -1) for each, _ in gathered], dim=1)
         numbers = torch.cat([each.tensor.view(-1, *dense_shape) for _, each in gathered])
-        total = torch.sparse_coo_tensor(places, numbers, own.shape, check_invariants=False).coalesce()
+        total = torch.sparse_coo_tensor(places, numbers, own.shape, device="cpu", check_invariants=False).coalesce()
         with torch.no_grad():
             tensor.copy_(total / who.size if op is ReduceOp.AVG else total)
         return tensor

@@ -26,9 +26,9 @@ def verify(
     own = describe("parameter", parameters) + describe("buffer", buffers)
     text = json.dumps(own).encode()
     digest = int.from_bytes(hashlib.sha256(text).digest()[:7], "little")
-    root = torch.tensor([digest, len(text)])
+    root = torch.tensor([digest, len(text)], device="cpu")
     group.broadcast(root, 0, background=False).wait()
-    strangers = torch.zeros(group.size(), dtype=torch.int64)
+    strangers = torch.zeros(group.size(), dtype=torch.int64, device="cpu")
     if root.tolist() != [digest, len(text)]:
         strangers[group.rank()] = len(text)
     group.all_reduce(strangers, ReduceOp.SUM, background=False).wait()
@@ -43,7 +43,7 @@ def verify(
 
 def _tell(group: Group, own: bytes, nbytes: int, src: int) -> bytes:
     mine = group.rank() == src
-    text = torch.frombuffer(bytearray(own), dtype=torch.uint8) if mine else torch.empty(nbytes, dtype=torch.uint8)
+    text = torch.frombuffer(bytearray(own if mine else nbytes), dtype=torch.uint8)
     group.broadcast(text, src, background=False).wait()
     return bytes(text.tolist())
 

@@ -318,7 +318,7 @@ class Reducer:
             self._deal_by_arrival()
 
     def _deal_by_arrival(self) -> None:
-        order = torch.tensor(buckets.arrival_order(self._arrived, len(self._parameters)))
+        order = torch.tensor(buckets.arrival_order(self._arrived, len(self._parameters)), device="cpu")
         self._group.broadcast(order, 0, background=False).wait()
         self._deal(order.tolist())
         self._dealt_by_arrival = True

@@ -81,7 +81,8 @@ class Joining:
 
     def _meet(self, deed: Deed) -> Deed:
         """Say what this rank is about to do; return what those are who have not run out, ``end`` if all have."""
-        own, said = torch.tensor([deed], dtype=torch.uint8), torch.empty(self._group.size(), dtype=torch.uint8)
+        own = torch.tensor([deed], dtype=torch.uint8, device="cpu")
+        said = torch.empty(self._group.size(), dtype=torch.uint8, device="cpu")
         self._group.all_gather_single(said, own, background=False).wait()
         deeds = [Deed(number) for number in said.tolist()]
         going = [rank for rank, one in enumerate(deeds) if one is not Deed.end]

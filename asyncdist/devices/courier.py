@@ -96,7 +96,7 @@ class Talk:
 
     def hear(self) -> Conversation[Letter]:
         """Return the peer's next letter. Raises `Refused` if it says so."""
-        room = torch.empty(LETTER_NBYTES, dtype=torch.uint8)
+        room = torch.empty(LETTER_NBYTES, dtype=torch.uint8, device="cpu")
         yield self.take(room)
         letter = Letter.unpacked(room)
         if letter.word == REFUSED:
@@ -106,7 +106,10 @@ class Talk:
     def when_heard(self, call: Callable[[], object]) -> None:
         """Have something called when the peer's next letter has come, which nobody waits for; keep it short."""
         came = self._letters._receive(
-            torch.empty(LETTER_NBYTES, dtype=torch.uint8), self.peer, self._their_tag, {"timeout": math.inf}
+            torch.empty(LETTER_NBYTES, dtype=torch.uint8, device="cpu"),
+            self.peer,
+            self._their_tag,
+            {"timeout": math.inf},
         )
         came.add_done_callback(lambda work: None if work.exception() else call())
 

@@ -67,7 +67,7 @@ class Site:
     def exchange(self, payload: bytes) -> list[bytes]:
         """Give every rank some bytes, as many on all, and return everybody's, by rank. Blocks; raises GroupError."""
         ours = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-        everybodys = torch.empty(self.size * len(payload), dtype=torch.uint8)
+        everybodys = torch.empty(self.size * len(payload), dtype=torch.uint8, device="cpu")
         self.host.all_gather_single(everybodys, ours, background=False, timeout=self.left).result()
         return [bytes(part.numpy()) for part in everybodys.split(len(payload))]
 

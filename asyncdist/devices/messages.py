@@ -166,7 +166,7 @@ class Messages:
         self, target: Target, peer: int | None, tag: int, fingerprint: int, deadline: float, before: Mark
     ) -> Conversation[Arrival]:
         host, data = self._site.host, _bytes_of(target.memory)
-        room = torch.empty(LETTER_NBYTES, dtype=torch.uint8)
+        room = torch.empty(LETTER_NBYTES, dtype=torch.uint8, device="cpu")
         plan = exchanges.receive(room, peer, host.ranks)
         plan.fingerprint = fingerprint
         came = host._start(host._messages, "recv", tag, plan, timeout=max(0.0, deadline - monotonic()))

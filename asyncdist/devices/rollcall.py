@@ -59,7 +59,7 @@ class RollCall:
         """Hear from now on what others tell, and of a peer's death: for that, something must be waited for."""
         if self._ear is not None or self._site.size == 1:
             return
-        words = torch.empty(_WORDS.size, dtype=torch.uint8)
+        words = torch.empty(_WORDS.size, dtype=torch.uint8, device="cpu")
         with contextlib.suppress(NotInitializedError):  # destroyed meanwhile
             self._ear = self._letters()._receive(words, None, _TAG, {"timeout": math.inf})
             self._ear.add_done_callback(lambda work: self._heard(work, words))

@@ -131,12 +131,12 @@ class CudaStreams(Streams):
 
     def pinned(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         try:
-            return torch.empty(count, dtype=dtype, pin_memory=True)
+            return torch.empty(count, dtype=dtype, device="cpu", pin_memory=True)
         except RuntimeError as cause:  # so much more than others have pinned is not to be had
             log.warning(
                 "%d bytes of pinned memory are not to be had, copies are slower: %s", count * dtype.itemsize, cause
             )
-            return torch.empty(count, dtype=dtype)
+            return torch.empty(count, dtype=dtype, device="cpu")
 
     def keep(self, tensor: torch.Tensor) -> None:
         tensor.record_stream(self._stream)
