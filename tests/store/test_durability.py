@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -252,6 +253,34 @@ async def test_a_disk_that_fails_ends_it_and_nothing_more_is_acknowledged(tmp_pa
         assert await store.get("k") == b"acknowledged"
 
 
+async def test_who_comes_after_the_disk_has_failed_is_told_nothing(tmp_path, monkeypatch, eventually: Eventually):
+    """What was executed last is in the state, and nobody knows whether it is on disk."""
+    async with served(tmp_path) as (server, store):
+        with monkeypatch.context() as broken:
+            broken.setattr(os, "fdatasync", _full)
+            with pytest.raises(StoreConnectionError):
+                await store.set("k", b"in doubt")
+        late = await AsyncStore.connect("127.0.0.1", server.port, token=TOKEN, timeout=LONG, config=CONFIG)
+        before = server.num_requests
+        asked = late.get("k")
+        await eventually(lambda: server.num_requests > before)
+        server.drop_all()
+        with pytest.raises(StoreConnectionError):
+            await asked
+        await late.close()
+
+
+def _full(fd: int) -> None:
+    raise OSError(28, "No space left on device")
+
+
+async def test_with_an_interval_all_is_on_disk_when_it_is_closed(tmp_path, disk):
+    async with served(tmp_path, Fsync.INTERVAL) as (_, store):
+        await store.set("k", b"v")
+        before = disk.syncs
+    assert disk.syncs == before + 1
+
+
 # -- compaction -------------------------------------------------------------------------------------
 
 
@@ -267,6 +296,29 @@ async def test_the_log_is_compacted_while_it_is_written(tmp_path, eventually: Ev
         keys = [f"k{place}" for place in range(100)]
         assert await store.multi_get(keys) == [b"19" * 10] * 100
         assert await store.queue_pop("q", block=False) == b"item"
+
+
+async def test_one_snapshot_is_written_at_a_time(tmp_path, monkeypatch, eventually: Eventually):
+    begun, go = threading.Event(), threading.Event()
+    write_snapshot = Journal.write_snapshot
+
+    def slow(journal: Journal, *what: object) -> None:
+        assert not begun.is_set()
+        begun.set()
+        assert go.wait(LONG)
+        write_snapshot(journal, *what)
+
+    monkeypatch.setattr(Journal, "write_snapshot", slow)
+    async with served(tmp_path, config=CONFIG.with_(store_compact_nbytes=1000)) as (server, store):
+        for _ in range(20):
+            await store.set("k", bytes(500))
+        assert begun.is_set()
+        assert {path.name for path in tmp_path.glob("log-*")} == {"log-1", "log-2"}
+        go.set()
+        await eventually(lambda: server.durability.num_snapshots == 1)
+        begun.clear()
+        await store.set("k", bytes(500))
+        await eventually(lambda: server.durability.num_snapshots == 2)
 
 
 # -- draining ---------------------------------------------------------------------------------------
@@ -347,6 +399,23 @@ async def test_an_ephemeral_key_outlives_the_server_and_not_its_owner(tmp_path, 
     server = await started(tmp_path, server.port)
     assert server.state.peek("mine") is None
     assert server.state.peek("taken over") == b"lasting"
+    await server.close()
+
+
+async def test_a_client_that_left_is_not_waited_for_by_the_next_server(tmp_path):
+    server = await started(tmp_path, 0)
+    stays, leaves = [
+        await AsyncStore.connect("127.0.0.1", server.port, token=TOKEN, timeout=LONG, config=PATIENT) for _ in range(2)
+    ]
+    for store in (stays, leaves):
+        await store.set("k", b"v")
+    await leaves.close()
+    await stays.set("k", b"w")
+    await server.close()
+    server = await started(tmp_path, server.port)
+    assert len(server.members) == 1
+    assert await stays.get("k") == b"w"
+    await stays.close()
     await server.close()
 
 

@@ -19,7 +19,9 @@ from asyncdist.config import Config
 from asyncdist.errors import StoreConnectionError, StoreError, StoreTimeoutError
 from asyncdist.runtime import runtime
 from asyncdist.store import AsyncStore, StoreServer, TCPStore, dialling
-from asyncdist.store.members import Members
+from asyncdist.store.entries import KEPT_ANSWERS
+from asyncdist.store.members import Member, Members
+from asyncdist.store.operations import Kind, Reply
 from asyncdist.testing.faults import Proxy
 from asyncdist.testing.ports import free_port
 
@@ -292,6 +294,44 @@ def test_a_lease_runs_from_when_the_connection_is_lost():
     assert members.ended(140.0) == [member]
     assert len(members) == 0
     assert members.arrive(b"a", 10.0, "third")[1] is False
+
+
+def test_the_lease_that_a_client_said_last_counts():
+    members = Members()
+    member, _, _ = members.arrive(b"a", 10.0, "first")
+    members.arrive(b"a", 20.0, "second")
+    members.lost(member, "second", 100.0)
+    assert members.next_end() == 120.0
+
+
+def test_leases_run_from_the_start_of_the_server_that_takes_over():
+    members = Members()
+    members.restore({b"a": (10.0, {7: (Kind.RESULT, 1)})}, 100.0)
+    assert members.ended(109.9) == []
+    (member,) = members.ended(110.0)
+    assert member.answer_to(7) == Reply(None, 7, Kind.RESULT, 1)
+
+
+def test_answers_are_kept_until_they_have_been_heard_and_no_longer():
+    member = Member(b"a", 10.0, "connection")
+    for request in range(1, 6):
+        member.remember(Reply("connection", request, Kind.RESULT, request))
+    member.received(3)
+    assert [member.answer_to(request) for request in (1, 2)] == [None, None]
+    assert member.answer_to(3) == Reply(None, 3, Kind.RESULT, 3)  # and no connection is kept with it
+    for request in range(10, 10 + KEPT_ANSWERS):
+        member.remember(Reply("connection", request, Kind.RESULT, request))
+    assert member.answer_to(5) is None
+    assert member.answer_to(10) is not None
+
+
+async def test_an_ephemeral_set_that_is_refused_owns_nothing(store, connect, config):
+    other = await connect()
+    await store.set("k", b"lasting")
+    with pytest.raises(StoreError, match="the store takes"):
+        await other.set("k", bytes(config.store_max_value_nbytes + 1), ephemeral=True)
+    await other.close()
+    assert await store.get("k") == b"lasting"
 
 
 async def test_an_ephemeral_key_goes_when_its_client_closes(store, connect, eventually):

@@ -197,6 +197,7 @@ async def test_one_who_asks_and_does_not_read_is_made_to_wait(server, store, eve
     await eventually(lambda: any(connection._paused for connection in server._connections))
     (slow,) = [connection for connection in server._connections if connection._paused]
     assert slow._transport.get_write_buffer_size() < 4 << 20
+    assert not slow._transport.is_reading()
     assert await store.add("n", 1) == 1
     peer.writer.transport.resume_reading()
     arriving, parser, answered = Arriving(1 << 30), FrameParser(FRAME_NBYTES), []
