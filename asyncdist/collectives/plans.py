@@ -214,7 +214,7 @@ def gather(who: Member, gather_list: Sequence[Any] | None, tensor: Any, root: in
     elif gather_list:
         raise UsageError(f"gather_list belongs to the destination, rank {root} of the group: pass None elsewhere")
     blocks = [target.memory for target in written]
-    call = fingerprint(Collective.gather, own.dtype, own.count, None, root)
+    call = fingerprint(Collective.gather, own.dtype, (own.count,), None, root)
     finish, nbytes = arguments.storing(written, gather_list), own.nbytes * who.size
     native = who.native
     if native is not None:
@@ -234,7 +234,7 @@ def scatter(who: Member, tensor: Any, scatter_list: Sequence[Any] | None, root: 
         memory.tensor.copy_(blocks[who.rank].tensor)
     elif scatter_list:
         raise UsageError(f"scatter_list belongs to the source, rank {root} of the group: pass None elsewhere")
-    call = fingerprint(Collective.scatter, memory.dtype, memory.count, None, root)
+    call = fingerprint(Collective.scatter, memory.dtype, (memory.count,), None, root)
     finish, nbytes = arguments.storing([target], tensor), memory.nbytes * who.size
     native = who.native
     if native is not None:

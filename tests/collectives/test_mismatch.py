@@ -17,10 +17,25 @@ def ones(*shape, dtype=torch.float32):
     return torch.ones(shape, dtype=dtype)
 
 
+def gathered(group, count):
+    own = ones(count, dtype=torch.uint8)
+    return group.gather(own, [own] * 3 if group.rank() == 0 else None, 0)
+
+
+def scattered(group, count):
+    own = ones(count, dtype=torch.uint8)
+    return group.scatter(own, [own] * 3 if group.rank() == 0 else None, 0)
+
+
+ROUND = 1 << 24  # elements by which counts of a fingerprint differ and are the same
+
+
 # What one rank of three calls, what the others do, and words that the sentence must have.
 DIFFERENT = {
     "count": (lambda g: g.all_reduce(ones(3)), lambda g: g.all_reduce(ones(4)), "3 x float32.*4 x float32|count"),
     "large": (lambda g: g.all_reduce(ones(300_000)), lambda g: g.all_reduce(ones(300_001)), "300000 x float32|count"),
+    "a round more gathered": (lambda g: gathered(g, 4 + ROUND), lambda g: gathered(g, 4), "different shapes"),
+    "a round more scattered": (lambda g: scattered(g, 4 + ROUND), lambda g: scattered(g, 4), "different shapes"),
     "empty": (lambda g: g.all_reduce(ones(0)), lambda g: g.all_reduce(ones(4)), "0 x float32|count"),
     "shape": (lambda g: g.all_reduce(ones(2, 3)), lambda g: g.all_reduce(ones(3, 2)), "different shapes"),
     "no dimension": (lambda g: g.all_reduce(ones()), lambda g: g.all_reduce(ones(1)), "different shapes"),
