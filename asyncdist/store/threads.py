@@ -29,9 +29,16 @@ from asyncdist.tls import TlsSocket, client_context
 _WORD_TIMEOUT = 1.0
 
 
-def _acquire(lock: threading.Lock, deadline: Deadline) -> None:
+def _acquire(lock: threading.RLock, deadline: Deadline) -> None:
+    """Get a lock, and no Ctrl-C leaves it locked: that of a Lock could come when it was got and nobody knew it yet."""
     left = deadline.remaining_or_none()
-    if not lock.acquire(timeout=-1 if left is None else min(left, threading.TIMEOUT_MAX)):
+    try:
+        acquired = lock.acquire(timeout=-1 if left is None else min(left, threading.TIMEOUT_MAX))
+    except BaseException:
+        with contextlib.suppress(RuntimeError):  # it is not ours yet
+            lock.release()
+        raise
+    if not acquired:
         raise TimeoutError
 
 
@@ -50,7 +57,8 @@ class Connection(Desk):
         self._why = ""
         self._persistence: Persistence | None = None
         self._pid = os.getpid()
-        self._turn, self._sending, self._carrying = threading.Lock(), threading.Lock(), threading.Lock()
+        self._turn, self._sending, self._carrying = threading.RLock(), threading.RLock(), threading.RLock()
+        self._sender = 0  # the thread that is sending
         self._led = False
         self._followers: dict[Ticket, None] = {}
         self._over: StoreConnectionError | None = None
@@ -117,19 +125,23 @@ class Connection(Desk):
     def begin(self, command: Command, ticket: Ticket, deadline: Deadline) -> int:
         if self._pid != os.getpid():
             raise UsageError("this TCPStore was made before a fork, and its connection is the parent's: make a new one")
-        with self.lock:
-            if self._over is not None:
-                raise StoreConnectionError(*self._over.args)
-            ticket.command = command
-            number, message = self._conversation.ask(ticket)
-            wire = self._wire
-        if wire is not None and message:
-            try:
+        number = 0
+        try:
+            with self.lock:
+                if self._over is not None:
+                    raise StoreConnectionError(*self._over.args)
+                ticket.command = command
+                number, message = self._conversation.ask(ticket)
+                wire = self._wire
+            if wire is not None and message:
                 self._send(wire, message, deadline)
-            except BaseException:
-                with self.lock:
-                    self._conversation.give_up(number)  # it never went, or the connection is broken
-                raise
+        except (TimeoutError, StoreConnectionError):  # it never went, or the connection is broken
+            with self.lock:
+                self._conversation.give_up(number)
+            raise
+        except BaseException:  # it may have gone just before an interrupt
+            self.give_up(number)
+            raise
         return number
 
     def give_up(self, number: int) -> None:
@@ -180,13 +192,21 @@ class Connection(Desk):
             self._send(wire, parcel, Deadline.after(None))
 
     def _send_together(self, wire: Wire, messages: list[bytes], deadline: Deadline) -> None:
+        thread = threading.get_ident()
+        if self._sender == thread:
+            raise UsageError(
+                "a signal handler has called a store in the middle of a call to it: let it set an event for a thread"
+            )
         # Who has sent a piece and is back with the next waits for its turn behind those who have waited meanwhile.
         _acquire(self._turn, deadline)
         try:
             _acquire(self._sending, deadline)
-        finally:
+        except BaseException:
             self._turn.release()
+            raise
         try:
+            self._sender = thread
+            self._turn.release()
             if wire is self._wire:
                 wire.send(framed(messages), deadline)
         except BaseException as error:
@@ -197,11 +217,13 @@ class Connection(Desk):
             if self._over is not None:
                 raise StoreConnectionError(*self._over.args) from error
         finally:
+            self._sender = 0
             self._sending.release()
 
     # -- waiting: one leads, the others follow ------------------------------------------------------
 
     def wait_for(self, ticket: Ticket, deadline: Deadline) -> None:
+        leads = False
         try:
             while True:
                 with self.lock:
@@ -222,27 +244,26 @@ class Connection(Desk):
                     raise TimeoutError
         finally:
             with self.lock:
+                if leads:
+                    self._led = False
+                    if self._closing.is_set():
+                        self._drop()
                 self._followers.pop(ticket, None)
                 self._promote()
 
     def _lead(self, ticket: Ticket, deadline: Deadline) -> None:
-        try:
-            while not ticket.ready:
-                wire = self._wire
-                if wire is None:
-                    self._redial(deadline)
-                else:
-                    self._read(wire, deadline)
-        finally:
-            with self.lock:
-                self._led = False
-                if self._closing.is_set():
-                    self._drop()
+        while not ticket.ready:
+            wire = self._wire
+            if wire is None:
+                self._redial(deadline)
+            else:
+                self._read(wire, deadline)
 
     def _read(self, wire: Wire, deadline: Deadline) -> None:
         """Hand out the answers that come next over a socket."""
+        wire.wait(deadline)  # here nearly every interrupt comes, and costs nothing
         try:
-            data = wire.receive(deadline)
+            data = wire.take()
             with self.lock:
                 if wire is not self._wire:
                     return
@@ -263,6 +284,9 @@ class Connection(Desk):
             self._lose(wire, describe(error))
         except ProtocolError as error:
             self._break(broken(self.where, describe(error)))
+        except BaseException as error:  # what has been read is lost with it
+            self._lose(wire, f"reading was interrupted: {describe(error)}")
+            raise
 
     def _promote(self) -> None:
         """Wake one of those who wait, to lead if nobody does. The lock is held."""

@@ -48,18 +48,28 @@ class Wire:
             except BlockingIOError:
                 _poll(self._writable, deadline)
 
+    def wait(self, deadline: Deadline) -> None:
+        """Return when something may have come. Raises TimeoutError."""
+        _poll(self._readable, deadline)
+
+    def take(self) -> bytes:
+        """Return what has come, b"" if it is nothing. Raises ConnectionError."""
+        try:
+            data = self._sock.recv(self._read_nbytes)
+        except BlockingIOError:  # the kernel took its word back, as it may
+            return b""
+        if not data:
+            raise ConnectionResetError("it hung up")
+        self._read_nbytes = _LONG_READ_NBYTES if len(data) == self._read_nbytes else _READ_NBYTES
+        return data
+
     def receive(self, deadline: Deadline) -> bytes:
         """Return what has come, waiting for it. Raises TimeoutError or ConnectionError."""
         while True:
-            _poll(self._readable, deadline)
-            try:
-                data = self._sock.recv(self._read_nbytes)
-            except BlockingIOError:  # the kernel took its word back, as it may
-                continue
-            if not data:
-                raise ConnectionResetError("it hung up")
-            self._read_nbytes = _LONG_READ_NBYTES if len(data) == self._read_nbytes else _READ_NBYTES
-            return data
+            self.wait(deadline)
+            data = self.take()
+            if data:
+                return data
 
     def wake(self) -> None:
         """Make threads that wait in here come back with ConnectionError."""

@@ -111,16 +111,16 @@ def test_large_values_both_ways_at_once(master, threads):
 
 def test_an_interrupted_wait_leaves_nothing_behind(master, monkeypatch):
     with client(master) as other:
-        receive = other._connection._wire.receive
+        wait = other._connection._wire.wait
         calls = []
 
-        def interrupted(deadline: Deadline) -> bytes:
+        def interrupted(deadline: Deadline) -> None:
             calls.append(deadline)
             if len(calls) == 1:
                 raise KeyboardInterrupt
-            return receive(deadline)
+            wait(deadline)
 
-        monkeypatch.setattr(other._connection._wire, "receive", interrupted)
+        monkeypatch.setattr(other._connection._wire, "wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
             other.get("k")
         master.set("k", "v")

@@ -1,0 +1,126 @@
+"""Ctrl-C at any moment of a call: whoever uses the store after that, in this thread or another, is served."""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import itertools
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from types import CodeType, FrameType
+from typing import Any
+
+import pytest
+
+from asyncdist.config import Config
+from asyncdist.deadline import Deadline
+from asyncdist.errors import UsageError
+from asyncdist.store import TCPStore, desk, threads, wire
+
+LONG, CONFIG = 10.0, Config()
+FILES = {module.__file__ for module in (desk, threads, wire)}
+
+
+@cache
+def places(code: CodeType) -> frozenset[int]:
+    """Return where the interpreter has looked for signals after a call."""
+    instructions = list(dis.get_instructions(code))
+    return frozenset(after.offset for call, after in itertools.pairwise(instructions) if call.opname.startswith("CALL"))
+
+
+class Interrupt:
+    """Raises KeyboardInterrupt in this thread at the ``place``-th moment at which a signal could."""
+
+    def __init__(self, place: int) -> None:
+        self._left = place
+        self._returned = False
+
+    def __enter__(self) -> Interrupt:
+        sys.settrace(self._called)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        sys.settrace(None)
+
+    def _called(self, frame: FrameType, event: str, argument: object) -> Any:
+        self._returned = True  # which a function in Python has, when its caller goes on
+        if frame.f_code.co_filename not in FILES:
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        self._pass(frame)
+        return self._traced
+
+    def _traced(self, frame: FrameType, event: str, argument: object) -> Any:
+        if event == "opcode":
+            if not self._returned and frame.f_lasti in places(frame.f_code):
+                self._pass(frame)
+            self._returned = False
+        elif event == "return":
+            self._returned = True
+        return self._traced
+
+    def _pass(self, frame: FrameType) -> None:
+        self._left -= 1
+        if self._left == 0:
+            raise KeyboardInterrupt
+
+
+def pop(store: TCPStore, master: TCPStore) -> None:
+    assert store.queue_pop("q", block=False) == b"item"
+
+
+def set_a_long_value(store: TCPStore, master: TCPStore) -> None:
+    store.set("long", bytes(300_000))
+
+
+def get_what_comes_later(store: TCPStore, master: TCPStore) -> None:
+    master.delete_key("later")
+    later = threading.Timer(0.002, master.set, ("later", "v"))
+    later.start()
+    try:
+        assert store.get("later", timeout=LONG) == b"v"
+    finally:
+        later.join()
+
+
+@pytest.mark.parametrize("call", [pop, set_a_long_value, get_what_comes_later])
+def test_an_interrupt_at_any_moment_leaves_a_store_that_works(call: Callable[[TCPStore, TCPStore], None]):
+    with TCPStore("127.0.0.1", 0, is_master=True, config=CONFIG) as master, ThreadPoolExecutor(1) as other_thread:
+        assert master._server is not None
+        server = master._server._server
+        for place in itertools.count(1):
+            master.queue_push("q", b"item")
+            store = TCPStore("127.0.0.1", master.port, timeout=LONG, config=CONFIG)
+            over = False
+            with contextlib.suppress(KeyboardInterrupt), Interrupt(place):
+                call(store, master)
+                over = True
+            try:
+                assert other_thread.submit(store.add, "n", 1).result(LONG) > 0
+                assert store._connection._conversation.num_open == 0
+                assert server.state.num_open == 0  # no item is held for who has gone
+            finally:
+                other_thread.submit(store.close).result(LONG)
+            if over:
+                break
+        assert place > 30
+
+
+def test_a_signal_handler_that_calls_in_the_middle_of_a_call_is_told(monkeypatch):
+    with TCPStore("127.0.0.1", 0, is_master=True, timeout=LONG, config=CONFIG) as store:
+        connection = store._connection
+        send = connection._wire.send
+
+        def interrupted(data: bytes, deadline: Deadline) -> None:
+            monkeypatch.undo()
+            send(data[:3], deadline)
+            store.set("k", "its bytes would stand in the middle of another request")
+
+        monkeypatch.setattr(connection._wire, "send", interrupted)
+        with pytest.raises(UsageError, match="signal handler"):
+            store.set("k", "v")
+        store.set("l", "w")
+        assert store.list_keys() == ["l"]
