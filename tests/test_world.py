@@ -71,10 +71,12 @@ async def test_ranks_with_another_version_are_told_which(tmp_path):
 
 OVER_TWO_LOOPS = """
 import asyncio, importlib, sys
+from pathlib import Path
 import torch
 import asyncdist
 
 new_loop = importlib.import_module(sys.argv[3]).new_event_loop
+calls = [Path(sys.argv[4], str(number)) for number in range(2)]
 
 async def begin():
     await asyncdist.init_process_group("tcp", sys.argv[1], rank=int(sys.argv[2]), world_size=2, timeout=60)
@@ -82,9 +84,12 @@ async def begin():
 
 async def go_on():
     tensor = torch.ones(3)
-    if asyncdist.get_rank() == 1:  # so that rank 0 does not find it done at the call
-        await asyncio.sleep(0.2)
-    await asyncdist.all_reduce(tensor)
+    called = calls.pop()
+    while asyncdist.get_rank() == 1 and not called.exists():  # so that rank 0 does not find it done at the call
+        await asyncio.sleep(0.001)
+    work = asyncdist.all_reduce(tensor)
+    called.touch()
+    await work
     assert tensor.tolist() == [2.0] * 3
 
 for part in (begin, go_on, go_on, asyncdist.destroy_process_group):
@@ -100,7 +105,7 @@ def test_a_world_goes_on_and_may_be_closed_after_the_loop_that_opened_it(tmp_pat
     pytest.importorskip(kind)
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", OVER_TWO_LOOPS, f"file://{tmp_path}/meeting", str(rank), kind],
+            [sys.executable, "-c", OVER_TWO_LOOPS, f"file://{tmp_path}/meeting", str(rank), kind, tmp_path],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )
         for rank in range(2)
