@@ -106,8 +106,8 @@ def test_none_that_runs():
 # -- where it listens -------------------------------------------------------------------------------
 
 
-def test_a_socket_file(tmp_path):
-    path = tmp_path / "store.sock"
+def test_a_socket_file(short_folder):
+    path = short_folder / "store.sock"
     for _ in range(2):  # the second finds the file of one that was killed
         with started("--unix", str(path)) as daemon:
             assert daemon.ready == f"asyncdist store is ready at unix://{path} (no token wanted)\n"
@@ -122,9 +122,10 @@ def test_a_socket_file(tmp_path):
     assert not path.exists()
 
 
-def test_systemd_opens_the_socket_and_is_told(tmp_path):
+def test_systemd_opens_the_socket_and_is_told(short_folder):
+    notify = str(short_folder / "notify")
     told = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-    told.bind(str(tmp_path / "notify"))
+    told.bind(notify)
     told.settimeout(LIMIT)
     with told, socket.create_server(("127.0.0.1", 0)) as ours:
         ours.set_inheritable(True)
@@ -137,7 +138,7 @@ def test_systemd_opens_the_socket_and_is_told(tmp_path):
         )
         with started(
             program=[sys.executable, "-c", program], fds=[fd],
-            LISTEN_FDS="1", NOTIFY_SOCKET=str(tmp_path / "notify"),
+            LISTEN_FDS="1", NOTIFY_SOCKET=notify,
         ) as daemon:  # fmt: skip
             assert daemon.port == ours.getsockname()[1]
             assert told.recv(100) == b"READY=1"
