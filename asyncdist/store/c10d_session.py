@@ -214,7 +214,7 @@ def at_once(state: StoreState) -> dict[int, Callable[..., Answer]]:
 
     Where that is None, and where it raises, nothing has been done, and a session sees to the request.
     """
-    peek = state.peek
+    peek, increase, pack = state.peek, state.add, I64.pack
 
     def get(key: str) -> Answer:
         def answer() -> bytes | None:
@@ -224,7 +224,7 @@ def at_once(state: StoreState) -> dict[int, Callable[..., Answer]]:
         return answer
 
     def add(key: str, amount: int) -> Answer:
-        return lambda: I64.pack(_ADD(state, _NOBODY, key, amount))
+        return lambda: pack(increase(key, amount))
 
     def wait(keys: list[str]) -> Answer:
         (key,) = keys

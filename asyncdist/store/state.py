@@ -171,6 +171,10 @@ class StoreState(Ties):
         return key in self._values or key in self._queues
 
     def _add(self, place: Place, key: str, amount: int) -> int:
+        return self.add(key, amount)
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a number, and return what that comes to. Raises Refused. (Others may be due something by it.)"""
         total = self._integer(key) + amount
         if not -(1 << 63) <= total < 1 << 63:
             raise Refused(Reason.INVALID, f"add would take {key!r} to {total}, which does not fit in 64 bits")
