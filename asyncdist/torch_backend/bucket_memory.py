@@ -70,7 +70,10 @@ def _init(reducer: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _rebuild_buckets(reducer: Any) -> bool:
-    """Deal the parameters anew if it is time to, which it is once; return whether that was done."""
+    """Deal the parameters anew if it is time to, which it is once; return whether that was done.
+
+    For a reducer that looks for unused parameters it never is, and every forward asks: 3 µs, which its step does not feel.
+    """
     if reducer not in _to_be_rebuilt:
         return bool(_rebuild(reducer))
     with _Registered():
