@@ -197,7 +197,6 @@ class Durability:
             )
             logger.critical("%s", text)
             self.failure.set_exception(JournalError(text))
-        self._held.clear()
         self._server.drop_all()
 
     # -- compaction -------------------------------------------------------------------------------

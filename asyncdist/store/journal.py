@@ -213,8 +213,7 @@ class Journal:
                     "store: cut %d bytes off %s at offset %d: they were written last, in part, and never acknowledged",
                     reader.size - reader.end, path, reader.end,
                 )  # fmt: skip
-                os.ftruncate(self._fd, reader.end)
-                os.fsync(self._fd)
+                os.ftruncate(self._fd, reader.end)  # what is flushed next takes this along
 
 
 class _Reader:

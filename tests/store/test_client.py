@@ -220,6 +220,9 @@ async def test_under_a_prefix(store):
     async with part.subscribe("c") as messages:
         await store.publish("world/1/c", b"!")
         assert await anext(messages) == b"!"
+    part.timeout = UNIT
+    with pytest.raises(StoreTimeoutError):
+        await part.queue_pop("q")
     await part.close()
     assert await store.get("world/1/k") == b"1"
 

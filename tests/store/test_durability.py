@@ -150,6 +150,19 @@ async def test_no_reply_gets_out_before_the_disk_has_it(tmp_path, disk, eventual
         await other.close()
 
 
+async def test_who_reads_what_is_on_its_way_to_the_disk_waits_for_it(tmp_path, disk, eventually: Eventually):
+    async with served(tmp_path) as (server, store):
+        disk.stop()
+        setting = store.set("k", b"v")
+        await eventually(lambda: disk.syncs)
+        getting = store.get("k")
+        await eventually(lambda: len(server.durability._held) == 1)
+        assert not setting.done()
+        assert not getting.done()
+        disk.go_on()
+        assert [await setting, await getting] == [None, b"v"]
+
+
 async def test_who_only_reads_waits_for_no_disk_when_all_is_there(tmp_path, disk):
     async with served(tmp_path) as (_, store):
         await store.set("k", b"v")
@@ -261,9 +274,8 @@ async def test_who_comes_after_the_disk_has_failed_is_told_nothing(tmp_path, mon
             with pytest.raises(StoreConnectionError):
                 await store.set("k", b"in doubt")
         late = await AsyncStore.connect("127.0.0.1", server.port, token=TOKEN, timeout=LONG, config=CONFIG)
-        before = server.num_requests
         asked = late.get("k")
-        await eventually(lambda: server.num_requests > before)
+        await eventually(lambda: server.durability._held)
         server.drop_all()
         with pytest.raises(StoreConnectionError):
             await asked

@@ -19,7 +19,8 @@ from asyncdist.config import Config
 from asyncdist.errors import StoreConnectionError, StoreError, StoreTimeoutError
 from asyncdist.runtime import runtime
 from asyncdist.store import AsyncStore, StoreServer, TCPStore, dialling
-from asyncdist.store.entries import KEPT_ANSWERS
+from asyncdist.store.changes import Book, replay
+from asyncdist.store.entries import KEPT_ANSWERS, Contents
 from asyncdist.store.members import Member, Members
 from asyncdist.store.operations import Kind, Reply
 from asyncdist.testing.faults import Proxy
@@ -151,6 +152,18 @@ async def test_a_client_that_was_forgotten_does_not_claim_to_know_what_it_did(se
     await store.set("later", b"now")
     assert await waiting == b"now"
     assert await other.add("n", 1) == 1
+    await other.close()
+
+
+async def test_a_change_that_was_not_sent_is_made_also_for_a_client_that_was_forgotten(server, proxy, eventually):
+    other = await through(proxy, store_lease=0.0)
+    assert await other.add("n", 1) == 1
+    proxy.clog()
+    proxy.cut()
+    await eventually(lambda: other._line.link is None)
+    adding = other.add("n", 1)
+    proxy.unclog()
+    assert await adding == 2
     await other.close()
 
 
@@ -323,6 +336,18 @@ def test_answers_are_kept_until_they_have_been_heard_and_no_longer():
         member.remember(Reply("connection", request, Kind.RESULT, request))
     assert member.answer_to(5) is None
     assert member.answer_to(10) is not None
+
+
+def test_a_later_server_knows_what_has_been_heard_and_who_has_left():
+    members, contents = Members(), Contents()
+    members.ledger = book = Book(wake=lambda: None)
+    stays, leaves = [members.arrive(identity, 10.0, "connection")[0] for identity in (b"a", b"b")]
+    for request in range(1, 6):
+        stays.remember(Reply("connection", request, Kind.RESULT, request))
+    stays.received(4)
+    members.farewell(leaves)
+    replay(b"".join(book.take()), contents)
+    assert contents.members == members.contents() == {b"a": (10.0, {4: (0, 4), 5: (0, 5)})}
 
 
 async def test_an_ephemeral_set_that_is_refused_owns_nothing(store, connect, config):
