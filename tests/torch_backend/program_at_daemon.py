@@ -30,7 +30,7 @@ def stay(test, url, rank, world_size):
     dist.init_process_group("gloo", init_method=url, rank=rank, world_size=world_size)
     dist.all_reduce(torch.ones(1))
     test.send("there")
-    test.receive()
+    test.recv()
 
 
 def agent(test, endpoint, run_id, agents):
