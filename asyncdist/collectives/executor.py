@@ -5,6 +5,7 @@ The executor never waits: transfers report back when they are over, and a task w
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections import deque
@@ -119,7 +120,8 @@ class Executor:
         """Fail every operation of a channel; their memory is not touched any more."""
         for operation in list(channel.operations.values()):
             for task in operation.tasks:
-                task.generator.close()
+                with contextlib.suppress(ValueError):  # a forked child's copy of one that another thread was running
+                    task.generator.close()
                 for transfer in task.transfers:
                     transfer.done = True  # what is under way on a wire goes to the bin, or out as it is
             operation.tasks.clear()

@@ -16,6 +16,7 @@ import torch
 
 import asyncdist
 from asyncdist import arena, sync
+from asyncdist.collectives.operation import Plan
 from asyncdist.errors import AsyncdistError
 
 torch.set_num_threads(1)
@@ -215,3 +216,19 @@ LARGE = {
     "all_to_all": lambda group, own, rows: group.all_to_all(rows, [own, own]),
     "send": lambda group, own, rows: group.send(own, 0) if group.rank() else group.recv(own, 1),
 }
+
+
+def forks_in_the_middle(test, where, rank, size):
+    """Fork in a group's operation, as another thread may; say whether all groups have ended in the child."""
+    sync.init_process_group("shm", where, rank=rank, world_size=size)
+    here, there = (sync.new_group(range(size)) for _ in range(2))
+
+    def schedule():
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if here.error is not None and there.error is not None else 1)
+        test.send(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        yield ()
+
+    here._issue("fork", Plan((schedule(),)), {"background": False}).wait()
+    sync.destroy_process_group()

@@ -86,6 +86,13 @@ def test_a_death_is_noticed_though_a_forked_child_lives_on(nursery, start):
         os.kill(child, signal.SIGKILL)
 
 
+def test_every_group_ends_in_a_child_that_is_forked_in_the_middle_of_an_operation(start):
+    ranks = start("forks_in_the_middle")
+    assert [rank.hear() for rank in ranks] == [0, 0]
+    assert [rank.wait() for rank in ranks] == [0, 0]
+    assert "Exception ignored" not in ranks[0].output() + ranks[1].output()
+
+
 @pytest.fixture
 def store():
     with TCPStore("127.0.0.1", 0, is_master=True) as store:
