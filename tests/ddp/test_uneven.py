@@ -186,17 +186,20 @@ def test_buffers_are_those_of_the_lowest_rank_with_inputs(together, counts, left
     assert {later for _, later in results} == {left[0]}
 
 
-def test_evaluation_inside(together):
+def test_evaluation_inside_by_those_that_go_on(together):
     def rank(group):
         model = DistributedDataParallel(Tally(), process_group=group)
         with model.join():
             for _ in range(1 + group.rank()):
                 model.train()(torch.ones(1)).sum().backward()
-                with torch.no_grad():
-                    model.eval()(torch.ones(1))  # overwrites buffers, as the first forward after a training step does
-        return model.module.seen.item()
+            if group.rank() == 1:
+                with torch.no_grad():  # overwrites buffers, as the first forward after a training step does
+                    model.eval()(torch.ones(1))
+        tally = model.module.seen.item()
+        model.train()(torch.ones(1)).sum().backward()  # overwrites them on both, though only one has evaluated
+        return tally, model.module.seen.item()
 
-    assert together(2, rank) == [2.0, 2.0]
+    assert together(2, rank) == [(2.0, 3.0)] * 2
 
 
 # -- refusals ----------------------------------------------------------------------------------------
