@@ -98,6 +98,15 @@ def test_ephemeral_keys_fill_a_store_too_and_make_room_when_they_go():
     assert store.book.nbytes == store.held_nbytes
 
 
+def test_an_item_makes_room_when_it_has_arrived():
+    store = Store()
+    store.ask("a", Op.QUEUE_PUSH, "q", b"item")
+    store.state.execute("b", 7, Op.QUEUE_POP, ("q", False))
+    assert store.book.nbytes == store.held_nbytes > 0  # it may have to be given back
+    store.state.execute("b", 7, Op.CONFIRM, (7,))
+    assert store.book.nbytes == store.held_nbytes == 0
+
+
 KEYS, VALUES = st.sampled_from(["a", "b", "long"]), st.binary(max_size=5)
 REQUESTS = st.one_of(
     st.tuples(st.sampled_from([Op.SET, Op.SET_EPHEMERAL, Op.APPEND, Op.QUEUE_PUSH]), KEYS, VALUES),
