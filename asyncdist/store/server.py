@@ -116,6 +116,7 @@ class StoreServer:
             await server._remember(data, fsync)
             for each in bound:
                 await server._listen(each)
+            server._watch_leases()  # of those whom an earlier server has left us
         except BaseException:
             await server.close()
             for each in bound:

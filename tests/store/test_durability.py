@@ -447,3 +447,17 @@ async def test_a_snapshot_knows_clients_and_their_keys(tmp_path):
     assert list(again.ephemeral) == ["mine"]
     ((_, answers),) = again.members.values()
     assert 5 in [value for _, value in answers.values()]
+
+
+async def test_the_keys_of_one_that_died_with_the_server_go_when_its_lease_is_over(tmp_path, eventually: Eventually):
+    brief = PATIENT.with_(store_lease=0.05)
+    server = await started(tmp_path, 0)
+    owner = await AsyncStore.connect("127.0.0.1", server.port, token=TOKEN, timeout=LONG, config=brief)
+    await owner.set("mine", b"v", ephemeral=True)
+    owner._line._patience = 0.0  # as one that dies: it does not come back
+    await server.close()
+    server = await started(tmp_path, server.port)
+    assert server.state.peek("mine") == b"v"
+    await eventually(lambda: server.state.peek("mine") is None)
+    await owner.close()
+    await server.close()
