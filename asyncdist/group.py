@@ -225,7 +225,7 @@ class Group(Calls):
         channel = self._channel
         try:
             wait = not background or (self.patient and _get_running_loop() is None)
-            if channel.error is None and self.mesh.progress.attempt(schedule, wait=wait):
+            if self.mesh.progress.attempt(schedule, channel, wait=wait):
                 channel.count(entry.seq)
                 value = plan.finish() if plan.finish is not None else None
                 entry.finished = perf_counter()
@@ -264,7 +264,7 @@ class Group(Calls):
         value = tensors[0] if tensors else None
         try:
             wait = not background or (self.patient and _get_running_loop() is None)
-            if self._channel.error is None and self.mesh.progress.attempt(schedule, wait=wait):
+            if self.mesh.progress.attempt(schedule, self._channel, wait=wait):
                 self._channel.count(number)
                 entry.finished = perf_counter()
                 return completed(value)

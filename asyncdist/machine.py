@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import select
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from typing import Any, Protocol
 
 READ, WRITE = select.POLLIN, select.POLLOUT
 Wait = tuple[int, int]
@@ -16,6 +16,13 @@ class Finishable(Protocol):
     def is_completed(self) -> bool: ...
 
     def add_done_callback(self, callback: Callable[..., object], /) -> None: ...
+
+
+class Failing(Protocol):
+    """What a schedule belongs to: a group's channel. Written under the lock."""
+
+    error: Any
+    """What it has failed with, or that it was destroyed; None while it works."""
 
 
 class Machine(Protocol):

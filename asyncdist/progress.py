@@ -36,7 +36,7 @@ from asyncdist.bell import Bell
 from asyncdist.collectives.schedule import Schedule
 from asyncdist.errors import LoopThreadError
 from asyncdist.lookout import Lookout
-from asyncdist.machine import READ, Finishable, Machine, Wait
+from asyncdist.machine import READ, Failing, Finishable, Machine, Wait
 from asyncdist.runtime import runtime
 
 _yield_core: Callable[[], None] = getattr(os, "sched_yield", lambda: None)
@@ -156,9 +156,10 @@ class Progress:
         self._inbox.append(action)
         self.drive(work, until)
 
-    def attempt(self, schedule: Schedule, *, wait: bool) -> bool:
+    def attempt(self, schedule: Schedule, group: Failing, *, wait: bool) -> bool:
         """Run a schedule that needs no links in this thread; ``wait`` lets it wait for peers as long as one spins.
 
+        Not begun if its group has failed: where one was destroyed just now, its memory is another's.
         Returns whether it is over; else it is as far as it got, and perhaps not begun: an operation goes on with it.
         """
         if not self._seat.acquire(False):
@@ -167,7 +168,7 @@ class Progress:
             if not self._lock.acquire(False):
                 return False
             try:
-                if self._inbox or not self._machine.idle():
+                if group.error is not None or self._inbox or not self._machine.idle():
                     return False
                 until, polls, enough = 0.0, 0, self._polls if wait else self._glances
                 end = 0.0 if wait or not asyncio._get_running_loop() else monotonic() + _SLICE  # a loop is to turn
@@ -325,8 +326,6 @@ class Progress:
         self._drive_on_loop()
 
     def _drive_on_loop(self, descriptor: int | None = None) -> None:
-        if self._closed:
-            return
         self._resting = False
         if self._seat.locked():
             self._lookout.watch(self.loop, {})
@@ -334,6 +333,8 @@ class Progress:
         now = monotonic()
         until, spin_until = now + (0.0 if self._spent else _SLICE), now + self._loop_spin
         with self._lock:
+            if self._closed:  # perhaps while we waited for the lock; the machine's sockets are closed too
+                return
             moved = self._turn(None if descriptor is None else (descriptor,))
             while now < until and (moved or now < spin_until) and self._machine.busy() and not self._machine.finished:
                 now = monotonic()
@@ -347,10 +348,10 @@ class Progress:
             wanted = self._machine.waits() if self._home is not None or self._machine.busy() else []
             self._resting = wanted is not None and self._machine.busy()
             at = self._machine.next_deadline()
-        if wanted is None:
-            moved = True
-        else:
-            self._lookout.watch(self.loop, dict(wanted))
+            if wanted is None:
+                moved = True
+            else:  # under the lock: who retires a socket meanwhile would close it under the loop's eyes
+                self._lookout.watch(self.loop, dict(wanted))
         self._lookout.set_timer(self.loop, at)
         self._deliver()
         self._wake()
@@ -364,7 +365,7 @@ class Progress:
         loop = self.loop
         if asyncio._get_running_loop() is loop or not loop.is_running():
             self._leave_loop()
-        elif self._lookout.looks or self._kicked:
+        elif self._is_looked_after():
             done = threading.Event()
 
             def leave() -> None:
@@ -378,6 +379,13 @@ class Progress:
             while self._inbox:
                 self._inbox.popleft()()
         self._bell = None
+
+    def _is_looked_after(self) -> bool:
+        """Return whether the loop has anything of ours; if not, it gets nothing any more, though it waits for the lock."""
+        with self._lock:
+            looks = self._lookout.looks or self._kicked
+            self._closed = not looks
+        return looks
 
     def _leave_loop(self) -> None:
         self._lookout.leave(self.loop)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import select
+import socket
 import threading
 from time import monotonic
 
@@ -12,7 +13,9 @@ import pytest
 import torch
 
 from asyncdist import progress as progress_module
+from asyncdist.machine import READ
 from asyncdist.progress import Progress
+from asyncdist.runtime import runtime
 from asyncdist.testing.cluster import world_of
 
 PATIENCE = 10.0
@@ -29,6 +32,12 @@ class Deed:
 
     def add_done_callback(self, callback):
         raise AssertionError("nobody follows here")
+
+
+class Well:
+    """A group that has not failed."""
+
+    error = None
 
 
 class Dozer:
@@ -200,7 +209,7 @@ async def test_what_goes_on_and_on_has_one_slice_in_a_turn_of_the_loop(monkeypat
     monkeypatch.setattr(progress_module, "monotonic", lambda: mill.clock)
     progress = Progress(mill, asyncio.get_running_loop())
     if begins == "at the call":
-        assert not progress.attempt(mill.steps(), wait=False)
+        assert not progress.attempt(mill.steps(), Well(), wait=False)
     if begins != "awaited":
         progress.arm()
     progress.poke(Deed())
@@ -225,9 +234,91 @@ def test_who_waits_spins_for_a_bounded_time_and_offers_the_core_where_ranks_outn
         progress, looks = Progress(mill), 2 if crowded else 512
         progress.spin_for(1.0, 0.0, crowded=crowded)
         offered.clear()
-        assert not progress.attempt((1 for _ in mill.steps()), wait=True)
+        assert not progress.attempt((1 for _ in mill.steps()), Well(), wait=True)
         between = looks * progress_module._SLICE / 10
         assert 1.0 <= mill.clock <= 1.0 + 2.01 * between
         return len(offered)
 
     assert offers(crowded=True) > 8 * offers(crowded=False) > 0
+
+
+class Door(Dozer):
+    """A machine that waits for a socket until it is `left`."""
+
+    def __init__(self):
+        super().__init__(lambda: None)
+        self.sock, self.peer = socket.socketpair()
+        self.retire = None
+
+    def waits(self):
+        return [(self.sock.fileno(), READ)] if self.retire else []
+
+    def busy(self):
+        return self.retire is not None
+
+    def leave(self):
+        retire, self.retire = self.retire, None
+        retire(self.sock)
+
+
+@pytest.fixture
+def door():
+    machine = Door()
+    progress = Progress(machine)
+    machine.retire = progress.retire
+    yield machine, progress
+    progress.close()
+    machine.sock.close()
+    machine.peer.close()
+
+
+def test_a_socket_is_not_closed_under_the_eyes_of_a_loop_that_comes_to_watch_it(door, monkeypatch, until):
+    """Another thread leaves when the loop has been told what to watch, and has not begun to: uvloop would abort."""
+    machine, progress = door
+    watch, closed = progress._lookout.watch, []
+
+    def watch_late(loop, wanted):
+        if wanted:
+            other = threading.Thread(target=progress.submit, args=(machine.leave,))
+            other.start()
+            other.join()
+            closed.append(machine.sock.fileno() < 0)
+        watch(loop, wanted)
+
+    monkeypatch.setattr(progress._lookout, "watch", watch_late)
+    progress.arm()
+    until(lambda: closed)
+    assert closed == [False]
+    until(lambda: machine.sock.fileno() < 0)
+    assert not progress._lookout.looks
+
+
+def test_who_closes_while_a_loop_has_its_turn_leaves_nothing_to_that(door, monkeypatch):
+    """The loop is about to watch for the first time; what is done under the lock then waits for the end of its turn."""
+    machine, progress = door
+    comes = threading.Event()
+
+    class Lock(Gate):
+        def __enter__(self):
+            if threading.current_thread() is ending:
+                comes.set()
+            self.acquire()
+
+    def end():
+        progress.submit(machine.leave)
+        progress.close()
+
+    def waits():
+        ending.start()
+        assert comes.wait(PATIENCE)
+        return Door.waits(machine)
+
+    ending = threading.Thread(target=end)
+    progress._lock = Lock(comes)
+    monkeypatch.setattr(machine, "waits", waits)
+    progress.arm()
+    assert comes.wait(PATIENCE)
+    ending.join(PATIENCE)
+    runtime().call(lambda: None)  # after that turn
+    assert machine.sock.fileno() < 0
+    assert not progress._lookout.looks

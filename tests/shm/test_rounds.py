@@ -31,7 +31,7 @@ class Held:
 
     def __init__(self, group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
         self.schedules: list[Schedule] = []
-        monkeypatch.setattr(group.mesh.progress, "attempt", lambda schedule, *, wait: False)
+        monkeypatch.setattr(group.mesh.progress, "attempt", lambda *_, **__: False)
         monkeypatch.setattr(group, "_operate", self._hold)
 
     def _hold(self, channel: Any, plan: Any, parts: Sequence[Schedule], *_: Any) -> None:

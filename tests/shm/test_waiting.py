@@ -162,9 +162,9 @@ async def test_who_awaits_gives_the_loop_its_turn_in_the_middle_of_what_goes_on_
                 yield ()
 
         schedule = busy()
-        assert not zero.mesh.progress.attempt(schedule, wait=False)  # long before its end
+        assert not zero.mesh.progress.attempt(schedule, zero._channel, wait=False)  # long before its end
         until = 0.0
-        assert zero.mesh.progress.attempt(schedule, wait=True)  # who blocks has nothing else to do
+        assert zero.mesh.progress.attempt(schedule, zero._channel, wait=True)  # who blocks has nothing else to do
 
 
 async def test_a_patient_group_waits_at_the_call_for_what_goes_on_by_itself_but_never_on_a_loop():
