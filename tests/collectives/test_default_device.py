@@ -41,6 +41,10 @@ CALLS = {
         lambda group, rank, own: group.all_gather_single(own.new_empty(16), own),
         lambda both: torch.cat(both),
     ),
+    "all_to_all": (
+        lambda group, rank, own: group.all_to_all_single(own.new_empty(8), own),
+        lambda both: torch.cat((both[0][4:], both[1][4:])),
+    ),
     "all_gather_object": (
         lambda group, rank, own: group.all_gather_object([None, None], own),
         lambda both: both,

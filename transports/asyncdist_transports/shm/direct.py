@@ -80,32 +80,34 @@ class Push:
         """Reduce a contiguous tensor, which lies at ``place``, in place, as the group's n-th collective."""
         window, others, call = self._window, self._window.others, self._call
         yield from window.enter(number)
-        window.post(number, call, place, POSTED)
         at, posted, finished = number % SLOTS * LINE, number << SHIFT | POSTED, number << SHIFT | FINISHED
         places = [place]
-        for member in others:
-            words = member.words
-            while words[at] < posted:
-                yield member.rank
-            window.fence.light()  # their step before what they have posted with it, and their data
-            if words[at + CALL] != call:
-                window.check(number, call, [member])
-            places.append(words[at + PLACE])
-        if 0 in places:
-            yield from self._staged(Turn(window, number, call, posted=True), tensor)
-            return
         try:
+            window.post(number, call, place, POSTED)  # from here on they may write to it
+            for member in others:
+                words = member.words
+                while words[at] < posted:
+                    yield member.rank
+                window.fence.light()  # their step before what they have posted with it, and their data
+                if words[at + CALL] != call:
+                    window.check(number, call, [member])
+                places.append(words[at + PLACE])
+            if 0 in places:
+                yield from self._staged(Turn(window, number, call, posted=True), tensor)
+                return
             for pieces in self._pieces(tuple(places)):
                 self._push(pieces)
                 yield ()
+            yield from window.still_open(others)
             window.publish(number, FINISHED)
             for member in others:
                 words = member.words
                 while words[at] < finished:
                     yield member.rank
             window.publish(number, DONE)
-        except GeneratorExit:
+        except BaseException:
             window.abandoned.append(tensor)
+            window.withdraw()
             raise
 
     def _push(self, pieces: list[torch.Tensor]) -> None:

@@ -91,24 +91,30 @@ class Turn:
         stages = None if reads_open and self.place else stage
         ahead = min(ahead, self.room // 2 - 1) if stages is not None else 0
         first, self.round = self.round, self.round + count
-        for k in range(count + ahead):
-            if k < count:
-                turn = first + k
-                if stages is not None:
-                    yield from window.claim(number, turn, takers)
-                    stages(k, turn)
-                    self.say(turn + STAGED)
-                elif not self._posted:
-                    self.say(POSTED)
-            if k >= ahead and take is not None:
-                turn = first + k - ahead
-                if not self._met:
-                    yield from self.meet(sources)
-                staged = [member for member in sources if not (reads_open and self.places[member.rank])]
-                yield from window.reached(number, turn + STAGED, staged)
-                take(k - ahead, turn)
-                window.publish_taken(number, turn)
-            yield ()
+        try:
+            for k in range(count + ahead):
+                if k < count:
+                    turn = first + k
+                    if stages is not None:
+                        yield from window.claim(number, turn, takers)
+                        stages(k, turn)
+                        self.say(turn + STAGED)
+                    elif not self._posted:
+                        self.say(POSTED)
+                if k >= ahead and take is not None:
+                    turn = first + k - ahead
+                    if not self._met:
+                        yield from self.meet(sources)
+                    opened = [member for member in sources if reads_open and self.places[member.rank]]
+                    staged = [member for member in sources if member not in opened]
+                    yield from window.reached(number, turn + STAGED, staged)
+                    take(k - ahead, turn)
+                    yield from window.still_open(opened)
+                    window.publish_taken(number, turn)
+                yield ()
+        except BaseException:
+            self._withdraw()
+            raise
 
     def end(self, takers: Sequence[Member]) -> Schedule:
         """Leave the slot; if our data lay open, not before those who take it have finished with it."""
@@ -116,5 +122,13 @@ class Turn:
             self.window.unchecked.append((self.number, self.call))
         if self.place:
             self.window.publish(self.number, FINISHED)
-            yield from self.window.reached(self.number, FINISHED, takers)
+            try:
+                yield from self.window.reached(self.number, FINISHED, takers)
+            except BaseException:
+                self._withdraw()
+                raise
         self.window.publish(self.number, DONE)
+
+    def _withdraw(self) -> None:
+        if self.place:
+            self.window.withdraw()

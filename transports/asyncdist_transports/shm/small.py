@@ -248,7 +248,7 @@ def _scatter(small: _Small) -> Swap:
 def _all_to_all(small: _Small) -> Swap:
     """What each sends to whom stands in a table, and its data lies where it says, for those who go in rounds."""
     window, size, rank, nbytes = small.window, small.size, small.rank, small.nbytes
-    counts = torch.full((size,), small.kind.count, dtype=torch.int64)
+    counts = torch.full((size,), small.kind.count, dtype=torch.int64, device="cpu")
 
     def moves(number: int) -> Moves:
         stage_blocks = small.stage_blocks(number)

@@ -12,6 +12,7 @@ A window is an address range; memory is reserved behind its areas as far as mess
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -28,6 +29,7 @@ STEP, CALL, PLACE = 0, 1, 2
 LEFT = 3  # in the first line only: 1 when this member will not look at any slot again
 STREAM = 4  # ``n << 24 | first << 8 | room``: round r of this member lies in piece (first + r) % room of its stream
 TAKEN = 5  # ``n << 24 |`` of how many rounds this member has taken the others' pieces
+WITHDRAWN = 6  # in the first line only: 1 when this member has given up a collective for which its data lay open
 LINE = 8
 SHIFT = 24
 DONE = (1 << SHIFT) - 1
@@ -211,6 +213,24 @@ class Window:
     def place(self, number: int, member: Member) -> int:
         """Return where a member's data for this collective lies, 0 if it is staged."""
         return member.words[number % SLOTS * LINE + PLACE]
+
+    # -- open data -----------------------------------------------------------------------------
+
+    def withdraw(self) -> None:
+        """Say that we have given up: what lay open for all is its owner's again, who may write over it."""
+        if self.arena.pid == os.getpid():  # a forked child gives up for itself, and has our words before it
+            self.words[WITHDRAWN] = 1
+            self.fence.full()
+
+    def still_open(self, members: Sequence[Member]) -> Schedule:
+        """Let nobody go on who has read what some members had withdrawn by then: it may have been anything.
+
+        Why they have is on its way to us, and ends this; if they have destroyed the group, our deadline does.
+        """
+        self.fence.light()  # the loads of their data before those of their words
+        for member in members:
+            while member.words[WITHDRAWN]:
+                yield member.rank
 
     # -- areas ---------------------------------------------------------------------------------
 
