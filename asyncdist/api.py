@@ -100,11 +100,11 @@ def resolve(of: AnyGroup) -> Group:
 
     UsageError on a rank outside the group, and for a group of torch.distributed's.
     """
-    if isinstance(of, Group):
-        return of
     if of is None:
-        return default_world().group
-    return _stranger(of)
+        if _world is None:
+            raise _no_world()
+        return _world.group
+    return of if type(of) is Group else _stranger(of)  # `isinstance` asks an abstract class, which takes its time
 
 
 def _stranger(of: Any) -> Group:
