@@ -26,6 +26,16 @@ from asyncdist_transports.shm.window import DONE, Window
 _KEPT_KINDS = 512
 
 
+def _flat(tensor: torch.Tensor) -> Memory:
+    return Memory(tensor.view(-1))
+
+
+def _each(blocks: Blocks, size: int) -> list[Memory]:
+    if isinstance(blocks, torch.Tensor):
+        return [Memory(block) for block in blocks.view(size, blocks.numel() // size).unbind()]
+    return [Memory(block.view(-1)) for block in blocks]
+
+
 class ShmNative(Native):
     """The collectives of one group in shared memory."""
 
@@ -54,7 +64,7 @@ class ShmNative(Native):
             if len(self._kept) >= _KEPT_KINDS:
                 self._kept.clear()
         swap = swap_of(self._window, kind, self._crossing(kind))
-        start = None if swap is None else swap.schedule
+        start = self._in_rounds(kind) if swap is None else swap.schedule
         if kind.collective is Collective.all_reduce:
             start = self._all_reduce_of(kind, start)
         self._kept[key] = start
@@ -82,17 +92,34 @@ class ShmNative(Native):
 
         return open_or_staged
 
+    def _in_rounds(self, kind: Kind) -> Quick | None:
+        """Return what does calls with large tensors of one kind; None where nothing is known but by a plan."""
+        large, size, call, root = self._large, self._window.size, kind.fingerprint, kind.root
+        match kind.collective:
+            case Collective.reduce:
+                return lambda number, tensor: large.reduce(number, call, _flat(tensor), root, kind.arithmetic)
+            case Collective.reduce_scatter:
+                return lambda number, output, blocks: large.reduce_scatter(
+                    number, call, _each(blocks, size), _flat(output), kind.arithmetic
+                )
+            case Collective.broadcast:
+                return lambda number, tensor: large.broadcast(number, call, _flat(tensor), root)
+            case Collective.all_gather:
+                return lambda number, blocks, tensor: large.all_gather(
+                    number, call, [(_each(blocks, size), _flat(tensor))]
+                )
+            case Collective.all_to_all:
+                return lambda number, incoming, outgoing: large.all_to_all(
+                    number, call, _each(incoming, size), _each(outgoing, size)
+                )
+        return None
+
     def _crossing(self, kind: Kind) -> Quick:
         """Return what goes on with an all-to-all after it was staged with one meeting in mind."""
-
-        def memories(blocks: Blocks) -> list[Memory]:
-            rows = blocks.view(self._window.size, kind.count) if isinstance(blocks, torch.Tensor) else blocks
-            return [Memory(row.view(-1)) for row in rows]
-
-        def cross(number: int, incoming: Blocks, outgoing: Blocks) -> Schedule:
-            return self._large.cross_staged(number, kind.fingerprint, memories(incoming), memories(outgoing))
-
-        return cross
+        large, size, call = self._large, self._window.size, kind.fingerprint
+        return lambda number, incoming, outgoing: large.cross_staged(
+            number, call, _each(incoming, size), _each(outgoing, size)
+        )
 
     def _quick(
         self, collective: Collective, call: int, blocks: Sequence[Memory], how: Arithmetic | None = None, root: int = -1
