@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import socket
+import tempfile
 import time
 import types
 
@@ -26,8 +27,12 @@ async def check_sums(groups):
     assert {tensor[-1].item() for tensor in tensors} == {len(groups) * (len(groups) + 1) / 2}
 
 
-async def test_ranks_of_different_network_namespaces_meet_at_a_door(monkeypatch):
+@pytest.mark.parametrize("name", ["tmp", "a folder whose name is longer than the address of a socket may be" * 3])
+async def test_ranks_of_different_network_namespaces_meet_at_a_door(monkeypatch, tmp_path, name):
     """Abstract addresses would not be seen from there: each rank says that it lives in a namespace of its own."""
+    folder = tmp_path / name
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
     address, numbers, dialled = Porch.address, itertools.count(1), []
     monkeypatch.setattr(Porch, "address", lambda porch: {**address(porch), "net": next(numbers)})
     opened = Porch.open_door
@@ -35,6 +40,7 @@ async def test_ranks_of_different_network_namespaces_meet_at_a_door(monkeypatch)
     async with world_of(3, transport="shm") as groups:
         assert len(dialled) == 2
         await check_sums(groups)
+    assert list(folder.iterdir()) == []
 
 
 @pytest.mark.parametrize("says", [None, b"", b"garbage", b"x" * 44, b"asyncdist/1\n" + bytes(32)])

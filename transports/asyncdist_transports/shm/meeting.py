@@ -77,13 +77,18 @@ class Porch:
 
     def open_door(self) -> None:
         """Let peers of other network namespaces in, under the descriptor that `address` has told them."""
-        path = os.path.join(tempfile.gettempdir(), f"asyncdist-{self._name}")
-        sock = _listening(path)
-        self._sockets.append(sock)
+        folder = os.open(tempfile.gettempdir(), os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            path = (
+                f"/proc/self/fd/{folder}/asyncdist-{self._name}"  # an address may have 107 bytes, a folder's name more
+            )
+            self._sockets.append(_listening(path))
+            try:
+                descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            finally:
+                os.unlink(path)
         finally:
-            os.unlink(path)
+            os.close(folder)
         os.dup2(descriptor, self._door, inheritable=False)
         os.close(descriptor)
 
