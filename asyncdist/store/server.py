@@ -285,19 +285,13 @@ class StoreServer:
         if self.attention is not None:
             self.attention.heard(client)
 
-    def answered(self, client: object, count: int) -> bool:
-        """A client has spoken, or several (None); so many requests were answered without a session.
-
-        Return whether the loop has time: nothing was sent to others, and all that it does in this process is to serve.
-        """
+    def answered(self, client: object, count: int) -> None:
+        """A client has spoken, or several (None); so many requests were answered without a session."""
         self.num_requests += count
-        due = bool(self.state.due)
-        if due:
+        if self.state.due:
             self.deliver(self.state.collect(), None)
-        if self.attention is None:
-            return False
-        self.attention.heard(client)
-        return not due
+        if self.attention is not None:
+            self.attention.heard(client)
 
     # -- who comes back ---------------------------------------------------------------------------
 

@@ -2,8 +2,7 @@
 
 What a client of torch's TCPStore asks is done in a microsecond or two, of which the loop's way to a protocol and back is
 the greater part. So their sockets stand in an epoll of their own, which is a single descriptor to the loop. When it wakes,
-everything that has come on any of them is read, done and answered. As long as several speak, what they say next is waited
-for here, where that keeps nobody else waiting for longer than a moment; then the loop goes on.
+everything that has come on any of them is read, done and answered, as long as several speak, and then the loop goes on.
 
 Nearly all that comes is one short request that was asked before, in the very same bytes. What answers these is called at
 once, with nothing between a read and a write but a look into a dictionary. All else goes the long way, to the session:
@@ -21,7 +20,6 @@ import contextlib
 import select
 from collections.abc import Callable, Mapping
 from os import read, write
-from time import monotonic
 from typing import Any
 
 _READ_NBYTES = 64 << 10
@@ -29,20 +27,17 @@ _SHORT_NBYTES = 479
 """What is read where a short request is expected: with it, Python need not ask malloc for the bytes."""
 _AT_A_TIME = 64
 """Sockets that are read from before it is looked which are ready."""
+_LOOKS = 8
+"""How often it is looked, at most, before the loop goes on."""
 _BUSY = 2
-"""Where never as many had something to say, it is left to the loop to look again."""
-_TURN = 1e-3
-"""Seconds after which the loop goes on, whoever speaks; and how long it is waited for somebody to speak."""
+"""Where fewer had something to say, it is left to the loop to look again."""
 
 Receive = Callable[[bytes], bool]
 """Takes what has come; says whether what comes next begins a request, which may be answered at once."""
 Answers = Mapping[bytes, Callable[[], bytes | None]]
 """By what came: what answers it. None is for what must go the long way, of which nothing may have been done yet."""
-Heard = Callable[[object, int], bool]
-"""Is told, once a look, who has spoken (None stands for several), and how many were answered at once.
-
-Says whether more may be waited for: nothing has come of it that the loop has to do.
-"""
+Heard = Callable[[object, int], None]
+"""Is told, once a look, who has spoken (None stands for several), and how many were answered at once."""
 
 
 class Shortcuts:
@@ -106,16 +101,15 @@ class Shortcuts:
     def _serve(self) -> None:
         """Take what has come on all sockets, and answer it; when somebody is gone, that is left to the loop at once."""
         poll, there = self._epoll.poll, self._there
-        busy = self._somebody_left = False
-        until, patience = monotonic() + _TURN, 0.0
-        while ready := poll(patience, _AT_A_TIME):
-            alone = there.get(ready[0][0]) if len(ready) == 1 else None
-            count = self._answer(ready)
-            may_wait = self._heard(alone, count) and count == len(ready)
-            busy = busy or len(ready) >= _BUSY
-            if self._somebody_left or not busy or monotonic() >= until:
+        self._somebody_left = False
+        for _ in range(_LOOKS):
+            ready = poll(0, _AT_A_TIME)
+            if ready:
+                shortcut = there.get(ready[0][0])
+                count = self._answer(ready)
+                self._heard(shortcut if len(ready) == 1 else None, count)
+            if len(ready) < _BUSY or self._somebody_left:
                 return
-            patience = _TURN if may_wait else 0.0
 
     def _answer(self, ready: list[tuple[int, int]]) -> int:
         """Take what has come on some sockets; return how many requests were answered at once."""

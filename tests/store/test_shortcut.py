@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import select
 import socket
 import struct
@@ -11,8 +10,7 @@ import struct
 import pytest
 
 from asyncdist.runtime import runtime
-from asyncdist.store import StoreServer, shortcut
-from asyncdist.store.attention import Attention
+from asyncdist.store import StoreServer
 from asyncdist.store.c10d_session import C10dSession
 from asyncdist.store.c10d_wire import Code
 from asyncdist.store.shortcut import Shortcut
@@ -21,14 +19,11 @@ from asyncdist.testing.c10d import Peer, encode
 LARGE = bytes(range(256)) * (32 << 10)
 
 
-@pytest.fixture(params=["short", "alone", "through transports"])
+@pytest.fixture(params=["short", "through transports"])
 def server(request, monkeypatch):
-    """In turn one whose loop has other things to do as well, one that has a process to itself, and one without epoll."""
-    if request.param == "through transports":
+    if request.param != "short":
         monkeypatch.delattr(select, "epoll")
     server = runtime().run(StoreServer.start("127.0.0.1", 0))
-    if request.param == "alone":
-        server.attention = Attention(runtime().loop, 100e-6)
     yield server
     runtime().run(server.close())
     assert server.num_connections == server.state.num_open == 0
@@ -53,36 +48,6 @@ def test_many_are_answered_in_one_turn(peers):
     for peer in peers:
         peer.send(Code.ADD, b"/n", 1)
     assert sorted(peer.reply(Code.ADD) for peer in peers) == [1, 2, 3]
-
-
-@pytest.mark.parametrize("seconds_between_looks", [0, 1])
-def test_the_loop_has_its_turn_in_time_however_long_several_ask(server, peers, monkeypatch, seconds_between_looks):
-    clock = itertools.count(0, seconds_between_looks)
-    monkeypatch.setattr(shortcut, "monotonic", lambda: next(clock))
-    heard, looks, most = server.shortcuts._heard, 0, 20
-
-    def hear(client, count):
-        nonlocal looks
-        looks += 1
-        for peer in peers if looks < most else ():
-            peer.send(Code.ADD, b"/n", 1)
-        return heard(client, count)
-
-    def serve():
-        server.resume_reading()
-        if server.shortcuts._epoll is not None:
-            server.shortcuts._serve()
-        return looks
-
-    assert [peer.ask(Code.ADD, b"/n", 1) for peer in peers] == [1, 2, 3]
-    on_server(server.pause_reading)
-    for peer in peers:
-        peer.send(Code.ADD, b"/n", 1)
-    monkeypatch.setattr(server.shortcuts, "_heard", hear)
-    looks_in_a_turn = on_server(serve)
-    if hasattr(select, "epoll"):
-        assert looks_in_a_turn == (1 if seconds_between_looks else most)
-    assert sorted(peer.reply(Code.ADD) for peer in peers) == [4, 5, 6]
 
 
 def test_a_request_that_releases_others(peers):
