@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import gc
 import os
+import signal
 import threading
 import time
 from collections import Counter
@@ -30,6 +31,10 @@ PATIENCE = 5.0
 """Seconds for what ends on another thread or loop to be gone, without those for which we stood in line."""
 LONG = 60.0
 """Seconds: a limit that no test is to reach, on however busy a machine."""
+
+# A shell lets what it starts in the background ignore Ctrl-C, and that would be passed on to all processes of the tests.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # How long an example takes says more about what else runs on the machine than about the code.
 hypothesis.settings.register_profile(
