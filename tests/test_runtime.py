@@ -157,9 +157,8 @@ def test_a_connection_that_breaks_while_the_loop_is_wound_down_leaves_nothing(ow
             await asyncio.sleep(math.inf)
         finally:
             breaks.set()
-            while client._line.link is not None:  # noqa: ASYNC110
+            while not isinstance(client._line._redialling, asyncio.Task):  # noqa: ASYNC110
                 await asyncio.sleep(0)
-            await asyncio.sleep(0.05)  # it has begun to connect again
 
     own.submit(stay())
     connected.wait(LONG)
