@@ -299,7 +299,7 @@ class Large:
         yield from self._cross(turn, incoming, outgoing)
 
     def _cross(self, turn: Turn, incoming: Sequence[Memory], outgoing: Sequence[Memory]) -> Schedule:
-        pieces = Pieces(turn, max(1, self._size - 1), outgoing[0].dtype, head_nbytes=head_nbytes(self._size))
+        pieces = Pieces(turn, max(1, self._size - 1), outgoing[0].dtype, head=head_nbytes(self._size))
         firsts: dict[int, int] = {}
 
         def stage(k: int, at: int) -> None:

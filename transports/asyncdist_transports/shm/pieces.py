@@ -20,10 +20,10 @@ class Pieces:
 
     __slots__ = ("blocks", "dtype", "head", "number", "step", "stride", "window")
 
-    def __init__(self, turn: Turn, blocks: int, dtype: torch.dtype, *, head_nbytes: int = 0) -> None:
+    def __init__(self, turn: Turn, blocks: int, dtype: torch.dtype, *, head: int = 0) -> None:
         self.window, self.number = turn.window, turn.number
         self.dtype, self.blocks = dtype, blocks
-        self.head = head_nbytes
+        self.head = head
         self.stride = (turn.window.area_nbytes - self.head) // blocks // _LINE_NBYTES * _LINE_NBYTES
         self.step = self.stride // dtype.itemsize
 
