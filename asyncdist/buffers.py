@@ -18,7 +18,8 @@ from asyncdist.errors import UnsupportedError, UsageError
 
 # The number of a dtype on the wire is its place in this list: append only.
 _DTYPE_NAMES = """uint8 int8 int16 int32 int64 float16 float32 float64 complex32 complex64 complex128 bool bfloat16
-float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu uint16 uint32 uint64 float4_e2m1fn_x2""".split()
+float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu uint16 uint32 uint64 float4_e2m1fn_x2
+bcomplex32""".split()
 DTYPE_NUMBERS: dict[torch.dtype, int] = {
     getattr(torch, name): number for number, name in enumerate(_DTYPE_NAMES, start=1) if hasattr(torch, name)
 }

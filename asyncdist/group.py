@@ -371,3 +371,5 @@ class Group(Calls):
             inside = self._native or self._islands
             if inside is not None:
                 self.mesh.progress.submit(inside.close)
+            if self.world is not None:
+                self.world.forget(self)

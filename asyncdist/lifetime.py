@@ -38,6 +38,7 @@ def unwatch(holder: Holder) -> None:
 
 
 def _at_exit() -> None:
+    runtime.process_ends()
     for holder in list(_holders):
         holder.end_with_process()
 

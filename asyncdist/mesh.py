@@ -97,8 +97,8 @@ class Mesh:
     def agree(self, reached: Sequence[Mapping[str, Sequence[int]]]) -> None:
         """Take what every rank's `settle` returned, by rank: now groups may be made."""
         self.ways.agree(reached)
-        spin, crowded = self.ways.spin()
-        self.progress.spin_for(spin, min(spin, self.config.await_spin_us * 1e-6), crowded=crowded)
+        spin, spread = self.ways.spin()
+        self.progress.spin_for(spin, min(spin, self.config.await_spin_us * 1e-6), spread)
         if self._at_home:
             self.progress.arm()
 

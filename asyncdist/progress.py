@@ -40,8 +40,8 @@ from asyncdist.machine import READ, Failing, Finishable, Machine, Wait
 from asyncdist.runtime import runtime
 
 _yield_core: Callable[[], None] = getattr(os, "sched_yield", lambda: None)
-
 _SLICE = 1e-3  # seconds for which the loop driver goes on before it lets the loop's other callbacks run
+_SPREAD_EVERY = 1e-3  # seconds after which who waits looks again whether its core is the right one
 
 
 class Progress:
@@ -53,8 +53,9 @@ class Progress:
 
     def __init__(self, machine: Machine, home: asyncio.AbstractEventLoop | None = None) -> None:
         self._machine = machine
-        self._spin = self._loop_spin = 0.0
+        self._spin = self._loop_spin = self._spread_at = 0.0
         self._polls, self._glances = 512, 1
+        self._spread: Callable[[], None] | None = None
         self._home = home
         self._leaving_home = threading.Lock()
         self._lock = threading.Lock()
@@ -65,14 +66,15 @@ class Progress:
         self._bell: Bell | None = None
         self._lookout = Lookout(self._drive_on_loop)
 
-    def spin_for(self, spin: float, loop_spin: float, *, crowded: bool) -> None:
+    def spin_for(self, spin: float, loop_spin: float, spread: Callable[[], None] | None) -> None:
         """Set for how many seconds an inline driver tries again before it sleeps, and the home loop before it turns.
 
-        Where it is crowded, peers wait for the core that we spin on: it is offered to them more often.
+        Where there is a ``spread``, peers need our core while we wait: they get it more often, and that is called too.
         """
+        self._spread = spread
         self._spin, self._loop_spin = spin, loop_spin if self._home is not None else 0.0
         # Looks before the core is offered; and at the call itself, in less time than making an operation takes.
-        self._polls, self._glances = (2, 1) if crowded or not spin else (512, 32)
+        self._polls, self._glances = (2, 1) if spread or not spin else (512, 32)
 
     # -- for everyone --------------------------------------------------------------------------
 
@@ -143,6 +145,12 @@ class Progress:
             self._machine.expire(now)
         return now
 
+    def _offer_core(self, now: float) -> None:
+        _yield_core()
+        if self._spread and now >= self._spread_at:
+            self._spread_at = now + _SPREAD_EVERY
+            self._spread()
+
     # -- the inline driver ---------------------------------------------------------------------
 
     def refuse_loop_thread(self, what: str) -> None:
@@ -185,7 +193,7 @@ class Progress:
                         until = until or (now + self._spin if wait else now)
                         if now >= until:
                             return False
-                        _yield_core()
+                        self._offer_core(now)
                 return True
             except BaseException as cause:
                 if not isinstance(cause, Exception):
@@ -227,8 +235,8 @@ class Progress:
                         waits = self._machine.waits()
                         self._bell = self._bell or Bell()  # before the word: who reads it finds a bell to ring
                         self._sleeping = waits is not None
-                    else:
-                        _yield_core()  # to a peer that shares it; two that both want to run are soon moved apart
+                    else:  # a peer may share it; two that both want to run are soon moved apart
+                        self._offer_core(now)
             self._deliver()
             if work.is_completed() or now >= until:
                 self._sleeping = False
@@ -308,7 +316,7 @@ class Progress:
             if now >= until and not moved:
                 break
             if not moved:
-                _yield_core()
+                self._offer_core(now)
         self._rouse()
         if self._inbox and not self._seat.locked():  # put there while we held the lock, by who could not wait for it
             self._kick()
@@ -341,21 +349,19 @@ class Progress:
                 if moved:
                     spin_until = now + self._loop_spin
                 else:
-                    _yield_core()
+                    self._offer_core(now)
                 moved = self._turn(None)
             self._spent = now >= until
             self._expire()
             wanted = self._machine.waits() if self._home is not None or self._machine.busy() else []
             self._resting = wanted is not None and self._machine.busy()
             at = self._machine.next_deadline()
-            if wanted is None:
-                moved = True
-            else:  # under the lock: who retires a socket meanwhile would close it under the loop's eyes
+            if wanted is not None:  # under the lock: who retires a socket would close it under the loop's eyes
                 self._lookout.watch(self.loop, dict(wanted))
         self._lookout.set_timer(self.loop, at)
         self._deliver()
         self._wake()
-        if moved or self._inbox or self._spent:
+        if moved or wanted is None or self._inbox or self._spent:
             self._kick()
 
     def close(self) -> None:

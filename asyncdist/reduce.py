@@ -49,6 +49,7 @@ _NARROW = frozenset(
     ]
     if hasattr(torch, name)
 )
+_NARROW_COMPLEX = frozenset(getattr(torch, name) for name in ("complex32", "bcomplex32") if hasattr(torch, name))
 
 
 def kernel_of(op: Reduction) -> ReduceOp:
@@ -73,10 +74,15 @@ def check(op: Reduction, dtype: torch.dtype) -> None:
 
 
 def accumulator(op: Reduction, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which to accumulate: float32 for narrow floats, complex64 for complex32, else the same."""
+    """Return the dtype in which to accumulate: float32 for narrow floats, complex64 for their pairs, else the same."""
     if dtype in _NARROW:
         return torch.float32
-    return torch.complex64 if dtype is torch.complex32 else dtype
+    return torch.complex64 if dtype in _NARROW_COMPLEX else dtype
+
+
+def has_arithmetic(dtype: torch.dtype) -> bool:
+    """Return whether torch computes in a floating-point or complex dtype; into float8 and bcomplex32 it only converts."""
+    return dtype.itemsize > 1 and dtype is not getattr(torch, "bcomplex32", None)
 
 
 def fold_of(op: Reduction, dtype: torch.dtype) -> Fold:

@@ -39,7 +39,12 @@ class Runtime:
         self.loop: asyncio.AbstractEventLoop = new_loop()
         self._told = threading.Lock()  # taken once, and kept, by who tells the loop to stop
         self._thread = threading.Thread(target=self._main, name="asyncdist-runtime", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:
+            self.loop.close()
+            if not _ending:
+                raise  # else this is Python 3.12.0 or 3.12.1, which start no thread for a process that ends
 
     def _main(self) -> None:
         asyncio.set_event_loop(self.loop)
@@ -135,9 +140,14 @@ def close_runtime(timeout: float | None = None) -> None:
         current.close(timeout)
 
 
-def _at_exit() -> None:
+def process_ends() -> None:
+    """Let what there is now be the last: whoever asks for a runtime where none can be started finds its loop closed."""
     global _ending
     _ending = True
+
+
+def _at_exit() -> None:
+    process_ends()
     close_runtime(_AT_EXIT)
 
 

@@ -118,6 +118,9 @@ class Transport(ABC):
         crowded = here > (os.cpu_count() or 1)
         return (0.0 if crowded or self.same_thread else self.host.config.spin_us * 1e-6), crowded
 
+    def spread(self) -> None:  # noqa: B027 - which transports need not do
+        """Move this thread to another core if too many peers crowd on its own. Called now and then by one who waits."""
+
     @abstractmethod
     def link(self, peer: int, address: Address) -> Link:
         """Make the link to a peer. It connects when it is first used."""

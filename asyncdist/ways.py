@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from asyncdist.collectives.hierarchy import Layout, layout
@@ -76,11 +76,16 @@ class Ways:
         """How many ranks there are on this host: those who can share memory; where nobody has tried, it may be all."""
         return max((len(tried[self._rank]) + 1 for tried in self._tried.values()), default=len(self._addresses))
 
-    def spin(self) -> tuple[float, bool]:
-        """Return for how many seconds one who waits had better try on, and whether peers need our core meanwhile."""
+    def spin(self) -> tuple[float, Callable[[], None] | None]:
+        """Return for how many seconds one who waits had better try on, and what keeps ranks spread if cores are fewer."""
         ways = {self.to(peer) for peer in range(len(self._addresses)) if peer != self._rank}
         waits = [way.spin(self.here) for way in ways if way is not None]
-        return min((spin for spin, _ in waits), default=0.0), any(crowded for _, crowded in waits)
+        crowded = any(crowded for _, crowded in waits)
+        return min((spin for spin, _ in waits), default=0.0), self._spread if crowded else None
+
+    def _spread(self) -> None:
+        for transport in self.transports:
+            transport.spread()
 
     def _joined(self, name: str, rank: int, peer: int) -> bool:
         tried = self._tried.get(name)

@@ -7,6 +7,7 @@ may hold several.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import itertools
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -67,9 +68,14 @@ class World:
 
     def leave(self) -> None:
         """Destroy every group and say goodbye to the peers. Idempotent; not on a loop other than the home one."""
-        for group in self.groups:
+        for group in list(self.groups):
             group.close()
         self.mesh.close()
+
+    def forget(self, group: Group) -> None:
+        """Keep a destroyed group no longer: who makes and destroys groups all the time would fill the memory."""
+        with contextlib.suppress(ValueError):  # made by hand, or forgotten by another thread
+            self.groups.remove(group)
 
     async def close(self) -> None:
         """Leave the peers, and then the store, on the loop where the world was opened. Idempotent."""

@@ -17,7 +17,7 @@ from asyncdist.errors import ProtocolError, UsageError
 from asyncdist.objects import pack, unpack
 from asyncdist.testing.arithmetic import noise, same
 
-pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:(ComplexHalf|BComplex32) support is experimental:UserWarning")
 
 
 def there_and_back(value):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import select
 import socket
@@ -225,14 +226,14 @@ async def test_what_goes_on_and_on_has_one_slice_in_a_turn_of_the_loop(monkeypat
 
 
 def test_who_waits_spins_for_a_bounded_time_and_offers_the_core_where_ranks_outnumber_cores(monkeypatch):
-    offered = []
+    offered, spread = [], []
     monkeypatch.setattr(progress_module, "_yield_core", lambda: offered.append(True))
 
     def offers(crowded):
         mill = Mill()
         monkeypatch.setattr(progress_module, "monotonic", lambda: mill.clock)
         progress, looks = Progress(mill), 2 if crowded else 512
-        progress.spin_for(1.0, 0.0, crowded=crowded)
+        progress.spin_for(1.0, 0.0, (lambda: spread.append(mill.clock)) if crowded else None)
         offered.clear()
         assert not progress.attempt((1 for _ in mill.steps()), Well(), wait=True)
         between = looks * progress_module._SLICE / 10
@@ -240,6 +241,8 @@ def test_who_waits_spins_for_a_bounded_time_and_offers_the_core_where_ranks_outn
         return len(offered)
 
     assert offers(crowded=True) > 8 * offers(crowded=False) > 0
+    assert all(later - former >= progress_module._SPREAD_EVERY for former, later in itertools.pairwise(spread))
+    assert 500 < len(spread) <= 1000
 
 
 class Door(Dozer):

@@ -14,7 +14,7 @@ import pytest
 
 from asyncdist.config import Config
 from asyncdist.errors import UsageError
-from asyncdist.runtime import Runtime, close_runtime, runtime
+from asyncdist.runtime import Runtime, close_runtime, process_ends, runtime
 from asyncdist.store import AsyncStore, StoreServer
 
 LONG = 20.0
@@ -237,3 +237,19 @@ def test_a_process_ends_with_its_loop_or_without_it_and_says_nothing(how, status
     assert ended.stdout == ("ended ['asyncdist-runtime']\n" if how == "held" else "ended []\n")
     said = ended.stderr.splitlines()
     assert (said[-1:] == ["KeyError: 'a mistake'"]) if status else (said == []), ended.stderr
+
+
+def test_where_no_thread_can_be_started_the_loop_is_closed_at_the_end_of_the_process_and_an_error_before(monkeypatch):
+    def refuse(self):
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    monkeypatch.setattr("asyncdist.runtime._current", None)
+    monkeypatch.setattr("asyncdist.runtime._ending", False)
+    with pytest.raises(RuntimeError, match="can't create new thread"):
+        runtime()
+    process_ends()
+    last = runtime()
+    assert last.closed
+    assert last.loop.is_closed()
+    assert runtime() is last

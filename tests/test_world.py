@@ -12,6 +12,7 @@ import asyncdist
 from asyncdist.config import Config
 from asyncdist.errors import RendezvousError
 from asyncdist.store import HashStore
+from asyncdist.testing.cluster import world_of
 from asyncdist.world import open_world
 
 
@@ -20,6 +21,20 @@ async def refused(*opened):
     outcomes = await asyncio.wait_for(asyncio.gather(*opened, return_exceptions=True), 60)
     assert [type(outcome) for outcome in outcomes] == [RendezvousError] * len(outcomes)
     return [str(outcome) for outcome in outcomes]
+
+
+@pytest.mark.parametrize("transport", ["inproc", "shm", "tcp"])
+async def test_a_destroyed_group_is_forgotten(transport):
+    async with world_of(2, transport=transport) as worlds:
+
+        async def live_and_die(group):
+            for _ in range(5):
+                inner = group.world.new_group([0, 1])
+                await inner.barrier()
+                inner.close()
+
+        await asyncio.gather(*[live_and_die(group) for group in worlds])
+        assert [group.world.groups for group in worlds] == [[group] for group in worlds]
 
 
 @pytest.mark.parametrize(

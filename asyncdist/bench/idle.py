@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import distributed
-
 from asyncdist.torch_backend import making
 from asyncdist.torch_backend.process_group import ProcessGroup
 from asyncdist.torch_backend.work import DONE, Work
@@ -31,9 +29,7 @@ for _name in (
 
 def register() -> None:
     """Make `NAME` a back end of torch.distributed. Idempotent."""
-    backends: Any = distributed.Backend
-    if NAME.upper() not in backends._plugins:
-        backends.register_backend(NAME, _make, extended_api=True, devices=["cpu"])
+    making.add_backend(NAME, _make, ["cpu"])
 
 
 def _make(opts: Any, pg_options: object = None) -> Idle:

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from asyncdist.bench.contenders import Contender, Start
-from asyncdist.bench.plan import Plan, rounds
+from asyncdist.bench.plan import Plan, in_turns, rounds
 from asyncdist.bench.result import Timing
 from asyncdist.bench.traffic import Traffic, traffic
 
@@ -58,8 +58,7 @@ def measure(entries: Sequence[Entry], start: Start, plan: Plan, tell: Callable[[
 
     for turn, count in enumerate(rounds(calls, block)):
         tell(turn * block / calls)
-        first = turn % len(entries)
-        for contender, case in [*entries[first:], *entries[:first]]:
+        for contender, case in in_turns(entries, turn):
             start()
             times = contender.run(case, count + lead_in, partial(before, case), partial(case.glance, contender.name))
             seconds[contender.name] += times[lead_in:]

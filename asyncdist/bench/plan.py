@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import random
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
+
+_Each = TypeVar("_Each")
 
 COLLECTIVES = (
     "all_reduce",
@@ -110,3 +114,8 @@ def rounds(calls: int, block: int) -> Iterable[int]:
     """Yield how many calls each contender makes in each round."""
     for start in range(0, calls, block):
         yield min(block, calls - start)
+
+
+def in_turns(contenders: Sequence[_Each], turn: int) -> list[_Each]:
+    """Return in which order contenders go in a round: another one each time, so that none always follows the same one."""
+    return random.Random(turn).sample(contenders, len(contenders))

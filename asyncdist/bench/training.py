@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from asyncdist import sync
 from asyncdist.bench.contenders import Start
 from asyncdist.bench.models import STEPS, Batch, Step, loss_of
-from asyncdist.bench.plan import Plan
+from asyncdist.bench.plan import Plan, in_turns
 from asyncdist.bench.result import Timing, Training
 from asyncdist.ddp import DistributedDataParallel
 from asyncdist.errors import BenchmarkError
@@ -57,8 +57,7 @@ def train(
     for turn in range(-_WARM_UP_STEPS, plan.training_steps):
         tell(max(0, turn) / plan.training_steps)
         batch = step.batch()
-        first = turn % len(names)
-        for who in [*names[first:], *names[:first]]:
+        for who in in_turns(names, turn):
             start()
             began = perf_counter()
             trainers[who].step(batch)

@@ -21,7 +21,7 @@ from asyncdist.collectives.schedule import Schedule
 from asyncdist.errors import UsageError
 from asyncdist.native import Kind
 from asyncdist.ops import Collective, PremulSum, Reduction
-from asyncdist.reduce import Arithmetic, arithmetic, divide
+from asyncdist.reduce import Arithmetic, accumulator, arithmetic, divide, has_arithmetic
 
 _SEGMENT_COUNT = 1 << 20  # elements of a segment that is accumulated in memory of its own
 
@@ -29,9 +29,9 @@ _SEGMENT_COUNT = 1 << 20  # elements of a segment that is accumulated in memory 
 def _scaled(tensor: torch.Tensor, op: Reduction) -> torch.Tensor:
     if not isinstance(op, PremulSum):
         return tensor
-    if tensor.dtype.itemsize > 1:
+    if has_arithmetic(tensor.dtype):
         return tensor * op.factor
-    return (tensor.to(torch.float32) * op.factor).to(tensor.dtype)  # float8 has no arithmetic of its own
+    return (tensor.to(accumulator(op, tensor.dtype)) * op.factor).to(tensor.dtype)
 
 
 def _prescale(memory: Memory, op: Reduction) -> None:

@@ -82,11 +82,10 @@ class DeviceGroup(Calls):
         self._line = Line(f"asyncdist-{device}")
         self._watch = Watch(f"asyncdist-watch-{device}", self._look_for_trouble, self._too_late, self._broken)
         self._messages = Messages(Site(host, self._streams.beside()), kinds, self._watch, self._guarded)
-        self._roll_call = RollCall(self._site, lambda: self._messages.letters, self._fail_all)
+        self._roll_call = RollCall(self._site, self._fail_all)
         self._begun = False
         self._splitting: DeviceWork | None = None  # while a larger group splits off what we inherit
         self._closed = False
-        self._troubled = 0.0  # when trouble was first seen
         self.error: GroupError | None = None
 
     @property
@@ -222,12 +221,13 @@ class DeviceGroup(Calls):
         if ensemble is not None and not ensemble.compares and pending.numbered:
             self._roll_call.tell(pending.entry.seq, pending.entry.fingerprint, pending.issued)
         cause = self._host.error or self._messages.trouble() or (None if ensemble is None else ensemble.trouble())
-        if cause is None:
-            return
-        self._troubled = self._troubled or monotonic()
-        # What stands in the queue may well be done without a peer that has left since, in order.
-        if pending.mark is None or monotonic() - self._troubled > _GRACE:
+        if cause is not None and pending.mark is None:
             self._fail(cause, pending)
+        elif cause := cause or self._roll_call.error:
+            # What stands in the queue, or is about to, may well be done without a peer that has left since, in order.
+            pending.troubled = pending.troubled or monotonic()
+            if monotonic() - pending.troubled > _GRACE:
+                self._fail(cause, pending)
 
     def _too_late(self, pending: Pending) -> None:
         elapsed = monotonic() - pending.issued
@@ -253,6 +253,7 @@ class DeviceGroup(Calls):
                 self.error.__cause__ = cause
             self._host.abort(str(self.error.reason))
             self._messages.abort(str(self.error.reason))
+            self._roll_call.close()
             if self._ensemble is not None:
                 self._ensemble.abort()
         for one in self._watch.take_all():
@@ -277,6 +278,7 @@ class DeviceGroup(Calls):
         self._watch.close()
         self._host.close()
         self._messages.close()
+        self._roll_call.close()
         self._line.close(self._leave)
 
     def _leave(self) -> None:

@@ -11,7 +11,6 @@ import functools
 import itertools
 import logging
 import struct
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from time import monotonic
@@ -21,16 +20,17 @@ import torch
 
 from asyncdist.buffers import Memory, Target
 from asyncdist.collectives import exchanges
+from asyncdist.devices.beside import Beside
 from asyncdist.devices.courier import LETTER_NBYTES, NUMBERS, REFUSED, Conversation, Courier, Letter, Refused, Talk
 from asyncdist.devices.ensemble import Ensemble, Site
 from asyncdist.devices.line import Line
 from asyncdist.devices.streams import Mark
 from asyncdist.devices.watch import Pending, Watch
-from asyncdist.errors import MismatchError, NotInitializedError
+from asyncdist.errors import MismatchError
 from asyncdist.work import Work
 
 if TYPE_CHECKING:
-    from asyncdist.group import Group
+    pass
 
 log = logging.getLogger("asyncdist")
 
@@ -63,25 +63,7 @@ class Messages:
         self._piece_nbytes = max(1, site.host.mesh.config.device_piece_nbytes)
         self._couriers: dict[str, Courier] | None = None
         self._refused: set[tuple[int, str]] = set()  # ranks in the group, and ways that cannot be gone with them
-        self._letters: Group | None = None
-        self._changing = threading.Lock()
-        self._closed = False
-
-    # -- what is said on the host --------------------------------------------------------------
-
-    @property
-    def letters(self) -> Group:
-        """A group of the host that carries what ranks tell one another beside the messages' tags."""
-        with self._changing:
-            if self._closed:
-                raise NotInitializedError(f"group {self._site.host.name!r} was destroyed")
-            if self._letters is None:
-                self._letters = self._site.host.beside("letters")
-            return self._letters
-
-    @property
-    def error(self) -> Exception | None:
-        return None if self._letters is None else self._letters.error
+        self._letters = Beside(site.host, "letters")  # what ranks tell one another beside the messages' tags
 
     # -- one step after the other --------------------------------------------------------------
 
@@ -125,8 +107,8 @@ class Messages:
             plan.fingerprint = fingerprint
             return host._start(host._messages, "send", tag, plan, timeout=max(0.0, deadline - monotonic()))
 
-        number = next(self._numbers) % (NUMBERS - 1)  # the last one's tags are the watch's
-        talk = Talk(self.letters, peer, number, data.numel(), deadline, first, sends=True)
+        number = next(self._numbers) % NUMBERS
+        talk = Talk(self._letters.group(), peer, number, data.numel(), deadline, first, sends=True)
         for courier in self._ways_to(peer, data.numel()):
             try:
                 return Arrival(None, (yield from courier.send(data, talk, before)))
@@ -175,7 +157,9 @@ class Messages:
         if letter.nbytes != data.numel():  # a fingerprint counts elements modulo some number
             words = f"rank {source} sent {letter.nbytes} bytes where {data.numel()} were expected"
             raise MismatchError(source, words)
-        talk = Talk(self.letters, host.ranks.index(source), letter.number, letter.nbytes, deadline, sends=False)
+        talk = Talk(
+            self._letters.group(), host.ranks.index(source), letter.number, letter.nbytes, deadline, sends=False
+        )
         mark = yield from self._taken(letter, data, talk, before)
         if target.copied:
             with self._site.streams.behind(mark):
@@ -238,6 +222,11 @@ class Messages:
 
     # -- failing, and the end ------------------------------------------------------------------
 
+    @property
+    def error(self) -> Exception | None:
+        """What the letters failed with; None while they work."""
+        return self._letters.error
+
     def trouble(self) -> Exception | None:
         """Return what has gone wrong beside any message, None if nothing has."""
         troubles = (courier.trouble() for courier in list((self._couriers or {}).values()))
@@ -245,17 +234,13 @@ class Messages:
 
     def abort(self, reason: str) -> None:
         """End everything, as the group has failed; never blocks."""
-        if self._letters is not None:
-            self._letters.abort(reason)
+        self._letters.abort(reason)
         for courier in list((self._couriers or {}).values()):
             courier.abort()
 
     def close(self) -> None:
         """Destroy what there is: what is pending has failed. The couriers end on the line."""
-        with self._changing:
-            self._closed = True
-        if self._letters is not None:
-            self._letters.close()
+        self._letters.close()
         self.line.close(self._leave)
 
     def _leave(self) -> None:

@@ -3,6 +3,9 @@
 Some ways between devices compare nothing (NCCL): calls that do not fit together just last. So who has been in one for
 some time tells its neighbours which it is, and whoever was told compares. Where two ranks differ, so do two
 neighbours; and what fits together never pays for it.
+
+They speak in a group of the host's that is for this alone. Who listens there waits for anybody, and so that group fails
+when all others have left, in order and with all done that we still wait for: nothing else may fail of that.
 """
 
 from __future__ import annotations
@@ -14,19 +17,16 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from time import monotonic
-from typing import TYPE_CHECKING
 
 import torch
 
+from asyncdist.devices.beside import Beside
 from asyncdist.devices.ensemble import Site
 from asyncdist.errors import NotInitializedError
 from asyncdist.work import Work
 
-if TYPE_CHECKING:
-    from asyncdist.group import Group
-
 _WORDS = struct.Struct("<QQ")  # the number of a call, and its fingerprint
-_TAG = (1 << 32) - 1  # no message's letters have it
+_TAG = 0
 _KEPT = 1024
 _FIRST, _LAST = 1.0, 300.0  # seconds until one tells, the longer the more often one has told already
 
@@ -34,12 +34,13 @@ _FIRST, _LAST = 1.0, 300.0  # seconds until one tells, the longer the more often
 class RollCall:
     """One rank's calls, by number, and what it was told of others'. ``found(error)`` is told of a difference."""
 
-    def __init__(self, site: Site, letters: Callable[[], Group], found: Callable[[Exception], object]) -> None:
-        self._site, self._letters, self._found = site, letters, found
+    def __init__(self, site: Site, found: Callable[[Exception], object]) -> None:
+        self._site, self._found = site, found
         self._changing = threading.Lock()
         self._calls: dict[int, int] = {}
         self._numbers: deque[int] = deque()
         self._ahead: dict[int, tuple[int, int]] = {}  # by number: who told of a call before we made ours, and what
+        self._among = Beside(site.host, "roll call")
         self._ear: Work | None = None
         self._told = 0
         self._until, self._pause = 0.0, _FIRST
@@ -61,7 +62,7 @@ class RollCall:
             return
         words = torch.empty(_WORDS.size, dtype=torch.uint8, device="cpu")
         with contextlib.suppress(NotInitializedError):  # destroyed meanwhile
-            self._ear = self._letters()._receive(words, None, _TAG, {"timeout": math.inf})
+            self._ear = self._among.group()._receive(words, None, _TAG, {"timeout": math.inf})
             self._ear.add_done_callback(lambda work: self._heard(work, words))
 
     def tell(self, number: int, fingerprint: int, since: float) -> None:
@@ -74,8 +75,17 @@ class RollCall:
         rank, size = self._site.rank, self._site.size
         for peer in {(rank + 1) % size, (rank - 1) % size} - {rank}:
             with contextlib.suppress(NotInitializedError):
-                sent = self._letters()._send(words, peer, _TAG, {"timeout": math.inf})
+                sent = self._among.group()._send(words, peer, _TAG, {"timeout": math.inf})
                 sent.add_done_callback(lambda work: work.exception())
+
+    @property
+    def error(self) -> Exception | None:
+        """What came to our ears: None while somebody may still tell us something."""
+        return self._among.error
+
+    def close(self) -> None:
+        """Tell and hear no more. Idempotent."""
+        self._among.close()
 
     def _heard(self, work: Work, words: torch.Tensor) -> None:
         if work.exception() is not None:

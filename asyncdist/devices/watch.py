@@ -35,6 +35,7 @@ class Pending:
     mark: Mark | None = None
     value: Any = None
     held: Any = None
+    troubled: float = 0.0  # when it was first seen to wait while peers are gone
 
     def stands(self, value: Any, mark: Mark) -> None:
         """Note that all that the device is to do stands in its queues, up to a mark."""

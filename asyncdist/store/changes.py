@@ -25,7 +25,7 @@ from typing import Any
 import msgpack
 
 from asyncdist.errors import ProtocolError
-from asyncdist.store.entries import KEPT_ANSWERS, Contents, Refused
+from asyncdist.store.entries import KEPT_ANSWERS, Contents, Refused, cost_of
 from asyncdist.store.operations import Kind, Reason, Reply
 from asyncdist.store.pieces import LONG_NBYTES
 
@@ -106,7 +106,8 @@ class Book:
         values = sum(len(key) + len(value) + _ENTRY_NBYTES for key, value in contents.values.items())
         items = (len(item) + _ENTRY_NBYTES for queue in contents.queues.values() for item in queue.values())
         tied = sum(len(key) + len(value) + _ENTRY_NBYTES for key, (_, value) in contents.ephemeral.items())
-        self.nbytes = values + sum(items) + tied
+        answers = (cost_of(value) for _, kept in contents.members.values() for _, value in kept.values())
+        self.nbytes = values + sum(items) + tied + sum(answers)
         self._ephemeral = set(contents.ephemeral)
 
     @property
@@ -169,6 +170,9 @@ class Book:
 
     def received(self, identity: bytes, before: int) -> None:
         self._note((Change.RECEIVED, identity, before))
+
+    def kept(self, nbytes: int) -> None:
+        self.nbytes += nbytes
 
     def forgotten(self, identity: bytes) -> None:
         self._note((Change.FORGOTTEN, identity))

@@ -116,7 +116,22 @@ class Table:
 
 
 KEPT_ANSWERS = 1 << 16
-"""Of one client: more than any has in flight, and a bound on what one costs that never says what has arrived."""
+KEPT_NBYTES = 128 << 20
+"""Of one client: more than any has in flight, and bounds on what one costs that never says what has arrived."""
+_ANSWER_NBYTES = 200
+"""What an answer costs in memory beside the bytes of a value or of an explanation, roughly."""
+
+
+def cost_of(value: Any) -> int:
+    """Return bytes that it costs to keep an answer."""
+    match value:
+        case bytes():
+            return len(value) + _ANSWER_NBYTES
+        case (_, str(why)):  # it was refused
+            return len(why) + _ANSWER_NBYTES
+    return _ANSWER_NBYTES
+
+
 MemberContents = tuple[float, dict[int, tuple[int, Any]]]
 """A client's lease in seconds, and by request what its changes came to: kind and value of each reply."""
 

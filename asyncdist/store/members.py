@@ -12,7 +12,7 @@ import heapq
 import math
 from typing import Protocol
 
-from asyncdist.store.entries import KEPT_ANSWERS, MemberContents
+from asyncdist.store.entries import KEPT_ANSWERS, KEPT_NBYTES, MemberContents, cost_of
 from asyncdist.store.operations import Client, Kind, Reply
 
 
@@ -27,11 +27,14 @@ class MembersLedger(Protocol):
 
     def forgotten(self, identity: bytes) -> None: ...
 
+    def kept(self, nbytes: int) -> None:
+        """So many bytes more of answers are kept (fewer, if that is negative)."""
+
 
 class Member:
     """A client of a store. ``connection`` is where it is now; None while it is waited for, until ``until``."""
 
-    __slots__ = ("_answers", "_ledger", "connection", "identity", "lease", "until")
+    __slots__ = ("_answers", "_ledger", "connection", "identity", "lease", "nbytes", "until")
 
     def __init__(
         self, identity: bytes, lease: float, connection: Client | None, ledger: MembersLedger | None = None
@@ -40,6 +43,8 @@ class Member:
         self.lease = lease
         self.connection: Client | None = connection
         self.until = math.inf
+        self.nbytes = 0
+        """What its answers cost."""
         self._answers: dict[int, Reply] = {}
         self._ledger = ledger
 
@@ -50,18 +55,24 @@ class Member:
     def remember(self, reply: Reply) -> None:
         """Keep what a change came to."""
         self._answers[reply.request] = Reply(None, reply.request, reply.kind, reply.value)  # not the connection
-        if len(self._answers) > KEPT_ANSWERS:
-            del self._answers[next(iter(self._answers))]
+        self._count(cost_of(reply.value))
         if self._ledger is not None:
             self._ledger.answered(self.identity, reply)
+        while len(self._answers) > KEPT_ANSWERS or (self.nbytes > KEPT_NBYTES and len(self._answers) > 1):
+            self.received(next(iter(self._answers)) + 1)
 
     def received(self, before: int) -> None:
         """All answers to requests with a smaller number have arrived."""
         answers = self._answers
         while answers and (oldest := next(iter(answers))) < before:
-            del answers[oldest]
+            self._count(-cost_of(answers.pop(oldest).value))
         if self._ledger is not None:
             self._ledger.received(self.identity, before)
+
+    def _count(self, nbytes: int) -> None:
+        self.nbytes += nbytes
+        if self._ledger is not None:
+            self._ledger.kept(nbytes)
 
     def contents(self) -> MemberContents:
         """Return what a later server must know."""
@@ -71,6 +82,7 @@ class Member:
         """Take what an earlier server knew."""
         _, answers = contents
         self._answers = {request: Reply(None, request, Kind(kind), value) for request, (kind, value) in answers.items()}
+        self.nbytes = sum(cost_of(value) for _, value in answers.values())  # which the ledger knows already
 
 
 class Members:
@@ -124,6 +136,7 @@ class Members:
     def farewell(self, member: Member) -> None:
         """A client says that it will not be back."""
         if self._members.pop(member.identity, None) is not None and self.ledger is not None:
+            self.ledger.kept(-member.nbytes)
             self.ledger.forgotten(member.identity)
 
     def next_end(self) -> float:

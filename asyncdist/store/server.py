@@ -186,7 +186,7 @@ class StoreServer:
             self.durability = await Durability.open(self, data, fsync)
             self.book = self.durability.book
         elif self.config.store_max_nbytes:
-            self.book = self.state.ledger = Book(max_nbytes=self.config.store_max_nbytes)
+            self.book = self.state.ledger = self.members.ledger = Book(max_nbytes=self.config.store_max_nbytes)
 
     async def __aenter__(self) -> StoreServer:
         return self

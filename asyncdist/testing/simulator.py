@@ -273,7 +273,7 @@ class _World:
     def close_round(self) -> Cost:
         """Return what the busiest rank did since the last call."""
         messages, nbytes = np.maximum(self._sent, self._received).max(axis=0, initial=0)
-        cost = Cost(1, int(messages), int(nbytes), int(self._reduced.max(initial=0)))
+        cost = Cost(1, int(messages), int(nbytes), max(self._reduced.tolist(), default=0))
         self._clear_round()
         return cost
 

@@ -45,9 +45,16 @@ class _Registered(TorchDispatchMode):
 
 
 def _registered(
-    size: Sequence[int], *, dtype: torch.dtype | None = None, device: torch.device | None = None, **others: Any
+    size: Sequence[int],
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    layout: torch.layout | None = None,  # torch 2.15 says which, others do not
+    **others: Any,
 ) -> torch.Tensor | None:
     """Return a registered tensor if one of this kind can be, and there is room; else None."""
+    if layout not in (None, torch.strided):
+        return None
     if len(size) != 1 or dtype is None or device is None or device.type != "cpu" or any(others.values()):
         return None
     if size[0] * dtype.itemsize < LEAST_NBYTES:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,15 +20,19 @@ c10d: Any = distributed_c10d
 
 def register() -> None:
     """Make ``"asyncdist"`` a back end of torch.distributed. Idempotent."""
+    add_backend(NAME, make, ["cpu", "cuda"] if torch.backends.cuda.is_built() else ["cpu"])
+
+
+def add_backend(name: str, maker: Callable[[Any, object], ProcessGroup], devices: Sequence[str]) -> None:
+    """Have torch.distributed call ``maker``, which is like `make`, for a group over the back end ``name``. Idempotent."""
     backends: Any = torch_distributed.Backend
-    if NAME.upper() not in backends._plugins:
-        devices = ["cpu", "cuda"] if torch.backends.cuda.is_built() else ["cpu"]
-        backends.register_backend(NAME, make, extended_api=True, devices=devices)
+    if name.upper() not in backends._plugins:
+        backends.register_backend(name, maker, extended_api=True, devices=list(devices))
     # torch 2.15 hooks its flight recorder into groups whose back end keeps none. We keep one, and a group that is a Python
     # object cannot take the hook.
     recording = getattr(c10d, "_FR_SELF_RECORDING_BACKENDS", None)
     if recording is not None:
-        c10d._FR_SELF_RECORDING_BACKENDS = {*recording, NAME}
+        c10d._FR_SELF_RECORDING_BACKENDS = {*recording, name}
 
 
 def make(opts: Any, pg_options: object = None) -> ProcessGroup:

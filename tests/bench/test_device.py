@@ -111,6 +111,7 @@ def pretended(monkeypatch):
     nothing = {name: lambda *_: None for name in ("set_device", "synchronize", "empty_cache")}
     for name, call in {**nothing, "device_count": lambda: 1, "get_device_name": lambda _: "a host"}.items():
         monkeypatch.setattr(torch.cuda, name, call)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)  # it takes nothing that stands in
     started = SimpleNamespace(synchronize=lambda: None)
     monkeypatch.setattr(Group, "on", lambda *_: SimpleNamespace(way="staged", all_reduce=lambda _: started))
 
@@ -124,7 +125,7 @@ def test_a_rank_measures_everybody_and_says_who_is_absent(pretended, tmp_path):
         assert {"asyncdist", "staged", "awaited", "gloo"} <= set(each.timings)
         assert all(one.there.calls == 3 and one.there.median >= one.returns.median for one in each.timings.values())
         assert set(each.ticks) == {"awaited"}
-    assert "cuda_ipc" in rows[0].absent
+    assert {"cuda_ipc", "torch's nccl"} <= set(rows[0].absent)
     assert not rows[1].absent
     assert shares
 

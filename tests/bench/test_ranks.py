@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import secrets
 import socket
 import threading
@@ -14,7 +15,7 @@ from asyncdist.bench import raw
 from asyncdist.bench.contenders import Blocking, Copy, Ours, Raw, Registered
 from asyncdist.bench.measure import entered, measure
 from asyncdist.bench.pace import Pace
-from asyncdist.bench.plan import COLLECTIVES, Plan, rounds
+from asyncdist.bench.plan import COLLECTIVES, Plan, in_turns, rounds
 from asyncdist.bench.sockets import connect, listen
 from asyncdist.bench.table import size
 from asyncdist.bench.traffic import traffic
@@ -153,7 +154,15 @@ def test_a_wrong_result_is_never_timed(collective, honest, said):
         measure([(Idle(honest), case)], lambda: None, Plan(repeat=3), lambda share: None)
 
 
-def test_the_turns_change_and_all_calls_are_made():
+def test_nobody_always_follows_the_same_one_and_all_ranks_agree():
+    orders = [in_turns("abcde", turn) for turn in range(30)]
+    assert orders == [in_turns("abcde", turn) for turn in range(30)]
+    assert all(sorted(order) == list("abcde") for order in orders)
+    followed = {pair for order in orders for pair in itertools.pairwise(order)}
+    assert followed == set(itertools.permutations("abcde", 2))
+
+
+def test_all_calls_are_made_in_turns():
     turns = []
 
     class Noted(Idle):
@@ -165,6 +174,7 @@ def test_the_turns_change_and_all_calls_are_made():
     second.name = "second"
     case = traffic("barrier", 0, 2, 0)
     timings = measure([(first, case), (second, case)], lambda: None, Plan(repeat=250), lambda share: None)
-    assert turns[2:] == ["idle", "second", "second", "idle", "idle", "second"]
+    names = [contender.name for contender in (first, second)]
+    assert turns == [*names, *(name for turn in range(3) for name in in_turns(names, turn))]  # checked, and timed
     assert {name: timing.calls for name, timing in timings.items()} == {"idle": 250, "second": 250}
     assert list(rounds(250, 100)) == [100, 100, 50]

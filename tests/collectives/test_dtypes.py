@@ -18,14 +18,13 @@ from asyncdist.testing.drills import moving, reducing
 
 NAMES = [str(dtype).removeprefix("torch.") for dtype in DTYPES.values()]
 REDUCED = [name for name in NAMES if getattr(torch, name) not in UNREDUCED]
-NARROW = [name for name in REDUCED if name.startswith(("bfloat", "float16", "float8", "complex32"))]
 SCHEDULES = {
     "doubling": Config(algorithm="all_reduce=doubling,reduce=tree"),
     "ring": Config(algorithm="all_reduce=ring,reduce=pairwise"),
     "halving": Config(algorithm="all_reduce=halving,reduce=tree"),
 }
 one_loop = pytest.mark.asyncio(loop_factories=["asyncio-debug"])
-pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:(ComplexHalf|BComplex32) support is experimental:UserWarning")
 
 
 def test_every_dtype_of_torch_has_a_number():
@@ -114,11 +113,11 @@ async def test_every_rank_may_scale_by_a_factor_of_its_own():
 # -- narrow sums ------------------------------------------------------------------------------------
 
 # One rank has the first number and seven have ones. Added one by one in the narrow dtype, every one of them is lost.
-STEPS = {"bfloat16": 256, "float16": 2048, "float8_e4m3fn": 16, "float8_e5m2": 8, "complex32": 2048}
+STEPS = {"bfloat16": 256, "float16": 2048, "float8_e4m3fn": 16, "float8_e5m2": 8, "complex32": 2048, "bcomplex32": 256}
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name", [name for name in STEPS if hasattr(torch, name)])
 @one_loop
 async def test_narrow_sums_are_accumulated_in_float32(name, schedule):
     dtype, count = getattr(torch, name), 50

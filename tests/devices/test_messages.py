@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import threading
 import weakref
 from dataclasses import replace
 
@@ -592,6 +593,26 @@ async def test_what_is_pending_fails_when_the_group_is_destroyed():
         for outcome in await asyncio.gather(*works, return_exceptions=True):
             assert isinstance(outcome, GroupAbortedError)
             assert "the group was destroyed" in str(outcome)
+
+
+async def test_who_waits_still_when_all_others_have_left_has_what_they_sent(transport, eventually):
+    async with devices_of(3, transport=transport) as groups:
+        await asyncio.gather(*(group.barrier() for group in groups))
+        free = threading.Event()
+        last = groups[0]
+        last._messages.line.put(free.wait)  # a busy process
+        last._roll_call.listen()  # as who has waited for some time does
+        into = [torch.zeros(5) for _ in range(2)]
+        works = [last.recv(room, peer) for room, peer in zip(into, (1, 2), strict=True)]
+        for group in groups[1:]:
+            await group.send(torch.full((5,), float(group.rank())), 0)
+            group.close()
+            group._host.mesh.close()
+        await eventually(lambda: last._roll_call.error)
+        last._look_for_trouble(last._watch._pending[0])
+        free.set()
+        assert await asyncio.gather(*works) == [1, 2]
+        assert [room.tolist() for room in into] == [[1.0] * 5, [2.0] * 5]
 
 
 async def test_what_a_device_reports_is_told_to_the_other():

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from asyncdist.devices import rollcall
-from asyncdist.errors import GroupError, MismatchError
+from asyncdist.errors import GroupError, MismatchError, PeerLostError
 from asyncdist.testing.devices import PretendStreams, Queued, devices_of
 
 
@@ -102,6 +102,20 @@ async def test_slow_calls_that_fit_together_are_left_alone(eventually):
             await asyncio.gather(*works)
 
 
+async def test_who_waits_for_those_who_have_all_left_is_told():
+    streams = await held(3)
+    async with devices_of(3, [Silent], streams, timeout=60) as groups:
+        await asyncio.gather(*(group.all_reduce(torch.ones(4)) for group in groups))
+        streams[0].hold()
+        work = groups[0].all_reduce(torch.ones(4))
+        for group in groups[1:]:
+            group.close()
+            group._host.mesh.close()
+        (said,) = await outcomes(groups, streams, [work])
+        assert isinstance(said, PeerLostError)
+        assert "it has destroyed its process group" in str(said)
+
+
 async def test_a_call_that_is_refused_takes_no_number():
     streams = await held(2)
     async with devices_of(2, [Silent], streams) as groups:
@@ -132,8 +146,9 @@ def test_telling_grows_rarer():
         def add_done_callback(self, call):
             pass
 
-    site = type("Site", (), {"rank": 0, "size": 3})
-    call = rollcall.RollCall(site, Letters, told.append)
+    host = type("Host", (), {"beside": lambda what: Letters()})
+    site = type("Site", (), {"rank": 0, "size": 3, "host": host})
+    call = rollcall.RollCall(site, told.append)
     for number in range(1, 200):
         call.tell(number, 7, 0.0)
     assert sorted(told) == [1, 2], "once to each neighbour, and then not for some time"

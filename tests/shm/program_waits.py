@@ -232,3 +232,24 @@ def forks_in_the_middle(test, where, rank, size):
 
     here._issue("fork", Plan((schedule(),)), {"background": False}).wait()
     sync.destroy_process_group()
+
+
+def says_all_are_on_one_core(test, where, rank, size):
+    """Share two cores and believe to be on the first; meet until the last rank has moved; say what each allowed itself."""
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    os.sched_setaffinity(0, cores)
+    asked, allow = [], os.sched_setaffinity
+
+    def noted(thread, mask):
+        asked.append(sorted(mask))
+        allow(thread, mask)
+
+    os.sched_setaffinity = noted
+    with sync.process_group("shm", init_method=where, rank=rank, world_size=size, timeout=60) as group:
+        (shm,) = [transport for transport in group.mesh.ways.transports if transport.name == "shm"]
+        shm._spread._find_core = lambda: cores[0]
+        moved = torch.zeros(1)
+        while not moved.item():
+            moved.fill_(float(rank == size - 1 and len(asked) >= 2))
+            group.all_reduce(moved, background=False).result()
+        test.send(asked[:2])

@@ -88,6 +88,21 @@ def test_who_is_out_of_reach():
     assert "namespace" in out_of_reach(own, {**own, "net": 2, "pids": 2})
 
 
+async def test_a_porch_is_closed_by_any_thread_but_not_under_the_eyes_of_a_loop():
+    """A process that ends closes it on its main thread; uvloop aborts over a watched descriptor that has been closed."""
+    porch = Porch(types.SimpleNamespace(config=types.SimpleNamespace(host="here")))
+    porch.open_door()
+    sockets, waiting = list(porch._sockets), asyncio.ensure_future(porch.visitor())
+    await asyncio.sleep(0)
+    await asyncio.to_thread(porch.close)
+    assert [sock.fileno() >= 0 for sock in sockets] == [True, True]
+    waiting.cancel()
+    await asyncio.wait([waiting])
+    assert [sock.fileno() for sock in sockets] == [-1, -1]
+    porch.open_door()  # as one that still meets peers might
+    assert porch._sockets == []
+
+
 async def come_and_go(rank, **where):
     world = await open_world(rank=rank, **where)
     await world.close()

@@ -177,10 +177,10 @@ async def test_a_patient_group_waits_at_the_call_for_what_goes_on_by_itself_but_
             return time.monotonic() - before
 
         works = []
-        zero.mesh.progress.spin_for(LONG, 0.0, crowded=False)
+        zero.mesh.progress.spin_for(LONG, 0.0, spread=None)
         assert seconds() < LONG
         await asyncio.gather(one.all_reduce(torch.ones(3)), *works)
-        zero.mesh.progress.spin_for(0.1, 0.0, crowded=False)
+        zero.mesh.progress.spin_for(0.1, 0.0, spread=None)
         assert await asyncio.to_thread(seconds) >= 0.1
         assert not works[1].is_completed()  # its peer has not come: it goes on by itself
         await asyncio.gather(one.all_reduce(torch.ones(3)), *works)

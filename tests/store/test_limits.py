@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from asyncdist.store.changes import Book
-from asyncdist.store.entries import Refused
-from asyncdist.store.operations import Op, Reason
+from asyncdist.config import Config
+from asyncdist.errors import StoreError
+from asyncdist.store import AsyncStore, StoreServer, conversation
+from asyncdist.store.changes import Book, replay
+from asyncdist.store.entries import Contents, Refused
+from asyncdist.store.members import Members
+from asyncdist.store.operations import Kind, Op, Reason, Reply
 from asyncdist.store.state import StoreState
 
 LONGEST = 100
@@ -107,6 +111,70 @@ def test_an_item_makes_room_when_it_has_arrived():
     assert store.book.nbytes == store.held_nbytes == 0
 
 
+# -- answers that are kept --------------------------------------------------------------------------
+
+
+def counted(contents: Contents) -> int:
+    book = Book()
+    book.open(contents)
+    return book.nbytes
+
+
+def test_answers_that_nobody_has_heard_count_until_they_are_heard_or_their_client_goes():
+    members = Members()
+    members.ledger = book = Book()
+    one, other = (members.arrive(name, 10.0, "connection")[0] for name in (b"one", b"other"))
+    for request, (kind, value) in enumerate(ANSWERS, 1):
+        one.remember(Reply("connection", request, kind, value))
+        other.remember(Reply("connection", request, kind, value))
+    later = Members()
+    later.ledger = Book()
+    later.ledger.open(Contents(members=members.contents()))
+    later.restore(members.contents(), 0.0)
+    for these, ledger in ((members, book), (later, later.ledger)):
+        assert ledger.nbytes == counted(Contents(members=these.contents())) > 2 * LONGEST
+        these.get(b"one").received(3)
+        assert ledger.nbytes == counted(Contents(members=these.contents()))
+        these.farewell(these.get(b"one"))
+        assert ledger.nbytes == counted(Contents(members=these.contents())) > LONGEST
+        these.get(b"other").received(len(ANSWERS) + 1)
+        assert ledger.nbytes == 0
+
+
+ANSWERS = [(Kind.RESULT, None), (Kind.RESULT, 5), (Kind.RESULT, bytes(LONGEST)), (Kind.REFUSED, (1, "because"))]
+
+
+def test_long_answers_are_kept_up_to_a_limit_and_the_last_in_any_case(monkeypatch):
+    monkeypatch.setattr("asyncdist.store.members.KEPT_NBYTES", 5 * LONGEST)
+    book, contents = Book(wake=lambda: None), Contents()
+    members = Members()
+    members.ledger = book
+    member, _, _ = members.arrive(b"one", 10.0, "connection")
+    for request in range(1, 10):
+        member.remember(Reply("connection", request, Kind.RESULT, bytes(LONGEST)))
+    assert member.answer_to(9) is not None
+    assert member.answer_to(1) is None
+    assert 0 < member.nbytes == book.nbytes <= 5 * LONGEST
+    member.remember(Reply("connection", 10, Kind.RESULT, bytes(6 * LONGEST)))
+    assert member.answer_to(9) is None
+    assert member.answer_to(10) is not None
+    replay(b"".join(book.take()), contents)
+    assert contents.members == members.contents()
+
+
+async def test_a_client_that_never_says_what_has_arrived_fills_its_server(monkeypatch):
+    monkeypatch.setattr(conversation, "_TELL_AFTER", 1 << 60)
+    config = Config(token="token", store_max_nbytes=1 << 20)
+    async with await StoreServer.start("127.0.0.1", 0, token="token", config=config) as server:
+        store = await AsyncStore.connect("127.0.0.1", server.port, token="token", config=config)
+        value = bytes(10_000)
+        for number in range(110):
+            await store.compare_set("k", value if number else b"", value)  # nothing more is held by that
+        with pytest.raises(StoreError, match="--max-memory"):
+            await store.set("other", b"")
+        await store.close()
+
+
 KEYS, VALUES = st.sampled_from(["a", "b", "long"]), st.binary(max_size=5)
 REQUESTS = st.one_of(
     st.tuples(st.sampled_from([Op.SET, Op.SET_EPHEMERAL, Op.APPEND, Op.QUEUE_PUSH]), KEYS, VALUES),
@@ -119,6 +187,7 @@ REQUESTS = st.one_of(
 
 
 @given(st.lists(st.tuples(st.sampled_from(["one", "two"]), REQUESTS), max_size=40))
+@example([("one", (Op.SET, "a", b"lasting")), ("two", (Op.SET_EPHEMERAL, "a", b"1")), ("two", (Op.LEAVE,))])
 def test_what_is_counted_is_what_is_held(asked):
     store, popped = Store(), {"one": 0, "two": 0}
     for number, (client, (op, *args)) in enumerate(asked, 1):

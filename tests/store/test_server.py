@@ -128,6 +128,26 @@ async def test_harm_after_the_handshake(server, store, caplog, harm):
     await peer.leave()
 
 
+async def test_what_a_client_that_has_come_back_asked_before_is_left_to_its_new_connection(server, eventually):
+    """It will ask again there: whatever lies at the old one, which takes no replies, is not done as well."""
+    earlier = await Peer.proven(server)
+    await earlier.send(frame(1, Op.RESUME, b"identity", 1000))
+    await eventually(lambda: server.members.get(b"identity") is not None)
+    session = server.members.get(b"identity").connection
+    session.pause_writing()
+    await earlier.send(frame(2, Op.ADD, "n", 1))
+    await eventually(lambda: session.unfinished)
+    later = await Peer.proven(server)
+    (new,) = server._connections - {session}
+    server.resume(new, b"identity", 1000)
+    session.resume_writing()
+    assert server.state.peek("n") is None
+    assert await earlier.ended()
+    assert server.members.get(b"identity").connection is new
+    await earlier.leave()
+    await later.leave()
+
+
 async def test_a_client_that_vanishes_in_the_middle_of_a_frame(server, store, caplog, eventually):
     peer = await Peer.proven(server)
     with caplog.at_level(logging.INFO, LOGGER):

@@ -145,6 +145,15 @@ def hook_wrapped(rank, world):
     return _hooked(rank, default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook))
 
 
+def hooks_of_cpp(rank, world):
+    results = []
+    for kind in (dist.BuiltinCommHookType.ALLREDUCE, dist.BuiltinCommHookType.FP16_COMPRESS):
+        model = DistributedDataParallel(network(), **SMALL)
+        model._register_builtin_comm_hook(kind)
+        results += [train(model, rank), state(model), model._get_ddp_logging_data().get("comm_hook")]
+    return results
+
+
 def hook_of_ones_own(rank, world):
     """Gathers instead of summing, and goes on in a callback."""
 

@@ -165,13 +165,41 @@ def compiled_plain_names(rank, world):
     return [_compiled(_traced_dist, rank, world, backend) for backend in ("aot_eager", "inductor")]
 
 
+def compiled_around_calls(rank, world):
+    """What the compiler cannot rewrite it runs as it is, and goes on after it: it shall not look into ours meanwhile."""
+    torch._dynamo.reset()
+    right, left, group = (rank + 1) % world, (rank - 1) % world, dist.new_group()
+
+    @functools.partial(torch.compile, backend="aot_eager")
+    def several(tensor):
+        total = tensor + 1
+        work = dist.all_reduce(total, async_op=True)
+        announced = tensor * 3
+        work.wait()
+        dist.broadcast(announced, 0, group=group)
+        dist.barrier()
+        gathered = [torch.zeros_like(tensor) for _ in range(world)]
+        dist.all_gather(gathered, announced + rank)
+        received = torch.zeros_like(tensor)
+        sends = [dist.P2POp(dist.isend, total, right), dist.P2POp(dist.irecv, received, left)]
+        for work in dist.batch_isend_irecv(sends):
+            work.wait()
+        ranks = [None] * world
+        dist.all_gather_object(ranks, rank)
+        dist.all_reduce(received, async_op=True).get_future().wait()
+        return [total * 2, *gathered, received + sum(ranks)]
+
+    return [several(numbers(rank + step, 4)) for step in range(3)]
+
+
 def compiled_training(rank, world):
     """Backward too: DDP's, which splits the graph at its buckets, and that of functional collectives."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
     compiled = torch.compile(model, backend="aot_eager")
-    compiled(numbers(rank, 8).view(2, 4)).square().sum().backward()
+    for _ in range(3):  # the second time buckets are dealt anew, in the middle of forward
+        compiled(numbers(rank, 8).view(2, 4)).square().sum().backward()
 
     @functools.partial(torch.compile, backend="inductor", fullgraph=True)
     def loss(tensor):

@@ -25,7 +25,9 @@ def test_training(same_over_gloo, world, program):
     same_over_gloo("programs_ddp", program, close=world > 2)
 
 
-@pytest.mark.parametrize("program", ["mixed_precision_of_autocast", "hook_half_precision", "hook_wrapped"])
+@pytest.mark.parametrize(
+    "program", ["mixed_precision_of_autocast", "hook_half_precision", "hook_wrapped", "hooks_of_cpp"]
+)
 def test_narrow_gradients(same_over_gloo, program):
     """Narrow floats are rounded after every addition by gloo, and once by us."""
     same_over_gloo("programs_ddp", program, close=NARROW)

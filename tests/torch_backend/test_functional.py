@@ -27,8 +27,9 @@ def test_operators(same_over_gloo, program):
     same_over_gloo("programs_functional", program)
 
 
-def test_compiled_ahead_of_time(same_over_gloo):
-    same_over_gloo("programs_functional", "compiled_ahead_of_time", patience=90.0)
+@pytest.mark.parametrize("program", ["compiled_ahead_of_time", "compiled_around_calls"])
+def test_compiled_ahead_of_time(same_over_gloo, program):
+    same_over_gloo("programs_functional", program, patience=90.0)
 
 
 @NEEDS_COMPILER

@@ -3,7 +3,7 @@
 One block at the head of what a world has in the arena, in words of 8 bytes; a line is 8 words, a cache line.
 
     line 0         asleep: 1 while the rank must be rung; whoever rings sets it to 0 first
-    line 1         places of the directory that were ever used
+    line 1         places of the directory that were ever used; 1 + the core that the rank was on when it last said so
     line 2 + peer  our ring to that peer (its offset, 0: none yet; bytes written); bytes of its ring to us that we have read
     directory      pairs (group's number, offset of its window); 0: free
 
@@ -17,7 +17,7 @@ from asyncdist.errors import SharedMemoryError
 from asyncdist_transports.shm.order import Fence
 
 LINE = 8
-_ASLEEP, _USED, _PEERS = 0, LINE, 2 * LINE
+_ASLEEP, _USED, _CORE, _PEERS = 0, LINE, LINE + 1, 2 * LINE
 _PAIRS = 1024
 RING, WRITTEN, READ = 0, 1, 2
 _SIGN = 1 << 63
@@ -58,6 +58,15 @@ class Board:
     def asleep(self) -> memoryview:
         """The word that is 1 while the rank must be rung."""
         return self.words[_ASLEEP : _ASLEEP + 1]
+
+    @property
+    def core(self) -> int:
+        """The core that the rank was on when it last said so, -1 if it never has; only the rank itself may set it."""
+        return self.words[_CORE] - 1
+
+    @core.setter
+    def core(self, core: int) -> None:
+        self.words[_CORE] = core + 1
 
 
 class OwnBoard(Board):

@@ -20,6 +20,7 @@ import secrets
 import socket
 import struct
 import tempfile
+import threading
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -54,12 +55,18 @@ def _namespace(kind: str) -> int:
 
 
 class Porch:
-    """Where peers find us: the listening socket, and the door for those of other network namespaces."""
+    """Where peers find us: the listening socket, and the door for those of other network namespaces.
+
+    Any thread may `close` it, as a process that ends does. What the loop watches then stays open until it watches no more:
+    uvloop takes the process down over a watched descriptor that is closed, and its number may soon be another's.
+    """
 
     def __init__(self, host: Host) -> None:
         self._host = host
         self._name = secrets.token_hex(16)
         self._sockets: list[socket.socket] = []
+        self._lock = threading.Lock()
+        self._watched = self._closed = False
         self._door = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         self._sockets.append(_listening(f"\0asyncdist-{self._name}"))
 
@@ -77,6 +84,11 @@ class Porch:
 
     def open_door(self) -> None:
         """Let peers of other network namespaces in, under the descriptor that `address` has told them."""
+        with self._lock:
+            if not self._closed:
+                self._open_door()
+
+    def _open_door(self) -> None:
         folder = os.open(tempfile.gettempdir(), os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             path = (
@@ -93,17 +105,31 @@ class Porch:
         os.close(descriptor)
 
     async def visitor(self) -> socket.socket:
-        """Wait for a connection."""
-        while True:
-            for sock in self._sockets:
-                with contextlib.suppress(BlockingIOError):
-                    accepted, _ = sock.accept()
-                    accepted.setblocking(False)
-                    return accepted
-            await _any_ready(self._sockets)
+        """Wait for a connection, one caller at a time. On a porch that is closed nobody comes any more."""
+        with self._lock:
+            self._watched = True
+        try:
+            while True:
+                for sock in self._sockets:
+                    with contextlib.suppress(BlockingIOError):
+                        accepted, _ = sock.accept()
+                        accepted.setblocking(False)
+                        return accepted
+                await _any_ready(self._sockets)
+        finally:
+            with self._lock:
+                self._watched = False
+                if self._closed:
+                    self._close()
 
     def close(self) -> None:
-        """Listen no more. Idempotent."""
+        """Listen no more, once nobody waits in `visitor`. Idempotent."""
+        with self._lock:
+            self._closed = True
+            if not self._watched:
+                self._close()
+
+    def _close(self) -> None:
         if self._door >= 0:
             os.close(self._door)
             self._door = -1

@@ -24,6 +24,7 @@ from asyncdist_transports.shm.meeting import Introduction, Porch, Refused, out_o
 from asyncdist_transports.shm.neighbour import Gone, Neighbour
 from asyncdist_transports.shm.order import Fence
 from asyncdist_transports.shm.ring import NBYTES as RING_NBYTES
+from asyncdist_transports.shm.spread import Spread
 from asyncdist_transports.shm.window import Sharer, Window
 
 log = logging.getLogger("asyncdist.shm")
@@ -43,6 +44,7 @@ class ShmTransport(Transport):
         self._fence = Fence()
         self._board = OwnBoard(self._arena, host.world_size, self._fence)
         self._asleep = self._board.asleep
+        self._spread = Spread(host.rank, self._board)
         self._porch: Porch | None = None
         self._cores: dict[int, set[int]] = {}
         self._same_process = False
@@ -184,6 +186,10 @@ class ShmTransport(Transport):
         if self._same_process:  # who spins keeps the interpreter from its peer
             return 0.0, True
         return spin, len(self._cores) > len(set().union(*self._cores.values()))
+
+    def spread(self) -> None:
+        if not self._same_process:  # of whose ranks only one has the interpreter
+            self._spread([(neighbour.peer, neighbour.board) for neighbour in list(self._living.values())])
 
     # -- groups --------------------------------------------------------------------------------
 

@@ -1,0 +1,119 @@
+"""Ranks that outnumber the cores: who moves where, and that it happens while they wait."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from asyncdist.testing.processes import Nursery
+from asyncdist_transports.shm import spread
+from asyncdist_transports.shm.spread import Spread
+
+PROGRAM = Path(__file__).parent / "program_waits.py"
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system does not move threads")
+
+
+def board(core, *, asleep=False):
+    return SimpleNamespace(core=core, asleep=[int(asleep)])
+
+
+class System:
+    """The cores as a `Spread` sees them: on which one it is, which ones it may use, and what it asks for."""
+
+    def __init__(self, monkeypatch, *, core, allowed):
+        self.core, self.allowed, self.now = core, set(allowed), 100.0
+        self.asked = []
+        self.taken_away = None
+        monkeypatch.setattr(spread.os, "sched_getaffinity", lambda thread: set(self.allowed))
+        monkeypatch.setattr(spread.os, "sched_setaffinity", self._allow)
+        monkeypatch.setattr(spread, "monotonic", lambda: self.now)
+        monkeypatch.setattr(spread, "_core_finder", lambda: lambda: self.core)
+
+    def _allow(self, thread, cores):
+        assert thread == 0
+        self.asked.append(set(cores))
+        if set(cores) == {self.taken_away}:
+            raise OSError("no such core")
+        if self.core not in cores:
+            (self.core,) = cores
+
+
+@pytest.fixture
+def system(monkeypatch):
+    return lambda core, allowed=(0, 1): System(monkeypatch, core=core, allowed=allowed)
+
+
+def test_of_three_on_one_core_the_last_moves_and_may_go_anywhere_again(system):
+    seen, own = system(core=0), board(-1)
+    Spread(3, own)([(0, board(0)), (1, board(1)), (2, board(0))])
+    assert seen.asked == [{1}, {0, 1}]
+    assert own.core == seen.core == 1
+
+
+def test_the_others_stay_and_say_where_they_are(system):
+    seen, own = system(core=0), board(-1)
+    Spread(2, own)([(0, board(0)), (1, board(1)), (3, board(0))])
+    assert seen.asked == []
+    assert own.core == 0
+
+
+@pytest.mark.parametrize("others", [(0, 1, 1), (1, 1, 1), (0, 1, -1), (0, 0, 1)])
+def test_nobody_moves_to_where_it_would_be_no_better(system, others):
+    seen = system(core=0, allowed=(0, 1) if others != (0, 0, 1) else (0,))
+    Spread(3, board(-1))([(rank, board(core)) for rank, core in enumerate(others)])
+    assert seen.asked == []
+
+
+def test_who_sleeps_takes_no_room(system):
+    seen = system(core=0)
+    Spread(3, board(-1))([(0, board(0, asleep=True)), (1, board(0)), (2, board(1))])
+    assert seen.asked == []
+
+
+def test_the_emptiest_of_the_cores_that_are_ours_is_chosen(system):
+    seen = system(core=5, allowed=(4, 5, 6))
+    Spread(9, board(-1))([(0, board(5)), (1, board(4)), (2, board(5)), (3, board(5))])
+    assert seen.asked == [{6}, {4, 5, 6}]
+
+
+def test_who_has_moved_rests_before_the_next_time(system):
+    seen, own = system(core=0), board(-1)
+    crowd, move = [(0, board(0)), (1, board(0))], Spread(2, own)
+    move(crowd)
+    assert seen.core == 1
+    seen.core = 0  # the scheduler has undone it
+    move(crowd)
+    assert (seen.core, own.core) == (0, 0)
+    seen.now += 1.0
+    move(crowd)
+    assert seen.core == 1
+
+
+def test_a_core_that_is_taken_away_meanwhile_changes_nothing(system):
+    seen = system(core=0)
+    seen.taken_away = 1
+    Spread(2, board(-1))([(0, board(0)), (1, board(0))])
+    assert seen.asked == [{1}, {0, 1}]
+    assert seen.core == 0
+
+
+def test_where_nobody_can_say_its_core_nothing_happens(system, monkeypatch):
+    seen, own = system(core=0), board(-1)
+    monkeypatch.setattr(spread, "_core_finder", lambda: None)
+    Spread(2, own)([(0, board(0)), (1, board(0))])
+    assert (seen.asked, own.core) == ([], -1)
+
+
+@pytest.mark.processes
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="needs two cores")
+def test_ranks_that_wait_for_each_other_on_one_core_move_apart(tmp_path):
+    with Nursery(("torch", "asyncdist", "asyncdist.sync", "asyncdist_transports.shm")) as nursery:
+        where = f"file://{tmp_path}/world"
+        ranks = [nursery.start(PROGRAM, "says_all_are_on_one_core", where, rank, 3) for rank in range(3)]
+        lower, higher = sorted(os.sched_getaffinity(0))[:2]
+        first, _, last = [rank.hear() for rank in ranks]
+        assert (first, last) == ([], [[higher], [lower, higher]])
