@@ -141,7 +141,7 @@ class Mesh:
         if early is not None:  # a peer that made the group before us has failed it already
             self.fail(channel, early)
         for member in channel.members:
-            if member in self._gone:
+            if member in self._gone and member not in self._leaving:
                 self.fail(channel, self._gone[member])
 
     def end(self, channel: Channel) -> None:

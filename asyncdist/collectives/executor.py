@@ -235,6 +235,9 @@ class Executor:
                 if receive.done:
                     task.reply = peer
                 return
+        gone = [error for peer in others if (error := self._peers.gone(peer)) is not None]
+        if gone and len(gone) == len(others):  # nobody can send it any more
+            raise gone[-1]
         for peer in others:
             self._peers.inbox(peer).unblock()
         self.any_source.setdefault(task.key, deque()).append(receive)

@@ -222,3 +222,34 @@ async def test_a_receive_from_anybody_fails_when_the_last_rank_that_could_send_h
             await asyncio.sleep(0)
         with pytest.raises(PeerLostError, match="destroyed its process group"):
             await receiving
+
+
+async def test_a_receive_from_anybody_that_comes_when_all_have_left_takes_what_they_sent_and_fails_then(
+    transport, eventually
+):
+    async with world_of(3, transport=transport) as groups:
+        receiver, *senders = groups
+        await asyncio.gather(*(group.barrier() for group in groups))
+        for group in senders:
+            await group.send(torch.full((2,), float(group.rank())), 0)
+            group.world.leave()
+        await eventually(lambda: all(receiver.mesh.gone(peer) for peer in (1, 2)))
+        room = [torch.zeros(2) for _ in senders]
+        assert sorted([await receiver.recv(one, None) for one in room]) == [1, 2]
+        assert sorted(one.tolist() for one in room) == [[1.0, 1.0], [2.0, 2.0]]
+        with pytest.raises(PeerLostError, match="destroyed its process group"):
+            await receiver.recv(room[0], None)
+
+
+async def test_a_group_with_a_rank_that_has_left_fails_only_when_that_is_needed(transport, eventually):
+    async with world_of(3, transport=transport) as groups:
+        await asyncio.gather(*(group.barrier() for group in groups))
+        groups[2].world.leave()
+        await eventually(lambda: all(group.mesh.gone(2) for group in groups[:2]))
+        made = [group.world.new_group([0, 1, 2]) for group in groups[:2]]
+        room = torch.zeros(4)
+        await asyncio.gather(made[0].send(torch.ones(4), 1), made[1].recv(room, 0))
+        assert torch.equal(room, torch.ones(4))
+        for error in await outcomes([group.all_reduce(torch.ones(4)) for group in made]):
+            assert isinstance(error, PeerLostError | GroupAbortedError)
+            assert "rank 2 was lost" in str(error)
