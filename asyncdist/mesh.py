@@ -25,7 +25,7 @@ from asyncdist.errors import GroupAbortedError, GroupError, MismatchError, PeerL
 from asyncdist.framing import ABORT, GOODBYE, Fingerprint, pack_key
 from asyncdist.machine import Wait
 from asyncdist.mismatch import describe
-from asyncdist.notices import ENDED, LEFT, last_words, spell, unspell
+from asyncdist.notices import ENDED, LEFT, last_words, spell, to_tell, unspell
 from asyncdist.observe.recorder import Recorder
 from asyncdist.progress import Progress
 from asyncdist.reminders import Reminders
@@ -35,7 +35,7 @@ from asyncdist.work import Work
 
 log = logging.getLogger("asyncdist")
 
-_BENEFIT = 1.0  # seconds for which a peer that may just have left in order is given the benefit of the doubt
+_BENEFIT = 0.5  # seconds for which a peer that may just have left in order is given the benefit of the doubt
 
 
 class Mesh:
@@ -185,13 +185,8 @@ class Mesh:
 
     def _tell(self, channel: Channel, error: GroupError, told_by: int | None) -> None:
         body = memoryview(spell(error, self.rank))
-        size, own = len(channel.members), channel.members.index(self.rank)
-        if told_by is None:
-            others = [member for member in channel.members if member != self.rank]
-        else:
-            others = [channel.members[(own + (1 << k)) % size] for k in range(max(1, (size - 1).bit_length()))]
-        for peer in others:
-            if peer not in (self.rank, told_by) and peer not in self._gone and peer not in self._leaving:
+        for peer in to_tell(channel.members, self.rank, told_by):
+            if peer not in self._gone and peer not in self._leaving:
                 with contextlib.suppress(TransportUnavailableError):  # it cannot be told
                     self.link(peer).send(Outgoing(peer, pack_key(channel.number, 0, 0), 0, body, None, ABORT))
 
@@ -308,7 +303,11 @@ class Mesh:
         if peer in self._leaving:
             self.lost(peer, reason)
         elif peer not in self._gone:
-            self.reminders.add(peer, monotonic() + _BENEFIT, functools.partial(self.lost, peer, reason))
+            self.reminders.add(peer, monotonic() + _BENEFIT, functools.partial(self._given_up, peer, reason))
+
+    def _given_up(self, peer: int, reason: str) -> None:
+        self.ways.look()  # a process that was held up may not have read yet what has long been there
+        self.lost(peer, reason)
 
     def _waits_for(self, channel: Channel, peer: int) -> bool:
         """Return whether anything pending needs the peer, or anybody at all when it was the last to go."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgpack
 
@@ -48,6 +48,16 @@ def unspell(body: bytes, peer: int, rank: int) -> GroupError:
         error = GroupAbortedError(reason if reason.startswith("rank") else f"rank {by}: {reason}", peer=by)
     error.by = by
     return error
+
+
+def to_tell(members: Sequence[int], rank: int, told_by: int | None) -> list[int]:
+    """Return whom ``rank`` tells: all members if it noticed by itself, else those at distances 1, 2, 4, …"""
+    if told_by is None:
+        others = list(members)
+    else:
+        size, own = len(members), members.index(rank)
+        others = [members[(own + (1 << k)) % size] for k in range(max(1, (size - 1).bit_length()))]
+    return [member for member in others if member not in (rank, told_by)]
 
 
 def last_words(failures: Mapping[int, GroupError], rank: int, reason: str) -> bytes:

@@ -17,6 +17,8 @@ from asyncdist.errors import TransportUnavailableError
 from asyncdist.native import Native
 from asyncdist.transport import Link, Transport
 
+_MOST_LOOKS = 64  # of one transport that has always something more
+
 Addresses = Mapping[str, Mapping[str, Any]]
 
 
@@ -82,6 +84,13 @@ class Ways:
         waits = [way.spin(self.here) for way in ways if way is not None]
         crowded = any(crowded for _, crowded in waits)
         return min((spin for spin, _ in waits), default=0.0), self._spread if crowded else None
+
+    def look(self) -> None:
+        """Take what lies at our descriptors, as who comes from a sleep on them does."""
+        for transport in self.transports:
+            for _ in range(_MOST_LOOKS):
+                if not transport.advance([descriptor for descriptor, _ in transport.waits() or ()]):
+                    break
 
     def _spread(self) -> None:
         for transport in self.transports:

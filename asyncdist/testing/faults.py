@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import math
 import secrets
 import socket
 import struct
@@ -70,6 +71,8 @@ class Proxy:
         self._loop = asyncio.new_event_loop()
         self._gate = asyncio.Event()
         self._gate.set()
+        self._hold = math.inf
+        self._held = asyncio.Event()
         self._loop.add_reader(self._listener, self._accept)
         self._thread = threading.Thread(target=self._loop.run_forever, name="proxy", daemon=True)
         self._thread.start()
@@ -91,6 +94,15 @@ class Proxy:
     def cut_after(self, nbytes: int) -> None:
         """`cut` once, when exactly ``nbytes`` have been passed on towards the target, over all connections together."""
         self._limit = nbytes
+
+    def hold_after(self, nbytes: int) -> None:
+        """Pass what goes beyond ``nbytes`` on towards the target only after `release`."""
+        self._call(self._held.clear)
+        self._hold = nbytes
+
+    def release(self) -> None:
+        """Pass on what is held."""
+        self._call(self._held.set)
 
     def refuse(self) -> None:
         """Take no more connections: whoever tries is refused. Those that exist go on."""
@@ -192,6 +204,8 @@ class Proxy:
             await self._gate.wait()
             if forth and self._limit is not None:
                 chunk = chunk[: max(0, self._limit - self.passed_nbytes)]
+            if forth and self.passed_nbytes + len(chunk) > self._hold:
+                await self._held.wait()
             await self._loop.sock_sendall(sink, chunk)
             if forth:
                 self.passed_nbytes += len(chunk)

@@ -241,6 +241,51 @@ async def test_a_receive_from_anybody_that_comes_when_all_have_left_takes_what_t
             await receiver.recv(room[0], None)
 
 
+@pytest.fixture
+async def left_behind(eventually):
+    """Rank 1 waits for rank 0, which has said all and left; but that is on its way still.
+
+    What rank 1 has seen is the end of its own connection, of which rank 0 never heard whose it was.
+    """
+    with proxied_world(2, home=asyncio.get_running_loop()) as world:
+        (tcp,) = world.meshes[1].ways.transports
+
+        def ours():
+            return [connection for connection in tcp._connections.values() if connection.peer == 0]
+
+        for proxy in world.proxies.values():
+            proxy.hold_after(PROOF)
+        room = torch.zeros(3)
+        coming = world.groups[1].recv(room, 0)
+        await eventually(lambda: any(connection.established for connection in ours()))
+        await world.groups[0].send(torch.ones(3), 1)
+        world.meshes[0].close()
+        await eventually(lambda: not ours())
+        yield world, coming
+        assert coming.is_success()
+        assert torch.equal(room, torch.ones(3))
+
+
+async def test_who_leaves_before_it_knows_all_our_connections_may_have_said_all_on_its_own(left_behind):
+    world, coming = left_behind
+    world.proxies[0, 1].release()
+    await coming
+
+
+async def test_a_process_that_was_held_up_reads_what_is_there_before_it_takes_anybody_for_lost(left_behind):
+    world, coming = left_behind
+    proxy, due = world.proxies[0, 1], world.meshes[1].next_deadline()
+
+    def hold_up():  # while the loop does not turn
+        proxy.release()
+        proxy.until(lambda: proxy.passed_nbytes == HEADER + 12 + len(world.meshes[0].last_words))
+        while time.monotonic() < due:
+            time.sleep(0.01)
+
+    hold_up()
+    await coming
+
+
 async def test_a_group_with_a_rank_that_has_left_fails_only_when_that_is_needed(transport, eventually):
     async with world_of(3, transport=transport) as groups:
         await asyncio.gather(*(group.barrier() for group in groups))

@@ -131,10 +131,14 @@ class TcpTransport(Transport):
         peer = connection.peer
         if peer is None:
             log.warning("refused a connection: %s", reason)
-        elif for_good or (connection.established and not any(c.peer == peer for c in self._connections.values())):
+        elif for_good or (connection.established and not self._may_say_more(peer)):
             self.host.lost(peer, reason)
         else:  # what explains it may lie on another connection, or come from another rank
             self.host.doubt(peer, reason)
+
+    def _may_say_more(self, peer: int) -> bool:
+        """Return whether a connection is left that is the peer's, or may turn out to be once it has proven itself."""
+        return bool(self._strangers) or any(c.peer == peer for c in self._connections.values())
 
     # -- strangers -----------------------------------------------------------------------------
 
