@@ -9,7 +9,6 @@ import contextlib
 import itertools
 import math
 from collections import deque
-from time import perf_counter
 from typing import Any, Protocol
 
 from asyncdist.buffers import Scratch
@@ -99,10 +98,7 @@ class Executor:
         operation.channel.operations.pop(operation.key, None)
         if not self.operations:
             self._deadline = math.inf
-        entry = operation.entry
-        entry.finished = perf_counter()
-        if error is not None:
-            entry.error = str(error)
+        operation.entry.finish(error)
         operation.work.finish(value, error)
         self._peers.wake_later(operation.work)
 

@@ -264,7 +264,7 @@ class DeviceGroup(Calls):
         entry, rank = pending.entry, self.ranks[self._rank]
         elapsed = monotonic() - pending.issued
         seen = error.during(group=self.name, rank=rank, op=entry.op, seq=entry.seq, elapsed=elapsed)
-        entry.error = str(seen)
+        entry.finish(seen)
         pending.work.finish(error=seen)
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from time import monotonic, perf_counter
+from time import monotonic
 from typing import Any
 
 from asyncdist.collectives.operation import Plan
@@ -181,5 +181,5 @@ def _step_ended(mark: Mark, step: Work) -> bool:
 
 
 def _end(pending: Pending) -> None:
-    pending.entry.finished = perf_counter()
+    pending.entry.finish()
     pending.work.finish(pending.value)

@@ -17,6 +17,7 @@ from typing import Any
 
 from asyncdist.framing import Fingerprint
 from asyncdist.mismatch import call_in_words
+from asyncdist.observe import spans
 
 log = logging.getLogger("asyncdist")
 
@@ -26,7 +27,7 @@ FILE_NAMES = "asyncdist-*-rank*.json"
 class Entry:
     """One operation: who, what, and when on `time.perf_counter` (0.0: not yet)."""
 
-    __slots__ = ("error", "fingerprint", "finished", "group", "issued", "nbytes", "op", "seq")
+    __slots__ = ("error", "fingerprint", "finished", "group", "issued", "nbytes", "op", "seq", "span")
 
     def __init__(self, group: str, op: str, seq: int, fingerprint: int, nbytes: int) -> None:
         self.group = group
@@ -37,6 +38,16 @@ class Entry:
         self.issued = time.perf_counter()
         self.finished = 0.0
         self.error: str | None = None
+        self.span = spans.begin(op) if spans.is_watched() else None
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """Note that it is over, or has failed."""
+        self.finished = time.perf_counter()
+        if error is not None:
+            self.error = str(error)
+        if self.span is not None:
+            spans.end(self.span)
+            self.span = None
 
     @property
     def state(self) -> str:

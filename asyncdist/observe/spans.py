@@ -1,0 +1,25 @@
+"""Operations as torch's profiler shows them: ``asyncdist:all_reduce``, from the call to its end, whoever comes to that.
+
+A profiler sees what the thread does that it was started in. One that goes on by itself ends on another thread; the
+profiler takes it for asynchronous, as gloo's, and counts no other operator as its part.
+"""
+
+from __future__ import annotations
+
+import torch
+
+is_watched = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
+"""Whether a profiler records what this thread does."""
+
+_enter = torch.ops.profiler._record_function_enter_new
+_exit = torch.ops.profiler._record_function_exit._RecordFunction
+
+
+def begin(op: str) -> object:
+    """Begin an operation's span; return what `end` takes."""
+    return _enter(f"asyncdist:{op}", None)
+
+
+def end(span: object) -> None:
+    """End a span, on any thread, also when the profiler has long been stopped."""
+    _exit(span)

@@ -1,0 +1,89 @@
+"""What torch's profiler shows of operations."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import Counter
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from asyncdist.testing.cluster import run_ranks, world_of
+from asyncdist.testing.devices import devices_of
+
+
+def profiled():
+    return profile(activities=[ProfilerActivity.CPU])
+
+
+def ours(profiler):
+    return [event for event in profiler.events() if event.name.startswith("asyncdist:")]
+
+
+async def test_each_operation_is_there_once_a_rank(transport):
+    async with world_of(2, transport=transport) as groups:
+        with profiled() as profiler:
+            for _ in range(2):  # the second goes by what is known of the first
+                await asyncio.gather(*(group.all_reduce(torch.ones(4)) for group in groups))
+            await asyncio.gather(*(group.broadcast(torch.ones(1_000_000), 0) for group in groups))
+            await asyncio.gather(groups[0].send(torch.ones(1), 1), groups[1].recv(torch.ones(1), 0))
+        assert [entry.op for group in groups for entry in group.mesh.recorder if entry.span is not None] == []
+        seen = Counter(event.name for event in ours(profiler))
+        assert seen == {
+            "asyncdist:all_reduce": 4, "asyncdist:broadcast": 2, "asyncdist:send": 1, "asyncdist:recv": 1,
+        }  # fmt: skip
+
+
+async def test_a_span_lasts_until_the_operation_is_over_and_takes_no_other_operator_for_its_part():
+    async with world_of(2) as (early, late):
+        with profiled() as profiler:
+            waiting = early.recv(torch.ones(1), 1)
+            torch.ones(100) + 1
+            await late.send(torch.ones(1), 0)
+            await waiting
+        (span,) = (event for event in ours(profiler) if event.name == "asyncdist:recv")
+        (between,) = (event for event in profiler.events() if event.name == "aten::add")
+        assert span.time_range.start < between.time_range.start
+        assert span.time_range.end > between.time_range.end
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_only_the_thread_that_is_profiled_is_seen_and_work_of_its_own_ends_elsewhere(together, transport, background):
+    def program(group):
+        if group.rank() == 1:
+            group.all_reduce(torch.ones(300_000), background=background).wait()
+            return []
+        with profiled() as profiler:
+            over = threading.Event()
+            work = group.all_reduce(torch.ones(300_000), background=background)
+            work.add_done_callback(lambda _: over.set())
+            assert over.wait(20)
+        return [event.name for event in ours(profiler)]
+
+    assert together(2, program, transport=transport) == [["asyncdist:all_reduce"], []]
+
+
+async def test_what_ends_after_the_profiler_and_what_fails_is_there_too():
+    async with world_of(2) as (first, second):
+        with profiled() as profiler:
+            waiting = first.recv(torch.ones(1), 1)
+            failing = second.recv(torch.ones(1), 0, tag=1)
+            second.abort("as a test")
+            assert await asyncio.gather(waiting, failing, return_exceptions=True)
+            beyond = first.recv(torch.ones(1), 1)
+        assert beyond.exception() is not None
+        assert [event.name for event in ours(profiler)] == ["asyncdist:recv"] * 3
+
+
+async def test_operations_of_a_device_are_seen():
+    async with devices_of(2) as groups:
+        with profiled() as profiler:
+            await asyncio.gather(*(group.all_reduce(torch.ones(4)) for group in groups))
+        assert Counter(event.name for event in ours(profiler))["asyncdist:all_reduce"] >= 2
+
+
+def test_nothing_is_begun_where_nobody_looks(monkeypatch):
+    monkeypatch.setattr("asyncdist.observe.spans.begin", None)
+    run_ranks(2, lambda group: group.all_reduce(torch.ones(4), background=False).wait())
