@@ -36,6 +36,7 @@ from asyncdist.work import Work
 log = logging.getLogger("asyncdist")
 
 _BENEFIT = 0.5  # seconds for which a peer that may just have left in order is given the benefit of the doubt
+_MOST_LOOKS = 64  # at what it has left behind: at one large message that nobody wants each
 
 
 class Mesh:
@@ -300,13 +301,15 @@ class Mesh:
             transport.forget(peer)
 
     def doubt(self, peer: int, reason: str) -> None:
-        if peer in self._leaving:
-            self.lost(peer, reason)
-        elif peer not in self._gone:
+        if peer not in self._gone:
             self.reminders.add(peer, monotonic() + _BENEFIT, functools.partial(self._given_up, peer, reason))
 
     def _given_up(self, peer: int, reason: str) -> None:
-        self.ways.look()  # a process that was held up may not have read yet what has long been there
+        # A process that was held up may not have read yet what has long been there; also behind what nobody wants yet.
+        for _ in range(_MOST_LOOKS):
+            self.inbox(peer).unblock()
+            if not self.ways.look():
+                break
         self.lost(peer, reason)
 
     def _waits_for(self, channel: Channel, peer: int) -> bool:

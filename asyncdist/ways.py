@@ -85,12 +85,15 @@ class Ways:
         crowded = any(crowded for _, crowded in waits)
         return min((spin for spin, _ in waits), default=0.0), self._spread if crowded else None
 
-    def look(self) -> None:
-        """Take what lies at our descriptors, as who comes from a sleep on them does."""
+    def look(self) -> bool:
+        """Take what lies at our descriptors, as who comes from a sleep on them does; return whether anything did."""
+        found = False
         for transport in self.transports:
             for _ in range(_MOST_LOOKS):
                 if not transport.advance([descriptor for descriptor, _ in transport.waits() or ()]):
                     break
+                found = True
+        return found
 
     def _spread(self) -> None:
         for transport in self.transports:

@@ -241,23 +241,26 @@ async def test_a_receive_from_anybody_that_comes_when_all_have_left_takes_what_t
             await receiver.recv(room[0], None)
 
 
-@pytest.fixture
-async def left_behind(eventually):
+@pytest.fixture(params=[False, True], ids=["without goodbye", "with goodbye"])
+async def left_behind(request, eventually):
     """Rank 1 waits for rank 0, which has said all and left; but that is on its way still.
 
-    What rank 1 has seen is the end of its own connection, of which rank 0 never heard whose it was.
+    What rank 1 has seen is the end of its own connection: with a goodbye, unless rank 0 never heard whose it was.
     """
     with proxied_world(2, home=asyncio.get_running_loop()) as world:
-        (tcp,) = world.meshes[1].ways.transports
+        (leaver,), (tcp,) = (mesh.ways.transports for mesh in world.meshes)
 
         def ours():
             return [connection for connection in tcp._connections.values() if connection.peer == 0]
 
-        for proxy in world.proxies.values():
-            proxy.hold_after(PROOF)
+        for (writer, _), proxy in world.proxies.items():
+            if writer == 0 or not request.param:
+                proxy.hold_after(PROOF)
         room = torch.zeros(3)
         coming = world.groups[1].recv(room, 0)
         await eventually(lambda: any(connection.established for connection in ours()))
+        if request.param:
+            await eventually(lambda: any(connection.peer == 1 for connection in leaver._connections.values()))
         await world.groups[0].send(torch.ones(3), 1)
         world.meshes[0].close()
         await eventually(lambda: not ours())
@@ -284,6 +287,21 @@ async def test_a_process_that_was_held_up_reads_what_is_there_before_it_takes_an
 
     hold_up()
     await coming
+
+
+async def test_what_waits_on_the_wire_from_who_has_left_without_knowing_our_connection_is_kept(eventually):
+    with proxied_world(2, home=asyncio.get_running_loop()) as world:
+        leaver, stayer = world.groups
+        world.proxies[1, 0].hold_after(PROOF)  # who opens it does not know of the other way yet
+        first, room = torch.zeros(1), torch.zeros(50_000)
+        coming = stayer.recv(first, 0)
+        await asyncio.gather(coming, leaver.send(torch.ones(1), 1))
+        await leaver.send(torch.ones(50_000), 1, tag=2)
+        world.meshes[0].close()
+        await eventually(lambda: world.meshes[1].reminders)
+        await eventually(lambda: not world.meshes[1].reminders)
+        await stayer.recv(room, 0, tag=2)
+        assert torch.equal(room, torch.ones(50_000))
 
 
 async def test_a_group_with_a_rank_that_has_left_fails_only_when_that_is_needed(transport, eventually):
