@@ -29,12 +29,13 @@ async def init_process_group(
     group_name: str = "",
     pg_options: object = None,
     device_id: object = None,
+    enable_reconfigure: bool = False,
 ) -> None:
     """Meet the other ranks and make the default process group; arguments and errors as `asyncdist.sync`'s.
 
     The running loop becomes the one that drives operations which nobody blocks on.
     """
-    api.begin_initialization()
+    api.begin_initialization(enable_reconfigure)
     world: World | None = None
     try:
         world = await open_world(

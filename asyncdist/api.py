@@ -19,9 +19,17 @@ _world: World | None = None
 _initializing = False
 
 
-def begin_initialization() -> None:
-    """Note that a default world is being made; AlreadyInitializedError if there is one, or another on its way."""
+def begin_initialization(enable_reconfigure: bool = False) -> None:
+    """Note that a default world is being made; AlreadyInitializedError if there is one, or another on its way.
+
+    UsageError if it is to be one whose ranks can be exchanged.
+    """
     global _initializing
+    if enable_reconfigure:
+        raise UsageError(
+            "enable_reconfigure=True: the ranks of a group of ours stay the same. Leave it out, and when ranks were lost "
+            "or others have come, call destroy_process_group() and init_process_group() on those that are there"
+        )
     if _world is not None or _initializing:
         raise AlreadyInitializedError
     _initializing = True

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 from asyncdist.api import AnyGroup, resolve
+from asyncdist.compiling import left_alone
 from asyncdist.deadline import Timeout
 from asyncdist.errors import UsageError
 from asyncdist.group import Group
@@ -20,7 +21,10 @@ from asyncdist.work import Work
 R = TypeVar("R")
 V = TypeVar("V")
 
+left_alone(Work)  # whose module needs no torch
 
+
+@left_alone
 class P2POp:
     """One send or receive for `batch_isend_irecv`: ``op`` is ``isend`` or ``irecv``, ``peer`` a global rank."""
 
@@ -58,6 +62,7 @@ def _member(of: Group, global_rank: int | None, group_rank: int | None, what: st
     return of.group_rank(global_rank)
 
 
+@left_alone
 class Face(Generic[R, V]):
     """The collectives under torch's names.
 
@@ -231,9 +236,15 @@ class Face(Generic[R, V]):
 
     # -- objects -------------------------------------------------------------------------------
 
-    def all_gather_object(self, object_list: list[Any], obj: Any, group: AnyGroup = None) -> R:
-        """Gather every rank's object into every rank's list (of the group's length)."""
-        work = resolve(group).all_gather_object(object_list, obj, background=self._runs(False))
+    def all_gather_object(
+        self, object_list: list[Any], obj: Any, group: AnyGroup = None, weights_only: bool = False
+    ) -> R:
+        """Gather every rank's object into every rank's list (of the group's length).
+
+        Objects are plain data, tensors and arrays; in all calls for objects ``weights_only=True``, on every rank, adds what
+        ``torch.load(weights_only=True)`` reads, and refuses pickles also where ASYNCDIST_ALLOW_PICKLE allows them.
+        """
+        work = resolve(group).all_gather_object(object_list, obj, weights_only, background=self._runs(False))
         return self._finish(work, False)
 
     def gather_object(
@@ -243,11 +254,13 @@ class Face(Generic[R, V]):
         dst: int | None = None,
         group: AnyGroup = None,
         group_dst: int | None = None,
+        weights_only: bool = False,
     ) -> R:
         """Gather every rank's object into ``dst``'s list (default: rank 0); None elsewhere."""
         of = resolve(group)
         to = 0 if dst is None and group_dst is None else _member(of, dst, group_dst, "dst")
-        return self._finish(of.gather_object(obj, object_gather_list, to, background=self._runs(False)), False)
+        work = of.gather_object(obj, object_gather_list, to, weights_only, background=self._runs(False))
+        return self._finish(work, False)
 
     def scatter_object_list(
         self,
@@ -256,14 +269,13 @@ class Face(Generic[R, V]):
         src: int | None = None,
         group: AnyGroup = None,
         group_src: int | None = None,
+        weights_only: bool = False,
     ) -> R:
         """Put the ``i``-th object of ``src``'s list into rank ``i``'s ``scatter_object_output_list[0]``."""
         of = resolve(group)
         root = 0 if src is None and group_src is None else _member(of, src, group_src, "src")
-        work = of.scatter_object_list(
-            scatter_object_output_list, scatter_object_input_list, root, background=self._runs(False)
-        )
-        return self._finish(work, False)
+        lists = scatter_object_output_list, scatter_object_input_list
+        return self._finish(of.scatter_object_list(*lists, root, weights_only, background=self._runs(False)), False)
 
     def broadcast_object_list(
         self,
@@ -272,11 +284,13 @@ class Face(Generic[R, V]):
         group: AnyGroup = None,
         device: object = None,
         group_src: int | None = None,
+        weights_only: bool = False,
     ) -> R:
         """Replace every rank's list by ``src``'s (default: rank 0), of the same length."""
         of = resolve(group)
         root = 0 if src is None and group_src is None else _member(of, src, group_src, "src")
-        return self._finish(of.broadcast_object_list(object_list, root, background=self._runs(False)), False)
+        work = of.broadcast_object_list(object_list, root, weights_only, background=self._runs(False))
+        return self._finish(work, False)
 
     # -- between two ranks ---------------------------------------------------------------------
 
@@ -338,11 +352,13 @@ class Face(Generic[R, V]):
         device: object = None,
         group_dst: int | None = None,
         use_batch: bool = False,
+        weights_only: bool = False,
     ) -> R:
         """Send a list of objects to ``dst``; ``device`` and ``use_batch`` are ignored."""
         of = resolve(group)
         to = _member(of, dst, group_dst, "dst")
-        return self._finish(of.send_object_list(object_list, to, background=self._runs(False)), False)
+        work = of.send_object_list(object_list, to, weights_only=weights_only, background=self._runs(False))
+        return self._finish(work, False)
 
     def recv_object_list(
         self,
@@ -352,8 +368,10 @@ class Face(Generic[R, V]):
         device: object = None,
         group_src: int | None = None,
         use_batch: bool = False,
+        weights_only: bool = False,
     ) -> V:
         """Receive a list of objects of the same length from ``src`` or anybody; the result is the sender's global rank."""
         of = resolve(group)
         source = None if src is None and group_src is None else _member(of, src, group_src, "src")
-        return self._value(of.recv_object_list(object_list, source, background=self._runs(False)))
+        work = of.recv_object_list(object_list, source, weights_only=weights_only, background=self._runs(False))
+        return self._value(work)

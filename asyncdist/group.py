@@ -12,7 +12,6 @@ import itertools
 import threading
 from asyncio import _get_running_loop
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 import torch
@@ -25,6 +24,7 @@ from asyncdist.collectives.choose import Model, parse_forced
 from asyncdist.collectives.islands import Islands
 from asyncdist.collectives.operation import Channel, Operation, Plan
 from asyncdist.collectives.schedule import Schedule
+from asyncdist.compiling import left_alone
 from asyncdist.deadline import Timeout, seconds
 from asyncdist.errors import GroupAbortedError, NotInitializedError, UsageError
 from asyncdist.framing import channel_of
@@ -70,6 +70,7 @@ def _looks(key: tuple[Hashable, ...], tensors: Sequence[Any]) -> tuple[Hashable,
     return key
 
 
+@left_alone
 class Group(Calls):
     """Some ranks of a world, in an order of their own.
 
@@ -228,7 +229,7 @@ class Group(Calls):
             if self.mesh.progress.attempt(schedule, channel, wait=wait):
                 channel.count(entry.seq)
                 value = plan.finish() if plan.finish is not None else None
-                entry.finished = perf_counter()
+                entry.finish()
                 return completed(value)
         except Exception as cause:
             schedule = raising(cause)  # an operation that fails of it fails the group, and tells the peers
@@ -266,7 +267,7 @@ class Group(Calls):
             wait = not background or (self.patient and _get_running_loop() is None)
             if self.mesh.progress.attempt(schedule, self._channel, wait=wait):
                 self._channel.count(number)
-                entry.finished = perf_counter()
+                entry.finish()
                 return completed(value)
         except Exception as cause:
             schedule = raising(cause)
@@ -310,37 +311,53 @@ class Group(Calls):
         return self._issue("monitored_barrier", plans.monitored_barrier(self._who), how)
 
     # -- objects -------------------------------------------------------------------------------
+    # With ``weights_only``, on every rank, they carry what torch.load(weights_only=True) reads, and no pickle in any case.
 
-    def all_gather_object(self, output: list[Any], value: Any, **how: Unpack[How]) -> Work:
+    def all_gather_object(self, output: list[Any], value: Any, weights_only: bool = False, **how: Unpack[How]) -> Work:
         """Gather every rank's object into every rank's list."""
-        return self._issue("all_gather_object", exchanges.all_gather_object(self._who, output, value), how)
+        return self._issue(
+            "all_gather_object", exchanges.all_gather_object(self._who, output, value, weights_only), how
+        )
 
-    def gather_object(self, value: Any, output: list[Any] | None, dst: int, **how: Unpack[How]) -> Work:
+    def gather_object(
+        self, value: Any, output: list[Any] | None, dst: int, weights_only: bool = False, **how: Unpack[How]
+    ) -> Work:
         """Gather every rank's object into the list of rank ``dst``; None elsewhere."""
-        plan = exchanges.gather_object(self._who, value, output, self._peer(dst, "dst"))
+        plan = exchanges.gather_object(self._who, value, output, self._peer(dst, "dst"), weights_only)
         return self._issue("gather_object", plan, how)
 
     def scatter_object_list(
-        self, output: list[Any], values: Sequence[Any] | None, src: int, **how: Unpack[How]
+        self,
+        output: list[Any],
+        values: Sequence[Any] | None,
+        src: int,
+        weights_only: bool = False,
+        **how: Unpack[How],
     ) -> Work:
         """Put the ``i``-th object of rank ``src``'s list into rank ``i``'s ``output[0]``."""
-        plan = exchanges.scatter_objects(self._who, output, values, self._peer(src, "src"))
+        plan = exchanges.scatter_objects(self._who, output, values, self._peer(src, "src"), weights_only)
         return self._issue("scatter_object_list", plan, how)
 
-    def broadcast_object_list(self, values: list[Any], src: int, **how: Unpack[How]) -> Work:
+    def broadcast_object_list(
+        self, values: list[Any], src: int, weights_only: bool = False, **how: Unpack[How]
+    ) -> Work:
         """Replace every rank's list by that of rank ``src``."""
-        plan = exchanges.broadcast_objects(self._who, values, self._peer(src, "src"))
+        plan = exchanges.broadcast_objects(self._who, values, self._peer(src, "src"), weights_only)
         return self._issue("broadcast_object_list", plan, how)
 
-    def send_object_list(self, values: Sequence[Any], dst: int, tag: int = 0, **how: Unpack[How]) -> Work:
+    def send_object_list(
+        self, values: Sequence[Any], dst: int, tag: int = 0, weights_only: bool = False, **how: Unpack[How]
+    ) -> Work:
         """Send a list of objects to rank ``dst``."""
-        plan = exchanges.send_objects(self._who, values, self._other(dst, "dst"))
+        plan = exchanges.send_objects(self._who, values, self._other(dst, "dst"), weights_only)
         return self._start(self._messages, "send_object_list", checked_tag(tag), plan, **how)
 
-    def recv_object_list(self, values: list[Any], src: int | None = None, tag: int = 0, **how: Unpack[How]) -> Work:
+    def recv_object_list(
+        self, values: list[Any], src: int | None = None, tag: int = 0, weights_only: bool = False, **how: Unpack[How]
+    ) -> Work:
         """Receive a list of objects of the same length; the value is the sender's global rank."""
         source = None if src is None else self._other(src, "src")
-        plan = exchanges.receive_objects(self._who, values, source, self.ranks)
+        plan = exchanges.receive_objects(self._who, values, source, self.ranks, weights_only)
         return self._start(self._messages, "recv_object_list", checked_tag(tag), plan, **how)
 
     # -- the end -------------------------------------------------------------------------------

@@ -2,13 +2,17 @@
 
 Carried as they are: None, bool, int, float, complex, str, bytes (as which bytearrays arrive), list, tuple, dict (any of
 these as keys), set, dense CPU tensors of any dtype, numpy arrays and scalars of plain dtypes; tuples and sets up to 32
-inside one another, lists and dicts up to 500. Anything else needs a pickle, which executes what a peer sent: only where
-``ASYNCDIST_ALLOW_PICKLE=1`` says that every rank is trusted.
+inside one another, lists and dicts up to 500. With ``weights_only=True`` also whatever
+``torch.load(weights_only=True)`` reads: ordered dictionaries, parameters, sparse tensors, classes that
+``torch.serialization.add_safe_globals`` was told. Anything else needs a pickle, which executes what a peer sent: only where
+``ASYNCDIST_ALLOW_PICKLE=1`` says that every rank is trusted, and never with ``weights_only=True``.
 """
 
 from __future__ import annotations
 
+import io
 import pickle
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -20,15 +24,15 @@ from asyncdist.buffers import DTYPE_NUMBERS, DTYPES, to_read
 from asyncdist.errors import ProtocolError, UsageError
 
 _DEPTH = 32  # of tuples and sets inside one another: each takes 40 KB of the stack to read
-_TENSOR, _ARRAY, _TUPLE, _SET, _COMPLEX, _INTEGER, _PICKLE = range(1, 8)
+_TENSOR, _ARRAY, _TUPLE, _SET, _COMPLEX, _INTEGER, _PICKLE, _SAVED = range(1, 9)
 
 
-def pack(value: Any, *, allow_pickle: bool) -> bytes:
+def pack(value: Any, *, allow_pickle: bool, weights_only: bool = False) -> bytes:
     """Return an object as bytes; UsageError names the type of what only a pickle could carry."""
     depth = 0
 
     def extend(part: Any) -> msgpack.ExtType:
-        if isinstance(part, torch.Tensor):
+        if isinstance(part, torch.Tensor) and (not weights_only or _is_plain(part)):
             memory = to_read(part)
             head = (DTYPE_NUMBERS[part.dtype], tuple(part.shape), part.requires_grad, memory.view)
             return msgpack.ExtType(_TENSOR, msgpack.packb(head))
@@ -43,9 +47,11 @@ def pack(value: Any, *, allow_pickle: bool) -> bytes:
             return msgpack.ExtType(_COMPLEX, msgpack.packb((part.real, part.imag)))
         if type(part) is int:
             return _integer(part)
+        if weights_only:
+            return msgpack.ExtType(_SAVED, _save(part))
         if not allow_pickle:
             raise UsageError(
-                f"an object of type {type(part).__module__}.{type(part).__qualname__} cannot be sent as plain data; "
+                f"an object of type {_type_of(part)} cannot be sent as plain data; "
                 "send its fields, or set ASYNCDIST_ALLOW_PICKLE=1 on every rank if you trust them all"
             )
         return msgpack.ExtType(_PICKLE, pickle.dumps(part))
@@ -75,7 +81,7 @@ def _packb(part: Any, extend: Callable[[Any], Any]) -> bytes:
     return packed
 
 
-def unpack(data: bytes | bytearray | memoryview, *, allow_pickle: bool) -> Any:
+def unpack(data: bytes | bytearray | memoryview, *, allow_pickle: bool, weights_only: bool = False) -> Any:
     """Return the object that `pack` wrote; ProtocolError for bytes it did not write, or a pickle that is not allowed."""
     depth = 0
 
@@ -98,10 +104,15 @@ def unpack(data: bytes | bytearray | memoryview, *, allow_pickle: bool) -> Any:
             return complex(*msgpack.unpackb(body))
         if code == _INTEGER:
             return int.from_bytes(body, "little", signed=True)
-        if code == _PICKLE and allow_pickle:
+        if code == _SAVED and weights_only:
+            return _load(body)
+        if code == _SAVED:
+            raise ProtocolError("a peer sent this with weights_only=True: pass that on every rank")
+        if code == _PICKLE and allow_pickle and not weights_only:
             return pickle.loads(body)
         if code == _PICKLE:
-            raise ProtocolError("a peer sent a pickle, and ASYNCDIST_ALLOW_PICKLE is not set here")
+            why = "weights_only=True was given" if weights_only else "ASYNCDIST_ALLOW_PICKLE is not set"
+            raise ProtocolError(f"a peer sent a pickle, and {why} here")
         raise ProtocolError(f"an object of unknown kind {code}")
 
     def decode(body: bytes | bytearray | memoryview) -> Any:
@@ -119,6 +130,40 @@ def unpack(data: bytes | bytearray | memoryview, *, allow_pickle: bool) -> Any:
         raise
     except Exception as cause:  # whatever torch, numpy and msgpack make of bytes that they did not write
         raise ProtocolError(f"an object that cannot be read: {type(cause).__name__}: {cause}") from cause
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether shape, dtype and bytes are all there is to a tensor."""
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.is_cpu
+        and tensor.layout is torch.strided
+        and tensor.dtype in DTYPE_NUMBERS
+    )
+
+
+def _save(part: Any) -> bytes:
+    """Return what `_load` reads; UsageError if that would refuse it, as it would on the peers."""
+    file = io.BytesIO()
+    try:
+        torch.save(part, file)
+        _load(file.getvalue())
+    except Exception as cause:  # whatever the object's own way to be pickled raises, too
+        what = f"an object of type {_type_of(part)} cannot be sent with weights_only=True"
+        raise UsageError(f"{what}; send its fields, or where it is refused, allow it on every rank: {cause}") from cause
+    return file.getvalue()
+
+
+def _load(saved: bytes) -> Any:
+    try:
+        return torch.load(io.BytesIO(saved), weights_only=True, mmap=False)
+    except pickle.UnpicklingError as cause:
+        reason = re.search(r"WeightsUnpickler error:\s*(\S.*)", str(cause))  # around it stands how to read without it
+        raise ProtocolError(f"weights_only=True refuses it: {reason[1] if reason else cause}") from cause
+
+
+def _type_of(part: Any) -> str:
+    return f"{type(part).__module__}.{type(part).__qualname__}"
 
 
 def _integer(value: int) -> msgpack.ExtType:

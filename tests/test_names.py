@@ -21,7 +21,10 @@ TORCHS = [
     name for name in asyncdist.sync.__all__
     if inspect.isfunction(getattr(torch.distributed, name, None)) and not name.startswith("is_")
 ]  # fmt: skip
-LATER = {"timeout", "use_batch", "sort_ranks", "backend", "group_desc", "device_id", "group_src", "group_dst"}
+LATER = {
+    "timeout", "use_batch", "sort_ranks", "backend", "group_desc", "device_id", "group_src", "group_dst", "weights_only",
+    "enable_reconfigure",
+}  # fmt: skip
 """Arguments that some torch before the newest has not."""
 
 
@@ -32,6 +35,15 @@ def test_a_call_takes_the_arguments_of_torchs_in_their_order(name, face):
     ours = list(inspect.signature(getattr(face, name)).parameters)
     assert ours[: len(theirs)] == theirs
     assert set(ours) <= {*theirs, *LATER}
+
+
+async def test_a_group_whose_ranks_could_be_exchanged_is_refused():
+    for begin in (asyncdist.init_process_group, asyncdist.sync.init_process_group):
+        with pytest.raises(
+            UsageError, match=r"Leave it out, and .* call destroy_process_group\(\) and init_process_group"
+        ):
+            await begin(store=asyncdist.HashStore(), rank=0, world_size=1, enable_reconfigure=True)
+    assert not asyncdist.is_initialized()
 
 
 def test_both_faces_have_the_same_names():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
+import pickle
+from collections import Counter
 
 import msgpack
 import numpy as np
@@ -142,6 +144,100 @@ def test_pickles_where_they_are_allowed():
         unpack(data, allow_pickle=False)
 
 
+# -- what torch.load(weights_only=True) reads ---------------------------------------------------------
+
+
+def saved_and_loaded(value):
+    return unpack(pack(value, allow_pickle=False, weights_only=True), allow_pickle=False, weights_only=True)
+
+
+@given(plain)
+def test_plain_data_needs_nothing_of_torchs(value):
+    packed = pack(value, allow_pickle=False, weights_only=True)
+    assert packed == pack(value, allow_pickle=False)
+    assert _typed(unpack(packed, allow_pickle=False, weights_only=True)) == _typed(value)
+
+
+@pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants:UserWarning")  # torch 2.15, about its time
+def test_what_weights_are_made_of():
+    weights = torch.nn.BatchNorm1d(3).state_dict()
+    sparse = torch.eye(3).to_sparse()
+    given = [
+        weights,
+        {"p": torch.nn.Parameter(torch.ones(2))},
+        (Counter("aab"), torch.Size((2, 3))),
+        torch.float16,
+        sparse,
+    ]
+    got = saved_and_loaded(given)
+    assert [type(part) for part in got] == [type(part) for part in given]
+    assert list(got[0]) == list(weights)
+    assert all(same(got[0][name], weights[name]) for name in weights)
+    assert type(got[1]["p"]) is torch.nn.Parameter
+    assert got[2:4] == given[2:4]
+    assert torch.equal(got[4].to_dense(), torch.eye(3))
+    np.testing.assert_array_equal(saved_and_loaded(np.arange(3)), np.arange(3))
+
+
+class Executes:
+    """What a pickle can be: reading it calls a function of the sender's choice."""
+
+    def __reduce__(self):
+        return pytest.fail, ("a pickle was read",)
+
+
+@pytest.mark.parametrize(
+    "value", [Executes(), Odd(), function, frozenset((1,)), range(3)], ids=lambda value: type(value).__name__
+)
+def test_what_may_execute_is_neither_sent_nor_read_with_weights_only(value, monkeypatch):
+    for allow_pickle in (False, True):
+        with pytest.raises(
+            UsageError, match=r"cannot be sent with weights_only=True; send .* allow it .*not an allowed global"
+        ):
+            pack([value], allow_pickle=allow_pickle, weights_only=True)
+    pickled = pack([value], allow_pickle=True)
+    with pytest.raises(ProtocolError, match="a peer sent a pickle, and weights_only=True was given here"):
+        unpack(pickled, allow_pickle=True, weights_only=True)
+    monkeypatch.setattr("asyncdist.objects._load", lambda saved: None)  # a sender that does not look
+    forged = pack([value], allow_pickle=False, weights_only=True)
+    monkeypatch.undo()
+    with pytest.raises(ProtocolError, match=r"weights_only=True refuses it: .*not an allowed global"):
+        unpack(forged, allow_pickle=True, weights_only=True)
+
+
+class Named:
+    def __init__(self, number):
+        self.number = number
+
+
+def test_classes_that_are_allowed_by_name():
+    with torch.serialization.safe_globals([Named]):
+        assert saved_and_loaded([Named(5)])[0].number == 5
+    with pytest.raises(UsageError, match=r"test_objects\.Named"):
+        saved_and_loaded(Named(5))
+
+
+def test_what_was_sent_with_weights_only_is_read_with_it():
+    packed = pack([torch.Size((1,))], allow_pickle=False, weights_only=True)
+    with pytest.raises(ProtocolError, match="sent this with weights_only=True: pass that on every rank"):
+        unpack(packed, allow_pickle=True)
+
+
+def test_what_cannot_be_saved_at_all():
+    with pytest.raises(
+        UsageError, match=r"of type builtins\.generator cannot be sent with weights_only=True; .*pickle"
+    ):
+        pack((part for part in ()), allow_pickle=False, weights_only=True)
+
+
+@pytest.mark.parametrize(
+    "saved", [b"", b"PK\3\4" + bytes(60), pickle.dumps(Odd()), b"\x80\x02."], ids=["nothing", "zip", "pickle", "end"]
+)
+def test_what_torch_did_not_save(saved):
+    with pytest.raises(ProtocolError):
+        unpack(msgpack.packb(msgpack.ExtType(8, saved)), allow_pickle=False, weights_only=True)
+
+
 def test_data_that_is_too_deep_or_in_a_circle():
     deep = []
     for _ in range(100_000):
@@ -159,7 +255,7 @@ def test_data_that_is_too_deep_or_in_a_circle():
 
 # -- bytes that nobody wrote --------------------------------------------------------------------------
 
-_KINDS = range(9)
+_KINDS = range(10)
 _extension = st.builds(msgpack.ExtType, st.sampled_from(_KINDS), st.binary(max_size=40))
 _shapes = st.lists(st.integers(-2, 2**40), max_size=3)
 _forged = st.one_of(

@@ -72,13 +72,13 @@ def _blob(nbytes: int) -> Memory:
     return Memory(torch.empty(nbytes, dtype=torch.uint8, device="cpu"))
 
 
-def _packed(who: Member, value: Any) -> Memory:
-    data = pack(value, allow_pickle=who.config.allow_pickle)
+def _packed(who: Member, value: Any, weights_only: bool) -> Memory:
+    data = pack(value, allow_pickle=who.config.allow_pickle, weights_only=weights_only)
     return Memory(torch.frombuffer(bytearray(data), dtype=torch.uint8))
 
 
-def _unpacked(who: Member, memory: Memory) -> Any:
-    return unpack(memory.view, allow_pickle=who.config.allow_pickle)
+def _unpacked(who: Member, memory: Memory, weights_only: bool) -> Any:
+    return unpack(memory.view, allow_pickle=who.config.allow_pickle, weights_only=weights_only)
 
 
 def _object_plan(
@@ -88,11 +88,11 @@ def _object_plan(
     return Plan((part,), fingerprint, None, finish)
 
 
-def all_gather_object(who: Member, output: list[Any], value: Any) -> Plan:
+def all_gather_object(who: Member, output: list[Any], value: Any, weights_only: bool) -> Plan:
     """Gather every rank's object into every rank's list."""
     check_length(output, who.size, "the output list")
     blobs: list[Memory] = []
-    own = _packed(who, value)
+    own = _packed(who, value, weights_only)
 
     def part() -> Schedule:
         sizes = Memory(torch.zeros(who.size, dtype=torch.int64, device="cpu"))
@@ -102,19 +102,19 @@ def all_gather_object(who: Member, output: list[Any], value: Any) -> Plan:
         yield from ring.all_gather(who.rank, who.size, blobs)
 
     def finish() -> Any:
-        output[:] = [_unpacked(who, blob) for blob in blobs]
+        output[:] = [_unpacked(who, blob, weights_only) for blob in blobs]
         return output
 
     return _object_plan(Collective.all_gather_object, part(), finish)
 
 
-def gather_object(who: Member, value: Any, output: list[Any] | None, root: int) -> Plan:
+def gather_object(who: Member, value: Any, output: list[Any] | None, root: int, weights_only: bool) -> Plan:
     """Gather every rank's object into the root's list."""
     at_root = who.rank == root
     if at_root:
         check_length(output, who.size, "object_gather_list on the destination rank")
     blobs: list[Memory] = []
-    own = _packed(who, value)
+    own = _packed(who, value, weights_only)
 
     def part() -> Schedule:
         sizes = Memory(torch.zeros(who.size, dtype=torch.int64, device="cpu"))
@@ -126,20 +126,22 @@ def gather_object(who: Member, value: Any, output: list[Any] | None, root: int) 
 
     def finish() -> Any:
         if at_root and output is not None:
-            output[:] = [_unpacked(who, blob) for blob in blobs]
+            output[:] = [_unpacked(who, blob, weights_only) for blob in blobs]
         return output
 
     return _object_plan(Collective.gather_object, part(), finish, root)
 
 
-def scatter_objects(who: Member, output: list[Any], values: Sequence[Any] | None, root: int) -> Plan:
+def scatter_objects(
+    who: Member, output: list[Any], values: Sequence[Any] | None, root: int, weights_only: bool
+) -> Plan:
     """Give each rank its object of the root's list, as the first element of ``output``."""
     if not output:
         raise UsageError("scatter_object_output_list needs room for one object: pass a list of length 1 or more")
     blobs: list[Memory] = []
     if who.rank == root:
         check_length(values, who.size, "scatter_object_input_list on the source rank")
-        blobs = [_packed(who, value) for value in values or ()]
+        blobs = [_packed(who, value, weights_only) for value in values or ()]
     received: list[Memory] = []
 
     def part() -> Schedule:
@@ -151,15 +153,15 @@ def scatter_objects(who: Member, output: list[Any], values: Sequence[Any] | None
         yield from pairwise.scatter(who.rank, who.size, root, own, blobs)
 
     def finish() -> Any:
-        output[0] = _unpacked(who, received[0])
+        output[0] = _unpacked(who, received[0], weights_only)
         return output
 
     return _object_plan(Collective.scatter_object_list, part(), finish, root)
 
 
-def broadcast_objects(who: Member, values: list[Any], root: int) -> Plan:
+def broadcast_objects(who: Member, values: list[Any], root: int, weights_only: bool) -> Plan:
     """Replace every rank's list of objects by the root's; all lists have one length."""
-    own = _packed(who, list(values)) if who.rank == root else None
+    own = _packed(who, list(values), weights_only) if who.rank == root else None
     received: list[Memory] = []
 
     def part() -> Schedule:
@@ -171,7 +173,7 @@ def broadcast_objects(who: Member, values: list[Any], root: int) -> Plan:
 
     def finish() -> Any:
         if who.rank != root:
-            objects = _unpacked(who, received[0])
+            objects = _unpacked(who, received[0], weights_only)
             if len(objects) != len(values):
                 raise UsageError(
                     f"rank {root} broadcasts {len(objects)} objects, but this rank's list has {len(values)}"
@@ -186,9 +188,9 @@ def broadcast_objects(who: Member, values: list[Any], root: int) -> Plan:
 _MESSAGE = Fingerprint(Collective.send).pack()
 
 
-def send_objects(who: Member, values: Sequence[Any], destination: int) -> Plan:
+def send_objects(who: Member, values: Sequence[Any], destination: int, weights_only: bool) -> Plan:
     """Send a list of objects to a member of the group."""
-    blob = _packed(who, list(values))
+    blob = _packed(who, list(values), weights_only)
 
     def part(memory: Memory) -> Schedule:
         yield (Send(destination, memory),)
@@ -196,7 +198,9 @@ def send_objects(who: Member, values: Sequence[Any], destination: int) -> Plan:
     return Plan((part(_number(blob.count)), part(blob)), _MESSAGE)
 
 
-def receive_objects(who: Member, values: list[Any], source: int | None, members: Sequence[int]) -> Plan:
+def receive_objects(
+    who: Member, values: list[Any], source: int | None, members: Sequence[int], weights_only: bool
+) -> Plan:
     """Receive a list of objects from a member, or from any; the value is the sender's world rank."""
     received: list[Memory] = []
     found: list[Any] = [None if source is None else members[source]]
@@ -214,7 +218,7 @@ def receive_objects(who: Member, values: list[Any], source: int | None, members:
         yield (Recv(members.index(found[0]), received[0]),)
 
     def finish() -> Any:
-        objects = _unpacked(who, received[0])
+        objects = _unpacked(who, received[0], weights_only)
         if len(objects) != len(values):
             raise UsageError(f"{len(objects)} objects came, but the list to receive into has {len(values)}")
         values[:] = objects

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import re
+from collections import OrderedDict
 from fractions import Fraction
 
 import numpy as np
@@ -11,8 +13,10 @@ import pytest
 import torch
 
 from asyncdist import sync as dist
+from asyncdist.collectives import exchanges
 from asyncdist.config import Config
 from asyncdist.errors import GroupError, UsageError
+from asyncdist.objects import pack
 from asyncdist.testing.cluster import world_of
 
 PLAIN = [
@@ -121,6 +125,71 @@ async def test_a_pickle_from_a_peer_is_not_read(transport, monkeypatch):
         await asyncio.gather(sent, return_exceptions=True)
 
 
+class Executes:
+    """What a pickle can be: reading it calls a function of the sender's choice."""
+
+    def __reduce__(self):
+        return pytest.fail, ("a pickle was read",)
+
+
+WEIGHTS = OrderedDict(weight=torch.eye(2), count=torch.tensor(3))
+CALLS = {  # what root 0 sends to rank 1, and the room into which rank 1 receives
+    "all_gather": lambda g, value, room: g.all_gather_object(room, value, weights_only=True),
+    "gather": lambda g, value, room: g.gather_object(value, room if g.rank() else None, 1, weights_only=True),
+    "scatter": lambda g, value, room: g.scatter_object_list(
+        room, None if g.rank() else [None, value], 0, weights_only=True
+    ),
+    "broadcast": lambda g, value, room: g.broadcast_object_list(
+        room if g.rank() else [value, None], 0, weights_only=True
+    ),
+    "send": lambda g, value, room: (
+        g.recv_object_list(room, 0, weights_only=True)
+        if g.rank()
+        else g.send_object_list([value, None], 1, weights_only=True)
+    ),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+async def test_what_weights_are_made_of_needs_no_pickle(transport, call):
+    async with world_of(2, transport=transport) as groups:
+        rooms = [[None, None], [None, None]]
+        await done(*(call(group, WEIGHTS, rooms[group.rank()]) for group in groups))
+        got = rooms[1][0]
+        assert type(got) is OrderedDict
+        assert all(torch.equal(got[name], WEIGHTS[name]) for name in WEIGHTS)
+
+
+def sent_without_a_look(call, by, forger):
+    """Send, as a rank would that does not care, what executes where it is read."""
+    if by == "a pickle":
+        forger.setattr(exchanges, "pack", lambda value, **_: pack(value, allow_pickle=True))
+    else:
+        forger.setattr("asyncdist.objects._load", lambda saved: None)
+    return call()
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize("by", ["a pickle", "torch.save"])
+async def test_what_executes_is_refused_where_weights_only_is_given(call, by, monkeypatch):
+    """Every rank allows pickles, and one sends what executes: the call fails where that would be read, and the group."""
+    async with world_of(2, config=Config(allow_pickle=True)) as (zero, one):
+        with pytest.raises(UsageError, match=r"Executes cannot be sent with weights_only=True"):
+            call(zero, Executes(), [None, None])
+        with monkeypatch.context() as forger:
+            sent = sent_without_a_look(lambda: call(zero, Executes(), [None, None]), by, forger)
+        room = ["kept", "kept"]
+        async with asyncio.timeout(20):
+            _, refused = await asyncio.gather(sent, call(one, "harmless", room), return_exceptions=True)
+            with pytest.raises(GroupError):  # a sender that had nothing left to wait for hears of it, too
+                await zero.barrier()
+        assert isinstance(refused, GroupError)
+        assert re.search(
+            r"failed on rank .*(a peer sent a pickle, and|refuses it: .*not an allowed global)", str(refused)
+        )
+        assert room == ["kept", "kept"]
+
+
 async def test_lists_of_different_lengths(transport):
     async with world_of(3, transport=transport) as groups:
         works = [g.broadcast_object_list([0] * (2 + (g.rank() == 1)), 0) for g in groups]
@@ -128,6 +197,26 @@ async def test_lists_of_different_lengths(transport):
             await asyncio.gather(*works, return_exceptions=True)
         with pytest.raises(GroupError, match="broadcasts 2 objects, but this rank's list has 3"):
             works[1].result()
+
+
+def with_weights(group):
+    """Call every one with what is carried with ``weights_only=True`` alone."""
+    mine, size, value = group.rank(), group.size(), torch.Size((1, 2))
+    how = {"group": group, "weights_only": True}
+    gathered, room, told = [None] * size, [None], [value if mine == 1 else None]
+    dist.all_gather_object(gathered, value, **how)
+    assert gathered == [value] * size
+    collected = [None] * size if mine == 1 else None
+    dist.gather_object(value, collected, dst=1, **how)
+    assert collected == ([value] * size if mine == 1 else None)
+    dist.scatter_object_list(room, [value] * size if mine == 2 else None, src=2, **how)
+    dist.broadcast_object_list(told, src=1, **how)
+    assert [*room, *told] == [value, value]
+    if mine == 0:
+        dist.send_object_list([value], dst=1, **how)
+    elif mine == 1:
+        dist.recv_object_list(room, src=0, **how)
+    assert type(room[0]) is torch.Size
 
 
 def test_blocking_calls(together, transport):
@@ -139,6 +228,7 @@ def test_blocking_calls(together, transport):
         dist.gather_object(mine, collected, dst=1, group=group)
         dist.scatter_object_list(room, list("abc") if mine == 2 else None, src=2, group=group)
         dist.broadcast_object_list(told, src=1, group=group)
+        with_weights(group)
         return gathered, collected, room, told
 
     results = together(3, rank, transport=transport)
