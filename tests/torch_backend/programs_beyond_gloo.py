@@ -101,6 +101,17 @@ def beside_gloo(rank, world):
     ]
 
 
+def after_a_group_made_locally(rank, world):
+    """Ranks that made other numbers of groups meet in the next; over gloo they never do from torch 2.15 on."""
+    if rank == 0:
+        dist.new_group([0], use_local_synchronization=True)
+    group, tensor = dist.new_group(), numbers(rank)
+    dist.all_reduce(tensor, group=group)
+    if rank:  # or no group over gloo could be made after this one
+        dist.new_group([rank], use_local_synchronization=True)
+    return [(tensor, sum(numbers(peer) for peer in range(world)))]
+
+
 def callbacks_that_block(rank, world):
     """As many callbacks wait at once for further collectives as there are futures; each on a group of its own."""
     groups = [dist.new_group() for _ in range(6)]

@@ -175,10 +175,8 @@ def subgroups(rank, world):
 
 
 def groups_made_locally(rank, world):
-    """Only members make it."""
-    members = [world - 2, world - 1]
-    if rank not in members:
-        return "not in it"
+    """Only members make it. The others make one of their own: torch 2.15 names what comes after by how many a rank made."""
+    members = [world - 2, world - 1] if rank >= world - 2 else [rank]
     group = dist.new_group(members, use_local_synchronization=True)
     return _everything(group, members, rank)
 

@@ -45,8 +45,8 @@ def test_groups(same_over_gloo, program):
 
 
 @pytest.mark.parametrize(
-    "program", ["stacked_outputs", "further_dtypes", "scaled_sums", "bits_of_bools", "layouts", BESIDE_GLOO,
-                "callbacks_that_block", "old_and_new_names", "awaited"],
+    "program", ["stacked_outputs", "further_dtypes", "scaled_sums", "bits_of_bools", "layouts",
+                "after_a_group_made_locally", BESIDE_GLOO, "callbacks_that_block", "old_and_new_names", "awaited"],
 )  # fmt: skip
 def test_what_gloo_refuses(as_it_should_be, program):
     as_it_should_be("programs_beyond_gloo", program)
