@@ -13,6 +13,7 @@ from typing import Any, TypedDict, Unpack
 from asyncdist.collectives import plans, reductions
 from asyncdist.collectives.arguments import check_length
 from asyncdist.collectives.operation import Plan
+from asyncdist.compiling import left_alone
 from asyncdist.deadline import Timeout
 from asyncdist.errors import UsageError
 from asyncdist.ops import ReduceOp, Reduction, reduction
@@ -30,6 +31,7 @@ class How(TypedDict, total=False):
     timeout: Timeout
 
 
+@left_alone
 class Calls(ABC):
     """Some ranks of a world, in an order of their own, and the operations among them on tensors.
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from asyncdist.compiling import left_alone
 from asyncdist.deadline import Timeout, seconds
 from asyncdist.devices.streams import Mark, Streams
 from asyncdist.errors import UsageError, WaitTimeoutError
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 _MOMENT = 5.0  # seconds; it takes milliseconds
 
 
+@left_alone
 class DeviceWork(Work):
     """One operation on a device, started and going on by itself.
 

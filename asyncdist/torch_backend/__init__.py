@@ -9,7 +9,7 @@ then use shared memory between the ranks of a host and TCP between hosts. An asy
 
 Read in this order: `process_group` (torch's methods, and what they are here), `work` (what they return), `reductions`,
 `making` (how a group comes about), `kernels` (two operators that torch's own code cannot bring to us), `handing` (what
-C++ would forget), `bucket_memory` and `lending` (where buckets lie), `builtin_hooks`, `compiling`, `barrier`, `ending`,
+C++ would forget), `bucket_memory` and `lending` (where buckets lie), `builtin_hooks`, `barrier`, `ending`,
 `store`, `init_method` and `torchrun` (how a job finds a store daemon).
 """
 
@@ -17,7 +17,6 @@ from asyncdist.torch_backend import (
     barrier,
     bucket_memory,
     builtin_hooks,
-    compiling,
     ending,
     handing,
     init_method,
@@ -35,7 +34,6 @@ kernels.register()
 handing.register()
 bucket_memory.register()
 builtin_hooks.register()
-compiling.register()
 barrier.register()
 ending.register()
 init_method.register()

@@ -17,6 +17,7 @@ import torch.distributed as torch_distributed
 
 from asyncdist import runtime
 from asyncdist import work as started
+from asyncdist.compiling import left_alone
 from asyncdist.deadline import Timeout, seconds
 from asyncdist.devices.work import DeviceWork
 from asyncdist.errors import SharedMemoryError, UsageError
@@ -38,6 +39,7 @@ _UNSET: Any = SimpleNamespace(
 )
 
 
+@left_alone
 class ProcessGroup(torch_distributed.ProcessGroup):
     """A `Group` as torch.distributed sees it. Made by ``init_process_group("asyncdist")`` and ``new_group``.
 

@@ -10,12 +10,14 @@ import torch
 import torch.distributed as torch_distributed
 
 from asyncdist import work as started
+from asyncdist.compiling import left_alone
 from asyncdist.devices.work import DeviceWork
 from asyncdist.work import call_apart
 
 _NONE = timedelta(0)  # how torch spells "no timeout"
 
 
+@left_alone
 class Work(torch_distributed.Work):
     """One operation: wait() on it as torch's code does, or await it.
 
@@ -117,6 +119,7 @@ class Work(torch_distributed.Work):
         return repr(self._work)
 
 
+@left_alone
 class HeldWork(Work):
     """A Work that holds itself until it is waited for: for C++ code that keeps no more than its C++ half.
 
@@ -156,6 +159,7 @@ _MOST_HELD = 1024
 make_work: type[Work] = HeldWork if torch.__version__.startswith("2.6.") else Work
 
 
+@left_alone
 class _Done(Work):
     def wait(self, timeout: timedelta = _NONE) -> bool:
         return True

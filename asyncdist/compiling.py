@@ -1,34 +1,32 @@
-"""What `torch.compile` does not look into: our methods, and all that they call.
+"""What `torch.compile` does not look into: the methods that programs call of ours, and all that they call.
 
 What it cannot put into a graph it runs as it is, and then compiles the functions that come to be called meanwhile. Ours
-would not do: it knows a process group as an object with a few members of C++'s, and fails over every other.
+would not do: they are about threads, memory and other ranks. Of a process group it knows a few members of C++'s alone.
 """
 
 from __future__ import annotations
 
 import functools
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from asyncdist.torch_backend.process_group import ProcessGroup
-from asyncdist.torch_backend.work import HeldWork, Work
+T = TypeVar("T")
 
 # Of C++, as `torch.compiler.disable` would import the whole compiler, which few programs want.
 _frames: Any = torch._C._dynamo.eval_frame
 
 
-def register() -> None:
-    """Keep the compiler from what torch's Python code calls of ours. Idempotent."""
-    for owner in (ProcessGroup, Work, HeldWork):
-        for name, member in list(vars(owner).items()):
-            if isinstance(member, FunctionType) and not hasattr(member, "_torchdynamo_disable"):
-                setattr(owner, name, _left_alone(member))
+def left_alone(owner: type[T]) -> type[T]:
+    """Keep the compiler from a class's own methods: they are called, and neither compiled nor inlined where they are."""
+    for name, member in list(vars(owner).items()):
+        if isinstance(member, FunctionType):
+            setattr(owner, name, _left_alone(member))
+    return owner
 
 
 def _left_alone(function: Any) -> Any:
-    """Return a function that is called, and neither compiled nor inlined where it is."""
     if hasattr(_frames, "set_code_exec_strategy"):
         skip = _frames._FrameAction.SKIP
         _frames.set_code_exec_strategy(function.__code__, _frames._FrameExecStrategy(skip, skip))
