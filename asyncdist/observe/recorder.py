@@ -15,6 +15,8 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from torch.autograd import profiler
+
 from asyncdist.framing import Fingerprint
 from asyncdist.mismatch import call_in_words
 from asyncdist.observe import spans
@@ -38,7 +40,7 @@ class Entry:
         self.issued = time.perf_counter()
         self.finished = 0.0
         self.error: str | None = None
-        self.span = spans.begin(op) if spans.is_watched() else None
+        self.span = spans.begin(op) if profiler._is_profiler_enabled else None
 
     def finish(self, error: BaseException | None = None) -> None:
         """Note that it is over, or has failed."""

@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import torch
 
-is_watched = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
-"""Whether a profiler records what this thread does."""
-
 _enter = torch.ops.profiler._record_function_enter_new
 _exit = torch.ops.profiler._record_function_exit._RecordFunction
 
