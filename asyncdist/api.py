@@ -19,6 +19,12 @@ _world: World | None = None
 _initializing = False
 
 
+SAME_RANKS = (
+    "the ranks of a group of ours stay the same. Leave enable_reconfigure out, and when ranks were lost or others have "
+    "come, call destroy_process_group() and init_process_group() on those that are there"
+)
+
+
 def begin_initialization(enable_reconfigure: bool = False) -> None:
     """Note that a default world is being made; AlreadyInitializedError if there is one, or another on its way.
 
@@ -26,10 +32,7 @@ def begin_initialization(enable_reconfigure: bool = False) -> None:
     """
     global _initializing
     if enable_reconfigure:
-        raise UsageError(
-            "enable_reconfigure=True: the ranks of a group of ours stay the same. Leave it out, and when ranks were lost "
-            "or others have come, call destroy_process_group() and init_process_group() on those that are there"
-        )
+        raise UsageError(f"enable_reconfigure=True: {SAME_RANKS}")
     if _world is not None or _initializing:
         raise AlreadyInitializedError
     _initializing = True

@@ -39,7 +39,7 @@ def make(opts: Any, pg_options: object = None) -> ProcessGroup:
     """Make a process group, as torch asks for it: on every member, in the same order.
 
     A group of ranks of our own default world stands on that world's connections, and costs no communication. Any other
-    meets in the store that torch hands over. ``pg_options`` is ignored.
+    meets in the store that torch hands over. ``pg_options`` is ignored, and so is ``enable_reconfigure``.
     """
     world = _default_world()
     if world is not None and opts.global_ranks_in_group:

@@ -17,10 +17,11 @@ import torch.distributed as torch_distributed
 
 from asyncdist import runtime
 from asyncdist import work as started
+from asyncdist.api import SAME_RANKS
 from asyncdist.compiling import left_alone
 from asyncdist.deadline import Timeout, seconds
 from asyncdist.devices.work import DeviceWork
-from asyncdist.errors import SharedMemoryError, UsageError
+from asyncdist.errors import SharedMemoryError, UnsupportedError, UsageError
 from asyncdist.group import Group
 from asyncdist.torch_backend.lending import Lender
 from asyncdist.torch_backend.reductions import reduction_of
@@ -50,6 +51,10 @@ class ProcessGroup(torch_distributed.ProcessGroup):
     supports_splitting = False
     supports_coalescing = False
     supports_time_estimate = False
+    supports_reconfigure = False
+    supports_window = False
+    supports_abort_hooks = False
+    supports_completion_hooks = False
 
     def __init__(self, group: Group, world: World | None) -> None:
         super().__init__(group.rank(), group.size())  # type: ignore[call-arg]  # the form with a store raises
@@ -227,6 +232,18 @@ class ProcessGroup(torch_distributed.ProcessGroup):
             with contextlib.suppress(SharedMemoryError):  # slower is better than not at all
                 return self._lender.lend(size * dtype.itemsize).view(dtype)
         return torch.empty(size, dtype=dtype, device=device)
+
+    def get_reconfigure_handle(self) -> str:
+        """Refuse what ``enable_reconfigure=True`` is for, which torch has back ends without it ignore until then."""
+        raise UnsupportedError(SAME_RANKS)
+
+    def reconfigure(self, opts: object) -> Work:
+        """Refuse it, as `get_reconfigure_handle` does."""
+        raise UnsupportedError(SAME_RANKS)
+
+    def new_window(self, tensor: torch.Tensor | None = None) -> object:
+        """Refuse it."""
+        raise UnsupportedError("a group of ours has no windows for one-sided access: use send and recv, or collectives")
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         return NAME

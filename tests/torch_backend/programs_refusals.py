@@ -110,3 +110,21 @@ def by_cpp(rank, world):
         _refused(lambda: operators.broadcast(bits, 0, name), "bits8"),
         _still_works(rank, world),
     ]
+
+
+def later_powers(rank, world):
+    """What torch 2.15 asks of back ends that can, by the methods that its functions call."""
+    group = dist.group.WORLD
+    can = [
+        group.supports_reconfigure,
+        group.supports_window,
+        group.supports_abort_hooks,
+        group.supports_completion_hooks,
+    ]
+    return [
+        (can, [False] * 4),
+        _refused(lambda: group.get_reconfigure_handle(), "call destroy_process_group() and init_process_group()"),
+        _refused(lambda: group.reconfigure(None), "call destroy_process_group() and init_process_group()"),
+        _refused(lambda: group.new_window(torch.ones(2)), "use send and recv"),
+        _still_works(rank, world),
+    ]

@@ -169,7 +169,7 @@ def test_ranks_that_call_different_things_are_told(start):
 # -- mistakes ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("program", ["devices", "dtypes", "counts", "layouts", "unequal", "by_cpp"])
+@pytest.mark.parametrize("program", ["devices", "dtypes", "counts", "layouts", "unequal", "by_cpp", "later_powers"])
 def test_mistake(as_it_should_be, program):
     as_it_should_be("programs_refusals", program)
 
