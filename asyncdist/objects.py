@@ -51,8 +51,9 @@ def pack(value: Any, *, allow_pickle: bool, weights_only: bool = False) -> bytes
             return msgpack.ExtType(_SAVED, _save(part))
         if not allow_pickle:
             raise UsageError(
-                f"an object of type {_type_of(part)} cannot be sent as plain data; "
-                "send its fields, or set ASYNCDIST_ALLOW_PICKLE=1 on every rank if you trust them all"
+                f"an object of type {_type_of(part)} cannot be sent as plain data; send its fields, or pass "
+                "weights_only=True on every rank if torch.load reads it with that, "
+                "or set ASYNCDIST_ALLOW_PICKLE=1 on every rank if you trust them all"
             )
         return msgpack.ExtType(_PICKLE, pickle.dumps(part))
 

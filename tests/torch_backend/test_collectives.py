@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
+import torch.distributed as dist
 
 pytestmark = pytest.mark.processes
 BESIDE_GLOO = pytest.param(
@@ -11,6 +14,13 @@ BESIDE_GLOO = pytest.param(
     marks=pytest.mark.skipif(
         torch.__version__.startswith("2.6."),
         reason="groups of gloo's that go in torch 2.6 wait for their threads with the interpreter locked, some for ever",
+    ),
+)
+OBJECTS_OF_SAFE_TYPES = pytest.param(
+    "objects_of_safe_types",
+    marks=pytest.mark.skipif(
+        "weights_only" not in inspect.signature(dist.all_gather_object).parameters,
+        reason="object collectives take weights_only from torch 2.15 on",
     ),
 )
 
@@ -22,6 +32,7 @@ BESIDE_GLOO = pytest.param(
         "all_reduce_sparse", "all_reduce_coalesced", "coalescing_manager", "asynchronous", "futures", "broadcast",
         "reduce", "gather", "scatter", "all_gather", "all_gather_into_tensor", "all_gather_coalesced", "reduce_scatter",
         "reduce_scatter_tensor", "all_to_all_single", "all_to_all", "barriers", "objects",
+        OBJECTS_OF_SAFE_TYPES,
     ],
 )  # fmt: skip
 def test_collective(same_over_gloo, program):
