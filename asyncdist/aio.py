@@ -57,12 +57,7 @@ async def destroy_process_group(group: api.AnyGroup = None) -> None:
     if isinstance(group, Group) and group is not api.default_group():
         group.close()
     elif group is None or isinstance(group, Group):
-        await _close(api.take_world())
-
-
-async def _close(world: World) -> None:
-    world.leave()
-    await world.close()
+        await api.take_world().close()
 
 
 @asynccontextmanager
@@ -89,7 +84,7 @@ async def process_group(
     try:
         yield world.group
     finally:
-        await _close(world)
+        await world.close()
 
 
 def _finish(work: Work, async_op: bool) -> Work:

@@ -18,6 +18,16 @@ class Finishable(Protocol):
     def add_done_callback(self, callback: Callable[..., object], /) -> None: ...
 
 
+class Until:
+    """What a driver drives for where it is no work: that something is so."""
+
+    def __init__(self, true: Callable[[], bool]) -> None:
+        self.is_completed = true
+
+    def add_done_callback(self, callback: Callable[..., object], /) -> None:
+        """Nobody says when it is: who waits for another driver looks again when that one leaves."""
+
+
 class Failing(Protocol):
     """What a schedule belongs to: a group's channel. Written under the lock."""
 

@@ -22,21 +22,21 @@ from asyncdist.collectives.executor import Executor
 from asyncdist.collectives.operation import Channel, Operation
 from asyncdist.config import Config
 from asyncdist.errors import GroupAbortedError, GroupError, MismatchError, PeerLostError, TransportUnavailableError
-from asyncdist.framing import ABORT, GOODBYE, Fingerprint, pack_key
-from asyncdist.machine import Wait
+from asyncdist.framing import ABORT, GOODBYE, Fingerprint
+from asyncdist.machine import Until, Wait
 from asyncdist.mismatch import describe
-from asyncdist.notices import ENDED, LEFT, last_words, spell, to_tell, unspell
+from asyncdist.notices import ENDED, LEFT, abort, last_words, to_tell, unspell
 from asyncdist.observe.recorder import Recorder
 from asyncdist.progress import Progress
 from asyncdist.reminders import Reminders
-from asyncdist.transport import Discard, Inbox, Link, Outgoing, Receive, Transport
+from asyncdist.transport import Discard, Inbox, Link, Receive, Transport
 from asyncdist.ways import Addresses, Ways
 from asyncdist.work import Work
 
 log = logging.getLogger("asyncdist")
 
+LAST_WORDS = 1.0  # seconds for which who leaves may wait until its peers have been told of a failure
 _BENEFIT = 0.5  # seconds for which a peer that may just have left in order is given the benefit of the doubt
-_MOST_LOOKS = 64  # at what it has left behind: at one large message that nobody wants each
 
 
 class Mesh:
@@ -103,9 +103,14 @@ class Mesh:
         if self._at_home:
             self.progress.arm()
 
+    def has_told(self) -> bool:
+        """Return whether nobody is left to be told of a failure, perhaps on a connection that is being opened for it."""
+        return not (self._failures and self.ways.busy())
+
     def close(self) -> None:
         """Fail what is pending, say goodbye to every peer, and close every connection. Idempotent."""
         lifetime.unwatch(self)
+        self._tell_all()
         self.progress.submit(self._close)
         self.progress.close()
 
@@ -114,7 +119,13 @@ class Mesh:
         self._goodbye = ENDED
         for operation in self._executor.operations.values():
             operation.work.exception()  # that it fails now is no news to anybody
+        self._tell_all()
         self.progress.submit(self._close)
+
+    def _tell_all(self) -> None:
+        """Wait until peers have been told of failures; not on an event loop, where `World.close` does."""
+        if asyncio._get_running_loop() is None:
+            self.progress.drive(Until(self.has_told), monotonic() + LAST_WORDS)
 
     def leave_to_parent(self) -> None:
         """Fail everything in a forked child, and keep what is the parent's from being used or collected."""
@@ -185,11 +196,10 @@ class Mesh:
             inbox.purge(channel.prefix)
 
     def _tell(self, channel: Channel, error: GroupError, told_by: int | None) -> None:
-        body = memoryview(spell(error, self.rank))
         for peer in to_tell(channel.members, self.rank, told_by):
             if peer not in self._gone and peer not in self._leaving:
                 with contextlib.suppress(TransportUnavailableError):  # it cannot be told
-                    self.link(peer).send(Outgoing(peer, pack_key(channel.number, 0, 0), 0, body, None, ABORT))
+                    self.link(peer).send(abort(peer, channel.number, error, self.rank))
 
     # -- what the executor needs: Peers --------------------------------------------------------
 
@@ -239,12 +249,12 @@ class Mesh:
         if operation is None:
             channel = self._channels.get(key[:8])
             if channel is not None and channel.has_ended(key):  # nobody will ask for it any more
-                self._differ(channel, peer, self.recorder.fingerprint(channel.name, key), fingerprint)
+                self.fail(channel, self.difference(peer, self.recorder.fingerprint(channel.name, key), fingerprint))
                 return Discard(peer, key, nbytes)
             if channel is None or not channel.point_to_point:
                 self._early.add(key[:12])
         elif operation.plan.fingerprint != fingerprint:
-            self._differ(operation.channel, peer, operation.plan.fingerprint, fingerprint)
+            self.fail(operation.channel, self.difference(peer, operation.plan.fingerprint, fingerprint))
             return Discard(peer, key, nbytes)
         return None
 
@@ -253,14 +263,11 @@ class Mesh:
         if channel is None:
             return
         if receive.fingerprint != fingerprint:
-            self._differ(channel, peer, receive.fingerprint, fingerprint)
+            self.fail(channel, self.difference(peer, receive.fingerprint, fingerprint))
         else:
             self.fail(
                 channel, MismatchError(peer, f"rank {peer} sent {nbytes} bytes where {receive.nbytes} were expected")
             )
-
-    def _differ(self, channel: Channel, peer: int, ours: int, theirs: int) -> None:
-        self.fail(channel, self.difference(peer, ours, theirs))
 
     def difference(self, peer: int, ours: int, theirs: int) -> MismatchError:
         return MismatchError(peer, describe(Fingerprint.unpack(ours), self.rank, Fingerprint.unpack(theirs), peer))
@@ -272,7 +279,7 @@ class Mesh:
             if inbox is not None:
                 for fingerprint, _ in inbox.early(operation.key[:12]):
                     if fingerprint != operation.plan.fingerprint:
-                        self._differ(operation.channel, peer, operation.plan.fingerprint, fingerprint)
+                        self.fail(operation.channel, self.difference(peer, operation.plan.fingerprint, fingerprint))
                         return
 
     def control(self, peer: int, kind: int, key: bytes, body: bytes) -> None:
@@ -305,11 +312,7 @@ class Mesh:
             self.reminders.add(peer, monotonic() + _BENEFIT, functools.partial(self._given_up, peer, reason))
 
     def _given_up(self, peer: int, reason: str) -> None:
-        # A process that was held up may not have read yet what has long been there; also behind what nobody wants yet.
-        for _ in range(_MOST_LOOKS):
-            self.inbox(peer).unblock()
-            if not self.ways.look():
-                break
+        self.ways.look(self.inbox(peer))  # a process that was held up may not have read yet what has long been there
         self.lost(peer, reason)
 
     def _waits_for(self, channel: Channel, peer: int) -> bool:
@@ -353,12 +356,7 @@ class Mesh:
 
     def busy(self) -> bool:
         # After a failure we stay to be reached: who waits for us must hear of it, also where it connects only now.
-        if self._executor.operations or self._failures or self.reminders:
-            return True
-        for transport in self.ways.transports:
-            if transport.busy():
-                return True
-        return False
+        return bool(self._executor.operations or self._failures or self.reminders) or self.ways.busy()
 
     def next_deadline(self) -> float:
         if self.reminders:

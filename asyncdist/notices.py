@@ -8,6 +8,7 @@ import msgpack
 
 from asyncdist.errors import GroupAbortedError, GroupError, MismatchError, OperationTimeoutError, PeerLostError
 from asyncdist.framing import ABORT, GOODBYE, pack_header, pack_key
+from asyncdist.inbox import Outgoing
 
 LEFT = "it has destroyed its process group"
 ENDED = "its process has ended"
@@ -24,6 +25,11 @@ def spell(error: GroupError, rank: int) -> bytes:
     }
     packed: bytes = msgpack.packb(said)
     return packed
+
+
+def abort(peer: int, number: int, error: GroupError, rank: int) -> Outgoing:
+    """Return the notice by which ``rank`` tells ``peer`` that a group has failed."""
+    return Outgoing(peer, pack_key(number, 0, 0), 0, memoryview(spell(error, rank)), None, ABORT)
 
 
 def unspell(body: bytes, peer: int, rank: int) -> GroupError:

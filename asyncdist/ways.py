@@ -15,9 +15,9 @@ from asyncdist.collectives.hierarchy import Layout, layout
 from asyncdist.collectives.operation import Channel
 from asyncdist.errors import TransportUnavailableError
 from asyncdist.native import Native
-from asyncdist.transport import Link, Transport
+from asyncdist.transport import Inbox, Link, Transport
 
-_MOST_LOOKS = 64  # of one transport that has always something more
+_MOST_LOOKS = 64  # at what has always something more
 
 Addresses = Mapping[str, Mapping[str, Any]]
 
@@ -85,15 +85,17 @@ class Ways:
         crowded = any(crowded for _, crowded in waits)
         return min((spin for spin, _ in waits), default=0.0), self._spread if crowded else None
 
-    def look(self) -> bool:
-        """Take what lies at our descriptors, as who comes from a sleep on them does; return whether anything did."""
-        found = False
-        for transport in self.transports:
-            for _ in range(_MOST_LOOKS):
-                if not transport.advance([descriptor for descriptor, _ in transport.waits() or ()]):
-                    break
-                found = True
-        return found
+    def busy(self) -> bool:
+        """Return whether messages are queued that nobody else drives out."""
+        return any(transport.busy() for transport in self.transports)
+
+    def look(self, inbox: Inbox) -> None:
+        """Take what lies at our descriptors, as who comes from a sleep on them does, also behind what nobody wants."""
+        for _ in range(_MOST_LOOKS):
+            inbox.unblock()
+            ready = [(each, [descriptor for descriptor, _ in each.waits() or ()]) for each in self.transports]
+            if not any(transport.advance(descriptors) for transport, descriptors in ready):
+                return
 
     def _spread(self) -> None:
         for transport in self.transports:

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from time import monotonic
 from typing import Any
 
 import msgpack
@@ -20,9 +21,11 @@ from asyncdist.config import Config, Launch, settings
 from asyncdist.deadline import Timeout, seconds
 from asyncdist.errors import RendezvousError, UsageError
 from asyncdist.group import Group
-from asyncdist.mesh import Mesh
+from asyncdist.mesh import LAST_WORDS, Mesh
 from asyncdist.observe import on_demand
 from asyncdist.rendezvous import Meeting, meet
+
+_PAUSE = 1e-3  # seconds between two looks whether peers have been told
 
 # Settings that change what is sent to whom: they must be equal on every rank.
 _SHARED_SETTINGS = (
@@ -67,7 +70,10 @@ class World:
         return group
 
     def leave(self) -> None:
-        """Destroy every group and say goodbye to the peers. Idempotent; not on a loop other than the home one."""
+        """Destroy every group and say goodbye to the peers. Idempotent; not on a loop other than the home one.
+
+        Peers who are still to be told of a failure are waited for, but not on that loop: see `close`.
+        """
         for group in list(self.groups):
             group.close()
         self.mesh.close()
@@ -79,7 +85,12 @@ class World:
 
     async def close(self) -> None:
         """Leave the peers, and then the store, on the loop where the world was opened. Idempotent."""
-        self.leave()
+        try:
+            until = monotonic() + LAST_WORDS
+            while not self.mesh.has_told() and monotonic() < until:  # noqa: ASYNC110 - nobody says when, and it is rare
+                await asyncio.sleep(_PAUSE)
+        finally:
+            self.leave()
         if not self.mesh.of_parent:
             await self.meeting.close()
 

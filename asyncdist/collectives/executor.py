@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from asyncdist.buffers import Scratch
 from asyncdist.collectives.operation import AnyReceive, Channel, FoldingReceive, Operation, RecvAny, Task, waiting_for
 from asyncdist.collectives.schedule import Combine, Recv, Reduce, Schedule, Send
-from asyncdist.errors import AsyncdistError, GroupError, OperationTimeoutError
+from asyncdist.errors import AsyncdistError, GroupError, OperationTimeoutError, TransportUnavailableError
 from asyncdist.transport import Inbox, Link, Outgoing, Receive
 from asyncdist.work import Work
 
@@ -236,6 +236,9 @@ class Executor:
             raise gone[-1]
         for peer in others:
             self._peers.inbox(peer).unblock()
+            if self._peers.gone(peer) is None:
+                with contextlib.suppress(TransportUnavailableError):  # it may reach us though we do not reach it
+                    self._peers.link(peer).open()
         self.any_source.setdefault(task.key, deque()).append(receive)
         task.transfers.append(receive)
         task.outstanding += 1

@@ -30,7 +30,6 @@ class InprocTransport(Transport):
     def __init__(self, host: Host) -> None:
         super().__init__(host)
         self._number = next(_numbers)
-        self._links: dict[int, InprocLink] = {}
         self._heard: set[int] = set()
 
     @classmethod
@@ -45,8 +44,7 @@ class InprocTransport(Transport):
         return bool(address["process"] == os.getpid() and address["world"] == self.host.world_id)
 
     def link(self, peer: int, address: Address) -> InprocLink:
-        link = self._links[peer] = InprocLink(peer, self, address["mailbox"])
-        return link
+        return InprocLink(peer, self, address["mailbox"])
 
     def advance(self, ready: Iterable[int] | None) -> bool:
         return False  # everything moves in posted actions
@@ -64,9 +62,13 @@ class InprocTransport(Transport):
         pass  # nothing comes between ranks of one process: who is lost has closed
 
     def close(self) -> None:
-        _mailboxes.pop(self._number, None)
-        for link in list(self._links.values()):
-            link.close()
+        """Say goodbye to all ranks of the world: also who only waits for us, and never heard of us, is to hear of it."""
+        if _mailboxes.pop(self._number, None) is None:
+            return
+        for receiver in list(_mailboxes.values()):
+            if receiver.host.world_id == self.host.world_id:
+                goodbye = Outgoing(receiver.host.rank, pack_key(0, 0, 0), 0, memoryview(b""), None, GOODBYE)
+                receiver.host.post(Delivery(goodbye, self.host, receiver).arrive)
 
     # -- what peers post to us; under our host's lock ------------------------------------------
 
@@ -100,7 +102,6 @@ class InprocLink(Link):
         super().__init__(peer)
         self._transport = transport
         self._mailbox = mailbox
-        self._closed = False
 
     def open(self) -> None:
         if self._mailbox not in _mailboxes:
@@ -116,11 +117,7 @@ class InprocLink(Link):
         return False
 
     def close(self) -> None:
-        receiver = _mailboxes.get(self._mailbox)
-        if receiver is not None and not self._closed:
-            goodbye = Outgoing(self.peer, pack_key(0, 0, 0), 0, memoryview(b""), None, GOODBYE)
-            receiver.host.post(Delivery(goodbye, self._transport.host, receiver).arrive)
-        self._closed = True
+        """There is nothing to close: goodbyes are said to all at once."""
 
     def _post_lost(self) -> None:
         host, peer = self._transport.host, self.peer

@@ -304,7 +304,7 @@ class ShmTransport(Transport):
         return [(descriptor, neighbour.waits()) for descriptor, neighbour in self._by_descriptor.items()]
 
     def busy(self) -> bool:
-        for neighbour in self._living.values():
+        for neighbour in list(self._living.values()):  # asked without the lock too
             if neighbour.queue:
                 return True
         return False

@@ -103,7 +103,7 @@ class TcpTransport(Transport):
         return waits
 
     def busy(self) -> bool:
-        for connection in self._connections.values():
+        for connection in list(self._connections.values()):  # asked without the lock too
             if type(connection) is Outbound and (connection.queue or (self._dialling is not None and connection.eager)):
                 return True
         return False

@@ -1,0 +1,53 @@
+"""Ranks that leave, or abort and leave, while others wait: those who never heard of them before hear of it too."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+
+from asyncdist.errors import GroupAbortedError, PeerLostError
+from asyncdist.testing.cluster import world_of
+
+
+@pytest.mark.parametrize("source", [1, None], ids=["from one", "from anybody"])
+async def test_who_waits_for_ranks_that_leave_without_a_word_hears_of_it(transport, source):
+    async with world_of(3, transport=transport) as (stayer, *leavers):
+        waiting = stayer.recv(torch.zeros(1), source)
+        await asyncio.sleep(0)
+        for leaver in leavers:
+            await leaver.world.close()
+        with pytest.raises(PeerLostError) as raised:
+            await waiting
+        assert raised.value.peer in (1, 2)
+
+
+@pytest.mark.parametrize("source", [1, 2, None], ids=["from it", "from another", "from anybody"])
+async def test_who_aborts_and_leaves_at_once_is_heard_by_all(transport, source):
+    """Also by ranks to which there is no connection yet, and which wait for another."""
+    async with world_of(3, transport=transport) as (stayer, leaver, _):
+        waiting = stayer.recv(torch.zeros(1), source)
+        leaver.abort("on purpose")
+        await leaver.world.close()
+        with pytest.raises(GroupAbortedError, match="rank 1 aborted: on purpose"):
+            await waiting
+
+
+def test_a_thread_that_aborts_and_leaves_at_once_is_heard_by_all(transport, together):
+    def rank(group):
+        if group.rank() == 1:
+            group.abort("on purpose")
+        else:
+            with pytest.raises(GroupAbortedError, match="rank 1 aborted: on purpose"):
+                group.recv(torch.zeros(1), 2 - group.rank(), background=False).result()
+
+    together(3, rank, transport=transport)
+
+
+async def test_who_leaves_after_a_failure_waits_for_peers_that_do_not_answer_only_so_long(transport):
+    async with world_of(2, transport=transport) as (_, leaver):
+        leaver.abort("on purpose")
+        leaver.mesh.has_told = lambda: False
+        async with asyncio.timeout(5.0):
+            await leaver.world.close()
