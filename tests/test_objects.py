@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import pickle
-from collections import Counter
+from collections import Counter, OrderedDict
 
 import msgpack
 import numpy as np
@@ -288,6 +288,17 @@ def test_damaged_bytes_give_an_object_or_a_protocol_error(value, data):
     for damaged in (packed, packed[: data.draw(st.integers(0, len(packed)))]):
         with contextlib.suppress(ProtocolError):
             unpack(damaged, allow_pickle=False)
+
+
+@given(st.data())
+def test_damaged_weights_give_an_object_or_a_protocol_error(data):
+    weights = [OrderedDict(weight=torch.nn.Parameter(torch.ones(3, 2).t())), torch.Size((1, 2))]
+    packed = bytearray(pack(weights, allow_pickle=False, weights_only=True))
+    for _ in range(data.draw(st.integers(1, 4))):
+        packed[data.draw(st.integers(0, len(packed) - 1))] = data.draw(st.integers(0, 255))
+    for damaged in (packed, packed[: data.draw(st.integers(0, len(packed)))]):
+        with contextlib.suppress(ProtocolError):
+            unpack(damaged, allow_pickle=False, weights_only=True)
 
 
 def test_forged_depth_is_a_protocol_error():
