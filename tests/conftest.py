@@ -1,4 +1,4 @@
-"""What all tests share: the matrix of loops, the matrix of transports, and a check that nothing is left behind.
+"""What all tests share: the matrix of loops, the matrix of transports, what torch can do, and a check that nothing is left.
 
 A test that is a coroutine runs on asyncio's own loop in debug mode and on uvloop; one that takes ``transport`` runs over
 each of ours. After each test no new thread, task, process, socket, pipe, event descriptor or memory segment may be there.
@@ -121,6 +121,18 @@ def until() -> Callable[[Callable[[], Any]], None]:
             time.sleep(0.001)
 
     return until
+
+
+# -- what this torch can do -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fsdp2() -> None:
+    """Skip the test where the second version of sharded training does not run on the CPU at all."""
+    import torch
+
+    if not hasattr(torch.cpu.Stream, "record_event"):
+        pytest.skip(f"FSDP2 of torch {torch.__version__} asks of the CPU's streams what they do not have: record_event")
 
 
 # -- nothing is left behind -------------------------------------------------------------------------

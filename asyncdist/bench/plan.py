@@ -105,9 +105,14 @@ class Plan:
         return calls, min(block, calls)
 
 
-def steps_of(ranks: int) -> tuple[str, ...]:
-    """Return the training steps that so many ranks can take."""
-    return tuple(step for step in STEPS if step != "tensor_parallel" or HEADS % ranks == 0)
+def left_out(ranks: int, torch: str) -> dict[str, str]:
+    """Return the training steps that so many ranks cannot take with a release of torch, and why not."""
+    reasons = {}
+    if torch.startswith("2.6."):
+        reasons["fsdp2"] = f"torch {torch} cannot do it on CPUs, torch 2.7 and later can"
+    if HEADS % ranks:
+        reasons["tensor_parallel"] = f"{ranks} ranks cannot share {HEADS} heads"
+    return reasons
 
 
 def rounds(calls: int, block: int) -> Iterable[int]:

@@ -82,12 +82,15 @@ class StoreReport:
     plan: StorePlan
     machine: dict[str, str]
     cases: list[Case] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)
+    """Why what could not be measured was not, by what it is called."""
 
     def as_json(self) -> dict[str, Any]:
         return {
             "machine": self.machine,
             "plan": asdict(self.plan),
             "cases": [{**asdict(case), "ratio": case.ratio, "reached": case.reached} for case in self.cases],
+            "left_out": self.left_out,
         }
 
 
@@ -214,7 +217,11 @@ def run(plan: StorePlan, tell: Tell = lambda doing: None) -> StoreReport:
             report.cases += _our_client(plan, servers, workers[0])
         if "crowd" in plan.parts:
             tell(f"{plan.crowd} connections")
-            report.cases.append(_crowd(plan, servers, workers[: plan.crowd_processes]))
+            workers[0].tell(do="knows", operation="barrier")
+            if workers[0].hear():
+                report.cases.append(_crowd(plan, servers, workers[: plan.crowd_processes]))
+            else:
+                report.left_out["clients that meet at a barrier"] = "the clients of this torch have no barrier"
         if "memory" in plan.parts:
             tell("memory")
             report.cases += _memory(plan, field_, workers[0])

@@ -40,6 +40,11 @@ def about(report: StoreReport) -> str:
     )
 
 
+def left_out(report: StoreReport) -> list[str]:
+    """Return a line for each case that was not measured, with the reason."""
+    return [f"{case} are left out: {reason}" for case, reason in report.left_out.items()]
+
+
 def table(report: StoreReport) -> Table:
     """Return a rich table."""
     from rich import box
@@ -57,4 +62,4 @@ def markdown(report: StoreReport) -> str:
     """Return the report as a Markdown page."""
     lines = [_HEADINGS, (":--", "--:", "--:", ":--", "--:", "--:", ":--"), *map(cells, report.cases)]
     rows = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    return f"# The store\n\n{about(report)}\n\n{rows}\n"
+    return "\n\n".join(["# The store", about(report), *left_out(report), rows]) + "\n"

@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING
 
 import click
 
+from asyncdist.bench.machine import installed
 from asyncdist.bench.plan import (
     COLLECTIVES,
     CONTENDERS,
-    HEADS,
     ON_DEVICES,
     RIVALS,
     STEPS,
     THROUGH_TORCH,
     WAYS,
     Plan,
-    steps_of,
+    left_out,
 )
 from asyncdist.cli import several
 from asyncdist.errors import UnsupportedError
@@ -220,11 +220,11 @@ def _tell_of_devices(report: Report, json_file: Path | None, output: Path | None
 
 
 def _steps(ranks: int) -> tuple[str, ...]:
-    """Return every training step that so many ranks can take, and say which one they cannot."""
-    steps = steps_of(ranks)
-    if steps != STEPS:
-        click.echo(f"tensor parallel is left out: {ranks} ranks cannot share {HEADS} heads", err=True)
-    return steps
+    """Return every training step that so many ranks can take here, and say which ones they cannot."""
+    reasons = left_out(ranks, installed("torch"))
+    for step, reason in reasons.items():
+        click.echo(f"{step.replace('_', ' ')} is left out: {reason}", err=True)
+    return tuple(step for step in STEPS if step not in reasons)
 
 
 def _check_before_measuring(plot_file: Path | None, output: Path | None) -> None:

@@ -45,7 +45,7 @@ def bench_store(
     asyncdist bench store --only theirs --clients 8
     """
     from asyncdist.bench.store import StorePlan, run
-    from asyncdist.bench.store_table import about, markdown, table
+    from asyncdist.bench.store_table import about, left_out, markdown, table
     from asyncdist.cli.screen import screen
 
     if output is not None:
@@ -61,7 +61,8 @@ def bench_store(
     )
     report = run(plan, lambda doing: err.print(doing, style="dim"))
     console = screen()
-    console.print(about(report), style="dim", soft_wrap=True)
+    for line in (about(report), *left_out(report)):
+        console.print(line, style="dim", soft_wrap=True)
     console.print(table(report))
     if output is not None:
         (output / "store.md").write_text(markdown(report), encoding="utf-8")

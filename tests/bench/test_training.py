@@ -14,6 +14,9 @@ from asyncdist.bench.plan import STEPS as NAMES
 from asyncdist.bench.plan import Plan
 from asyncdist.errors import BenchmarkError
 
+# What torch 2.6 says of every mesh of CPUs.
+pytestmark = pytest.mark.filterwarnings("ignore:DTensor random operators may not have complete support:UserWarning")
+
 
 @pytest.mark.parametrize(("name", "millions"), [("ddp", 6.3), ("fsdp2", 3.2), ("tensor_parallel", 3.2)])
 def test_the_models_are_as_large_as_it_is_said(name, millions):
@@ -46,6 +49,14 @@ def train(name, groups):
     return training.train(name, Plan(steps=NAMES, repeat=1), groups, 0, lambda: None, lambda share: None)
 
 
+@pytest.fixture
+def possible(name, request):
+    """Skip the test of a step that this torch cannot take."""
+    if name == "fsdp2":
+        request.getfixturevalue("fsdp2")
+
+
+@pytest.mark.usefixtures("possible")
 @pytest.mark.parametrize("name", NAMES)
 def test_every_contender_trains_the_same_model(name, groups):
     trained = train(name, groups)
@@ -86,4 +97,4 @@ def test_a_contender_that_ends_with_other_weights_is_not_timed(groups, monkeypat
 def test_ranks_that_end_with_other_weights_are_not_timed(groups, monkeypatch):
     monkeypatch.setattr(training.sync, "broadcast", lambda weights, root: weights.add_(1e-3))
     with pytest.raises(BenchmarkError, match="after training with torch the ranks' weights differ"):
-        train("fsdp2", groups)
+        train("tensor_parallel", groups)

@@ -11,6 +11,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from asyncdist.bench import launch, processes
@@ -27,6 +28,11 @@ PATIENCE = 20.0
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "asyncdist.cli", "bench", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+
+
+def steps_here() -> list[str]:
+    """Return the training steps that two ranks can take with this torch."""
+    return [step for step in STEPS if step != "fsdp2" or hasattr(torch.cpu.Stream, "record_event")]
 
 
 # -- whole runs -------------------------------------------------------------------------------------
@@ -76,14 +82,15 @@ def test_torch_distributed_is_measured_on_our_back_end_and_on_gloo():
         assert row["above_blocking_us"]["torch"] == pytest.approx(
             row["contenders"]["torch"]["median_us"] - row["contenders"]["asyncdist"]["median_us"]
         )
-    assert [training["step"] for training in found["training"]] == list(STEPS)
+    possible = steps_here()
+    assert [training["step"] for training in found["training"]] == possible
     for training in found["training"]:
         assert set(training["contenders"]) | {"asyncdist"} == {"asyncdist", "torch", "gloo", "alone"}
     for words in (
         "through torch",
         "− direct",
         "torch, idle",
-        "stock FSDP2 on asyncdist",
+        "stock FSDP2 on asyncdist" if "fsdp2" in possible else "fsdp2 is left out: torch 2.6",
         "stock tensor parallel on gloo",
     ):
         assert words in run.stderr
@@ -242,10 +249,18 @@ def test_all_that_is_available_competes(without_mpi, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "left_out"), [(2, ()), (3, ("tensor_parallel",)), (4, ()), (8, ("tensor_parallel",))]
+    ("ranks", "torch", "left_out"),
+    [
+        (2, "2.13.0", ()),
+        (3, "2.13.0", ("tensor_parallel",)),
+        (4, "2.7.0", ()),
+        (4, "2.6.0+cpu", ("fsdp2",)),
+        (8, "2.6.0", ("fsdp2", "tensor_parallel")),
+    ],
 )
-def test_through_torch_measures_what_so_many_ranks_can_do(ranks, left_out, monkeypatch):
+def test_through_torch_measures_what_so_many_ranks_can_do_with_this_torch(ranks, torch, left_out, monkeypatch):
     plans = []
+    monkeypatch.setattr("asyncdist.bench.machine.version", lambda package: torch)
     monkeypatch.setattr(
         processes, "run", lambda plan, progress: plans.append(plan) or Report(plan, dict.fromkeys(machine(), "?"))
     )
@@ -254,7 +269,8 @@ def test_through_torch_measures_what_so_many_ranks_can_do(ranks, left_out, monke
     assert plans[0].collectives == THROUGH_TORCH
     assert set(plans[0].against) == {"raw", "gloo"}
     assert set(STEPS) - set(plans[0].steps) == set(left_out)
-    assert ("tensor parallel is left out" in said.output) == bool(left_out)
+    assert ("tensor parallel is left out: " in said.output) == ("tensor_parallel" in left_out)
+    assert (f"fsdp2 is left out: torch {torch} cannot do it on CPUs" in said.output) == ("fsdp2" in left_out)
 
 
 @pytest.mark.parametrize(("text", "said"), [("auto,gloo", "'gloo' is no transport"), (",", "name at least one")])

@@ -198,13 +198,6 @@ def as_it_should_be(teams, transport, world):
     return as_it_should_be
 
 
-@pytest.fixture
-def fsdp2():
-    """Skip the test where the second version of sharded training does not run on the CPU at all."""
-    if not hasattr(torch.cpu.Stream, "record_event"):
-        pytest.skip(f"FSDP2 of torch {torch.__version__} asks of the CPU's streams what they do not have: record_event")
-
-
 @pytest.fixture(params=["shm", "tcp"])
 def transport(request):
     """The transport that our ranks use: each in turn."""
