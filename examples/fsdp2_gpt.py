@@ -350,6 +350,8 @@ def check(options: argparse.Namespace) -> None:
         sys.exit(f"a width of {options.width} cannot be split over {options.heads} heads: change --width or --heads")
     if options.resume and not (options.out / "checkpoint" / ".metadata").exists():
         sys.exit(f"there is no checkpoint in {options.out}: run without --resume first, with the same --out")
+    if not hasattr(torch.cpu.Stream, "record_event"):
+        sys.exit(f"FSDP2 does not run on CPUs with torch {torch.__version__}: install torch 2.7 or later")
 
 
 def main() -> None:
