@@ -105,6 +105,8 @@ class Group(Calls):
         self._devices: dict[torch.device, DeviceGroup] = {}
         self.patient = False
         """Whether what may go on by itself waits for its peers at the call as long as one spins, off any event loop."""
+        self.aborted = False
+        """Whether this rank has called `abort`; that it has failed may be seen a moment later."""
         self.world: Any = None
         mesh.progress.submit(self._open)
 
@@ -374,6 +376,7 @@ class Group(Calls):
             error = GroupAbortedError(f"rank {self.mesh.rank} aborted: {reason}", peer=self.mesh.rank)
             self.mesh.fail(self._channel, error)
 
+        self.aborted = True
         self.mesh.progress.submit(fail)
         self.mesh.progress.arm()
 

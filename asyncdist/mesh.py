@@ -103,9 +103,11 @@ class Mesh:
         if self._at_home:
             self.progress.arm()
 
-    def has_told(self) -> bool:
-        """Return whether nobody is left to be told of a failure, perhaps on a connection that is being opened for it."""
-        return not (self._failures and self.ways.busy())
+    def told(self) -> Until:
+        """Return what is completed once nobody is left to be told of a failure, on connections that open for it too."""
+        begun: list[bool] = []
+        self.progress.submit(lambda: begun.append(True))  # behind failures that another thread is to do
+        return Until(lambda: bool(begun) and not (self._failures and self.ways.busy()))
 
     def close(self) -> None:
         """Fail what is pending, say goodbye to every peer, and close every connection. Idempotent."""
@@ -123,9 +125,8 @@ class Mesh:
         self.progress.submit(self._close)
 
     def _tell_all(self) -> None:
-        """Wait until peers have been told of failures; not on an event loop, where `World.close` does."""
-        if asyncio._get_running_loop() is None:
-            self.progress.drive(Until(self.has_told), monotonic() + LAST_WORDS)
+        if asyncio._get_running_loop() is None:  # where there is one, `World.close` waits
+            self.progress.drive(self.told(), monotonic() + LAST_WORDS)
 
     def leave_to_parent(self) -> None:
         """Fail everything in a forked child, and keep what is the parent's from being used or collected."""
@@ -233,8 +234,7 @@ class Mesh:
         return bool(self._executor.any_source)
 
     def unclaimed(self, peer: int, key: bytes, fingerprint: int, nbytes: int) -> Receive | None:
-        waiting = self._executor.any_source.get(key)
-        if waiting:
+        if waiting := self._executor.any_source.get(key):
             receive = waiting.popleft()
             if not waiting:
                 del self._executor.any_source[key]

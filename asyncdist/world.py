@@ -19,7 +19,7 @@ import msgpack
 from asyncdist import __version__, registry
 from asyncdist.config import Config, Launch, settings
 from asyncdist.deadline import Timeout, seconds
-from asyncdist.errors import RendezvousError, UsageError
+from asyncdist.errors import NotInitializedError, RendezvousError, UsageError
 from asyncdist.group import Group
 from asyncdist.mesh import LAST_WORDS, Mesh
 from asyncdist.observe import on_demand
@@ -43,6 +43,7 @@ class World:
         self.name = name
         self.timeout = timeout
         self.groups: list[Group] = []
+        self._left = False
         self._made: dict[tuple[Any, ...], itertools.count[int]] = {}
         everyone = self.new_group(range(mesh.world_size), name or "world")
         assert everyone is not None
@@ -53,6 +54,10 @@ class World:
 
         Members make their groups with the same ranks equally often; that is how they agree on which is which.
         """
+        if self._left:
+            raise NotInitializedError(
+                "this rank has left the world that the group would stand on: make a new world first"
+            )
         members = tuple(range(self.mesh.world_size) if ranks is None else ranks)
         outside = [rank for rank in members if not 0 <= rank < self.mesh.world_size]
         if not members or outside or len(set(members)) != len(members):
@@ -74,6 +79,7 @@ class World:
 
         Peers who are still to be told of a failure are waited for, but not on that loop: see `close`.
         """
+        self._left = True
         for group in list(self.groups):
             group.close()
         self.mesh.close()
@@ -86,8 +92,8 @@ class World:
     async def close(self) -> None:
         """Leave the peers, and then the store, on the loop where the world was opened. Idempotent."""
         try:
-            until = monotonic() + LAST_WORDS
-            while not self.mesh.has_told() and monotonic() < until:  # noqa: ASYNC110 - nobody says when, and it is rare
+            told, until = self.mesh.told(), monotonic() + LAST_WORDS
+            while not told.is_completed() and monotonic() < until:  # noqa: ASYNC110 - nobody says when, and it is rare
                 await asyncio.sleep(_PAUSE)
         finally:
             self.leave()

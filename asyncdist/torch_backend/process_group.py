@@ -284,8 +284,14 @@ class ProcessGroup(torch_distributed.ProcessGroup):
             runtime.runtime().run(world.close())
 
     def abort(self) -> None:
-        """Fail everything pending on this group, here and on every other rank."""
+        """Fail everything pending on this group, here and on every other rank; with the last one, leave the world.
+
+        torch forgets what it has aborted, and would never shut it down.
+        """
         self.group.abort("torch.distributed aborted the process group")
+        if self._world is not None and all(group.aborted for group in self._world.groups):
+            self._world.leave()
+            runtime.runtime().submit(self._world.close())
 
     def __repr__(self) -> str:
         return f"<asyncdist {self.group!r}>"

@@ -212,3 +212,25 @@ def wait_in_a_callback(rank, groups):
     dist.barrier(groups[0])
     dist.send(torch.ones(1), 1 - rank)
     begun.wait()
+
+
+# -- peers that abort --------------------------------------------------------------------------------
+
+
+def aborts(test, rank, world, meeting):
+    """Rank 0 aborts everything, with no connection open yet, and stays; the others wait for one another."""
+    start(rank, world, meeting)
+    part = dist.new_group(list(range(world)))
+    if rank == 0:
+        pending = [dist.irecv(torch.zeros(1), world - 1), dist.irecv(torch.zeros(1), world - 1, group=part)]
+        whole, below = dist.group.WORLD, part.group
+        mesh = below.mesh
+        dist.distributed_c10d._abort_process_group()
+        test.send([failure_of(each.wait) for each in pending])
+        test.send(mesh.ways.transports[0].waits())
+        test.send(failure_of(lambda: whole.group.world.new_group(None)))
+        whole.shutdown()
+    else:
+        group = part if rank == 1 else None
+        test.send(failure_of(lambda: dist.recv(torch.zeros(1), 3 - rank, group=group)))
+    test.recv()  # who ended now would be lost to those who have heard of one group only

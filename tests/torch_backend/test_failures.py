@@ -232,3 +232,17 @@ def test_an_interrupt_of_torchrun_ends_everything_soon(transport, busy, monkeypa
     finally:
         job.kill()
         job.communicate()
+
+
+def test_who_aborts_everything_has_left_and_all_others_have_heard_of_it(start):
+    """Also those to whom there was no connection, and while it lives on."""
+    first, *others = start(3, "aborts")
+    for kinds, text, _ in [*first.hear(), *(rank.hear() for rank in others)]:
+        assert "GroupAbortedError" in kinds
+        assert "torch.distributed aborted the process group" in text
+    assert first.hear() == []  # it waits for nobody any more
+    kinds, text, _ = first.hear()
+    assert "NotInitializedError" in kinds, text
+    for rank in (first, *others):
+        rank.say("go")
+    assert [rank.wait() for rank in (first, *others)] == [0, 0, 0], first.output()
