@@ -169,7 +169,8 @@ class Group(Calls):
 
         nonce = self._channel.number + len(self._devices)
         host = Group(self.mesh, self.ranks, f"{self.name} (its {device.type} tensors)", self.timeout, nonce=nonce)
-        made = self._devices[device] = DeviceGroup(host, device, registry.ensembles(self.mesh.backend, device.type))
+        kinds = registry.ensembles(self.mesh.backend, device.type)
+        made = self._devices[device] = DeviceGroup(host, device, kinds, whole=self)
         return made
 
     def pass_on(self, part: Group | None, number: int) -> None:

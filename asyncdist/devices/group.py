@@ -63,16 +63,23 @@ class _Later:
 class DeviceGroup(Calls):
     """The members of ``host``, a group of its own, for tensors on ``device``.
 
-    ``kinds`` are the ways to try before the one through the host, the preferred first.
+    ``kinds`` are the ways to try before the one through the host, the preferred first. ``whole`` is the group whose
+    tensors on the device these are: where that has failed or was aborted, on whichever rank, so has this.
     """
 
     def __init__(
-        self, host: Group, device: torch.device, kinds: Sequence[type[Ensemble]], streams: Streams | None = None
+        self,
+        host: Group,
+        device: torch.device,
+        kinds: Sequence[type[Ensemble]],
+        streams: Streams | None = None,
+        whole: Group | None = None,
     ) -> None:
         self.name, self.ranks, self.timeout = host.name, host.ranks, host.timeout
         self.device = device
         self._rank = host.rank()
         self._host = host
+        self._whole = host if whole is None else whole
         self._streams = CudaStreams(device) if streams is None else streams
         self._site = Site(host, self._streams)
         self._kinds: list[type[Ensemble]] = [*kinds, Staged]
@@ -148,7 +155,7 @@ class DeviceGroup(Calls):
 
     def _done(self, pending: Pending, do: Callable[[], None]) -> None:
         """Do a call, on a line; a failure is the group's."""
-        error = self.error or self._host.error or self._messages.error
+        error = self.error or self._host.error or self._whole.error or self._messages.error
         if error is not None:
             self._fail(error, pending)
         elif not pending.work.failed:  # the group may have been destroyed meanwhile
@@ -220,7 +227,8 @@ class DeviceGroup(Calls):
         ensemble = self._ensemble
         if ensemble is not None and not ensemble.compares and pending.numbered:
             self._roll_call.tell(pending.entry.seq, pending.entry.fingerprint, pending.issued)
-        cause = self._host.error or self._messages.trouble() or (None if ensemble is None else ensemble.trouble())
+        cause = self._host.error or self._whole.error or self._messages.trouble()
+        cause = cause or (None if ensemble is None else ensemble.trouble())
         if cause is not None and pending.mark is None:
             self._fail(cause, pending)
         elif cause := cause or self._roll_call.error:

@@ -137,7 +137,7 @@ def device_group(
 ) -> DeviceGroup:
     """Return the ranks of a group as if their CPU tensors lay on a device; call it on all of them."""
     host = group.world.new_group(group.ranks, name)
-    return DeviceGroup(host, torch.device("cpu"), kinds, streams or PretendStreams())
+    return DeviceGroup(host, torch.device("cpu"), kinds, streams or PretendStreams(), group)
 
 
 class Queued(Staged):

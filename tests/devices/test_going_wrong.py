@@ -12,7 +12,7 @@ import torch
 
 from asyncdist.devices.streams import CudaStreams
 from asyncdist.errors import GroupAbortedError, GroupError, PeerLostError
-from asyncdist.testing.cluster import run_ranks
+from asyncdist.testing.cluster import run_ranks, world_of
 from asyncdist.testing.cuda import cuda_ipc_over
 from asyncdist.testing.devices import PretendStreams, device_group, devices_of
 from asyncdist_transports.cuda_ipc import leaving
@@ -27,6 +27,24 @@ class Room(bytearray):
 def in_room():
     room = Room(4 * LARGE)
     return weakref.ref(room), torch.frombuffer(room, dtype=torch.float32)
+
+
+# -- a group that is aborted ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["all_reduce", "recv"])
+async def test_who_aborts_a_group_aborts_what_it_does_on_devices_everywhere(what):
+    """Also where the rank that aborts has shown the group no tensor on a device."""
+    async with world_of(2) as (aborting, waiting):
+        device = device_group(waiting)
+        room = torch.zeros(3)
+        work = device.all_reduce(room) if what == "all_reduce" else device.recv(room, 0)
+        aborting.abort("on purpose")
+        with pytest.raises(GroupAbortedError, match="rank 0 aborted: on purpose"):
+            await work
+        with pytest.raises(GroupAbortedError, match="rank 0 aborted: on purpose"):
+            await device.send(room, 0)
+        device.close()
 
 
 # -- a peer killed while its memory is mapped ---------------------------------------------------------
