@@ -10,8 +10,9 @@ import pytest
 
 
 @pytest.fixture(autouse=True)
-def short_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def short_folder(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder of the test's own, which is TMPDIR meanwhile, also for what it starts."""
+    tmp_path_factory.getbasetemp()  # pytest's folder for all tests: it would be made in this one, and go with it
     with tempfile.TemporaryDirectory(prefix="cli-", dir="/tmp") as folder:
         monkeypatch.setenv("TMPDIR", folder)
         monkeypatch.setattr(tempfile, "tempdir", folder)
