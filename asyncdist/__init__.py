@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _FACE = """all_gather all_gather_coalesced all_gather_object all_gather_single all_reduce all_reduce_coalesced all_to_all
-all_to_all_single barrier batch_isend_irecv broadcast broadcast_object_list gather gather_object irecv isend
+all_to_all_single barrier batch_isend_irecv broadcast broadcast_object_list gather gather_object gather_single irecv isend
 monitored_barrier recv recv_object_list reduce reduce_scatter reduce_scatter_single scatter scatter_object_list send
 send_object_list""".split()
 
@@ -28,6 +28,7 @@ send_object_list""".split()
 _NAMES: dict[str, tuple[str, str]] = {
     **{name: ("asyncdist.aio", f"face.{name}") for name in _FACE},
     "all_gather_into_tensor": ("asyncdist.aio", "face.all_gather_single"),
+    "gather_into_tensor": ("asyncdist.aio", "face.gather_single"),
     "reduce_scatter_tensor": ("asyncdist.aio", "face.reduce_scatter_single"),
     **{name: ("asyncdist.aio", name) for name in ("destroy_process_group", "init_process_group", "process_group")},
     **{
@@ -35,7 +36,7 @@ _NAMES: dict[str, tuple[str, str]] = {
         for name in """GroupMember get_backend get_global_rank get_group_rank get_node_local_rank
         get_process_group_ranks get_rank get_world_size group is_available is_backend_available is_gloo_available
         is_initialized is_mpi_available is_nccl_available is_torchelastic_launched new_group new_subgroups
-        new_subgroups_by_enumeration split_group""".split()
+        new_subgroups_by_enumeration set_timeout split_group""".split()
     },
     **{name: ("asyncdist.store", name) for name in ("FileStore", "HashStore", "PrefixStore", "TCPStore")},
     "Config": ("asyncdist.config", "Config"),
@@ -110,6 +111,7 @@ if TYPE_CHECKING:
     from asyncdist.api import new_group as new_group
     from asyncdist.api import new_subgroups as new_subgroups
     from asyncdist.api import new_subgroups_by_enumeration as new_subgroups_by_enumeration
+    from asyncdist.api import set_timeout as set_timeout
     from asyncdist.api import split_group as split_group
     from asyncdist.config import Config as Config
     from asyncdist.ddp import DistributedDataParallel as DistributedDataParallel
@@ -141,7 +143,9 @@ if TYPE_CHECKING:
     broadcast = face.broadcast
     broadcast_object_list = face.broadcast_object_list
     gather = face.gather
+    gather_into_tensor = face.gather_single
     gather_object = face.gather_object
+    gather_single = face.gather_single
     irecv = face.irecv
     isend = face.isend
     monitored_barrier = face.monitored_barrier

@@ -222,6 +222,11 @@ def get_global_rank(group: AnyGroup, group_rank: int) -> int:
 # -- groups -----------------------------------------------------------------------------------------
 
 
+def set_timeout(timeout: Timeout, group: AnyGroup = None) -> None:
+    """Set how long operations of a group that are called from now on may take (seconds or timedelta); on this rank."""
+    resolve(group).set_timeout(timeout)
+
+
 def new_group(
     ranks: Sequence[int] | None = None,
     timeout: Timeout = None,

@@ -158,6 +158,12 @@ class Calls(ABC):
         """Gather every rank's tensor into ``gather_list`` on rank ``dst``; None elsewhere."""
         return self._call("gather", tensor, plans.gather, (gather_list, tensor), how, self._peer(dst, "dst"))
 
+    def gather_single(self, tensor: Any, output: Any, dst: int, **how: Unpack[How]) -> Work:
+        """Gather every rank's tensor into rank ``dst``'s ``output``, one after the other; None elsewhere."""
+        into = output if dst == self.rank() else None
+        tensors = into, tensor
+        return self._call("gather_into_tensor", tensor, plans.gather_single, tensors, how, self._peer(dst, "dst"))
+
     def scatter(self, tensor: Any, scatter_list: Sequence[Any] | None, src: int, **how: Unpack[How]) -> Work:
         """Give rank ``i`` the ``i``-th tensor of rank ``src``'s ``scatter_list``; None elsewhere."""
         return self._call("scatter", tensor, plans.scatter, (tensor, scatter_list), how, self._peer(src, "src"))

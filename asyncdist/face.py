@@ -155,6 +155,20 @@ class Face(Generic[R, V]):
         to = 0 if dst is None and group_dst is None else _member(of, dst, group_dst, "dst")
         return self._finish(of.gather(tensor, gather_list, to, background=self._runs(async_op)), async_op)
 
+    def gather_single(
+        self,
+        tensor: Any,
+        gather_tensor: Any = None,
+        dst: int | None = None,
+        group: AnyGroup = None,
+        async_op: bool = False,
+        group_dst: int | None = None,
+    ) -> R:
+        """Gather every rank's ``tensor`` into ``gather_tensor`` on ``dst`` (default: rank 0), one after the other."""
+        of = resolve(group)
+        to = 0 if dst is None and group_dst is None else _member(of, dst, group_dst, "dst")
+        return self._finish(of.gather_single(tensor, gather_tensor, to, background=self._runs(async_op)), async_op)
+
     def scatter(
         self,
         tensor: Any,

@@ -164,6 +164,12 @@ class Group(Calls):
                 found = self._devices.get(device) or self._come_to(device)
         return found
 
+    def set_timeout(self, timeout: Timeout) -> None:
+        """Set how long operations that are called from now on may take, where they do not say; on this rank."""
+        self.timeout = seconds(timeout)
+        for carried in self._devices.values():
+            carried.timeout = self.timeout
+
     def _come_to(self, device: torch.device) -> DeviceGroup:
         from asyncdist.devices.group import DeviceGroup
 
@@ -330,12 +336,7 @@ class Group(Calls):
         return self._issue("gather_object", plan, how)
 
     def scatter_object_list(
-        self,
-        output: list[Any],
-        values: Sequence[Any] | None,
-        src: int,
-        weights_only: bool = False,
-        **how: Unpack[How],
+        self, output: list[Any], values: Sequence[Any] | None, src: int, weights_only: bool = False, **how: Unpack[How]
     ) -> Work:
         """Put the ``i``-th object of rank ``src``'s list into rank ``i``'s ``output[0]``."""
         plan = exchanges.scatter_objects(self._who, output, values, self._peer(src, "src"), weights_only)

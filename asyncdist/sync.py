@@ -31,6 +31,7 @@ from asyncdist.api import (
     new_group,
     new_subgroups,
     new_subgroups_by_enumeration,
+    set_timeout,
     split_group,
 )
 from asyncdist.deadline import Timeout
@@ -154,7 +155,9 @@ batch_isend_irecv = _face.batch_isend_irecv
 broadcast = _face.broadcast
 broadcast_object_list = _face.broadcast_object_list
 gather = _face.gather
+gather_into_tensor = _face.gather_single
 gather_object = _face.gather_object
+gather_single = _face.gather_single
 irecv = _face.irecv
 isend = _face.isend
 monitored_barrier = _face.monitored_barrier
@@ -174,11 +177,11 @@ __all__ = [
     "TCPStore", "Work", "all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object",
     "all_gather_single", "all_reduce", "all_reduce_coalesced", "all_to_all", "all_to_all_single", "barrier",
     "batch_isend_irecv", "broadcast", "broadcast_object_list", "destroy_process_group", "empty", "gather",
-    "gather_object", "get_backend", "get_global_rank", "get_group_rank", "get_node_local_rank",
-    "get_process_group_ranks", "get_rank", "get_world_size", "group", "init_process_group", "irecv", "is_available",
-    "is_backend_available", "is_gloo_available", "is_initialized", "is_mpi_available", "is_nccl_available",
-    "is_torchelastic_launched", "isend", "monitored_barrier", "new_group", "new_subgroups",
+    "gather_into_tensor", "gather_object", "gather_single", "get_backend", "get_global_rank", "get_group_rank",
+    "get_node_local_rank", "get_process_group_ranks", "get_rank", "get_world_size", "group", "init_process_group",
+    "irecv", "is_available", "is_backend_available", "is_gloo_available", "is_initialized", "is_mpi_available",
+    "is_nccl_available", "is_torchelastic_launched", "isend", "monitored_barrier", "new_group", "new_subgroups",
     "new_subgroups_by_enumeration", "premul_sum", "process_group", "recv", "recv_object_list", "reduce",
     "reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor", "scatter", "scatter_object_list", "send",
-    "send_object_list", "split_group",
+    "send_object_list", "set_timeout", "split_group",
 ]  # fmt: skip

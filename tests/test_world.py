@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+from datetime import timedelta
 
 import pytest
+import torch
 
 import asyncdist
 from asyncdist.config import Config
-from asyncdist.errors import RendezvousError
+from asyncdist.errors import OperationTimeoutError, RendezvousError
 from asyncdist.store import HashStore
 from asyncdist.testing.cluster import world_of
 from asyncdist.world import open_world
@@ -24,6 +26,21 @@ async def refused(*opened):
 
 
 @pytest.mark.parametrize("transport", ["inproc", "shm", "tcp"])
+async def test_a_timeout_that_is_set_counts_for_what_is_called_from_then_on(transport, monkeypatch):
+    async with world_of(2, transport=transport, timeout=20) as (ours, _):
+        monkeypatch.setattr("asyncdist.api._world", ours.world)
+        apart = ours.world.new_group([0, 1])
+        before = ours.recv(torch.ones(1), 1)
+        asyncdist.set_timeout(timedelta(seconds=0.2))
+        with pytest.raises(OperationTimeoutError, match=r"after 0\.2 s"):
+            await ours.recv(torch.ones(1), 1, tag=1)
+        assert before.exception() is not None  # the group has failed
+        assert apart.timeout == 20
+        asyncdist.set_timeout(0.2, apart)
+        with pytest.raises(OperationTimeoutError, match=r"after 0\.2 s"):
+            await apart.recv(torch.ones(1), 1)
+
+
 async def test_a_destroyed_group_is_forgotten(transport):
     async with world_of(2, transport=transport) as worlds:
 

@@ -213,14 +213,32 @@ def gather(who: Member, gather_list: Sequence[Any] | None, tensor: Any, root: in
         written[who.rank].memory.tensor.copy_(own.tensor)
     elif gather_list:
         raise UsageError(f"gather_list belongs to the destination, rank {root} of the group: pass None elsewhere")
-    blocks = [target.memory for target in written]
+    plan = _gather(who, own, [target.memory for target in written], root, arguments.storing(written, gather_list))
+    plan.kind = Kind(Collective.gather, plan.fingerprint, own.dtype, (own.count,), root=root)
+    return plan
+
+
+def gather_single(who: Member, output: Any, tensor: Any, root: int) -> Plan:
+    """Gather every rank's tensor in the root's output, one after the other in its memory."""
+    own = to_read(tensor)
+    if who.rank != root:
+        return _gather(who, own, [], root, arguments.storing([], None))
+    if output is None:
+        raise UsageError("gather_tensor on the destination rank is missing")
+    target = Target(output)
+    parts = arguments.even(target.memory, who.size, "gather_tensor")
+    blocks = [parts[rank] for rank in range(who.size)]
+    arguments.same_sizes(blocks, own, "gather_tensor")
+    blocks[root].tensor.copy_(own.tensor)
+    return _gather(who, own, blocks, root, arguments.storing([target], output))
+
+
+def _gather(who: Member, own: Memory, blocks: list[Memory], root: int, finish: Callable[[], Any]) -> Plan:
     call = fingerprint(Collective.gather, own.dtype, (own.count,), None, root)
-    finish, nbytes = arguments.storing(written, gather_list), own.nbytes * who.size
-    native = who.native
-    if native is not None:
-        start = functools.partial(native.gather, own=own, blocks=blocks, root=root)
-        kind = Kind(Collective.gather, call, own.dtype, (own.count,), root=root)
-        return Plan(native=start, fingerprint=call, finish=finish, nbytes=nbytes, kind=kind)
+    nbytes = own.nbytes * who.size
+    if who.native is not None:
+        start = functools.partial(who.native.gather, own=own, blocks=blocks, root=root)
+        return Plan(native=start, fingerprint=call, finish=finish, nbytes=nbytes)
     return Plan((pairwise.gather(who.rank, who.size, root, own, blocks),), call, None, finish, nbytes=nbytes)
 
 

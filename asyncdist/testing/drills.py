@@ -128,7 +128,7 @@ def _reduce_scatter_single(size: int, count: int, dtype: torch.dtype, op: Reduct
 
     def check() -> None:
         whole = reduced(kept, op)
-        _check(name, outputs, [whole[rank * count : (rank + 1) * count] for rank in range(size)])
+        _check(name, outputs, _cut(whole, size))
         _check(f"the input of {name}", inputs, kept)
 
     return Drill(
@@ -147,6 +147,7 @@ def moving(size: int, count: int, dtype: torch.dtype) -> Iterator[Drill]:
     for root in range(size):
         yield _broadcast(size, count, dtype, root)
         yield _gather(size, count, dtype, root)
+        yield _gather_single(size, count, dtype, root)
         yield _scatter(size, count, dtype, root)
     yield _all_gather(size, even, dtype)
     yield _all_gather(size, uneven, dtype)
@@ -188,6 +189,18 @@ def _gather(size: int, count: int, dtype: torch.dtype, root: int) -> Drill:
     return Drill(name, start, lambda: _check(name, outputs, inputs))
 
 
+def _gather_single(size: int, count: int, dtype: torch.dtype, root: int) -> Drill:
+    inputs = _row(size, [count] * size, dtype, seed=root)
+    (output,) = _room([noise(count * size, dtype, seed=0)])
+    name = f"gather_single of {count} x {dtype} to {root}"
+
+    def start(group: Group, **how: Any) -> list[Work]:
+        rank = group.rank()
+        return [group.gather_single(inputs[rank], _on(rank, root, output), root, **how)]
+
+    return Drill(name, start, lambda: _check(name, _cut(output, size), inputs))
+
+
 def _scatter(size: int, count: int, dtype: torch.dtype, root: int) -> Drill:
     inputs = _row(size, [count] * size, dtype, seed=root)
     outputs = _room(inputs)
@@ -218,7 +231,7 @@ def _all_gather_single(size: int, count: int, dtype: torch.dtype) -> Drill:
 
     def check() -> None:
         for output in outputs:
-            _check(name, [output[rank * count : (rank + 1) * count] for rank in range(size)], inputs)
+            _check(name, _cut(output, size), inputs)
 
     return Drill(
         name,
@@ -269,6 +282,11 @@ def _all_to_all_single(size: int, count: int, dtype: torch.dtype, *, uneven: boo
         return [group.all_to_all_single(outputs[rank], inputs[rank], *splits, **how)]
 
     return Drill(name, start, lambda: _check(name, outputs, expected))
+
+
+def _cut(whole: torch.Tensor, size: int) -> list[torch.Tensor]:
+    count = len(whole) // size
+    return [whole[rank * count : (rank + 1) * count] for rank in range(size)]
 
 
 def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

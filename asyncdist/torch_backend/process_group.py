@@ -19,7 +19,7 @@ from asyncdist import runtime
 from asyncdist import work as started
 from asyncdist.api import SAME_RANKS
 from asyncdist.compiling import left_alone
-from asyncdist.deadline import Timeout, seconds
+from asyncdist.deadline import Timeout
 from asyncdist.devices.work import DeviceWork
 from asyncdist.errors import SharedMemoryError, UnsupportedError, UsageError
 from asyncdist.group import Group
@@ -146,9 +146,7 @@ class ProcessGroup(torch_distributed.ProcessGroup):
         return self._run(self.group.gather, into or [], opts, _single(inputs), into, opts.rootRank)
 
     def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = _UNSET) -> Work:
-        at_root = opts.rootRank == self.group.rank()
-        into = list(output.view(self.group.size(), *input.shape)) if at_root else None
-        return self._run(self.group.gather, [output], opts, input, into, opts.rootRank)
+        return self._run(self.group.gather_single, [output], opts, input, output, opts.rootRank)
 
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = _UNSET) -> Work:
         source = inputs[0] if inputs else None
@@ -269,7 +267,7 @@ class ProcessGroup(torch_distributed.ProcessGroup):
         return self._torch_description
 
     def _set_default_timeout(self, timeout: Timeout) -> None:
-        self.group.timeout = seconds(timeout)
+        self.group.set_timeout(timeout)
 
     set_timeout = _set_default_timeout
 

@@ -85,6 +85,8 @@ WRONG_LISTS = {
 }  # fmt: skip
 WRONG_SPLITS = {
     "output not shared equally": (lambda g: g.all_gather_single(ones(3), ones(1)), "2 ranks cannot share equally"),
+    "one output missing": (lambda g: g.gather_single(ones(2), None, 0), "gather_tensor on the destination rank"),
+    "one output of another size": (lambda g: g.gather_single(ones(2), ones(6), 0), r"gather_tensor\[0\] has 3 x"),
     "output of another size": (lambda g: g.all_gather_single(ones(4), ones(3)), "this rank gives 3 x"),
     "input not shared equally": (lambda g: g.reduce_scatter_single(ones(1), ones(3)), "cannot share equally"),
     "input of another size": (lambda g: g.reduce_scatter_single(ones(1), ones(4)), "the output has 1 x"),
