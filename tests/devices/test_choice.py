@@ -106,9 +106,9 @@ async def test_the_first_of_several_that_all_can_go_is_taken():
 
 async def test_ranks_that_cannot_meet_close_what_they_made():
     kind = type("Planned", (Fancy,), {"plans": ("", "")})
-    async with devices_of(2, [kind], timeout=0.2) as groups:
+    async with devices_of(2, [kind]) as groups:
         with pytest.raises((TimeoutError, GroupAbortedError)):
-            await groups[0].barrier()  # the other one never comes
+            await groups[0].barrier(timeout=0.2)  # the other one never comes
     assert [each.closed for each in made] == [1]
 
 
