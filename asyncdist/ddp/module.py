@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from asyncdist.api import AnyGroup, resolve
-from asyncdist.ddp import agreement, buckets
+from asyncdist.ddp import agreement, buckets, in_place
 from asyncdist.ddp.reducer import Reducer, StepTimes
 from asyncdist.ddp.uneven import Joining
 from asyncdist.errors import UnsupportedError, UsageError
@@ -101,6 +101,8 @@ class DistributedDataParallel(nn.Module):
         limits = [buckets.caps(cap)[1] for cap in bucket_cap_mb_list or ()] or buckets.caps(bucket_cap_mb)
         trained = [(name, p) for name, p in parameters if p.requires_grad]
         self._reducer = Reducer(self.process_group, trained, limits, gradient_as_bucket_view=gradient_as_bucket_view)
+        if gradient_as_bucket_view:
+            in_place.adopt(module, self._reducer)
 
     @staticmethod
     def _check_parameters(parameters: Sequence[tuple[str, nn.Parameter]]) -> None:

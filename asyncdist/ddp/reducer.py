@@ -18,6 +18,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from time import perf_counter
 
 import torch
@@ -31,6 +32,7 @@ from asyncdist.registered import empty
 from asyncdist.work import Work
 
 _SPENT_NBYTES = 256 << 20
+_LINE_NBYTES = 64  # where gradients begin: a product that is written across lines takes half as long again
 
 
 @dataclass(slots=True)
@@ -71,6 +73,9 @@ class Bucket:
         self.flat: torch.Tensor | None = None
         self.views: dict[int, torch.Tensor] = {}
         self.nbytes = sum(parameters[member].nbytes for member in members)
+        room = [-(-parameters[member].nbytes // _LINE_NBYTES) * _LINE_NBYTES for member in members]
+        ends = [end // parameters[members[0]].itemsize for end in accumulate(room)]
+        self._offsets, self._count = [0, *ends[:-1]], ends[-1]  # in elements
 
     def allocate(self, parameters: Sequence[torch.Tensor], *, shared: bool) -> None:
         """Make the memory; late, so that buckets of an earlier layout are gone first where nobody holds them.
@@ -78,23 +83,18 @@ class Bucket:
         With ``shared``, what lies on the processor is registered as long as there is room: then nothing is staged.
         """
         like = parameters[self.members[0]]
-        count = sum(parameters[member].numel() for member in self.members)
         if shared and like.is_cpu:
             with contextlib.suppress(SharedMemoryError):  # slower is better than not at all
-                self.flat = empty(count, dtype=like.dtype)
+                self.flat = empty(self._count, dtype=like.dtype).zero_()
         if self.flat is None:
-            self.flat = torch.empty(count, dtype=like.dtype, device=like.device)
-        offset = 0
-        for member in self.members:
+            self.flat = self.zeros(parameters)
+        for member, offset in zip(self.members, self._offsets, strict=True):
             self.views[member] = _view(self.flat, offset, parameters[member])
-            offset += parameters[member].numel()
 
     def zeros(self, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return as many zeros as the bucket has elements, in memory of their own."""
         like = parameters[self.members[0]]
-        return torch.zeros(
-            sum(parameters[member].numel() for member in self.members), dtype=like.dtype, device=like.device
-        )
+        return torch.zeros(self._count, dtype=like.dtype, device=like.device)
 
 
 def has_free_cores(ranks: int) -> bool:
@@ -133,6 +133,7 @@ class Reducer:
         self._group = group
         self._names = [name for name, _ in named]
         self._parameters = [parameter for _, parameter in named]
+        self._numbers = {parameter: number for number, parameter in enumerate(self._parameters)}
         self._limits = limits
         self._as_view = gradient_as_bucket_view
         self._overlaps = not group.shares_memory or has_free_cores(group.size())
@@ -140,6 +141,7 @@ class Reducer:
         self._step: StepTimes | None = None
         self._arrived: list[int] = []  # parameters of this backward in the order in which their gradients came
         self._came = bytearray()
+        self._placed: set[int] = set()  # parameters whose places have been given out in this backward
         self._works: list[Work] = []  # of the buckets sent so far
         self._reduction: Reduction = ReduceOp.AVG
         self._spent: list[torch.Tensor] = []
@@ -169,6 +171,7 @@ class Reducer:
         """Raise GradientError if the last backward stopped half-way, when other ranks wait for what it did not send."""
         self._spent.clear()
         self._spent_nbytes = 0
+        self._placed.clear()
         if self._step is not None and self._arrived:
             sent, total = len(self._works), len(self._buckets)
             raise GradientError(
@@ -205,13 +208,26 @@ class Reducer:
                 )
             self._came[index] = 1
             self._arrived.append(index)
-            self._fill(self._bucket_of[index], index)
+            self._fill(index)
             self._count(self._bucket_of[index])
 
-    def _fill(self, bucket: Bucket, index: int) -> None:
+    def place(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
+        """Return where this backward may write a parameter's gradient, so that it need not be copied: see `in_place`."""
+        with self._lock:
+            index = self._numbers.get(parameter)
+            if index is None or index in self._placed or parameter.grad is not None or not self.enabled:
+                return None
+            self._placed.add(index)
+            return self._view(index).detach()  # a tensor of its own, or autograd would copy it
+
+    def _view(self, index: int) -> torch.Tensor:
+        bucket = self._bucket_of[index]
         if bucket.flat is None:
             bucket.allocate(self._parameters, shared=self._group.shares_memory)
-        parameter, view = self._parameters[index], bucket.views[index]
+        return bucket.views[index]
+
+    def _fill(self, index: int) -> None:
+        parameter, view = self._parameters[index], self._view(index)
         gradient = parameter.grad
         if gradient is view:
             return
@@ -219,6 +235,8 @@ class Reducer:
             raise UnsupportedError(
                 f"the gradient of {self._names[index]!r} is not a dense tensor; build its layer with sparse=False"
             )
+        if gradient.data_ptr() == view.data_ptr():
+            return
         view.copy_(gradient.detach())
         if self._as_view:
             parameter.grad = view
@@ -260,6 +278,7 @@ class Reducer:
     def _finish(self) -> None:
         """Wait for the averages; autograd calls this in the thread of backward's caller, who gets what it raises."""
         step = self._step
+        self._placed.clear()
         if step is None:
             return
         if not self._arrived:  # torch.autograd.grad() accumulates nothing, so there is nothing to average
@@ -297,11 +316,8 @@ class Reducer:
 
     def _fill_with_zeros(self, index: int) -> None:
         """Stand in for a gradient that did not come, so that no other rank waits for this one until its timeout."""
-        bucket = self._bucket_of[index]
-        if bucket.flat is None:
-            bucket.allocate(self._parameters, shared=self._group.shares_memory)
-        bucket.views[index].zero_()
-        self._count(bucket)
+        self._view(index).zero_()
+        self._count(self._bucket_of[index])
 
     def _copy_back(self) -> None:
         for bucket in self._buckets:

@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from asyncdist.ddp import in_place
+
 
 class Counting:
     """A group that notes what is issued on it."""
@@ -66,6 +68,12 @@ def assert_equal(ours, expected):
 
 def loss_of(module, inputs, targets):
     return nn.functional.mse_loss(module(inputs), targets)
+
+
+@pytest.fixture(autouse=True)
+def toys_are_large_enough(monkeypatch):
+    """Have gradients of the toys' weights written in place, as those of real models are."""
+    monkeypatch.setattr(in_place, "LEAST_NBYTES", 0)
 
 
 @pytest.fixture(scope="session")

@@ -185,7 +185,7 @@ def test_a_bucket_is_sent_before_the_last_gradient_is_ready(together, toy):
         return model.last_step
 
     for step in together(2, rank):
-        first, last = step.buckets
+        first, *_, last = step.buckets
         assert first.started < last.ready
         assert step.backward_started < first.ready <= last.ready < step.backward_finished < step.finished
         for times in step.buckets:

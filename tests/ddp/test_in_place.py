@@ -1,0 +1,312 @@
+"""Gradients of linear layers that backward writes into their buckets, and all that must go torch's way instead."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from asyncdist.ddp import DistributedDataParallel, in_place
+from asyncdist.errors import GradientError
+
+
+class Copies:
+    """Counts the gradients that a reducer copies into their buckets."""
+
+    def __init__(self, model):
+        self.count = 0
+        model._reducer._spend = self._note
+
+    def _note(self, gradient):
+        self.count += 1
+
+
+def layers(seed=0):
+    return [nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 8, bias=False), nn.GELU(), nn.Linear(8, 3)]
+
+
+def model_and_reference(toy, group, make):
+    model = DistributedDataParallel(toy.seeded(make()), process_group=group, bucket_cap_mb=0.0001)
+    return model, toy.seeded(make())
+
+
+def assert_like_torch(toy, together, make, loss_of=None, *, copied, steps=3):
+    """Train beside torch with everybody's samples; ``copied`` gradients a step go through memory of their own."""
+    loss_of = loss_of or toy.loss_of
+
+    def rank(group):
+        model, reference = model_and_reference(toy, group, make)
+        for _ in range(steps):
+            model.zero_grad()
+            reference.zero_grad()
+            copies = Copies(model)
+            loss_of(model, *toy.samples()).backward()
+            loss_of(reference, *toy.samples()).backward()
+            toy.assert_close(toy.gradients(model), toy.gradients(reference))
+            assert copies.count == copied
+        return True
+
+    assert together(2, rank) == [True, True]
+
+
+def test_weights_are_not_copied_and_biases_are(together, toy):
+    assert_like_torch(toy, together, lambda: nn.Sequential(*layers()), copied=2)
+
+
+def test_the_same_bits_as_torch(together, toy):
+    def rank(group):
+        model, reference = model_and_reference(toy, group, lambda: nn.Sequential(*layers()))
+        for module in (model, reference):
+            toy.loss_of(module, *toy.samples()).backward()
+        toy.assert_equal(toy.gradients(model), toy.gradients(reference))  # the mean of two equal halves
+        return True
+
+    assert together(2, rank) == [True, True]
+
+
+@pytest.mark.parametrize("shape", [(4, 3, 6), (2, 2, 3, 6)])
+def test_inputs_of_more_dimensions(together, toy, shape):
+    inputs = torch.randn(shape, generator=torch.Generator().manual_seed(2))
+
+    def loss_of(module, *_):
+        return module(inputs.transpose(0, 1)).square().mean()
+
+    assert_like_torch(toy, together, lambda: nn.Sequential(*layers()), loss_of, copied=2)
+
+
+@pytest.mark.parametrize("shape", [(4, 6), (4, 3, 6)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_results_may_be_changed_in_place(together, toy, shape, bias):
+    inputs = torch.randn(shape, generator=torch.Generator().manual_seed(2))
+
+    def make():
+        first, last = nn.Linear(6, 16, bias=bias), nn.Linear(16, 3, bias=bias)
+        return nn.Sequential(first, nn.ReLU(inplace=True), last, nn.Hardtanh(inplace=True))
+
+    for given in (inputs, inputs.transpose(0, -2)):
+        assert_like_torch(
+            toy, together, make, lambda module, *_, given=given: module(given).square().mean(), copied=2 * bias
+        )
+
+
+def test_no_samples_at_all(together, toy):
+    def loss_of(module, inputs, targets):
+        return module(inputs[:0]).sum()
+
+    assert_like_torch(toy, together, lambda: nn.Sequential(*layers()), loss_of, copied=2)
+
+
+def test_one_sample_alone_goes_torchs_way(together, toy):
+    def loss_of(module, inputs, targets):
+        return toy.loss_of(module, inputs[0], targets[0])
+
+    assert_like_torch(toy, together, lambda: nn.Sequential(*layers()), loss_of, copied=5)
+
+
+class Twice(nn.Module):
+    """Uses a layer twice, one of whose weights is also another layer's."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+        self.middle.weight = self.first.weight
+
+    def forward(self, x):
+        return self.last(self.middle(self.first(self.first(x))))
+
+
+def test_a_weight_that_is_used_several_times(together, toy):
+    # Copied: the sum of the shared weight's gradients, and three biases.
+    assert_like_torch(toy, together, Twice, copied=4)
+
+
+def test_gradients_that_accumulate(together, toy):
+    def rank(group):
+        model, reference = model_and_reference(toy, group, lambda: nn.Sequential(*layers()))
+        for _ in range(2):
+            model.zero_grad()
+            reference.zero_grad()
+            with model.no_sync():
+                toy.loss_of(model, *toy.samples()).backward()
+            for _ in range(2):
+                toy.loss_of(model, *toy.samples()).backward()
+            for _ in range(3):
+                toy.loss_of(reference, *toy.samples()).backward()
+            toy.assert_close(toy.gradients(model), toy.gradients(reference))
+        return True
+
+    assert together(2, rank) == [True, True]
+
+
+def test_gradients_that_are_taken_away_are_their_takers(together, toy):
+    def rank(group):
+        model, _ = model_and_reference(toy, group, lambda: nn.Sequential(*layers()))
+        toy.loss_of(model, *toy.samples()).backward()
+        model.zero_grad()
+        taken = torch.autograd.grad(toy.loss_of(model, *toy.samples()), list(model.parameters()))
+        before = [each.clone() for each in taken]
+        toy.loss_of(model, *(2 * each for each in toy.samples())).backward()
+        toy.assert_equal(taken, before)
+        return True
+
+    assert together(2, rank) == [True, True]
+
+
+def test_second_derivatives(together, toy):
+    def loss_of(module, inputs, targets):
+        inputs = inputs.clone().requires_grad_()
+        loss = toy.loss_of(module, inputs, targets)
+        (slope,) = torch.autograd.grad(loss, inputs, create_graph=True)
+        return loss + slope.square().sum()
+
+    def rank(group):
+        model, reference = model_and_reference(toy, group, lambda: nn.Sequential(*layers()))
+        for module in (model, reference):
+            loss_of(module, *toy.samples()).backward()
+        toy.assert_close(toy.gradients(model), toy.gradients(reference))
+        return True
+
+    assert together(2, rank) == [True, True]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_layers_that_are_computed_again(together, toy, reentrant):
+    class Again(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.Sequential(*layers())
+
+        def forward(self, x):
+            return self.layers[3:](checkpoint(self.layers[1:3], self.layers[0](x), use_reentrant=reentrant))
+
+    assert_like_torch(toy, together, Again, copied=2)
+
+
+def test_hooks_that_change_a_gradient_change_the_average(together, toy):
+    def make():
+        made = nn.Sequential(*layers())
+        made[0].weight.register_hook(lambda gradient: 2 * gradient)
+        return made
+
+    assert_like_torch(toy, together, make, copied=3)
+
+
+def test_autocast_goes_torchs_way(together, toy):
+    def loss_of(module, inputs, targets):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return toy.loss_of(module, inputs, targets)
+
+    assert_like_torch(toy, together, lambda: nn.Sequential(*layers()), loss_of, copied=5)
+
+
+@pytest.mark.filterwarnings(
+    "ignore:`torch.jit:DeprecationWarning"
+)  # torch's own, when it first differentiates forwards
+def test_functorch_goes_torchs_way(together, toy):
+    def rank(group):
+        module = toy.seeded(nn.Sequential(*layers()))
+        DistributedDataParallel(module, process_group=group)
+        inputs, _ = toy.samples()
+        jacobians = torch.func.vmap(torch.func.jacrev(module))(inputs)
+        _, slopes = torch.func.jvp(module, (inputs,), (torch.ones_like(inputs),))
+        torch.testing.assert_close(slopes, jacobians.sum(-1))
+        return True
+
+    assert together(1, rank) == [True]
+
+
+def test_layers_stay_what_they_were_to_everybody_else(together, toy):
+    def rank(group):
+        module = toy.seeded(nn.Sequential(*layers()))
+        looks = repr(module)
+        model = DistributedDataParallel(module, process_group=group)
+        assert type(module[0]) is in_place.Linear
+        assert isinstance(module[0], nn.Linear)
+        assert repr(module) == looks
+        inputs, targets = toy.samples()
+        copies = [copy.deepcopy(module), pickle.loads(pickle.dumps(module))]
+        file = io.BytesIO()
+        torch.save(module, file)
+        file.seek(0)
+        copies.append(torch.load(file, weights_only=False))
+        for each in copies:
+            assert type(each[0]) is nn.Linear
+            assert torch.equal(each(inputs), module(inputs))
+        assert module.state_dict().keys() == nn.Sequential(*layers()).state_dict().keys()
+        del model
+        toy.loss_of(module, inputs, targets).backward()  # nobody averages any more
+        reference = toy.seeded(nn.Sequential(*layers()))
+        toy.loss_of(reference, inputs, targets).backward()
+        toy.assert_equal(toy.gradients(module), toy.gradients(reference))
+        return True
+
+    assert together(2, rank) == [True, True]
+
+
+def test_a_weight_that_takes_anothers_place_goes_torchs_way(together, toy):
+    def rank(group):
+        module = toy.seeded(nn.Sequential(*layers()))
+        model = DistributedDataParallel(module, process_group=group)
+        ours = module[0].weight
+        module[0].weight = nn.Parameter(ours.detach().clone())
+        with pytest.raises(GradientError, match=r"gave no gradient to '0\.weight'"):
+            toy.loss_of(model, *toy.samples()).backward()
+        assert ours.grad is None
+        reference = toy.seeded(nn.Sequential(*layers()))
+        toy.loss_of(reference, *toy.samples()).backward()
+        return torch.equal(module[0].weight.grad, reference[0].weight.grad)
+
+    assert together(2, rank) == [True, True]
+
+
+def test_what_is_not_torchs_own_layer_is_left_alone(together, toy):
+    class Other(nn.Linear):
+        pass
+
+    def rank(group):
+        module = toy.seeded(nn.Sequential(Other(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)))
+        module[1].weight.requires_grad_(False)
+        DistributedDataParallel(module, process_group=group)
+        return [type(layer) for layer in module] == [Other, nn.Linear, in_place.Linear]
+
+    assert together(2, rank) == [True, True]
+
+
+def test_small_weights_are_copied(together, monkeypatch):
+    monkeypatch.undo()
+
+    def rank(group):
+        module = nn.Sequential(nn.Linear(255, 256), nn.Linear(256, 256))
+        DistributedDataParallel(module, process_group=group)
+        return [type(layer) for layer in module] == [nn.Linear, in_place.Linear]
+
+    assert in_place.LEAST_NBYTES == 256 << 10
+    assert together(2, rank) == [True, True]
+
+
+def test_own_copies_of_gradients_are_made_as_before(together, toy):
+    def rank(group):
+        module = toy.network()
+        DistributedDataParallel(module, process_group=group, gradient_as_bucket_view=False)
+        return type(module[0]) is nn.Linear
+
+    assert together(2, rank) == [True, True]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_scripts_of_the_model(together, toy):
+    def rank(group):
+        module = toy.network()
+        model = DistributedDataParallel(module, process_group=group)
+        inputs, _ = toy.samples()
+        scripted = torch.jit.script(module)
+        traced = torch.jit.trace(module, inputs)
+        del model
+        return torch.equal(scripted(inputs), module(inputs)) and torch.equal(traced(inputs), module(inputs))
+
+    assert together(1, rank) == [True]
