@@ -3,6 +3,7 @@
 buckets     which parameters travel together, in which order (pure)
 agreement   that all ranks hold the same model, and that they start from the same values
 reducer     the machine behind the hooks: fills buckets, starts their all-reduces, waits for them
+in_place    linear layers whose gradients are written into buckets instead of copied
 uneven      what ranks do that have run out of inputs before others
 module      what a user wraps a model in
 """
