@@ -27,8 +27,8 @@ class DistributedDataParallel(nn.Module):
       ``forward_sync_buffers`` does the same but leaves the first broadcast, at construction, as it is.
     - ``bucket_cap_mb``: MiB after which a bucket is sent (25; the first one 1), fractions allowed.
     - ``gradient_as_bucket_view`` (true here): ``.grad`` is a view of the bucket, valid until the next backward; false
-      keeps a separate copy, at the cost of as much memory again. With views, ``nn.Linear`` layers of 256 KiB and more become
-      a subclass of it that has their weights' gradients written into the buckets; copies and pickles are plain ones.
+      keeps a separate copy, at the cost of as much memory again. With views, ``nn.Linear`` layers of 256 KiB and more
+      become a subclass of it that has their weights' gradients written into the buckets; copies and pickles are plain ones.
     - ``batched_grad_copy``, ``check_reduction``, ``dim`` and ``output_device`` are taken and change nothing.
 
     ``find_unused_parameters``, ``static_graph``, ``mixed_precision``, ``device_mesh`` and delayed all-reduces raise
