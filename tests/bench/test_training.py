@@ -76,6 +76,16 @@ def test_without_torch_distributed_only_our_own_ddp_trains(groups):
     assert list(train("ddp", {}).timings) == ["asyncdist", "alone"]
 
 
+@pytest.mark.usefixtures("fsdp2")
+def test_who_adds_up_instead_of_averaging_does_not_train_in_shards(groups, monkeypatch):
+    """Gloo did, up to torch 2.8 at least: its weights are others than everybody else's."""
+    monkeypatch.setattr(training, "_sums", lambda group: group is groups["gloo"])
+    trained = train("fsdp2", groups)
+    assert list(trained.timings) == ["torch", "alone"]
+    assert trained.absent == {"gloo": "adds up what it is to average"}
+    assert "gloo" in train("ddp", groups).timings
+
+
 def test_the_steps_have_names():
     assert set(STEPS) == set(NAMES)
 

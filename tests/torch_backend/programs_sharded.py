@@ -46,6 +46,13 @@ def _trained(model, rank):
     return losses, state(model), local
 
 
+def mean_of_shares(rank, world):
+    """Return what FSDP2 asks of a group: the mean of everybody's parts, which is half of the number of ranks plus one."""
+    mean = torch.empty(3)
+    dist.reduce_scatter_tensor(mean, torch.full((3 * world,), rank + 1.0), op=dist.ReduceOp.AVG)
+    return mean
+
+
 def fully_sharded(rank, world):
     return _trained(_sharded(), rank)
 
