@@ -138,7 +138,7 @@ class AllGather(Traffic):
     parts_in = True
 
     def call(self, face: Any, group: Any = None) -> Any:
-        return _newer(face, "all_gather_single", "all_gather_into_tensor")(self.output, self.input, group=group)
+        return newer(face, "all_gather_single", "all_gather_into_tensor")(self.output, self.input, group=group)
 
     def expected(self, contributions: list[torch.Tensor]) -> torch.Tensor | None:
         return torch.cat(contributions)
@@ -160,7 +160,7 @@ class ReduceScatter(Traffic):
     parts_out = True
 
     def call(self, face: Any, group: Any = None) -> Any:
-        return _newer(face, "reduce_scatter_single", "reduce_scatter_tensor")(self.output, self.input, group=group)
+        return newer(face, "reduce_scatter_single", "reduce_scatter_tensor")(self.output, self.input, group=group)
 
     def expected(self, contributions: list[torch.Tensor]) -> torch.Tensor | None:
         return self._part(torch.stack(contributions).sum(0), self.rank)
@@ -205,7 +205,7 @@ _KINDS: dict[str, type[Traffic]] = {
 }
 
 
-def _newer(face: Any, name: str, older: str) -> Any:
+def newer(face: Any, name: str, older: str) -> Any:
     """Return a function by its newer name: torch warns of the older one once it has both."""
     return getattr(face, name, None) or getattr(face, older)
 

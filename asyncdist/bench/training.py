@@ -7,8 +7,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch import nn
-from torch.distributed import ReduceOp
+from torch import distributed, nn
 from torch.distributed.tensor import DTensor
 
 from asyncdist import sync
@@ -16,6 +15,7 @@ from asyncdist.bench.contenders import Start
 from asyncdist.bench.models import STEPS, Batch, Step, loss_of
 from asyncdist.bench.plan import Plan, in_turns
 from asyncdist.bench.result import Timing, Training
+from asyncdist.bench.traffic import newer
 from asyncdist.ddp import DistributedDataParallel
 from asyncdist.errors import BenchmarkError
 
@@ -76,7 +76,8 @@ def _sums(group: Any) -> bool:
     https://github.com/pytorch/pytorch/issues/162338
     """
     mean = torch.empty(1)
-    torch.distributed.reduce_scatter_tensor(mean, torch.ones(group.size()), op=ReduceOp.AVG, group=group)
+    reduce_scatter = newer(distributed, "reduce_scatter_single", "reduce_scatter_tensor")
+    reduce_scatter(mean, torch.ones(group.size()), op=distributed.ReduceOp.AVG, group=group)
     return bool(mean != 1)
 
 
