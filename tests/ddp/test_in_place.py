@@ -204,9 +204,7 @@ def test_autocast_goes_torchs_way(together, toy):
     assert_like_torch(toy, together, lambda: nn.Sequential(*layers()), loss_of, copied=5)
 
 
-@pytest.mark.filterwarnings(
-    "ignore:`torch.jit:DeprecationWarning"
-)  # torch's own, when it first differentiates forwards
+@pytest.mark.filterwarnings("ignore:`torch.jit")  # torch's own, when it first differentiates forwards
 def test_functorch_goes_torchs_way(together, toy):
     def rank(group):
         module = toy.seeded(nn.Sequential(*layers()))
@@ -298,7 +296,7 @@ def test_own_copies_of_gradients_are_made_as_before(together, toy):
     assert together(2, rank) == [True, True]
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit")
 def test_scripts_of_the_model(together, toy):
     def rank(group):
         module = toy.network()
