@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from asyncdist.testing.processes import Nursery
 
@@ -234,6 +235,7 @@ def test_an_interrupt_of_torchrun_ends_everything_soon(transport, busy, monkeypa
         job.communicate()
 
 
+@pytest.mark.skipif(torch.__version__.startswith("2.6."), reason="torch 2.6 aborts groups of NCCL only")
 def test_who_aborts_everything_has_left_and_all_others_have_heard_of_it(start):
     """Also those to whom there was no connection, and while it lives on."""
     first, *others = start(3, "aborts")
