@@ -185,6 +185,17 @@ def same_over_gloo(teams, transport, world):
 
 
 @pytest.fixture
+def means_over_gloo(teams):
+    """Skip the test where gloo answers FSDP2, which wants means, with sums: there is nothing to compare.
+
+    https://github.com/pytorch/pytorch/issues/162338
+    """
+    (mean, _) = teams["gloo", 2].run("programs_sharded", "mean_of_shares")
+    if mean.tolist() == [3.0] * 3:
+        pytest.skip(f"gloo of torch {torch.__version__} adds up what it is to average")
+
+
+@pytest.fixture
 def as_it_should_be(teams, transport, world):
     """Run a program over one of our transports that returns pairs of what came and what should have."""
 

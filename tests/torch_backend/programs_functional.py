@@ -111,7 +111,7 @@ def differentiable_collectives(rank, world):
 # -- compiled ----------------------------------------------------------------------------------------
 
 
-COMPILES_PERMUTATIONS = not torch.__version__.startswith("2.6.")
+COMPILES_PERMUTATIONS = not torch.__version__.startswith(("2.6.", "2.7."))
 """Whether torch's compiler finds a group by its ranks where groups are Python objects."""
 
 

@@ -12,7 +12,9 @@ MODULE = "programs_checkpoint"
 @sharded
 @pytest.mark.parametrize("how", ["save", "save_in_the_background"])
 @pytest.mark.parametrize("reader", ["as many", "others", "gloo"])
-def test_training_goes_on_where_it_was_saved(teams, transport, world, unlike_results, tmp_path, how, reader):
+def test_training_goes_on_where_it_was_saved(request, teams, transport, world, unlike_results, tmp_path, how, reader):
+    if reader == "gloo":
+        request.getfixturevalue("means_over_gloo")
     saved = teams[transport, world].run(MODULE, how, str(tmp_path / "checkpoint"))
     readers = {
         "as many": (transport, world),
@@ -24,6 +26,7 @@ def test_training_goes_on_where_it_was_saved(teams, transport, world, unlike_res
 
 
 @sharded
+@pytest.mark.usefixtures("means_over_gloo")
 def test_what_was_saved_over_gloo_is_read(teams, transport, world, unlike_results, tmp_path):
     saved = teams["gloo", world].run(MODULE, "save", str(tmp_path / "checkpoint"))
     for loaded in teams[transport, world].run(MODULE, "load", str(tmp_path / "checkpoint")):

@@ -15,6 +15,6 @@ def test_schedule(same_over_gloo, program):
     same_over_gloo("programs_pipeline", program)
 
 
-@pytest.mark.usefixtures("fsdp2")
+@pytest.mark.usefixtures("fsdp2", "means_over_gloo")
 def test_beside_sharding(same_over_gloo):
     same_over_gloo("programs_pipeline", "beside_sharding")

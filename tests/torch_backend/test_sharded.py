@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 pytestmark = pytest.mark.processes
 NARROW = 2e-2
@@ -30,17 +29,6 @@ def test_distributed_tensor(same_over_gloo, program):
 )  # fmt: skip
 def test_tensor_parallel(same_over_gloo, world, program):
     same_over_gloo("programs_mesh", program, close=world > 2)
-
-
-@pytest.fixture
-def means_over_gloo(teams):
-    """Skip the test where gloo answers FSDP2, which wants means, with sums: there is nothing to compare.
-
-    https://github.com/pytorch/pytorch/issues/162338
-    """
-    (mean, _) = teams["gloo", 2].run("programs_sharded", "mean_of_shares")
-    if mean.tolist() == [3.0] * 3:
-        pytest.skip(f"gloo of torch {torch.__version__} adds up what it is to average")
 
 
 def test_what_is_averaged_while_it_is_scattered(teams, transport, world):
