@@ -156,7 +156,8 @@ def arithmetic(op: Reduction, dtype: torch.dtype) -> Arithmetic:
     widens = wide is not dtype and (kernel_of(op) in (ReduceOp.SUM, ReduceOp.PRODUCT) or dtype.itemsize == 1)
     wide = wide if widens else dtype
     averages = op is ReduceOp.AVG
-    rounds_once = dtype in (torch.float16, torch.bfloat16) and not averages
+    # Where two of float16 are averaged, their sum may be too large for it though their mean is not.
+    rounds_once = dtype is torch.bfloat16 or (dtype is torch.float16 and not averages)
     return Arithmetic(
         fold_of(op, wide),
         combine_of(op, dtype),

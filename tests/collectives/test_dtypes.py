@@ -100,6 +100,23 @@ def test_reductions_are_taken_by_any_name():
 
 
 @one_loop
+@pytest.mark.parametrize("transport", ["inproc", "shm"])
+@pytest.mark.parametrize("name", ["float16", "bfloat16", "float32"])
+async def test_means_of_two_are_rounded_once_and_do_not_overflow_where_sums_would(name, transport):
+    dtype = getattr(torch, name)
+    generator = torch.Generator().manual_seed(3)
+    inputs = [torch.randn(3000, generator=generator).to(dtype) for _ in range(2)]
+    if name == "float16":
+        for each in inputs:
+            each[7] = torch.finfo(dtype).max
+    expected = (inputs[0].double() + inputs[1].double()).div(2).to(dtype)
+    async with world_of(2, transport=transport) as groups:
+        await asyncio.gather(*(group.all_reduce(inputs[group.rank()], ReduceOp.AVG) for group in groups))
+    assert torch.equal(inputs[0], expected)
+    assert torch.equal(inputs[1], expected)
+
+
+@one_loop
 async def test_every_rank_may_scale_by_a_factor_of_its_own():
     async with world_of(3) as groups:
         tensors = [torch.tensor([1.0, -2.0]) for _ in groups]
