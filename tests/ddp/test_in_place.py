@@ -308,3 +308,16 @@ def test_scripts_of_the_model(together, toy):
         return torch.equal(scripted(inputs), module(inputs)) and torch.equal(traced(inputs), module(inputs))
 
     assert together(1, rank) == [True]
+
+
+def test_graphs_and_shapes_of_the_model(together, toy):
+    def rank(group):
+        module = toy.network()
+        model = DistributedDataParallel(module, process_group=group)
+        inputs, _ = toy.samples()
+        assert torch.equal(torch.export.export(module, (inputs,)).module()(inputs), module(inputs))
+        assert torch.equal(torch.fx.symbolic_trace(module)(inputs), module(inputs))
+        del model
+        return module.to("meta")(inputs.to("meta")).shape == (12, 3)
+
+    assert together(1, rank) == [True]
