@@ -62,6 +62,11 @@ def _member(of: Group, global_rank: int | None, group_rank: int | None, what: st
     return of.group_rank(global_rank)
 
 
+def _root(of: Group, global_rank: int | None, group_rank: int | None, what: str) -> int:
+    """Return the same, and rank 0 in the group where none was given."""
+    return 0 if global_rank is None and group_rank is None else _member(of, global_rank, group_rank, what)
+
+
 @left_alone
 class Face(Generic[R, V]):
     """The collectives under torch's names.
@@ -152,7 +157,7 @@ class Face(Generic[R, V]):
     ) -> R:
         """Gather every rank's ``tensor`` into ``gather_list`` on ``dst`` (default: rank 0); None elsewhere."""
         of = resolve(group)
-        to = 0 if dst is None and group_dst is None else _member(of, dst, group_dst, "dst")
+        to = _root(of, dst, group_dst, "dst")
         return self._finish(of.gather(tensor, gather_list, to, background=self._runs(async_op)), async_op)
 
     def gather_single(
@@ -166,7 +171,7 @@ class Face(Generic[R, V]):
     ) -> R:
         """Gather every rank's ``tensor`` into ``gather_tensor`` on ``dst`` (default: rank 0), one after the other."""
         of = resolve(group)
-        to = 0 if dst is None and group_dst is None else _member(of, dst, group_dst, "dst")
+        to = _root(of, dst, group_dst, "dst")
         return self._finish(of.gather_single(tensor, gather_tensor, to, background=self._runs(async_op)), async_op)
 
     def scatter(
@@ -180,7 +185,7 @@ class Face(Generic[R, V]):
     ) -> R:
         """Give rank ``i`` the ``i``-th tensor of ``src``'s ``scatter_list`` (default: rank 0); None elsewhere."""
         of = resolve(group)
-        root = 0 if src is None and group_src is None else _member(of, src, group_src, "src")
+        root = _root(of, src, group_src, "src")
         return self._finish(of.scatter(tensor, scatter_list, root, background=self._runs(async_op)), async_op)
 
     def reduce_scatter(
@@ -272,7 +277,7 @@ class Face(Generic[R, V]):
     ) -> R:
         """Gather every rank's object into ``dst``'s list (default: rank 0); None elsewhere."""
         of = resolve(group)
-        to = 0 if dst is None and group_dst is None else _member(of, dst, group_dst, "dst")
+        to = _root(of, dst, group_dst, "dst")
         work = of.gather_object(obj, object_gather_list, to, weights_only, background=self._runs(False))
         return self._finish(work, False)
 
@@ -287,7 +292,7 @@ class Face(Generic[R, V]):
     ) -> R:
         """Put the ``i``-th object of ``src``'s list into rank ``i``'s ``scatter_object_output_list[0]``."""
         of = resolve(group)
-        root = 0 if src is None and group_src is None else _member(of, src, group_src, "src")
+        root = _root(of, src, group_src, "src")
         lists = scatter_object_output_list, scatter_object_input_list
         return self._finish(of.scatter_object_list(*lists, root, weights_only, background=self._runs(False)), False)
 
@@ -302,7 +307,7 @@ class Face(Generic[R, V]):
     ) -> R:
         """Replace every rank's list by ``src``'s (default: rank 0), of the same length."""
         of = resolve(group)
-        root = 0 if src is None and group_src is None else _member(of, src, group_src, "src")
+        root = _root(of, src, group_src, "src")
         work = of.broadcast_object_list(object_list, root, weights_only, background=self._runs(False))
         return self._finish(work, False)
 
