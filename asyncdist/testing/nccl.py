@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from asyncdist_transports.nccl import Nccl
-from asyncdist_transports.nccl.library import Library
+from asyncdist_transports.nccl.bindings import Bindings
 
 UNIQUE_ID_NBYTES = 128
 _DTYPES = [
@@ -95,7 +95,7 @@ class PretendNccl:
 
 def nccl_over(nccl: PretendNccl) -> type[Nccl]:
     """Return Nccl over a pretended one."""
-    made = Library(nccl)
+    made = Bindings(nccl)
     return type("NcclOfTest", (Nccl,), {"load": staticmethod(lambda: made)})
 
 

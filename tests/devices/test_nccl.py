@@ -38,8 +38,8 @@ from asyncdist.testing.cluster import run_ranks
 from asyncdist.testing.devices import PretendStreams, device_group
 from asyncdist.testing.drills import drills, moving, reducing
 from asyncdist.testing.nccl import PretendNccl, nccl_over
-from asyncdist_transports.nccl import Nccl, communicator, ensemble, library
-from asyncdist_transports.nccl.library import Library, Numbers, numbers_of
+from asyncdist_transports.nccl import Nccl, bindings, communicator, ensemble
+from asyncdist_transports.nccl.bindings import Bindings, Numbers, numbers_of
 
 REDUCED = [
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64,
@@ -338,8 +338,8 @@ def test_refusals(cards, reason):
 def test_what_a_rank_tells_of_itself():
     card = {"machine": "m", "device": "GPU-pretended", "version": 22907, "splits": True}
     assert nccl_over(PretendNccl())(site_of()).card() == card
-    assert not Library(PretendNccl(signed=True)).splits, "cupy 13 cannot"
-    assert not Library(PretendNccl(version=21602)).splits
+    assert not Bindings(PretendNccl(signed=True)).splits, "cupy 13 cannot"
+    assert not Bindings(PretendNccl(version=21602)).splits
 
 
 def test_ranks_of_one_device_go_another_way(run):
@@ -357,7 +357,7 @@ def test_ranks_of_one_device_go_another_way(run):
 @pytest.mark.parametrize("signed", [False, True], ids=["cupy-14", "cupy-13"])
 def test_unique_ids_of_both_kinds_make_the_round(signed, run):
     nccl = PretendNccl(signed=signed)
-    raw = Library(nccl).unique_id()
+    raw = Bindings(nccl).unique_id()
     assert isinstance(raw, bytes)
     assert len(raw) == 128
     assert raw[0] > 127, "a number that has a sign in cupy 13"
@@ -689,7 +689,7 @@ def test_a_broken_device_is_not_waited_for(run):
 
 def test_a_process_that_ends_aborts_what_nobody_has_ended():
     nccl = PretendNccl()
-    made = alone(Library(nccl))
+    made = alone(Bindings(nccl))
     assert made.made(5.0)
     communicator._abort_all()
     assert [each.ended for each in nccl.communicators] == ["aborted"]
@@ -701,7 +701,7 @@ def test_a_process_that_ends_aborts_what_nobody_has_ended():
 def test_what_is_dropped_is_held_until_it_has_ended(until):
     """The garbage collector must not end it: that may block."""
     nccl, before = PretendNccl(), set(communicator._kept)
-    assert alone(Library(nccl)).made(5.0)
+    assert alone(Bindings(nccl)).made(5.0)
     gc.collect()
     assert not nccl.collected
     (left,) = communicator._kept - before
@@ -721,10 +721,10 @@ def alone(made):
 @pytest.fixture
 def cuda(monkeypatch):
     """Have torch see a device, and ask anew."""
-    library.load.cache_clear()
+    bindings.load.cache_clear()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     yield monkeypatch
-    library.load.cache_clear()
+    bindings.load.cache_clear()
 
 
 def cupy(monkeypatch, nccl, warns=False):
@@ -749,7 +749,7 @@ def test_with_everything_there_it_can_be_used(cuda):
 
 
 def test_without_a_device():
-    library.load.cache_clear()
+    bindings.load.cache_clear()
     assert Nccl.probe() == "torch sees no CUDA device" or torch.cuda.is_available()
 
 
@@ -783,7 +783,7 @@ def test_calls_that_do_not_wait_are_refused(cuda, value, blocking):
 
 
 def test_nothing_imports_cupy_by_being_imported():
-    for module in (library, communicator, ensemble):
+    for module in (bindings, communicator, ensemble):
         tree = ast.parse(Path(module.__file__).read_text())
         imports = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
         assert "cupy" not in " ".join(map(ast.unparse, imports))

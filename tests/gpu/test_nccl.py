@@ -14,7 +14,7 @@ from asyncdist.reduce import arithmetic
 from asyncdist.testing.arithmetic import numbers, reduced, reductions, same
 from asyncdist.testing.cluster import run_ranks
 from asyncdist_transports.nccl import Nccl, communicator, ensemble
-from asyncdist_transports.nccl.library import BYTES, SUM, UNIQUE_ID_NBYTES, load, numbers_of
+from asyncdist_transports.nccl.bindings import BYTES, SUM, UNIQUE_ID_NBYTES, load, numbers_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:ComplexHalf support")]
 

@@ -1,6 +1,6 @@
 """CUDA tensors between ranks that have a device each, on one host or many: NCCL, through cupy.
 
-library        NCCL by way of cupy: unique ids, communicators, numbers for types and operations
+bindings       NCCL by way of cupy: unique ids, communicators, numbers for types and operations
 communicator   one rank's communicator: made, used and ended
 memory         memory as its calls take it
 ensemble       the collectives

@@ -16,7 +16,7 @@ from typing import Any
 from asyncdist.devices.streams import Mark, Streams
 from asyncdist.errors import GroupAbortedError, TransportUnavailableError
 from asyncdist.work import Work
-from asyncdist_transports.nccl.library import Library
+from asyncdist_transports.nccl.bindings import Bindings
 
 Call = tuple[Any, ...]
 """A method of cupy's NcclCommunicator, and its arguments but for the stream, which is the last one of all."""
@@ -38,9 +38,9 @@ class Communicator:
     """
 
     def __init__(
-        self, library: Library, streams: Streams, make: Callable[[], Any], first: Sequence[Call], rank: int
+        self, bindings: Bindings, streams: Streams, make: Callable[[], Any], first: Sequence[Call], rank: int
     ) -> None:
-        self._library, self._rank = library, rank
+        self._bindings, self._rank = bindings, rank
         self._streams, self._stream = streams, streams.handle
         self.ready = Work()
         self._raw: Any = None
@@ -76,19 +76,19 @@ class Communicator:
                     self._call(calls[0])
                 else:
                     self._call_together(calls)
-            except self._library.errors as cause:
+            except self._bindings.errors as cause:
                 raise self._failure(cause) from cause
 
     def _call(self, call: Call) -> None:
         getattr(self._raw, call[0])(*call[1:], self._stream)
 
     def _call_together(self, calls: Sequence[Call]) -> None:
-        self._library.group_start()
+        self._bindings.group_start()
         try:
             for call in calls:
                 self._call(call)
         finally:
-            self._library.group_end()
+            self._bindings.group_end()
 
     def _refuse_if_ended(self) -> None:
         if self._ends.is_set():
@@ -105,7 +105,7 @@ class Communicator:
         try:
             if not self._ends.is_set() and self._raw is not None:
                 self._raw.check_async_error()
-        except self._library.errors as cause:
+        except self._bindings.errors as cause:
             return self._failure(cause)
         finally:
             self._inside.release()

@@ -26,8 +26,8 @@ from asyncdist.devices.courier import Conversation, Courier, Refused, Talk
 from asyncdist.devices.ensemble import Site
 from asyncdist.devices.streams import Mark
 from asyncdist.work import Work
+from asyncdist_transports.nccl.bindings import BYTES, UNIQUE_ID_NBYTES, Bindings, written
 from asyncdist_transports.nccl.communicator import Call, Communicator
-from asyncdist_transports.nccl.library import BYTES, UNIQUE_ID_NBYTES, Library, written
 
 _OFFER = struct.Struct(f"<16sI{UNIQUE_ID_NBYTES}s")  # the device, NCCL's version, and what the lower rank says first
 _READY = struct.Struct(f"<{UNIQUE_ID_NBYTES}sQ")
@@ -37,12 +37,12 @@ _TURN = struct.Struct("<Q")
 class Pair:
     """What we share with one other rank: a communicator, and whose turn it is there. Used on the messages' line."""
 
-    def __init__(self, library: Library, site: Site, peer: int) -> None:
-        self._library = library
+    def __init__(self, bindings: Bindings, site: Site, peer: int) -> None:
+        self._bindings = bindings
         self._site = site
         self.streams = site.streams.beside()
         self.decides = site.rank < peer
-        self.unique_id = library.unique_id() if self.decides else bytes(UNIQUE_ID_NBYTES)
+        self.unique_id = bindings.unique_id() if self.decides else bytes(UNIQUE_ID_NBYTES)
         self.made: Communicator | None = None
         self._turns = itertools.count()
         self._at = 0
@@ -56,12 +56,12 @@ class Pair:
             return
         self.unique_id = self.unique_id if self.decides else unique_id
         ours, theirs = (0, 1) if self.decides else (1, 0)
-        make = functools.partial(self._library.communicator, 2, self.unique_id, ours)
+        make = functools.partial(self._bindings.communicator, 2, self.unique_id, ours)
         # NCCL waits for the other rank in the first call of each direction: let that be now, on a thread that may wait.
         out, into = self._token[0].data_ptr(), self._token[1].data_ptr()
         first: list[Call] = [("send", out, 1, BYTES, theirs), ("recv", into, 1, BYTES, theirs)]
         rank = self._site.host.ranks[self._site.rank]
-        self.made = Communicator(self._library, self.streams, make, first, rank)
+        self.made = Communicator(self._bindings, self.streams, make, first, rank)
 
     def next_turn(self) -> int:
         return next(self._turns)
@@ -92,15 +92,15 @@ class NcclCourier(Courier):
 
     name: ClassVar[str] = "nccl"
 
-    def __init__(self, site: Site, library: Library) -> None:
-        self._site, self._library = site, library
+    def __init__(self, site: Site, bindings: Bindings) -> None:
+        self._site, self._bindings = site, bindings
         place = f"{site.machine}\0{site.streams.uuid}"
         self._device = hashlib.blake2b(place.encode(), digest_size=16).digest()
         self._pairs: dict[int, Pair] = {}
 
     def send(self, data: torch.Tensor, talk: Talk, before: Mark) -> Conversation[Mark]:
         pair = self._pair(talk.peer)
-        talk.say(self.name, _OFFER.pack(self._device, self._library.version, pair.unique_id))
+        talk.say(self.name, _OFFER.pack(self._device, self._bindings.version, pair.unique_id))
         answer = yield from talk.hear()
         unique_id, turn = _READY.unpack(answer.content)
         pair.meet(unique_id)
@@ -113,8 +113,8 @@ class NcclCourier(Courier):
         device, version, unique_id = _OFFER.unpack(offer)
         if device == self._device:
             raise Refused("they share one device, and NCCL takes one rank a device")
-        if version != self._library.version:
-            raise Refused(f"NCCL is {written(version)} there, and {written(self._library.version)} here")
+        if version != self._bindings.version:
+            raise Refused(f"NCCL is {written(version)} there, and {written(self._bindings.version)} here")
         pair = self._pair(talk.peer)
         pair.meet(unique_id)
         ours = pair.next_turn() if pair.decides else 0
@@ -125,7 +125,7 @@ class NcclCourier(Courier):
 
     def _pair(self, peer: int) -> Pair:
         if peer not in self._pairs:
-            self._pairs[peer] = Pair(self._library, self._site, peer)
+            self._pairs[peer] = Pair(self._bindings, self._site, peer)
         return self._pairs[peer]
 
     def trouble(self) -> Exception | None:

@@ -25,9 +25,9 @@ from asyncdist.errors import GroupAbortedError, TransportUnavailableError
 from asyncdist.native import MemoryBlocks
 from asyncdist.ops import ReduceOp
 from asyncdist.reduce import Arithmetic, arithmetic, divide
+from asyncdist_transports.nccl.bindings import BYTES, SUM, UNIQUE_ID_NBYTES, Bindings, load, numbers_of, written
 from asyncdist_transports.nccl.communicator import Call, Communicator
 from asyncdist_transports.nccl.courier import NcclCourier
-from asyncdist_transports.nccl.library import BYTES, SUM, UNIQUE_ID_NBYTES, Library, load, numbers_of, written
 from asyncdist_transports.nccl.memory import bytes_of, even, in_one, receive, send
 
 _SCRATCH_NBYTES = 64 << 20  # for everybody's contributions to what NCCL cannot reduce
@@ -46,11 +46,11 @@ class Nccl(Ensemble):
     preference: ClassVar[int] = 20
     blocks: ClassVar[bool] = False
     compares: ClassVar[bool] = False
-    load: ClassVar[Callable[[], Library]] = staticmethod(load)
+    load: ClassVar[Callable[[], Bindings]] = staticmethod(load)
 
     def __init__(self, site: Site) -> None:
         super().__init__(site)
-        self._library = type(self).load()
+        self._bindings = type(self).load()
         self._made: Communicator | None = None
         self._splits = False
         with site.streams.ours():
@@ -76,8 +76,8 @@ class Nccl(Ensemble):
         return {
             "machine": self.site.machine,
             "device": self.site.streams.uuid,
-            "version": self._library.version,
-            "splits": self._library.splits,
+            "version": self._bindings.version,
+            "splits": self._bindings.splits,
         }
 
     def refusal(self, cards: Sequence[Mapping[str, Any]]) -> str | None:
@@ -102,13 +102,13 @@ class Nccl(Ensemble):
         unique_id = self.site.tell(self._unique_id() if self.site.rank == 0 else None)[0]
         if not isinstance(unique_id, bytes) or len(unique_id) != UNIQUE_ID_NBYTES:
             raise TransportUnavailableError(f"rank 0 got no unique id of NCCL: {unique_id}")
-        make = functools.partial(self._library.communicator, self.site.size, unique_id, self.site.rank)
+        make = functools.partial(self._bindings.communicator, self.site.size, unique_id, self.site.rank)
         self._made = self._wait_for(self._communicator(make, self.site))
 
     def _unique_id(self) -> bytes | str:
         """Return a new unique id; or in words why there is none, for the others wait to be told."""
         try:
-            return self._library.unique_id()
+            return self._bindings.unique_id()
         except Exception as cause:
             return str(cause)
 
@@ -128,7 +128,7 @@ class Nccl(Ensemble):
     def _communicator(self, make: Callable[[], Any], site: Site) -> Communicator:
         """Return a communicator in the making, for the stream of a site."""
         rank = self.site.host.ranks[self.site.rank]
-        return Communicator(self._library, site.streams, make, [self._meeting], rank)
+        return Communicator(self._bindings, site.streams, make, [self._meeting], rank)
 
     def _wait_for(self, made: Communicator) -> Communicator:
         """Block until the communicator is made; raise if that lasts too long, or the group fails meanwhile."""

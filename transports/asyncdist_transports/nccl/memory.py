@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from asyncdist.buffers import Memory
+from asyncdist_transports.nccl.bindings import BYTES
 from asyncdist_transports.nccl.communicator import Call
-from asyncdist_transports.nccl.library import BYTES
 
 
 def even(blocks: Sequence[Memory]) -> bool:

@@ -1,6 +1,6 @@
 """What is asked of NCCL, by way of cupy: communicators, what they are made from, and numbers for types and operations.
 
-Nothing of cupy is imported before `load` is called. Tests put something else in a `Library`'s place.
+Nothing of cupy is imported before `load` is called. Tests put something else in a `Bindings`'s place.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def numbers_of(op: ReduceOp, dtype: torch.dtype, size: int) -> Numbers | None:
 _SPLITS_SINCE = 21800
 
 
-class Library:
+class Bindings:
     """NCCL as ``cupy.cuda.nccl`` gives it, cupy 13 or newer. ``errors`` is what its calls raise.
 
     ``splits`` says whether communicators can be split: not with cupy 13.
@@ -104,7 +104,7 @@ class Library:
 
 
 @cache
-def load() -> Library:
+def load() -> Bindings:
     """Return NCCL; TransportUnavailableError says why it cannot be used in this process."""
     if not torch.cuda.is_available():
         raise TransportUnavailableError("torch sees no CUDA device")
@@ -120,7 +120,7 @@ def load() -> Library:
         ) from cause
     if not nccl.available:
         raise TransportUnavailableError("cupy finds no NCCL: pip install nvidia-nccl-cu12, or -cu13 for CUDA 13")
-    return Library(nccl)
+    return Bindings(nccl)
 
 
 def written(version: int) -> str:
