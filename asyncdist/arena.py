@@ -1,6 +1,6 @@
 """Memory that the processes of one host share: one anonymous, sparse segment a process, and what lives in it.
 
-A process makes its *arena* when it first needs one: a memfd as large as the machine's memory, of which nothing exists until
+A process makes its *arena* when it first needs one: a memfd far larger than it will ever use, of which nothing exists until
 pages are reserved. Other processes get its descriptor and map the whole of it once; whatever is allocated later they see
 at its offset. It has no name, so nothing is left of it when its processes are gone, however they went.
 
@@ -29,7 +29,9 @@ PAGE_NBYTES = mmap.PAGESIZE
 ALIGNMENT = 64
 """Bytes at whose multiples tensors begin: a cache line."""
 
-_LEAST_NBYTES = 64 << 20  # of a segment: a group takes a range of 16 MiB, whatever of it there is memory behind
+_LEAST_NBYTES = 64 << 20  # of a segment: a group takes a range of 32 MiB, whatever of it there is memory behind
+_GROUPS_NBYTES = 256 << 30  # of addresses for groups, which reserve next to nothing of their ranges until they are used
+_MOST_TENSORS_NBYTES = 256 << 30  # so that 256 processes of a host can map one another within 128 TiB of addresses
 _RETURNED_NBYTES = 1 << 20  # a freed block from this size on gives its pages back to the system
 
 
@@ -134,7 +136,7 @@ class Arena:
                     return Block(self, offset, nbytes)
         raise SharedMemoryError(
             f"no {nbytes >> 20} MiB in one piece are left in this process's shared segment of {self.nbytes >> 20} MiB: "
-            "let go of registered tensors"
+            "let go of registered tensors, destroy groups, or lower ASYNCDIST_SHM_AREA_NBYTES, a group takes 32 of them"
         )
 
     def reserve(self, offset: int, nbytes: int) -> None:
@@ -188,10 +190,15 @@ class Arena:
 
 
 def _sparse_nbytes() -> int:
-    """Return the size of a new arena: all of the machine's memory, or as large as a file of ours may be."""
+    """Return the size of a new arena: the machine's memory and room for groups, or as large as a file of ours may be.
+
+    Where addresses are limited it is the memory alone.
+    """
     import resource
 
-    nbytes = os.sysconf("SC_PHYS_PAGES") * PAGE_NBYTES
+    nbytes = min(os.sysconf("SC_PHYS_PAGES") * PAGE_NBYTES, _MOST_TENSORS_NBYTES)
+    if resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY:
+        nbytes += _GROUPS_NBYTES
     limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     if limit != resource.RLIM_INFINITY:
         nbytes = min(nbytes, limit // PAGE_NBYTES * PAGE_NBYTES)

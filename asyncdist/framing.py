@@ -6,7 +6,7 @@
     12-15   part         which generator of that operation (a segment, one tensor of a list)
     16-23   fingerprint  what operation the sender believes this to be (see `Fingerprint`)
     24-31   nbytes       length of what follows
-    32      kind         DATA, ABORT, GOODBYE
+    32      kind         DATA, or what is told beside it: ABORT, GOODBYE, CALLED
     33-35   zero
 
 Bytes 0-15 are the *key*: a receiver matches a message to what it has posted by that key alone, first come first served,
@@ -26,8 +26,8 @@ KEY = struct.Struct("<QII")
 KEY_NBYTES = KEY.size
 _TAIL = struct.Struct("<QQBxxx")
 
-DATA, ABORT, GOODBYE = 1, 2, 3
-KINDS = frozenset((DATA, ABORT, GOODBYE))
+DATA, ABORT, GOODBYE, CALLED = 1, 2, 3, 4
+KINDS = frozenset((DATA, ABORT, GOODBYE, CALLED))
 
 
 def pack_key(channel: int, sequence: int, part: int) -> bytes:

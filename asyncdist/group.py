@@ -26,7 +26,7 @@ from asyncdist.collectives.operation import Channel, Operation, Plan
 from asyncdist.collectives.schedule import Schedule
 from asyncdist.compiling import left_alone
 from asyncdist.deadline import Timeout, seconds
-from asyncdist.errors import GroupAbortedError, NotInitializedError, UsageError
+from asyncdist.errors import GroupAbortedError, NotInitializedError, SharedMemoryError, UsageError
 from asyncdist.framing import channel_of
 from asyncdist.mesh import Mesh
 from asyncdist.native import Kind, Quick, announced, raising
@@ -91,13 +91,16 @@ class Group(Calls):
         self._sequence = itertools.count(1)
         forced = parse_forced(mesh.config.algorithm)
         model = Model(segment_nbytes=mesh.config.segment_nbytes)
-        window = max(2, mesh.config.lanes)
-        self._native = mesh.ways.native(self._channel) if len(self.ranks) > 1 else None
-        lies = mesh.ways.islands(self._channel) if self._native is None else None
+        try:
+            self._native = mesh.ways.native(self._channel) if len(self.ranks) > 1 else None
+            lies = mesh.ways.islands(self._channel) if self._native is None else None
+        except SharedMemoryError as cause:
+            mesh.refuse(self._channel, cause)
+            raise
         self._islands = None if lies is None else Islands(*lies, model, Scratch())
         self._who = plans.Member(
-            self._rank, len(self.ranks), mesh.config, model, forced, Scratch(), window, native=self._native,
-            islands=self._islands,
+            self._rank, len(self.ranks), mesh.config, model, forced, Scratch(), max(2, mesh.config.lanes),
+            native=self._native, islands=self._islands,
         )  # fmt: skip
         self._record = mesh.recorder.add
         self._known: dict[Hashable, _Known] = {}

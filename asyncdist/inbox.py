@@ -206,13 +206,6 @@ class Inbox:
             self._blocked.remove(blocked)
             blocked.resume(Discard(self.peer, blocked.key, blocked.nbytes))
 
-    def early(self, operation: bytes) -> list[tuple[int, int]]:
-        """Return (fingerprint, nbytes) of messages that came early for an operation (12 bytes of its keys)."""
-        aside = [
-            (m.fingerprint, m.nbytes) for key, queue in self._aside.items() if key.startswith(operation) for m in queue
-        ]
-        return aside + [(b.fingerprint, b.nbytes) for b in self._blocked if b.key.startswith(operation)]
-
     def first_early(self, key: bytes) -> PutAside | Blocked | None:
         """Return the message that waits under ``key``, if one does."""
         queue = self._aside.get(key)

@@ -20,21 +20,22 @@ from asyncdist import lifetime
 from asyncdist.buffers import Scratch
 from asyncdist.collectives.executor import Executor
 from asyncdist.collectives.operation import Channel, Operation
+from asyncdist.comparison import Comparison
 from asyncdist.config import Config
 from asyncdist.errors import GroupAbortedError, GroupError, MismatchError, PeerLostError, TransportUnavailableError
-from asyncdist.framing import ABORT, GOODBYE, Fingerprint
+from asyncdist.framing import ABORT, CALLED, GOODBYE
 from asyncdist.machine import Until, Wait
-from asyncdist.mismatch import describe
-from asyncdist.notices import ENDED, LEFT, abort, last_words, to_tell, unspell
+from asyncdist.notices import ENDED, LEFT, abort, called, last_words, to_tell, unspell
 from asyncdist.observe.recorder import Recorder
 from asyncdist.progress import Progress
 from asyncdist.reminders import Reminders
-from asyncdist.transport import Discard, Inbox, Link, Receive, Transport
+from asyncdist.transport import Discard, Inbox, Link, Outgoing, Receive, Transport
 from asyncdist.ways import Addresses, Ways
 from asyncdist.work import Work
 
 log = logging.getLogger("asyncdist")
 
+_MOST_ENDED = 1 << 16  # groups whose last messages may still be on their way
 LAST_WORDS = 1.0  # seconds for which who leaves may wait until its peers have been told of a failure
 _BENEFIT = 0.5  # seconds for which a peer that may just have left in order is given the benefit of the doubt
 
@@ -67,8 +68,9 @@ class Mesh:
         self._links: dict[int, Link] = {}
         self._inboxes: dict[int, Inbox] = {}
         self._channels: dict[bytes, Channel] = {}
-        self._ended: dict[bytes, GroupError] = {}
-        self._early: set[bytes] = set()  # operations (12 bytes of keys) that a message came for before they were issued
+        self._ended: dict[bytes, GroupError | None] = {}  # what groups have failed with; None of those we have left
+        self._comparison = Comparison(self.recorder, self._channels, self._executor.operations, self.fail)
+        self.difference = self._comparison.difference
         self._leaving: dict[int, str] = {}
         self._gone: dict[int, GroupError] = {}
         self.reminders = Reminders()
@@ -157,6 +159,16 @@ class Mesh:
             if member in self._gone and member not in self._leaving:
                 self.fail(channel, self._gone[member])
 
+    def refuse(self, channel: Channel, cause: Exception) -> None:
+        """Fail a group of which this rank cannot be, for all its members."""
+
+        def fail() -> None:
+            self.open(channel)
+            self.fail(channel, GroupAbortedError(f"rank {self.rank} cannot be in the group: {cause}", peer=self.rank))
+            self.end(channel)
+
+        self.progress.submit(fail)
+
     def end(self, channel: Channel) -> None:
         """Forget a group; what is pending fails, later messages for it go to the bin. Under the lock."""
         if self._channels.pop(channel.prefix, None) is None:
@@ -165,13 +177,11 @@ class Mesh:
         if channel.error is None:
             channel.error = closed
         self._executor.abandon(channel, closed)
-        self._bin(channel, closed)
+        self._bin(channel, None)
 
     def start(self, operation: Operation) -> None:
         """Begin an operation. Under the lock."""
-        if operation.key in self._early:
-            self._early.remove(operation.key)
-            self._compare_early(operation)
+        self._comparison.begin(operation)
         operation.channel.count(operation.sequence)
         self._executor.start(operation)
 
@@ -188,19 +198,22 @@ class Mesh:
                 one.error = error
                 self._executor.abandon(one, error)
                 self._bin(one, error)
-        self._tell(channel, error, told_by)
+        peers = to_tell(channel.members, self.rank, told_by)
+        self._notify(peers, lambda peer: abort(peer, channel.number, error, self.rank))
 
-    def _bin(self, channel: Channel, error: GroupError) -> None:
+    def _bin(self, channel: Channel, error: GroupError | None) -> None:
         self._ended[channel.prefix] = error
-        self._early = {key for key in self._early if not key.startswith(channel.prefix)}
+        if len(self._ended) > _MOST_ENDED:
+            del self._ended[next(iter(self._ended))]
+        self._comparison.forget(channel.prefix)
         for inbox in self._inboxes.values():
             inbox.purge(channel.prefix)
 
-    def _tell(self, channel: Channel, error: GroupError, told_by: int | None) -> None:
-        for peer in to_tell(channel.members, self.rank, told_by):
+    def _notify(self, peers: Iterable[int], notice: Callable[[int], Outgoing]) -> None:
+        for peer in peers:
             if peer not in self._gone and peer not in self._leaving:
                 with contextlib.suppress(TransportUnavailableError):  # it cannot be told
-                    self.link(peer).send(abort(peer, channel.number, error, self.rank))
+                    self.link(peer).send(notice(peer))
 
     # -- what the executor needs: Peers --------------------------------------------------------
 
@@ -221,6 +234,9 @@ class Mesh:
 
     def gone(self, peer: int) -> GroupError | None:
         return self._gone.get(peer)
+
+    def ask(self, operation: Operation, peers: Iterable[int]) -> None:
+        self._notify(peers, lambda peer: called(peer, operation.key, operation.plan.fingerprint))
 
     def wake_later(self, work: Work) -> None:
         """Have a completed work's callbacks called once the lock is free."""
@@ -243,18 +259,7 @@ class Mesh:
                 return receive
             self.mismatch(peer, receive, fingerprint, nbytes)
             return Discard(peer, key, nbytes)
-        if key[:8] in self._ended:
-            return Discard(peer, key, nbytes)
-        operation = self._executor.operations.get(key[:12])
-        if operation is None:
-            channel = self._channels.get(key[:8])
-            if channel is not None and channel.has_ended(key):  # nobody will ask for it any more
-                self.fail(channel, self.difference(peer, self.recorder.fingerprint(channel.name, key), fingerprint))
-                return Discard(peer, key, nbytes)
-            if channel is None or not channel.point_to_point:
-                self._early.add(key[:12])
-        elif operation.plan.fingerprint != fingerprint:
-            self.fail(operation.channel, self.difference(peer, operation.plan.fingerprint, fingerprint))
+        if key[:8] in self._ended or self._comparison.refuses(peer, key, fingerprint):
             return Discard(peer, key, nbytes)
         return None
 
@@ -269,19 +274,6 @@ class Mesh:
                 channel, MismatchError(peer, f"rank {peer} sent {nbytes} bytes where {receive.nbytes} were expected")
             )
 
-    def difference(self, peer: int, ours: int, theirs: int) -> MismatchError:
-        return MismatchError(peer, describe(Fingerprint.unpack(ours), self.rank, Fingerprint.unpack(theirs), peer))
-
-    def _compare_early(self, operation: Operation) -> None:
-        """Compare an operation with messages that came for it before it was issued."""
-        for peer in operation.channel.members:
-            inbox = self._inboxes.get(peer)
-            if inbox is not None:
-                for fingerprint, _ in inbox.early(operation.key[:12]):
-                    if fingerprint != operation.plan.fingerprint:
-                        self.fail(operation.channel, self.difference(peer, operation.plan.fingerprint, fingerprint))
-                        return
-
     def control(self, peer: int, kind: int, key: bytes, body: bytes) -> None:
         if kind == GOODBYE:
             self._leaving[peer] = body.decode(errors="replace") or LEFT
@@ -292,6 +284,8 @@ class Mesh:
                 self.fail(channel, error, told_by=peer)
             else:
                 self._ended.setdefault(key[:8], error)
+        elif kind == CALLED and key[:8] not in self._ended:
+            self._comparison.answer(peer, key, int.from_bytes(body, "little"))
 
     def lost(self, peer: int, reason: str) -> None:
         if peer in self._gone:
@@ -316,12 +310,8 @@ class Mesh:
         self.lost(peer, reason)
 
     def _waits_for(self, channel: Channel, peer: int) -> bool:
-        """Return whether anything pending needs the peer, or anybody at all when it was the last to go."""
-        operations = channel.operations.values()
-        self._executor.run()  # what it did before it left may be all that was needed
-        tasks = [task for operation in operations for task in operation.tasks]
-        awaited = {t.peer for task in tasks for t in task.transfers if not t.done} | {task.awaits for task in tasks}
-        return peer in awaited or (-1 in awaited and set(channel.members) - {self.rank} <= self._gone.keys())
+        last = set(channel.members) - {self.rank} <= self._gone.keys()
+        return self._executor.waits_for(channel, peer, last=last)
 
     def post(self, action: Callable[[], None]) -> None:
         self.progress.post(action)

@@ -1,4 +1,4 @@
-"""What ranks tell each other about a group rather than send in it: that it failed and of what, or that they leave."""
+"""What ranks tell each other about a group rather than send in it: that it failed, what they wait in, that they leave."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import msgpack
 
 from asyncdist.errors import GroupAbortedError, GroupError, MismatchError, OperationTimeoutError, PeerLostError
-from asyncdist.framing import ABORT, GOODBYE, pack_header, pack_key
+from asyncdist.framing import ABORT, CALLED, GOODBYE, pack_header, pack_key
 from asyncdist.inbox import Outgoing
 
 LEFT = "it has destroyed its process group"
@@ -30,6 +30,11 @@ def spell(error: GroupError, rank: int) -> bytes:
 def abort(peer: int, number: int, error: GroupError, rank: int) -> Outgoing:
     """Return the notice by which ``rank`` tells ``peer`` that a group has failed."""
     return Outgoing(peer, pack_key(number, 0, 0), 0, memoryview(spell(error, rank)), None, ABORT)
+
+
+def called(peer: int, operation: bytes, fingerprint: int) -> Outgoing:
+    """Return the notice that tells ``peer`` what we called, where we wait for it (12 bytes of keys)."""
+    return Outgoing(peer, operation + bytes(4), 0, memoryview(fingerprint.to_bytes(8, "little")), None, CALLED)
 
 
 def unspell(body: bytes, peer: int, rank: int) -> GroupError:

@@ -9,10 +9,20 @@ import contextlib
 import itertools
 import math
 from collections import deque
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 from asyncdist.buffers import Scratch
-from asyncdist.collectives.operation import AnyReceive, Channel, FoldingReceive, Operation, RecvAny, Task, waiting_for
+from asyncdist.collectives.operation import (
+    AnyReceive,
+    Channel,
+    FoldingReceive,
+    Operation,
+    RecvAny,
+    Task,
+    senders,
+    waiting_for,
+)
 from asyncdist.collectives.schedule import Combine, Recv, Reduce, Schedule, Send
 from asyncdist.errors import AsyncdistError, GroupError, OperationTimeoutError, TransportUnavailableError
 from asyncdist.transport import Inbox, Link, Outgoing, Receive
@@ -30,6 +40,8 @@ class Peers(Protocol):
 
     def fail(self, channel: Channel, error: GroupError) -> None: ...
 
+    def ask(self, operation: Operation, peers: Iterable[int]) -> None: ...
+
     def wake_later(self, work: Work) -> None: ...
 
 
@@ -42,7 +54,7 @@ class Executor:
         self._piece_nbytes = max(64, piece_nbytes)
         self._runnable: deque[Task] = deque()
         self._polled: list[Task] = []
-        self._deadline = math.inf
+        self._due = math.inf
         self.operations: dict[bytes, Operation] = {}
         self.any_source: dict[bytes, deque[Receive]] = {}
 
@@ -55,7 +67,7 @@ class Executor:
             self._end(operation, operation.failure(channel.error))
             return
         channel.operations[operation.key] = self.operations[operation.key] = operation
-        self._deadline = min(self._deadline, operation.deadline)
+        self._due = min(self._due, operation.due)
         for part, generator in itertools.islice(operation.parts, operation.plan.window):
             self._add_task(operation, part, generator)
         self.run()
@@ -97,7 +109,7 @@ class Executor:
         self.operations.pop(operation.key, None)
         operation.channel.operations.pop(operation.key, None)
         if not self.operations:
-            self._deadline = math.inf
+            self._due = math.inf
         operation.entry.finish(error)
         operation.work.finish(value, error)
         self._peers.wake_later(operation.work)
@@ -126,6 +138,13 @@ class Executor:
             self._polled = [task for task in self._polled if not task.operation.over]
         for key in [key for key in self.any_source if key.startswith(channel.prefix)]:
             del self.any_source[key]
+
+    def waits_for(self, channel: Channel, peer: int, *, last: bool) -> bool:
+        """Return whether anything pending on a channel needs a peer, or anybody at all when it was the ``last``."""
+        self.run()  # what it has done may be all that was needed
+        tasks = [task for operation in channel.operations.values() for task in operation.tasks]
+        awaited = {t.peer for task in tasks for t in task.transfers if not t.done} | {task.awaits for task in tasks}
+        return peer in awaited or (last and -1 in awaited)
 
     # -- tasks ---------------------------------------------------------------------------------
 
@@ -250,12 +269,16 @@ class Executor:
     # -- time ----------------------------------------------------------------------------------
 
     def next_deadline(self) -> float:
-        return self._deadline
+        return self._due
 
     def expire(self, now: float) -> None:
-        """Fail the channels of all operations whose deadline has passed."""
-        for operation in [operation for operation in self.operations.values() if operation.deadline <= now]:
+        """Fail the channels of all operations whose deadline has passed; ask whom others have waited for for a while."""
+        for operation in [operation for operation in self.operations.values() if operation.due <= now]:
             if operation.over:
+                continue
+            if now < operation.deadline:
+                operation.due = operation.deadline
+                self._peers.ask(operation, senders(operation))
                 continue
             reason, peers = waiting_for(operation)
             self._peers.fail(
@@ -264,4 +287,4 @@ class Executor:
                     f"timed out after {operation.timeout:g} s, {reason}", peers=peers, timeout=operation.timeout
                 ),
             )
-        self._deadline = min((operation.deadline for operation in self.operations.values()), default=math.inf)
+        self._due = min((operation.due for operation in self.operations.values()), default=math.inf)

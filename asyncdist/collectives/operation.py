@@ -83,6 +83,7 @@ class Channel:
         return (self._highest - int.from_bytes(key[8:12], "little")) & _NUMBERS < _NUMBERS // 2
 
 
+_ASKS_AFTER = 1.0  # seconds, or half its time if it has less
 _NUMBERS = 0xFFFFFFFF  # what a message's key has room for; the number after the last is 0
 _tickets = itertools.count()
 
@@ -91,12 +92,13 @@ class Operation:
     """A plan that was issued on a channel, and how far it has come.
 
     ``key`` are the first 12 bytes of its messages' keys and its name in tables. A point-to-point operation has no number
-    of its own, its sequence is a tag that many share: a ticket behind the key makes its name unique.
+    of its own, its sequence is a tag that many share: a ticket behind the key makes its name unique. ``due`` is when there
+    is something to be seen to: whether those it waits for have called the same, or that its time is over.
     """
 
     __slots__ = (
-        "channel", "deadline", "entry", "issued", "key", "name", "over", "parts", "plan", "sequence", "tasks", "timeout",
-        "work",
+        "channel", "deadline", "due", "entry", "issued", "key", "name", "over", "parts", "plan", "sequence", "tasks",
+        "timeout", "work",
     )  # fmt: skip
 
     def __init__(
@@ -119,6 +121,7 @@ class Operation:
         self.over = False
         self.issued = now = monotonic()
         self.deadline = now + timeout
+        self.due = self.deadline if channel.point_to_point else now + min(_ASKS_AFTER, timeout / 2)
         self.entry = entry
         self.parts = enumerate(parts)
         self.tasks: list[Task] = []
@@ -203,12 +206,20 @@ class AnyReceive(Receive):
         super().finish()
 
 
+def _pending(operation: Operation, kind: type[Outgoing] | type[Receive]) -> set[int]:
+    return {t.peer for task in operation.tasks for t in task.transfers if not t.done and isinstance(t, kind)}
+
+
+def senders(operation: Operation) -> set[int]:
+    """Return the world ranks from which an operation waits for messages."""
+    return _pending(operation, Receive)
+
+
 def waiting_for(operation: Operation) -> tuple[str, list[int]]:
     """Say in words, and as world ranks, whom an operation waits for."""
-    pending = [transfer for task in operation.tasks for transfer in task.transfers if not transfer.done]
     absent = {task.awaits for task in operation.tasks if task.awaits is not None}
-    sources = sorted({t.peer for t in pending if isinstance(t, Receive)} | absent)
-    takers = sorted({t.peer for t in pending if isinstance(t, Outgoing)})
+    sources = sorted(senders(operation) | absent)
+    takers = sorted(_pending(operation, Outgoing))
     words = []
     if sources == [-1]:
         return "waiting for any rank to send", []

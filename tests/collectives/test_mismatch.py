@@ -8,7 +8,7 @@ import itertools
 import pytest
 import torch
 
-from asyncdist.errors import GroupAbortedError, GroupError, MismatchError, OperationTimeoutError, UsageError
+from asyncdist.errors import GroupError, MismatchError, UsageError
 from asyncdist.ops import ReduceOp, premul_sum
 from asyncdist.testing.cluster import world_of
 
@@ -120,20 +120,39 @@ async def test_two_roots(transport, call):
         return getattr(group, call)(ones(3), *([lists[call]] if call in lists else []), rank)
 
     async with world_of(2, transport=transport) as groups:
-        among = [group.world.new_group(None, timeout=0.2) for group in groups]
+        among = [group.world.new_group(None) for group in groups]
         first = await outcomes([start(group) for group in among])
         second = await outcomes([group.barrier() for group in among])
-        assert all(isinstance(error, GroupError) for error in second)
-        if call in ("broadcast", "scatter"):
-            assert all(isinstance(error, MismatchError) for error in second)
-            assert "root 0" in str(second[0])
-            assert "root 1" in str(second[0])
-        elif transport == "shm":
+        assert all(isinstance(error, MismatchError) for error in second)
+        assert "root 0" in str(second[0])
+        assert "root 1" in str(second[0])
+        if call in ("reduce", "gather"):  # both wait for the other, until one asks
             assert all(isinstance(error, MismatchError) for error in first)
-        else:  # both wait for the other: nothing is ever sent that could differ
-            assert {type(error) for error in first} <= {OperationTimeoutError, GroupAbortedError}
-            assert any(isinstance(error, OperationTimeoutError) for error in first)
         assert await outcomes([group.all_reduce(ones(1)) for group in groups]) == [2, 2]
+
+
+async def test_ranks_that_wait_for_each_other_in_different_calls(transport):
+    async with world_of(2, transport=transport) as groups:
+        zero, one = (group.world.new_group(None) for group in groups)
+        errors = await outcomes([zero.reduce(ones(3), 0), one.broadcast(ones(3), 0)])
+        assert [type(error) for error in errors] == [MismatchError] * 2
+        assert all("reduce(3 x float32" in str(error) and "broadcast(3 x float32" in str(error) for error in errors)
+
+
+@pytest.mark.parametrize("transport", ["inproc", "tcp"])  # in shared memory who waits has said in what
+@pytest.mark.parametrize("alike", [True, False], ids=["the same", "another"])
+async def test_a_rank_that_was_asked_before_it_called(transport, alike, eventually):
+    async with world_of(2, transport=transport) as groups:
+        zero, one = (group.world.new_group(None) for group in groups)
+        waiting = asyncio.ensure_future(zero.reduce(ones(3), 0))
+        await eventually(lambda: one.mesh._comparison._heard)
+        late = one.reduce(ones(3), 0) if alike else one.broadcast(ones(3), 0)
+        first, second = await outcomes([waiting, late])
+        if alike:
+            assert first.tolist() == [2.0] * 3
+        else:
+            assert [type(first), type(second)] == [MismatchError] * 2
+        assert one.mesh._comparison._heard == {}
 
 
 async def test_a_call_too_few(transport):

@@ -40,7 +40,7 @@ class Rank:
             sharers[rank] = Sharer(peer.mapping, peer.board.window, peer.asleep, peer.ring, peer.gone)
         members = range(self.size)
         self.window = Window(NUMBER, self.rank, members, sharers, arena(), self.fence, 1 << 12, pytest.fail)
-        self.board.show(NUMBER, self.window.block.offset)
+        self.board.show(self.board.claim(), NUMBER, self.window.block.offset)
 
     def begin_a_collective(self):
         assert list(self.window.enter(1)) == []

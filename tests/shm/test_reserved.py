@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from asyncdist.arena import arena
-from asyncdist.errors import AsyncdistError, SharedMemoryError
+from asyncdist.errors import AsyncdistError, GroupAbortedError, SharedMemoryError
 from asyncdist.testing.cluster import run_ranks, world_of
+from asyncdist_transports.shm import board
 
 COUNT = 300_000  # several pieces, also of a third of it
 LARGE = {
@@ -82,6 +83,32 @@ def test_whichever_request_for_memory_is_refused_nothing_has_been_touched_by_oth
     assert refused > 0
 
 
+async def test_more_groups_than_a_board_has_places_harm_none_of_the_others(monkeypatch):
+    monkeypatch.setattr(board, "_PAIRS", 3)
+    async with world_of(2, transport="shm") as groups:
+        used = arena().used_nbytes
+        more = [[group.world.new_group(None) for group in groups] for _ in range(2)]
+        for group in groups:
+            with pytest.raises(SharedMemoryError, match="more than 3 groups at once"):
+                group.world.new_group(None)
+        for among in (groups, *more):
+            assert [tensor[0].item() for tensor in await sums(among)] == [2.0, 2.0]
+        for group in more.pop():
+            group.close()
+        for _ in range(4):  # a place that was left is another's
+            among = [group.world.new_group(None) for group in groups]
+            assert [tensor[0].item() for tensor in await sums(among)] == [2.0, 2.0]
+            for group in among:
+                group.close()
+        for group in more.pop():
+            group.close()
+        assert arena().used_nbytes == used
+
+
+async def sums(groups):
+    return await asyncio.gather(*[group.all_reduce(torch.ones(10)) for group in groups])
+
+
 async def test_a_group_that_gets_no_memory_leaves_none_behind_and_its_world_goes_on(monkeypatch):
     async with world_of(2, transport="shm") as groups:
         used = arena().used_nbytes
@@ -92,6 +119,10 @@ async def test_a_group_that_gets_no_memory_leaves_none_behind_and_its_world_goes
             with pytest.raises(SharedMemoryError, match="no memory is left"):
                 groups[0].world.new_group([1, 0])
         assert arena().used_nbytes == used
+        other = groups[1].world.new_group([1, 0])  # whose members can only be told
+        with pytest.raises(GroupAbortedError, match="rank 0 cannot be in the group: .*no memory is left"):
+            await other.all_reduce(torch.ones(10))
+        other.close()
         for world_groups in (groups, [group.world.new_group(None) for group in groups]):
             tensors = [torch.ones(10) for _ in world_groups]
             await asyncio.gather(

@@ -78,18 +78,22 @@ class OwnBoard(Board):
         for place in range(len(self.words)):
             self.words[place] = 0
         self._fence = fence
+        self._free = list(range(self._directory, self._directory + 2 * _PAIRS, 2))[::-1]
 
-    def show(self, number: int, offset: int) -> None:
-        """Let peers find a group's window. SharedMemoryError if there are too many groups."""
+    def claim(self) -> int:
+        """Return a place in the directory that is nobody's, for `show`. SharedMemoryError if there are too many groups."""
+        try:
+            return self._free.pop()
+        except IndexError:
+            raise SharedMemoryError(f"more than {_PAIRS} groups at once share memory: destroy some") from None
+
+    def show(self, place: int, number: int, offset: int) -> None:
+        """Let peers find a group's window, at a place that was claimed for it."""
         words = self.words
-        for place in range(self._directory, self._directory + 2 * _PAIRS, 2):
-            if words[place] == 0:
-                words[place + 1] = offset
-                self._fence.full()
-                words[place] = signed(number)
-                words[_USED] = max(words[_USED], (place - self._directory) // 2 + 1)
-                return
-        raise SharedMemoryError(f"more than {_PAIRS} groups at once share memory: destroy some")
+        words[place + 1] = offset
+        self._fence.full()
+        words[place] = signed(number)
+        words[_USED] = max(words[_USED], (place - self._directory) // 2 + 1)
 
     def hide(self, number: int) -> None:
         """Take a group's window off the directory."""
@@ -97,3 +101,4 @@ class OwnBoard(Board):
         for place in range(self._directory, self._directory + 2 * words[_USED], 2):
             if words[place] == wanted:
                 words[place] = 0
+                self._free.append(place)

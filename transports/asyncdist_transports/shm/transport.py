@@ -95,7 +95,8 @@ class ShmTransport(Transport):
                 here[peer] = address
         try:
             if any(address["net"] != own["net"] for peer, address in here.items() if peer > self.host.rank):
-                porch.open_door()
+                with contextlib.suppress(OSError):  # who does not find it says so
+                    porch.open_door()
             await self._meet(porch, here, min(timeout, _PATIENCE), refused)
         finally:
             porch.close()
@@ -132,6 +133,8 @@ class ShmTransport(Transport):
             refused.setdefault(str(refusal), []).append(peer)
         except TimeoutError:
             refused.setdefault("it did not answer at its Unix socket", []).append(peer)
+        except OSError as cause:
+            refused.setdefault(_short_of_sockets(cause), []).append(peer)
         else:
             self._welcome(sock, introduction)
 
@@ -163,7 +166,12 @@ class ShmTransport(Transport):
 
                 async def stand_open() -> None:
                     while True:
-                        sock = await porch.visitor()
+                        try:
+                            sock = await porch.visitor()
+                        except OSError as cause:
+                            refused.setdefault(_short_of_sockets(cause), []).extend(sorted(missing))
+                            missing.clear()
+                            return
                         visitor = tasks.create_task(receive_one(sock))
                         visitors.add(visitor)
                         visitor.add_done_callback(functools.partial(part_with, sock))
@@ -204,19 +212,21 @@ class ShmTransport(Transport):
             number, members.index(self.host.rank), members, sharers, self._arena, self._fence, config.shm_area_nbytes,
             difference,
         )  # fmt: skip
-
-        return ShmNative(
-            window, config.piece_nbytes, functools.partial(self._show, window), functools.partial(self._hide, window)
-        )
+        try:
+            show = functools.partial(self._show, window, self._board.claim())
+        except SharedMemoryError:
+            window.block.free()
+            raise
+        return ShmNative(window, config.piece_nbytes, show, functools.partial(self._hide, window))
 
     def _sharer(self, peer: int) -> Sharer:
         neighbour = self._neighbours[peer]
         self._used.add(peer)
         return Sharer(neighbour.mapping, neighbour.board.window, neighbour.asleep, neighbour.ring, neighbour.gone)
 
-    def _show(self, window: Window) -> None:
+    def _show(self, window: Window, place: int) -> None:
         self._windows[window.number] = window
-        self._board.show(window.number, window.block.offset)
+        self._board.show(place, window.number, window.block.offset)
         for neighbour in self._living.values():
             neighbour.wake()  # it may wait for this very group
 
@@ -352,6 +362,10 @@ class ShmLink(Link):
 
     def close(self) -> None:
         """Neighbours part when the transport closes."""
+
+
+def _short_of_sockets(cause: OSError) -> str:
+    return f"this process gets no more sockets: {cause.strerror}"
 
 
 def unpack_kind(message: Outgoing) -> int:

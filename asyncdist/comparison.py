@@ -1,0 +1,83 @@
+"""Whether the members of a group call the same: compared by what arrives, and by asking where nothing does.
+
+Each message says what its sender has called. Where ranks wait for one another none arrives, as when two of them take each
+other for the root of a broadcast. So who has waited for a while tells those for whom it waits what it has called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from asyncdist.collectives.operation import Channel, Operation
+from asyncdist.errors import GroupError, MismatchError
+from asyncdist.framing import Fingerprint
+from asyncdist.mismatch import describe
+from asyncdist.observe.recorder import Recorder
+
+
+class Comparison:
+    """Compares what one rank has called with what its peers have. Touched under the lock of their world.
+
+    ``channels`` are the groups that there are, by the first 8 bytes of their messages' keys, and ``operations`` what is
+    pending, by the first 12. A group in which calls differ is handed to ``fail``.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        channels: Mapping[bytes, Channel],
+        operations: Mapping[bytes, Operation],
+        fail: Callable[[Channel, GroupError], None],
+    ) -> None:
+        self._recorder = recorder
+        self._channels, self._operations = channels, operations
+        self._fail = fail
+        self._heard: dict[bytes, set[tuple[int, int]]] = {}  # by operation that we have not called: (peer, fingerprint)
+
+    def difference(self, peer: int, ours: int, theirs: int) -> MismatchError:
+        """Return the error of two ranks whose calls have different fingerprints."""
+        rank = self._recorder.rank
+        return MismatchError(peer, describe(Fingerprint.unpack(ours), rank, Fingerprint.unpack(theirs), peer))
+
+    def begin(self, operation: Operation) -> None:
+        """Compare a call of ours with what was heard of it before."""
+        ours = operation.plan.fingerprint
+        for peer, theirs in self._heard.pop(operation.key, ()) if self._heard else ():
+            if theirs != ours:
+                self._fail(operation.channel, self.difference(peer, ours, theirs))
+
+    def refuses(self, peer: int, key: bytes, theirs: int) -> bool:
+        """Compare a message that nobody waits for with our call; return whether there is no use for it."""
+        channel, operation = self._channels.get(key[:8]), self._operations.get(key[:12])
+        if operation is not None:
+            channel, ours = operation.channel, operation.plan.fingerprint
+            if theirs == ours:
+                return False
+        elif channel is not None and channel.has_ended(key):  # nobody will ask for it any more
+            ours = self._recorder.fingerprint(channel.name, key)
+        else:
+            if channel is None or not channel.point_to_point:
+                self._hear(peer, key, theirs)
+            return False
+        self._fail(channel, self.difference(peer, ours, theirs))
+        return True
+
+    def answer(self, peer: int, key: bytes, theirs: int) -> None:
+        """Compare what a peer that waits for us has called with ours, which may be over, or still to come."""
+        channel, operation = self._channels.get(key[:8]), self._operations.get(key[:12])
+        if operation is not None:
+            ours = operation.plan.fingerprint
+        elif channel is not None and channel.has_ended(key):
+            ours = self._recorder.fingerprint(channel.name, key) or theirs  # what we sent may still be on its way
+        else:
+            self._hear(peer, key, theirs)
+            return
+        if channel is not None and ours != theirs:
+            self._fail(channel, self.difference(peer, ours, theirs))
+
+    def _hear(self, peer: int, key: bytes, theirs: int) -> None:
+        self._heard.setdefault(key[:12], set()).add((peer, theirs))
+
+    def forget(self, prefix: bytes) -> None:
+        """Forget what was heard of a group that has ended."""
+        self._heard = {key: heard for key, heard in self._heard.items() if not key.startswith(prefix)}
