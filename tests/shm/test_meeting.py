@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
+import os
 import socket
 import tempfile
 import time
@@ -17,7 +19,7 @@ from asyncdist.store import HashStore
 from asyncdist.testing.cluster import world_of
 from asyncdist.testing.faults import cancelled_at
 from asyncdist.world import open_world
-from asyncdist_transports.shm import meeting
+from asyncdist_transports.shm import meeting, transport
 from asyncdist_transports.shm.meeting import Porch, out_of_reach
 
 
@@ -146,3 +148,16 @@ async def test_worlds_that_come_and_go_leave_no_memory_behind():
         async with world_of(2, transport="shm") as groups:
             await check_sums(groups)
         assert arena().used_nbytes == used
+
+
+@pytest.mark.parametrize("short", [(Porch, "visitor"), (transport, "visit")], ids=["of those who come", "of those who go"])
+async def test_a_process_that_gets_no_more_sockets_says_so_and_uses_the_next_transport(monkeypatch, caplog, short):
+    async def no_socket(*_):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(*short, no_socket)
+    monkeypatch.setattr(transport, "_PATIENCE", 1.0)  # with those who do not come
+    async with world_of(3, transport="auto") as groups:
+        assert not any(group.shares_memory for group in groups)
+        await check_sums(groups)
+    assert "this process gets no more sockets: Too many open files" in caplog.text

@@ -120,7 +120,7 @@ async def test_a_group_that_gets_no_memory_leaves_none_behind_and_its_world_goes
                 groups[0].world.new_group([1, 0])
         assert arena().used_nbytes == used
         other = groups[1].world.new_group([1, 0])  # whose members can only be told
-        with pytest.raises(GroupAbortedError, match="rank 0 cannot be in the group: .*no memory is left"):
+        with pytest.raises(GroupAbortedError, match=r"rank 0 cannot be in the group: .*no memory is left"):
             await other.all_reduce(torch.ones(10))
         other.close()
         for world_groups in (groups, [group.world.new_group(None) for group in groups]):
