@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
+import select
+from collections.abc import Iterable
+
+from asyncdist.machine import READ, Wait
 
 
 class Bell:
@@ -20,6 +25,18 @@ class Bell:
     def ring(self) -> None:
         with contextlib.suppress(BlockingIOError):
             os.write(self.writer, b"\1\0\0\0\0\0\0\0")
+
+    def sleep(self, waits: Iterable[Wait], seconds: float) -> list[int] | None:
+        """Sleep until a descriptor is ready, it rings, or time is over; return the ready descriptors, None if it rang."""
+        poll = select.poll()
+        poll.register(self.reader, READ)
+        for descriptor, events in waits:
+            poll.register(descriptor, events)
+        ready = [fd for fd, _ in poll.poll(None if seconds == math.inf else max(0, math.ceil(seconds * 1e3)))]
+        if self.reader in ready:
+            self.clear()
+            return None
+        return ready
 
     def clear(self) -> None:
         with contextlib.suppress(BlockingIOError):

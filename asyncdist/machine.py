@@ -17,6 +17,8 @@ class Finishable(Protocol):
 
     def add_done_callback(self, callback: Callable[..., object], /) -> None: ...
 
+    def remove_done_callback(self, callback: Callable[..., object], /) -> None: ...
+
 
 class Until:
     """What a driver drives for where it is no work: that something is so."""
@@ -26,6 +28,8 @@ class Until:
 
     def add_done_callback(self, callback: Callable[..., object], /) -> None:
         """Nobody says when it is: who waits for another driver looks again when that one leaves."""
+
+    remove_done_callback = add_done_callback
 
 
 class Failing(Protocol):

@@ -25,7 +25,6 @@ import asyncio
 import contextlib
 import math
 import os
-import select
 import socket
 import threading
 from collections import deque
@@ -35,9 +34,9 @@ from time import monotonic
 from asyncdist.bell import Bell
 from asyncdist.collectives.schedule import Schedule
 from asyncdist.errors import LoopThreadError
+from asyncdist.home import Home
 from asyncdist.lookout import Lookout
-from asyncdist.machine import READ, Failing, Finishable, Machine, Wait
-from asyncdist.runtime import runtime
+from asyncdist.machine import Failing, Finishable, Machine, Wait
 
 _yield_core: Callable[[], None] = getattr(os, "sched_yield", lambda: None)
 _SLICE = 1e-3  # seconds for which the loop driver goes on before it lets the loop's other callbacks run
@@ -56,8 +55,7 @@ class Progress:
         self._spin = self._loop_spin = self._spread_at = 0.0
         self._polls, self._glances = 512, 1
         self._spread: Callable[[], None] | None = None
-        self._home = home
-        self._leaving_home = threading.Lock()
+        self.home = Home(home, self._left_home)
         self._lock = threading.Lock()
         self._inbox: deque[Callable[[], None]] = deque()
         self._seat = threading.Lock()
@@ -72,7 +70,7 @@ class Progress:
         Where there is a ``spread``, peers need our core while we wait: they get it more often, and that is called too.
         """
         self._spread = spread
-        self._spin, self._loop_spin = spin, loop_spin if self._home is not None else 0.0
+        self._spin, self._loop_spin = spin, loop_spin if self.home else 0.0
         # Looks before the core is offered; and at the call itself, in less time than making an operation takes.
         self._polls, self._glances = (2, 1) if spread or not spin else (512, 32)
 
@@ -81,18 +79,17 @@ class Progress:
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
         """The loop that drives when nobody blocks."""
-        home = self._home
-        if home is not None and home.is_closed():  # as after asyncio.run
-            self._outlive(home)
-            home = None
-        return home or runtime().loop
+        return self.home.loop
 
-    def _outlive(self, home: asyncio.AbstractEventLoop) -> None:
-        """Go on in the background: what was asked of the closed loop will never come."""
-        with self._leaving_home:  # once, also if two threads see it
-            if self._home is home:
-                self._home, self._kicked, self._loop_spin = None, False, 0.0
-                self._lookout.forget()
+    def _left_home(self, home: asyncio.AbstractEventLoop) -> None:
+        """Go on in the background: what was asked of a loop that has ended will never come."""
+        self._kicked, self._loop_spin = False, 0.0
+        if home.is_closed():
+            self._lookout.forget()
+        else:
+            self._lookout.leave(home)
+        if not self._closed and self._machine.busy():
+            self._kick()
 
     def submit(self, action: Callable[[], None]) -> None:
         """Do ``action`` under the lock: now if it is free, else whoever holds it does."""
@@ -105,7 +102,7 @@ class Progress:
         """Have a driver do ``action`` soon; safe to call while another machine's lock is held."""
         self._inbox.append(action)
         self._wake()
-        if not self._seat.locked() and (self._home is not None or self._lookout.watched or self._machine.busy()):
+        if not self._seat.locked() and (self.home or self._lookout.watched or self._machine.busy()):
             self._kick()
 
     def retire(self, sock: socket.socket) -> None:
@@ -244,29 +241,24 @@ class Progress:
             ready = None if waits is None else self._sleep(waits, until)
 
     def _sleep(self, waits: list[Wait], until: float) -> list[int] | None:
-        """Sleep until a descriptor is ready, somebody rings, or it is time; return the ready ones."""
+        """Sleep until a descriptor is ready, somebody rings, or it is time; return the ready ones, None if not known."""
         try:
             bell = self._bell
             if bell is None or self._inbox:  # put there between our turn and our falling asleep
                 return None
-            poll = select.poll()
-            poll.register(bell.reader, READ)
-            for descriptor, events in waits:
-                poll.register(descriptor, events)
-            left = min(until, self._machine.next_deadline()) - monotonic()
-            ready = [fd for fd, _ in poll.poll(None if left == math.inf else max(0, math.ceil(left * 1e3)))]
+            return bell.sleep(waits, min(until, self._machine.next_deadline()) - monotonic())
         finally:
             self._sleeping = False
-        if bell.reader in ready:
-            bell.clear()
-            return None
-        return ready
 
     def _follow(self, work: Finishable, until: float) -> bool:
         """Wait until another driver has completed ``work`` or left its seat; False if time is up."""
         event = threading.Event()
         self._followers.append(event)
-        work.add_done_callback(lambda _: event.set())
+
+        def completed(_: object) -> None:
+            event.set()
+
+        work.add_done_callback(completed)
         try:
             self.submit(lambda: None)  # what `run` has put into the inbox must not wait for the sleeper
             if self._seat.locked() and not work.is_completed():
@@ -274,6 +266,7 @@ class Progress:
             return monotonic() < until
         finally:
             self._followers.remove(event)
+            work.remove_done_callback(completed)
 
     def _hand_over(self) -> None:
         for event in list(self._followers):
@@ -335,6 +328,8 @@ class Progress:
 
     def _drive_on_loop(self, descriptor: int | None = None) -> None:
         self._resting = False
+        if asyncio._get_running_loop() is not self.loop:  # what the home loop had still to call when it was left
+            return
         if self._seat.locked():
             self._lookout.watch(self.loop, {})
             return
@@ -353,7 +348,7 @@ class Progress:
                 moved = self._turn(None)
             self._spent = now >= until
             self._expire()
-            wanted = self._machine.waits() if self._home is not None or self._machine.busy() else []
+            wanted = self._machine.waits() if self.home or self._machine.busy() else []
             self._resting = wanted is not None and self._machine.busy()
             at = self._machine.next_deadline()
             if wanted is not None:  # under the lock: who retires a socket would close it under the loop's eyes
@@ -385,6 +380,7 @@ class Progress:
             while self._inbox:
                 self._inbox.popleft()()
         self._bell = None
+        self.home.close()
 
     def _is_looked_after(self) -> bool:
         """Return whether the loop has anything of ours; if not, it gets nothing any more, though it waits for the lock."""

@@ -165,7 +165,10 @@ class Work:
 
         self.add_done_callback(completed)
         if progress is not None:
-            progress.arm()
+            if progress.home.stands_still:
+                call_apart(lambda: progress.drive(self, math.inf))
+            else:
+                progress.arm()
         try:
             if not self._done:
                 yield from woken
@@ -173,7 +176,7 @@ class Work:
             self._look()
             raise
         finally:
-            self._discard(completed)
+            self.remove_done_callback(completed)
 
     def add_done_callback(self, callback: Callable[[Work], object]) -> None:
         """Call ``callback(work)`` when the operation has ended, at once if it has; from any thread, so keep it short."""
@@ -185,7 +188,8 @@ class Work:
         if self._done:  # it may have ended meanwhile: whoever takes the list calls it
             self.run_callbacks()
 
-    def _discard(self, callback: Callable[[Work], object]) -> None:
+    def remove_done_callback(self, callback: Callable[[Work], object]) -> None:
+        """Do not call a callback that has not been called yet."""
         with _changing_callbacks:
             if self._callbacks is not None and callback in self._callbacks:
                 self._callbacks.remove(callback)

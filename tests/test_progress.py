@@ -13,6 +13,7 @@ from time import monotonic
 import pytest
 import torch
 
+from asyncdist import bell
 from asyncdist import progress as progress_module
 from asyncdist.machine import READ
 from asyncdist.progress import Progress
@@ -108,7 +109,7 @@ def asleep(monkeypatch):
             asleep.set()
             return self._poll.poll(timeout)
 
-    monkeypatch.setattr(progress_module, "select", type("select", (), {"poll": Poll}))
+    monkeypatch.setattr(bell, "select", type("select", (), {"poll": Poll}))
     return asleep
 
 

@@ -150,7 +150,9 @@ async def test_worlds_that_come_and_go_leave_no_memory_behind():
         assert arena().used_nbytes == used
 
 
-@pytest.mark.parametrize("short", [(Porch, "visitor"), (transport, "visit")], ids=["of those who come", "of those who go"])
+@pytest.mark.parametrize(
+    "short", [(Porch, "visitor"), (transport, "visit")], ids=["of those who come", "of those who go"]
+)
 async def test_a_process_that_gets_no_more_sockets_says_so_and_uses_the_next_transport(monkeypatch, caplog, short):
     async def no_socket(*_):
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))

@@ -1,0 +1,87 @@
+"""Whose loop drives what nobody blocks for: the loop in which a world was made, and the runtime's when that has ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
+
+from asyncdist.runtime import runtime
+
+
+class Home:
+    """The loop of one machine: ``loop`` until it ends, if there is one, and the runtime's background loop after that.
+
+    ``left(loop)`` is called once, when that loop is about to end or was found to be closed.
+    """
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop | None, left: Callable[[asyncio.AbstractEventLoop], None]
+    ) -> None:
+        self._own = loop
+        self._left = left
+        self._leaving = threading.Lock()
+        self._vigil = Vigil(self._end) if loop is not None and asyncio._get_running_loop() is loop else None
+
+    def __bool__(self) -> bool:
+        """Whether there is a loop of the user's that has not ended."""
+        return self._own is not None
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        own = self._own
+        if own is not None and own.is_closed():
+            self._leave(own)
+            own = None
+        return own or runtime().loop
+
+    @property
+    def stands_still(self) -> bool:
+        """Whether nobody drives what is left to itself: the user's loop does not run, and may run again."""
+        own = self._own
+        return own is not None and not own.is_running() and not own.is_closed()
+
+    def _end(self) -> None:
+        if self._own is not None and self._vigil is not None:
+            self._leave(self._own)
+
+    def _leave(self, own: asyncio.AbstractEventLoop) -> None:
+        with self._leaving:  # once, also if two threads see it
+            if self._own is own:
+                self._own = None
+                self._left(own)
+
+    def close(self) -> None:
+        """Watch for the end of the loop no longer."""
+        vigil, self._vigil = self._vigil, None
+        if vigil is not None:
+            vigil.end()
+
+
+class Vigil:
+    """Calls ``leave`` when the running loop shuts down its asynchronous generators, as `asyncio.run` does at its end.
+
+    There is no other sign of that end before the loop is closed, when nothing can be taken back from it any more.
+    """
+
+    def __init__(self, leave: Callable[[], None]) -> None:
+        self._generator = self._wait(leave)
+        self._step(self._generator.__anext__())
+
+    @staticmethod
+    async def _wait(leave: Callable[[], None]) -> AsyncGenerator[None, None]:
+        try:
+            yield
+        finally:
+            leave()
+
+    @staticmethod
+    def _step(awaitable: Any) -> None:
+        with contextlib.suppress(StopIteration, RuntimeError):  # it has got there; or is being shut down just now
+            awaitable.send(None)
+
+    def end(self) -> None:
+        """Wait no longer: ``leave`` is called now, if it has not been."""
+        self._step(self._generator.aclose())

@@ -1,0 +1,104 @@
+"""Event loops that end, or stand still, while something is pending that they were to drive."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from asyncdist.errors import OperationTimeoutError
+from asyncdist.runtime import runtime
+from asyncdist.store import HashStore
+from asyncdist.world import open_world
+
+
+class Two:
+    """Two ranks: the first lives in a loop of its own, ``home``, the other in the background."""
+
+    def __init__(self, transport, home):
+        self.home = home
+        self._where = {"backend": transport, "store": HashStore(), "world_size": 2}
+
+    async def open(self):
+        there = asyncio.to_thread(lambda: runtime().run(open_world(rank=1, **self._where)))
+        here = open_world(rank=0, home=self.home, **self._where)
+        self.world, self.other = await asyncio.gather(here, there)
+
+    def all_reduce(self, **how):
+        return self.world.group.all_reduce(torch.ones(2), **how)
+
+    def all_reduce_there(self):
+        return self.other.group.all_reduce(torch.ones(2), background=False).result().tolist()
+
+    def end_home(self):
+        """End the loop as `asyncio.run` does, but for closing it: the world's connection to its store lives there."""
+        self.home.run_until_complete(self.home.shutdown_asyncgens())
+
+    def close(self):
+        runtime().run(self.other.close())
+        self.home.run_until_complete(self.world.close())
+        del self.world, self.other  # which pytest would keep, and with them what they have mapped
+
+
+@pytest.fixture
+def two(transport, new_loop):
+    home = new_loop()
+    two = Two(transport, home)
+    home.run_until_complete(two.open())
+    yield two
+    two.close()
+    home.close()
+
+
+def test_what_is_left_when_its_loop_ends_goes_on_in_the_background(two, until):
+    async def begin():
+        return two.all_reduce()
+
+    work = two.home.run_until_complete(begin())
+    two.end_home()
+    assert two.all_reduce_there() == [2.0, 2.0]
+    until(work.is_completed)
+    assert work.result().tolist() == [2.0, 2.0]
+
+
+def test_what_is_left_when_its_loop_ends_keeps_its_deadline(two, until):
+    async def begin():
+        return two.all_reduce(timeout=0.5)
+
+    work = two.home.run_until_complete(begin())
+    two.end_home()
+    until(work.is_completed)
+    assert isinstance(work.exception(), OperationTimeoutError)
+
+
+def test_who_awaits_on_another_loop_does_not_hang_when_the_first_ends(two, until):
+    works = []
+
+    async def elsewhere():
+        works.append(two.all_reduce())
+        return (await works[0]).tolist()
+
+    async def live_until_somebody_waits():
+        while not (works and works[0].has_callbacks):  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+    with ThreadPoolExecutor(1) as pool:
+        result = pool.submit(asyncio.run, elsewhere())
+        two.home.run_until_complete(live_until_somebody_waits())
+        two.end_home()
+        assert two.all_reduce_there() == [2.0, 2.0]
+        assert result.result() == [2.0, 2.0]
+
+
+def test_who_awaits_on_another_loop_does_not_hang_while_the_first_stands_still(two):
+    async def await_one():
+        waiting = asyncio.ensure_future(two.all_reduce())
+        await asyncio.sleep(0)
+        assert await asyncio.to_thread(two.all_reduce_there) == [2.0, 2.0]
+        return (await waiting).tolist()
+
+    for _ in range(2):
+        assert asyncio.run(await_one()) == [2.0, 2.0]
+        two.home.run_until_complete(asyncio.sleep(0))
