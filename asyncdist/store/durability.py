@@ -33,7 +33,7 @@ INTERVAL = 1.0
 PENDING_NBYTES = 64 << 20
 """Changes that may wait for the disk before nothing more is read from anyone."""
 AT_ONCE_NBYTES = 1 << 20
-"""Changes that are given to the kernel on the loop, where no disk is waited for; more of them in the thread."""
+"""Changes that are given to the kernel on the loop, where no disk is waited for; more of them in a thread."""
 LOOK = 0.05
 """Seconds between two looks at how many there are, while the disk is waited for."""
 
@@ -63,8 +63,11 @@ class Durability:
         self.num_commits = self.num_snapshots = 0
         self._held: list[tuple[Connection, bytes]] = []
         self._writing: asyncio.Future[Any] | None = None
+        self._syncing: asyncio.Future[Any] | None = None
         self._snapshot: asyncio.Future[Any] | None = None
+        self._little_unsynced = False
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="asyncdist-journal")
+        self._syncer = ThreadPoolExecutor(1, thread_name_prefix="asyncdist-sync")
         self._copier = ThreadPoolExecutor(1, thread_name_prefix="asyncdist-snapshot")
         self._closing = False
         self._choked = False
@@ -129,23 +132,30 @@ class Durability:
 
     def _commit(self) -> None:
         """Write what has changed. Its replies, and all others that were held meanwhile, follow."""
-        if self._writing is not None or self.failure.done() or not self.book.pending:
+        if self._writing is not None or self.failure.done() or not (self.book.pending or self._little_unsynced):
             return
         self.num_commits += 1
         body = self.book.take()
         held, self._held = self._held, []
-        contents = self._contents() if self._is_to_be_compacted() else None
-        if self.policy is not Fsync.ALWAYS and contents is None and sum(map(len, body)) <= AT_ONCE_NBYTES:
+        contents = self._contents() if self._little_unsynced and self._is_to_be_compacted() else None
+        self._little_unsynced = False
+        self._sync_later()
+        if contents is None and self._takes_no_time(body):
             try:
                 self.journal.commit(*body, sync=False)
             except OSError as error:
                 self._fail(error)
-            self._sync_later()
+            else:
+                self._release(held)
             return
+        waits = self.policy is Fsync.ALWAYS or contents is not None
         job = functools.partial(self._write, body, rotate=contents is not None)
-        self._writing = self._loop.run_in_executor(self._writer, job)
+        self._writing = self._loop.run_in_executor(self._syncer if waits else self._writer, job)
         self._writing.add_done_callback(functools.partial(self._written, held, contents))
-        self._sync_later()
+
+    def _takes_no_time(self, body: list[bytes]) -> bool:
+        """Whether the loop may write that itself. Beside a sync the kernel may let it wait: 12 ms of 28, on ext4."""
+        return self.policy is not Fsync.ALWAYS and self._syncing is None and sum(map(len, body)) <= AT_ONCE_NBYTES
 
     def _write(self, body: list[bytes], *, rotate: bool) -> int:
         self.journal.commit(*body, sync=self.policy is Fsync.ALWAYS)
@@ -159,47 +169,70 @@ class Durability:
             self._look.cancel()
         error = job.exception()
         if error is not None:
-            self._fail(error)
+            self._fail(error, syncing=contents is not None)
             return
         if contents is not None:
             self._begin_snapshot(job.result(), contents)
-        for connection, data in held:
-            connection.release(data)
-        if self.book.pending:
+        self._release(held)
+        if self.book.pending or self._little_unsynced:
             self._commit()
         else:
-            late, self._held = self._held, []
-            for connection, data in late:  # those were only waiting behind what was being written
-                connection.release(data)
+            late, self._held = self._held, []  # those were only waiting behind what was being written
+            self._release(late)
         if self._choked:
             self._choked = False
             self._server.resume_reading()
 
+    def _release(self, held: list[tuple[Connection, bytes]]) -> None:
+        """Send what tells of nothing but what is written."""
+        for connection, data in held:
+            connection.release(data)
+        if self._is_to_be_compacted():
+            self._sync()
+
+    # -- syncing: in a thread of its own, for nobody's reply waits for it ----------------------------
+
     def _sync_later(self) -> None:
         if self.policy is Fsync.INTERVAL and self._timer is None and not self._closing:
-            self._timer = self._loop.call_later(INTERVAL, self._sync)
+            self._timer = self._loop.call_later(INTERVAL, self._sync_in_turn)
+
+    def _sync_in_turn(self) -> None:
+        self._timer = None
+        if self._syncing is None:
+            self._sync()
+        else:  # which may have begun before what is to be synced now was written
+            self._sync_later()
 
     def _sync(self) -> None:
-        self._timer = None
-        if self._writing is not None or self.failure.done():
-            return self._sync_later()
-        self._writing = self._loop.run_in_executor(self._writer, self.journal.sync)
-        self._writing.add_done_callback(functools.partial(self._written, [], None))
-        return None
+        if self._syncing is None and not self.failure.done():
+            self._syncing = self._loop.run_in_executor(self._syncer, self.journal.sync)
+            self._syncing.add_done_callback(self._synced)
 
-    def _fail(self, error: BaseException) -> None:
+    def _synced(self, job: asyncio.Future[None]) -> None:
+        self._syncing = None
+        error = job.exception()
+        if error is not None:
+            self._fail(error, syncing=True)
+        self._little_unsynced = self._is_to_be_compacted()
+        if self._little_unsynced:
+            self._commit()
+
+    def _fail(self, error: BaseException, *, syncing: bool = False) -> None:
         """Nothing can be promised any more: drop everyone who was promised something, and say why."""
         if not self.failure.done():
             why = getattr(error, "strerror", None) or str(error) or type(error).__name__
+            known = "everything acknowledged so far is there"
+            if syncing and self.policy is not Fsync.ALWAYS:
+                known = "what was acknowledged since it was last on disk may be lost"
             text = (
-                f"the store's data in {self.journal.folder} cannot be written ({why}): everything acknowledged so far is "
-                "there; see to the disk, then start the store again"
+                f"the store's data in {self.journal.folder} cannot be written ({why}): {known}; see to the disk, then "
+                "start the store again"
             )
             logger.critical("%s", text)
             self.failure.set_exception(JournalError(text))
         self._server.drop_all()
 
-    # -- compaction -------------------------------------------------------------------------------
+    # -- compaction: once all but a little is on disk, since beginning a new segment syncs ----------
 
     def _is_to_be_compacted(self) -> bool:
         return self._snapshot is None and not self._closing and self.journal.wants_compaction
@@ -236,15 +269,16 @@ class Durability:
         if self._timer is not None:
             self._timer.cancel()
         await self.flush()
-        for job in (self._writing, self._snapshot):
+        for job in (self._writing, self._syncing, self._snapshot):
             if job is not None:
                 await asyncio.wait([job])
         try:
             if self.policy is not Fsync.NEVER and not self.failure.done():
-                await self._loop.run_in_executor(self._writer, self.journal.sync)
+                await self._loop.run_in_executor(self._syncer, self.journal.sync)
         except OSError as error:
-            self._fail(error)
+            self._fail(error, syncing=True)
         finally:
             self._writer.shutdown()
+            self._syncer.shutdown()
             self._copier.shutdown()
             self.journal.close()

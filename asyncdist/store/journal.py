@@ -39,7 +39,8 @@ _AT_ONCE = 1024
 class Journal:
     """The data of one store in a folder, open for appending. `contents` is what it held; take it once.
 
-    All methods may be called from any thread, one at a time, but `write_snapshot`, which may go on beside the others.
+    All methods may be called from any thread, one at a time, but `write_snapshot`, which may go on beside the others, and
+    `sync`, beside which `commit` may: what it writes then may be on disk afterwards, or not.
     """
 
     def __init__(self, folder: Path, *, compact_nbytes: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import socket
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -188,6 +189,39 @@ async def test_the_other_policies_wait_for_no_disk(tmp_path, disk, monkeypatch, 
         disk.go_on()
 
 
+def held_in(folder: Path, copy: Path) -> dict[str, bytes]:
+    """Return what a server would find in a folder, had the one that uses it been killed now."""
+    shutil.copytree(folder, copy, dirs_exist_ok=True)
+    journal = Journal(copy, compact_nbytes=1 << 30)
+    journal.close()
+    assert journal.contents is not None
+    return journal.contents.values
+
+
+@pytest.mark.parametrize("reason", ["interval", "compaction"])
+async def test_what_changes_while_the_disk_syncs_is_written(
+    tmp_path, disk, monkeypatch, reason, eventually: Eventually
+):
+    data, config, fsync = tmp_path / "data", CONFIG, Fsync.INTERVAL
+    if reason == "interval":
+        monkeypatch.setattr("asyncdist.store.durability.INTERVAL", 0.01)
+    else:
+        config, fsync = CONFIG.with_(store_compact_nbytes=1000), Fsync.NEVER
+    async with served(data, fsync, config) as (server, store):
+        disk.stop()
+        await store.set("first", b"v" * 1000)
+        await eventually(lambda: disk.syncs)
+        for number in range(10):
+            assert await store.add("n", 1) == number + 1
+            await eventually(lambda: held_in(data, tmp_path / "copy").get("n") == b"%d" % (number + 1))  # noqa: B023
+        disk.go_on()
+        if reason == "compaction":
+            await eventually(lambda: server.durability.num_snapshots == 1)
+            assert disk.syncs == 2  # the second is that of what was written during the first
+        await store.set("last", b"v")
+    assert sorted(held_in(data, tmp_path / "end")) == ["first", "last", "n"]
+
+
 @pytest.mark.parametrize("fsync", [Fsync.INTERVAL, Fsync.NEVER])
 async def test_a_long_value_on_its_way_to_the_disk_holds_nobody_up(tmp_path, monkeypatch, fsync):
     begun, go = threading.Event(), threading.Event()
@@ -283,6 +317,16 @@ async def test_who_comes_after_the_disk_has_failed_is_told_nothing(tmp_path, mon
         writer.close()
 
 
+async def test_a_sync_that_fails_later_is_said_to_have_lost_something_perhaps(tmp_path, monkeypatch):
+    monkeypatch.setattr("asyncdist.store.durability.INTERVAL", 0.01)
+    async with served(tmp_path, Fsync.INTERVAL) as (server, store):
+        with monkeypatch.context() as broken:
+            broken.setattr(os, "fdatasync", _full)
+            await store.set("k", b"acknowledged")
+            with pytest.raises(JournalError, match="acknowledged since it was last on disk may be lost"):
+                await server.durability.failure
+
+
 def _full(fd: int) -> None:
     raise OSError(28, "No space left on device")
 
@@ -325,7 +369,7 @@ async def test_one_snapshot_is_written_at_a_time(tmp_path, monkeypatch, eventual
     async with served(tmp_path, config=CONFIG.with_(store_compact_nbytes=1000)) as (server, store):
         for _ in range(20):
             await store.set("k", bytes(500))
-        assert begun.is_set()
+        await eventually(begun.is_set)
         assert {path.name for path in tmp_path.glob("log-*")} == {"log-1", "log-2"}
         go.set()
         await eventually(lambda: server.durability.num_snapshots == 1)
