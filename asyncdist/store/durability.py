@@ -1,8 +1,9 @@
 """A server's durability: what changes in one turn of the loop is written at once, and no reply gets out before it is safe.
 
-This is group commit: one write and one `fsync` serve all requests that were executed while the one before was under way.
-Replies of that time, also those to requests that only read, wait for it, since they may tell of what is not on disk yet.
-The disk is waited for in a thread; the loop goes on reading and executing meanwhile, up to a limit.
+This is group commit: one write, and one `fsync` where the policy has it so, serve all requests that were executed while
+the one before was under way. Replies of that time, also those to requests that only read, wait for it, since they may tell
+of what is not written yet. The disk is waited for in a thread; the loop goes on reading and executing meanwhile, up to a
+limit.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ class Fsync(StrEnum):
     ALWAYS = "always"
     """Before it is acknowledged: it survives a power failure."""
     INTERVAL = "interval"
-    """Within a second; it is the kernel's at once, and survives the daemon."""
+    """Within a second; it is the kernel's before it is acknowledged, and survives the daemon."""
     NEVER = "never"
-    """When the kernel likes; it survives the daemon."""
+    """When the kernel likes; it is the kernel's before it is acknowledged, and survives the daemon."""
 
 
 class Durability:
@@ -103,11 +104,11 @@ class Durability:
 
     @property
     def holding(self) -> bool:
-        """Whether replies have to wait: something changed that is not on disk, and is to be."""
-        return self.policy is Fsync.ALWAYS and (self._writing is not None or self.book.pending or self.failure.done())
+        """Whether replies have to wait: something changed that is not written yet, as the policy has it."""
+        return self._writing is not None or self.book.pending or self.failure.done()
 
     def hold(self, connection: Connection, data: bytes) -> None:
-        """Keep what is to be sent until all that has changed so far is on disk; then `Connection.release` gets it."""
+        """Keep what is to be sent until all that has changed so far is written; then `Connection.release` gets it."""
         self._held.append((connection, data))
 
     # -- writing ----------------------------------------------------------------------------------
@@ -232,7 +233,7 @@ class Durability:
             self.failure.set_exception(JournalError(text))
         self._server.drop_all()
 
-    # -- compaction: once all but a little is on disk, since beginning a new segment syncs ----------
+    # -- compaction: once all but a little is on disk, for replies wait while a new segment is begun --
 
     def _is_to_be_compacted(self) -> bool:
         return self._snapshot is None and not self._closing and self.journal.wants_compaction

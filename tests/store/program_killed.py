@@ -7,14 +7,16 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from asyncdist.config import Config
-from asyncdist.store import StoreServer
+from asyncdist.store import StoreServer, durability
 from asyncdist.store.durability import Fsync
 
 
-def serve(test: Connection, folder: str, compact_nbytes: int) -> None:
+def serve(test: Connection, folder: str, compact_nbytes: int, fsync: Fsync) -> None:
+    durability.INTERVAL = 0.01
+
     async def main() -> None:
         config = Config(store_compact_nbytes=compact_nbytes)
-        server = await StoreServer.start("127.0.0.1", 0, config=config, data=Path(folder), fsync=Fsync.ALWAYS)
+        server = await StoreServer.start("127.0.0.1", 0, config=config, data=Path(folder), fsync=fsync)
         test.send(server.port)
         await asyncio.Event().wait()
 

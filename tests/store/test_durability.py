@@ -191,7 +191,7 @@ async def test_the_other_policies_wait_for_no_disk(tmp_path, disk, monkeypatch, 
 
 def held_in(folder: Path, copy: Path) -> dict[str, bytes]:
     """Return what a server would find in a folder, had the one that uses it been killed now."""
-    shutil.copytree(folder, copy, dirs_exist_ok=True)
+    shutil.copytree(folder, copy)
     journal = Journal(copy, compact_nbytes=1 << 30)
     journal.close()
     assert journal.contents is not None
@@ -213,7 +213,7 @@ async def test_what_changes_while_the_disk_syncs_is_written(
         await eventually(lambda: disk.syncs)
         for number in range(10):
             assert await store.add("n", 1) == number + 1
-            await eventually(lambda: held_in(data, tmp_path / "copy").get("n") == b"%d" % (number + 1))  # noqa: B023
+            assert held_in(data, tmp_path / str(number))["n"] == b"%d" % (number + 1)
         disk.go_on()
         if reason == "compaction":
             await eventually(lambda: server.durability.num_snapshots == 1)
@@ -223,7 +223,7 @@ async def test_what_changes_while_the_disk_syncs_is_written(
 
 
 @pytest.mark.parametrize("fsync", [Fsync.INTERVAL, Fsync.NEVER])
-async def test_a_long_value_on_its_way_to_the_disk_holds_nobody_up(tmp_path, monkeypatch, fsync):
+async def test_a_long_value_is_written_while_the_loop_goes_on(tmp_path, monkeypatch, fsync, eventually: Eventually):
     begun, go = threading.Event(), threading.Event()
     commit = Journal.commit
 
@@ -235,12 +235,15 @@ async def test_a_long_value_on_its_way_to_the_disk_holds_nobody_up(tmp_path, mon
 
     monkeypatch.setattr(Journal, "commit", slow)
     config = CONFIG.with_(store_max_value_nbytes=4 << 20)
-    async with served(tmp_path, fsync, config) as (_, store):
-        await store.set("large", b"v" * (2 << 20))
+    async with served(tmp_path, fsync, config) as (server, store):
+        answers = [store.set("large", b"v" * (2 << 20))]
         await asyncio.to_thread(begun.wait, LONG)
-        await store.set("k", b"v")  # which is written after it
-        assert await store.get("k") == b"v"
+        answers += [store.set("k", b"v"), store.get("large")]  # which is written after it, or tells of it
+        await eventually(lambda: server.state.peek("k") == b"v")
+        await eventually(lambda: server.durability._held)
+        assert not any(answer.done() for answer in answers)
         go.set()
+        assert await asyncio.gather(*answers) == [None, None, b"v" * (2 << 20)]
     async with served(tmp_path, fsync, config) as (_, store):
         assert [len(value) for value in await store.multi_get(["large", "k"])] == [2 << 20, 1]
 
@@ -284,8 +287,9 @@ async def test_nobody_is_read_from_while_the_disk_cannot_keep_up(tmp_path, disk,
         peer.close()
 
 
-async def test_a_disk_that_fails_ends_it_and_nothing_more_is_acknowledged(tmp_path, monkeypatch, caplog):
-    async with served(tmp_path) as (server, store):
+@pytest.mark.parametrize("fsync", list(Fsync))
+async def test_a_disk_that_fails_ends_it_and_nothing_more_is_acknowledged(tmp_path, monkeypatch, fsync):
+    async with served(tmp_path, fsync) as (server, store):
         await store.set("k", b"acknowledged")
 
         def full(journal: Journal, *body: bytes, sync: bool) -> None:

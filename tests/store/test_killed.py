@@ -1,4 +1,4 @@
-"""A server with data is killed again and again, at any moment: while it writes, takes snapshots, compacts, starts.
+"""A server with data is killed again and again, at any moment: while it writes, syncs, takes snapshots, compacts, starts.
 
 What it had acknowledged must be there each time; what it had not may be, but only whole and in order.
 """
@@ -21,6 +21,7 @@ from asyncdist.config import Config
 from asyncdist.errors import AsyncdistError
 from asyncdist.store import AsyncStore
 from asyncdist.store.c10d_wire import I64, MAGIC, Code
+from asyncdist.store.durability import Fsync
 from asyncdist.testing.c10d import encode
 from asyncdist.testing.processes import Nursery, RankEndedError, RankProcess
 
@@ -151,13 +152,14 @@ def test_nothing_acknowledged_is_lost(nursery, tmp_path):
     expected, acknowledged = Expected(), {}
     snapshots = set()
     for life in range(KILLS):
+        fsync = chance.choice(list(Fsync))
         if chance.random() < 0.2:  # killed while it starts
-            starting = nursery.start(PROGRAM, "serve", str(tmp_path), 1500)
+            starting = nursery.start(PROGRAM, "serve", str(tmp_path), 1500, fsync)
             with contextlib.suppress(TimeoutError, RankEndedError):
                 starting.hear(chance.random() * 0.02)
             starting.kill()
             starting.wait()
-        server = nursery.start(PROGRAM, "serve", str(tmp_path), 1500)
+        server = nursery.start(PROGRAM, "serve", str(tmp_path), 1500, fsync)
         try:
             asyncio.run(one_life(server, expected, acknowledged, chance))
         except RankEndedError as error:
