@@ -60,7 +60,10 @@ async def serve(
         check_available()
     loop = asyncio.get_running_loop()
     stop = _Stop(loop)
-    sockets = _sockets(host, port, options)
+    sockets = systemd.inherited(options.service)
+    if sockets:
+        host = None
+    sockets += _sockets(host, port, options)
     server = await StoreServer.start(
         host or "", port, token=token, config=config, sockets=sockets, data=options.data, fsync=options.fsync
     )
@@ -69,7 +72,8 @@ async def serve(
     metrics: Metrics | None = None
     try:
         if options.metrics_port is not None:
-            metrics = await Metrics.start(server, "127.0.0.1" if host is None else host, options.metrics_port)
+            where = server.host if server.port else "127.0.0.1"  # of socket files alone
+            metrics = await Metrics.start(server, where, options.metrics_port)
         ready(server.host, server.port)
         systemd.notify(options.service, "READY=1")
         await stop.told(server)
@@ -86,13 +90,11 @@ async def serve(
 
 
 def _sockets(host: str | None, port: int, options: Options) -> list[socket.socket]:
-    """Return what to listen at beside, or instead of, the address."""
-    sockets = systemd.inherited(options.service)
-    if options.unix is not None:
-        sockets.append(listen.unix_socket(options.unix))
-        if host is not None:
-            sockets += listen.listening_sockets(host, port, listen.resolve(host, port))
-    return sockets
+    """Return a socket file's socket and those of the address beside it; nothing where the address is all there is."""
+    if options.unix is None:
+        return []
+    beside = [] if host is None else listen.listening_sockets(host, port, listen.resolve(host, port))
+    return [listen.unix_socket(options.unix), *beside]
 
 
 class _Stop:

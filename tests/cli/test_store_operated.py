@@ -14,14 +14,16 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from asyncdist.errors import StoreConnectionError
+from asyncdist.store import operations
 from asyncdist.store.c10d_wire import MAGIC, Code
 from asyncdist.testing.c10d import encode
-from asyncdist.testing.daemon import LIMIT, asked, command, environment, started
+from asyncdist.testing.daemon import LIMIT, Daemon, asked, command, environment, started
 from asyncdist.testing.ports import free_port
 
 pytestmark = pytest.mark.processes
@@ -122,31 +124,47 @@ def test_a_socket_file(short_folder):
     assert not path.exists()
 
 
+@contextlib.contextmanager
+def activated(listening: socket.socket, *arguments: str, **settings: str) -> Iterator[Daemon]:
+    """Start a daemon as systemd does, with a socket that listens already."""
+    fd = listening.fileno()
+    program = (
+        "import os, sys\n"
+        f"if {fd} != 3: os.dup2({fd}, 3)\n"
+        "os.environ['LISTEN_PID'] = str(os.getpid())\n"
+        f"from asyncdist.cli import main; main(['store', *{arguments!r}], prog_name='asyncdist')"
+    )
+    with started(program=[sys.executable, "-c", program], fds=[fd], LISTEN_FDS="1", **settings) as daemon:
+        yield daemon
+
+
 def test_systemd_opens_the_socket_and_is_told(short_folder):
     notify = str(short_folder / "notify")
     told = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     told.bind(notify)
     told.settimeout(LIMIT)
-    with told, socket.create_server(("127.0.0.1", 0)) as ours:
-        ours.set_inheritable(True)
-        fd = ours.fileno()
-        program = (
-            "import os, sys\n"
-            f"if {fd} != 3: os.dup2({fd}, 3)\n"
-            "os.environ['LISTEN_PID'] = str(os.getpid())\n"
-            "from asyncdist.cli import main; main(['store'], prog_name='asyncdist')"
-        )
-        with started(
-            program=[sys.executable, "-c", program], fds=[fd],
-            LISTEN_FDS="1", NOTIFY_SOCKET=notify,
-        ) as daemon:  # fmt: skip
-            assert daemon.port == ours.getsockname()[1]
-            assert told.recv(100) == b"READY=1"
-            with daemon.client() as store:
-                assert store.add("n", 1) == 1
-            daemon.process.send_signal(signal.SIGTERM)
-            assert told.recv(100) == b"STOPPING=1"
-            assert daemon.end() == (0, "")
+    with told, socket.create_server(("127.0.0.1", 0)) as ours, activated(ours, NOTIFY_SOCKET=notify) as daemon:
+        assert daemon.port == ours.getsockname()[1]
+        assert told.recv(100) == b"READY=1"
+        with daemon.client() as store:
+            assert store.add("n", 1) == 1
+        daemon.process.send_signal(signal.SIGTERM)
+        assert told.recv(100) == b"STOPPING=1"
+        assert daemon.end() == (0, "")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere 127.0.0.1 is the only address of its kind")
+def test_all_of_it_is_where_systemds_socket_is():
+    port = free_port()
+    with (
+        socket.create_server(("127.0.0.2", 0)) as ours,
+        activated(ours, "--metrics-port", str(port)) as daemon,
+        daemon.client() as store,
+    ):
+        assert (daemon.host, daemon.port) == ours.getsockname()
+        door = store.request(operations.open_door())
+        socket.create_connection((daemon.host, door), LIMIT).close()
+        assert fetched(port, "/healthz", daemon.host) == "ok\n"
 
 
 # -- what it keeps, and how it ends -----------------------------------------------------------------
