@@ -50,7 +50,7 @@ class SharedFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path = path = path.absolute()  # the process may go to another folder before it comes to remove it
         self._kind, options = _mount(path)
         self.locks_reach_other_hosts = options.isdisjoint(_LOCKS_STAY_HERE)
         for _ in range(_OPENINGS):
@@ -148,9 +148,13 @@ class SharedFile:
             os.fsync(self._fd)
 
     def remove(self) -> None:
-        """Remove it, for good: who opened it before and comes to lock it makes another one."""
+        """Remove it, for good: who opened it before and comes to lock it makes another one.
+
+        What somebody has put in its place is left there.
+        """
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(self.path)
+            if self.is_current():
+                os.unlink(self.path)
 
     def close(self) -> None:
         os.close(self._fd)

@@ -158,6 +158,25 @@ def test_the_last_of_a_known_number_removes_the_file(tmp_path):
     assert not path.exists()
 
 
+def test_it_is_removed_also_from_another_folder(tmp_path, monkeypatch):
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with FileStore("store", 1):
+        monkeypatch.chdir(tmp_path / "there")
+        (tmp_path / "there" / "store").write_text("somebody else's")
+    assert not (tmp_path / "here" / "store").exists()
+    assert (tmp_path / "there" / "store").read_text() == "somebody else's"
+
+
+def test_what_stands_in_its_place_is_not_removed(tmp_path):
+    path = tmp_path / "store"
+    with FileStore(path, 1):
+        path.unlink()
+        path.write_text("somebody else's")
+    assert path.read_text() == "somebody else's"
+
+
 def test_stores_of_one_process_and_their_threads(tmp_path):
     stores = [FileStore(tmp_path / "store") for _ in range(4)]
     with ThreadPoolExecutor(16) as threads:
