@@ -10,7 +10,8 @@ side is ever interpreted. The store and the mesh use the same exchange, with ano
     HMAC(token, "d", purpose, nonces)    →
                                          ←     status, HMAC(token, "a", purpose, nonces)
 
-An absent token is the empty key: the exchange is the same, and proves only that both sides speak our protocol.
+An absent token is the empty key: the exchange is the same, and proves only that both sides speak our protocol. An
+acceptor that wants TLS says so to a dialler without, instead of its greeting.
 
 Who dials a port of its own host at which nobody listens may reach itself: one connection in some ten thousands is made
 from the very port that it goes to, and TCP then joins the socket with itself. That is a refusal, if a strange one.
@@ -29,6 +30,7 @@ MAGIC = b"asyncdist/1\n"
 NONCE_NBYTES = 32
 PROOF_NBYTES = hashlib.sha256().digest_size
 ACCEPTED, REFUSED = b"\x01", b"\x00"
+WANTS_TLS = b"asyncdist/tls\n".ljust(len(MAGIC) + NONCE_NBYTES, b"\0")
 
 Handshake = Generator[bytes | int, bytes, None]
 
@@ -37,12 +39,14 @@ def dial(token: str | None, purpose: str, nonce: bytes) -> Handshake:
     """Prove ourselves to an acceptor, and have it prove itself.
 
     Raises AuthenticationError if it refuses our token or cannot prove its own, ProtocolError if it is not ours at all,
-    and ConnectionRefusedError if it is ourselves.
+    or wants TLS, and ConnectionRefusedError if it is ourselves.
     """
     yield MAGIC + nonce
     greeting = yield len(MAGIC) + NONCE_NBYTES
     if greeting == MAGIC + nonce:
         raise ConnectionRefusedError(errno.ECONNREFUSED, "nobody listens there: what we said came back to us")
+    if greeting == WANTS_TLS:
+        raise ProtocolError(f"the {purpose} wants TLS: set ASYNCDIST_TLS_CA to who has signed its certificate")
     if not greeting.startswith(MAGIC):
         raise ProtocolError(
             f"what answers there is no asyncdist {purpose} (it said {greeting[:12]!r}); check host and port"

@@ -99,6 +99,17 @@ def test_what_was_overheard_opens_no_second_connection():
     assert isinstance(noted, AuthenticationError)
 
 
+def test_a_dialler_without_tls_is_told_what_it_lacks():
+    def guarded():
+        yield len(MAGIC) + NONCE_NBYTES
+        yield handshake.WANTS_TLS
+
+    told, _, said, _ = talk(dial("secret", "store", D_NONCE), guarded())
+    assert isinstance(told, ProtocolError)
+    assert str(told) == "the store wants TLS: set ASYNCDIST_TLS_CA to who has signed its certificate"
+    assert said == MAGIC + D_NONCE
+
+
 def test_who_speaks_something_else_is_told_apart_before_any_proof():
     def stranger():
         yield b"GET / HTTP/1.1\r\n".ljust(len(MAGIC) + NONCE_NBYTES)

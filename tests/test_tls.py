@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from asyncdist.config import Config
-from asyncdist.errors import AsyncdistError, AuthenticationError, PeerLostError, StoreError, UsageError
+from asyncdist.errors import AuthenticationError, CertificateError, PeerLostError, ProtocolError, StoreError, UsageError
 from asyncdist.store import AsyncStore, StoreServer, TCPStore
 from asyncdist.store.c10d_wire import Code
 from asyncdist.testing.c10d import Peer
@@ -103,6 +103,34 @@ async def test_a_stranger_is_turned_away(who, caplog, eventually):
             await store.set("k", b"v")
 
 
+@pytest.mark.parametrize("who", ["no certificate", "one of another authority"])
+async def test_a_client_that_is_not_believed_does_not_try_for_ever(who):
+    """Its own side of the handshake was over before the store had seen its certificate."""
+    settings, _ = STRANGERS[who]
+    async with await StoreServer.start("127.0.0.1", 0, token=TOKEN, config=config()) as server:
+        with pytest.raises(CertificateError, match="hung up after the handshake, 8 times in a row"):
+            await connect(server, settings, timeout=60.0)
+        with pytest.raises(CertificateError, match="hung up after the handshake, 8 times in a row"):
+            await asyncio.to_thread(TCPStore, "127.0.0.1", server.port, timeout=60.0, config=settings)
+
+
+async def test_a_store_that_hangs_up_a_few_times_is_tried_again(monkeypatch):
+    """As one does that ends, before another takes its place."""
+    async with await StoreServer.start("127.0.0.1", 0, token=TOKEN, config=config()) as server:
+        dialled = 0
+
+        def admit(connection):
+            nonlocal dialled
+            dialled += 1
+            return dialled % 4 == 0 and StoreServer.admit(server, connection)
+
+        monkeypatch.setattr(server, "admit", admit)
+        async with await connect(server, config()) as store:
+            await store.set("k", b"v")
+        await asyncio.to_thread(lambda: TCPStore("127.0.0.1", server.port, timeout=LONG, config=config()).close())
+        assert dialled == 8
+
+
 async def test_a_name_that_is_not_the_stores():
     async with await StoreServer.start("127.0.0.1", 0, token=TOKEN, config=config("elsewhere", None)) as server:
         with pytest.raises(AuthenticationError, match="IP address mismatch"):
@@ -113,9 +141,13 @@ async def test_a_name_that_is_not_the_stores():
 
 async def test_without_tls_ours_are_turned_away_and_torchs_of_this_machine_are_not(caplog):
     async with await StoreServer.start("127.0.0.1", 0, token=TOKEN, config=config()) as server:
-        with pytest.raises(AsyncdistError):
-            await connect(server, Config(store_reconnect=0.0), timeout=1.0)
-        assert "a connection without TLS" in caplog.text
+        plain = Config(token=TOKEN, store_reconnect=0.0)
+        with pytest.raises(ProtocolError, match="the store wants TLS: set ASYNCDIST_TLS_CA"):
+            await connect(server, plain)
+        with pytest.raises(ProtocolError, match="the store wants TLS: set ASYNCDIST_TLS_CA"):
+            await asyncio.to_thread(TCPStore, "127.0.0.1", server.port, timeout=LONG, config=plain)
+        assert "a connection without TLS: have its process know ASYNCDIST_TLS_CA" in caplog.text
+        assert "ASYNCDIST_TOKEN" not in caplog.text
 
         def torchs() -> None:
             with Peer(server.port) as peer:

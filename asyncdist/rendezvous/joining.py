@@ -216,7 +216,7 @@ def by_record(world: World, place: Place) -> Find:
         try:
             return await world.connect(record.host, record.port, token, patience), record, token
         except AuthenticationError as refusal:
-            raise NotYet(f"the store at {record.host}:{record.port} refused our token", refusal) from None
+            raise NotYet(f"the store at {record.host}:{record.port} turned us away", refusal) from None
         except (StoreError, ProtocolError, AddressError) as failed:
             raise NotYet(
                 f"the address left there, {record.host}:{record.port}, leads nowhere: {_why(failed)}",

@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import random
 import socket
+import ssl
 import time
 
 from asyncdist.deadline import Deadline, Timeout
-from asyncdist.errors import AddressError, StoreConnectionError
+from asyncdist.errors import AddressError, CertificateError, StoreConnectionError
+from asyncdist.tls import refused
 
 log = logging.getLogger("asyncdist")
 
@@ -22,6 +24,23 @@ STEADY = 5.0
 """Seconds after which a connection that breaks is not one that broke at once."""
 
 
+_DISBELIEVED = 8
+"""How often in a row a store may hang up right after the TLS handshake: one that ends does so once or twice."""
+
+
+class TurnedAway(ConnectionResetError):
+    """It hung up after the TLS handshake and before it said anything.
+
+    With TLS 1.3 our side of the handshake is over before the store has looked at our certificate, and no more than this
+    is to be seen of its not believing it.
+    """
+
+    def __str__(self) -> str:
+        return (
+            "it hung up after the TLS handshake: it may want a certificate signed by its ASYNCDIST_TLS_CA; see its log"
+        )
+
+
 class Persistence:
     """Trying again and again until a deadline, with pauses that double and are never equal for two ranks."""
 
@@ -33,6 +52,7 @@ class Persistence:
         self._pause = FIRST_PAUSE
         self._reason: OSError | None = None
         self._made = 0.0
+        self._turned_away = 0
 
     def attempt(self) -> Deadline:
         """Return until when the attempt that begins now may go on."""
@@ -53,6 +73,10 @@ class Persistence:
         spent = now - self._begun
         if isinstance(error, socket.gaierror) and not isinstance(self._reason, socket.gaierror):
             say_unresolved(self.host, error)
+        self._turned_away = self._turned_away + 1 if isinstance(error, TurnedAway) else 0
+        if self._turned_away == _DISBELIEVED:
+            times = f"{_DISBELIEVED} times in a row"
+            raise CertificateError(f"it hung up after the handshake, {times}: see its log") from error
         if not isinstance(error, TimeoutError):
             self._reason = error
         error = self._reason or error  # that the time ran out in the middle of an attempt explains little
@@ -79,6 +103,13 @@ def say_unresolved(host: str, error: BaseException) -> None:
 def describe(error: BaseException) -> str:
     """Return an exception in a few words for use inside a sentence."""
     return str(getattr(error, "strerror", None) or str(error) or type(error).__name__)
+
+
+def turned_away(error: Exception | None) -> Exception:
+    """Return the error of those on whom a store hung up after the TLS handshake, before it said anything."""
+    if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):
+        return refused(error)
+    return TurnedAway()
 
 
 def broken(where: str, why: str) -> StoreConnectionError:

@@ -13,7 +13,7 @@ from typing import cast
 from asyncdist.errors import AuthenticationError, ProtocolError
 from asyncdist.handshake import NONCE_NBYTES, Pushed, dial
 from asyncdist.store.conversation import Conversation
-from asyncdist.store.dialling import Persistence, describe, tune
+from asyncdist.store.dialling import Persistence, describe, tune, turned_away
 from asyncdist.store.messages import framed
 from asyncdist.store.pieces import Parcel
 from asyncdist.tls import refused
@@ -69,6 +69,7 @@ class Link(asyncio.Protocol):
         self._gone: asyncio.Future[None] = loop.create_future()
         self._transport: asyncio.Transport | None = None
         self._greeting: Pushed | None = None
+        self._unheard = False  # nothing has come since TLS began
         self._conversation = conversation
         self._tell: Callable[[Link, str, bool], None] | None = None
         self._why: str | None = None
@@ -91,6 +92,7 @@ class Link(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         transport = cast(asyncio.Transport, transport)  # which uvloop's is in all but its bases
         self._transport = transport
+        self._unheard = transport.get_extra_info("sslcontext") is not None
         tune(transport.get_extra_info("socket"))
         self._greeting = Pushed(dial(self._token, "store", os.urandom(NONCE_NBYTES)), transport.write)
         self._conversation.interrupted()
@@ -99,6 +101,7 @@ class Link(asyncio.Protocol):
         conversation = self._conversation
         try:
             if self._greeting is not None:
+                self._unheard = False
                 data = self._greeting.feed(data)
                 if not self._greeting.done:
                     return
@@ -123,7 +126,7 @@ class Link(asyncio.Protocol):
         if not self.greeted.done():
             why = f": {describe(exc)}" if exc else ""
             hung_up = ConnectionResetError(f"it hung up while we said hello{why}")
-            self.greeted.set_exception(refused(exc) if isinstance(exc, ssl.SSLError) else hung_up)
+            self.greeted.set_exception(turned_away(exc) if self._unheard else hung_up)
         if not self._gone.done():
             self._gone.set_result(None)
         if self._tell is not None:

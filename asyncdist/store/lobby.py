@@ -11,8 +11,8 @@ import asyncio
 import os
 from typing import TYPE_CHECKING, cast
 
-from asyncdist.errors import AuthenticationError, ProtocolError
-from asyncdist.handshake import NONCE_NBYTES, Pushed, accept
+from asyncdist.errors import ProtocolError
+from asyncdist.handshake import NONCE_NBYTES, WANTS_TLS, Pushed, accept
 from asyncdist.store import c10d_wire, listen
 from asyncdist.store.c10d_session import C10dSession
 from asyncdist.store.connection import Connection, name_of
@@ -63,7 +63,8 @@ class Lobby(Connection):
             self._welcome_c10d(self._begun[len(_C10D_OPENING) :])
         elif not _C10D_OPENING.startswith(self._begun) and self._transport is not None:
             if not self._private and self._server.tls is not None:
-                raise AuthenticationError("a connection without TLS: have its process know ASYNCDIST_TLS_CA")
+                self._transport.write(WANTS_TLS)
+                raise ProtocolError("a connection without TLS: have its process know ASYNCDIST_TLS_CA")
             nonce = os.urandom(NONCE_NBYTES)
             self._greeting = Pushed(accept(self._server.token, "store", nonce), self._transport.write)
             self._greet(self._greeting, self._begun)
@@ -76,7 +77,7 @@ class Lobby(Connection):
 
     def _welcome_c10d(self, rest: bytes) -> None:
         if not self._local and not self._server.config.allow_unauthenticated_c10d:
-            raise AuthenticationError(
+            raise ProtocolError(
                 "a client of torch's TCPStore from another machine: its format has no authentication, so it is taken "
                 "from loopback only; in a network that you trust, --allow-unauthenticated-c10d "
                 "(ASYNCDIST_ALLOW_UNAUTHENTICATED_C10D=1) allows it"

@@ -6,9 +6,11 @@ import contextlib
 import os
 import select
 import socket
+import ssl
 
 from asyncdist.deadline import Deadline
 from asyncdist.handshake import NONCE_NBYTES, dial
+from asyncdist.store.dialling import turned_away
 from asyncdist.tls import TlsSocket
 
 _READ_NBYTES, _LONG_READ_NBYTES = 64 << 10, 1 << 20
@@ -33,6 +35,11 @@ class Wire:
                 self._tls.secure()
             except BlockingIOError:
                 _poll(self._writable if self._tls.wants_room else self._readable, deadline)
+
+    @property
+    def secured(self) -> bool:
+        """Whether TLS has begun."""
+        return self._tls is not None and self._tls.secured
 
     def send(self, data: bytes, deadline: Deadline) -> None:
         """Send all of it. Raises TimeoutError, when part of it may have gone, or ConnectionError."""
@@ -87,9 +94,13 @@ def _poll(poll: select.poll, deadline: Deadline) -> None:
 
 
 def shake_hands(wire: Wire, token: str | None, deadline: Deadline) -> bytes:
-    """Prove to each other that both hold the token; return what has come beyond that."""
+    """Prove to each other that both hold the token; return what has come beyond that.
+
+    Raises what `dial` does, TimeoutError, OSError, and CertificateError where a TLS alert is all that comes.
+    """
     handshake = dial(token, "store", os.urandom(NONCE_NBYTES))
     received = bytearray()
+    silent = True
     try:
         step = next(handshake)
         while True:
@@ -99,8 +110,13 @@ def shake_hands(wire: Wire, token: str | None, deadline: Deadline) -> bytes:
                 continue
             while len(received) < step:
                 received += wire.receive(deadline)
+                silent = False
             piece = bytes(received[:step])
             del received[:step]
             step = handshake.send(piece)
     except StopIteration:
         return bytes(received)
+    except (ConnectionError, ssl.SSLError) as error:
+        if not wire.secured or not silent:
+            raise
+        raise turned_away(error) from error
