@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
@@ -12,6 +13,13 @@ import click
 
 if TYPE_CHECKING:
     from asyncdist.store import AsyncStore
+
+
+class SocketFile(click.Path):
+    """A path from the root on: by that a socket file is told from a host's name."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        return Path(os.fsdecode(super().convert(value, param, ctx))).absolute()
 
 
 class Target(NamedTuple):
@@ -27,7 +35,7 @@ def _address(command: Callable[..., None]) -> Callable[..., Any]:
     """Let the address stand behind the command as well as before it."""
     for option in (
         click.option("--timeout", default=10.0, show_default=True, help="Seconds to wait for the store."),
-        click.option("--unix", type=click.Path(path_type=Path), help="Its socket file."),
+        click.option("--unix", type=SocketFile(), help="Its socket file."),
         click.option("--port", type=click.IntRange(1, 65535), help="Its port.  [default: 29500]"),
         click.option("--host", help="Its host.  [default: 127.0.0.1]"),
     ):

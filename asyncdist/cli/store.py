@@ -9,7 +9,7 @@ import click
 from click.core import ParameterSource
 
 from asyncdist.cli.logs import FORMATS, LEVELS, log_to_stderr
-from asyncdist.cli.questions import QUESTIONS, Target
+from asyncdist.cli.questions import QUESTIONS, SocketFile, Target
 from asyncdist.config import Config, whole_number
 
 
@@ -30,7 +30,7 @@ class _Size(click.ParamType):  # type: ignore[type-arg]
 @click.option("--port", default=29500, show_default=True, type=click.IntRange(0, 65535), help="0 picks a free port.")
 @click.option(
     "--unix",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=SocketFile(dir_okay=False),
     help="Socket file to listen at; without --host and --port, there alone.",
 )
 @click.option(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import signal
 import socket
@@ -59,42 +60,39 @@ async def serve(
     if options.metrics_port is not None:
         check_available()
     loop = asyncio.get_running_loop()
-    stop = _Stop(loop)
-    sockets = systemd.inherited(options.service)
-    if sockets:
-        host = None
-    sockets += _sockets(host, port, options)
-    server = await StoreServer.start(
-        host or "", port, token=token, config=config, sockets=sockets, data=options.data, fsync=options.fsync
-    )
-    server.stays = True
-    server.attention = Attention.where_it_pays(loop, config)
-    metrics: Metrics | None = None
-    try:
+    async with contextlib.AsyncExitStack() as ends:
+        stop = _Stop(loop)
+        ends.callback(stop.close)
+        sockets = systemd.inherited(options.service)
+        if sockets:
+            host = None
+        if options.unix is not None:
+            sockets += _beside(ends, options.unix, host, port)
+        server = await StoreServer.start(
+            host or "", port, token=token, config=config, sockets=sockets, data=options.data, fsync=options.fsync
+        )
+        ends.push_async_callback(server.close)
+        server.stays = True
+        server.attention = Attention.where_it_pays(loop, config)
         if options.metrics_port is not None:
             where = server.host if server.port else "127.0.0.1"  # of socket files alone
             metrics = await Metrics.start(server, where, options.metrics_port)
+            ends.push_async_callback(metrics.close)
         ready(server.host, server.port)
         systemd.notify(options.service, "READY=1")
         await stop.told(server)
         logger.info("store at %s:%d stops", server.host, server.port)
         systemd.notify(options.service, "STOPPING=1")
         await stop.unless_again(server.drain(options.drain_timeout))
-    finally:
-        if metrics is not None:
-            await metrics.close()
-        await server.close()
-        if options.unix is not None:
-            options.unix.unlink(missing_ok=True)
-        stop.close()
 
 
-def _sockets(host: str | None, port: int, options: Options) -> list[socket.socket]:
-    """Return a socket file's socket and those of the address beside it; nothing where the address is all there is."""
-    if options.unix is None:
-        return []
-    beside = [] if host is None else listen.listening_sockets(host, port, listen.resolve(host, port))
-    return [listen.unix_socket(options.unix), *beside]
+def _beside(ends: contextlib.AsyncExitStack, unix: Path, host: str | None, port: int) -> list[socket.socket]:
+    """Listen at a socket file, which goes in the end, and, if there is a host, at the address too."""
+    sockets = [ends.enter_context(listen.unix_socket(unix))]
+    ends.callback(unix.unlink, missing_ok=True)
+    if host is not None:
+        sockets += listen.listening_sockets(host, port, listen.resolve(host, port))
+    return sockets
 
 
 class _Stop:

@@ -124,6 +124,25 @@ def test_a_socket_file(short_folder):
     assert not path.exists()
 
 
+def test_a_socket_file_of_this_folder(short_folder, monkeypatch):
+    monkeypatch.chdir(short_folder)
+    with started("--unix", "store.sock") as daemon:
+        assert daemon.ready == f"asyncdist store is ready at unix://{short_folder}/store.sock (no token wanted)\n"
+        asked("--unix", "store.sock", "set", "k", "v")
+        assert asked("get", "k", "--unix", "./store.sock") == "v\n"
+
+
+def test_one_that_cannot_start_leaves_no_socket_file(short_folder):
+    kept, new = short_folder / "kept.sock", short_folder / "new.sock"
+    with started("--port", "0", "--unix", str(kept), "--data", str(short_folder / "data")) as daemon:
+        assert "another store uses" in asked("--unix", str(new), "--data", str(short_folder / "data"), code=2)
+        assert not new.exists()
+        assert "is in use already" in asked("--unix", str(new), "--port", str(daemon.port), code=2)
+        assert not new.exists()
+        assert "is there already" in asked("--unix", str(kept), code=2)
+        assert kept.exists()
+
+
 @contextlib.contextmanager
 def activated(listening: socket.socket, *arguments: str, **settings: str) -> Iterator[Daemon]:
     """Start a daemon as systemd does, with a socket that listens already."""
