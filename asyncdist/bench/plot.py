@@ -35,12 +35,14 @@ _PANELS_ABREAST = 3
 _INK, _GRID = "#333333", "#e4e4e4"
 
 
-def require() -> None:
-    """Raise UsageError, saying what to install, where matplotlib is missing."""
+def require(path: Path | None = None) -> None:
+    """Raise UsageError where matplotlib is missing, saying what to install, or draws into no file of such a name."""
     try:
-        import matplotlib  # noqa: F401
+        from matplotlib.backend_bases import FigureCanvasBase
     except ImportError:
         raise UsageError("drawing needs matplotlib: pip install 'asyncdist[plot]'") from None
+    if path is not None and path.suffix[1:].lower() not in FigureCanvasBase.get_supported_filetypes():
+        raise UsageError(f"{path} cannot be drawn: let its name end in png, svg or pdf")
 
 
 def draw(report: Report, path: Path) -> None:

@@ -21,6 +21,7 @@ from asyncdist.bench.plan import (
     left_out,
 )
 from asyncdist.cli import several
+from asyncdist.cli.values import NewFile, written
 from asyncdist.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 _SIZES = "4,1K,64K,256K,1M,4M,25M,100M"
 _SIZES_ON_DEVICES = "4K,64K,1M,25M,100M,1G"
 _AVAILABLE = "available"
-_FILE = click.Path(dir_okay=False, writable=True, path_type=Path, allow_dash=True)
 _FOLDER = click.Path(file_okay=False, path_type=Path)
 
 
@@ -107,8 +107,8 @@ def _transports(ctx: click.Context, param: click.Parameter, value: str) -> tuple
 )
 @click.option("--repeat", type=click.IntRange(1), help="Timed calls of each contender.  [default: by size, 400 to 12]")
 @click.option("--pin", is_flag=True, help="Keep each rank on a core of its own: less noise, less like real life.")
-@click.option("--json", "json_file", type=_FILE, help="Write all figures to this file; - is stdout.")
-@click.option("--plot", "plot_file", type=_FILE, help="Draw time against size into this file (png, svg, pdf).")
+@click.option("--json", "json_file", type=NewFile(allow_dash=True), help="Write all figures to this file; - is stdout.")
+@click.option("--plot", "plot_file", type=NewFile(), help="Draw time against size into this file (png, svg, pdf).")
 @click.option("--output", type=_FOLDER, help="Write bench.md, bench.json and bench.png into this folder.")
 def bench(
     collectives: tuple[str, ...],
@@ -209,14 +209,21 @@ def _tell_of_devices(report: Report, json_file: Path | None, output: Path | None
         console.print(line, style="dim", soft_wrap=True, markup=False)
     for table in device_table.tables(report):
         console.print(table)
+    figures = _write_figures(report, json_file)
+    if output is not None:
+        with written(output):
+            output.mkdir(parents=True, exist_ok=True)
+            (output / "device.md").write_text(device_table.markdown(report, words), encoding="utf-8")
+            (output / "device.json").write_text(figures, encoding="utf-8")
+
+
+def _write_figures(report: Report, json_file: Path | None) -> str:
+    """Write all figures to a file, if there is to be one; return what was written."""
     figures = json.dumps(report.as_json(), indent=1, ensure_ascii=False) + "\n"
     if json_file is not None:
-        with click.open_file(str(json_file), "w", encoding="utf-8") as file:
+        with written(json_file), click.open_file(str(json_file), "w", encoding="utf-8") as file:
             file.write(figures)
-    if output is not None:
-        output.mkdir(parents=True, exist_ok=True)
-        (output / "device.md").write_text(device_table.markdown(report, words), encoding="utf-8")
-        (output / "device.json").write_text(figures, encoding="utf-8")
+    return figures
 
 
 def _steps(ranks: int) -> tuple[str, ...]:
@@ -232,9 +239,10 @@ def _check_before_measuring(plot_file: Path | None, output: Path | None) -> None
     if plot_file is not None or output is not None:
         from asyncdist.bench.plot import require
 
-        require()
+        require(plot_file)
     if output is not None:
-        output.mkdir(parents=True, exist_ok=True)
+        with written(output):
+            output.mkdir(parents=True, exist_ok=True)
 
 
 class _Progress:
@@ -282,27 +290,26 @@ def _print(report: Report, *, to_stderr: bool) -> None:
     from asyncdist.cli.screen import screen
 
     console = screen(stderr=to_stderr)
-    console.print(about(report), style="dim", soft_wrap=True)
+    console.print(about(report), style="dim", soft_wrap=True, markup=False)
     for table in tables(report):
         console.print(table)
 
 
 def _write(report: Report, json_file: Path | None, plot_file: Path | None, output: Path | None) -> None:
-    figures = json.dumps(report.as_json(), indent=1, ensure_ascii=False) + "\n"
-    if json_file is not None:
-        with click.open_file(str(json_file), "w", encoding="utf-8") as file:
-            file.write(figures)
+    figures = _write_figures(report, json_file)
     if plot_file is not None:
         _plot(report, plot_file)
     if output is not None:
         from asyncdist.bench.table import markdown
 
-        (output / "bench.md").write_text(markdown(report), encoding="utf-8")
-        (output / "bench.json").write_text(figures, encoding="utf-8")
+        with written(output):
+            (output / "bench.md").write_text(markdown(report), encoding="utf-8")
+            (output / "bench.json").write_text(figures, encoding="utf-8")
         _plot(report, output / "bench.png")
 
 
 def _plot(report: Report, path: Path) -> None:
     from asyncdist.bench.plot import draw
 
-    draw(report, path)
+    with written(path):
+        draw(report, path)

@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from asyncdist.cli import several
+from asyncdist.cli.values import Seconds, written
 
 
 def _parts(ctx: click.Context, param: click.Parameter, value: str) -> tuple[str, ...]:
@@ -19,7 +20,7 @@ def _parts(ctx: click.Context, param: click.Parameter, value: str) -> tuple[str,
 
 @click.command("bench store")
 @click.option("--rounds", default=7, show_default=True, type=click.IntRange(1), help="Rounds in which all take turns.")
-@click.option("--seconds", default=0.4, show_default=True, type=click.FloatRange(0.01), help="Of each turn.")
+@click.option("--seconds", default=0.4, show_default=True, type=Seconds(0.01), help="Of each turn.")
 @click.option("--crowd", default=8192, show_default=True, type=click.IntRange(4), help="Connections at a time.")
 @click.option("--in-flight", default=1000, show_default=True, type=click.IntRange(1), help="Calls of one client.")
 @click.option("--clients", default="1,8", show_default=True, callback=several.sizes, help="Numbers of torch's clients.")
@@ -49,7 +50,8 @@ def bench_store(
     from asyncdist.cli.screen import screen
 
     if output is not None:
-        output.mkdir(parents=True, exist_ok=True)
+        with written(output):
+            output.mkdir(parents=True, exist_ok=True)
     err = screen(stderr=True)
     plan = StorePlan(
         rounds=rounds,
@@ -62,9 +64,10 @@ def bench_store(
     report = run(plan, lambda doing: err.print(doing, style="dim"))
     console = screen()
     for line in (about(report), *left_out(report)):
-        console.print(line, style="dim", soft_wrap=True)
+        console.print(line, style="dim", soft_wrap=True, markup=False)
     console.print(table(report))
     if output is not None:
-        (output / "store.md").write_text(markdown(report), encoding="utf-8")
         figures = json.dumps(report.as_json(), indent=1, ensure_ascii=False)
-        (output / "store.json").write_text(figures + "\n", encoding="utf-8")
+        with written(output):
+            (output / "store.md").write_text(markdown(report), encoding="utf-8")
+            (output / "store.json").write_text(figures + "\n", encoding="utf-8")

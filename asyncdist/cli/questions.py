@@ -11,15 +11,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
+from asyncdist.cli.values import Seconds, SocketFile
+
 if TYPE_CHECKING:
     from asyncdist.store import AsyncStore
-
-
-class SocketFile(click.Path):
-    """A path from the root on: by that a socket file is told from a host's name."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
-        return Path(os.fsdecode(super().convert(value, param, ctx))).absolute()
 
 
 class Target(NamedTuple):
@@ -34,7 +29,9 @@ class Target(NamedTuple):
 def _address(command: Callable[..., None]) -> Callable[..., Any]:
     """Let the address stand behind the command as well as before it."""
     for option in (
-        click.option("--timeout", default=10.0, show_default=True, help="Seconds to wait for the store."),
+        click.option(
+            "--timeout", default=10.0, type=Seconds(), show_default=True, help="Seconds to wait for the store."
+        ),
         click.option("--unix", type=SocketFile(), help="Its socket file."),
         click.option("--port", type=click.IntRange(1, 65535), help="Its port.  [default: 29500]"),
         click.option("--host", help="Its host.  [default: 127.0.0.1]"),
@@ -118,7 +115,7 @@ def get(ctx: click.Context, key: str, wait: bool, raw: bool, **given: Any) -> No
 @_address
 def set_(ctx: click.Context, key: str, value: str, **given: Any) -> None:
     """Store VALUE under KEY; "-" reads it from the standard input."""
-    content = sys.stdin.buffer.read() if value == "-" else value.encode()
+    content = sys.stdin.buffer.read() if value == "-" else os.fsencode(value)
 
     async def ask(store: AsyncStore) -> None:
         await store.set(key, content)

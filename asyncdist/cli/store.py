@@ -9,7 +9,8 @@ import click
 from click.core import ParameterSource
 
 from asyncdist.cli.logs import FORMATS, LEVELS, log_to_stderr
-from asyncdist.cli.questions import QUESTIONS, SocketFile, Target
+from asyncdist.cli.questions import QUESTIONS, Target
+from asyncdist.cli.values import Seconds, SocketFile
 from asyncdist.config import Config, whole_number
 
 
@@ -50,7 +51,7 @@ class _Size(click.ParamType):  # type: ignore[type-arg]
     help="Port for /metrics (Prometheus) and /healthz on the same host.",
 )
 @click.option(
-    "--drain", default=5.0, show_default=True, type=click.FloatRange(0), help="Seconds for the last replies at the end."
+    "--drain", default=5.0, show_default=True, type=Seconds(), help="Seconds for the last replies at the end."
 )
 @click.option("--tls-cert", help="File of the store's certificate: it speaks TLS then.  [env: ASYNCDIST_TLS_CERT]")
 @click.option("--tls-key", help="File of its key.  [env: ASYNCDIST_TLS_KEY]")

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncdist.bench.plot import require as require
-from asyncdist.errors import UsageError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -33,10 +32,7 @@ _BAR = 0.7  # of a rank's row
 
 def draw(records: Sequence[Record], path: Path, seconds: float = 0.0) -> None:
     """Draw a row a rank into a file whose name ends in png, svg or pdf; only the last ``seconds``, if they are not 0."""
-    try:
-        figure_of(records, seconds).savefig(path, dpi=150)
-    except ValueError as error:
-        raise UsageError(f"{path} cannot be drawn ({error}): let its name end in png, svg or pdf") from error
+    figure_of(records, seconds).savefig(path, dpi=150)
 
 
 def figure_of(records: Sequence[Record], seconds: float = 0.0) -> Figure:

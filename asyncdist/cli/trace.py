@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 import click
 
 from asyncdist.cli.screen import screen
+from asyncdist.cli.values import NewFile, Seconds, written
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from asyncdist.observe.story import Call, Pace, Record, Standing
 
-_FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
 _GROUPS = 8  # groups that get a table, those that are held up first
 
 
@@ -24,9 +24,9 @@ _GROUPS = 8  # groups that get a table, those that are held up first
     "folder", type=click.Path(exists=True, file_okay=False, path_type=Path), envvar="ASYNCDIST_DUMP_DIR", default="."
 )
 @click.option("--calls", default=0, type=click.IntRange(0), help="Show so many of the last calls, rank beside rank.")
-@click.option("--plot", type=_FILE, help="Draw the calls of all ranks against time (png, svg, pdf).")
-@click.option("--seconds", default=0.0, type=click.FloatRange(0), help="Draw only so many last seconds.")
-@click.option("--perfetto", type=_FILE, help="Write them for ui.perfetto.dev or chrome://tracing.")
+@click.option("--plot", type=NewFile(), help="Draw the calls of all ranks against time (png, svg, pdf).")
+@click.option("--seconds", default=0.0, type=Seconds(), help="Draw only so many last seconds.")
+@click.option("--perfetto", type=NewFile(), help="Write them for ui.perfetto.dev or chrome://tracing.")
 def trace(folder: Path, calls: int, plot: Path | None, seconds: float, perfetto: Path | None) -> None:
     """Say from the flight recorders in FOLDER which call holds each group up, and which rank is not in it.
 
@@ -43,11 +43,11 @@ def trace(folder: Path, calls: int, plot: Path | None, seconds: float, perfetto:
     from asyncdist.observe import story
 
     if plot is not None:
-        timeline.require()
+        timeline.require(plot)
     records = story.read(folder)
     console = screen()
     for sentence in story.tell(records):
-        console.print(sentence)
+        console.print(sentence, markup=False)
     standings = story.standings(records)
     for standing in standings[:_GROUPS]:
         console.print(_table(standing, records, story.paces(records, standing.group, standing.ranks)))
@@ -56,18 +56,21 @@ def trace(folder: Path, calls: int, plot: Path | None, seconds: float, perfetto:
     if len(standings) > _GROUPS:
         console.print(f"and {len(standings) - _GROUPS} more groups, in which nothing is held up longer")
     if plot is not None:
-        timeline.draw(records, plot, seconds)
-        console.print(f"drawn into {plot}")
+        with written(plot):
+            timeline.draw(records, plot, seconds)
+        console.print(f"drawn into {plot}", markup=False)
     if perfetto is not None:
-        timeline.export(records, perfetto)
-        console.print(f"written to {perfetto}: open it at https://ui.perfetto.dev")
+        with written(perfetto):
+            timeline.export(records, perfetto)
+        console.print(f"written to {perfetto}: open it at https://ui.perfetto.dev", markup=False)
 
 
 def _table(standing: Standing, records: Sequence[Record], paces: dict[int, Pace]) -> Table:
+    from rich.markup import escape
     from rich.table import Table
 
     counted = next((pace.counted for pace in paces.values()), 0)
-    table = Table(title=f"group {standing.group!r}", title_justify="left")
+    table = Table(title=escape(f"group {standing.group!r}"), title_justify="left")
     for name in ("rank", "host", "process"):
         table.add_column(name, justify="right")
     table.add_column("last over")
@@ -88,15 +91,21 @@ def _table(standing: Standing, records: Sequence[Record], paces: dict[int, Pace]
         pace = paces.get(rank)
         cells = (f"{pace.last:.0%}", _time(pace.lateness), _time(pace.duration)) if pace else ()
         table.add_row(
-            str(rank), record.host, str(record.pid), _named(over), f"[yellow]{_named(pending)}{since}[/]", *cells
+            str(rank),
+            escape(record.host),
+            str(record.pid),
+            _named(over),
+            f"[yellow]{_named(pending)}{since}[/]",
+            *cells,
         )
     return table
 
 
 def _last_calls(standing: Standing, records: Sequence[Record], count: int) -> Table:
+    from rich.markup import escape
     from rich.table import Table
 
-    table = Table(title=f"the last calls in {standing.group!r}", title_justify="left")
+    table = Table(title=escape(f"the last calls in {standing.group!r}"), title_justify="left")
     table.add_column("#", justify="right")
     table.add_column("call")
     members = [record for record in records if record.groups.get(standing.group) == standing.ranks]
@@ -108,7 +117,7 @@ def _last_calls(standing: Standing, records: Sequence[Record], count: int) -> Ta
         row = [each.get(number) for each in calls]
         words = dict.fromkeys(call.words for call in row if call is not None)
         cells = [_cell(call, record.written) for call, record in zip(row, members, strict=True)]
-        table.add_row(str(number), " / ".join(words), *cells)
+        table.add_row(str(number), escape(" / ".join(words)), *cells)
     return table
 
 
@@ -121,7 +130,9 @@ def _cell(call: Call | None, written: float) -> str:
 
 
 def _named(call: Call | None) -> str:
-    return "" if call is None else f"#{call.number} {call.op}"
+    from rich.markup import escape
+
+    return "" if call is None else escape(f"#{call.number} {call.op}")
 
 
 def _time(seconds: float) -> str:

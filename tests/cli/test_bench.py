@@ -223,6 +223,24 @@ def without_mpi(monkeypatch):
     monkeypatch.setattr(launch, "commands", lambda *_: pytest.fail("something was started"))
 
 
+@pytest.mark.parametrize(
+    ("option", "name", "said"),
+    [
+        ("--json", "absent/figures.json", "there is no folder"),
+        ("--plot", "absent/figures.png", "there is no folder"),
+        ("--plot", "figures.xyz", "let its name end in png, svg or pdf"),
+        ("--output", "file/folder", "cannot be written"),
+    ],
+)
+def test_what_cannot_be_written_is_told_of_before_anything_is_measured(option, name, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    monkeypatch.setattr(processes, "run", None)
+    run = CliRunner().invoke(main, ["bench", "all_reduce", "--sizes", "4", option, name])
+    assert (run.exit_code, type(run.exception)) == (2, SystemExit)
+    assert said in run.output
+
+
 def test_without_mpi_nothing_is_measured(without_mpi):
     with pytest.raises(UnsupportedError, match=r"pip install 'asyncdist\[mpi\]'"):
         processes.run(Plan(against=("mpi",)))

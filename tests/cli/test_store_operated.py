@@ -36,18 +36,20 @@ def test_one_that_runs_is_asked(tmp_path):
     with started("--port", "0", "--data", str(tmp_path), "--max-memory", "1M") as daemon:
         daemon.ask("set", "job/a", "ä value")
         daemon.ask("set", "job/b", "-", stdin="from standard input")
-        assert daemon.ask("keys") == "job/a\njob/b\n"
+        assert daemon.ask("keys", "job/") == "job/a\njob/b\n"
         assert daemon.ask("keys", "other") == ""
         assert daemon.ask("get", "job/a") == "ä value\n"
         assert daemon.ask("get", "job/b", "--raw") == "from standard input"
+        daemon.ask("set", "bytes", "\udcff")  # what Python makes of a byte that is no text
+        assert daemon.ask("get", "bytes") == "b'\\xff'\n"
         assert "no key 'c'" in daemon.ask("get", "c", code=1)
         assert "bytes and takes 1048576" in daemon.ask("set", "c", "-", stdin="v" * (1 << 20), code=2)
         status = json.loads(daemon.ask("status", "--json"))
-        assert status["keys"] == 2
+        assert status["keys"] == 3
         assert status["connections"] == 1
         assert status["data"] == str(tmp_path)
         assert status["stored_bytes_limit"] == 1 << 20
-        assert re.search(r"^keys +2$", daemon.ask("status"), re.MULTILINE)
+        assert re.search(r"^keys +3$", daemon.ask("status"), re.MULTILINE)
         assert "--data is for serving" in asked("--data", str(tmp_path), "status", code=2)
 
 
@@ -99,6 +101,11 @@ def test_messages_of_a_channel_are_printed(until):
             assert watching.stdout.readline() == "heard\n"
             watching.send_signal(signal.SIGINT)
             assert watching.wait(LIMIT) == 130
+
+
+@pytest.mark.parametrize("seconds", ["-1", "nan"])
+def test_a_timeout_that_is_none(seconds):
+    assert "Invalid value for '--timeout'" in asked("get", "k", "--timeout", seconds, code=2)
 
 
 def test_none_that_runs():

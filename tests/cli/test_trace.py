@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -77,6 +78,35 @@ def test_what_cannot_be(dumps, tmp_path_factory):
     assert "holds no flight recorder" in trace(tmp_path_factory.mktemp("empty")).output
     assert "let its name end in png, svg or pdf" in trace(dumps, "--plot", dumps / "timeline.nothing").output
     assert trace(dumps / "absent").exit_code == 2
+
+
+@pytest.mark.parametrize("option", ["--plot", "--perfetto"])
+def test_where_nothing_can_be_written(dumps, option):
+    run = trace(dumps, option, dumps / "absent" / "timeline.svg")
+    assert (run.exit_code, type(run.exception)) == (2, SystemExit)
+    assert f"there is no folder '{dumps}/absent'" in "".join(run.output.split("\n"))
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no disk that is always full")
+def test_a_disk_that_is_full(dumps):
+    run = trace(dumps, "--perfetto", "/dev/full")
+    assert (run.exit_code, type(run.exception)) == (2, SystemExit)
+    assert "/dev/full cannot be written (No space left on device)" in run.output
+
+
+def test_names_are_shown_as_they_are(dumps):
+    """Whatever they would mean as markup."""
+    for path in dumps.iterdir():
+        content = json.loads(path.read_text())
+        content["host"] = "[red]host"
+        content["groups"] = {"[/tp]": content["groups"]["world"]}
+        for entry in content["entries"]:
+            entry.update(group="[/tp]", op="[bold]op", call=f"[/]{entry['call']}")
+        path.write_text(json.dumps(content))
+    run = trace(dumps, "--calls", 5, "--perfetto", dumps / "[b]events")
+    assert run.exit_code == 0, run.output
+    for name in ("group '[/tp]', collective", "group '[/tp]' ", "[red]host", "[bold]op", "[/]all_reduce", "[b]events"):
+        assert name in run.output
 
 
 def test_the_folder_is_the_one_that_ranks_write_into_unless_named(dumps, monkeypatch):
