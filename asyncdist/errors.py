@@ -250,18 +250,25 @@ class StoreError(AsyncdistError):
 
 
 class StoreTimeoutError(StoreError, TimeoutError):
-    """A store operation did not finish in time; ``keys`` are those waited for."""
+    """A store operation did not finish in time; ``keys`` are those that it is about, ``reason`` says what that means."""
 
-    def __init__(self, operation: str, keys: Sequence[str] = (), timeout: float | None = None) -> None:
-        super().__init__(operation, keys, timeout)
+    def __init__(
+        self,
+        operation: str,
+        keys: Sequence[str] = (),
+        timeout: float | None = None,
+        reason: str = "nobody has set what it waits for",
+    ) -> None:
+        super().__init__(operation, keys, timeout, reason)
         self.operation = operation
         self.keys = tuple(keys)
         self.timeout = timeout
+        self.reason = reason
 
     def __str__(self) -> str:
         names = ", ".join(repr(key) for key in self.keys[:8]) + (", …" if len(self.keys) > 8 else "")
         after = f" after {self.timeout:g} s" if self.timeout is not None else ""
-        return f"store {self.operation}({names}) timed out{after}: nobody has set what it waits for"
+        return f"store {self.operation}({names}) timed out{after}: {self.reason}"
 
 
 class QueueEmptyError(StoreError):

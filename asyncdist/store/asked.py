@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable
 from math import inf
 from typing import Any, Protocol
 
-from asyncdist.errors import StoreTimeoutError
 from asyncdist.store.operations import Command
 
 _TICK = 0.001
@@ -55,7 +54,7 @@ class Asked(asyncio.Future[Any]):
 
     def expire(self) -> None:
         """It has not been answered in time."""
-        self.reject(StoreTimeoutError(self.command.name, self.command.keys, self.limit))
+        self.reject(self.command.overdue(self.limit))
         self.line.give_up(self.number)
 
     def cancel(self, msg: Any | None = None) -> bool:

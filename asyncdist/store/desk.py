@@ -123,7 +123,7 @@ class Desk(ABC):
                 self.confirm(number)
         except TimeoutError:
             self.give_up(number)
-            raise StoreTimeoutError(command.name, command.keys, limit) from None
+            raise command.overdue(limit) from None
         except BaseException:
             self.give_up(number)
             raise

@@ -10,7 +10,7 @@ from collections.abc import Hashable, Iterable
 from enum import IntEnum
 from typing import Any, NamedTuple
 
-from asyncdist.errors import UsageError
+from asyncdist.errors import StoreTimeoutError, UsageError
 
 
 class Op(IntEnum):
@@ -179,6 +179,15 @@ class Command(NamedTuple):
             return ()
         first = self.args[0]
         return (first,) if isinstance(first, str) else tuple(first)
+
+    def overdue(self, limit: float) -> StoreTimeoutError:
+        """Return the error of those who have had no answer within ``limit`` seconds."""
+        if self.op in BLOCKING and self.op not in STREAMS:
+            return StoreTimeoutError(self.name, self.keys, limit)
+        what = "see whether it runs, and what keeps it busy"
+        if self.op in CHANGING:
+            what = "it may have been done all the same; look at what is there before you repeat it"
+        return StoreTimeoutError(self.name, self.keys, limit, f"the store did not answer; {what}")
 
     def under(self, prefix: str) -> Command:
         """Return the same command on keys under ``prefix``."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import pickle
+import re
 import socket
 from datetime import timedelta
 
@@ -21,7 +23,7 @@ from asyncdist.errors import (
     StoreTimeoutError,
     UsageError,
 )
-from asyncdist.store import AsyncPrefixStore, AsyncStore, StoreServer, TCPStore, dialling
+from asyncdist.store import AsyncPrefixStore, AsyncStore, StoreServer, TCPStore, dialling, operations
 from asyncdist.testing.ports import free_port
 
 UNIT, LONG = 0.05, 10.0
@@ -81,6 +83,44 @@ async def test_a_timeout_names_the_keys_and_leaves_nothing_at_the_server(store, 
     assert isinstance(caught.value, TimeoutError)
     await store.check([])
     assert server.state.num_open == 0
+
+
+DONE = "the store did not answer; it may have been done all the same; look at what is there before you repeat it"
+WAITED = "nobody has set what it waits for"
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (operations.set_("k", "v"), f"store set('k') timed out after 0.05 s: {DONE}"),
+        (operations.queue_push("k", "v"), f"store queue_push('k') timed out after 0.05 s: {DONE}"),
+        (
+            operations.list_keys(""),
+            "store list_keys('') timed out after 0.05 s: the store did not answer; see whether it",
+        ),
+        (operations.get("k"), f"store get('k') timed out after 0.05 s: {WAITED}"),
+        (operations.queue_pop("k", True), f"store queue_pop('k') timed out after 0.05 s: {WAITED}"),
+    ],
+    ids=lambda given: given.name if isinstance(given, operations.Command) else "",
+)
+async def test_a_store_that_does_not_answer(store, server, command, said):
+    def blocking() -> None:
+        config = Config(token=TOKEN, store_reconnect=0.0)
+        with TCPStore("127.0.0.1", server.port, timeout=LONG, config=config) as other:
+            asyncio.run_coroutine_threadsafe(pause(), loop).result(LONG)
+            with pytest.raises(StoreTimeoutError, match=f"^{re.escape(said)}") as caught:
+                other.request(command, UNIT)
+            assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+    async def pause() -> None:
+        server.pause_reading()
+
+    loop = asyncio.get_running_loop()
+    await pause()
+    with pytest.raises(StoreTimeoutError, match=f"^{re.escape(said)}"):
+        await store.request(command, UNIT)
+    await asyncio.to_thread(blocking)
+    server.resume_reading()
 
 
 async def test_the_stores_own_timeout(store):
