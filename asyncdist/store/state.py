@@ -50,6 +50,7 @@ class StoreState(Ties):
         super().__init__()
         self.max_value_nbytes = max_value_nbytes
         self.max_key_nbytes = max_key_nbytes
+        self._surely_short = max_key_nbytes // 4  # no character has more than 4 bytes
         self._waiting: dict[str, dict[Waiting, None]] = {}  # key -> for a value; `wait` stands in the next one too
         self._standing: dict[str, tuple[int, dict[Place, None]]] = {}  # barrier -> world size, who is in
         self._listening: dict[str, dict[Place, None]] = {}  # channel -> subscribers
@@ -109,7 +110,7 @@ class StoreState(Ties):
         self._put(key, value)
 
     def _put(self, key: str, value: bytes) -> None:
-        if len(value) > self.max_value_nbytes or len(key) > self.max_key_nbytes:
+        if len(value) > self.max_value_nbytes or len(key) > self._surely_short:
             self._check_size(key, value)
         if self.ledger is not None:
             self.ledger.check_room(_growth(key, value, self._values.get(key)))
@@ -137,10 +138,10 @@ class StoreState(Ties):
                 f"a value of {len(value)} bytes for {key!r}, and the store takes {self.max_value_nbytes}: raise "
                 "ASYNCDIST_STORE_MAX_VALUE_NBYTES where the store runs, or send bulk data through a collective",
             )
-        if len(key) > self.max_key_nbytes:
+        if len(key) > self._surely_short and (key_nbytes := len(key.encode())) > self.max_key_nbytes:
             raise Refused(
                 Reason.TOO_LARGE,
-                f"a key of {len(key)} characters, {key[:32]!r}…, and the store takes {self.max_key_nbytes}: choose a "
+                f"a key of {key_nbytes} bytes, {key[:32]!r}…, and the store takes {self.max_key_nbytes}: choose a "
                 "shorter one, or raise ASYNCDIST_STORE_MAX_KEY_NBYTES where the store runs",
             )
 

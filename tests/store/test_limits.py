@@ -58,7 +58,8 @@ def requests(key: str, value: bytes) -> list[tuple[object, ...]]:
 @pytest.mark.parametrize("which", range(6))
 def test_the_longest_value_and_key_are_taken_and_none_that_are_longer(which):
     assert Store().ask("a", *requests("k" * LONGEST, bytes(LONGEST))[which]) is not Reason.TOO_LARGE
-    for key, value in (("k", bytes(LONGEST + 1)), ("k" * (LONGEST + 1), b"")):
+    assert Store().ask("a", *requests("é" * (LONGEST // 2), b"")[which]) is not Reason.TOO_LARGE
+    for key, value in (("k", bytes(LONGEST + 1)), ("k" * (LONGEST + 1), b""), ("é" * (LONGEST // 2 + 1), b"")):
         store = Store()
         assert store.ask("a", *requests(key, value)[which]) is Reason.TOO_LARGE
         assert store.held_nbytes == store.book.nbytes == store.state.num_keys == 0
