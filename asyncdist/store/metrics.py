@@ -1,7 +1,7 @@
 """A port for those who watch a store: ``/metrics`` for Prometheus, ``/healthz`` for whoever restarts it.
 
-It speaks as much HTTP as they need: one GET a connection. The figures are those of `status`; a store whose journal failed
-is not healthy.
+It speaks as much HTTP as they need: one GET or HEAD a connection. The figures are those of `status`; a store whose journal
+failed is not healthy.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 TIMEOUT = 10.0
 """Seconds that one who connects has for its request, and for taking the answer."""
+_END = b"\r\n\r\n"  # of a head
 _REQUEST_NBYTES = 8 << 10
 _CONNECTIONS = 32
 
@@ -68,7 +69,7 @@ class Metrics:
                 return
             self._visits.add(task)
             async with asyncio.timeout(TIMEOUT):
-                request = await reader.readuntil(b"\r\n\r\n")
+                request = await reader.readuntil(_END)
                 writer.write(self._answer(request))
                 await writer.drain()
         except (TimeoutError, OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, asyncio.CancelledError):
@@ -79,9 +80,12 @@ class Metrics:
 
     def _answer(self, request: bytes) -> bytes:
         method, _, rest = request.partition(b" ")
-        path = rest.partition(b" ")[0].partition(b"?")[0]
         if method not in (b"GET", b"HEAD"):
-            return _response("405 Method Not Allowed", b"only GET\n")
+            return _response("405 Method Not Allowed", b"only GET and HEAD\n")
+        whole = self._found(rest.partition(b" ")[0].partition(b"?")[0])
+        return whole if method == b"GET" else whole[: whole.index(_END) + len(_END)]
+
+    def _found(self, path: bytes) -> bytes:
         if path == b"/metrics":
             return _response("200 OK", self._render(self._registry), "text/plain; version=0.0.4; charset=utf-8")
         if path == b"/healthz":

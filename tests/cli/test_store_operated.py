@@ -278,6 +278,11 @@ def test_prometheus_reads_figures(tmp_path):
         assert "# TYPE asyncdist_store_requests_total counter" in text
         assert "# HELP asyncdist_store_keys keys with a value" in text
         assert fetched(port, "/healthz") == "ok\n"
+        with socket.create_connection(("127.0.0.1", port), LIMIT) as asking, asking.makefile("rb") as answer:
+            asking.sendall(b"HEAD /healthz HTTP/1.1\r\n\r\n")
+            head = answer.read()
+        assert b"\r\nContent-Length: 3\r\n" in head  # of what a GET gets
+        assert head.endswith(b"\r\n\r\n")
         with pytest.raises(urllib.error.HTTPError, match="404") as refused:
             fetched(port, "/")
         refused.value.close()
