@@ -65,10 +65,14 @@ async def _asked(
 def _shown(value: bytes) -> str:
     """Return a value as text, or as a Python literal where it is none."""
     try:
-        text = value.decode()
+        return _line(value.decode(), value)
     except UnicodeDecodeError:
         return repr(value)
-    return text if text.isprintable() else repr(value)
+
+
+def _line(text: str, what: object) -> str:
+    """Return a text if it is one line that a terminal shows as it is, or else what it stands for as a Python literal."""
+    return text if text.isprintable() else repr(what)
 
 
 @click.command(short_help="Show how the store is.")
@@ -131,7 +135,7 @@ def keys(ctx: click.Context, prefix: str, **given: Any) -> None:
 
     async def ask(store: AsyncStore) -> None:
         for key in sorted(await store.list_keys(prefix)):
-            click.echo(key if key.isprintable() else repr(key))
+            click.echo(_line(key, key))
 
     _run(ctx, given, ask)
 
@@ -148,7 +152,8 @@ def watch(ctx: click.Context, prefix: str, channel: bool, **given: Any) -> None:
 
     async def keys_under(store: AsyncStore) -> None:
         async for key, value in store.watch_keys(prefix):
-            click.echo(f"{key} is gone" if value is None else f"{key} = {_shown(value)}")
+            shown = _line(key, key)
+            click.echo(f"{shown} is gone" if value is None else f"{shown} = {_shown(value)}")
 
     async def messages(store: AsyncStore) -> None:
         from asyncdist.errors import StoreConnectionError

@@ -68,6 +68,10 @@ def test_keys_are_watched():
             assert watching.stdout.readline() == "job/b = b'\\xff'\n"
             store.delete_key("job/a")
             assert watching.stdout.readline() == "job/a is gone\n"
+            store.set("job/\x1b[2J\nc", "d")
+            assert watching.stdout.readline() == "'job/\\x1b[2J\\nc' = d\n"
+            store.delete_key("job/\x1b[2J\nc")
+            assert watching.stdout.readline() == "'job/\\x1b[2J\\nc' is gone\n"
             watching.send_signal(signal.SIGINT)
             assert watching.wait(LIMIT) == 130
 
