@@ -174,7 +174,15 @@ def _unusable(value: Any) -> UsageError:
 
 def to_read(value: Any) -> Memory:
     """Return memory that holds the tensor's elements in order; a copy only if they do not lie so already."""
-    return Memory(_in_order(tensor_of(value)).view(-1))
+    return Memory(flat(_in_order(tensor_of(value))))
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous tensor as a run of its elements.
+
+    To torch a lone element is contiguous with any stride, but only with a stride of 1 is it to be seen as bytes.
+    """
+    return tensor if tensor.dim() == 1 and tensor.stride(0) == 1 else tensor.as_strided((tensor.numel(),), (1,))
 
 
 def in_order(tensor: torch.Tensor) -> bool:
@@ -212,7 +220,7 @@ class Target:
         if self.copied:
             _check_apart(tensor)
             tensor = _in_order(tensor)
-        self.memory = Memory(tensor if tensor.dim() == 1 else tensor.view(-1))
+        self.memory = Memory(flat(tensor))
 
     def store(self) -> None:
         if self.copied:

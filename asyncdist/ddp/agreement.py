@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
+from asyncdist.buffers import flat
 from asyncdist.errors import MismatchError
 from asyncdist.group import Group
 from asyncdist.ops import ReduceOp
@@ -86,19 +87,19 @@ def broadcast_values(group: Group, tensors: Iterable[torch.Tensor], src: int = 0
     with torch.no_grad():
         for pack in _packs([tensor.detach() for tensor in tensors if tensor.numel()]):
             if len(pack) == 1 and pack[0].is_contiguous():
-                group.broadcast(pack[0].view(-1).view(torch.uint8), src, background=False).wait()
+                group.broadcast(_octets(pack[0]), src, background=False).wait()
                 continue
-            flat = torch.cat([_octets(tensor) for tensor in pack])
-            group.broadcast(flat, src, background=False).wait()
+            joined = torch.cat([_octets(tensor) for tensor in pack])
+            group.broadcast(joined, src, background=False).wait()
             if group.rank() != src:
-                parts = flat.split([tensor.nbytes for tensor in pack])
+                parts = joined.split([tensor.nbytes for tensor in pack])
                 for tensor, part in zip(pack, parts, strict=True):
                     # A dtype's view needs its alignment, which a part in the middle of a pack may not have.
                     tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
 
 
 def _octets(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)
+    return flat(tensor.contiguous()).view(torch.uint8)
 
 
 def _packs(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

@@ -208,6 +208,27 @@ async def test_tensors_made_in_inference_mode(transport, inside):
                     assert column.to(torch.complex64).eq(2).all()
 
 
+LONE = {
+    "a vector": lambda: torch.ones(4)[:1:2].as_strided((1,), (2,)),
+    "a matrix": lambda: torch.ones(3, 2)[:1].t()[:, :1][:1],
+    "nothing": lambda: torch.ones(4)[::2][:0],
+}
+
+
+@pytest.mark.parametrize("name", LONE)
+async def test_a_lone_element_made_in_inference_mode_whose_stride_is_not_one(transport, name):
+    """It is contiguous to torch, which shows it as bytes only where its last stride is 1."""
+    async with world_of(2, transport=transport) as groups:
+        with torch.inference_mode():
+            tensors = [LONE[name]() for _ in groups]
+            rooms = [[LONE[name]() for _ in groups] for _ in groups]
+        assert all(tensor.is_contiguous() and tensor.stride(-1) == 2 for tensor in tensors)
+        await asyncio.gather(*(g.all_reduce(tensors[g.rank()]) for g in groups))
+        await asyncio.gather(*(g.all_gather(rooms[g.rank()], tensors[g.rank()]) for g in groups))
+        for tensor in (*tensors, *rooms[0], *rooms[1]):
+            assert tensor.eq(2).all()
+
+
 def test_blocking_calls_in_inference_mode(together, transport):
     def rank(group):
         with torch.inference_mode(group.rank() == 0):

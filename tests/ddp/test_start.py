@@ -44,6 +44,16 @@ def test_all_ranks_start_from_rank_0s_parameters_and_buffers(together):
         assert state["conv.weight"].stride() == expected["conv.weight"].stride()
 
 
+def test_a_lone_element_whose_stride_is_not_one(together):
+    def rank(group):
+        module = nn.Linear(2, 1)
+        module.scale = nn.Parameter(torch.full((2,), 1.0 + group.rank())[:1].as_strided((1,), (2,)))
+        DistributedDataParallel(module, process_group=group)
+        return module.scale.item()
+
+    assert together(2, rank) == [1.0, 1.0]
+
+
 @pytest.mark.parametrize("arguments", [{"broadcast_buffers": False}, {"forward_sync_buffers": False}, {}])
 def test_buffers_in_forward(together, arguments):
     def rank(group):
