@@ -40,10 +40,11 @@ def all_reduce(who: Member, tensor: torch.Tensor, op: Reduction) -> Plan:
         yield from ring.all_gather(who.rank, who.size, [numbers for _, numbers in gathered])
 
     def finish() -> torch.Tensor:
-        places = torch.cat([each.tensor.view(per_index, -1) for each, _ in gathered], dim=1)
-        numbers = torch.cat([each.tensor.view(-1, *dense_shape) for _, each in gathered])
-        total = torch.sparse_coo_tensor(places, numbers, own.shape, device="cpu", check_invariants=False).coalesce()
-        with torch.no_grad():
+        # What a copy puts into a sparse tensor stays in it: it has to be made in the mode that the tensor was made in.
+        with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+            places = torch.cat([each.tensor.view(per_index, -1) for each, _ in gathered], dim=1)
+            numbers = torch.cat([each.tensor.view(-1, *dense_shape) for _, each in gathered])
+            total = torch.sparse_coo_tensor(places, numbers, own.shape, device="cpu", check_invariants=False).coalesce()
             tensor.copy_(total / who.size if op is ReduceOp.AVG else total)
         return tensor
 
@@ -63,4 +64,5 @@ def _checked(tensor: torch.Tensor, op: Reduction) -> torch.Tensor:
         raise UnsupportedError(
             f"sparse tensors are reduced with SUM and AVG only, not {op.name}: call .to_dense() first"
         )
-    return tensor.detach().coalesce()
+    with torch.inference_mode(tensor.is_inference()):
+        return tensor.detach().coalesce()

@@ -61,6 +61,32 @@ async def test_values_without_dimensions_of_their_own_and_nothing_at_all(transpo
         assert [tensor.to_dense().abs().sum().item() for tensor in nothing] == [0.0, 0.0]
 
 
+@pytest.mark.parametrize("inside", [True, False], ids=["called inside", "called outside"])
+@pytest.mark.parametrize("made_inside", [True, False], ids=["made inside", "made outside"])
+async def test_inference_mode(transport, made_inside, inside):
+    """What was made in it may be written in it only, and what was not is not to hold anything made in it."""
+    async with world_of(2, transport=transport) as groups:
+        with torch.inference_mode(made_inside):
+            tensors = [sparse(PLACES[rank * 2]) for rank in range(2)]
+        total = tensors[0].to_dense() + tensors[1].to_dense()
+        with torch.inference_mode(inside):
+            works = [group.all_reduce(tensor) for group, tensor in zip(groups, tensors, strict=True)]
+        await asyncio.gather(*works)
+        for tensor in tensors:
+            assert torch.equal(tensor.to_dense(), total)
+            assert tensor.is_inference() == tensor.values().is_inference() == made_inside
+
+
+def test_a_tensor_of_training_summed_by_a_blocking_call_in_inference_mode(together, transport):
+    def rank(group):
+        tensor = sparse(PLACES[group.rank()])
+        with torch.inference_mode():
+            group.all_reduce(tensor, background=False).result()
+        return tensor.is_inference(), tensor.values().is_inference()
+
+    assert together(2, rank, transport=transport) == [(False, False)] * 2
+
+
 async def test_other_shapes_are_a_mismatch(transport):
     async with world_of(2, transport=transport) as groups:
         tensors = [torch.zeros(3 + rank).to_sparse() for rank in range(2)]
