@@ -2,14 +2,16 @@
 
 `Memory` is the place of our schedules: a run of elements of a tensor with two faces, a `memoryview` for the wire and a
 tensor for arithmetic, each made only when asked for. `Blocks` splits one into numbered blocks. `to_read` and `Target` say
-how a user's tensor of any layout becomes a Memory and how the result gets back. `Scratch` keeps buffers for reuse.
+how a user's tensor of any layout becomes a Memory and how the result gets back, `apart` what becomes of tensors that
+overlap. `Scratch` keeps buffers for reuse.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from typing import Any, cast
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -66,6 +68,11 @@ class Memory:
         if tensor is None:
             tensor = self._tensor = cast(Memory, self._base).tensor[self.start : self.stop]
         return tensor
+
+    @property
+    def address(self) -> int:
+        base = self._base
+        return self.tensor.data_ptr() if base is None else base.address + self.start * self.itemsize
 
     @property
     def view(self) -> memoryview:
@@ -134,6 +141,34 @@ class Blocks:
         if block is None:
             block = self._single[which] = self._memory.slice(self._bounds[which], self._bounds[which + 1])
         return block
+
+
+Places = TypeVar("Places", bound=Sequence[Memory] | Blocks)
+
+
+def apart(read: Places, written: Sequence[Memory] | Blocks, own: Mapping[int, int]) -> Places | list[Memory]:
+    """Return what an operation reads, with a copy of each place that it also writes into, as if it had read all first.
+
+    Each way reads and writes blocks in an order of its own, and peers may read ours where it lies. ``own[i] = j`` is the
+    exception that each way knows, a rank's own block: ``read[i]`` may be ``written[j]``, but not a part of it.
+    """
+    rooms = []
+    for number in range(len(written)):
+        place = written[number]
+        if place.count:
+            start = place.address
+            rooms.append((start, start + place.nbytes, number))
+    rooms.sort()
+    starts, stops = [room[0] for room in rooms], [room[1] for room in rooms]
+    copies: dict[int, Memory] = {}
+    for number in range(len(read)):
+        place = read[number]
+        start = place.address
+        stop = start + place.nbytes
+        hit = rooms[bisect_right(stops, start) : bisect_left(starts, stop)]
+        if hit and place.count and hit != [(start, stop, own.get(number))]:
+            copies[number] = Memory(place.tensor.clone(), wire=place.wire)
+    return [copies.get(number) or read[number] for number in range(len(read))] if copies else read
 
 
 # -- a user's tensor ------------------------------------------------------------------------------

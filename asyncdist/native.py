@@ -59,11 +59,17 @@ class Kind:
 
 
 Quick = Callable[..., Schedule]
-"""``quick(number, *tensors)`` is the schedule of one call, on contiguous tensors in the order of the group's method."""
+"""``quick(number, *tensors)`` is the schedule of one call, on contiguous tensors in the order of the group's method.
+
+They may overlap as the user's tensors do: no plan has looked at them.
+"""
 
 
 class Native(ABC):
-    """The collectives of one group, all of whose members its transport reaches. Called under the world's lock."""
+    """The collectives of one group, all of whose members its transport reaches. Called under the world's lock.
+
+    What is read overlaps nothing that is written (see `apart`), except that a rank's own block may be both.
+    """
 
     def quick(self, kind: Kind) -> Quick | None:
         """Return what does calls of one kind in less time than the methods below; None if nothing does.

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from asyncdist.buffers import DTYPE_NUMBERS, NOTHING, Blocks, Memory, Scratch, Target, to_read
+from asyncdist.buffers import DTYPE_NUMBERS, NOTHING, Blocks, Memory, Scratch, Target, apart, to_read
 from asyncdist.collectives import arguments, doubling, pairwise, ring, tree
 from asyncdist.collectives.choose import Model, choose
 from asyncdist.collectives.islands import Islands
@@ -174,6 +174,9 @@ def all_gather(
         counts = [blocks[rank].count for rank in range(who.size)]
         total += sum(counts)
         layout += [DTYPE_NUMBERS[own.dtype], *counts]
+    places = [blocks[rank] for blocks, _ in pairs for rank in range(who.size)]
+    owns = apart([own for _, own in pairs], places, {row: row * who.size + who.rank for row in range(len(pairs))})
+    pairs = [(blocks, owns[row]) for row, (blocks, _) in enumerate(pairs)]
     dtype = pairs[0][1].dtype
 
     def part(blocks: list[Memory] | Blocks, algorithm: str) -> Schedule:
@@ -210,7 +213,6 @@ def gather(who: Member, gather_list: Sequence[Any] | None, tensor: Any, root: in
     if who.rank == root:
         written = arguments.targets(gather_list, who.size, "gather_list on the destination rank")
         arguments.same_sizes([target.memory for target in written], own, "gather_list")
-        written[who.rank].memory.tensor.copy_(own.tensor)
     elif gather_list:
         raise UsageError(f"gather_list belongs to the destination, rank {root} of the group: pass None elsewhere")
     plan = _gather(who, own, [target.memory for target in written], root, arguments.storing(written, gather_list))
@@ -229,11 +231,13 @@ def gather_single(who: Member, output: Any, tensor: Any, root: int) -> Plan:
     parts = arguments.even(target.memory, who.size, "gather_tensor")
     blocks = [parts[rank] for rank in range(who.size)]
     arguments.same_sizes(blocks, own, "gather_tensor")
-    blocks[root].tensor.copy_(own.tensor)
     return _gather(who, own, blocks, root, arguments.storing([target], output))
 
 
 def _gather(who: Member, own: Memory, blocks: list[Memory], root: int, finish: Callable[[], Any]) -> Plan:
+    if who.rank == root:
+        (own,) = apart([own], blocks, {0: root})
+        blocks[root].tensor.copy_(own.tensor)
     call = fingerprint(Collective.gather, own.dtype, (own.count,), None, root)
     nbytes = own.nbytes * who.size
     if who.native is not None:
@@ -249,6 +253,7 @@ def scatter(who: Member, tensor: Any, scatter_list: Sequence[Any] | None, root: 
     if who.rank == root:
         blocks = arguments.listed(scatter_list, who.size, "scatter_list on the source rank")
         arguments.same_sizes(blocks, memory, "scatter_list")
+        blocks = apart(blocks, [memory], {root: 0})
         memory.tensor.copy_(blocks[who.rank].tensor)
     elif scatter_list:
         raise UsageError(f"scatter_list belongs to the source, rank {root} of the group: pass None elsewhere")
@@ -289,13 +294,14 @@ def all_to_all(who: Member, incoming: Sequence[Memory], outgoing: Sequence[Memor
         )
     call = fingerprint(Collective.all_to_all, own_out.dtype, 0, None, None)
     nbytes = sum(block.nbytes for block in outgoing)
+    outgoing = apart(outgoing, incoming, {who.rank: who.rank})
     native = who.native
     if native is not None:
         start = functools.partial(native.all_to_all, incoming=incoming, outgoing=outgoing)
         alike = all(block.count == own_out.count for block in (*incoming, *outgoing))
         kind = Kind(Collective.all_to_all, call, own_out.dtype, (own_out.count,)) if alike else None
         return Plan(native=start, fingerprint=call, finish=finish, nbytes=nbytes, kind=kind)
-    own_in.tensor.copy_(own_out.tensor)
+    own_in.tensor.copy_(outgoing[who.rank].tensor)
     parts = [
         pairwise.all_to_all(who.rank, who.size, sent, received)
         for sent, received in zip(_split_each(who, outgoing), _split_each(who, incoming), strict=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from asyncdist.buffers import Blocks, Memory, Target, to_read
+from asyncdist.buffers import Blocks, Memory, Target, apart, to_read
 from asyncdist.collectives import arguments, doubling, pairwise, ring, sparse, tree
 from asyncdist.collectives.operation import Plan
 from asyncdist.collectives.plans import Member, fingerprint, segments, striped_blocks, stripes
@@ -244,7 +244,8 @@ def reduce_scatter(who: Member, output: Any, inputs: Sequence[Memory] | Blocks, 
         )
     if isinstance(op, PremulSum):
         inputs = [Memory(_scaled(inputs[rank].tensor, op)) for rank in range(who.size)]
-        own_input = inputs[who.rank]
+    inputs = apart(inputs, [memory], {who.rank: 0})
+    own_input = inputs[who.rank]
     counts = tuple(inputs[rank].count for rank in range(who.size))
     total = sum(counts)
     call = fingerprint(Collective.reduce_scatter, dtype, total, op, None, counts)

@@ -53,6 +53,34 @@ def bits_of_bools(rank, world):
     return [(tensor, functools.reduce(operator.xor, each))]
 
 
+def overlaps(rank, world):
+    """What is read may lie where is written, of which gloo makes other elements now and then."""
+
+    def mine():
+        return torch.cat([numbers(rank * world + peer, 4) for peer in range(world)])
+
+    exchanged = torch.cat([numbers(peer * world + rank, 4) for peer in range(world)])
+    totals = [sum(numbers(peer * world + part, 4) for peer in range(world)) for part in range(world)]
+    single, left, listed, first, second = (mine() for _ in range(5))
+    dist.all_to_all_single(single, single)
+    work = dist.all_to_all_single(left, left, async_op=True)
+    blocks = list(listed.chunk(world))
+    dist.all_to_all(blocks, blocks)
+    work.wait()
+    next_part = second.chunk(world)[(rank + 1) % world]
+    with dist._coalescing_manager():
+        dist.reduce_scatter_tensor(first[:4], first)
+        dist.reduce_scatter_tensor(next_part, second)
+    gathered = numbers(rank, 4).repeat(world)
+    dist.all_gather_into_tensor(gathered, gathered[2:6])
+    parts = [torch.roll(numbers(peer, 4), -2) for peer in range(world)]
+    return [
+        *((tensor, exchanged) for tensor in (single, left, listed)),
+        *((tensor, totals[rank]) for tensor in (first[:4], next_part)),
+        (gathered, torch.cat(parts)),
+    ]
+
+
 def layouts(rank, world):
     """What is sent, received, gathered, scattered or summed need not be contiguous (gloo sums other elements, unasked)."""
     right, left = (rank + 1) % world, (rank - 1) % world

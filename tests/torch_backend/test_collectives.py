@@ -56,7 +56,7 @@ def test_groups(same_over_gloo, program):
 
 
 @pytest.mark.parametrize(
-    "program", ["stacked_outputs", "further_dtypes", "scaled_sums", "bits_of_bools", "layouts",
+    "program", ["stacked_outputs", "further_dtypes", "scaled_sums", "bits_of_bools", "layouts", "overlaps",
                 "after_a_group_made_locally", BESIDE_GLOO, "callbacks_that_block", "old_and_new_names", "awaited"],
 )  # fmt: skip
 def test_what_gloo_refuses(as_it_should_be, program):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Sequence
 
 import torch
 
-from asyncdist.buffers import Memory
+from asyncdist.buffers import Memory, apart
 from asyncdist.collectives.schedule import Schedule
 from asyncdist.native import Kind, MemoryBlocks, Native, Quick
 from asyncdist.ops import Collective
@@ -63,7 +63,7 @@ class ShmNative(Native):
         except KeyError:
             if len(self._kept) >= _KEPT_KINDS:
                 self._kept.clear()
-        swap = swap_of(self._window, kind, self._crossing(kind))
+        swap = swap_of(self._window, kind, self._crossing(self._large.cross_staged, kind))
         start = self._in_rounds(kind) if swap is None else swap.schedule
         if kind.collective is Collective.all_reduce:
             start = self._all_reduce_of(kind, start)
@@ -95,31 +95,40 @@ class ShmNative(Native):
     def _in_rounds(self, kind: Kind) -> Quick | None:
         """Return what does calls with large tensors of one kind; None where nothing is known but by a plan."""
         large, size, call, root = self._large, self._window.size, kind.fingerprint, kind.root
+        rank = self._window.rank
+
+        def reduce_scatter(number: int, output: torch.Tensor, blocks: Blocks) -> Schedule:
+            own = _flat(output)
+            inputs = apart(_each(blocks, size), [own], {rank: 0})
+            return large.reduce_scatter(number, call, inputs, own, kind.arithmetic)
+
+        def all_gather(number: int, blocks: Blocks, tensor: torch.Tensor) -> Schedule:
+            outputs = _each(blocks, size)
+            (own,) = apart([_flat(tensor)], outputs, {0: rank})
+            return large.all_gather(number, call, [(outputs, own)])
+
         match kind.collective:
             case Collective.reduce:
                 return lambda number, tensor: large.reduce(number, call, _flat(tensor), root, kind.arithmetic)
             case Collective.reduce_scatter:
-                return lambda number, output, blocks: large.reduce_scatter(
-                    number, call, _each(blocks, size), _flat(output), kind.arithmetic
-                )
+                return reduce_scatter
             case Collective.broadcast:
                 return lambda number, tensor: large.broadcast(number, call, _flat(tensor), root)
             case Collective.all_gather:
-                return lambda number, blocks, tensor: large.all_gather(
-                    number, call, [(_each(blocks, size), _flat(tensor))]
-                )
+                return all_gather
             case Collective.all_to_all:
-                return lambda number, incoming, outgoing: large.all_to_all(
-                    number, call, _each(incoming, size), _each(outgoing, size)
-                )
+                return self._crossing(large.all_to_all, kind)
         return None
 
-    def _crossing(self, kind: Kind) -> Quick:
-        """Return what goes on with an all-to-all after it was staged with one meeting in mind."""
-        large, size, call = self._large, self._window.size, kind.fingerprint
-        return lambda number, incoming, outgoing: large.cross_staged(
-            number, call, _each(incoming, size), _each(outgoing, size)
-        )
+    def _crossing(self, cross: Callable[..., Schedule], kind: Kind) -> Quick:
+        """Return what does an all-to-all with tensors of one kind as ``cross`` does it with memory."""
+        size, call, own = self._window.size, kind.fingerprint, {self._window.rank: self._window.rank}
+
+        def start(number: int, incoming: Blocks, outgoing: Blocks) -> Schedule:
+            written = _each(incoming, size)
+            return cross(number, call, written, apart(_each(outgoing, size), written, own))
+
+        return start
 
     def _quick(
         self, collective: Collective, call: int, blocks: Sequence[Memory], how: Arithmetic | None = None, root: int = -1

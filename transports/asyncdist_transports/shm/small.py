@@ -215,11 +215,13 @@ def _gather(small: _Small) -> Swap:
         return Moves(lambda blocks, tensor: _move(to, tensor.data_ptr(), nbytes), None)
 
     def take(number: int) -> Moves:
-        areas = [0 if each == rank else small.address(number, each) for each in range(small.size)]
+        areas = [(member.rank, small.address(number, member.rank)) for member in small.others]
 
         def collect(blocks: Blocks, tensor: torch.Tensor) -> None:
-            for to, area in zip(small.addresses(blocks), areas, strict=True):
-                _move(to, area or tensor.data_ptr(), nbytes)
+            places = small.addresses(blocks)
+            _move(places[rank], tensor.data_ptr(), nbytes)  # first: it may lie where another's goes
+            for each, area in areas:
+                _move(places[each], area, nbytes)
 
         return Moves(None, collect)
 
