@@ -264,8 +264,25 @@ class Target:
 
 
 def _check_apart(tensor: torch.Tensor) -> None:
-    if any(stride == 0 and count > 1 for stride, count in zip(tensor.stride(), tensor.shape, strict=True)):
-        raise UsageError("this tensor is expanded, several of its elements share one place in memory: pass .clone()")
+    if _overlaps_itself(tensor):
+        raise UsageError(
+            "this tensor is expanded or unfolded, several of its elements share one place in memory: pass .clone()"
+        )
+
+
+def _overlaps_itself(tensor: torch.Tensor) -> bool:
+    dimensions = sorted(each for each in zip(tensor.stride(), tensor.shape, strict=True) if each[1] > 1)
+    if not tensor.numel() or not dimensions:
+        return False
+    reach, nested = 0, True
+    for stride, count in dimensions:
+        nested = nested and stride > reach  # it steps over all that smaller strides reach
+        reach += stride * (count - 1)
+    if nested or dimensions[0][0] == 0:
+        return not nested
+    marks = torch.zeros(reach + 1, dtype=torch.bool, device="cpu")
+    marks.as_strided(tensor.shape, tensor.stride()).fill_(True)
+    return int(marks.count_nonzero()) < tensor.numel()
 
 
 # -- scratch --------------------------------------------------------------------------------------

@@ -39,6 +39,8 @@ WRONG_TENSORS = {
     "of bits": (lambda g: g.all_reduce(torch.empty(2, dtype=torch.bits8)), "tensors of torch.bits8"),
     "expanded": (lambda g: g.all_reduce(ones(1).expand(4)), r"expanded.*pass \.clone\(\)"),
     "expanded rows": (lambda g: g.recv(ones(3).expand(2, 3), 1), "expanded"),
+    "unfolded": (lambda g: g.all_reduce(ones(6).unfold(0, 3, 2)), r"unfolded.*pass \.clone\(\)"),
+    "unfolded, and each row twice": (lambda g: g.broadcast(ones(6).as_strided((2, 2, 3), (0, 2, 1)), 0), "unfolded"),
     "expanded in a list": (lambda g: g.all_gather([ones(3), ones(1).expand(3)], ones(3)), "expanded"),
     "big-endian": (lambda g: g.all_reduce(BIG_ENDIAN), "this numpy array cannot be communicated"),
     "strings": (lambda g: g.send(np.array(["a"]), 1), "cannot be communicated"),

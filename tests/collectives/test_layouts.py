@@ -32,6 +32,7 @@ VIEWS = {
     "one element as a row": lambda base: base[2, 3, 4:5],
     "no element": lambda base: base[2:2],
     "no element, not contiguous": lambda base: base[:, 3:3, ::2],
+    "strides that are no multiples of each other": lambda base: base.as_strided((3, 2), (2, 3)),
     "ones of dimension one": lambda base: base[:, None, :1, None],
 }
 
