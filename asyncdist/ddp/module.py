@@ -35,6 +35,9 @@ class DistributedDataParallel(nn.Module):
     UnsupportedError. A rank whose backward misses a parameter raises GradientError, naming it; GroupError comes out of
     ``backward()`` if a peer is lost. Wrapping raises MismatchError on every rank if the models differ.
 
+    A backward that goes past the wrapper (``model.module(x).sum().backward()``) averages nothing, unless it is the
+    first backward since a forward of the wrapper, as in torch.
+
     Ranks may have different numbers of inputs inside `join`.
 
     In an async program, construct it and run its steps in a worker thread (``await asyncio.to_thread(step)``): backward
@@ -138,7 +141,7 @@ class DistributedDataParallel(nn.Module):
         synchronise = training and self.require_backward_grad_sync
         self._require_forward_buffer_sync = synchronise
         if training:
-            self._reducer.enabled = synchronise
+            self._reducer.armed = synchronise
         if synchronise:
             for tensor in _tensors(output):
                 if tensor.grad_fn is not None:

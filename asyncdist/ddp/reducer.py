@@ -117,7 +117,10 @@ def _view(flat: torch.Tensor, offset: int, parameter: torch.Tensor) -> torch.Ten
 
 
 class Reducer:
-    """Average the gradients of ``parameters`` over ``group`` in every backward while `enabled` is true."""
+    """Average the gradients of ``parameters`` over ``group`` in each backward that was begun, or for which it is `armed`.
+
+    A forward arms it for the next backward, as torch's does, for it may return what has no tensors to begin at.
+    """
 
     def __init__(
         self,
@@ -127,7 +130,7 @@ class Reducer:
         *,
         gradient_as_bucket_view: bool,
     ) -> None:
-        self.enabled = True
+        self.armed = False
         self.joining: Joining | None = None
         self.last_step: StepTimes | None = None
         self._group = group
@@ -183,7 +186,7 @@ class Reducer:
     def begin(self) -> None:
         """Start a backward's bookkeeping; called where autograd enters the module, or else by the first gradient."""
         with self._lock:
-            if self.enabled and not (self._step and self._arrived):
+            if not (self._step and self._arrived):
                 self._begin()
 
     def _begin(self) -> None:
@@ -199,6 +202,8 @@ class Reducer:
     def _ready(self, index: int) -> None:
         with self._lock:
             if self._step is None:
+                if not self.armed:
+                    return
                 self._begin()
             if self._came[index]:
                 raise GradientError(
@@ -215,7 +220,8 @@ class Reducer:
         """Return where this backward may write a parameter's gradient, so that it need not be copied: see `in_place`."""
         with self._lock:
             index = self._numbers.get(parameter)
-            if index is None or index in self._placed or parameter.grad is not None or not self.enabled:
+            averages = self.armed or self._step is not None
+            if index is None or index in self._placed or parameter.grad is not None or not averages:
                 return None
             self._placed.add(index)
             return self._view(index).detach()  # a tensor of its own, or autograd would copy it
@@ -284,6 +290,7 @@ class Reducer:
         if not self._arrived:  # torch.autograd.grad() accumulates nothing, so there is nothing to average
             self._step = None
             return
+        self.armed = False
         step.backward_finished = perf_counter()
         missing = [index for index, came in enumerate(self._came) if not came]
         for index in missing:
@@ -344,7 +351,7 @@ def _hook(reducer: weakref.ref[Reducer], index: int) -> Callable[[torch.Tensor],
     # Weak: the cycle reducer, parameter, hook passes through autograd, where the garbage collector does not see it.
     def ready(_: torch.Tensor) -> None:
         target = reducer()
-        if target is not None and target.enabled:
+        if target is not None:
             target._ready(index)
 
     return ready

@@ -1,0 +1,272 @@
+"""Run by test_backwards.py on two ranks: which backwards average, in stock DDP over gloo and in ours."""
+
+import torch
+import torch.distributed
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.utils.checkpoint import checkpoint
+
+import asyncdist.sync as dist
+from asyncdist.ddp import DistributedDataParallel, in_place
+
+
+class Layers(nn.Module):
+    """Two layers of one weight each, both 1: every gradient is the input, here the rank plus 1, and 1.5 on average."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
+        self.reentrant = False
+        self.wrap = lambda output: output
+        for parameter in self.parameters():
+            nn.init.ones_(parameter)
+
+    def forward(self, x):
+        hidden = self.layers[0](x)
+        hidden = checkpoint(self.layers[1], hidden, use_reentrant=True) if self.reentrant else self.layers[1](hidden)
+        return self.wrap(hidden)
+
+
+class Opaque:
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
+class Case:
+    """A model that has made a step, and what was seen of its gradients since."""
+
+    def __init__(self, rank, kind, **arguments):
+        self.rank = rank
+        self.x = torch.full((2, 1), (rank + 1) / 2)
+        self.module = Layers()
+        self.model = kind(self.module, **arguments)
+        self.seen = []
+
+    def see(self, loss, **how):
+        """Go backward and note both gradients, without what was there before."""
+        self.module.zero_grad()
+        self.more(loss, **how)
+
+    def more(self, loss, **how):
+        loss.backward(**how)
+        self.seen.append([parameter.grad.item() for parameter in self.module.parameters()])
+
+    def step(self):
+        self.see(self.model(self.x).sum())
+
+    def bypass(self):
+        self.see(self.module(self.x).sum())
+
+
+def bypasses_after_steps(case):
+    for _ in range(2):
+        case.step()
+        case.bypass()
+
+
+def bypass_before_the_first_forward(case):
+    case.bypass()
+    case.step()
+
+
+def bypass_on_one_rank(case):
+    for _ in range(2):
+        case.step()
+        if case.rank == 0:
+            case.see(100 * case.module(case.x).sum())
+    case.step()
+
+
+def bypass_of_one_layer(case):
+    case.step()
+    case.module.zero_grad()
+    case.module.layers[1](case.x).sum().backward()
+    case.seen.append(case.module.layers[1].weight.grad.item())
+    case.step()
+
+
+def bypass_on_top_of_averages(case):
+    case.step()
+    case.more(case.module(case.x).sum())
+    case.more(case.model(case.x).sum())
+
+
+def bypass_after_evaluation(case):
+    case.step()
+    with torch.no_grad():
+        case.model.eval()(case.x)
+    case.bypass()
+
+
+def bypass_after_an_output_thrown_away(case):
+    case.step()
+    case.model(case.x)
+    case.bypass()
+    case.bypass()
+
+
+def bypass_after_an_evaluation_with_gradients(case):
+    case.step()
+    case.model.eval()(case.x)
+    case.bypass()
+
+
+def bypass_after_an_output_without_gradients(case):
+    case.step()
+    case.module.wrap = torch.Tensor.detach
+    case.model(case.x)
+    case.module.wrap = lambda output: output
+    case.bypass()
+
+
+def evaluation_between_forward_and_backward(case):
+    loss = case.model(case.x).sum()
+    with torch.no_grad():
+        case.model(case.x)
+    case.see(loss)
+    case.bypass()
+
+
+def outputs_that_hide_their_tensors(case):
+    case.module.wrap = Opaque
+    for _ in range(2):
+        case.see(case.model(case.x).tensor.sum())
+        case.see(case.module(case.x).tensor.sum())
+
+
+def outputs_that_hide_some_tensors(case):
+    case.module.wrap = lambda output: (output, Opaque(output))
+    for _ in range(2):
+        case.see(case.model(case.x)[1].tensor.sum())
+        case.see(case.module(case.x)[1].tensor.sum())
+
+
+def two_forwards_one_backward(case):
+    for _ in range(2):
+        case.see(case.model(case.x).sum() + case.model(case.x).sum())
+        case.bypass()
+
+
+def wrapped_and_bypassing_in_one_backward(case):
+    for _ in range(2):
+        case.see(case.model(case.x).sum() + case.module(case.x).sum())
+        case.bypass()
+
+
+def reentrant_checkpoints(case):
+    case.module.reentrant = True
+    for _ in range(2):
+        case.step()
+        case.bypass()
+
+
+def accumulation(case):
+    for _ in range(2):
+        with case.model.no_sync():
+            case.step()
+            case.more(case.model(case.x).sum())
+            case.more(case.module(case.x).sum())
+        case.more(case.model(case.x).sum())
+        case.bypass()
+
+
+def backward_inside_no_sync_of_a_forward_outside(case):
+    loss = case.model(case.x).sum()
+    with case.model.no_sync():
+        case.see(loss)
+    case.bypass()
+
+
+def forwards_outside_and_inside_no_sync_in_one_backward(case):
+    loss = case.model(case.x).sum()
+    with case.model.no_sync():
+        inside = case.model(case.x).sum()
+    case.see(loss + inside)
+    case.bypass()
+
+
+def gradients_taken_away(case):
+    for _ in range(2):
+        loss = case.model(case.x).sum()
+        taken = torch.autograd.grad(loss, list(case.module.parameters()), retain_graph=True)
+        case.seen.append([each.item() for each in taken])
+        case.see(loss)
+        case.bypass()
+
+
+def hooks_of_gradients(case):
+    for parameter in case.module.parameters():
+        parameter.register_hook(lambda gradient: 2 * gradient)
+    for _ in range(2):
+        case.step()
+        case.bypass()
+
+
+def join(case):
+    with case.model.join():
+        for _ in range(case.rank + 1):
+            case.step()
+            case.bypass()
+    case.bypass()
+    case.step()
+
+
+def two_backwards_of_one_forward(case):
+    loss = case.model(case.x).sum()
+    case.see(loss, retain_graph=True)
+    case.see(loss)
+    case.bypass()
+
+
+def two_forwards_two_backwards(case):
+    losses = [case.model(case.x).sum() for _ in range(2)]
+    for loss in losses:
+        case.see(loss)
+    case.bypass()
+
+
+def no_sync_after_an_output_thrown_away(case):
+    case.model(case.x)
+    with case.model.no_sync():
+        case.step()
+
+
+LIKE_TORCH = (
+    bypasses_after_steps,
+    bypass_before_the_first_forward,
+    bypass_on_one_rank,
+    bypass_of_one_layer,
+    bypass_on_top_of_averages,
+    bypass_after_evaluation,
+    bypass_after_an_output_thrown_away,
+    bypass_after_an_evaluation_with_gradients,
+    bypass_after_an_output_without_gradients,
+    evaluation_between_forward_and_backward,
+    outputs_that_hide_their_tensors,
+    outputs_that_hide_some_tensors,
+    two_forwards_one_backward,
+    wrapped_and_bypassing_in_one_backward,
+    reentrant_checkpoints,
+    accumulation,
+    backward_inside_no_sync_of_a_forward_outside,
+    forwards_outside_and_inside_no_sync_in_one_backward,
+    gradients_taken_away,
+    hooks_of_gradients,
+    join,
+)
+UNLIKE_TORCH = (two_backwards_of_one_forward, two_forwards_two_backwards, no_sync_after_an_output_thrown_away)
+
+
+def compare(test, rank, where):
+    """Say of each case what both saw."""
+    torch.set_num_threads(1)
+    in_place.LEAST_NBYTES = 0
+    torch.distributed.init_process_group("gloo", init_method=f"{where}-gloo", rank=rank, world_size=2)
+    with dist.process_group(init_method=where, rank=rank, world_size=2, timeout=30) as group:
+        for name in test.recv():
+            theirs = Case(rank, TorchDDP, gradient_as_bucket_view=True)
+            ours = Case(rank, DistributedDataParallel, process_group=group)
+            for case in (theirs, ours):
+                globals()[name](case)
+            test.send((theirs.seen, ours.seen))
+    torch.distributed.destroy_process_group()

@@ -1,0 +1,34 @@
+"""Which backwards average: those of the wrapper's forwards do, those that go past it leave this rank's own gradients."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+import pytest
+
+from asyncdist.testing.processes import Nursery
+
+PROGRAM = Path(__file__).parent / "program_backwards.py"
+pytestmark = pytest.mark.processes
+
+
+def test_as_in_torch_but_for_further_backwards_and_no_sync(tmp_path):
+    cases = runpy.run_path(str(PROGRAM))
+    names = [case.__name__ for case in cases["LIKE_TORCH"] + cases["UNLIKE_TORCH"]]
+    with Nursery(("torch", "torch.distributed", "asyncdist.sync", "asyncdist.ddp.module")) as nursery:
+        ranks = [nursery.start(PROGRAM, "compare", rank, f"file://{tmp_path}/world") for rank in range(2)]
+        for rank in ranks:
+            rank.say(names)
+        found = {name: [rank.hear() for rank in ranks] for name in names}
+        assert [rank.wait() for rank in ranks] == [0, 0]
+    average, local = [1.5, 1.5], [[1.0, 1.0], [2.0, 2.0]]
+    for name in ("two_backwards_of_one_forward", "two_forwards_two_backwards"):
+        for rank, seen in enumerate(found.pop(name)):
+            assert seen == ([average, local[rank], local[rank]], [average, average, local[rank]]), name
+    for rank, seen in enumerate(found.pop("no_sync_after_an_output_thrown_away")):
+        assert seen == ([average], [local[rank]])
+    for name, on_ranks in found.items():
+        for theirs, ours in on_ranks:
+            assert theirs, name
+            assert ours == theirs, name
