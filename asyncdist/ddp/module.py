@@ -81,8 +81,8 @@ class DistributedDataParallel(nn.Module):
             device_mesh=device_mesh,
             skip_all_reduce_unused_params=skip_all_reduce_unused_params,
         )
-        ignored: set[str] = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        parameters = [(name, p) for name, p in module.named_parameters() if name not in ignored]
+        self._ignored = frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        parameters = [(name, p) for name, p in module.named_parameters() if name not in self._ignored]
         self._check_parameters(parameters)
         self._input_device = _input_device(device_ids, parameters)
         self.module = module
@@ -97,9 +97,10 @@ class DistributedDataParallel(nn.Module):
         self._require_forward_buffer_sync = True
         self._joining: Joining | None = None
         self._parameters_to_sync = [parameter for _, parameter in parameters]
-        self._buffers_to_sync = [(name, b) for name, b in module.named_buffers() if name not in ignored]
+        buffers_to_sync = self._buffers_to_sync()
+        self._has_buffers = bool(buffers_to_sync)
         if init_sync:
-            shared = self._buffers_to_sync if self.broadcast_buffers else []
+            shared = buffers_to_sync if self.broadcast_buffers else []
             agreement.verify(self.process_group, parameters, shared)
             agreement.broadcast_values(self.process_group, [tensor for _, tensor in [*parameters, *shared]])
         limits = [buckets.caps(cap)[1] for cap in bucket_cap_mb_list or ()] or buckets.caps(bucket_cap_mb)
@@ -133,7 +134,7 @@ class DistributedDataParallel(nn.Module):
             self._reducer.check()
             if self._joining is not None:
                 self._joining.check()
-        if self._require_forward_buffer_sync and self.forward_sync_buffers and self._buffers_to_sync:
+        if self._require_forward_buffer_sync and self.forward_sync_buffers and self._has_buffers:
             self._refresh(0 if self._joining is None else self._joining.source())
         if self._input_device is not None:
             inputs, kwargs = _moved((inputs, kwargs), self._input_device)
@@ -148,8 +149,12 @@ class DistributedDataParallel(nn.Module):
                     tensor.register_hook(self._entered)
         return output
 
+    def _buffers_to_sync(self) -> list[tuple[str, torch.Tensor]]:
+        """Look the buffers up: a forward, or a cast, may have put others in their places."""
+        return [(name, buffer) for name, buffer in self.module.named_buffers() if name not in self._ignored]
+
     def _refresh(self, src: int) -> None:
-        agreement.broadcast_values(self.process_group, (buffer for _, buffer in self._buffers_to_sync), src)
+        agreement.broadcast_values(self.process_group, (buffer for _, buffer in self._buffers_to_sync()), src)
 
     def _entered(self, _: torch.Tensor) -> None:
         self._reducer.begin()
@@ -205,7 +210,7 @@ class DistributedDataParallel(nn.Module):
             yield
             joining.stand_in(self._refresh, self._reducer.stand_in)
             if not joining.is_even:
-                shared = [buffer for _, buffer in self._buffers_to_sync] if self.broadcast_buffers else []
+                shared = [buffer for _, buffer in self._buffers_to_sync()] if self.broadcast_buffers else []
                 agreement.broadcast_values(self.process_group, [*self._parameters_to_sync, *shared], joining.going[0])
         finally:
             self._joining = self._reducer.joining = None

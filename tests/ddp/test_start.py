@@ -77,6 +77,50 @@ def test_buffers_in_forward(together, arguments):
         assert theirs == pytest.approx([1.0, 1.1, 1.29, 0.29])
 
 
+class Running(nn.Module):
+    """Puts a new buffer in the old one's place in each forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+        self.register_buffer("mean", torch.zeros(()))
+        self.register_buffer("own", torch.zeros(()))
+        self._ddp_params_and_buffers_to_ignore = ["own"]
+
+    def forward(self, x):
+        self.mean = self.mean / 2 + x.detach().mean()
+        self.own = self.own + x.detach().mean()
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_buffers_that_take_the_place_of_others(together, dtype):
+    def rank(group):
+        module = Running()
+        model = DistributedDataParallel(module, process_group=group).to(dtype)
+        for _ in range(3):
+            model(torch.full((1, 1), 1.0 + group.rank(), dtype=dtype)).sum().backward()
+        before = module.mean.item()
+        with torch.no_grad():
+            model(torch.zeros(1, 1, dtype=dtype))
+        return before, module.mean.item(), module.own.item()
+
+    # Rank 0's mean was 1, then 1.5, then 1.75; rank 1 starts from 1.5 the third time, and adds 2.
+    assert together(2, rank) == [(1.75, 0.875, 3.0), (2.75, 0.875, 6.0)]
+
+
+def test_buffers_that_take_the_place_of_others_before_join_ends(together):
+    def rank(group):
+        module = Running()
+        model = DistributedDataParallel(module, process_group=group)
+        with model.join():
+            for _ in range(group.rank() + 1):
+                model(torch.full((1, 1), 1.0 + group.rank())).sum().backward()
+        return module.mean.item()
+
+    assert together(2, rank) == [3.0, 3.0]  # of rank 1, which was last: 2, then half of it and 2
+
+
 def test_init_sync_false_leaves_values_alone(together, toy):
     def rank(group):
         counting = toy.Counting(group)
