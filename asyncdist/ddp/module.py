@@ -154,7 +154,8 @@ class DistributedDataParallel(nn.Module):
         return [(name, buffer) for name, buffer in self.module.named_buffers() if name not in self._ignored]
 
     def _refresh(self, src: int) -> None:
-        agreement.broadcast_values(self.process_group, (buffer for _, buffer in self._buffers_to_sync()), src)
+        # `data`, which has a version of its own: the backward of an earlier forward may still be to come.
+        agreement.broadcast_values(self.process_group, (buffer.data for _, buffer in self._buffers_to_sync()), src)
 
     def _entered(self, _: torch.Tensor) -> None:
         self._reducer.begin()

@@ -121,6 +121,18 @@ def test_buffers_that_take_the_place_of_others_before_join_ends(together):
     assert together(2, rank) == [3.0, 3.0]  # of rank 1, which was last: 2, then half of it and 2
 
 
+def test_buffers_are_broadcast_between_two_forwards_of_one_backward(together):
+    def rank(group):
+        module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+        model = DistributedDataParallel(module, process_group=group)
+        inputs = torch.eye(2)
+        model(inputs).sum().backward()
+        (model(inputs).square().sum() + model(inputs).square().sum()).backward()
+        return module[0].weight.grad
+
+    assert torch.equal(*together(2, rank))
+
+
 def test_init_sync_false_leaves_values_alone(together, toy):
     def rank(group):
         counting = toy.Counting(group)
