@@ -6,7 +6,8 @@ is its weight's gradient written into the bucket at once. Autograd then takes ov
 same on GPUs, as "gradient accumulation fusion".)
 
 What is not quite ordinary goes torch's way, and is copied: autocast, compiled or traced programs, tensor subclasses,
-functorch, second derivatives, gradients that accumulate, weights that are used twice.
+functorch, second derivatives, gradients that accumulate, weights that are used twice, hooks that are shown a gradient and
+may keep it. Hooks of autograd's own nodes, and those after the accumulation, cannot be told: let them copy what they keep.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class Linear(nn.Linear):
 
     @torch.jit.unused
     def _product(self, data: torch.Tensor) -> torch.Tensor:
-        if torch.compiler.is_compiling() or not _is_ordinary(data, self.weight):
+        shown = self._backward_hooks and not self._is_full_backward_hook  # these see all gradients of an operation
+        if shown or torch.compiler.is_compiling() or not _is_ordinary(data, self.weight):
             return linear(data, self.weight, self.bias)
         rows = data.flatten(0, -2)
         result: torch.Tensor = _Product.apply(rows, self.weight, self.bias, self._places)  # type: ignore[no-untyped-call]
@@ -116,9 +118,9 @@ def _of_weight(columns: torch.Tensor, rows: torch.Tensor, place: torch.Tensor | 
 
 
 def _place(ctx: Any) -> torch.Tensor | None:
-    """Return where to write the weight's gradient: nowhere if it has derivatives itself, or does not go to ``grad``."""
-    places = ctx.places()
-    if places is None or torch.is_grad_enabled() or not _accumulates(ctx.next_functions[1][0]):
+    """Return where to write the weight's gradient: nowhere if it has derivatives, does not go to ``grad``, or is shown."""
+    places, shown = ctx.places(), ctx.parameter._backward_hooks
+    if places is None or shown or torch.is_grad_enabled() or not _accumulates(ctx.next_functions[1][0]):
         return None
     place: torch.Tensor | None = places.place(ctx.parameter)
     return place

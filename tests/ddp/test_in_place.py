@@ -196,6 +196,53 @@ def test_hooks_that_change_a_gradient_change_the_average(together, toy):
     assert_like_torch(toy, together, make, copied=3)
 
 
+def of_weight(layer, kept):
+    return layer.weight.register_hook(kept.append)
+
+
+def of_several(layer, kept):
+    return torch.autograd.graph.register_multi_grad_hook(list(layer.parameters()), kept.extend)
+
+
+def of_any(layer, kept):
+    return torch.autograd.graph.register_multi_grad_hook([layer.weight], kept.append, mode="any")
+
+
+def of_operation(layer, kept):
+    return layer.register_backward_hook(lambda _, given, __: kept.extend(each for each in given if each is not None))
+
+
+@pytest.mark.filterwarnings("ignore:Using a non-full backward hook")
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("hook", [of_weight, of_several, of_any, of_operation])
+def test_hooks_that_keep_a_gradient_keep_this_ranks_own(together, toy, hook, late):
+    def step(module, rank, between=lambda: None):
+        loss = module(torch.full((2, 6), rank + 1.0)).sum()
+        between()
+        module.zero_grad()
+        loss.backward()
+
+    def rank(group):
+        kept, expected, handles = [], [], []
+        model, reference = model_and_reference(toy, group, lambda: nn.Sequential(*layers()))
+        for module, layer, found in ((model, model.module[0], kept), (reference, reference[0], expected)):
+            if late:
+                step(module, group.rank(), lambda layer=layer, found=found: handles.append(hook(layer, found)))
+            else:
+                handles.append(hook(layer, found))
+            step(module, group.rank())
+            step(module, group.rank())
+            handles.pop().remove()
+        assert kept
+        toy.assert_equal(kept, expected)
+        copies = Copies(model)
+        step(model, group.rank())
+        assert copies.count == 2  # biases, as before
+        return True
+
+    assert together(2, rank) == [True, True]
+
+
 def test_autocast_goes_torchs_way(together, toy):
     def loss_of(module, inputs, targets):
         with torch.autocast("cpu", dtype=torch.bfloat16):
