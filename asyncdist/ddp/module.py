@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
 
-from asyncdist.api import AnyGroup, resolve
+from asyncdist.api import AnyGroup, is_initialized, resolve
 from asyncdist.ddp import agreement, buckets, in_place
 from asyncdist.ddp.reducer import Reducer, StepTimes
 from asyncdist.ddp.uneven import Joining
 from asyncdist.errors import UnsupportedError, UsageError
+from asyncdist.group import Group
+
+_NOT_COPIED = ("process_group", "_joining", "_reducer")
 
 
 class DistributedDataParallel(nn.Module):
@@ -39,6 +43,9 @@ class DistributedDataParallel(nn.Module):
     first backward since a forward of the wrapper, as in torch.
 
     Ranks may have different numbers of inputs inside `join`.
+
+    A deep copy averages over the same group. Pickled (``torch.save(model)``), it is loaded on the default group, which must
+    be there by then, and can be only if it was on the default one.
 
     In an async program, construct it and run its steps in a worker thread (``await asyncio.to_thread(step)``): backward
     waits, and on the loop's own thread that raises LoopThreadError.
@@ -82,10 +89,10 @@ class DistributedDataParallel(nn.Module):
             skip_all_reduce_unused_params=skip_all_reduce_unused_params,
         )
         self._ignored = frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        parameters = [(name, p) for name, p in module.named_parameters() if name not in self._ignored]
+        self.module = module
+        parameters = self._parameters_to_sync()
         self._check_parameters(parameters)
         self._input_device = _input_device(device_ids, parameters)
-        self.module = module
         self.dim = dim
         self.device_ids = device_ids
         self.output_device = output_device
@@ -95,19 +102,51 @@ class DistributedDataParallel(nn.Module):
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.require_backward_grad_sync = True
         self._require_forward_buffer_sync = True
-        self._joining: Joining | None = None
-        self._parameters_to_sync = [parameter for _, parameter in parameters]
         buffers_to_sync = self._buffers_to_sync()
         self._has_buffers = bool(buffers_to_sync)
         if init_sync:
             shared = buffers_to_sync if self.broadcast_buffers else []
             agreement.verify(self.process_group, parameters, shared)
             agreement.broadcast_values(self.process_group, [tensor for _, tensor in [*parameters, *shared]])
-        limits = [buckets.caps(cap)[1] for cap in bucket_cap_mb_list or ()] or buckets.caps(bucket_cap_mb)
-        trained = [(name, p) for name, p in parameters if p.requires_grad]
-        self._reducer = Reducer(self.process_group, trained, limits, gradient_as_bucket_view=gradient_as_bucket_view)
-        if gradient_as_bucket_view:
-            in_place.adopt(module, self._reducer)
+        self._limits = [buckets.caps(cap)[1] for cap in bucket_cap_mb_list or ()] or buckets.caps(bucket_cap_mb)
+        self._average_over(self.process_group)
+
+    def _average_over(self, group: Group) -> None:
+        """Take what a copy does not take over: the group, and the reducer, which hangs at the parameters."""
+        self.process_group = group
+        self._joining: Joining | None = None
+        trained = [(name, parameter) for name, parameter in self._parameters_to_sync() if parameter.requires_grad]
+        self._reducer = Reducer(group, trained, self._limits, gradient_as_bucket_view=self.gradient_as_bucket_view)
+        if self.gradient_as_bucket_view:
+            in_place.adopt(self.module, self._reducer)
+
+    # -- copies -----------------------------------------------------------------------------------
+
+    def _copied(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in _NOT_COPIED}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        made = memo[id(self)] = type(self).__new__(type(self))
+        vars(made).update(copy.deepcopy(self._copied(), memo))
+        made._average_over(self.process_group)
+        return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        if not is_initialized() or self.process_group is not resolve(None):
+            raise UsageError(
+                "a DistributedDataParallel is pickled without its group and loaded on the default one, and this one's is "
+                "another: pickle its attribute `module`, and wrap that where it is loaded"
+            )
+        return self._copied()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if not is_initialized():
+            raise UsageError(
+                "a pickled DistributedDataParallel is loaded on the default group, and there is none: call "
+                "init_process_group() first, or pickle its attribute `module`, which needs none"
+            )
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._average_over(resolve(None))
 
     @staticmethod
     def _check_parameters(parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
@@ -148,6 +187,9 @@ class DistributedDataParallel(nn.Module):
                 if tensor.grad_fn is not None:
                     tensor.register_hook(self._entered)
         return output
+
+    def _parameters_to_sync(self) -> list[tuple[str, nn.Parameter]]:
+        return [(name, parameter) for name, parameter in self.module.named_parameters() if name not in self._ignored]
 
     def _buffers_to_sync(self) -> list[tuple[str, torch.Tensor]]:
         """Look the buffers up: a forward, or a cast, may have put others in their places."""
@@ -211,8 +253,8 @@ class DistributedDataParallel(nn.Module):
             yield
             joining.stand_in(self._refresh, self._reducer.stand_in)
             if not joining.is_even:
-                shared = [buffer for _, buffer in self._buffers_to_sync()] if self.broadcast_buffers else []
-                agreement.broadcast_values(self.process_group, [*self._parameters_to_sync, *shared], joining.going[0])
+                shared = [*self._parameters_to_sync(), *(self._buffers_to_sync() if self.broadcast_buffers else ())]
+                agreement.broadcast_values(self.process_group, [tensor for _, tensor in shared], joining.going[0])
         finally:
             self._joining = self._reducer.joining = None
             self._require_forward_buffer_sync = True  # ranks that left after different forwards go on alike

@@ -158,10 +158,7 @@ class Reducer:
         kinds = [(parameter.dtype, parameter.device) for parameter in self._parameters]
         layout = buckets.assign([p.nbytes for p in self._parameters], kinds, order, self._limits)
         self._buckets = [Bucket(index, members, self._parameters) for index, members in enumerate(layout)]
-        self._bucket_of = [self._buckets[0]] * len(self._parameters)
-        for bucket in self._buckets:
-            for member in bucket.members:
-                self._bucket_of[member] = bucket
+        self._bucket_of = {member: bucket for bucket in self._buckets for member in bucket.members}
 
     @property
     def layout(self) -> list[list[str]]:

@@ -1,0 +1,84 @@
+"""Copies and pickles of wrapped models average as they do."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from asyncdist.ddp import DistributedDataParallel, in_place
+from asyncdist.errors import UsageError
+from asyncdist.testing.processes import Nursery
+
+PROGRAM = Path(__file__).parent / "program_pickled.py"
+SMALL_MB = 1 / 4096  # 256 bytes: two buckets for the toy network
+
+
+@pytest.mark.parametrize("as_view", [True, False])
+def test_a_deep_copy_averages_over_the_same_group(together, toy, as_view):
+    def rank(group):
+        model = DistributedDataParallel(
+            toy.network(), process_group=group, bucket_cap_mb=SMALL_MB, gradient_as_bucket_view=as_view
+        )
+        data = toy.share(group, toy.samples())
+        toy.loss_of(model, *data).backward()
+        expected = toy.gradients(model)
+        copied = copy.deepcopy(model)
+        assert toy.gradients(copied) == [None] * 6
+        assert (type(copied.module[0]) is in_place.Linear) == as_view
+        assert len(copied.bucket_parameters) == 2
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        for _ in range(2):
+            copied.zero_grad()
+            toy.loss_of(copied, *data).backward()
+            toy.assert_equal(toy.gradients(copied), expected)
+        toy.assert_equal(toy.gradients(model), expected)
+        return expected
+
+    ours, theirs = together(2, rank)
+    toy.assert_equal(ours, theirs)
+
+
+def test_a_copy_that_one_rank_alone_makes_and_uses_by_itself(together, toy):
+    def rank(group):
+        model = DistributedDataParallel(toy.network(), process_group=group)
+        data = toy.share(group, toy.samples())
+        if group.rank() == 0:
+            averaged = AveragedModel(model)
+        for _ in range(2):
+            toy.loss_of(model, *data).backward()
+            if group.rank() == 0:
+                averaged.update_parameters(model)
+        if group.rank() == 0:
+            with torch.no_grad():
+                assert torch.equal(averaged(data[0]), model.module(data[0]))
+            frozen = copy.deepcopy(averaged.requires_grad_(False))
+            assert torch.equal(frozen(data[0]), model.module(data[0]))
+
+    together(2, rank)
+
+
+def test_a_model_on_another_group_than_the_default_one_is_not_pickled(together):
+    def rank(group):
+        model = DistributedDataParallel(nn.Linear(1, 1), process_group=group)
+        with pytest.raises(UsageError, match="pickle its attribute `module`, and wrap that"):
+            pickle.dumps(model)
+
+    together(1, rank)
+
+
+@pytest.mark.processes
+def test_a_pickle_is_loaded_on_the_default_group(tmp_path):
+    with Nursery(("torch", "asyncdist.sync", "asyncdist.ddp.module")) as nursery:
+        ranks = [nursery.start(PROGRAM, "train", rank, f"file://{tmp_path}/world") for rank in range(2)]
+        for rank in ranks:
+            assert "call init_process_group() first, or pickle its attribute `module`" in rank.hear()
+            assert "pickle its attribute `module`, and wrap that" in rank.hear()
+            assert rank.wait() == 0
