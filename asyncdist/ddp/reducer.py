@@ -155,10 +155,18 @@ class Reducer:
             parameter.register_post_accumulate_grad_hook(_hook(weakref.ref(self), index))
 
     def _deal(self, order: Sequence[int]) -> None:
-        kinds = [(parameter.dtype, parameter.device) for parameter in self._parameters]
-        layout = buckets.assign([p.nbytes for p in self._parameters], kinds, order, self._limits)
+        self._order, self._kinds = order, self._kinds_now()
+        layout = buckets.assign([p.nbytes for p in self._parameters], self._kinds, order, self._limits)
         self._buckets = [Bucket(index, members, self._parameters) for index, members in enumerate(layout)]
         self._bucket_of = {member: bucket for bucket in self._buckets for member in bucket.members}
+
+    def _kinds_now(self) -> list[tuple[torch.dtype, torch.device]]:
+        return [(parameter.dtype, parameter.device) for parameter in self._parameters]
+
+    def _follow(self) -> None:
+        """Deal the buckets again if parameters have been cast or moved: gradients must not pass through another dtype."""
+        if self._kinds != self._kinds_now():
+            self._deal(self._order)
 
     @property
     def layout(self) -> list[list[str]]:
@@ -168,7 +176,7 @@ class Reducer:
     # -- one backward -------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise GradientError if the last backward stopped half-way, when other ranks wait for what it did not send."""
+        """Make ready for a forward; GradientError if the last backward stopped half-way, and others wait for the rest."""
         self._spent.clear()
         self._spent_nbytes = 0
         self._placed.clear()
@@ -179,6 +187,7 @@ class Reducer:
                 "for the rest; find what it raised, destroy the process group and start again from a checkpoint"
             )
         self._step = None
+        self._follow()
 
     def begin(self) -> None:
         """Start a backward's bookkeeping; called where autograd enters the module, or else by the first gradient."""
@@ -332,6 +341,7 @@ class Reducer:
 
     def stand_in(self, reduction: Reduction) -> None:
         """Take part in one backward of the other ranks with zeros; this rank's own gradients stay as they are."""
+        self._follow()
         for bucket in self._buckets:
             self._group.all_reduce(bucket.zeros(self._parameters), reduction, background=False).wait()
         if not self._dealt_by_arrival:

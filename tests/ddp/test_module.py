@@ -106,6 +106,55 @@ def test_channels_last_parameters_keep_their_strides(together, toy):
     toy.assert_close(results, [base.weight.grad] * 2)
 
 
+@pytest.mark.parametrize("as_view", [True, False])
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_a_model_that_is_cast_is_averaged_in_its_new_dtype(together, toy, steps, as_view):
+    def rank(group):
+        module = toy.network()
+        model = DistributedDataParallel(
+            module, process_group=group, bucket_cap_mb=SMALL_MB, gradient_as_bucket_view=as_view
+        )
+        data = toy.share(group, toy.samples())
+        for _ in range(steps):
+            toy.loss_of(model, *data).backward()
+        module[:3].double()  # goes past the wrapper
+        module[3].register_forward_hook(lambda _, __, output: output.float())
+        for _ in range(2):
+            model.zero_grad()
+            toy.loss_of(model, data[0].double(), data[1]).backward()
+        assert all(len({module.get_parameter(name).dtype for name in names}) == 1 for names in model.bucket_parameters)
+        return toy.gradients(module)
+
+    reference = toy.network()
+    reference[:3].double()
+    reference[3].register_forward_hook(lambda _, __, output: output.float())
+    for each in range(2):
+        part = [tensor[each::2] for tensor in toy.samples()]
+        (toy.loss_of(reference, part[0].double(), part[1]) / 2).backward()
+    for ours in together(2, rank):
+        for mine, expected in zip(ours, toy.gradients(reference), strict=True):
+            torch.testing.assert_close(mine, expected)
+
+
+def test_a_rank_without_inputs_stands_in_for_a_model_that_was_cast(together, toy):
+    def rank(group):
+        model = DistributedDataParallel(toy.network(), process_group=group)
+        data = toy.share(group, toy.samples())
+        for _ in range(2):
+            toy.loss_of(model, *data).backward()
+        model.double()
+        model.zero_grad()
+        with model.join():
+            if group.rank() == 1:
+                toy.loss_of(model, *(tensor.double() for tensor in data)).backward()
+        return toy.gradients(model)
+
+    reference = toy.network().double()
+    (toy.loss_of(reference, *(tensor[1::2].double() for tensor in toy.samples())) / 2).backward()
+    for mine, expected in zip(together(2, rank)[1], toy.gradients(reference), strict=True):
+        torch.testing.assert_close(mine, expected)
+
+
 # -- how gradients live in buckets -------------------------------------------------------------------
 
 
