@@ -70,7 +70,11 @@ class Config:
     device_piece_nbytes: int = _setting(
         4 << 20, "ASYNCDIST_DEVICE_PIECE_NBYTES", "bytes of a device's tensor that go through the host at once"
     )
-    algorithm: str = _setting("", "ASYNCDIST_ALGORITHM", "schedules to force, as all_reduce=ring,broadcast=tree")
+    algorithm: str = _setting(
+        "",
+        "ASYNCDIST_ALGORITHM",
+        "schedules to force, as all_reduce=ring,broadcast=tree; also between ranks that share memory",
+    )
     spin_us: float = _setting(
         300.0,
         "ASYNCDIST_SPIN_US",

@@ -300,7 +300,7 @@ class Group(Calls):
         if key is None:
             return super()._call(name, first, make, tensors, how, *more)
         plan = make(self._who, *tensors, *more)
-        if plan.kind is not None and not plan.kind.dtype.is_complex:  # those may be conjugate views
+        if plan.native and plan.kind is not None and not plan.kind.dtype.is_complex:  # those may be conjugate views
             self._learn(key, plan, plan.kind)
         return self._issue(name, plan, how)
 

@@ -145,6 +145,11 @@ def choice(console: Console, config: Config, collective: str, ranks: int, sizes:
     )
     how = f"forced by ASYNCDIST_ALGORITHM={config.algorithm}" if collective in forced else "the cheapest runs"
     console.print(f"{how}; to force one on every rank: ASYNCDIST_ALGORITHM={collective}={names[-1]}", markup=False)
+    console.print(
+        "Ranks that share memory run it too, as it is forced."
+        if collective in forced
+        else "Ranks that share memory run none of these, but do it there; a schedule that is forced they run too."
+    )
 
 
 def _predicted(row: choose.Row, name: str) -> str:

@@ -45,6 +45,10 @@ class Member:
     native: Native | None = None  # what does whole collectives without links
     islands: Islands | None = None  # what does them partly so, if the group lies on several hosts
 
+    def native_for(self, collective: str) -> Native | None:
+        """Return what runs a whole collective without links, None if it goes over links, as one that is forced does."""
+        return None if collective in self.forced else self.native
+
     def islands_for(self, collective: str) -> Islands | None:
         """Return what runs a collective over several hosts, None if that goes over links alone."""
         return None if collective in self.forced else self.islands
@@ -120,7 +124,7 @@ def broadcast(who: Member, tensor: Any, root: int) -> Plan:
         return tensor
 
     call = fingerprint(Collective.broadcast, memory.dtype, tuple(target.tensor.shape), None, root)
-    native = who.native
+    native = who.native_for("broadcast")
     if native is not None:
         start = functools.partial(native.broadcast, memory=memory, root=root)
         kind = Kind(Collective.broadcast, call, memory.dtype, (memory.count,), root=root)
@@ -191,7 +195,7 @@ def all_gather(
 
     collective = Collective.all_gather if len(pairs) == 1 else Collective.all_gather_coalesced
     call = fingerprint(collective, dtype, total, None, None, tuple(layout))
-    native = who.native
+    native = who.native_for("all_gather")
     if native is not None:
         start = functools.partial(native.all_gather, rows=pairs)
         alike = len(pairs) == 1 and len(set(layout[1:])) == 1
@@ -240,8 +244,9 @@ def _gather(who: Member, own: Memory, blocks: list[Memory], root: int, finish: C
         blocks[root].tensor.copy_(own.tensor)
     call = fingerprint(Collective.gather, own.dtype, (own.count,), None, root)
     nbytes = own.nbytes * who.size
-    if who.native is not None:
-        start = functools.partial(who.native.gather, own=own, blocks=blocks, root=root)
+    native = who.native_for("gather")
+    if native is not None:
+        start = functools.partial(native.gather, own=own, blocks=blocks, root=root)
         return Plan(native=start, fingerprint=call, finish=finish, nbytes=nbytes)
     return Plan((pairwise.gather(who.rank, who.size, root, own, blocks),), call, None, finish, nbytes=nbytes)
 
@@ -259,7 +264,7 @@ def scatter(who: Member, tensor: Any, scatter_list: Sequence[Any] | None, root: 
         raise UsageError(f"scatter_list belongs to the source, rank {root} of the group: pass None elsewhere")
     call = fingerprint(Collective.scatter, memory.dtype, (memory.count,), None, root)
     finish, nbytes = arguments.storing([target], tensor), memory.nbytes * who.size
-    native = who.native
+    native = who.native_for("scatter")
     if native is not None:
         start = functools.partial(native.scatter, own=memory, blocks=blocks, root=root)
         kind = Kind(Collective.scatter, call, memory.dtype, (memory.count,), root=root)
@@ -295,7 +300,7 @@ def all_to_all(who: Member, incoming: Sequence[Memory], outgoing: Sequence[Memor
     call = fingerprint(Collective.all_to_all, own_out.dtype, 0, None, None)
     nbytes = sum(block.nbytes for block in outgoing)
     outgoing = apart(outgoing, incoming, {who.rank: who.rank})
-    native = who.native
+    native = who.native_for("all_to_all")
     if native is not None:
         start = functools.partial(native.all_to_all, incoming=incoming, outgoing=outgoing)
         alike = all(block.count == own_out.count for block in (*incoming, *outgoing))
@@ -319,8 +324,9 @@ def _split_each(who: Member, blocks: Sequence[Memory]) -> list[list[Memory]]:
 def barrier(who: Member) -> Plan:
     """Return when every rank has come."""
     call = fingerprint(Collective.barrier, None, 0, None, None)
-    if who.native is not None:
-        return Plan(native=who.native.barrier, fingerprint=call, kind=Kind(Collective.barrier, call, torch.uint8, (0,)))
+    native = who.native_for("barrier")
+    if native is not None:
+        return Plan(native=native.barrier, fingerprint=call, kind=Kind(Collective.barrier, call, torch.uint8, (0,)))
     islands = who.islands_for("barrier")
     if islands is not None:
         return Plan(islands.barrier(call), call)

@@ -58,7 +58,7 @@ def all_reduce(who: Member, tensor: Any, op: Reduction) -> Plan:
         target.store()
         return tensor
 
-    native = who.native
+    native = who.native_for("all_reduce")
     if native is not None:
         _prescale(memory, op)
         start = functools.partial(native.all_reduce, memories=(memory,), how=how)
@@ -85,7 +85,7 @@ def all_reduce_coalesced(who: Member, tensors: Sequence[Any], op: Reduction) -> 
     count = sum(counts)
     call = fingerprint(Collective.all_reduce_coalesced, memories[0].dtype, count, op, None, counts)
     finish, nbytes = arguments.storing(targets, list(tensors)), count * memories[0].itemsize
-    native = who.native
+    native = who.native_for("all_reduce")
     if native is not None:
         for memory in memories:
             _prescale(memory, op)
@@ -172,7 +172,7 @@ def reduce(who: Member, tensor: Any, root: int, op: Reduction) -> Plan:
         return tensor
 
     call = fingerprint(Collective.reduce, dtype, tuple(tensor.shape), op, root)
-    native, islands = who.native, who.islands_for("reduce")
+    native, islands = who.native_for("reduce"), who.islands_for("reduce")
     if native is not None or islands is not None:
         if at_root:
             _prescale(memory, op)
@@ -249,7 +249,7 @@ def reduce_scatter(who: Member, output: Any, inputs: Sequence[Memory] | Blocks, 
     counts = tuple(inputs[rank].count for rank in range(who.size))
     total = sum(counts)
     call = fingerprint(Collective.reduce_scatter, dtype, total, op, None, counts)
-    native = who.native
+    native = who.native_for("reduce_scatter")
     if native is not None:
         start = functools.partial(native.reduce_scatter, inputs=inputs, own=memory, how=how)
         finish = arguments.storing([target], output)

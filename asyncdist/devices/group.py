@@ -84,7 +84,8 @@ class DeviceGroup(Calls):
         self._site = Site(host, self._streams)
         self._kinds: list[type[Ensemble]] = [*kinds, Staged]
         self._ensemble: Ensemble | None = None
-        self._who = dataclasses.replace(host._who, native=cast(Native, _Later(self._met)), islands=None)
+        native = cast(Native, _Later(self._met))
+        self._who = dataclasses.replace(host._who, native=native, islands=None, forced={})  # no schedules of ours here
         self._sequence = itertools.count(1)
         self._line = Line(f"asyncdist-{device}")
         self._watch = Watch(f"asyncdist-watch-{device}", self._look_for_trouble, self._too_late, self._broken)

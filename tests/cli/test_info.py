@@ -108,12 +108,14 @@ def test_the_cost_model_is_shown_as_it_decides(collective, ranks):
         ]
     assert f"ASYNCDIST_ALGORITHM={collective}=" in said
     assert "the cheapest runs" in said
+    assert "Ranks that share memory run none of these" in said
 
 
 def test_a_forced_schedule_is_shown_as_forced():
     said = info("--collective", "all_reduce", "--sizes", "4", ASYNCDIST_ALGORITHM="all_reduce=ring")
     assert row(said, "4")[2] == "ring"
     assert "forced by ASYNCDIST_ALGORITHM=all_reduce=ring" in said
+    assert "Ranks that share memory run it too" in said
 
 
 def test_a_forced_schedule_that_does_not_exist():

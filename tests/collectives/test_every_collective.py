@@ -8,9 +8,11 @@ import itertools
 import pytest
 import torch
 
+from asyncdist.collectives.choose import CANDIDATES
 from asyncdist.config import Config
 from asyncdist.testing.cluster import world_of
 from asyncdist.testing.drills import between_two, drills, moving, reducing
+from asyncdist_transports.shm.collectives import ShmNative
 
 SIZES = [1, 2, 3, 4, 5, 8]
 LARGE = 300_007
@@ -125,6 +127,18 @@ async def test_cuts_and_schedules_change_nothing(transport, size, cut):
             await asyncio.gather(*works)
             for drill in started:
                 drill.check()
+
+
+FORCED = Config(algorithm=",".join(f"{collective}={last.name}" for collective, (*_, last) in CANDIDATES.items()))
+
+
+async def test_what_is_forced_goes_over_links_also_where_memory_is_shared(monkeypatch):
+    async with world_of(2, transport="shm", config=FORCED) as groups:
+        for name in ("quick", *CANDIDATES):
+            monkeypatch.setattr(ShmNative, name, lambda *_, name=name: pytest.fail(f"{name} in shared memory"))
+        for _ in range(2):  # what is called again might go on without a plan
+            for drill in drills(2, 1000, torch.float32):
+                await run(groups, drill)
 
 
 @pytest.mark.parametrize("lanes", [2, 3])

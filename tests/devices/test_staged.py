@@ -59,6 +59,11 @@ async def test_large_tensors_go_in_pieces(transport, nbytes):
             await run_through(groups, drills(2, count, torch.float32))
 
 
+async def test_schedules_are_forced_on_the_host_alone():
+    async with devices_of(2, transport="shm", config=Config(algorithm="all_reduce=ring,gather=star")) as groups:
+        await run_through(groups, drills(2, 100, torch.float32))
+
+
 async def test_ranks_whose_pieces_differ_are_told():
     configs = [replace(Config(), device_piece_nbytes=nbytes) for nbytes in (64, 128)]
     async with devices_of(2) as groups:
