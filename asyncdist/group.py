@@ -20,7 +20,7 @@ from asyncdist import registry
 from asyncdist.buffers import Scratch, in_order
 from asyncdist.calls import Calls, How, checked_tag
 from asyncdist.collectives import exchanges, plans
-from asyncdist.collectives.choose import Model, parse_forced
+from asyncdist.collectives.choose import Model, forced_by
 from asyncdist.collectives.islands import Islands
 from asyncdist.collectives.operation import Channel, Operation, Plan
 from asyncdist.collectives.schedule import Schedule
@@ -89,7 +89,7 @@ class Group(Calls):
         self._messages = Channel(channel_of(number, "point to point"), name, self.ranks, mesh.rank, point_to_point=True)
         self._channel.sibling, self._messages.sibling = self._messages, self._channel
         self._sequence = itertools.count(1)
-        forced = parse_forced(mesh.config.algorithm)
+        forced = forced_by(mesh.config)
         model = Model(segment_nbytes=mesh.config.segment_nbytes)
         try:
             self._native = mesh.ways.native(self._channel) if len(self.ranks) > 1 else None

@@ -13,6 +13,7 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from asyncdist.config import Config
 from asyncdist.errors import TransportUnavailableError, UsageError
 from asyncdist.transport import Transport
 
@@ -90,6 +91,14 @@ def selected(backend: str | None) -> list[type[Transport]]:
     if not usable:
         raise TransportUnavailableError("no transport can be used here; `asyncdist info` says why for each")
     return sorted(usable, key=lambda kind: -kind.preference)
+
+
+def set_by(config: Config) -> list[type[Transport]]:
+    """Return the transports that ASYNCDIST_TRANSPORT stands for, as `selected` does."""
+    try:
+        return selected(config.transport)
+    except (UsageError, TransportUnavailableError) as error:
+        raise type(error)(f"ASYNCDIST_TRANSPORT={config.transport!r}: {error}") from error
 
 
 def ensembles(backend: str | None, device: str) -> list[type[Ensemble]]:

@@ -17,6 +17,7 @@ from typing import Any
 import msgpack
 
 from asyncdist import __version__, registry
+from asyncdist.collectives.choose import forced_by
 from asyncdist.config import Config, Launch, settings
 from asyncdist.deadline import Timeout, seconds
 from asyncdist.errors import NotInitializedError, RendezvousError, UsageError
@@ -116,7 +117,7 @@ def open_world(
     """Meet the other ranks, and return the world once all are there and know each other's addresses. To be awaited.
 
     ``timeout`` limits this and is the default of every operation. ``home`` is the loop that drives pending operations;
-    None takes the runtime's. Raises RendezvousError, AuthenticationError, TransportUnavailableError.
+    None takes the runtime's. Raises RendezvousError, AuthenticationError, TransportUnavailableError, UsageError.
     """
     config = config or Config.from_environment()
     on_demand.listen(config)  # on the caller's thread, which may be the main one; the loop's is not always
@@ -132,23 +133,24 @@ def open_world(
         config=config,
         launch=Launch.from_environment(),
     )
-    return _open(meeting, backend or config.transport, name, limit, config, home)
+    return _open(meeting, backend, name, limit, config, home)
 
 
 async def _open(
     meet_others: Callable[[], Awaitable[Meeting]],
-    backend: str,
+    backend: str | None,
     name: str,
     limit: float,
     config: Config,
     home: asyncio.AbstractEventLoop | None,
 ) -> World:
-    kinds = registry.selected(backend)
+    forced_by(config)  # what nobody can do is refused before anybody is met
+    kinds = registry.selected(backend) if backend else registry.set_by(config)
     meeting = await meet_others()
     try:
         config = config.with_(token=meeting.token)
         mesh = Mesh(meeting.rank, meeting.world_size, meeting.world_id, config, kinds, home)
-        mesh.backend = backend
+        mesh.backend = backend or config.transport
         on_demand.offer(mesh.recorder, config)
         try:
             runs = {"version": __version__, "settings": _shared(config)}

@@ -12,7 +12,7 @@ import torch
 
 import asyncdist
 from asyncdist.config import Config
-from asyncdist.errors import OperationTimeoutError, RendezvousError
+from asyncdist.errors import OperationTimeoutError, RendezvousError, TransportUnavailableError, UsageError
 from asyncdist.store import HashStore
 from asyncdist.testing.cluster import world_of
 from asyncdist.world import open_world
@@ -61,7 +61,7 @@ async def test_a_destroyed_group_is_forgotten(transport):
         ("ASYNCDIST_STRIPE_NBYTES", "1048576", "4096"),
         ("ASYNCDIST_SEGMENT_NBYTES", "1048576", "4096"),
         ("ASYNCDIST_SHM_AREA_NBYTES", "1048576", "65536"),
-        ("ASYNCDIST_ALGORITHM", "all_reduce=tree", "all_reduce=ring"),
+        ("ASYNCDIST_ALGORITHM", "all_reduce=doubling", "all_reduce=ring"),
     ],
 )
 async def test_ranks_with_other_settings_are_told_which(variable, common, other):
@@ -77,6 +77,19 @@ async def test_ranks_with_other_settings_are_told_which(variable, common, other)
     assert f"rank 2 runs with {variable}={shown[1]}, but rank 0 with {shown[0]}; " in told[0]
     assert f"rank 2 runs with {variable}={shown[1]}, but rank 1 with {shown[0]}; " in told[1]
     assert f"rank 0 runs with {variable}={shown[0]}, but rank 2 with {shown[1]}; " in told[2]
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "error", "said"),
+    [
+        ("ASYNCDIST_ALGORITHM", "all_reduce=rng", UsageError, "there is no schedule 'rng' for all_reduce"),
+        ("ASYNCDIST_TRANSPORT", "smh", TransportUnavailableError, "there is no transport 'smh'; there are inproc"),
+    ],
+)
+async def test_settings_that_name_what_there_is_not_are_refused_before_anybody_is_met(variable, value, error, said):
+    config = Config.from_environment({variable: value})
+    with pytest.raises(error, match=f"^{variable}='{value}': {said}"):
+        await open_world(store=HashStore(), rank=0, world_size=2, timeout=60, config=config)  # and nobody else comes
 
 
 OF_THE_FUTURE = """

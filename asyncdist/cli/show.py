@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from rich import box
 from rich.console import Console
@@ -116,6 +116,17 @@ def settings(console: Console, config: Config) -> None:
         mark = "bold" if value != default else ""
         table.add_row(variable, f"[{mark}]{_text(value)}[/]" if mark else _text(value), _text(default), escape(meaning))
     console.print(table)
+    for complaint in _complaints(config):
+        console.print(complaint, style="red", markup=False)
+
+
+def _complaints(config: Config) -> Iterator[str]:
+    """Yield what init_process_group would say to settings that name what there is not."""
+    for look in (choose.forced_by, registry.set_by):
+        try:
+            look(config)
+        except (UsageError, TransportUnavailableError) as error:
+            yield str(error)
 
 
 def _text(value: object) -> str:
@@ -126,10 +137,7 @@ def _text(value: object) -> str:
 
 def choice(console: Console, config: Config, collective: str, ranks: int, sizes: Sequence[int]) -> None:
     """Show the cost model's prediction for every schedule of a collective; UsageError for a bad ASYNCDIST_ALGORITHM."""
-    try:
-        forced = choose.parse_forced(config.algorithm)
-    except ValueError as error:
-        raise UsageError(f"ASYNCDIST_ALGORITHM={config.algorithm!r}: {error}") from error
+    forced = choose.forced_by(config)
     model = choose.Model(segment_nbytes=config.segment_nbytes)
     rows = choose.explain(collective, ranks, sizes, model=model, forced=forced)
     names = [candidate.name for candidate in choose.candidates(collective)]

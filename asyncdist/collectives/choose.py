@@ -19,6 +19,8 @@ from typing import NamedTuple
 
 from asyncdist.collectives import doubling, pairwise, ring, tree
 from asyncdist.collectives.cost import Cost
+from asyncdist.config import Config
+from asyncdist.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +154,14 @@ def parse_forced(text: str) -> dict[str, str]:
             raise ValueError(f"{collective} is given twice, as {forced[collective]} and as {name}")
         forced[collective] = _candidate(collective, name).name
     return forced
+
+
+def forced_by(config: Config) -> dict[str, str]:
+    """Return the schedules that ASYNCDIST_ALGORITHM forces; UsageError says what it could have been."""
+    try:
+        return parse_forced(config.algorithm)
+    except ValueError as error:
+        raise UsageError(f"ASYNCDIST_ALGORITHM={config.algorithm!r}: {error}") from None
 
 
 class Row(NamedTuple):

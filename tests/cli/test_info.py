@@ -95,6 +95,13 @@ def test_a_rule_that_fits_no_interface_does_not_hide_the_rest():
     assert row(said, "ASYNCDIST_TIMEOUT")
 
 
+def test_settings_that_name_what_there_is_not():
+    said = info(ASYNCDIST_ALGORITHM="all_reduce=magic", ASYNCDIST_TRANSPORT="smh")
+    assert "ASYNCDIST_ALGORITHM='all_reduce=magic': there is no schedule 'magic' for all_reduce; there are" in said
+    assert "ASYNCDIST_TRANSPORT='smh': there is no transport 'smh'; there are inproc" in said
+    assert "there is no" not in info()
+
+
 @pytest.mark.parametrize(("collective", "ranks"), [("all_reduce", 4), ("broadcast", 3), ("all_gather", 3)])
 def test_the_cost_model_is_shown_as_it_decides(collective, ranks):
     said = info("--collective", collective, "--ranks", str(ranks), "--sizes", "4,1M")
