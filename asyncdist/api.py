@@ -140,7 +140,7 @@ def is_available() -> bool:
 
 
 def is_backend_available(backend: str) -> bool:
-    """Return whether `init_process_group` takes the name: a transport's, or one of torch's, which stand for "auto"."""
+    """Return whether `init_process_group` takes it: transports' names, or one of torch's, which stand for "auto"."""
     return registry.is_known(backend)
 
 
@@ -197,8 +197,12 @@ def get_node_local_rank(fallback_rank: int | None = None) -> int:
 
 
 def get_backend(group: AnyGroup = None) -> str:
-    """Return the names of the transports that the group uses, the preferred first, joined by commas."""
-    return resolve(group).mesh.transport_names
+    """Return the names of the transports that the group uses, the preferred first, as ``shm`` or ``shm,tcp``.
+
+    Of a group of one, what was asked for. `init_process_group` takes what this returns.
+    """
+    of = resolve(group)
+    return ",".join(of.mesh.ways.used(of.ranks)) or of.mesh.backend
 
 
 def get_process_group_ranks(group: AnyGroup = None) -> list[int]:

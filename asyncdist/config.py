@@ -41,7 +41,9 @@ class Config:
         "ASYNCDIST_HOST",
         "name of this host: ranks of another name share no memory with us (default: the machine)",
     )
-    transport: str = _setting("auto", "ASYNCDIST_TRANSPORT", "transport when init_process_group names none")
+    transport: str = _setting(
+        "auto", "ASYNCDIST_TRANSPORT", "transport when init_process_group names none; a,b for several"
+    )
     timeout: float = _setting(
         1800.0, "ASYNCDIST_TIMEOUT", "seconds after which an operation fails, unless told otherwise"
     )

@@ -78,15 +78,10 @@ class Mesh:
         self._goodbye = LEFT
         self._at_home = home is not None
         self.finished: list[Callable[[], None]] = []
-        self.backend = "auto"  # what the user asked for, as far as devices are concerned
+        self.backend = "auto"  # what the user asked for
         lifetime.watch(self)
 
     # -- coming and going ----------------------------------------------------------------------
-
-    @property
-    def transport_names(self) -> str:
-        """The transports in use, the preferred first."""
-        return ",".join(transport.name for transport in self.ways.transports)
 
     def listen(self, where: str) -> dict[str, Any]:
         """Start every transport's listener at this machine's address; return what the peers need, by transport."""

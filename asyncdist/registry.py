@@ -53,8 +53,11 @@ def names() -> list[str]:
 
 
 def is_known(name: str) -> bool:
-    """Return whether a ``backend`` argument may be this name."""
-    return name.lower() in _AUTO or name.lower() in _announced()
+    """Return whether a ``backend`` argument may be this."""
+    try:
+        return all(each in _announced() for each in _named(name))
+    except UsageError:
+        return False
 
 
 @cache
@@ -74,20 +77,19 @@ def selected(backend: str | None) -> list[type[Transport]]:
     """Return the transports that a ``backend`` argument stands for, the preferred first.
 
     ``None``, ``"auto"`` and torch's back-end names (also by device, ``"cpu:gloo,cuda:nccl"``) take every transport that
-    can be used here; any other name takes that one. TransportUnavailableError says why one cannot be used.
+    can be used here; other names, ``"tcp"`` or ``"shm,tcp"``, take those. TransportUnavailableError says why one cannot be
+    used.
     """
-    name = _for_cpu(backend)
-    if name not in _AUTO:
-        transport = load(name)
-        reason = transport.probe()
-        if reason is not None:
-            raise TransportUnavailableError(f"the transport {name!r} cannot be used here: {reason}")
-        return [transport]
-    reasons = {kind: kind.probe() for kind in map(load, names())}
-    for kind, reason in reasons.items():
-        if reason is not None:
+    named = _named(backend)
+    usable: list[type[Transport]] = []
+    for kind in map(load, dict.fromkeys(named or names())):
+        reason = kind.probe()
+        if reason is None:
+            usable.append(kind)
+        elif named:
+            raise TransportUnavailableError(f"the transport {kind.name!r} cannot be used here: {reason}")
+        else:
             log.info("the transport %s cannot be used here: %s", kind.name, reason)
-    usable = [kind for kind, reason in reasons.items() if reason is None]
     if not usable:
         raise TransportUnavailableError("no transport can be used here; `asyncdist info` says why for each")
     return sorted(usable, key=lambda kind: -kind.preference)
@@ -136,6 +138,12 @@ def load_ensemble(name: str) -> type[Ensemble]:
     except ImportError as cause:
         raise TransportUnavailableError(f"the way {name!r} between devices cannot be loaded: {cause}") from cause
     return loaded
+
+
+def _named(backend: str | None) -> list[str]:
+    """Return the transports that a ``backend`` argument names; none where it leaves the choice to us."""
+    wanted = _for_cpu(backend)
+    return [] if wanted in _AUTO else [name.strip() for name in wanted.split(",")]
 
 
 def _for_cpu(backend: str | None) -> str:

@@ -59,9 +59,9 @@ def init_process_group(
 ) -> None:
     """Meet the other ranks and make the default process group. Call `destroy_process_group` at the end.
 
-    ``backend`` is None or ``"auto"``, the name of a transport, or one of torch's (taken as "auto"); ``init_method`` is
-    ``env://`` (the default), ``tcp://host:port`` of rank 0, ``asyncdist://host:port/job`` of a store that runs already,
-    or ``file:///path``; or pass ``store``, ``rank`` and ``world_size``.
+    ``backend`` is None or ``"auto"``, a transport (``"shm,tcp"``: several), or a name of torch's (taken as "auto");
+    ``init_method`` is ``env://`` (the default), ``tcp://host:port`` of rank 0, ``asyncdist://host:port/job`` of a store
+    that runs already, or ``file:///path``; or pass ``store``, ``rank`` and ``world_size``.
     ``timeout`` (seconds or timedelta) limits this and every operation. ``pg_options`` and ``device_id`` change nothing;
     ``enable_reconfigure=True`` is a UsageError that says what to do instead. Raises RendezvousTimeoutError, which names
     who is missing, AddressError, AuthenticationError, TransportUnavailableError, AlreadyInitializedError.

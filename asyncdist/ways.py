@@ -73,6 +73,19 @@ class Ways:
             "start every rank with the same backend"
         )
 
+    def used(self, members: Sequence[int]) -> list[str]:
+        """Return the names of the transports among a group's members, the preferred first.
+
+        What ranks try belongs to it on all of them if any two are joined by it, so that all may ask for the same again.
+        """
+        ours = {self.to(peer) for peer in members if peer != self._rank}
+        joined = {
+            name
+            for name, tried in self._tried.items()
+            if any(self._joined(name, rank, peer) for rank in members for peer in tried[rank].intersection(members))
+        }
+        return [each.name for each in self.transports if each in ours or each.name in joined]
+
     @property
     def here(self) -> int:
         """How many ranks there are on this host: those who can share memory; where nobody has tried, it may be all."""

@@ -80,6 +80,39 @@ async def test_ranks_with_other_settings_are_told_which(variable, common, other)
 
 
 @pytest.mark.parametrize(
+    ("backend", "hosts", "used"),
+    [
+        ("shm,tcp", "aaa", ["shm", "shm", "shm"]),
+        ("shm,tcp", "aab", ["shm,tcp", "shm,tcp", "shm,tcp"]),
+        ("tcp", "aaa", ["tcp", "tcp", "tcp"]),
+        ("auto", "a", ["auto"]),
+        ("cpu:gloo,cuda:nccl", "a", ["cpu:gloo,cuda:nccl"]),
+    ],
+)
+async def test_a_back_end_is_what_is_used_and_may_be_asked_for(backend, hosts, used):
+    async with world_of(len(hosts), transport=backend, hosts=hosts) as groups:
+        assert [asyncdist.get_backend(group) for group in groups] == used
+    assert all(asyncdist.is_backend_available(name) for name in used)
+    store = HashStore()
+    configs = [Config(host=host) for host in hosts]
+    again = [
+        open_world(backend=name, store=store, rank=rank, world_size=len(hosts), timeout=60, config=configs[rank])
+        for rank, name in enumerate(used)
+    ]
+    worlds = await asyncio.gather(*again)
+    await asyncio.gather(*(world.group.all_reduce(torch.ones(3)) for world in worlds))
+    assert [asyncdist.get_backend(world.group) for world in worlds] == used
+    await asyncio.gather(*(world.close() for world in worlds))
+
+
+async def test_the_transports_that_are_named_must_be_there():
+    with pytest.raises(TransportUnavailableError, match="there is no transport 'smh'"):
+        await open_world(backend="tcp, smh", store=HashStore(), rank=0, world_size=2, timeout=60)
+    assert not asyncdist.is_backend_available("tcp,smh")
+    assert not asyncdist.is_backend_available("cpu:")
+
+
+@pytest.mark.parametrize(
     ("variable", "value", "error", "said"),
     [
         ("ASYNCDIST_ALGORITHM", "all_reduce=rng", UsageError, "there is no schedule 'rng' for all_reduce"),
