@@ -137,6 +137,10 @@ class Work:
         self._outcome()
         return True
 
+    def synchronize(self, timeout: Timeout = None) -> None:
+        """Block until the data is there, as torch's does: `wait` without its answer."""
+        self.wait(timeout)
+
     def __await__(self) -> Generator[Any, None, Any]:
         if not self._done and self._progress is not None:
             self._progress.poke(self)
@@ -279,6 +283,11 @@ class _Several(Work):
         for work in self._works:
             work.wait(max(0.0, until - monotonic()))
         return True
+
+    def synchronize(self, timeout: Timeout = None) -> None:
+        until = monotonic() + seconds(timeout)
+        for work in self._works:
+            work.synchronize(max(0.0, until - monotonic()))
 
     def __await__(self) -> Generator[Any, None, Any]:
         for work in self._works:

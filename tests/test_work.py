@@ -12,7 +12,7 @@ import torch
 
 from asyncdist.errors import GroupAbortedError, GroupError, LoopThreadError, MismatchError, UsageError, WaitTimeoutError
 from asyncdist.testing.cluster import world_of
-from asyncdist.work import Work, completed
+from asyncdist.work import Work, _Several, completed, joined
 
 LARGE = 300_000
 
@@ -277,6 +277,26 @@ def test_a_blocking_program_may_wait_inside_a_loop_that_drives_nothing(together,
         return asyncio.run(main())
 
     assert together(2, rank, transport=transport) == [[2.0] * 8] * 2
+
+
+def test_synchronize_waits_for_what_is_written(together, transport):
+    def rank(group):
+        tensors = [ones(), ones()]
+        started = [group.all_reduce(tensor) for tensor in tensors]
+        for work in (started[0], joined(started), _Several(started)):
+            assert work.synchronize(timedelta(seconds=20)) is None
+        assert all(tensor.eq(2).all() for tensor in tensors)
+        if group.rank() == 0:
+            late = group.recv(ones(), 1)
+            with pytest.raises(WaitTimeoutError):
+                _Several([late]).synchronize(0.01)
+        group.barrier(background=False)
+        if group.rank() == 1:
+            group.send(ones(), 0, background=False)
+        else:
+            late.synchronize()
+
+    together(2, rank, transport=transport)
 
 
 def test_many_threads_wait_for_one_work(together, transport):
