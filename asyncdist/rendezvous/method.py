@@ -73,9 +73,11 @@ class Method:
             kind = "agent" if launch.agent_store else "direct"
         else:
             host, port = _address(parts, url)
-        if port == 0 and own != 0:
+        if port == 0 and (own != 0 or (parts.scheme == "env" and size > 1)):
+            where = "MASTER_PORT is 0" if parts.scheme == "env" else f"the port in init_method {url!r} is 0"
             raise UsageError(
-                f"port 0 lets rank 0 pick a free port; rank {own} must be given the port that it picked (Meeting.where)"
+                f"{where}, so rank 0 would pick a port that no other rank knows: give every rank the same port, "
+                "one that is free on rank 0's host"
             )
         return cls(kind, own, size, host=host, port=port)
 

@@ -71,7 +71,18 @@ def test_minus_one_is_not_given():
         ({"url": "tcp://node0:99999", "rank": 0, "world_size": 1}, "no number from 0 to 65535"),
         ({"url": "tcp://[::1:3", "rank": 0, "world_size": 1}, "cannot be read"),
         ({"url": "tcp://node0:1?rank=one", "world_size": 1}, "rank='one' .* not a whole number"),
-        ({"url": "tcp://node0:0", "rank": 1, "world_size": 2}, "rank 1 must be given the port"),
+        (
+            {"url": "tcp://node0:0", "rank": 1, "world_size": 2},
+            "port in init_method 'tcp://node0:0' is 0, .* every rank",
+        ),
+        (
+            {"launch": Launch(0, 2, master_addr="node0", master_port=0)},
+            "^MASTER_PORT is 0, so .* every rank the same port",
+        ),
+        (
+            {"launch": Launch(1, 2, master_addr="node0", master_port=0)},
+            "^MASTER_PORT is 0, so .* every rank the same port",
+        ),
         ({"url": "file://", "rank": 0, "world_size": 1}, "lacks its path"),
         ({"url": "zeus://node0:1", "rank": 0, "world_size": 1}, "of no known kind; use env://, tcp://"),
         ({"url": "env://", "rank": 0, "world_size": 1, "has_store": True}, "exclude each other"),
