@@ -23,7 +23,6 @@ import sys
 import time
 from dataclasses import dataclass
 
-import ray
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -33,6 +32,11 @@ from torch import nn
 
 import asyncdist as dist
 from asyncdist.store import StoreServer
+
+try:
+    import ray
+except ModuleNotFoundError:
+    ray = None  # `main` says so, once it has read the options
 
 HELD_OUT = 360
 BATCH = 64  # samples a step, all ranks together
@@ -138,6 +142,8 @@ def main() -> None:
     arguments.add_argument("--steps", type=int, default=600)
     arguments.add_argument("--address", help="of the cluster (auto: the one that this machine belongs to)")
     options = arguments.parse_args()
+    if ray is None:
+        sys.exit("Ray is not installed: pip install ray")
 
     # A secret of this job's own: without one, ranks would listen to their own host only.
     variables = {"ASYNCDIST_TOKEN": secrets.token_hex(16)}

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 
 import pytest
 
-pytest.importorskip("ray", reason="Ray is not installed: pip install ray")
 pytestmark = pytest.mark.processes
+INSTALLED = importlib.util.find_spec("ray") is not None
 
 
+@pytest.mark.skipif(not INSTALLED, reason="Ray is not installed: pip install ray")
 def test_it_trains_and_answers_meanwhile(run_example):
     ended = run_example("on_ray.py", "--steps=600")
     assert ended.returncode == 0, ended.stdout + ended.stderr
@@ -17,3 +19,10 @@ def test_it_trains_and_answers_meanwhile(run_example):
     answered = [int(count) for count in re.findall(r"(\d+) │$", ended.stdout, re.MULTILINE)]
     assert len(answered) == 2
     assert answered[0] > 0  # rank 0, which the driver asks
+
+
+@pytest.mark.skipif(INSTALLED, reason="Ray is installed")
+def test_it_says_that_ray_is_missing_and_helps_without(run_example):
+    assert run_example("on_ray.py", "--help").stdout.startswith("usage: on_ray.py")
+    ended = run_example("on_ray.py")
+    assert (ended.returncode, ended.stderr.strip()) == (1, "Ray is not installed: pip install ray")

@@ -27,9 +27,25 @@ def test_two_ranks_learn_and_end_with_the_weights_of_a_single_process(run_exampl
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize(
+    ("option", "said"), [("--epochs=0", "--epochs 0: one at least"), ("--batch=0", "--batch 0: one sample at least")]
+)
+def test_too_little_to_train_with_is_refused(run_example, option, said):
+    result = run_example(PROGRAM, option)
+    assert result.returncode == 2
+    assert said in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_batch_must_be_enough_for_all_ranks(run_example):
+    result = run_example(PROGRAM, "--batch=1", ranks=2)
+    assert result.returncode == 1
+    assert "--batch 1: one sample at least for each rank" in result.stderr
+
+
 def test_one_process_without_a_launcher_and_too_little_training(run_example, tmp_path):
     result = run_example(PROGRAM, "--epochs", "1", "--out", "elsewhere/picture.png")
     assert result.returncode == 1
-    assert "the accuracy is below 0.97" in result.stderr
+    assert "the accuracy is below 0.97 (train for five --epochs or more)" in result.stderr
     assert figures(result.stdout)[1] == 0
     assert (tmp_path / "elsewhere" / "picture.png").exists()
