@@ -85,7 +85,7 @@ class Face(Generic[R, V]):
     def all_reduce(
         self, tensor: Any, op: Reduction = ReduceOp.SUM, group: AnyGroup = None, async_op: bool = False
     ) -> R:
-        """Reduce ``tensor`` (any shape, CPU) over the group, in place; every rank gets the same bits."""
+        """Reduce ``tensor`` (of any shape and layout) over the group, in place; every rank gets the same bits."""
         work = resolve(group).all_reduce(tensor, op, background=async_op or not self._blocking)
         return self._finish(work, async_op)
 

@@ -32,7 +32,7 @@ def empty(
 
     Collectives on it copy nothing but their result, unless staging what is small takes less time: all-reduces below
     32 KiB, others up to 256 KiB a rank. ``size`` is some numbers or one sequence of them. Where a machine has no shared
-    memory, and with ``shared=False``, this is an ordinary tensor. Needs no process group.
+    memory, and with ``shared=False`` in place of the default, this is an ordinary tensor. Needs no process group.
     A forked child sees the parent's memory itself, no copy of it. Raises SharedMemoryError if no memory is left.
     """
     if not shared or not _possible():
