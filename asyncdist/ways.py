@@ -47,10 +47,12 @@ class Ways:
         return reached
 
     def agree(self, reached: Sequence[Mapping[str, Sequence[int]]]) -> None:
-        """Take what every rank's `settle` returned, by rank. Two ranks use a transport if both reach the other."""
-        for transport in self.transports:
-            if transport.name in reached[self._rank]:
-                self._tried[transport.name] = [set(one.get(transport.name, ())) for one in reached]
+        """Take what every rank's `settle` returned, by rank. Two ranks use a transport if both reach the other.
+
+        What others have tried counts also where we could not, for all ranks are to see their groups alike.
+        """
+        for name in dict.fromkeys(name for one in reached for name in one):
+            self._tried[name] = [set(one.get(name, ())) for one in reached]
 
     # -- asking --------------------------------------------------------------------------------
 
@@ -89,7 +91,8 @@ class Ways:
     @property
     def here(self) -> int:
         """How many ranks there are on this host: those who can share memory; where nobody has tried, it may be all."""
-        return max((len(tried[self._rank]) + 1 for tried in self._tried.values()), default=len(self._addresses))
+        ours = [self._tried[each.name][self._rank] for each in self.transports if each.name in self._tried]
+        return max((len(peers) + 1 for peers in ours), default=len(self._addresses))
 
     def spin(self) -> tuple[float, Callable[[], None] | None]:
         """Return for how many seconds one who waits had better try on, and what keeps ranks spread if cores are fewer."""
@@ -118,23 +121,25 @@ class Ways:
         tried = self._tried.get(name)
         return tried is None or (peer in tried[rank] and rank in tried[peer])
 
+    def _named(self, name: str) -> Transport:
+        return next(transport for transport in self.transports if transport.name == name)
+
     # -- for groups ----------------------------------------------------------------------------
 
     def native(self, channel: Channel) -> Native | None:
         """Return the native collectives of a group, if one transport that offers any reaches all of it."""
         pairs = list(itertools.combinations(channel.members, 2))
-        for transport in self.transports:
-            if transport.name in self._tried and all(self._joined(transport.name, *pair) for pair in pairs):
-                return transport.native(channel.number, channel.members)
+        for name in self._tried:
+            if all(self._joined(name, *pair) for pair in pairs):
+                return self._named(name).native(channel.number, channel.members)
         return None
 
     def islands(self, channel: Channel) -> tuple[Layout, Native | None] | None:
         """Return how a group lies on several hosts, with the native collectives of our part of it (None if alone)."""
         members = channel.members
-        for transport in self.transports:
-            if transport.name in self._tried:
-                where = layout(members, self._rank, functools.partial(self._joined, transport.name))
-                if where is not None:
-                    ours = tuple(members[rank] for rank in where.members)
-                    return where, transport.native(channel.number, ours) if len(ours) > 1 else None
+        for name in self._tried:
+            where = layout(members, self._rank, functools.partial(self._joined, name))
+            if where is not None:
+                ours = tuple(members[rank] for rank in where.members)
+                return where, self._named(name).native(channel.number, ours) if len(ours) > 1 else None
         return None

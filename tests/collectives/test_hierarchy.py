@@ -128,6 +128,17 @@ async def test_every_collective(hosts):
                 await run(groups, drill)
 
 
+@pytest.mark.parametrize("hosts", ["aab", "aabb", "baa"])
+async def test_ranks_that_cannot_share_memory_see_where_the_others_do(monkeypatch, hosts):
+    """As on a host where no descriptors are passed: its ranks have TCP alone."""
+    usable, kinds = iter(hosts), registry.selected
+    monkeypatch.setattr(registry, "selected", lambda _: kinds("shm,tcp" if next(usable) == "a" else "tcp"))
+    async with world_of(len(hosts), transport="auto", hosts=hosts) as groups:
+        assert all(group._islands is not None for group in groups)
+        for drill in drills(len(hosts), 1000, torch.float32):
+            await run(groups, drill)
+
+
 @lie_well
 async def test_large_tensors_in_several_parts(hosts):
     async with world(hosts, config=Config(segment_nbytes=20_000)) as groups:
