@@ -31,7 +31,7 @@ ALIGNMENT = 64
 
 _LEAST_NBYTES = 64 << 20  # of a segment: a group takes a range of 32 MiB, whatever of it there is memory behind
 _GROUPS_NBYTES = 256 << 30  # of addresses for groups, which reserve next to nothing of their ranges until they are used
-_MOST_TENSORS_NBYTES = 256 << 30  # so that 256 processes of a host can map one another within 128 TiB of addresses
+_MOST_TENSORS_NBYTES = 192 << 30  # so that 256 processes of a host can map one another within 128 TiB of addresses
 _RETURNED_NBYTES = 1 << 20  # a freed block from this size on gives its pages back to the system
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import warnings
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
@@ -23,6 +24,8 @@ class Home:
         self._own = loop
         self._left = left
         self._leaving = threading.Lock()
+        self.replaced = False
+        """Whether a thread drives just now because it stands still."""
         self._vigil = Vigil(self._end) if loop is not None and asyncio._get_running_loop() is loop else None
 
     def __bool__(self) -> bool:
@@ -68,7 +71,10 @@ class Vigil:
 
     def __init__(self, leave: Callable[[], None]) -> None:
         self._generator = self._wait(leave)
-        self._step(self._generator.__anext__())
+        with warnings.catch_warnings():
+            # asyncio warns where a loop goes on after it has shut them down once; our end is then seen when it is closed.
+            warnings.simplefilter("ignore", ResourceWarning)
+            self._step(self._generator.__anext__())
 
     @staticmethod
     async def _wait(leave: Callable[[], None]) -> AsyncGenerator[None, None]:

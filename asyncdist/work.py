@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("asyncdist")
 
+_LOOK = 0.05  # seconds between two looks of who awaits on another loop at whether the one that drives stands still
 _TURN = 1e-3  # seconds for which a task may await what is over at once, until it lets its loop turn
 
 
@@ -168,11 +169,17 @@ class Work:
                 loop.call_soon_threadsafe(wake)
 
         self.add_done_callback(completed)
+        looks: asyncio.TimerHandle | None = None
+
+        def look_after(progress: Progress) -> None:
+            nonlocal looks
+            _replace_home(progress, self)
+            looks = loop.call_later(_LOOK, look_after, progress)
+
         if progress is not None:
-            if progress.home.stands_still:
-                call_apart(lambda: progress.drive(self, math.inf))
-            else:
-                progress.arm()
+            progress.arm()
+            if progress.home and progress.loop is not loop:
+                look_after(progress)
         try:
             if not self._done:
                 yield from woken
@@ -181,6 +188,8 @@ class Work:
             raise
         finally:
             self.remove_done_callback(completed)
+            if looks is not None:
+                looks.cancel()
 
     def add_done_callback(self, callback: Callable[[Work], object]) -> None:
         """Call ``callback(work)`` when the operation has ended, at once if it has; from any thread, so keep it short."""
@@ -305,6 +314,21 @@ def call_apart(function: Callable[[], object]) -> None:
     """Call what may block on another operation in a thread of its own kind: never on the one that drives them all."""
     with contextlib.suppress(RuntimeError):  # a process at its end starts no thread, and nobody in it would hear
         _apart.submit(function)
+
+
+def _replace_home(progress: Progress, work: Work) -> None:
+    """Have a thread drive for a moment if the loop that should stands still, unless one does already."""
+    home = progress.home
+
+    def drive() -> None:
+        try:
+            progress.drive(work, monotonic() + _LOOK)
+        finally:
+            home.replaced = False
+
+    if home.stands_still and not home.replaced:
+        home.replaced = True
+        call_apart(drive)
 
 
 def _complete_later(work: Work) -> None:

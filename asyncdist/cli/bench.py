@@ -21,7 +21,7 @@ from asyncdist.bench.plan import (
     left_out,
 )
 from asyncdist.cli import several
-from asyncdist.cli.values import NewFile, written
+from asyncdist.cli.values import NewFile, NewFolder, written
 from asyncdist.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 _SIZES = "4,1K,64K,256K,1M,4M,25M,100M"
 _SIZES_ON_DEVICES = "4K,64K,1M,25M,100M,1G"
 _AVAILABLE = "available"
-_FOLDER = click.Path(file_okay=False, path_type=Path)
 
 
 def _rivals(ctx: click.Context, param: click.Parameter, value: str) -> tuple[str, ...]:
@@ -109,7 +108,9 @@ def _transports(ctx: click.Context, param: click.Parameter, value: str) -> tuple
 @click.option("--pin", is_flag=True, help="Keep each rank on a core of its own: less noise, less like real life.")
 @click.option("--json", "json_file", type=NewFile(allow_dash=True), help="Write all figures to this file; - is stdout.")
 @click.option("--plot", "plot_file", type=NewFile(), help="Draw time against size into this file (png, svg, pdf).")
-@click.option("--output", type=_FOLDER, help="Write bench.md, bench.json and bench.png into this folder.")
+@click.option(
+    "--output", type=NewFolder(), is_eager=True, help="Write bench.md, bench.json and bench.png into this folder."
+)
 def bench(
     collectives: tuple[str, ...],
     ranks: int,
@@ -212,7 +213,6 @@ def _tell_of_devices(report: Report, json_file: Path | None, output: Path | None
     figures = _write_figures(report, json_file)
     if output is not None:
         with written(output):
-            output.mkdir(parents=True, exist_ok=True)
             (output / "device.md").write_text(device_table.markdown(report, words), encoding="utf-8")
             (output / "device.json").write_text(figures, encoding="utf-8")
 
@@ -240,9 +240,6 @@ def _check_before_measuring(plot_file: Path | None, output: Path | None) -> None
         from asyncdist.bench.plot import require
 
         require(plot_file)
-    if output is not None:
-        with written(output):
-            output.mkdir(parents=True, exist_ok=True)
 
 
 class _Progress:

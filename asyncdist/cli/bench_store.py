@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from asyncdist.cli import several
-from asyncdist.cli.values import Seconds, written
+from asyncdist.cli.values import NewFolder, Seconds, written
 
 
 def _parts(ctx: click.Context, param: click.Parameter, value: str) -> tuple[str, ...]:
@@ -25,7 +25,7 @@ def _parts(ctx: click.Context, param: click.Parameter, value: str) -> tuple[str,
 @click.option("--in-flight", default=1000, show_default=True, type=click.IntRange(1), help="Calls of one client.")
 @click.option("--clients", default="1,8", show_default=True, callback=several.sizes, help="Numbers of torch's clients.")
 @click.option("--only", "parts", default="", callback=_parts, help="Some of theirs, ours, crowd, memory, restart.")
-@click.option("--output", type=click.Path(file_okay=False, path_type=Path), help="Write store.json and store.md there.")
+@click.option("--output", type=NewFolder(), help="Write store.json and store.md there.")
 def bench_store(
     rounds: int,
     seconds: float,
@@ -49,9 +49,6 @@ def bench_store(
     from asyncdist.bench.store_table import about, left_out, markdown, table
     from asyncdist.cli.screen import screen
 
-    if output is not None:
-        with written(output):
-            output.mkdir(parents=True, exist_ok=True)
     err = screen(stderr=True)
     plan = StorePlan(
         rounds=rounds,

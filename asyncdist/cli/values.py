@@ -49,6 +49,21 @@ class NewFile(click.Path):
         return path
 
 
+class NewFolder(click.Path):
+    """A folder to write into, made now if it is not there. Its option is to be eager: files may be meant to lie in it."""
+
+    def __init__(self) -> None:
+        super().__init__(file_okay=False, path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        path = Path(os.fsdecode(super().convert(value, param, ctx)))
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            self.fail(f"{path} cannot be written ({error.strerror})", param, ctx)
+        return path
+
+
 @contextlib.contextmanager
 def written(path: Path) -> Iterator[None]:
     """Raise UsageError, which names the file or folder, where the file system does not let it be written."""

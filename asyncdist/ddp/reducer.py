@@ -13,6 +13,7 @@ all-reduces. After the first backward they are dealt again by the order in which
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
 import weakref
@@ -142,6 +143,7 @@ class Reducer:
         self._overlaps = not group.shares_memory or has_free_cores(group.size())
         self._lock = threading.Lock()  # models spread over devices have a backward thread for each
         self._step: StepTimes | None = None
+        self._under_way: Callable[[], object] = lambda: None  # None also where a backward has raised
         self._arrived: list[int] = []  # parameters of this backward in the order in which their gradients came
         self._came = bytearray()
         self._placed: set[int] = set()  # parameters whose places have been given out in this backward
@@ -177,6 +179,8 @@ class Reducer:
 
     def check(self) -> None:
         """Make ready for a forward; GradientError if the last backward stopped half-way, and others wait for the rest."""
+        if torch._C._current_graph_task_id() >= 0:  # a checkpoint runs it again, in a backward that goes on
+            return
         self._spent.clear()
         self._spent_nbytes = 0
         self._placed.clear()
@@ -203,11 +207,17 @@ class Reducer:
         for bucket in self._buckets:
             bucket.pending = len(bucket.members)
         # Kept by the graph task that runs now; the inner backward of a re-entrant checkpoint has one of its own.
-        torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        finish = functools.partial(self._finish)
+        self._under_way = weakref.ref(finish)
+        torch.autograd.Variable._execution_engine.queue_callback(finish)
+
+    def _has_begun(self) -> bool:
+        """Return whether a backward has, and has not raised before its first gradient."""
+        return self._step is not None and (bool(self._arrived) or self._under_way() is not None)
 
     def _ready(self, index: int) -> None:
         with self._lock:
-            if self._step is None:
+            if not self._has_begun():
                 if not self.armed:
                     return
                 self._begin()
@@ -226,7 +236,7 @@ class Reducer:
         """Return where this backward may write a parameter's gradient, so that it need not be copied: see `in_place`."""
         with self._lock:
             index = self._numbers.get(parameter)
-            averages = self.armed or self._step is not None
+            averages = self.armed or self._has_begun()
             if index is None or index in self._placed or parameter.grad is not None or not averages:
                 return None
             self._placed.add(index)

@@ -83,7 +83,7 @@ class Recorder:
     def fingerprint(self, group: str, key: bytes) -> int:
         """Return what we believed a group's collective to be, from a message's key; 0 if it is long forgotten."""
         number = int.from_bytes(key[8:12], "little")
-        for entry in reversed(self._entries):
+        for entry in reversed(list(self._entries)):  # other threads add to them
             if entry.group == group and entry.seq & 0xFFFFFFFF == number and entry.op[:4] not in ("send", "recv"):
                 return entry.fingerprint
         return 0

@@ -138,13 +138,11 @@ class Connection(asyncio.Protocol, ABC):
             self._drop_if_deaf()
 
     def release(self, data: Any) -> None:
-        """Send what was held until what it tells of is on disk."""
+        """Send what was held until what it tells of is on disk; `settle` then, when all of that has been sent."""
         self._held_nbytes -= len(data)
-        if self._transport is not None:
-            self._write(data)
-            self._settle()
+        self._write(data)
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Less waits to be sent: hang up if that was the last of it, or go on."""
         if self._closing and not self._held_nbytes:
             self._hang_up()

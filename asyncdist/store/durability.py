@@ -174,12 +174,11 @@ class Durability:
             return
         if contents is not None:
             self._begin_snapshot(job.result(), contents)
+        if not self.book.pending:
+            held += self._held  # those were only waiting behind what was being written
+            self._held = []
         self._release(held)
-        if self.book.pending or self._little_unsynced:
-            self._commit()
-        else:
-            late, self._held = self._held, []  # those were only waiting behind what was being written
-            self._release(late)
+        self._commit()
         if self._choked:
             self._choked = False
             self._server.resume_reading()
@@ -188,6 +187,8 @@ class Durability:
         """Send what tells of nothing but what is written."""
         for connection, data in held:
             connection.release(data)
+        for connection in dict.fromkeys(connection for connection, _ in held):
+            connection.settle()  # it may go on to what is answered at once, and so not before all this is sent
         if self._is_to_be_compacted():
             self._sync()
 
@@ -199,9 +200,9 @@ class Durability:
 
     def _sync_in_turn(self) -> None:
         self._timer = None
-        if self._syncing is None:
+        if self._syncing is None and self._writing is None:
             self._sync()
-        else:  # which may have begun before what is to be synced now was written
+        else:  # a sync that began now, or before, may not have what is being written
             self._sync_later()
 
     def _sync(self) -> None:

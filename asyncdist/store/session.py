@@ -207,7 +207,7 @@ class Session(Connection):
     def _strike_out(self, parcel: Parcel) -> None:
         self._in_line -= Counter([parcel.request])
         self._in_line_nbytes -= len(parcel)
-        self._settle()
+        self.settle()
 
     def _withdraw(self, request: int) -> None:
         """A client does not want the rest of a reply."""

@@ -211,6 +211,32 @@ def join(case):
     case.step()
 
 
+def a_backward_that_raises_before_its_first_gradient(case):
+    case.step()
+    output = case.model(case.x)
+    output.register_hook(fail)
+    try:
+        output.sum().backward()
+    except ArithmeticError:
+        case.bypass()
+        case.bypass()
+        case.step()
+
+
+def fail(_):
+    raise ArithmeticError
+
+
+def checkpoints_of_the_whole(case):
+    """Of two in flight stock DDP leaves one out, and says so."""
+    if isinstance(case.model, DistributedDataParallel):
+        for _ in range(2):
+            losses = [checkpoint(case.model, case.x, use_reentrant=False).sum() for _ in range(2)]
+            for loss in losses:
+                case.see(loss)
+            case.bypass()
+
+
 def two_backwards_of_one_forward(case):
     loss = case.model(case.x).sum()
     case.see(loss, retain_graph=True)
@@ -253,8 +279,14 @@ LIKE_TORCH = (
     gradients_taken_away,
     hooks_of_gradients,
     join,
+    a_backward_that_raises_before_its_first_gradient,
 )
-UNLIKE_TORCH = (two_backwards_of_one_forward, two_forwards_two_backwards, no_sync_after_an_output_thrown_away)
+UNLIKE_TORCH = (
+    two_backwards_of_one_forward,
+    two_forwards_two_backwards,
+    no_sync_after_an_output_thrown_away,
+    checkpoints_of_the_whole,
+)
 
 
 def compare(test, rank, where):

@@ -28,6 +28,8 @@ def test_as_in_torch_but_for_further_backwards_and_no_sync(tmp_path):
             assert seen == ([average, local[rank], local[rank]], [average, average, local[rank]]), name
     for rank, seen in enumerate(found.pop("no_sync_after_an_output_thrown_away")):
         assert seen == ([average], [local[rank]])
+    for rank, seen in enumerate(found.pop("checkpoints_of_the_whole")):
+        assert seen == ([], [average, average, local[rank]] * 2)
     for name, on_ranks in found.items():
         for theirs, ours in on_ranks:
             assert theirs, name

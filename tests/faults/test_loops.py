@@ -73,7 +73,8 @@ def test_what_is_left_when_its_loop_ends_keeps_its_deadline(two, until):
     assert isinstance(work.exception(), OperationTimeoutError)
 
 
-def test_who_awaits_on_another_loop_does_not_hang_when_the_first_ends(two, until):
+@pytest.mark.parametrize("ends", [True, False], ids=["ends", "stops"])
+def test_who_awaits_on_another_loop_does_not_hang_when_the_first_one(two, ends):
     works = []
 
     async def elsewhere():
@@ -87,7 +88,8 @@ def test_who_awaits_on_another_loop_does_not_hang_when_the_first_ends(two, until
     with ThreadPoolExecutor(1) as pool:
         result = pool.submit(asyncio.run, elsewhere())
         two.home.run_until_complete(live_until_somebody_waits())
-        two.end_home()
+        if ends:
+            two.end_home()
         assert two.all_reduce_there() == [2.0, 2.0]
         assert result.result() == [2.0, 2.0]
 
@@ -102,3 +104,19 @@ def test_who_awaits_on_another_loop_does_not_hang_while_the_first_stands_still(t
     for _ in range(2):
         assert asyncio.run(await_one()) == [2.0, 2.0]
         two.home.run_until_complete(asyncio.sleep(0))
+
+
+def test_waits_that_are_given_up_while_the_first_loop_stands_still_keep_no_threads(two):
+    async def give_up_many():
+        works = [two.all_reduce() for _ in range(50)]
+        waiting = [asyncio.ensure_future(work) for work in works]
+        await asyncio.sleep(0)
+        for one in waiting[:-1]:
+            one.cancel()
+        await asyncio.wait(waiting[:-1])
+        futures = [work.get_future() for work in works]  # which are completed on threads of the same kind
+        await asyncio.to_thread(lambda: [two.all_reduce_there() for _ in works])
+        assert (await waiting[-1]).tolist() == [2.0, 2.0]
+        return await asyncio.to_thread(lambda: [future.wait().tolist() for future in futures])
+
+    assert asyncio.run(give_up_many()) == [[2.0, 2.0]] * 50
