@@ -17,9 +17,10 @@ import pytest
 from asyncdist.config import Config
 from asyncdist.errors import JournalError, StoreConnectionError, StoreError
 from asyncdist.store import AsyncStore, StoreServer
+from asyncdist.store.c10d_session import C10dSession
 from asyncdist.store.c10d_wire import MAGIC, Code
 from asyncdist.store.changes import replay, snapshot
-from asyncdist.store.durability import Fsync
+from asyncdist.store.durability import Durability, Fsync
 from asyncdist.store.entries import Contents
 from asyncdist.store.journal import Journal
 from asyncdist.store.operations import Op
@@ -246,6 +247,49 @@ async def test_a_long_value_is_written_while_the_loop_goes_on(tmp_path, monkeypa
         assert await asyncio.gather(*answers) == [None, None, b"v" * (2 << 20)]
     async with served(tmp_path, fsync, config) as (_, store):
         assert [len(value) for value in await store.multi_get(["large", "k"])] == [2 << 20, 1]
+
+
+async def test_what_takes_longer_to_write_than_the_interval_is_synced_after_it(
+    tmp_path, disk, monkeypatch, eventually: Eventually
+):
+    monkeypatch.setattr("asyncdist.store.durability.INTERVAL", 0.01)
+    go, turns = threading.Event(), []
+    commit, in_turn = Journal.commit, Durability._sync_in_turn
+
+    def slow(journal: Journal, *body: bytes, sync: bool) -> None:
+        assert sum(map(len, body)) < 1 << 20 or go.wait(LONG)
+        commit(journal, *body, sync=sync)
+
+    monkeypatch.setattr(Journal, "commit", slow)
+    monkeypatch.setattr(Durability, "_sync_in_turn", lambda durability: turns.append(True) or in_turn(durability))
+    async with served(tmp_path, Fsync.INTERVAL, CONFIG.with_(store_max_value_nbytes=4 << 20)) as (_, store):
+        setting = store.set("large", b"v" * (2 << 20))
+        await eventually(lambda: len(turns) > 1)
+        before = disk.syncs
+        go.set()
+        await setting
+        await eventually(lambda: disk.syncs > before)
+
+
+async def test_replies_without_numbers_keep_their_order_behind_a_slow_disk(tmp_path, disk, eventually: Eventually):
+    sizes = {b"/k0": 200_000, b"/k1": 100_000, b"/k2": 10}
+    async with served(tmp_path) as (server, store):
+        for key, nbytes in sizes.items():
+            await store.set(key.decode()[1:], b"v" * nbytes)
+        with await asyncio.to_thread(Peer, server.port) as peer:
+            (session,) = [each for each in server._connections if isinstance(each, C10dSession)]
+            disk.stop()
+            peer.send(Code.SET, b"/x", b"v")
+            for key in (b"/k0", b"/k1"):
+                before = session._held_nbytes
+                peer.send(Code.GET, key)
+                await eventually(lambda before=before: session._held_nbytes > before)
+            for _ in range(3):
+                peer.send(Code.GET, b"/k2")
+            await eventually(lambda: session._todo)  # so much is held that nothing more is executed
+            disk.go_on()
+            values = [await asyncio.to_thread(peer.vector) for _ in range(5)]
+    assert [len(value) for value in values] == [200_000, 100_000, 10, 10, 10]
 
 
 async def test_replies_that_wait_are_not_kept_without_limit(tmp_path, disk, eventually: Eventually):
