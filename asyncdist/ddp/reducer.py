@@ -207,7 +207,7 @@ class Reducer:
         for bucket in self._buckets:
             bucket.pending = len(bucket.members)
         # Kept by the graph task that runs now; the inner backward of a re-entrant checkpoint has one of its own.
-        finish = functools.partial(self._finish)
+        finish = functools.partial(self._finish)  # an object that is gone when that task is, called or not
         self._under_way = weakref.ref(finish)
         torch.autograd.Variable._execution_engine.queue_callback(finish)
 

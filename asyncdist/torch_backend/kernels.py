@@ -5,6 +5,7 @@ They serve groups of every back end, as torch's do: a kernel is found by the ten
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -14,18 +15,15 @@ from torch.distributed import distributed_c10d
 from asyncdist.torch_backend.handing import wait_tensor_waits_for
 
 c10d: Any = distributed_c10d
-_library: Any = None
 
 
+@cache
 def register() -> None:
     """Register the kernels for tensors on the CPU. Idempotent."""
-    global _library
-    if _library is not None:
-        return
-    _library = torch.library.Library("_c10d_functional", "IMPL")
     for kernel in (all_gather_into_tensor_out, batch_p2p_ops):
-        if _is_defined(f"_c10d_functional::{kernel.__name__}"):  # not by every torch
-            _library.impl(kernel.__name__, kernel, "CPU")
+        operator = f"_c10d_functional::{kernel.__name__}"
+        if _is_defined(operator):  # not by every torch
+            torch.library.impl(operator, "CPU", kernel)
 
 
 def _is_defined(operator: str) -> bool:
