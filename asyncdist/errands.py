@@ -7,6 +7,7 @@ are daemons: first everybody is told that the process ends, which ends what wait
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import concurrent.futures
 import functools
@@ -89,6 +90,15 @@ class Errands(concurrent.futures.Executor):
             del future, call  # or what they hold lives on while we wait
 
 
+async def apart(function: Callable[[], T]) -> T:
+    """Make a call that may take long and does nothing but answer, in a thread of its own: who is cancelled leaves it."""
+    errands = Errands("asyncdist-apart", most=1)  # and not the loop's own: those keep their threads, and wait for them
+    try:
+        return await asyncio.get_running_loop().run_in_executor(errands, function)
+    finally:
+        errands.shutdown(wait=False)
+
+
 def _make(future: Future[Any], call: Callable[[], Any]) -> None:
     if not future.set_running_or_notify_cancel():
         return
@@ -109,4 +119,4 @@ def _at_exit() -> None:
 
 atexit.register(_at_exit)
 
-__all__ = ["Errands", "runtime"]
+__all__ = ["Errands", "apart", "runtime"]

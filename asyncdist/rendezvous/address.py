@@ -12,9 +12,9 @@ import socket
 
 from asyncdist.config import Config
 from asyncdist.deadline import Deadline
+from asyncdist.errands import apart
 from asyncdist.errors import AddressError
 from asyncdist.interfaces import address_towards, interface_addresses, is_local
-from asyncdist.rendezvous.place import Caller
 from asyncdist.store.dialling import NAME_GRACE, describe, say_unresolved
 from asyncdist.topology import choose, is_address, is_loopback, named
 
@@ -49,11 +49,7 @@ async def resolve(host: str, deadline: Deadline) -> list[str]:
 
 
 async def _look_up(name: str) -> list[str]:
-    caller = Caller(abandons=True)  # and not the loop's own: that would keep its thread for good
-    try:
-        found = await caller(lambda: socket.getaddrinfo(name, None, type=socket.SOCK_STREAM))
-    finally:
-        caller.close()
+    found = await apart(lambda: socket.getaddrinfo(name, None, type=socket.SOCK_STREAM))
     return list(dict.fromkeys(str(address[0]).partition("%")[0] for *_, address in found))
 
 

@@ -61,12 +61,10 @@ class Record:
 class Caller:
     """A thread for calls that block, such as those of torch's stores.
 
-    A thread cannot be interrupted. A call that is cancelled is waited out, so that nothing goes on afterwards; with
-    ``abandons``, for calls that may take long and do nothing but answer, the thread is left to end by itself.
+    A thread cannot be interrupted. A call that is cancelled is waited out, so that nothing goes on afterwards.
     """
 
-    def __init__(self, *, abandons: bool = False) -> None:
-        self._abandons = abandons
+    def __init__(self) -> None:
         self._executor = Errands("asyncdist-rendezvous", most=1)
 
     async def __call__(self, function: Callable[..., T], *args: Any) -> T:
@@ -75,14 +73,13 @@ class Caller:
         try:
             await asyncio.wait([future])  # shield() would log what becomes of it after a cancellation
         except asyncio.CancelledError:
-            if not self._abandons:
-                await asyncio.wait([future])
+            await asyncio.wait([future])
             raise
         return future.result()
 
     def close(self) -> None:
         """Let the thread end."""
-        self._executor.shutdown(wait=not self._abandons, cancel_futures=True)
+        self._executor.shutdown(cancel_futures=True)
 
 
 class Place(ABC):

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncdist.config import Config
+from asyncdist.errands import apart
 from asyncdist.store import listen
 from asyncdist.store.attention import Attention
 from asyncdist.store.c10d_session import at_once
@@ -367,4 +368,4 @@ def _address(sock: socket.socket) -> tuple[socket.AddressFamily, str]:
 
 async def _resolve(host: str, port: int) -> list[Any]:
     literal = not host or listen.is_address(host)
-    return listen.resolve(host, port) if literal else await asyncio.to_thread(listen.resolve, host, port)
+    return listen.resolve(host, port) if literal else await apart(lambda: listen.resolve(host, port))

@@ -8,13 +8,14 @@ import logging
 import os
 import socket
 import struct
+import threading
 
 import pytest
 
 from asyncdist.config import Config
 from asyncdist.errors import AddressError, UsageError
 from asyncdist.handshake import MAGIC, NONCE_NBYTES, PROOF_NBYTES, Pushed, dial
-from asyncdist.store import AsyncStore, StoreServer
+from asyncdist.store import AsyncStore, StoreServer, listen
 from asyncdist.store.lobby import Lobby
 from asyncdist.store.messages import Encoder, FrameParser
 from asyncdist.store.operations import Kind, Op
@@ -286,6 +287,29 @@ async def test_hosts_that_cannot_be_listened_on():
         await StoreServer.start("203.0.113.1", 0, token=TOKEN)  # reserved for documentation
     with pytest.raises(AddressError, match="port 70000"):
         await StoreServer.start("127.0.0.1", 70000, token=TOKEN)
+
+
+def test_a_look_up_that_takes_long_keeps_nobody(monkeypatch, new_loop):
+    """Neither who gave it up, nor the end of the loop, which waits for the threads of its own."""
+    begun, go_on, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def look_up(host: str, port: int) -> None:
+        begun.set()
+        go_on.wait(LONG)
+        ended.set()
+
+    async def give_up():
+        starting = asyncio.create_task(StoreServer.start("a-name", 0, token=TOKEN))
+        while not begun.is_set():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        starting.cancel()
+        await asyncio.wait([starting])
+
+    monkeypatch.setattr(listen, "resolve", look_up)
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(give_up())
+    assert not ended.is_set()
+    go_on.set()
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "", "::"])
