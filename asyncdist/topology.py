@@ -34,8 +34,8 @@ def is_loopback(host: str) -> bool:
     """Say whether ``host`` means this very machine by its spelling alone: ``localhost``, ``127.*``, ``::1``."""
     if is_address(host):
         address = ipaddress.ip_address(host)
-        mapped = getattr(address, "ipv4_mapped", None)
-        return (mapped or address).is_loopback
+        # Who comes over IPv4 to a socket that listens for both is shown as ::ffff:127.0.0.1.
+        return (getattr(address, "ipv4_mapped", None) or address).is_loopback
     name = host.rstrip(".").lower()
     return name in ("localhost", "localhost.localdomain", "ip6-localhost") or name.endswith(".localhost")
 

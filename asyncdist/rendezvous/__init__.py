@@ -12,13 +12,11 @@ from typing import Any
 
 from asyncdist.config import Config, Launch
 from asyncdist.deadline import Deadline, Timeout, seconds
-from asyncdist.errors import AuthenticationError
 from asyncdist.rendezvous.address import advertised, outward, reachable, to_listen_on
 from asyncdist.rendezvous.joining import World, by_address, by_record, follow, lead
 from asyncdist.rendezvous.meeting import Limit, Meeting
 from asyncdist.rendezvous.method import Method, url_of
-from asyncdist.rendezvous.opening import host_of, open_place
-from asyncdist.topology import is_loopback
+from asyncdist.rendezvous.opening import check_token, host_of, open_place
 
 __all__ = ["Meeting", "meet"]
 
@@ -66,11 +64,8 @@ async def _meet_directly(stack: AsyncExitStack, method: Method, world: World) ->
     """Meet in rank 0's store at an address that every rank was told."""
     token = world.config.token
     where = url_of(method.host, method.port)
-    if token is None and not world.config.allow_unauthenticated and not is_loopback(method.host):
-        raise AuthenticationError(
-            f"{where} is no loopback address, and nothing can pass a token on from rank 0 to the others there "
-            "(in a network that you trust, ASYNCDIST_ALLOW_UNAUTHENTICATED=1 does without)"
-        )
+    why = f"{where} is no loopback address, and nothing can pass a token on from rank 0 to the others there"
+    check_token(method.host, world.config, why)
     if method.rank != 0:
         return await follow(stack, world, by_address(world, method.host, method.port, token), where)
     host = await to_listen_on(method.host, world.config, world.limit.deadline)

@@ -25,7 +25,7 @@ from asyncdist.rendezvous.place import (
 from asyncdist.store.client import AsyncStore
 from asyncdist.store.dialling import describe
 from asyncdist.store.faces import AsyncFace, Store
-from asyncdist.topology import is_loopback
+from asyncdist.store.listen import unguarded
 
 _PAUSE = 0.1
 _AGENT_TIMEOUT = 30.0
@@ -35,7 +35,7 @@ async def open_place(method: Method, store: Any, name: str, config: Config, laun
     """Return the place of the world ``name`` that a method other than ``direct`` means."""
     key = f"asyncdist/{name}"
     if method.kind == "agent":
-        check_guarded(method.host, config, launch)
+        _check_torchs(method.host, config, launch)
         return await _open_agent_store(method, f"asyncdist/{launch.run_id}/{name}", limit)
     if method.kind == "daemon":
         daemon = await AsyncStore.connect(
@@ -50,7 +50,7 @@ async def open_place(method: Method, store: Any, name: str, config: Config, laun
         return AwaitedPlace(store, _innermost(store).loop, key, f"store={store!r}")
     if callable(getattr(store, "compare_set", None)):
         if not isinstance(store, Store):
-            check_guarded(host_of(method, store), config, launch)
+            _check_torchs(host_of(method, store), config, launch)
         return BlockingPlace(store, key, f"store={type(store).__name__}")
     raise UsageError(f"store= takes a store of asyncdist or of torch.distributed, not {type(store).__name__}")
 
@@ -68,18 +68,22 @@ def host_of(method: Method, store: Any) -> str | None:
     return host if isinstance(host, str) and host else None
 
 
-def check_guarded(host: str | None, config: Config, launch: Launch) -> None:
-    """Raise AuthenticationError if a token of ours would lie in a store of torch's that other hosts can read.
+def check_token(host: str | None, config: Config, why: str) -> None:
+    """Raise AuthenticationError, which says ``why``, if ranks of other hosts would meet at ``host`` without a token.
 
-    Those stores let in whoever asks. None is the host of a store that no network leads to.
+    None is the host of a store that no network leads to.
     """
-    if config.token or config.allow_unauthenticated or host is None or is_loopback(host) or launch.on_one_host:
-        return
-    raise AuthenticationError(
-        f"torch's store at {host} lets in whoever asks, and so cannot pass a token on to other hosts: set "
-        "ASYNCDIST_TOKEN to the same secret on every rank (in a network that you trust, "
-        "ASYNCDIST_ALLOW_UNAUTHENTICATED=1 does without)"
-    )
+    if host is not None and unguarded([host], config.token, config):
+        raise AuthenticationError(
+            f"{why} (in a network that you trust, ASYNCDIST_ALLOW_UNAUTHENTICATED=1 does without)"
+        )
+
+
+def _check_torchs(host: str | None, config: Config, launch: Launch) -> None:
+    """Raise AuthenticationError if a token of ours would lie in a store of torch's that other hosts can read."""
+    if not launch.on_one_host:
+        why = f"torch's store at {host} lets in whoever asks, and so cannot pass a token on to other hosts"
+        check_token(host, config, why)
 
 
 def _innermost(store: Any) -> Any:

@@ -12,6 +12,7 @@ from asyncdist.config import Config
 from asyncdist.runtime import Runtime, runtime
 from asyncdist.store import listen
 from asyncdist.store.server import StoreServer
+from asyncdist.topology import is_loopback
 
 _AT_EXIT = 1.0
 """Seconds that a process that ends waits for its connections to be gone."""
@@ -61,8 +62,7 @@ def _bind_to(host: str, port: int, token: str | None, config: Config) -> str:
     A name that others resolve to our network address may resolve to loopback here (many an /etc/hosts says so): with a
     token, listen everywhere then. Without one the server itself sees to it that only loopback is listened on.
     """
-    guarded = bool(token) or config.allow_unauthenticated
-    if not guarded or host == "localhost" or listen.is_loopback(host):
+    if is_loopback(host) or listen.unguarded([host], token, config):
         return host
     listen.resolve(host, port)  # a misspelt name fails here, not at the other ranks
     return ""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import errno
-import ipaddress
 import os
 import socket
+from collections.abc import Iterable
 from pathlib import Path
 
 from asyncdist.config import Config
 from asyncdist.errors import AddressError, UsageError
+from asyncdist.topology import is_loopback
 
 BACKLOG = 4096
 """Connections that may wait to be accepted: a whole world arrives within a second. The kernel caps it."""
@@ -17,24 +18,6 @@ BACKLOG = 4096
 _PORT_TRIES = 16
 
 Addresses = list[tuple[socket.AddressFamily, str]]
-
-
-def is_loopback(host: str) -> bool:
-    """Say whether an address reaches this machine only."""
-    if not is_address(host):
-        return False
-    address = ipaddress.ip_address(host.partition("%")[0])
-    # Who comes over IPv4 to a socket that listens for both is shown as ::ffff:127.0.0.1.
-    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
-
-
-def is_address(host: str) -> bool:
-    """Say whether ``host`` is an address already, so that nothing need be looked up."""
-    try:
-        ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:
-        return False
-    return True
 
 
 def resolve(host: str, port: int) -> Addresses:
@@ -56,10 +39,17 @@ def resolve(host: str, port: int) -> Addresses:
     return addresses
 
 
+def unguarded(hosts: Iterable[str], token: str | None, config: Config) -> list[str]:
+    """Return at which of the hosts anyone on the network could come in, for want of a token that was not waived."""
+    if token or config.allow_unauthenticated:
+        return []
+    return [host for host in hosts if not is_loopback(host)]
+
+
 def check_guarded(addresses: Addresses, token: str | None, config: Config) -> None:
     """Raise UsageError where anyone on the network could come in without a token."""
-    open_to_all = [address for _, address in addresses if not is_loopback(address)]
-    if open_to_all and not token and not config.allow_unauthenticated:
+    open_to_all = unguarded([address for _, address in addresses], token, config)
+    if open_to_all:
         raise UsageError(
             f"the store would listen on {', '.join(open_to_all)} with no token, open to anyone who reaches it: set "
             "ASYNCDIST_TOKEN to one secret on every rank and on the store, or listen on 127.0.0.1; in a network that "

@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, cast
 
 from asyncdist.errors import ProtocolError
 from asyncdist.handshake import NONCE_NBYTES, WANTS_TLS, Pushed, accept
-from asyncdist.store import c10d_wire, listen
+from asyncdist.store import c10d_wire
 from asyncdist.store.c10d_session import C10dSession
 from asyncdist.store.connection import Connection, name_of
 from asyncdist.store.dialling import tune
 from asyncdist.store.messages import hello
 from asyncdist.store.operations import Reply
 from asyncdist.store.session import Session
+from asyncdist.topology import is_loopback
 
 if TYPE_CHECKING:
     from asyncdist.store.server import StoreServer
@@ -44,7 +45,7 @@ class Lobby(Connection):
         self._transport = transport
         address = transport.get_extra_info("peername")
         self.peer = name_of(address)
-        self._local = not isinstance(address, tuple) or listen.is_loopback(address[0])
+        self._local = not isinstance(address, tuple) or is_loopback(address[0])
         self._private = not isinstance(address, tuple) or transport.get_extra_info("sslcontext") is not None
         if not self._server.admit(self):
             self.abort()

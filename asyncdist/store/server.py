@@ -40,6 +40,7 @@ from asyncdist.store.session import Session
 from asyncdist.store.shortcut import Shortcuts
 from asyncdist.store.state import StoreState
 from asyncdist.tls import server_context
+from asyncdist.topology import is_address
 
 logger = logging.getLogger(__name__)
 
@@ -367,5 +368,5 @@ def _address(sock: socket.socket) -> tuple[socket.AddressFamily, str]:
 
 
 async def _resolve(host: str, port: int) -> list[Any]:
-    literal = not host or listen.is_address(host)
+    literal = not host or is_address(host)
     return listen.resolve(host, port) if literal else await apart(lambda: listen.resolve(host, port))

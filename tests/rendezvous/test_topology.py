@@ -20,7 +20,9 @@ def test_loopback_by_spelling(host):
     assert is_loopback(host)
 
 
-@pytest.mark.parametrize("host", ["node0", "10.0.0.1", "fd00::1", "localhost.example.org", "0.0.0.0", "::"])
+@pytest.mark.parametrize(
+    "host", ["node0", "10.0.0.1", "fd00::1", "localhost.example.org", "0.0.0.0", "::", "fe80::1%eth0"]
+)
 def test_not_loopback_by_spelling(host):
     assert not is_loopback(host)
 
@@ -33,6 +35,7 @@ def test_a_mapped_address_is_what_it_maps_to():
 def test_names_are_no_addresses():
     assert is_address("10.0.0.1")
     assert is_address("fd00::1")
+    assert is_address("fe80::1%eth0")
     assert not is_address("node0")
 
 

@@ -195,6 +195,12 @@ def test_listening_beyond_loopback_takes_a_token():
         assert store.add("n", 1) == 1
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "LOCALHOST"])
+def test_who_is_known_by_a_loopback_name_listens_on_loopback_only(host):
+    with TCPStore(host, 0, is_master=True, timeout=LONG, config=CONFIG) as store, pytest.raises(OSError):
+        socket.create_connection(("127.0.0.2", store.port), LONG).close()  # which is none of its addresses
+
+
 def test_a_bound_socket_to_listen_on():
     sock = socket.socket()
     sock.bind(("127.0.0.1", 0))
