@@ -15,7 +15,7 @@ from asyncdist.errors import AsyncdistError, StoreConnectionError, UsageError
 from asyncdist.store import operations
 from asyncdist.store.asked import Asked, Limits
 from asyncdist.store.conversation import IDENTITY_NBYTES, Conversation
-from asyncdist.store.dialling import FIRST_PAUSE, Persistence, broken, closed
+from asyncdist.store.dialling import FIRST_PAUSE, Persistence, Redial, closed
 from asyncdist.store.faces import AsyncFace
 from asyncdist.store.link import Link, reach
 from asyncdist.store.operations import Command
@@ -128,12 +128,11 @@ class _Line:
         self.where = f"{host}:{port}"
         self.over: StoreConnectionError | None = None
         self.link: Link | None = None
-        self._host, self._port, self._token = host, port, token
-        self._patience = config.store_reconnect
+        self._token = token
         self._tls = client_context(config)
         self._conversation = Conversation(self.where, config.store_lease, os.urandom(IDENTITY_NBYTES))
         self._limits = Limits(self._conversation.open_requests)
-        self._persistence: Persistence | None = None
+        self._redial = Redial(self._conversation, host, port, config.store_reconnect)
         self._redialling: asyncio.TimerHandle | asyncio.Task[None] | None = None
 
     def ask(self, sink: Asked | _Stream) -> None:
@@ -161,36 +160,28 @@ class _Line:
 
     def _lost(self, link: Link, why: str, for_good: bool) -> None:
         self.link = None
-        error = self._conversation.lost or broken(self.where, why)
-        if for_good or self._patience <= 0 or not self._conversation.resumable:
-            self._end(error)
+        over = self._redial.lost(why, for_good=for_good)
+        if over is not None:
+            self._end(over)
         elif self.over is None:
             # After a moment: on a loop that is just being closed, a task would be destroyed before its end.
-            self._redialling = asyncio.get_running_loop().call_later(FIRST_PAUSE, self._begin_to_redial, why)
+            self._redialling = asyncio.get_running_loop().call_later(FIRST_PAUSE, self._begin_to_redial)
 
-    def _begin_to_redial(self, why: str) -> None:
-        self._redialling = asyncio.ensure_future(self._redial(why))
+    def _begin_to_redial(self) -> None:
+        self._redialling = asyncio.ensure_future(self._dial_again())
 
-    async def _redial(self, why: str) -> None:
+    async def _dial_again(self) -> None:
         """Connect again, until that succeeds or there is no point in it any more."""
-        persistence = self._persistence
-        try:
-            if persistence is not None and persistence.in_vain:
-                await asyncio.sleep(persistence.pause_after(ConnectionResetError(why)))
-            else:
-                persistence = self._persistence = Persistence(self._host, self._port, self._patience)
-            while self.link is None:
-                try:
-                    await self.reach(persistence)
-                    persistence.succeeded()
-                except OSError as error:
-                    if isinstance(error, ConnectionRefusedError) and not self._conversation.stays:
-                        break  # it ended with the program that served it
-                    await asyncio.sleep(persistence.pause_after(error))
-        except AsyncdistError as error:
-            why = f"{why}; then: {error}"
-        if self.link is None:
-            self._end(broken(self.where, why))
+        over = None
+        while self.link is None and over is None:
+            await asyncio.sleep(self._redial.due.remaining())
+            try:
+                await self.reach(self._redial.persistence)
+                self._redial.succeeded()
+            except (OSError, AsyncdistError) as error:
+                over = self._redial.failed(error)
+        if over is not None:
+            self._end(over)
 
     def _end(self, error: StoreConnectionError) -> None:
         if self.over is None:

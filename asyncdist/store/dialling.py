@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
 import socket
 import ssl
 import time
 
 from asyncdist.deadline import Deadline, Timeout
-from asyncdist.errors import AddressError, CertificateError, StoreConnectionError
+from asyncdist.errors import AddressError, AsyncdistError, CertificateError, StoreConnectionError
+from asyncdist.store.conversation import Conversation
 from asyncdist.tls import refused
 
 log = logging.getLogger("asyncdist")
@@ -22,7 +24,6 @@ HANDSHAKE_TIMEOUT = 20.0
 """Seconds that something which takes our connection has to prove itself before we try again."""
 STEADY = 5.0
 """Seconds after which a connection that breaks is not one that broke at once."""
-
 
 _DISBELIEVED = 8
 """How often in a row a store may hang up right after the TLS handshake: one that ends does so once or twice."""
@@ -51,21 +52,11 @@ class Persistence:
         self._begun = time.monotonic()
         self._pause = FIRST_PAUSE
         self._reason: OSError | None = None
-        self._made = 0.0
         self._turned_away = 0
 
     def attempt(self) -> Deadline:
         """Return until when the attempt that begins now may go on."""
         return Deadline(min(self.deadline.at, time.monotonic() + HANDSHAKE_TIMEOUT))
-
-    def succeeded(self) -> None:
-        """Note that a connection was made."""
-        self._made = time.monotonic()
-
-    @property
-    def in_vain(self) -> bool:
-        """Whether what was made is broken again at once: what we ask for may be what breaks it."""
-        return time.monotonic() < self._made + STEADY
 
     def pause_after(self, error: OSError) -> float:
         """Return how many seconds to pause before the next attempt, or raise what the user gets to see."""
@@ -93,6 +84,58 @@ class Persistence:
         pause = self._pause * random.uniform(0.5, 1.0)
         self._pause = min(2 * self._pause, LONGEST_PAUSE)
         return min(pause, left)
+
+
+class Redial:
+    """Another connection where one has broken: whether there is a point in it, and when to try.
+
+    Each is tried for ``patience`` seconds. One that breaks at once was made in vain, as what we ask for may be what breaks
+    it: the next one takes what patience was left.
+    """
+
+    def __init__(self, conversation: Conversation, host: str, port: int, patience: float) -> None:
+        self._conversation = conversation
+        self._host, self._port, self._patience = host, port, patience
+        self._why = ""
+        self._made = -math.inf
+        self._persistence: Persistence | None = None
+        self.due = Deadline.never()
+        """When the next attempt is to begin."""
+
+    def lost(self, why: str, *, for_good: bool = False) -> StoreConnectionError | None:
+        """Note that the connection broke. Return what to end with where there is no point in another."""
+        self._why = why
+        if for_good or self._patience <= 0 or not self._conversation.resumable:
+            return self._conversation.lost or broken(self._conversation.where, why)
+        if time.monotonic() < self._made + STEADY:
+            return self.failed(ConnectionResetError(why))
+        self._persistence = None
+        self.due = Deadline.after(0)
+        return None
+
+    @property
+    def persistence(self) -> Persistence:
+        """That of the attempts. It begins with the first: threads may not need the store for long."""
+        if self._persistence is None:
+            self._persistence = Persistence(self._host, self._port, self._patience)
+        return self._persistence
+
+    def succeeded(self) -> None:
+        """Note that an attempt has made a connection."""
+        self._made = time.monotonic()
+
+    def failed(self, error: OSError | AsyncdistError) -> StoreConnectionError | None:
+        """Note that an attempt has failed. Return what to end with where there is no point in another."""
+        where, why = self._conversation.where, self._why
+        if isinstance(error, ConnectionRefusedError) and not self._conversation.stays:
+            return broken(where, why)  # it ended with the program that served it
+        if not isinstance(error, OSError):  # it answered, and will not say anything else
+            return broken(where, f"{why}; then: {error}")
+        try:
+            self.due = Deadline.after(self.persistence.pause_after(error))
+        except AsyncdistError as given_up:
+            return broken(where, f"{why}; then: {given_up}")
+        return None
 
 
 def say_unresolved(host: str, error: BaseException) -> None:

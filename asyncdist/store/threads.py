@@ -19,7 +19,7 @@ from asyncdist.deadline import Deadline, Timeout
 from asyncdist.errors import AsyncdistError, ProtocolError, StoreConnectionError, UsageError
 from asyncdist.store.conversation import IDENTITY_NBYTES, Conversation
 from asyncdist.store.desk import Desk, Ticket
-from asyncdist.store.dialling import Persistence, broken, closed, connect, describe, tune
+from asyncdist.store.dialling import Persistence, Redial, broken, closed, connect, describe, tune
 from asyncdist.store.messages import framed
 from asyncdist.store.operations import Command
 from asyncdist.store.pieces import Parcel
@@ -48,14 +48,12 @@ class Connection(Desk):
     def __init__(self, host: str, port: int, token: str | None, config: Config) -> None:
         super().__init__()
         self.where = f"{host}:{port}"
-        self._host, self._port, self._token = host, port, token
-        self._patience = config.store_reconnect
+        self._host, self._token = host, token
         self._tls = client_context(config)
         self._conversation = Conversation(self.where, config.store_lease, os.urandom(IDENTITY_NBYTES))
         self._wire: Wire | None = None
         self._broken: list[Wire] = []  # which a thread may still be in
-        self._why = ""
-        self._persistence: Persistence | None = None
+        self._redial = Redial(self._conversation, host, port, config.store_reconnect)
         self._pid = os.getpid()
         self._turn, self._sending, self._carrying = threading.RLock(), threading.RLock(), threading.RLock()
         self._sender = 0  # the thread that is sending
@@ -255,7 +253,7 @@ class Connection(Desk):
         while not ticket.ready:
             wire = self._wire
             if wire is None:
-                self._redial(deadline)
+                self._dial_again(deadline)
             else:
                 self._read(wire, deadline)
 
@@ -304,56 +302,47 @@ class Connection(Desk):
         with self.lock:
             if self._wire is not wire:
                 return
-            self._wire, self._why = None, why
+            self._wire = None
             self._broken.append(wire)
             self._conversation.interrupted()
-            if self._patience > 0 and self._conversation.resumable:
-                if self._persistence is None or not self._persistence.in_vain:
-                    self._persistence = Persistence(self._host, self._port, self._patience)
+            over = self._redial.lost(why)
+            if over is None:
                 self._promote()
             else:
-                self._persistence = None
+                self._end(over)
         wire.wake()
-        if self._persistence is None:
-            self._break(broken(self.where, why))
 
-    def _redial(self, deadline: Deadline) -> None:
-        """Try once to connect again, and pause where that failed. Raises TimeoutError."""
+    def _dial_again(self, deadline: Deadline) -> None:
+        """Try once to connect again, when that is due. Raises TimeoutError."""
         with self._sending, self.lock:
-            persistence = self._persistence
             self._drop()
-        if persistence is None:  # broken for good: what is open has been told so
-            return
-        why = self._why
+            if self._over is not None:  # what is open has been told so
+                return
+        persistence = self._redial.persistence
+        self._closing.wait(min(self._redial.due.remaining(), deadline.remaining()))
+        if deadline.expired():
+            raise TimeoutError
         try:
-            if persistence.in_vain:
-                pause = persistence.pause_after(ConnectionResetError(why))
-                self._closing.wait(min(pause, deadline.remaining()))
             self._attempt(persistence, Deadline(min(persistence.attempt().at, deadline.at)))
-            persistence.succeeded()
-            return
-        except OSError as error:
-            if not isinstance(error, ConnectionRefusedError) or self._conversation.stays:
-                try:
-                    self._closing.wait(min(persistence.pause_after(error), deadline.remaining()))
-                    if deadline.expired():
-                        raise TimeoutError from error
-                    return
-                except AsyncdistError as given_up:
-                    why = f"{why}; then: {given_up}"
-        except AsyncdistError as error:
-            why = f"{why}; then: {error}"
-        self._break(broken(self.where, why))
+            self._redial.succeeded()
+        except (OSError, AsyncdistError) as error:
+            over = self._redial.failed(error)
+            if over is not None:
+                self._break(over)
 
     # -- ends -------------------------------------------------------------------------------------
 
     def _break(self, error: StoreConnectionError) -> None:
         """End it for everyone, unless it has ended already."""
         with self.lock:
-            over = self._over = self._over or error
-            self._conversation.end(over)
-            if self._wire is not None:
-                self._wire.wake()
+            self._end(error)
+
+    def _end(self, error: StoreConnectionError) -> None:
+        """The same where the lock is held."""
+        over = self._over = self._over or error
+        self._conversation.end(over)
+        if self._wire is not None:
+            self._wire.wake()
 
     def close(self) -> None:
         if self._pid != os.getpid():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -12,11 +13,12 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 
 from asyncdist.config import Config
-from asyncdist.errors import StoreConnectionError, StoreError, StoreTimeoutError
+from asyncdist.errors import ProtocolError, StoreConnectionError, StoreError, StoreTimeoutError
 from asyncdist.runtime import runtime
 from asyncdist.store import AsyncStore, StoreServer, TCPStore, dialling
 from asyncdist.store.changes import Book, replay
@@ -200,6 +202,59 @@ async def test_what_a_client_has_heard_is_not_kept_for_it(server, store):
         await asyncio.gather(*(store.add("n", 1) for _ in range(400)))
     (member,) = server.members._members.values()
     assert len(member._answers) < 1000
+
+
+@pytest.mark.parametrize("kind", [AsyncStore, TCPStore])
+async def test_connections_that_break_at_once_share_the_patience_of_one(server, monkeypatch, eventually, kind):
+    """And it is said once that it has run out."""
+
+    def hang_up(*_) -> None:
+        raise ProtocolError("said by a test")
+
+    config, where = CONFIG.with_(store_reconnect=SHORT), ("127.0.0.1", server.port)
+    if kind is AsyncStore:
+        store = await AsyncStore.connect(*where, token=TOKEN, timeout=LONG, config=config)
+        asking = store.get("k")
+    else:
+        store = await asyncio.to_thread(TCPStore, *where, timeout=LONG, config=config)
+        asking = asyncio.create_task(asyncio.to_thread(store.get, "k"))
+    await eventually(lambda: server.state.num_open == 1)
+    monkeypatch.setattr(server, "resume", hang_up)
+    server.drop_all()
+    with pytest.raises(StoreConnectionError, match="; then: no store answered") as failed:
+        await asking
+    assert str(failed.value).count("no store answered") == 1
+    await store.close() if kind is AsyncStore else store.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "stays", "ends"),
+    [
+        (ConnectionResetError("reset"), False, None),
+        (ConnectionRefusedError("refused"), True, None),
+        (ConnectionRefusedError("refused"), False, r"broke \(it hung up\)"),
+        (ProtocolError("garbage"), True, r"broke \(it hung up; then: garbage\)"),
+    ],
+)
+def test_after_which_failures_it_is_tried_again(error, stays, ends):
+    redial = dialling.Redial(SimpleNamespace(where="here", lost=None, resumable=True, stays=stays), "here", 1, LONG)
+    assert redial.lost("it hung up") is None
+    begun = time.monotonic()
+    assert redial.due.at <= begun
+    over = redial.failed(error)
+    if ends is None:
+        assert over is None
+        assert redial.due.at > begun
+    else:
+        assert re.search(ends, str(over))
+
+
+def test_patience_begins_with_the_first_attempt():
+    redial = dialling.Redial(SimpleNamespace(where="here", lost=None, resumable=True, stays=True), "here", 1, LONG)
+    for _ in range(2):
+        assert redial.lost("it hung up") is None
+        needed = time.monotonic()
+        assert redial.persistence.deadline.at >= needed + LONG
 
 
 # -- servers one after the other --------------------------------------------------------------------
