@@ -8,6 +8,7 @@ outside is taken instead, by rank 0 and by the other ranks on that host alike.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 
 from asyncdist.config import Config
@@ -15,11 +16,10 @@ from asyncdist.deadline import Deadline
 from asyncdist.errands import apart
 from asyncdist.errors import AddressError
 from asyncdist.interfaces import address_towards, interface_addresses, is_local
-from asyncdist.store.dialling import NAME_GRACE, describe, say_unresolved
+from asyncdist.store.dialling import Persistence, unknown
 from asyncdist.topology import choose, is_address, is_loopback, named
 
 _OUTSIDE = ("198.51.100.1", "2001:db8::1")  # documentation addresses: only the route to them is looked up
-_RETRY = 0.5
 
 
 async def resolve(host: str, deadline: Deadline) -> list[str]:
@@ -31,26 +31,28 @@ async def resolve(host: str, deadline: Deadline) -> list[str]:
         return [host]
     if is_loopback(host):
         return ["127.0.0.1"] if is_local("127.0.0.1") else ["::1"]
-    grace = Deadline.after(NAME_GRACE)
-    said = False
+    persistence = Persistence(host, 0, deadline.remaining())
     while True:
         try:
             async with asyncio.timeout(deadline.remaining_or_none()):
                 return sorted(await _look_up(host), key=lambda one: ":" in one)
         except (OSError, UnicodeError) as error:
-            if grace.expired() or deadline.remaining() < _RETRY:
-                raise AddressError(
-                    f"host {host!r} does not resolve ({describe(error)}); check its spelling, or give an address"
-                ) from error
-            if not said:
-                say_unresolved(host, error)
-                said = True
-        await asyncio.sleep(_RETRY)
+            pause = persistence.pause_after(unknown(error))
+        await asyncio.sleep(pause)
 
 
 async def _look_up(name: str) -> list[str]:
     found = await apart(lambda: socket.getaddrinfo(name, None, type=socket.SOCK_STREAM))
     return list(dict.fromkeys(str(address[0]).partition("%")[0] for *_, address in found))
+
+
+async def probe(host: str, port: int, timeout: float | None) -> None:
+    """Connect and hang up. Raises OSError where nothing listens there; a refusal is an answer, and not tried again."""
+    async with asyncio.timeout(timeout):
+        _, writer = await asyncio.open_connection(host, port)
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
 
 
 async def reachable(host: str, config: Config, deadline: Deadline) -> list[str]:

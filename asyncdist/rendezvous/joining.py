@@ -28,7 +28,7 @@ from asyncdist.errors import (
     RendezvousTimeoutError,
     StoreError,
 )
-from asyncdist.rendezvous.address import advertised, reachable
+from asyncdist.rendezvous.address import advertised, probe, reachable
 from asyncdist.rendezvous.meeting import Limit, Meeting
 from asyncdist.rendezvous.method import url_of
 from asyncdist.rendezvous.place import OwnPlace, Place, Record
@@ -142,11 +142,10 @@ async def _publish(world: World, place: Place, record: Record) -> None:
 async def _leader(world: World, old: Record) -> bytes | None:
     """Return who leads the world of an old record, or None if nobody does any more."""
     token = old.token if old.token is not None else world.config.token
-    if not await _answers(old.host, old.port):
-        return None
     try:
+        await probe(old.host, old.port, _PREDECESSOR_TRY)  # the way of `World.connect` would be to try on
         client = await world.connect(old.host, old.port, token, _PREDECESSOR_TRY)
-    except (StoreError, AuthenticationError, ProtocolError, AddressError):
+    except (OSError, StoreError, AuthenticationError, ProtocolError, AddressError):
         return None
     try:
         meeting = world.meeting(old, client, token, "")
@@ -158,18 +157,6 @@ async def _leader(world: World, old: Record) -> bytes | None:
         return None
     finally:
         await client.close()
-
-
-async def _answers(host: str, port: int) -> bool:
-    """Say whether anything listens there; unlike `World.connect`, take a refusal for an answer."""
-    try:
-        async with asyncio.timeout(_PREDECESSOR_TRY):
-            _, writer = await asyncio.open_connection(host, port)
-            writer.close()
-            await writer.wait_closed()
-    except OSError:
-        return False
-    return True
 
 
 # -- the others -----------------------------------------------------------------------------------

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 from datetime import timedelta
 from typing import Any
 
 from asyncdist.config import Config, Launch
 from asyncdist.errors import AuthenticationError, RendezvousError, RendezvousTimeoutError, UsageError
-from asyncdist.rendezvous.address import resolve
+from asyncdist.rendezvous.address import probe, resolve
 from asyncdist.rendezvous.meeting import Limit
 from asyncdist.rendezvous.method import Method
 from asyncdist.rendezvous.place import (
@@ -116,16 +115,12 @@ async def _until_served(method: Method, where: str, limit: Limit) -> None:
     while True:
         for host in await resolve(method.host, limit.deadline):
             try:
-                async with asyncio.timeout(limit.deadline.remaining_or_none()):
-                    _, writer = await asyncio.open_connection(host, method.port)
+                await probe(host, method.port, limit.deadline.remaining_or_none())
             except OSError as error:
                 why = os.strerror(error.errno) if error.errno else describe(error)
                 seen = f"the agent's store does not answer: {why}"
-                continue
-            writer.close()
-            with contextlib.suppress(OSError):
-                await writer.wait_closed()
-            return
+            else:
+                return
         if limit.deadline.remaining() <= _PAUSE:
             raise RendezvousTimeoutError((method.rank,), (0,), limit.timeout, where, method.world_size, seen)
         await asyncio.sleep(_PAUSE)

@@ -63,7 +63,9 @@ class Persistence:
         now = time.monotonic()
         spent = now - self._begun
         if isinstance(error, socket.gaierror) and not isinstance(self._reason, socket.gaierror):
-            say_unresolved(self.host, error)
+            # At once, so that who has misspelled it need not wait until we give up.
+            grace = f"trying on for up to {NAME_GRACE:.0f} s"
+            log.warning("host %r does not resolve (%s): %s", self.host, describe(error), grace)
         self._turned_away = self._turned_away + 1 if isinstance(error, TurnedAway) else 0
         if self._turned_away == _DISBELIEVED:
             times = f"{_DISBELIEVED} times in a row"
@@ -72,9 +74,7 @@ class Persistence:
             self._reason = error
         error = self._reason or error  # that the time ran out in the middle of an attempt explains little
         if isinstance(error, socket.gaierror) and (spent >= NAME_GRACE or self.deadline.expired(now=now)):
-            raise AddressError(
-                f"host {self.host!r} does not resolve ({describe(error)}): check its spelling, or give an address"
-            ) from error
+            raise unresolved(self.host, error) from error
         left = self.deadline.remaining(now=now)
         if left <= 0:
             raise StoreConnectionError(
@@ -138,9 +138,14 @@ class Redial:
         return None
 
 
-def say_unresolved(host: str, error: BaseException) -> None:
-    """Log that a name is not known, so that who has misspelled it need not wait until we give up."""
-    log.warning("host %r does not resolve (%s): trying on for up to %.0f s", host, describe(error), NAME_GRACE)
+def unknown(error: OSError | UnicodeError) -> socket.gaierror:
+    """Return the error of a look-up: also one that took too long, or of a label that no name can have."""
+    return error if isinstance(error, socket.gaierror) else socket.gaierror(socket.EAI_NONAME, describe(error))
+
+
+def unresolved(host: str, error: OSError | UnicodeError) -> AddressError:
+    """Return what the user gets to see of a look-up that failed."""
+    return AddressError(f"host {host!r} does not resolve ({describe(error)}): check its spelling, or give an address")
 
 
 def describe(error: BaseException) -> str:

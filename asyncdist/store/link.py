@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import ssl
 from collections import deque
 from collections.abc import Callable
@@ -13,7 +12,7 @@ from typing import cast
 from asyncdist.errors import AuthenticationError, ProtocolError
 from asyncdist.handshake import NONCE_NBYTES, Pushed, dial
 from asyncdist.store.conversation import Conversation
-from asyncdist.store.dialling import Persistence, describe, tune, turned_away
+from asyncdist.store.dialling import Persistence, describe, tune, turned_away, unknown
 from asyncdist.store.messages import framed
 from asyncdist.store.pieces import Parcel
 from asyncdist.tls import refused
@@ -48,8 +47,8 @@ async def reach(
     except ssl.SSLError as error:
         link.abort()
         raise refused(error) from error
-    except UnicodeError as error:  # a label that no name can have
-        raise socket.gaierror(socket.EAI_NONAME, str(error)) from None
+    except UnicodeError as error:
+        raise unknown(error) from None
     except BaseException:
         link.abort()
         raise

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from asyncdist.config import Config
 from asyncdist.errors import AddressError, UsageError
+from asyncdist.store.dialling import unresolved
 from asyncdist.topology import is_loopback
 
 BACKLOG = 4096
@@ -29,9 +30,7 @@ def resolve(host: str, port: int) -> Addresses:
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
-        raise AddressError(
-            f"host {host!r} does not resolve ({error}): check its spelling, or give an address"
-        ) from None
+        raise unresolved(host, error) from None
     addresses: Addresses = [(family, str(address[0])) for family, _, _, _, address in found]
     addresses = list(dict.fromkeys(addresses))
     if not _has_ipv6():

@@ -19,7 +19,7 @@ from asyncdist.deadline import Deadline, Timeout
 from asyncdist.errors import AsyncdistError, ProtocolError, StoreConnectionError, UsageError
 from asyncdist.store.conversation import IDENTITY_NBYTES, Conversation
 from asyncdist.store.desk import Desk, Ticket
-from asyncdist.store.dialling import Persistence, Redial, broken, closed, connect, describe, tune
+from asyncdist.store.dialling import Persistence, Redial, broken, closed, connect, describe, tune, unknown
 from asyncdist.store.messages import framed
 from asyncdist.store.operations import Command
 from asyncdist.store.pieces import Parcel
@@ -80,8 +80,8 @@ class Connection(Desk):
         """Try once to connect. Raises OSError where another attempt may do better."""
         try:
             sock = connect(persistence.host, persistence.port, max(deadline.remaining(), 0.001))
-        except UnicodeError as error:  # a label that no name can have
-            raise socket.gaierror(socket.EAI_NONAME, str(error)) from None
+        except UnicodeError as error:
+            raise unknown(error) from None
         wire: Wire | None = None
         try:
             tune(sock)

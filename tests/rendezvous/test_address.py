@@ -106,7 +106,6 @@ async def test_a_host_that_resolves_after_a_while(monkeypatch, caplog):
         return answer
 
     monkeypatch.setattr(address, "_look_up", look_up)
-    monkeypatch.setattr(address, "_RETRY", 0.01)
     assert await address.resolve("late", Deadline.after(10)) == ["10.0.0.7"]
     assert [record.getMessage() for record in caplog.records] == [
         "host 'late' does not resolve (not known): trying on for up to 30 s"
