@@ -114,6 +114,13 @@ def _end_tasks(loop: asyncio.AbstractEventLoop) -> None:
         loop.run_until_complete(asyncio.wait(tasks))
 
 
+def on_loop(loop: asyncio.AbstractEventLoop | None, coroutine: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
+    """Start a coroutine on the running loop (None), or on that of another thread; return a future of the running one."""
+    if loop is None or loop is asyncio.get_running_loop():
+        return asyncio.ensure_future(coroutine)
+    return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, loop))
+
+
 _current: Runtime | None = None
 _ending = False
 _lock = threading.Lock()

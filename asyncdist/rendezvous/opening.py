@@ -13,16 +13,16 @@ from asyncdist.rendezvous.address import probe, resolve
 from asyncdist.rendezvous.meeting import Limit
 from asyncdist.rendezvous.method import Method
 from asyncdist.rendezvous.place import (
-    AwaitedPlace,
     BlockingPlace,
     BlockingStore,
     Caller,
     DaemonPlace,
     Place,
     RecordFile,
+    StorePlace,
 )
 from asyncdist.store.client import AsyncStore
-from asyncdist.store.dialling import describe
+from asyncdist.store.dialling import describe, first_line
 from asyncdist.store.faces import AsyncFace, Store
 from asyncdist.store.listen import unguarded
 
@@ -46,7 +46,7 @@ async def open_place(method: Method, store: Any, name: str, config: Config, laun
         file = RecordFile(method.path, name)
         return BlockingPlace(file, key, f"file://{file.path}")
     if isinstance(store, AsyncFace):
-        return AwaitedPlace(store, _innermost(store).loop, key, f"store={store!r}")
+        return StorePlace(store, key, f"store={store!r}", _innermost(store).loop)
     if callable(getattr(store, "compare_set", None)):
         if not isinstance(store, Store):
             _check_torchs(host_of(method, store), config, launch)
@@ -100,9 +100,9 @@ async def _open_agent_store(method: Method, key: str, limit: Limit) -> Place:
         store = await caller(_torch_client, method.host, method.port, limit.deadline.remaining())
     except (RuntimeError, OSError) as error:  # torch's network errors are RuntimeErrors
         caller.close()
-        first_line = (str(error).splitlines() or [type(error).__name__])[0]
         raise RendezvousError(
-            f"{where} cannot be used: {first_line}; if that is no torchrun agent, unset TORCHELASTIC_USE_AGENT_STORE"
+            f"{where} cannot be used: {first_line(error)}; if that is no torchrun agent, unset "
+            "TORCHELASTIC_USE_AGENT_STORE"
         ) from error
     except BaseException:
         caller.close()

@@ -17,7 +17,7 @@ import os
 import secrets
 import stat
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -25,6 +25,8 @@ from urllib.parse import quote
 
 from asyncdist.errands import Errands
 from asyncdist.errors import AddressError, AsyncdistError, RendezvousError
+from asyncdist.runtime import on_loop
+from asyncdist.store.dialling import first_line
 from asyncdist.store.faces import AsyncFace
 
 T = TypeVar("T")
@@ -104,50 +106,34 @@ class Place(ABC):
         """Let go of what was opened to reach the place; the value stays."""
 
 
-class OwnPlace(Place):
-    """A key of rank 0's own store, known by its address alone."""
+class StorePlace(Place):
+    """A key of an awaited store, on the loop that it lives on: the running one, if none is named."""
 
-    def __init__(self, store: AsyncFace, key: str, where: str) -> None:
+    def __init__(self, store: AsyncFace, key: str, where: str, loop: asyncio.AbstractEventLoop | None = None) -> None:
         super().__init__(where)
         self._store = store
         self._key = key
-
-    async def read(self) -> bytes:
-        return await self._store.get(self._key) if await self._store.check([self._key]) else b""
-
-    async def swap(self, expected: bytes, desired: bytes) -> bytes:
-        return await self._store.compare_set(self._key, expected, desired)
-
-    async def withdraw(self, value: bytes) -> None:
-        if await self.swap(value, b"") == b"":
-            await self._store.delete_key(self._key)  # so that whoever comes next waits for the next record
-
-
-class AwaitedPlace(Place):
-    """A key of an awaited store that the user holds, on whichever loop it lives."""
-
-    def __init__(self, store: AsyncFace, loop: asyncio.AbstractEventLoop, key: str, where: str) -> None:
-        super().__init__(where)
-        self._store = store
         self._loop = loop
-        self._key = key
 
     async def read(self) -> bytes:
         async def look() -> bytes:
             return await self._store.get(self._key) if await self._store.check([self._key]) else b""
 
-        return await self._there(look())
+        return await on_loop(self._loop, look())
 
     async def swap(self, expected: bytes, desired: bytes) -> bytes:
         async def exchange() -> bytes:
             return await self._store.compare_set(self._key, expected, desired)
 
-        return await self._there(exchange())
+        return await on_loop(self._loop, exchange())
 
-    async def _there(self, call: Coroutine[Any, Any, bytes]) -> bytes:
-        if asyncio.get_running_loop() is self._loop:
-            return await call
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, self._loop))
+
+class OwnPlace(StorePlace):
+    """A key of rank 0's own store, known by its address alone."""
+
+    async def withdraw(self, value: bytes) -> None:
+        if await self.swap(value, b"") == b"":
+            await self._store.delete_key(self._key)  # so that whoever comes next waits for the next record
 
 
 class DaemonPlace(OwnPlace):
@@ -195,8 +181,8 @@ class BlockingPlace(Place):
         except AsyncdistError:
             raise
         except (RuntimeError, OSError) as error:  # torch's stores raise RuntimeError and its children
-            first_line = (str(error).splitlines() or [type(error).__name__])[0]
-            raise RendezvousError(f"cannot use {self.where}: {first_line}; see whether it is still served") from error
+            said = first_line(error)
+            raise RendezvousError(f"cannot use {self.where}: {said}; see whether it is still served") from error
 
     async def close(self) -> None:
         self._store = None  # torch's client hangs up when it is collected

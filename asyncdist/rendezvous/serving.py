@@ -6,17 +6,13 @@ Worlds of one process that are told the same host and port share one server, as 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from asyncdist.config import Config
 from asyncdist.errors import AddressError
-from asyncdist.runtime import runtime
+from asyncdist.runtime import on_loop, runtime
 from asyncdist.store.server import StoreServer
-
-T = TypeVar("T")
 
 
 @dataclass
@@ -50,16 +46,13 @@ class Lease:
         Raises AddressError when the port is in use by anybody else.
         """
         self._loop = runtime().loop
-        return await self._there(lambda: self._open(host, port, token, config))
+        return await on_loop(self._loop, self._open(host, port, token, config))
 
     async def close(self) -> None:
         """Close the server if nobody else in this process uses it. One that is cancelled is waited out."""
         if self._loop is None or self._loop.is_closed():
             return
-        if asyncio.get_running_loop() is self._loop:
-            await self._close()
-            return
-        closing = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._close(), self._loop))
+        closing = on_loop(self._loop, self._close())
         try:
             await asyncio.wait([closing])  # cancelled at once, it would not even begin on Python 3.14
         except asyncio.CancelledError:
@@ -95,9 +88,3 @@ class Lease:
             if shared.users == 0:
                 servers.by_address = {at: other for at, other in servers.by_address.items() if other is not shared}
                 await shared.server.close()
-
-    async def _there(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        assert self._loop is not None
-        if asyncio.get_running_loop() is self._loop:
-            return await make()
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(make(), self._loop))

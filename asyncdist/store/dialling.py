@@ -153,6 +153,11 @@ def describe(error: BaseException) -> str:
     return str(getattr(error, "strerror", None) or str(error) or type(error).__name__)
 
 
+def first_line(error: BaseException) -> str:
+    """Return what an error of torch's says before it goes on about its C++ frames."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
 def turned_away(error: Exception | None) -> Exception:
     """Return the error of those on whom a store hung up after the TLS handshake, before it said anything."""
     if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):
