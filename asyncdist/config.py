@@ -16,8 +16,9 @@ from typing import Any
 log = logging.getLogger("asyncdist")
 
 
-def _setting(default: Any, variable: str, text: str) -> Any:
-    return field(default=default, metadata={"variable": variable, "help": text})
+def _setting(default: Any, variable: str, text: str, *, shared: bool = False) -> Any:
+    """Return a field for a setting; one that is ``shared`` says what is sent to whom, so all ranks must have it alike."""
+    return field(default=default, metadata={"variable": variable, "help": text, "shared": shared})
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,17 +48,22 @@ class Config:
     timeout: float = _setting(
         1800.0, "ASYNCDIST_TIMEOUT", "seconds after which an operation fails, unless told otherwise"
     )
-    lanes: int = _setting(1, "ASYNCDIST_TCP_LANES", "TCP connections that a large tensor is striped over")
+    lanes: int = _setting(1, "ASYNCDIST_TCP_LANES", "TCP connections that a large tensor is striped over", shared=True)
     stripe_nbytes: int = _setting(
-        1 << 20, "ASYNCDIST_STRIPE_NBYTES", "bytes from which a tensor is striped over the lanes"
+        1 << 20, "ASYNCDIST_STRIPE_NBYTES", "bytes from which a tensor is striped over the lanes", shared=True
     )
     piece_nbytes: int = _setting(
         256 << 10, "ASYNCDIST_PIECE_NBYTES", "bytes received before they are reduced (kept in cache)"
     )
     shm_area_nbytes: int = _setting(
-        1 << 20, "ASYNCDIST_SHM_AREA_NBYTES", "bytes of shared memory that a message goes through (kept in cache)"
+        1 << 20,
+        "ASYNCDIST_SHM_AREA_NBYTES",
+        "bytes of shared memory that a message goes through (kept in cache)",
+        shared=True,
     )
-    segment_nbytes: int = _setting(1 << 20, "ASYNCDIST_SEGMENT_NBYTES", "bytes of one step of a pipelined broadcast")
+    segment_nbytes: int = _setting(
+        1 << 20, "ASYNCDIST_SEGMENT_NBYTES", "bytes of one step of a pipelined broadcast", shared=True
+    )
     eager_nbytes: int = _setting(
         64 << 10,
         "ASYNCDIST_EAGER_NBYTES",
@@ -70,12 +76,16 @@ class Config:
         1 << 38, "ASYNCDIST_MAX_MESSAGE_NBYTES", "a frame that claims more is refused as damage"
     )
     device_piece_nbytes: int = _setting(
-        4 << 20, "ASYNCDIST_DEVICE_PIECE_NBYTES", "bytes of a device's tensor that go through the host at once"
+        4 << 20,
+        "ASYNCDIST_DEVICE_PIECE_NBYTES",
+        "bytes of a device's tensor that go through the host at once",
+        shared=True,
     )
     algorithm: str = _setting(
         "",
         "ASYNCDIST_ALGORITHM",
         "schedules to force, as all_reduce=ring,broadcast=tree; also between ranks that share memory",
+        shared=True,
     )
     spin_us: float = _setting(
         300.0,
@@ -205,6 +215,11 @@ def settings(config: Config) -> Iterator[tuple[str, str, object, object]]:
         value = getattr(config, f.name)
         shown = "(set)" if f.name == "token" and value else value
         yield f.metadata["variable"], f.metadata["help"], shown, f.default
+
+
+def shared_settings(config: Config) -> dict[str, Any]:
+    """Return the settings that must be equal on every rank, by variable."""
+    return {f.metadata["variable"]: getattr(config, f.name) for f in fields(config) if f.metadata["shared"]}
 
 
 @dataclass(frozen=True, slots=True)

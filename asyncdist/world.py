@@ -18,7 +18,7 @@ import msgpack
 
 from asyncdist import __version__, registry
 from asyncdist.collectives.choose import forced_by
-from asyncdist.config import Config, Launch, settings
+from asyncdist.config import Config, Launch, shared_settings
 from asyncdist.deadline import Timeout, seconds
 from asyncdist.errors import NotInitializedError, RendezvousError, UsageError
 from asyncdist.group import Group
@@ -27,12 +27,6 @@ from asyncdist.observe import on_demand
 from asyncdist.rendezvous import Meeting, meet
 
 _PAUSE = 1e-3  # seconds between two looks whether peers have been told
-
-# Settings that change what is sent to whom: they must be equal on every rank.
-_SHARED_SETTINGS = (
-    "ASYNCDIST_SHM_AREA_NBYTES", "ASYNCDIST_TCP_LANES", "ASYNCDIST_STRIPE_NBYTES", "ASYNCDIST_SEGMENT_NBYTES",
-    "ASYNCDIST_ALGORITHM",
-)  # fmt: skip
 
 
 class World:
@@ -153,7 +147,7 @@ async def _open(
         mesh.backend = backend or config.transport
         on_demand.offer(mesh.recorder, config)
         try:
-            runs = {"version": __version__, "settings": _shared(config)}
+            runs = {"version": __version__, "settings": shared_settings(config)}
             ours = {"addresses": mesh.listen(meeting.listen_host), **runs}
             everyone = [msgpack.unpackb(payload) for payload in await meeting.exchange(msgpack.packb(ours), more=True)]
             _compare(everyone, meeting.rank)
@@ -166,10 +160,6 @@ async def _open(
     except BaseException:
         await meeting.close()
         raise
-
-
-def _shared(config: Config) -> dict[str, Any]:
-    return {variable: value for variable, _, value, _ in settings(config) if variable in _SHARED_SETTINGS}
 
 
 def _compare(everyone: Sequence[dict[str, Any]], rank: int) -> None:

@@ -61,6 +61,7 @@ async def test_a_destroyed_group_is_forgotten(transport):
         ("ASYNCDIST_STRIPE_NBYTES", "1048576", "4096"),
         ("ASYNCDIST_SEGMENT_NBYTES", "1048576", "4096"),
         ("ASYNCDIST_SHM_AREA_NBYTES", "1048576", "65536"),
+        ("ASYNCDIST_DEVICE_PIECE_NBYTES", "4194304", "65536"),
         ("ASYNCDIST_ALGORITHM", "all_reduce=doubling", "all_reduce=ring"),
     ],
 )

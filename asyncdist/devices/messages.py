@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-import struct
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from time import monotonic
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("asyncdist")
 
 _BY_HOST = "host"
-_PIECE = struct.Struct("<Q")
 _UNDER_WAY = 3  # pieces at once, where a message goes through the host
 _MOMENT = 50e-6  # seconds
 
@@ -118,7 +116,7 @@ class Messages:
         return Arrival(None, (yield from self._send_by_host(data, talk, before)))
 
     def _send_by_host(self, data: torch.Tensor, talk: Talk, before: Mark) -> Conversation[Mark]:
-        talk.say(_BY_HOST, _PIECE.pack(self._piece_nbytes))
+        talk.say(_BY_HOST)
         streams = self._site.streams
         streams.follow(before)
         on_their_way: deque[Work] = deque()
@@ -175,14 +173,13 @@ class Messages:
             except Refused as why:
                 talk.say(REFUSED, str(why).encode()[:400])
                 letter = yield from talk.hear()
-        (piece_nbytes,) = _PIECE.unpack(letter.content)
-        return (yield from self._take_by_host(data, talk, piece_nbytes, before))
+        return (yield from self._take_by_host(data, talk, before))
 
-    def _take_by_host(self, data: torch.Tensor, talk: Talk, piece_nbytes: int, before: Mark) -> Conversation[Mark]:
+    def _take_by_host(self, data: torch.Tensor, talk: Talk, before: Mark) -> Conversation[Mark]:
         streams = self._site.streams
         streams.follow(before)
         coming: deque[tuple[torch.Tensor, torch.Tensor, Work]] = deque()
-        left = deque(data.split(piece_nbytes))
+        left = deque(data.split(self._piece_nbytes))
         while left or coming:
             while left and len(coming) < _UNDER_WAY:
                 piece = left.popleft()

@@ -68,12 +68,9 @@ class Staged(Ensemble):
         return None
 
     def card(self) -> Mapping[str, Any]:
-        return {"piece": self._piece_nbytes}
+        return {}
 
     def refusal(self, cards: Sequence[Mapping[str, Any]]) -> str | None:
-        for rank, card in enumerate(cards):
-            if card["piece"] != cards[0]["piece"]:
-                return f"ASYNCDIST_DEVICE_PIECE_NBYTES is {cards[0]['piece']} on rank 0, but {card['piece']} on {rank}"
         return None
 
     def start(self, cards: Sequence[Mapping[str, Any]]) -> None:
