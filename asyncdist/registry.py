@@ -1,7 +1,8 @@
 """Which transports there are: everything that is announced under the entry-point group ``asyncdist.transports``.
 
-Ours come in by the same door as a third party's. Where the package was not installed, as in a checkout that somebody
-put into PYTHONPATH, the door is in the checkout's pyproject.toml.
+Which ways between devices there are is announced under ``asyncdist.ensembles``. Ours come in by the same door as a third
+party's. Where the package was not installed, as in a checkout that somebody put into PYTHONPATH, the door is in the
+checkout's pyproject.toml.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import tomllib
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from asyncdist.config import Config
 from asyncdist.errors import TransportUnavailableError, UsageError
@@ -22,8 +23,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("asyncdist")
 
-GROUP = "asyncdist.transports"
+TRANSPORTS = "asyncdist.transports"
 ENSEMBLES = "asyncdist.ensembles"
+_WHAT = {TRANSPORTS: "transport", ENSEMBLES: "way between devices"}
+_LAST = "staged"  # of the ways between devices: all ranks can go it
 
 _CHECKOUT = Path(__file__).resolve().parent.parent
 
@@ -32,7 +35,7 @@ _AUTO = frozenset(("auto", "gloo", "mpi", "nccl", "ucc", "xccl", "undefined", "a
 
 
 @cache
-def _announced(group: str = GROUP) -> dict[str, EntryPoint]:
+def _announced(group: str) -> dict[str, EntryPoint]:
     announced = {point.name: point for point in entry_points(group=group)}
     return {**_in_checkout(group), **announced}
 
@@ -47,29 +50,29 @@ def _in_checkout(group: str) -> dict[str, EntryPoint]:
     return {name: EntryPoint(name, value, group) for name, value in ours.items()}
 
 
-def names() -> list[str]:
-    """Return the names of all announced transports."""
-    return sorted(_announced())
+def names(group: str = TRANSPORTS) -> list[str]:
+    """Return the names of all that is announced under a group."""
+    return sorted(_announced(group))
 
 
 def is_known(name: str) -> bool:
     """Return whether a ``backend`` argument may be this."""
     try:
-        return all(each in _announced() for each in _named(name))
+        return all(each in _announced(TRANSPORTS) for each in _named(name))
     except UsageError:
         return False
 
 
 @cache
-def load(name: str) -> type[Transport]:
-    """Return the class of a transport; TransportUnavailableError if there is none of that name or it cannot load."""
-    point = _announced().get(name)
+def load(name: str, group: str = TRANSPORTS) -> type[Any]:
+    """Return a class that is announced; TransportUnavailableError if there is none of that name or it cannot load."""
+    what, point = _WHAT[group], _announced(group).get(name)
     if point is None:
-        raise TransportUnavailableError(f"there is no transport {name!r}; there are {', '.join(names()) or 'none'}")
+        raise TransportUnavailableError(f"there is no {what} {name!r}; there are {', '.join(names(group)) or 'none'}")
     try:
-        loaded: type[Transport] = point.load()
+        loaded: type[Any] = point.load()
     except ImportError as cause:
-        raise TransportUnavailableError(f"the transport {name!r} cannot be loaded: {cause}") from cause
+        raise TransportUnavailableError(f"the {what} {name!r} cannot be loaded: {cause}") from cause
     return loaded
 
 
@@ -106,38 +109,23 @@ def set_by(config: Config) -> list[type[Transport]]:
 def ensembles(backend: str | None, device: str) -> list[type[Ensemble]]:
     """Return the ways between devices of a type that a ``backend`` argument stands for, the preferred first.
 
-    Those that cannot be loaded here are left out; ``"cuda:NAME"`` takes that one alone, and TransportUnavailableError says
-    why it cannot be had.
+    The last is the one through the host. Those that cannot be loaded here are left out; ``"cuda:NAME"`` takes that one
+    before the last, and TransportUnavailableError says why it cannot be had.
     """
     name = _by_device(backend).get(device, "auto")
-    announced = ensemble_names()
-    if name not in _AUTO | {"staged", *announced}:
-        known = ", ".join([*announced, "staged"])
-        raise TransportUnavailableError(f"there is no way {name!r} between {device} tensors; there are {known}")
+    announced = names(ENSEMBLES)
     if name in announced:  # torch's name for its back end too: who says nccl for a device means it
-        return [load_ensemble(name)]
+        return [load(one, ENSEMBLES) for one in dict.fromkeys((name, _LAST))]
+    if name not in _AUTO:
+        known = ", ".join(announced)
+        raise TransportUnavailableError(f"there is no way {name!r} between {device} tensors; there are {known}")
     loaded: list[type[Ensemble]] = []
-    for one in announced if name in _AUTO else ():
+    for one in announced:
         try:
-            loaded.append(load_ensemble(one))
+            loaded.append(load(one, ENSEMBLES))
         except TransportUnavailableError as cause:
             log.info("%s", cause)
     return sorted(loaded, key=lambda kind: -kind.preference)
-
-
-def ensemble_names() -> list[str]:
-    """Return the names of all announced ways between devices."""
-    return sorted(_announced(ENSEMBLES))
-
-
-@cache
-def load_ensemble(name: str) -> type[Ensemble]:
-    """Return the class of a way between devices; TransportUnavailableError if it cannot be loaded."""
-    try:
-        loaded: type[Ensemble] = _announced(ENSEMBLES)[name].load()
-    except ImportError as cause:
-        raise TransportUnavailableError(f"the way {name!r} between devices cannot be loaded: {cause}") from cause
-    return loaded
 
 
 def _named(backend: str | None) -> list[str]:

@@ -41,13 +41,6 @@ class Contender(NamedTuple):
     ticks: Callable[[], float] | None = None
 
 
-def cuda_missing() -> str | None:
-    """Return why nothing can be measured here, None if it can."""
-    if not torch.backends.cuda.is_built():
-        return f"torch {torch.__version__} is built without CUDA"
-    return None if torch.cuda.is_available() else f"torch {torch.__version__} sees no CUDA device"
-
-
 def measure(plan: Plan, rank: int, folder: Path, pace: Pace, tell: Callable[[float], None]) -> Iterator[DeviceRow]:
     """Yield a row for each case, on every rank; what there was to say about who does not compete is in the first."""
     device = torch.device(plan.device, rank % torch.cuda.device_count())
@@ -78,9 +71,9 @@ def _open(
     """Open everybody who can compete, alike on every rank; and say why the others do not."""
     contenders: list[Contender] = []
     absent: dict[str, str] = {}
-    for name in ("asyncdist", *registry.ensemble_names(), "staged"):
+    for name in ("asyncdist", *registry.names(registry.ENSEMBLES)):
         try:
-            if name not in ("asyncdist", "staged") and (reason := registry.load_ensemble(name).probe()) is not None:
+            if name != "asyncdist" and (reason := registry.load(name, registry.ENSEMBLES).probe()) is not None:
                 raise TransportUnavailableError(reason)
             backend = None if name == "asyncdist" else f"cpu:auto,cuda:{name}"
             group = stack.enter_context(_world(name, backend, plan, rank, folder))

@@ -185,8 +185,8 @@ def _on_devices(
     others = [name for name in collectives if name not in ON_DEVICES]
     if others:
         raise click.BadParameter(f"on devices only {', '.join(ON_DEVICES)} are measured, not {others[0]}")
-    from asyncdist.bench.device import cuda_missing
     from asyncdist.bench.processes import run
+    from asyncdist.devices.streams import cuda_missing
 
     missing = cuda_missing()
     if missing is not None:

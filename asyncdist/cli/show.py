@@ -40,11 +40,25 @@ def versions(console: Console) -> None:
 
 def transports(console: Console) -> None:
     """Show every announced transport and whether it can be used here."""
-    table = _table("Transports (the preferred first)", "name", "usable here", "from")
+    _announced(console, "Transports (the preferred first)", registry.TRANSPORTS)
+
+
+def devices(console: Console) -> None:
+    """Show every way between devices and whether it can be gone here, and the devices that torch sees."""
+    from asyncdist.devices.streams import cuda_missing
+
+    title = "Ways between CUDA devices (the preferred first that all ranks can go)"
+    _announced(console, title, registry.ENSEMBLES)
+    if cuda_missing() is None:
+        _seen_devices(console)
+
+
+def _announced(console: Console, title: str, group: str) -> None:
+    table = _table(title, "name", "usable here", "from")
     rows = []
-    for name in registry.names():
+    for name in registry.names(group):
         try:
-            kind = registry.load(name)
+            kind = registry.load(name, group)
         except TransportUnavailableError as error:
             rows.append((0, name, f"[red]no[/]: {escape(str(error))}", ""))
             continue
@@ -54,35 +68,6 @@ def transports(console: Console) -> None:
     for _, *row in sorted(rows, key=lambda row: -row[0]):
         table.add_row(*row)
     console.print(table)
-
-
-def devices(console: Console) -> None:
-    """Show every way between devices and whether it can be gone here, and the devices that torch sees."""
-    table = _table(
-        "Ways between CUDA devices (the preferred first that all ranks can go)", "name", "usable here", "from"
-    )
-    ways: list[tuple[int, str, str | None, str]] = [(-1, "staged", _no_device(), "asyncdist.devices.staged.Staged")]
-    for name in registry.ensemble_names():
-        try:
-            kind = registry.load_ensemble(name)
-        except TransportUnavailableError as error:
-            ways.append((0, name, str(error), ""))
-            continue
-        ways.append((kind.preference, name, kind.probe(), f"{kind.__module__}.{kind.__qualname__}"))
-    for _, name, reason, origin in sorted(ways, key=lambda way: -way[0]):
-        table.add_row(name, "[green]yes[/]" if reason is None else f"[yellow]no[/]: {escape(reason)}", origin)
-    console.print(table)
-    if _no_device() is None:
-        _seen_devices(console)
-
-
-def _no_device() -> str | None:
-    """Return why there is no CUDA device for us, None if there is one."""
-    import torch
-
-    if not torch.backends.cuda.is_built():
-        return f"torch {torch.__version__} is built without CUDA"
-    return None if torch.cuda.is_available() else f"torch {torch.__version__} sees no CUDA device"
 
 
 def _seen_devices(console: Console) -> None:

@@ -26,7 +26,6 @@ from asyncdist.devices.ensemble import Ensemble, Site
 from asyncdist.devices.line import Line
 from asyncdist.devices.messages import Messages
 from asyncdist.devices.rollcall import RollCall
-from asyncdist.devices.staged import Staged
 from asyncdist.devices.streams import CudaStreams, Mark, Streams
 from asyncdist.devices.watch import Pending, Watch
 from asyncdist.devices.work import DeviceWork
@@ -63,7 +62,7 @@ class _Later:
 class DeviceGroup(Calls):
     """The members of ``host``, a group of its own, for tensors on ``device``.
 
-    ``kinds`` are the ways to try before the one through the host, the preferred first. ``whole`` is the group whose
+    ``kinds`` are the ways to try, the preferred first. ``whole`` is the group whose
     tensors on the device these are: where that has failed or was aborted, on whichever rank, so has this.
     """
 
@@ -82,7 +81,7 @@ class DeviceGroup(Calls):
         self._whole = host if whole is None else whole
         self._streams = CudaStreams(device) if streams is None else streams
         self._site = Site(host, self._streams)
-        self._kinds: list[type[Ensemble]] = [*kinds, Staged]
+        self._kinds = kinds
         self._ensemble: Ensemble | None = None
         native = cast(Native, _Later(self._met))
         self._who = dataclasses.replace(host._who, native=native, islands=None, forced={})  # no schedules of ours here

@@ -13,7 +13,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from time import monotonic
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,9 +27,6 @@ from asyncdist.devices.streams import Mark
 from asyncdist.devices.watch import Pending, Watch
 from asyncdist.errors import MismatchError
 from asyncdist.work import Work
-
-if TYPE_CHECKING:
-    pass
 
 log = logging.getLogger("asyncdist")
 

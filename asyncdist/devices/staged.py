@@ -17,7 +17,7 @@ import torch
 from asyncdist.buffers import Memory
 from asyncdist.collectives.schedule import Schedule
 from asyncdist.devices.ensemble import Ensemble, Site, nothing
-from asyncdist.devices.streams import Mark
+from asyncdist.devices.streams import Mark, cuda_missing
 from asyncdist.native import MemoryBlocks
 from asyncdist.reduce import Arithmetic
 from asyncdist.work import Work
@@ -57,6 +57,7 @@ class Staged(Ensemble):
     """Collectives by way of the host."""
 
     name: ClassVar[str] = "staged"
+    preference: ClassVar[int] = -1
 
     def __init__(self, site: Site) -> None:
         super().__init__(site)
@@ -65,7 +66,7 @@ class Staged(Ensemble):
 
     @classmethod
     def probe(cls) -> str | None:
-        return None
+        return cuda_missing()
 
     def card(self) -> Mapping[str, Any]:
         return {}

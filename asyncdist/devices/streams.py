@@ -45,6 +45,14 @@ def passed_within(mark: Mark, patience: float) -> bool:
     return True
 
 
+def cuda_missing() -> str | None:
+    """Return why this process has no CUDA device, None if it has one."""
+    if torch.cuda.is_available():
+        return None
+    why = "sees no CUDA device" if torch.backends.cuda.is_built() else "is built without CUDA"
+    return f"torch {torch.__version__} {why}"
+
+
 class Streams(ABC):
     """One device as one group uses it. Any thread; "the caller's stream" is the calling thread's current one."""
 

@@ -111,6 +111,14 @@ class PretendStreams(Streams):
         return self._uuid
 
 
+class PretendStaged(Staged):
+    """The way through the host, which asks for no device."""
+
+    @classmethod
+    def probe(cls) -> None:
+        return None
+
+
 @contextlib.asynccontextmanager
 async def devices_of(
     size: int,
@@ -137,10 +145,10 @@ def device_group(
 ) -> DeviceGroup:
     """Return the ranks of a group as if their CPU tensors lay on a device; call it on all of them."""
     host = group.world.new_group(group.ranks, name)
-    return DeviceGroup(host, torch.device("cpu"), kinds, streams or PretendStreams(), group)
+    return DeviceGroup(host, torch.device("cpu"), [*kinds, PretendStaged], streams or PretendStreams(), group)
 
 
-class Queued(Staged):
+class Queued(PretendStaged):
     """A way whose calls are in the device's queue when they return, as NCCL's are: each adds one to what it is given."""
 
     name = "queued"

@@ -15,6 +15,7 @@ from asyncdist.bench.pace import Pace
 from asyncdist.bench.plan import ON_DEVICES, Plan
 from asyncdist.bench.result import DeviceRow, DeviceTiming, Report, Timing
 from asyncdist.cli import main
+from asyncdist.devices.staged import Staged
 from asyncdist.errors import BenchmarkError
 from asyncdist.group import Group
 
@@ -64,7 +65,7 @@ def test_the_table_shows_them(report):
 
 def test_the_command_plans_shows_and_writes(report, monkeypatch, tmp_path):
     plans = []
-    monkeypatch.setattr(device, "cuda_missing", lambda: None)
+    monkeypatch.setattr("asyncdist.devices.streams.cuda_missing", lambda: None)
     monkeypatch.setattr("asyncdist.bench.processes.run", lambda plan, progress: plans.append(plan) or report)
     said = CliRunner().invoke(
         main, ["bench", "--device", "cuda", "--ranks", "1", "--output", str(tmp_path), "--repeat", "3"]
@@ -112,6 +113,7 @@ def pretended(monkeypatch):
     for name, call in {**nothing, "device_count": lambda: 1, "get_device_name": lambda _: "a host"}.items():
         monkeypatch.setattr(torch.cuda, name, call)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)  # it takes nothing that stands in
+    monkeypatch.setattr(Staged, "probe", classmethod(lambda kind: None))
     started = SimpleNamespace(synchronize=lambda: None)
     monkeypatch.setattr(Group, "on", lambda *_: SimpleNamespace(way="staged", all_reduce=lambda _: started))
 

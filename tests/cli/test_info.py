@@ -42,9 +42,8 @@ def test_versions_transports_and_addresses():
 def test_each_way_between_devices_says_why_it_cannot_be_gone():
     said = info()
     assert row(said, "staged")[1:3] == (["yes", "asyncdist.devices.staged.Staged"] if DEVICES else ["no:", "torch"])
-    for name in registry.ensemble_names():
-        kind = registry.load_ensemble(name)
-        reason = kind.probe()
+    for name in registry.names(registry.ENSEMBLES):
+        reason = registry.load(name, registry.ENSEMBLES).probe()
         assert " ".join(row(said, name)[1:]).startswith("yes" if reason is None else f"no: {reason[:40]}")
 
 
@@ -61,8 +60,8 @@ def test_devices_that_are_there_are_listed(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Properties)
-    monkeypatch.setattr(registry, "ensemble_names", lambda: ["broken", "teleport"])
-    monkeypatch.setattr(registry, "load_ensemble", loaded)
+    monkeypatch.setattr(registry, "names", named)
+    monkeypatch.setattr(registry, "load", loaded)
     said = info()
     assert row(said, "cuda:1") == ["cuda:1", "NVIDIA", "H100", "[80GB]", "12345678-9abc", "80.0", "GiB"]
     assert row(said, "staged")[1] == "yes"
@@ -74,10 +73,14 @@ def test_devices_that_are_there_are_listed(monkeypatch):
 ORDER = ["teleport", "broken", "staged"]
 
 
-def loaded(name):
+def named(group=registry.TRANSPORTS, names=registry.names):
+    return [*names(group), *(["broken", "teleport"] if group == registry.ENSEMBLES else [])]
+
+
+def loaded(name, group=registry.TRANSPORTS, load=registry.load):
     if name == "broken":
         raise TransportUnavailableError("it broke")
-    return Way
+    return Way if name == "teleport" else load(name, group)
 
 
 def test_every_setting_with_its_value_and_default():

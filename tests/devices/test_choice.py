@@ -10,14 +10,13 @@ import pytest
 import torch
 
 from asyncdist import registry
-from asyncdist.devices.staged import Staged
 from asyncdist.errors import GroupAbortedError, TransportUnavailableError
-from asyncdist.testing.devices import devices_of
+from asyncdist.testing.devices import PretendStaged, devices_of
 
 made = []
 
 
-class Fancy(Staged):
+class Fancy(PretendStaged):
     """A way that can be gone as each rank's ``plan`` says."""
 
     name = "fancy"
@@ -118,7 +117,7 @@ async def test_ranks_that_cannot_meet_close_what_they_made():
 @pytest.fixture
 def checkout(monkeypatch):
     """As in a checkout that was not installed: nothing has metadata."""
-    caches = registry._announced, registry.load, registry.load_ensemble
+    caches = registry._announced, registry.load
     for cached in caches:
         cached.cache_clear()
     monkeypatch.setattr(registry, "entry_points", lambda group: importlib.metadata.EntryPoints())
@@ -129,7 +128,7 @@ def checkout(monkeypatch):
 
 def test_a_checkout_announces_what_it_would_once_installed(checkout):
     assert registry.names() == ["inproc", "shm", "tcp"]
-    assert {"cuda_ipc"} <= set(registry.ensemble_names())
+    assert registry.names(registry.ENSEMBLES) == ["cuda_ipc", "nccl", "staged"]
     assert [kind.name for kind in registry.selected("tcp")] == ["tcp"]
 
 
@@ -137,14 +136,16 @@ def test_without_a_checkout_nothing_is_announced(checkout, monkeypatch, tmp_path
     monkeypatch.setattr(registry, "_CHECKOUT", tmp_path)
     assert registry.names() == []
     (tmp_path / "pyproject.toml").write_text('[project]\nname = "another"\n')
-    assert registry.ensemble_names() == []
+    assert registry.names(registry.ENSEMBLES) == []
 
 
 def test_ways_by_name():
-    assert registry.ensembles("cpu:tcp,cuda:staged", "cuda") == []
-    assert [kind.name for kind in registry.ensembles("cpu:tcp,cuda:cuda_ipc", "cuda")] == ["cuda_ipc"]
-    preferences = [kind.preference for kind in registry.ensembles(None, "cuda")]
-    assert preferences == sorted(preferences, reverse=True)
+    def of(backend):
+        return [kind.name for kind in registry.ensembles(backend, "cuda")]
+
+    assert of("cpu:tcp,cuda:staged") == ["staged"]
+    assert of("cpu:tcp,cuda:cuda_ipc") == ["cuda_ipc", "staged"]
+    assert of(None) == of("cpu:tcp") == ["cuda_ipc", "nccl", "staged"]
     with pytest.raises(
         TransportUnavailableError, match="there is no way 'pigeon' between cuda tensors; there are cuda_ipc"
     ):
@@ -152,10 +153,12 @@ def test_ways_by_name():
 
 
 def test_a_way_that_cannot_be_loaded_is_left_out_unless_it_is_asked_for(monkeypatch):
-    def load(name):
+    def load(name, group, load=registry.load):
+        if name == "staged":
+            return load(name, group)
         raise TransportUnavailableError(f"no {name}")
 
-    monkeypatch.setattr(registry, "load_ensemble", load)
-    assert registry.ensembles("auto", "cuda") == []
+    monkeypatch.setattr(registry, "load", load)
+    assert [kind.name for kind in registry.ensembles("auto", "cuda")] == ["staged"]
     with pytest.raises(TransportUnavailableError, match="no cuda_ipc"):
         registry.ensembles("cuda:cuda_ipc", "cuda")
