@@ -70,6 +70,11 @@ class Memory:
         return tensor
 
     @property
+    def raw(self) -> torch.Tensor:
+        """The elements as bytes, to be copied: not every dtype has a kernel for that."""
+        return self.tensor.view(torch.uint8)
+
+    @property
     def address(self) -> int:
         base = self._base
         return self.tensor.data_ptr() if base is None else base.address + self.start * self.itemsize

@@ -95,7 +95,7 @@ class Messages:
     def _sending(
         self, memory: Memory, peer: int, tag: int, fingerprint: int, deadline: float, before: Mark
     ) -> Conversation[Arrival]:
-        host, data = self._site.host, _bytes_of(memory)
+        host, data = self._site.host, memory.raw
 
         def first(letter: torch.Tensor) -> Work:
             plan = exchanges.send(letter, peer)
@@ -142,7 +142,7 @@ class Messages:
     def _receiving(
         self, target: Target, peer: int | None, tag: int, fingerprint: int, deadline: float, before: Mark
     ) -> Conversation[Arrival]:
-        host, data = self._site.host, _bytes_of(target.memory)
+        host, data = self._site.host, target.memory.raw
         room = torch.empty(LETTER_NBYTES, dtype=torch.uint8, device="cpu")
         plan = exchanges.receive(room, peer, host.ranks)
         plan.fingerprint = fingerprint
@@ -249,8 +249,3 @@ def _is_soon_passed(mark: Mark) -> bool:
         if monotonic() > until:
             return False
     return True
-
-
-def _bytes_of(memory: Memory) -> torch.Tensor:
-    """Return memory to be copied: not every dtype has a kernel for that."""
-    return memory.tensor.view(torch.uint8)

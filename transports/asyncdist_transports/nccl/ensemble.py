@@ -28,7 +28,7 @@ from asyncdist.reduce import Arithmetic, arithmetic, divide
 from asyncdist_transports.nccl.bindings import BYTES, SUM, UNIQUE_ID_NBYTES, Bindings, load, numbers_of, written
 from asyncdist_transports.nccl.communicator import Call, Communicator
 from asyncdist_transports.nccl.courier import NcclCourier
-from asyncdist_transports.nccl.memory import bytes_of, even, in_one, receive, send
+from asyncdist_transports.nccl.memory import even, in_one, receive, send
 
 _SCRATCH_NBYTES = 64 << 20  # for everybody's contributions to what NCCL cannot reduce
 _PATIENCE = 120.0  # seconds within which NCCL must have brought the ranks together; else another way is taken
@@ -321,7 +321,7 @@ class Nccl(Ensemble):
         self._enqueue(*calls)
         for whole, blocks in scattered:
             for block, part in zip(blocks, whole.split(blocks[0].nbytes), strict=True):
-                bytes_of(block).copy_(part)
+                block.raw.copy_(part)
         return nothing()
 
     def gather(self, number: int, fingerprint: int, own: Memory, blocks: MemoryBlocks, root: int) -> Schedule:
@@ -355,7 +355,7 @@ class Nccl(Ensemble):
         sends = [send(outgoing[rank].tensor, rank) for rank in self.site.others if outgoing[rank].count]
         receives = [receive(incoming[rank].tensor, rank) for rank in self.site.others if incoming[rank].count]
         self._enqueue(*sends, *receives)
-        bytes_of(incoming[self.site.rank]).copy_(bytes_of(outgoing[self.site.rank]))
+        incoming[self.site.rank].raw.copy_(outgoing[self.site.rank].raw)
         return nothing()
 
     def barrier(self, number: int, fingerprint: int) -> Schedule:
@@ -374,7 +374,7 @@ class Nccl(Ensemble):
         if whole is None:
             whole = self._bytes(blocks[0].nbytes * len(blocks))
             for block, part in zip(blocks, whole.split(blocks[0].nbytes), strict=True):
-                part.copy_(bytes_of(block))
+                part.copy_(block.raw)
         return whole
 
 

@@ -24,11 +24,6 @@ def in_one(blocks: Sequence[Memory]) -> torch.Tensor | None:
     return first if lie_so else None
 
 
-def bytes_of(memory: Memory) -> torch.Tensor:
-    """Return memory to be copied: not every dtype has a kernel for that."""
-    return memory.tensor.view(torch.uint8)
-
-
 def _nbytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.itemsize
 
