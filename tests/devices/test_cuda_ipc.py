@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from asyncdist.devices.streams import cuda_missing
 from asyncdist.errors import AsyncdistError, GroupError, MismatchError
 from asyncdist.ops import ReduceOp
 from asyncdist.testing.cluster import run_ranks
@@ -175,7 +176,7 @@ def test_memory_that_cannot_be_mapped_on_one_rank_is_mapped_on_none():
 def test_without_cuda_it_says_what_is_missing():
     assert "CUDA" in (Driver.missing() or "CUDA")
     if not torch.cuda.is_available():
-        assert Driver.missing() == "torch sees no CUDA device"
+        assert Driver.missing() == cuda_missing()
         with pytest.raises(AsyncdistError):
             Driver(torch.device("cuda", 0)).allocation(0)
 

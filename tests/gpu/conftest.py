@@ -5,24 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
+from asyncdist.devices.streams import cuda_missing
 from asyncdist.testing.processes import Nursery
 
 PATIENCE = 120.0
 """Seconds for one program: the first one also starts CUDA."""
 
 
-def missing() -> str | None:
-    """Return why nothing can be tested here; None if there is a GPU."""
-    if not torch.backends.cuda.is_built():
-        return f"torch {torch.__version__} is built without CUDA"
-    return None if torch.cuda.is_available() else f"torch {torch.__version__} sees no CUDA device"
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    reason = missing()
+    reason = cuda_missing()
     if reason is not None:
         pytest.skip(f"no test on a GPU: {reason}")
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from asyncdist.devices.streams import cuda_missing
 from asyncdist.errors import TransportUnavailableError
 
 HANDLE_NBYTES = 64
@@ -57,8 +58,9 @@ class Driver:
     @staticmethod
     def missing() -> str | None:
         """Return why there is no driver in this process, None if there is one."""
-        if not torch.cuda.is_available():
-            return "torch sees no CUDA device"
+        missing = cuda_missing()
+        if missing is not None:
+            return missing
         try:
             from cupy.cuda import runtime
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from asyncdist.config import NcclSettings
+from asyncdist.devices.streams import cuda_missing
 from asyncdist.errors import TransportUnavailableError
 from asyncdist.ops import ReduceOp
 
@@ -106,8 +107,9 @@ class Bindings:
 @cache
 def load() -> Bindings:
     """Return NCCL; TransportUnavailableError says why it cannot be used in this process."""
-    if not torch.cuda.is_available():
-        raise TransportUnavailableError("torch sees no CUDA device")
+    missing = cuda_missing()
+    if missing is not None:
+        raise TransportUnavailableError(missing)
     if not NcclSettings.from_environment().blocking:
         raise TransportUnavailableError("NCCL_COMM_BLOCKING=0 is set, which cupy cannot handle: unset it")
     try:
