@@ -245,7 +245,7 @@ def open_contenders(plan: Plan, rank: int, folder: Path, sockets: raw.Sockets, p
             group = stack.enter_context(sync.process_group(group_name=name, **where(f"over-{name}", name)))
             contenders.append(Ours(name, group))
         if plan.awaited:
-            contenders.append(stack.enter_context(_awaited(**where("awaited", first))))
+            contenders.append(Awaited(*stack.enter_context(awaited_world(**where("awaited", first)))))
         contenders += stack.enter_context(_torch(plan, rank, folder))
         if "mpi" in plan.against:
             contenders.append(Mpi())
@@ -255,17 +255,15 @@ def open_contenders(plan: Plan, rank: int, folder: Path, sockets: raw.Sockets, p
 
 
 @contextlib.contextmanager
-def _awaited(**where: Any) -> Iterator[Awaited]:
-    loop = new_loop()
-    try:
+def awaited_world(**where: Any) -> Iterator[tuple[asyncio.AbstractEventLoop, asyncdist.Group]]:
+    """Hold a world, and the loop that is its home: what is awaited on it goes on while that runs."""
+    with contextlib.closing(new_loop()) as loop:
         world = asyncdist.process_group(group_name="awaited", **where)
         group = loop.run_until_complete(world.__aenter__())
         try:
-            yield Awaited(loop, group)
+            yield loop, group
         finally:
             loop.run_until_complete(world.__aexit__(None, None, None))
-    finally:
-        loop.close()
 
 
 @contextlib.contextmanager

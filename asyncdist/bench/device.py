@@ -19,13 +19,12 @@ import torch
 
 import asyncdist
 from asyncdist import registry, sync
+from asyncdist.bench.contenders import TIMEOUT, awaited_world
 from asyncdist.bench.pace import Pace
 from asyncdist.bench.plan import Plan
 from asyncdist.bench.result import DeviceRow, DeviceTiming, Timing
 from asyncdist.errors import BenchmarkError, GroupError, TransportUnavailableError
-from asyncdist.runtime import new_loop
 
-TIMEOUT = 60.0
 _TICK = 0.5e-3  # seconds between two ticks of the loop that must go on
 
 Call = Callable[[], None]
@@ -163,19 +162,11 @@ class _Ticking:
 def _awaited(plan: Plan, rank: int, folder: Path, device: torch.device) -> Iterator[Contender]:
     meeting = (folder / "device-awaited").as_uri()
     where: dict[str, Any] = {"rank": rank, "world_size": plan.ranks, "init_method": meeting, "timeout": TIMEOUT}
-    loop = new_loop()
-    try:
-        world = asyncdist.process_group(group_name="awaited", **where)
-        group = loop.run_until_complete(world.__aenter__())
-        try:
-            ticking = _Ticking(loop, group)
-            ticking.prepare("all_reduce", torch.zeros(1, device=device))()
-            ticking.ticks()  # what the meeting took is none of them
-            yield Contender("awaited", ticking.prepare, ticking.ticks)
-        finally:
-            loop.run_until_complete(world.__aexit__(None, None, None))
-    finally:
-        loop.close()
+    with awaited_world(**where) as (loop, group):
+        ticking = _Ticking(loop, group)
+        ticking.prepare("all_reduce", torch.zeros(1, device=device))()
+        ticking.ticks()  # what the meeting took is none of them
+        yield Contender("awaited", ticking.prepare, ticking.ticks)
 
 
 @contextlib.contextmanager
