@@ -6,7 +6,8 @@ while they are staged. Reductions differ from moves in what taking is.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -21,6 +22,9 @@ from asyncdist_transports.shm.rounds import Piece, Turn
 from asyncdist_transports.shm.small import exchanges
 from asyncdist_transports.shm.stream import Stream
 from asyncdist_transports.shm.window import DONE, Member, Window
+
+Taker = Callable[[Pieces, int, int], None]
+"""``take(pieces, k, turn)`` takes the k-th piece of everything, in the areas of that round."""
 
 
 class Large:
@@ -111,37 +115,35 @@ class Large:
         how.reduce([piece, *others], piece)
 
     def reduce(self, number: int, fingerprint: int, memory: Memory, root: int, how: Arithmetic) -> Schedule:
-        place = direct.place_of(self._window, memory.tensor) if self._rank != root else 0
-        turn = Turn(self._window, number, fingerprint, place)
-        pieces = Pieces(turn, 1, memory.dtype)
-        yield from self._window.enter(number)
-        if self._rank != root:
-            yield from self._send(turn, "reduce", pieces, memory, [self._window.by_rank[root]])
-            return
-
-        def take(k: int, at: int) -> None:
+        def take(pieces: Pieces, k: int, at: int) -> None:
             own = pieces.of(memory, k)
-            others = [self._seen(turn, pieces, member, 0, 0, k, own.numel(), at) for member in self._others]
+            others = [self._seen(pieces, member, 0, 0, k, own.numel(), at) for member in self._others]
             how.reduce([own, *others], own)
 
-        yield from turn.rounds(pieces.rounds(memory.count), None, take, self._others, ())
-        yield from turn.end(())
+        return self._one_way("reduce", number, fingerprint, memory, root, take, outward=False)
 
-    def _send(self, turn: Turn, name: str, pieces: Pieces, memory: Memory, takers: Sequence[Member]) -> Schedule:
-        """Hand out a memory, of which some members take all, and leave."""
-
-        def stage(k: int, at: int) -> None:
-            pieces.stage(0, memory, k, at)
-
+    def _one_way(
+        self, name: str, number: int, fingerprint: int, memory: Memory, root: int, take: Taker, *, outward: bool
+    ) -> Schedule:
+        """Move data between the root and all others: who sends hands out a memory, all of which each taker takes."""
+        peers = self._others if self._rank == root else [self._window.by_rank[root]]
+        sends = outward == (self._rank == root)
+        turn = Turn(self._window, number, fingerprint, direct.place_of(self._window, memory.tensor) if sends else 0)
+        pieces = Pieces(turn, 1, memory.dtype)
         count = 1 if turn.place else pieces.rounds(memory.count)
-        yield from self._stream.rounds(turn, (name, pieces.dtype), count, pieces.nbytes, stage, None, (), takers)
-        yield from turn.end(takers)
+        yield from self._window.enter(number)
+        if sends:
+            stage = functools.partial(pieces.stage, 0, memory)
+            yield from self._stream.rounds(turn, (name, memory.dtype), count, pieces.nbytes, stage, None, (), peers)
+        else:
+            yield from turn.rounds(count, None, functools.partial(take, pieces), peers, ())
+        yield from turn.end(peers)
 
     def _seen(
-        self, turn: Turn, pieces: Pieces, member: Member, block: int, first: int, k: int, count: int, at: int
+        self, pieces: Pieces, member: Member, block: int, first: int, k: int, count: int, at: int
     ) -> torch.Tensor:
         """Return the k-th piece of a member's block where it lies: staged, or open from element ``first`` on."""
-        place = turn.places[member.rank]
+        place = pieces.turn.places[member.rank]
         if not place:
             return pieces.staged(member.rank, block, count, at)
         offset = place - 1 + (first + k * pieces.step) * pieces.dtype.itemsize
@@ -165,7 +167,7 @@ class Large:
             piece = pieces.of(own, k)
             count = piece.numel()
             others = [
-                self._seen(turn, pieces, member, _place_of(self._rank, member.rank), first, k, count, at)
+                self._seen(pieces, member, _place_of(self._rank, member.rank), first, k, count, at)
                 for member in self._others
             ]
             how.reduce([pieces.of(blocks[self._rank], k), *others], piece)
@@ -189,21 +191,11 @@ class Large:
     # -- moving --------------------------------------------------------------------------------
 
     def broadcast(self, number: int, fingerprint: int, memory: Memory, root: int) -> Schedule:
-        place = direct.place_of(self._window, memory.tensor) if self._rank == root else 0
-        turn = Turn(self._window, number, fingerprint, place)
-        pieces = Pieces(turn, 1, memory.dtype)
-        yield from self._window.enter(number)
-        if self._rank == root:
-            yield from self._send(turn, "broadcast", pieces, memory, self._others)
-            return
-        source = self._window.by_rank[root]
-
-        def take(k: int, at: int) -> None:
+        def take(pieces: Pieces, k: int, at: int) -> None:
             piece = pieces.of(memory, k)
-            piece.copy_(self._seen(turn, pieces, source, 0, 0, k, piece.numel(), at))
+            piece.copy_(self._seen(pieces, self._window.by_rank[root], 0, 0, k, piece.numel(), at))
 
-        yield from turn.rounds(pieces.rounds(memory.count), None, take, [source], ())
-        yield from turn.end(())
+        return self._one_way("broadcast", number, fingerprint, memory, root, take, outward=True)
 
     def all_gather(self, number: int, fingerprint: int, rows: Sequence[tuple[MemoryBlocks, Memory]]) -> Schedule:
         place = direct.place_of(self._window, rows[0][1].tensor) if len(rows) == 1 else 0
@@ -224,7 +216,7 @@ class Large:
             for member in self._others:
                 piece = pieces.of(blocks[member.rank], k)
                 if piece.numel():
-                    piece.copy_(self._seen(turn, pieces, member, 0, 0, k, piece.numel(), at))
+                    piece.copy_(self._seen(pieces, member, 0, 0, k, piece.numel(), at))
 
         def stage(k: int, at: int) -> None:
             pieces.stage(0, own, k, at)
@@ -232,21 +224,12 @@ class Large:
         yield from self._trade(turn, "all_gather", pieces, max(block.count for block in blocks), stage, take)
 
     def gather(self, number: int, fingerprint: int, own: Memory, blocks: MemoryBlocks, root: int) -> Schedule:
-        place = direct.place_of(self._window, own.tensor) if self._rank != root else 0
-        turn = Turn(self._window, number, fingerprint, place)
-        pieces = Pieces(turn, 1, own.dtype)
-        yield from self._window.enter(number)
-        if self._rank != root:
-            yield from self._send(turn, "gather", pieces, own, [self._window.by_rank[root]])
-            return
-
-        def take(k: int, at: int) -> None:
+        def take(pieces: Pieces, k: int, at: int) -> None:
             for member in self._others:
                 piece = pieces.of(blocks[member.rank], k)
-                piece.copy_(self._seen(turn, pieces, member, 0, 0, k, piece.numel(), at))
+                piece.copy_(self._seen(pieces, member, 0, 0, k, piece.numel(), at))
 
-        yield from turn.rounds(pieces.rounds(own.count), None, take, self._others, ())
-        yield from turn.end(())
+        return self._one_way("gather", number, fingerprint, own, root, take, outward=False)
 
     def scatter(self, number: int, fingerprint: int, own: Memory, blocks: MemoryBlocks, root: int) -> Schedule:
         place = self._place_of_run([blocks[rank] for rank in range(self._size)]) if self._rank == root else 0
@@ -269,7 +252,7 @@ class Large:
         def take(k: int, at: int) -> None:
             piece = pieces.of(own, k)
             first = self._rank * own.count
-            piece.copy_(self._seen(turn, pieces, source, _place_of(self._rank, root), first, k, piece.numel(), at))
+            piece.copy_(self._seen(pieces, source, _place_of(self._rank, root), first, k, piece.numel(), at))
 
         yield from turn.rounds(count, None, take, [source], ())
         yield from turn.end(())
@@ -315,7 +298,7 @@ class Large:
                 piece = pieces.of(block, k)
                 if piece.numel():
                     first, place = firsts[member.rank], _place_of(self._rank, member.rank)
-                    piece.copy_(self._seen(turn, pieces, member, place, first, k, piece.numel(), at))
+                    piece.copy_(self._seen(pieces, member, place, first, k, piece.numel(), at))
 
         most = max(memory.count for memory in (*incoming, *outgoing))
         yield from self._trade(turn, "all_to_all", pieces, most, stage, take)

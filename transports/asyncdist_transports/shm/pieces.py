@@ -18,10 +18,10 @@ def head_nbytes(members: int) -> int:
 class Pieces:
     """How the pieces of ``blocks`` equally large places lie in an area: ``step`` elements of each, one after the other."""
 
-    __slots__ = ("blocks", "dtype", "head", "number", "step", "stride", "window")
+    __slots__ = ("blocks", "dtype", "head", "number", "step", "stride", "turn", "window")
 
     def __init__(self, turn: Turn, blocks: int, dtype: torch.dtype, *, head: int = 0) -> None:
-        self.window, self.number = turn.window, turn.number
+        self.turn, self.window, self.number = turn, turn.window, turn.number
         self.dtype, self.blocks = dtype, blocks
         self.head = head
         self.stride = (turn.window.area_nbytes - self.head) // blocks // _LINE_NBYTES * _LINE_NBYTES
