@@ -29,6 +29,7 @@ DTYPES: dict[int, torch.dtype] = {number: dtype for dtype, number in DTYPE_NUMBE
 
 _EMPTY = memoryview(bytearray())
 _STRIDED = torch.strided
+_SCRATCH_NBYTES = 8 << 20  # that are kept for reuse
 
 
 class Memory:
@@ -296,12 +297,11 @@ def _overlaps_itself(tensor: torch.Tensor) -> bool:
 class Scratch:
     """Buffers for reuse: what the runtime needs above the users' tensors.
 
-    Keeps at most ``keep_nbytes``, by exact size, because the same operations come again and again; when others come,
+    Keeps at most `_SCRATCH_NBYTES`, by exact size, because the same operations come again and again; when others come,
     what is kept is let go.
     """
 
-    def __init__(self, keep_nbytes: int = 8 << 20) -> None:
-        self._keep_nbytes = keep_nbytes
+    def __init__(self) -> None:
         self._kept_nbytes = 0
         self._free: dict[tuple[int, torch.dtype], list[Memory]] = {}
 
@@ -320,10 +320,10 @@ class Scratch:
     def give(self, memory: Memory) -> None:
         """Take back what `take` gave out; nothing may use it any more."""
         nbytes = memory.nbytes
-        if self._kept_nbytes + nbytes > self._keep_nbytes:
+        if self._kept_nbytes + nbytes > _SCRATCH_NBYTES:
             self._free.clear()
             self._kept_nbytes = 0
-            if nbytes > self._keep_nbytes:
+            if nbytes > _SCRATCH_NBYTES:
                 return
         self._kept_nbytes += nbytes
         self._free.setdefault((memory.count, memory.dtype), []).append(memory)

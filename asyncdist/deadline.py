@@ -31,9 +31,9 @@ class Deadline:
     at: float = math.inf
 
     @classmethod
-    def after(cls, timeout: Timeout, *, now: float | None = None) -> Deadline:
+    def after(cls, timeout: Timeout) -> Deadline:
         """Return the deadline ``timeout`` from now; ``None`` means never."""
-        return cls((time.monotonic() if now is None else now) + seconds(timeout))
+        return cls(time.monotonic() + seconds(timeout))
 
     @classmethod
     def never(cls) -> Deadline:

@@ -73,7 +73,7 @@ def check(op: Reduction, dtype: torch.dtype) -> None:
         raise UnsupportedError(f"{dtype} can be moved but not reduced")
 
 
-def accumulator(op: Reduction, dtype: torch.dtype) -> torch.dtype:
+def accumulator(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which to accumulate: float32 for narrow floats, complex64 for their pairs, else the same."""
     if dtype in _NARROW:
         return torch.float32
@@ -152,7 +152,7 @@ def arithmetic(op: Reduction, dtype: torch.dtype) -> Arithmetic:
     Narrow floats are widened where rounding would add up (sums, products) and where there is no narrow kernel.
     """
     check(op, dtype)
-    wide = accumulator(op, dtype)
+    wide = accumulator(dtype)
     widens = wide is not dtype and (kernel_of(op) in (ReduceOp.SUM, ReduceOp.PRODUCT) or dtype.itemsize == 1)
     wide = wide if widens else dtype
     averages = op is ReduceOp.AVG

@@ -179,16 +179,15 @@ def explain(
     *,
     model: Model = DEFAULT,
     forced: Mapping[str, str] | None = None,
-    contiguous: bool = True,
 ) -> list[Row]:
     """Return what `choose` would say, and why, for each of ``sizes`` in bytes."""
     return [
         Row(
             nbytes,
-            choose(collective, nbytes, size, model=model, forced=forced, contiguous=contiguous),
+            choose(collective, nbytes, size, model=model, forced=forced),
             {
                 candidate.name: model.seconds(candidate.cost(size, nbytes, model)) * 1e6
-                if candidate.applies(size, contiguous)
+                if candidate.applies(size, contiguous=True)
                 else None
                 for candidate in candidates(collective)
             },

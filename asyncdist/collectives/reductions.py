@@ -31,7 +31,7 @@ def _scaled(tensor: torch.Tensor, op: Reduction) -> torch.Tensor:
         return tensor
     if has_arithmetic(tensor.dtype):
         return tensor * op.factor
-    return (tensor.to(accumulator(op, tensor.dtype)) * op.factor).to(tensor.dtype)
+    return (tensor.to(accumulator(tensor.dtype)) * op.factor).to(tensor.dtype)
 
 
 def _prescale(memory: Memory, op: Reduction) -> None:

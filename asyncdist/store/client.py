@@ -61,11 +61,6 @@ class AsyncStore(AsyncFace):
         """The loop that it was made on and must be used on."""
         return self._loop
 
-    @property
-    def _link(self) -> Link:
-        assert self._line.link is not None
-        return self._line.link
-
     def request(self, command: Command, timeout: Timeout = None) -> asyncio.Future[Any]:
         return self._ask(command, timeout)
 

@@ -180,10 +180,10 @@ async def test_an_item_is_passed_on_when_its_taker_dies(store, connect, server, 
     dying = await connect(store_reconnect=0)
     taking = asyncio.create_task(dying.queue_pop("q"))
     await eventually(lambda: server.state.num_open == 1)
-    dying._link._transport.pause_reading()  # it is answered and does not see it
+    dying._line.link._transport.pause_reading()  # it is answered and does not see it
     await store.queue_push("q", b"item")
     waiting = asyncio.create_task(store.queue_pop("q", timeout=LONG))
-    dying._link.abort()
+    dying._line.link.abort()
     assert await waiting == b"item"
     with pytest.raises(StoreConnectionError):
         await taking

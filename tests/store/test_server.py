@@ -168,7 +168,7 @@ async def test_a_client_that_vanishes_takes_its_waits_with_it(server, store, con
         asyncio.create_task(dying.queue_pop("q")),
     ]
     await eventually(lambda: server.state.num_open == 3)
-    dying._link.abort()
+    dying._line.link.abort()
     await asyncio.wait(tasks)
     assert all(isinstance(task.exception(), ConnectionError) for task in tasks)
     await eventually(lambda: server.state.num_open == 0)
@@ -242,7 +242,7 @@ async def test_a_subscriber_that_does_not_read_is_dropped(server, store, connect
     deaf, fine = await connect(), await connect()
     lost = await deaf.subscribe("news")
     heard = await fine.subscribe("news")
-    deaf._link._transport.pause_reading()
+    deaf._line.link._transport.pause_reading()
     with caplog.at_level(logging.WARNING, LOGGER):
         sent = 0
         while "does not read" not in caplog.text:
@@ -250,7 +250,7 @@ async def test_a_subscriber_that_does_not_read_is_dropped(server, store, connect
             assert len(await anext(heard)) == 1 << 19
             sent += 1
             assert sent < 200
-    deaf._link._transport.resume_reading()
+    deaf._line.link._transport.resume_reading()
     with pytest.raises(ConnectionError):
         [message async for message in lost]
     assert await store.publish("news", b"") == 1
