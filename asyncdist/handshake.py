@@ -96,6 +96,11 @@ class Pushed:
         self.done = False
         self._go_on(next(handshake))
 
+    @property
+    def missing(self) -> int:
+        """How many bytes it needs before it can go on, 0 once `done`: who reads no more leaves what follows unread."""
+        return self._wanted - len(self._buffer)
+
     def feed(self, data: bytes) -> bytes:
         """Take bytes that arrived; once `done`, return those that follow the handshake."""
         self._buffer += data
@@ -117,4 +122,4 @@ class Pushed:
                 step = next(self._handshake)
             self._wanted = step
         except StopIteration:
-            self.done = True
+            self.done, self._wanted = True, 0

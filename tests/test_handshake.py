@@ -6,7 +6,7 @@ import pytest
 
 from asyncdist import handshake
 from asyncdist.errors import AuthenticationError, ProtocolError
-from asyncdist.handshake import ACCEPTED, MAGIC, NONCE_NBYTES, PROOF_NBYTES, accept, dial
+from asyncdist.handshake import ACCEPTED, MAGIC, NONCE_NBYTES, PROOF_NBYTES, Pushed, accept, dial
 
 D_NONCE, A_NONCE = b"d" * NONCE_NBYTES, b"a" * NONCE_NBYTES
 
@@ -117,3 +117,19 @@ def test_who_speaks_something_else_is_told_apart_before_any_proof():
     _, noted, _, said = talk(stranger(), accept("secret", "store", A_NONCE))
     assert isinstance(noted, ProtocolError)
     assert said == b""
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 1 << 10])
+def test_who_reads_only_what_is_missing_leaves_unread_what_follows(chunk):
+    def sides():
+        return dial("secret", "store", D_NONCE), accept("secret", "store", A_NONCE)
+
+    *_, dialled, accepted = talk(*sides())
+    for side, says, hears in zip(sides(), (dialled, accepted), (accepted, dialled), strict=True):
+        said, come = bytearray(), bytearray(hears + b"what follows")
+        pushed = Pushed(side, said.extend)
+        while not pushed.done:
+            nbytes = min(chunk, pushed.missing)
+            assert pushed.feed(bytes(come[:nbytes])) == b""
+            del come[:nbytes]
+        assert (said, come, pushed.missing) == (says, b"what follows", 0)

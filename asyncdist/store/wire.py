@@ -9,7 +9,7 @@ import socket
 import ssl
 
 from asyncdist.deadline import Deadline
-from asyncdist.handshake import NONCE_NBYTES, dial
+from asyncdist.handshake import NONCE_NBYTES, Pushed, dial
 from asyncdist.store.dialling import turned_away
 from asyncdist.tls import TlsSocket
 
@@ -98,24 +98,14 @@ def shake_hands(wire: Wire, token: str | None, deadline: Deadline) -> bytes:
 
     Raises what `dial` does, TimeoutError, OSError, and CertificateError where a TLS alert is all that comes.
     """
-    handshake = dial(token, "store", os.urandom(NONCE_NBYTES))
-    received = bytearray()
-    silent = True
+    silent, rest = True, b""
     try:
-        step = next(handshake)
-        while True:
-            if isinstance(step, bytes):
-                wire.send(step, deadline)
-                step = next(handshake)
-                continue
-            while len(received) < step:
-                received += wire.receive(deadline)
-                silent = False
-            piece = bytes(received[:step])
-            del received[:step]
-            step = handshake.send(piece)
-    except StopIteration:
-        return bytes(received)
+        greeting = Pushed(dial(token, "store", os.urandom(NONCE_NBYTES)), lambda data: wire.send(data, deadline))
+        while not greeting.done:
+            data = wire.receive(deadline)
+            silent = False
+            rest = greeting.feed(data)
+        return rest
     except (ConnectionError, ssl.SSLError) as error:
         if not wire.secured or not silent:
             raise

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from time import monotonic
 from typing import cast
 
-from asyncdist.errors import AsyncdistError, ProtocolError
-from asyncdist.handshake import Handshake, accept, dial
+from asyncdist.errors import ProtocolError
+from asyncdist.handshake import NONCE_NBYTES, Pushed, accept, dial
 from asyncdist.tls import TlsSocket
 from asyncdist.transport import Host, Outgoing
 from asyncdist_transports.stream import Ended, Reader, Writer
@@ -31,39 +31,6 @@ _LAST_BYTES_TIMEOUT = 1.0  # seconds
 def purpose(host: Host) -> str:
     """Return what a connection of this world proves itself for; one world's proof is worth nothing in another."""
     return f"peer of world {host.world_id}"
-
-
-class Proving:
-    """Runs a handshake over a non-blocking socket, as far as bytes have come."""
-
-    def __init__(self, sock: Connected, steps: Handshake) -> None:
-        self._sock = sock
-        self._steps = steps
-        self._got = bytearray()
-        self._need = 0
-        self._next(None)
-
-    def _next(self, answer: bytes | None) -> None:
-        step = self._steps.send(answer) if answer is not None else next(self._steps)
-        while isinstance(step, bytes):
-            self._sock.sendall(step)  # a few dozen bytes on an empty socket buffer
-            step = next(self._steps)
-        self._need = step
-
-    def go_on(self) -> bool:
-        """Take what has come; True when the handshake is over. Raises what the handshake raises, and Ended."""
-        while True:
-            chunk = self._sock.recv(self._need - len(self._got))
-            if not chunk:
-                raise Ended("connection closed during the handshake")
-            self._got += chunk
-            if len(self._got) == self._need:
-                answer = bytes(self._got)
-                self._got.clear()
-                try:
-                    self._next(answer)
-                except StopIteration:
-                    return True
 
 
 class Outbound:
@@ -97,7 +64,7 @@ class Outbound:
     def _begin(self) -> None:
         self.writer = Writer(self._sock, self.queue)
         self._reader = Reader(self._sock, self.peer, self._host, None)
-        self._proving: Proving | None = None
+        self._proving: Pushed | None = None
         self.established = False
         self._securing = False
         self._since = monotonic()
@@ -150,10 +117,9 @@ class Outbound:
                     self._securing = True
                     self._sock.secure()
                     self._securing = False
-                steps = dial(self._host.config.token, purpose(self._host), secrets.token_bytes(32))
-                self._proving = Proving(self._sock, steps)
-            if not self._proving.go_on():
-                return False
+                steps = dial(self._host.config.token, purpose(self._host), secrets.token_bytes(NONCE_NBYTES))
+                self._proving = Pushed(steps, self._sock.sendall)  # a few dozen bytes on an empty socket buffer
+            _prove(self._sock, self._proving)
             self._sock.sendall(HELLO.pack(self._host.rank, self._lane))
         except BlockingIOError:
             return False
@@ -186,8 +152,8 @@ class Inbound:
         self._proven = proven
         self.peer: int | None = None
         self.established = True  # as soon as the peer is known
-        steps = accept(host.config.token, purpose(host), secrets.token_bytes(32))
-        self._proving: Proving | None = Proving(self._sock, steps)
+        steps = accept(host.config.token, purpose(host), secrets.token_bytes(NONCE_NBYTES))
+        self._proving = Pushed(steps, self._sock.sendall)
         self._hello = bytearray()
         self._reader: Reader | None = None
         self.closed = False
@@ -213,13 +179,9 @@ class Inbound:
             if isinstance(self._sock, TlsSocket) and self._securing:
                 self._sock.secure()
                 self._securing = False
-            if self._proving is not None and self._proving.go_on():
-                self._proving = None
+            _prove(self._sock, self._proving)
             while len(self._hello) < HELLO.size:
-                chunk = self._sock.recv(HELLO.size - len(self._hello))
-                if not chunk:
-                    raise Ended("connection closed during the handshake")
-                self._hello += chunk
+                self._hello += _come(self._sock, HELLO.size - len(self._hello))
         except BlockingIOError:
             return False
         except OSError as cause:
@@ -239,6 +201,20 @@ class Inbound:
         if not self.closed:
             self.closed = True
             _end(self._sock, self._host, say_goodbye and self._reader is not None)
+
+
+def _prove(sock: Connected, proving: Pushed) -> None:
+    """Go through a handshake to its end, and take nothing beyond. Raises what it does, Ended, and BlockingIOError."""
+    while not proving.done:
+        proving.feed(_come(sock, proving.missing))
+
+
+def _come(sock: Connected, nbytes: int) -> bytes:
+    """Return what has come, up to ``nbytes``. Raises Ended, BlockingIOError and OSError."""
+    chunk = sock.recv(nbytes)
+    if not chunk:
+        raise Ended("connection closed during the handshake")
+    return chunk
 
 
 def _read_all(sock: Connected, reader: Reader) -> bool:
@@ -298,6 +274,3 @@ def select_writable(sock: Connected) -> bool:
     poll = select.poll()
     poll.register(sock, WRITE)
     return bool(poll.poll(0))
-
-
-__all__ = ["AsyncdistError", "Ended", "Inbound", "Outbound", "prepare"]

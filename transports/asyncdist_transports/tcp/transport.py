@@ -12,7 +12,8 @@ from asyncdist import tls
 from asyncdist.errors import AsyncdistError
 from asyncdist.framing import KEY
 from asyncdist.transport import Address, Host, Link, Outgoing, Transport, Wait
-from asyncdist_transports.tcp.connection import READ, Ended, Inbound, Outbound, prepare
+from asyncdist_transports.stream import Ended
+from asyncdist_transports.tcp.connection import READ, Inbound, Outbound, prepare
 from asyncdist_transports.tcp.listener import Listener
 
 log = logging.getLogger("asyncdist.tcp")
