@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import ssl
-from collections import deque
 from collections.abc import Callable
 from typing import cast
 
 from asyncdist.errors import AuthenticationError, ProtocolError
 from asyncdist.handshake import NONCE_NBYTES, Pushed, dial
+from asyncdist.store.carrier import Carrier
 from asyncdist.store.conversation import Conversation
 from asyncdist.store.dialling import Persistence, describe, tune, turned_away, unknown
 from asyncdist.store.messages import framed
@@ -73,9 +73,6 @@ class Link(asyncio.Protocol):
         self._tell: Callable[[Link, str, bool], None] | None = None
         self._why: str | None = None
         self._corked = False
-        self._deaf = False  # the socket takes no more
-        self._parcels: deque[Parcel] = deque()
-        self._carrying = False  # a piece is about to be sent
         self._out: list[bytes] = []
         self._out_nbytes = 0
 
@@ -91,6 +88,7 @@ class Link(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         transport = cast(asyncio.Transport, transport)  # which uvloop's is in all but its bases
         self._transport = transport
+        self._carrier = Carrier(transport.write, self._conversation.is_open)
         self._unheard = transport.get_extra_info("sslcontext") is not None
         tune(transport.get_extra_info("socket"))
         self._greeting = Pushed(dial(self._token, "store", os.urandom(NONCE_NBYTES)), transport.write)
@@ -122,6 +120,7 @@ class Link(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
+        self._carrier.drop()
         if not self.greeted.done():
             why = f": {describe(exc)}" if exc else ""
             hung_up = ConnectionResetError(f"it hung up while we said hello{why}")
@@ -133,11 +132,10 @@ class Link(asyncio.Protocol):
             self._tell(self, self._why or (describe(exc) if exc else "it hung up"), self._why is not None)
 
     def pause_writing(self) -> None:
-        self._deaf = True
+        self._carrier.pause()
 
     def resume_writing(self) -> None:
-        self._deaf = False
-        self._carry_on()
+        self._carrier.resume()
 
     # -- what the store calls ---------------------------------------------------------------------
 
@@ -146,8 +144,7 @@ class Link(asyncio.Protocol):
         if self._transport is None or not message:
             return
         if isinstance(message, Parcel):
-            self._parcels.append(message)
-            self._carry_on()
+            self._carrier.send(message)
             return
         if not self._corked:
             self._corked = True
@@ -167,24 +164,6 @@ class Link(asyncio.Protocol):
         out, self._out, self._out_nbytes = self._out, [], 0
         if out and self._transport is not None:
             self._transport.write(framed(out))
-
-    def _carry_on(self) -> None:
-        """Have a piece sent, in the loop's next turn: others have theirs between any two of them."""
-        if self._parcels and not self._deaf and not self._carrying:
-            self._carrying = True
-            self._loop.call_soon(self._carry)
-
-    def _carry(self) -> None:
-        self._carrying = False
-        if self._transport is None or self._deaf:
-            return
-        parcel = self._parcels[0]
-        piece = next(parcel, None) if self._conversation.is_open(parcel.request) else parcel.abandoned()
-        if piece:
-            self._transport.write(framed([piece]))
-        if not piece or not parcel.is_under_way:
-            self._parcels.popleft()
-        self._carry_on()
 
     async def close(self) -> None:
         """Send what is still to be sent, and hang up."""

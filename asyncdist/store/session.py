@@ -14,6 +14,7 @@ from collections import Counter, deque
 from typing import TYPE_CHECKING, Any
 
 from asyncdist.errors import ProtocolError
+from asyncdist.store.carrier import Carrier
 from asyncdist.store.connection import BACKLOG_NBYTES, Connection
 from asyncdist.store.entries import Refused
 from asyncdist.store.members import Member
@@ -31,11 +32,10 @@ class Session(Connection):
 
     __slots__ = (
         "_arriving",
-        "_carrying",
+        "_carrier",
         "_expected_nbytes",
         "_in_line",
         "_in_line_nbytes",
-        "_parcels",
         "_parser",
         "_todo",
         "member",
@@ -46,10 +46,9 @@ class Session(Connection):
         self._parser = FrameParser(FRAME_NBYTES)
         self._arriving = Arriving(server.limit)
         self._expected_nbytes = 0  # of what is arriving, counted against the store's memory
-        self._parcels: deque[Parcel] = deque()
-        self._carrying = False  # a piece is about to be sent
-        self._in_line: Counter[int] = Counter()  # requests with long replies that wait or are under way
+        self._in_line: Counter[int] = Counter()  # requests with long replies that wait or are under way, and are wanted
         self._in_line_nbytes = 0  # of those that nothing holds up but the socket
+        self._carrier = Carrier(transport.write, self._in_line.__contains__)
         self._todo: deque[Any] = deque()
         self.member: Member | None = None
 
@@ -110,8 +109,8 @@ class Session(Connection):
                 self._serve(request, op, args)
             else:
                 server.deliver(execute(self, request, op, args), self)
-                if op is Op.CANCEL:
-                    self._withdraw(*args)
+                if op is Op.CANCEL:  # the rest of a long reply is not wanted
+                    self._in_line.pop(args[0], None)
         server.num_requests += before - len(todo)
         self.flush()
         if todo and self._transport is not None:
@@ -177,58 +176,34 @@ class Session(Connection):
     def _write(self, data: bytes | Parcel) -> None:
         if not isinstance(data, Parcel):
             super()._write(data)
-            return
-        self._parcels.append(data)
-        self._in_line_nbytes += len(data)
-        self._paused = self._paused or self._clogged
-        self._carry_on()
+        elif self._transport is not None:
+            self._carrier.send(data, self._strike_out)
+            self._in_line_nbytes += len(data)
+            self._paused = self._paused or self._clogged
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._carrier.pause()
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._carry_on()
-
-    def _carry_on(self) -> None:
-        """Have a piece sent, in the loop's next turn: others have theirs between any two of them."""
-        if self._parcels and not self._deaf and not self._carrying:
-            self._carrying = True
-            asyncio.get_running_loop().call_soon(self._carry)
-
-    def _carry(self) -> None:
-        self._carrying = False
-        if self._transport is None or self._deaf or not self._parcels:
-            return
-        parcel = self._parcels[0]
-        self._transport.write(framed([next(parcel)]))
-        if not parcel.is_under_way:
-            self._parcels.popleft()
-            self._strike_out(parcel)
-        self._carry_on()
+        self._carrier.resume()
 
     def _strike_out(self, parcel: Parcel) -> None:
         self._in_line -= Counter([parcel.request])
         self._in_line_nbytes -= len(parcel)
         self.settle()
 
-    def _withdraw(self, request: int) -> None:
-        """A client does not want the rest of a reply."""
-        for parcel in [each for each in self._parcels if each.request == request]:
-            rest = parcel.abandoned()
-            if rest and self._transport is not None:
-                self._transport.write(framed([rest]))
-            self._parcels.remove(parcel)
-            self._strike_out(parcel)
-
     @property
     def _clogged(self) -> bool:
-        under_way = len(self._parcels[0]) if self._parcels else 0
-        return super()._clogged or self._in_line_nbytes - under_way > BACKLOG_NBYTES
+        return super()._clogged or self._in_line_nbytes - self._carrier.nbytes_under_way > BACKLOG_NBYTES
 
     @property
     def _waiting_nbytes(self) -> int:
         return super()._waiting_nbytes + self._in_line_nbytes
 
     def _hang_up(self) -> None:
-        if not self._parcels:
+        if not self._carrier.busy:
             super()._hang_up()
         elif self._transport is not None:
             self._closing = self._paused = True
@@ -237,7 +212,7 @@ class Session(Connection):
     def connection_lost(self, exc: Exception | None) -> None:
         self._arriving.drop()
         self._recount()
-        self._parcels.clear()
+        self._carrier.drop()
         super().connection_lost(exc)
 
     def joined(self, pieces: list[bytes]) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
@@ -281,10 +282,23 @@ async def test_a_large_reply_that_nobody_waits_for_any_more_is_broken_off(server
         getting.cancel()
         await eventually(lambda: arriving.nbytes == 0)
     (session,) = server._connections
-    assert not session._parcels
+    assert not session._carrier.busy
     assert not session._in_line
     assert session._in_line_nbytes == 0
     assert await store.get("large") == value
+
+
+async def test_nothing_of_a_client_that_has_gone_waits_for_the_collector(server, connect, eventually):
+    other = await connect()
+    gc.collect()
+    gc.disable()
+    try:
+        await other.set("large", patterned(1 << 20))
+        await other.get("large")
+        await other.close()
+        await eventually(lambda: not any(isinstance(each, Session) for each in gc.get_objects()))
+    finally:
+        gc.enable()
 
 
 async def test_a_limit_of_time_passes_in_the_middle(server, store, eventually):

@@ -1,0 +1,74 @@
+"""Long messages on their way out: at either end of a connection a piece goes in each turn of the loop, others between."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+
+from asyncdist.store.messages import framed
+from asyncdist.store.pieces import Parcel
+
+Done = Callable[[Parcel], object]
+
+
+class Carrier:
+    """Sends parcels over a socket, one after the other. Make one on the loop that is to use it.
+
+    ``write`` sends bytes. ``is_wanted(request)`` says whether there is a point in sending the rest of a parcel.
+    """
+
+    __slots__ = ("_carrying", "_is_wanted", "_loop", "_parcels", "_paused", "_write")
+
+    def __init__(self, write: Callable[[bytes], object], is_wanted: Callable[[int], bool]) -> None:
+        self._write, self._is_wanted = write, is_wanted
+        self._loop = asyncio.get_running_loop()
+        self._parcels: deque[tuple[Parcel, Done]] = deque()
+        self._paused = False  # the socket takes no more
+        self._carrying = False  # a piece is about to be sent
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is something to be sent."""
+        return bool(self._parcels)
+
+    @property
+    def nbytes_under_way(self) -> int:
+        """The length of the parcel that is being sent."""
+        return len(self._parcels[0][0]) if self._parcels else 0
+
+    def send(self, parcel: Parcel, done: Done = lambda parcel: None) -> None:
+        """Send a parcel behind those that are here; ``done`` is told when it is sent, or need be sent no further."""
+        self._parcels.append((parcel, done))
+        self._carry_on()
+
+    def pause(self) -> None:
+        """Send nothing for now."""
+        self._paused = True
+
+    def resume(self) -> None:
+        """Go on."""
+        self._paused = False
+        self._carry_on()
+
+    def drop(self) -> None:
+        """Forget everything: the connection is gone."""
+        self._parcels.clear()
+
+    def _carry_on(self) -> None:
+        if self._parcels and not self._paused and not self._carrying:
+            self._carrying = True
+            self._loop.call_soon(self._carry)
+
+    def _carry(self) -> None:
+        self._carrying = False
+        if self._paused or not self._parcels:
+            return
+        parcel, done = self._parcels[0]
+        piece = next(parcel) if self._is_wanted(parcel.request) else parcel.abandoned()
+        if piece:
+            self._write(framed([piece]))
+        if not parcel.is_under_way:
+            self._parcels.popleft()
+            done(parcel)
+        self._carry_on()
