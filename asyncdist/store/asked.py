@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 from math import inf
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from asyncdist.store.operations import Command
+
+T = TypeVar("T")
 
 _TICK = 0.001
 """Seconds between two looks at all requests, at least."""
@@ -20,7 +22,7 @@ class Line(Protocol):
         """Forget a request."""
 
 
-class Asked(asyncio.Future[Any]):
+class Asked(asyncio.Future[T]):
     """A request that has been sent, to be awaited for its answer; who cancels it gives the request up.
 
     A future and no coroutine: it is under way, and a thousand of them cost no task each. ``deadline`` is in the loop's
@@ -29,7 +31,7 @@ class Asked(asyncio.Future[Any]):
 
     __slots__ = ("command", "deadline", "limit", "line", "number")
 
-    def __init__(self, command: Command, limit: float, line: Line, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, command: Command[T], limit: float, line: Line, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(loop=loop)
         self.command = command
         self.limit = limit
@@ -39,7 +41,7 @@ class Asked(asyncio.Future[Any]):
 
     # -- what the conversation calls ----------------------------------------------------------------
 
-    def resolve(self, value: Any) -> None:
+    def resolve(self, value: T) -> None:
         if not self.done():
             self.set_result(value)
 

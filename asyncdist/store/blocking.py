@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Any, TypeVar
 
 from asyncdist.config import Config
 from asyncdist.deadline import Timeout, seconds
 from asyncdist.errors import AddressError, StoreTimeoutError
-from asyncdist.store.desk import DeskSubscription, DeskWatch
+from asyncdist.store import operations
+from asyncdist.store.desk import Arrivals, Changes, DeskStream, Messages
 from asyncdist.store.embedded import Embedded
-from asyncdist.store.faces import Store, Subscription, Watch
+from asyncdist.store.faces import Store, Stream, Subscription, Watch
 from asyncdist.store.operations import Command
 from asyncdist.store.threads import Connection
+
+T = TypeVar("T")
 
 _WORKERS, _WORKERS_COMPLETE = "init/", "init/complete"
 
@@ -91,23 +94,21 @@ class TCPStore(Store):
     def port(self) -> int:
         return self._port
 
-    def request(self, command: Command, timeout: Timeout = None) -> Any:
+    def request(self, command: Command[T], timeout: Timeout = None) -> T:
         return self._connection.perform(command, self._timeout if timeout is None else seconds(timeout))
 
     def subscribe(self, channel: str) -> Subscription:
         """Start to listen to a channel, over a connection of its own: messages not yet read hold up nothing else."""
-        connection = Connection.open(self._connection_host, self._port, self._token, self._timeout, self._config)
-        try:
-            return DeskSubscription(connection, channel, self._timeout, store=self, owned=True)
-        except BaseException:
-            connection.close()
-            raise
+        return self._apart(operations.subscribe(channel), Messages())
 
     def watch(self, key: str) -> Watch:
         """Watch a key, over a connection of its own."""
+        return self._apart(operations.watch(key), Changes())
+
+    def _apart(self, command: Command[Any], arrivals: Arrivals[T]) -> Stream[T]:
         connection = Connection.open(self._connection_host, self._port, self._token, self._timeout, self._config)
         try:
-            return DeskWatch(connection, key, self._timeout, store=self, owned=True)
+            return DeskStream(connection, command, arrivals, self._timeout, store=self, owned=True)
         except BaseException:
             connection.close()
             raise

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Generator
 from math import inf
-from typing import Any, Self
+from typing import Any, Generic, Self, TypeVar
 
 from asyncdist.config import Config
 from asyncdist.deadline import Timeout, seconds
@@ -21,6 +22,8 @@ from asyncdist.store.link import Link, reach
 from asyncdist.store.operations import Command
 from asyncdist.store.pieces import Parcel
 from asyncdist.tls import client_context
+
+T = TypeVar("T")
 
 
 class AsyncStore(AsyncFace):
@@ -61,10 +64,10 @@ class AsyncStore(AsyncFace):
         """The loop that it was made on and must be used on."""
         return self._loop
 
-    def request(self, command: Command, timeout: Timeout = None) -> asyncio.Future[Any]:
+    def request(self, command: Command[T], timeout: Timeout = None) -> asyncio.Future[T]:
         return self._ask(command, timeout)
 
-    async def take(self, command: Command, timeout: Timeout = None) -> Any:
+    async def take(self, command: Command[T], timeout: Timeout = None) -> T:
         popping = self._ask(command, timeout)
         try:
             item = await popping
@@ -74,7 +77,7 @@ class AsyncStore(AsyncFace):
         self._line.confirm(popping.number)
         return item
 
-    def _ask(self, command: Command, timeout: Timeout) -> Asked:
+    def _ask(self, command: Command[T], timeout: Timeout) -> Asked[T]:
         if asyncio._get_running_loop() is not self._loop and self._loop.is_running():
             raise UsageError(
                 "this store's loop runs in another thread: call it in a coroutine there, which "
@@ -130,7 +133,7 @@ class _Line:
         self._redial = Redial(self._conversation, host, port, config.store_reconnect)
         self._redialling: asyncio.TimerHandle | asyncio.Task[None] | None = None
 
-    def ask(self, sink: Asked | _Stream) -> None:
+    def ask(self, sink: Asked[Any] | _Stream[Any]) -> None:
         """Open a request; one of a line that is over fails. Raises UsageError for what cannot be sent."""
         if self.over is not None:
             sink.reject(StoreConnectionError(*self.over.args))
@@ -196,18 +199,18 @@ class _Line:
             await self.link.close()
 
 
-class _Stream:
+class _Stream(ABC, Generic[T]):
     """What comes in answer to one request, again and again."""
 
     deadline = inf
 
-    def __init__(self, line: _Line, command: Command) -> None:
+    def __init__(self, line: _Line, command: Command[Any]) -> None:
         self._line = line
         self.command = command
         self.number = 0
         self._loop = asyncio.get_running_loop()
         self._subscribed: asyncio.Future[None] = self._loop.create_future()
-        self._messages: deque[Any] = deque()
+        self._messages: deque[T] = deque()
         self._wanted: list[asyncio.Future[None]] = []
         self._over: Exception | None = None
 
@@ -231,7 +234,8 @@ class _Stream:
     def __aiter__(self) -> Self:
         return self
 
-    async def _next(self) -> Any:
+    async def __anext__(self) -> T:
+        """Return the next, however long that takes. Raises StoreConnectionError when there can be no more."""
         if not self.number:
             await self
         while not self._messages:
@@ -256,9 +260,8 @@ class _Stream:
         if not self._subscribed.done():
             self._subscribed.set_result(None)
 
-    def publish(self, message: bytes) -> None:
-        self._messages.append(message)
-        self._wake()
+    @abstractmethod
+    def publish(self, message: bytes) -> None: ...
 
     def reject(self, error: Exception) -> None:
         self._finish(error)
@@ -276,22 +279,18 @@ class _Stream:
                 wanted.set_result(None)
 
 
-class LineSubscription(_Stream):
+class LineSubscription(_Stream[bytes]):
     """Messages of one channel over the store's connection."""
 
-    async def __anext__(self) -> bytes:
-        """Return the next message, however long it takes. Raises StoreConnectionError when there can be no more."""
-        return await self._next()  # type: ignore[no-any-return]
+    def publish(self, message: bytes) -> None:
+        self._messages.append(message)
+        self._wake()
 
 
-class LineWatch(_Stream):
-    """What a key holds; of what has not been looked at yet only the newest is kept."""
+class LineWatch(_Stream[bytes | None]):
+    """What a key holds, None if it is gone; of what has not been looked at yet only the newest is kept."""
 
     _last: Any = ()
-
-    async def __anext__(self) -> bytes | None:
-        """Return the newest value not returned yet, None if the key is gone, however long that takes."""
-        return await self._next()  # type: ignore[no-any-return]
 
     def resolve(self, value: Any) -> None:
         self._note(value)
@@ -308,16 +307,12 @@ class LineWatch(_Stream):
             self._wake()
 
 
-class LineSurvey(_Stream):
-    """What the keys under a prefix hold, change by change."""
+class LineSurvey(_Stream[tuple[str, bytes | None]]):
+    """What the keys under a prefix hold, change by change: a key, and its value or None if it is gone."""
 
-    def __init__(self, line: _Line, command: Command) -> None:
+    def __init__(self, line: _Line, command: Command[Any]) -> None:
         super().__init__(line, command)
         self._known: dict[str, bytes] = {}
-
-    async def __anext__(self) -> tuple[str, bytes | None]:
-        """Return the next change, however long it takes: a key, and its value or None if it is gone."""
-        return await self._next()  # type: ignore[no-any-return]
 
     def resolve(self, value: Any) -> None:
         there = dict(zip(value[::2], value[1::2], strict=False))

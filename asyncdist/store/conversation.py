@@ -32,7 +32,7 @@ _REPEATABLE = frozenset((Op.SET, Op.SET_EPHEMERAL, Op.MULTI_SET))
 class Sink(Protocol):
     """One who waits for the answer to a command. None of its methods may raise or block."""
 
-    command: Command
+    command: Command[Any]
 
     def resolve(self, value: Any) -> None: ...
 
@@ -72,7 +72,7 @@ class Conversation:
         self._num_changed = 0
         self._restoring: set[int] = set()  # asked by nobody but us
         self._held: set[int] = set()  # asked while there was no connection
-        self._ephemeral: dict[str, Command] = {}
+        self._ephemeral: dict[str, Command[Any]] = {}
         self._tied = False
         self._last = 0
         self._talking = False
@@ -122,7 +122,7 @@ class Conversation:
             return request, b""
         return request, message
 
-    def _message(self, request: int, command: Command) -> bytes | Parcel:
+    def _message(self, request: int, command: Command[Any]) -> bytes | Parcel:
         op, args = command
         fields = request, op, *args
         try:
@@ -212,7 +212,7 @@ class Conversation:
             else:
                 self._break_off(request, self._unknown(command))
 
-    def _ask_again(self, request: int, command: Command) -> None:
+    def _ask_again(self, request: int, command: Command[Any]) -> None:
         try:
             self._out.append(self._message(request, command))
         except UsageError as error:  # this server takes less than the one before
@@ -229,14 +229,14 @@ class Conversation:
             self._restoring.add(self._last)
             self._out.append(self._message(self._last, command))
 
-    def _unknown(self, command: Command) -> StoreConnectionError:
+    def _unknown(self, command: Command[Any]) -> StoreConnectionError:
         keys = ", ".join(map(repr, command.keys[:3]))
         return StoreConnectionError(
             f"the connection to the store at {self.where} broke, and the store does not know us any more: whether "
             f"{command.name}({keys}) was done, nobody can tell; look at what is there before you repeat it"
         )
 
-    def _missed(self, command: Command) -> StoreConnectionError:
+    def _missed(self, command: Command[Any]) -> StoreConnectionError:
         return StoreConnectionError(
             f"the connection to the store at {self.where} broke and was made again: messages of {command.keys[0]!r} may "
             "have been missed in between; subscribe again"
@@ -286,7 +286,7 @@ class Conversation:
             raise ProtocolError("the store does not say what it knows of us: run the same asyncdist on both sides")
         self._resumed(*value)
 
-    def _note_ephemeral(self, command: Command, kind: int) -> None:
+    def _note_ephemeral(self, command: Command[Any], kind: int) -> None:
         if command.op is Op.SET_EPHEMERAL and kind == Kind.RESULT:
             self._ephemeral[command.args[0]] = command
         elif self._ephemeral and command.op in (Op.SET, Op.DELETE_KEY):

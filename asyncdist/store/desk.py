@@ -9,30 +9,32 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from asyncdist.deadline import Deadline, Timeout, seconds
 from asyncdist.errors import StoreTimeoutError
 from asyncdist.store import operations
-from asyncdist.store.faces import Subscription, Watch
+from asyncdist.store.faces import Stream
 from asyncdist.store.operations import Command, Op
+
+T = TypeVar("T")
 
 _NOTHING = operations.wait([])
 
 
-class Ticket:
+class Ticket(Generic[T]):
     """What one thread waits for. Changed under its desk's lock only."""
 
     __slots__ = ("command", "error", "event", "ready", "value")
+    value: T
 
     def __init__(self) -> None:
-        self.command = _NOTHING
+        self.command: Command[Any] = _NOTHING
         self.ready = False
-        self.value: Any = None
         self.error: Exception | None = None
         self.event: threading.Event | None = None
 
-    def resolve(self, value: Any) -> None:
+    def resolve(self, value: T) -> None:
         self.value = value
         self._wake()
 
@@ -54,30 +56,6 @@ class Ticket:
         self.event.wait(timeout)
 
 
-class Messages(Ticket):
-    """The ticket of a subscription: ready when it has begun, later when a message is there or it has ended."""
-
-    __slots__ = ("waiting",)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.waiting: deque[bytes] = deque()
-
-    def publish(self, message: bytes) -> None:
-        self.waiting.append(message)
-        self._wake()
-
-    def take(self) -> bytes | None:
-        """Return a message if there is one, and be ready again only for the next. Raises what ended it."""
-        message = self.waiting.popleft() if self.waiting else None
-        if message is None and self.error is not None:
-            raise self.error
-        self.ready = bool(self.waiting) or self.error is not None
-        if self.event is not None and not self.ready:
-            self.event.clear()
-        return message
-
-
 class Desk(ABC):
     """One client of a store, used by any number of threads."""
 
@@ -85,11 +63,11 @@ class Desk(ABC):
         self.lock = threading.Lock()
 
     @abstractmethod
-    def begin(self, command: Command, ticket: Ticket, deadline: Deadline) -> int:
+    def begin(self, command: Command[Any], ticket: Ticket[Any], deadline: Deadline) -> int:
         """Ask for ``command`` and return the request's number. Raises TimeoutError."""
 
     @abstractmethod
-    def wait_for(self, ticket: Ticket, deadline: Deadline) -> None:
+    def wait_for(self, ticket: Ticket[Any], deadline: Deadline) -> None:
         """Return when ``ticket`` is ready. Raises TimeoutError."""
 
     @abstractmethod
@@ -104,15 +82,15 @@ class Desk(ABC):
     def close(self) -> None:
         """End everything that is open here. May be called again."""
 
-    def perform(self, command: Command, limit: float) -> Any:
+    def perform(self, command: Command[T], limit: float) -> T:
         """Carry out a command within ``limit`` seconds and return its result."""
-        ticket = Ticket()
-        self._settle(command, ticket, limit)
+        ticket: Ticket[T] = Ticket()
+        self.settle(command, ticket, limit)
         if ticket.error is not None:
             raise ticket.error
         return ticket.value
 
-    def _settle(self, command: Command, ticket: Ticket, limit: float) -> int:
+    def settle(self, command: Command[Any], ticket: Ticket[Any], limit: float) -> int:
         deadline = Deadline.after(limit)
         number = 0
         try:
@@ -130,14 +108,46 @@ class Desk(ABC):
         return number
 
 
-class Changes(Messages):
+# -- what comes again and again ----------------------------------------------------------------------
+
+
+class Arrivals(Ticket[Any], Generic[T]):
+    """The ticket of a stream: ready when it has begun, later when something is there to be taken or it has ended."""
+
+    __slots__ = ("waiting",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waiting: deque[T] = deque()
+
+    def look(self) -> bool:
+        """Say whether something is there to be taken, and be ready only then. Raises what has ended the stream."""
+        if not self.waiting and self.error is not None:
+            raise self.error
+        self.ready = bool(self.waiting)
+        if self.event is not None and not self.ready:
+            self.event.clear()
+        return self.ready
+
+
+class Messages(Arrivals[bytes]):
+    """The ticket of a subscription."""
+
+    __slots__ = ()
+
+    def publish(self, message: bytes) -> None:
+        self.waiting.append(message)
+        self._wake()
+
+
+class Changes(Arrivals[bytes | None]):
     """The ticket of a watch: of the values not taken yet only the newest is kept."""
 
     __slots__ = ("_last",)
 
     def __init__(self) -> None:
         super().__init__()
-        self._last: list[bytes | None] = []
+        self._last: Any = ()
 
     def resolve(self, value: Any) -> None:
         self._note(value)
@@ -145,47 +155,48 @@ class Changes(Messages):
 
     def publish(self, message: bytes) -> None:
         self._note(operations.watched(message))
-        self._wake()
 
     def _note(self, value: bytes | None) -> None:
-        if self._last != [value]:  # it may be told again over another connection
-            self._last = [value]
+        if value != self._last:  # it may be told again over another connection
+            self._last = value
             self.waiting.clear()
-            self.waiting.append(b"")
+            self.waiting.append(value)
+            self._wake()
 
 
-class _Stream:
+class DeskStream(Stream[T]):
     """A stream at a desk; with ``owned``, at one of its own that it closes in the end. Keeps ``store`` alive."""
 
     def __init__(
-        self, desk: Desk, command: Command, ticket: Messages, limit: float, *, store: object, owned: bool
+        self,
+        desk: Desk,
+        command: Command[Any],
+        arrivals: Arrivals[T],
+        limit: float,
+        *,
+        store: object,
+        owned: bool = False,
     ) -> None:
         self._store = store
         self._desk = desk
         self._command = command
         self._owned = owned
-        self._messages = ticket
+        self._arrivals = arrivals
         self._closed = False
-        self._number = desk._settle(command, ticket, limit)
+        self._number = desk.settle(command, arrivals, limit)
         with desk.lock:
-            if ticket.error is not None:
-                raise ticket.error
-            ticket.ready = bool(ticket.waiting)
+            arrivals.look()
 
-    def _next(self, timeout: Timeout) -> Any:
-        deadline = Deadline.after(timeout)
+    def get(self, timeout: Timeout = None) -> T:
+        deadline, arrivals = Deadline.after(timeout), self._arrivals
         while True:
             with self._desk.lock:
-                message = self._messages.take()
-                if message is not None:
-                    return self._read(message)
+                if arrivals.look():
+                    return arrivals.waiting.popleft()
             try:
-                self._desk.wait_for(self._messages, deadline)
+                self._desk.wait_for(arrivals, deadline)
             except TimeoutError:
                 raise StoreTimeoutError(self._command.name, self._command.keys, seconds(timeout)) from None
-
-    def _read(self, message: bytes) -> bytes | None:
-        return message
 
     def close(self) -> None:
         if self._closed:
@@ -195,27 +206,3 @@ class _Stream:
             self._desk.close()
         else:
             self._desk.give_up(self._number)
-
-
-class DeskSubscription(_Stream, Subscription):
-    """The messages of a channel."""
-
-    def __init__(self, desk: Desk, channel: str, limit: float, *, store: object, owned: bool = False) -> None:
-        super().__init__(desk, operations.subscribe(channel), Messages(), limit, store=store, owned=owned)
-
-    def get(self, timeout: Timeout = None) -> bytes:
-        return self._next(timeout)  # type: ignore[no-any-return]
-
-
-class DeskWatch(_Stream, Watch):
-    """What a key holds."""
-
-    def __init__(self, desk: Desk, key: str, limit: float, *, store: object, owned: bool = False) -> None:
-        self._changes = Changes()
-        super().__init__(desk, operations.watch(key), self._changes, limit, store=store, owned=owned)
-
-    def _read(self, message: bytes) -> bytes | None:
-        return self._changes._last[0]
-
-    def get(self, timeout: Timeout = None) -> bytes | None:
-        return self._next(timeout)  # type: ignore[no-any-return]

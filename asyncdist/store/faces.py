@@ -11,35 +11,32 @@ from asyncio import Future
 from collections.abc import AsyncIterator, Iterable, Iterator
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Generic, Protocol, Self, TypeVar
 
 from asyncdist.deadline import Timeout, seconds
 from asyncdist.store import operations
 from asyncdist.store.operations import Command, Value
 
-
-class AsyncSubscription(Protocol):
-    """Messages of one channel: ``async with store.subscribe(name) as messages: async for message in messages: …``."""
-
-    async def __aenter__(self) -> AsyncIterator[bytes]: ...
-
-    async def __aexit__(self, *exc: object) -> None: ...
-
-    def __aiter__(self) -> AsyncIterator[bytes]: ...
-
-    async def __anext__(self) -> bytes: ...
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 
-class AsyncWatch(Protocol):
-    """What a key holds: ``async with store.watch(key) as values: async for value in values: …``."""
+class AsyncStream(Protocol[T_co]):
+    """What comes again and again: ``async with store.subscribe(name) as messages: async for message in messages: …``."""
 
-    async def __aenter__(self) -> AsyncIterator[bytes | None]: ...
+    async def __aenter__(self) -> AsyncIterator[T_co]: ...
 
     async def __aexit__(self, *exc: object) -> None: ...
 
-    def __aiter__(self) -> AsyncIterator[bytes | None]: ...
+    def __aiter__(self) -> AsyncIterator[T_co]: ...
 
-    async def __anext__(self) -> bytes | None: ...
+    async def __anext__(self) -> T_co: ...
+
+
+AsyncSubscription = AsyncStream[bytes]
+"""Messages of one channel."""
+AsyncWatch = AsyncStream[bytes | None]
+"""What a key holds, None if it is gone."""
 
 
 class AsyncFace(ABC):
@@ -58,11 +55,11 @@ class AsyncFace(ABC):
     timeout: float
 
     @abstractmethod
-    def request(self, command: Command, timeout: Timeout = None) -> Future[Any]:
+    def request(self, command: Command[T], timeout: Timeout = None) -> Future[T]:
         """Begin one command, and return the future of its result. Raises UsageError off the store's loop."""
 
     @abstractmethod
-    async def take(self, command: Command, timeout: Timeout = None) -> Any:
+    async def take(self, command: Command[T], timeout: Timeout = None) -> T:
         """Carry out a pop; the item goes back to its queue unless it reaches who awaits this."""
 
     @abstractmethod
@@ -149,7 +146,7 @@ class AsyncFace(ABC):
         An item goes to one taker only, and goes back to the head if the taker is cancelled, times out or dies; or if its
         connection breaks just when it has the item and the store has not heard so: then it may be taken twice.
         """
-        return await self.take(operations.queue_pop(key, block), timeout)  # type: ignore[no-any-return]
+        return await self.take(operations.queue_pop(key, block), timeout)
 
     def queue_len(self, key: str) -> Future[int]:
         """Return how many items a queue holds."""
@@ -172,21 +169,21 @@ class AsyncFace(ABC):
         await self.close()
 
 
-class Subscription(ABC):
-    """Messages of one channel, from when it was made on: iterate, or `get` one; `close` it, or use ``with``."""
+class Stream(ABC, Generic[T_co]):
+    """What comes again and again: iterate, or `get` one; `close` it, or use ``with``."""
 
     @abstractmethod
-    def get(self, timeout: Timeout = None) -> bytes:
-        """Return the next message; None is no limit. Raises StoreTimeoutError."""
+    def get(self, timeout: Timeout = None) -> T_co:
+        """Return the next that was not returned yet, waiting for it; None is no limit. Raises StoreTimeoutError."""
 
     @abstractmethod
     def close(self) -> None:
-        """Stop listening. May be called again."""
+        """Listen no more. May be called again."""
 
-    def __iter__(self) -> Iterator[bytes]:
+    def __iter__(self) -> Iterator[T_co]:
         return self
 
-    def __next__(self) -> bytes:
+    def __next__(self) -> T_co:
         return self.get()
 
     def __enter__(self) -> Self:
@@ -196,28 +193,10 @@ class Subscription(ABC):
         self.close()
 
 
-class Watch(ABC):
-    """What a key holds, at first and whenever that changes: iterate, or `get`; `close` it, or use ``with``."""
-
-    @abstractmethod
-    def get(self, timeout: Timeout = None) -> bytes | None:
-        """Return the newest value not returned yet, None if the key is gone. Raises StoreTimeoutError."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Look no more. May be called again."""
-
-    def __iter__(self) -> Iterator[bytes | None]:
-        return self
-
-    def __next__(self) -> bytes | None:
-        return self.get()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+Subscription = Stream[bytes]
+"""Messages of one channel, from when it was made on."""
+Watch = Stream[bytes | None]
+"""What a key holds, at first and whenever that changes, None if it is gone: only the newest that was not returned yet."""
 
 
 class Store(ABC):
@@ -230,7 +209,7 @@ class Store(ABC):
         self._timeout = seconds(timeout)
 
     @abstractmethod
-    def request(self, command: Command, timeout: Timeout = None) -> Any:
+    def request(self, command: Command[T], timeout: Timeout = None) -> T:
         """Carry out one command and return its result."""
 
     @abstractmethod
@@ -260,11 +239,11 @@ class Store(ABC):
 
     def get(self, key: str, timeout: Timeout = None) -> bytes:
         """Return the value of ``key``, waiting until there is one."""
-        return self.request(operations.get(key), timeout)  # type: ignore[no-any-return]
+        return self.request(operations.get(key), timeout)
 
     def add(self, key: str, amount: int) -> int:
         """Add to the whole number under ``key`` (0 if missing) and return the sum."""
-        return self.request(operations.add(key, amount))  # type: ignore[no-any-return]
+        return self.request(operations.add(key, amount))
 
     def wait(self, keys: Iterable[str], timeout: Timeout = None) -> None:
         """Wait until every key has been set; a queue with an item counts."""
@@ -272,22 +251,22 @@ class Store(ABC):
 
     def check(self, keys: Iterable[str]) -> bool:
         """Say whether all keys are there now; a queue with an item counts."""
-        return self.request(operations.check(keys))  # type: ignore[no-any-return]
+        return self.request(operations.check(keys))
 
     def compare_set(self, key: str, expected_value: Value, desired_value: Value) -> bytes:
         """Set ``key`` to the desired value if it holds the expected one (b"": or is missing); return what it holds now.
 
         Where the key is missing and something was expected, nothing is stored and ``expected_value`` is returned.
         """
-        return self.request(operations.compare_set(key, expected_value, desired_value))  # type: ignore[no-any-return]
+        return self.request(operations.compare_set(key, expected_value, desired_value))
 
     def delete_key(self, key: str) -> bool:
         """Delete a key and say whether it was there. Queues are left alone."""
-        return self.request(operations.delete_key(key))  # type: ignore[no-any-return]
+        return self.request(operations.delete_key(key))
 
     def num_keys(self) -> int:
         """Return how many keys there are, queues not counted."""
-        return self.request(operations.num_keys())  # type: ignore[no-any-return]
+        return self.request(operations.num_keys())
 
     def append(self, key: str, value: Value) -> None:
         """Append to the value of ``key``, or store it if there is none."""
@@ -295,7 +274,7 @@ class Store(ABC):
 
     def multi_get(self, keys: Iterable[str], timeout: Timeout = None) -> list[bytes]:
         """Return the values of all keys, waiting until all are there."""
-        return self.request(operations.multi_get(keys), timeout)  # type: ignore[no-any-return]
+        return self.request(operations.multi_get(keys), timeout)
 
     def multi_set(self, keys: Iterable[str], values: Iterable[Value]) -> None:
         """Set several keys at once: all of them or none."""
@@ -303,7 +282,7 @@ class Store(ABC):
 
     def list_keys(self, prefix: str = "") -> list[str]:
         """Return the keys that begin with ``prefix``, oldest first, queues not counted."""
-        return self.request(operations.list_keys(prefix))  # type: ignore[no-any-return]
+        return self.request(operations.list_keys(prefix))
 
     def queue_push(self, key: str, value: Value) -> None:
         """Append an item to a queue; the first who waits to pop gets it."""
@@ -311,11 +290,11 @@ class Store(ABC):
 
     def queue_pop(self, key: str, block: bool = True, timeout: Timeout = None) -> bytes:
         """Take the oldest item of a queue, waiting for one if ``block``; else QueueEmptyError."""
-        return self.request(operations.queue_pop(key, block), timeout)  # type: ignore[no-any-return]
+        return self.request(operations.queue_pop(key, block), timeout)
 
     def queue_len(self, key: str) -> int:
         """Return how many items a queue holds."""
-        return self.request(operations.queue_len(key))  # type: ignore[no-any-return]
+        return self.request(operations.queue_len(key))
 
     def barrier(self, key: str, world_size: int, timeout: Timeout = None) -> None:
         """Wait until ``world_size`` callers wait here at one time. Then it stays open: use a new key each time."""
@@ -323,7 +302,7 @@ class Store(ABC):
 
     def publish(self, channel: str, message: Value) -> int:
         """Send a message to all who are subscribed now, and return how many they are."""
-        return self.request(operations.publish(channel, message))  # type: ignore[no-any-return]
+        return self.request(operations.publish(channel, message))
 
     def __enter__(self) -> Self:
         return self

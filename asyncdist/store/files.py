@@ -80,7 +80,7 @@ class FileDesk(LocalDesk):
     def leave(self) -> None:
         self._log(Record(self.name, 0, Op.LEAVE, ()))
 
-    def wait_for(self, ticket: Ticket, deadline: Deadline) -> None:
+    def wait_for(self, ticket: Ticket[Any], deadline: Deadline) -> None:
         pause, roll_call = _FIRST_PAUSE, time.monotonic()
         with self.lock:
             event = self.event_of(ticket)

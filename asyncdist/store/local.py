@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import Any, TypeVar
 
 from asyncdist.deadline import Deadline, Timeout, seconds
 from asyncdist.errors import StoreConnectionError
+from asyncdist.store import operations
 from asyncdist.store.conversation import refusal
-from asyncdist.store.desk import Desk, DeskSubscription, DeskWatch, Ticket
+from asyncdist.store.desk import Changes, Desk, DeskStream, Messages, Ticket
 from asyncdist.store.faces import Store, Subscription, Watch
 from asyncdist.store.operations import BLOCKING, STREAMS, Client, Command, Kind, Op, Reply
 from asyncdist.store.state import StoreState
 
 DEFAULT_TIMEOUT = 300.0
+T = TypeVar("T")
 
 
 class LocalDesk(Desk):
@@ -22,7 +24,7 @@ class LocalDesk(Desk):
     def __init__(self) -> None:
         super().__init__()
         self.state = StoreState()
-        self._tickets: dict[int, tuple[Op, Ticket]] = {}
+        self._tickets: dict[int, tuple[Op, Ticket[Any]]] = {}
         self._last = 0
         self._over: StoreConnectionError | None = None
 
@@ -36,7 +38,7 @@ class LocalDesk(Desk):
         """Return the client under whose name we ask for ``op``."""
         return "threads of this process"
 
-    def wait_for(self, ticket: Ticket, deadline: Deadline) -> None:
+    def wait_for(self, ticket: Ticket[Any], deadline: Deadline) -> None:
         with self.lock:
             event = self.event_of(ticket)
         if not event.wait(deadline.remaining_or_none()):
@@ -44,7 +46,7 @@ class LocalDesk(Desk):
 
     # -- what both do -----------------------------------------------------------------------------
 
-    def event_of(self, ticket: Ticket) -> threading.Event:
+    def event_of(self, ticket: Ticket[Any]) -> threading.Event:
         """Return the event that is set when ``ticket`` is ready. The lock is held."""
         if ticket.event is None:
             ticket.event = threading.Event()
@@ -52,7 +54,7 @@ class LocalDesk(Desk):
             ticket.event.set()
         return ticket.event
 
-    def begin(self, command: Command, ticket: Ticket, deadline: Deadline) -> int:
+    def begin(self, command: Command[Any], ticket: Ticket[Any], deadline: Deadline) -> int:
         with self.lock:
             if self._over is not None:
                 raise StoreConnectionError(*self._over.args)
@@ -118,14 +120,14 @@ class LocalStore(Store):
         super().__init__(timeout)
         self._desk = desk
 
-    def request(self, command: Command, timeout: Timeout = None) -> Any:
+    def request(self, command: Command[T], timeout: Timeout = None) -> T:
         return self._desk.perform(command, self._timeout if timeout is None else seconds(timeout))
 
     def subscribe(self, channel: str) -> Subscription:
-        return DeskSubscription(self._desk, channel, self._timeout, store=self)
+        return DeskStream(self._desk, operations.subscribe(channel), Messages(), self._timeout, store=self)
 
     def watch(self, key: str) -> Watch:
-        return DeskWatch(self._desk, key, self._timeout, store=self)
+        return DeskStream(self._desk, operations.watch(key), Changes(), self._timeout, store=self)
 
     def close(self) -> None:
         self._desk.close()

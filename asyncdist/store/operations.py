@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from asyncdist.errors import StoreTimeoutError, UsageError
+
+T = TypeVar("T")
 
 
 class Op(IntEnum):
@@ -162,8 +164,8 @@ class Reply(NamedTuple):
 Value = bytes | bytearray | memoryview | str
 
 
-class Command(NamedTuple):
-    """One operation and its checked arguments."""
+class Command(NamedTuple, Generic[T]):
+    """One operation and its checked arguments; ``T`` is what the store answers."""
 
     op: Op
     args: tuple[Any, ...] = ()
@@ -189,7 +191,7 @@ class Command(NamedTuple):
             what = "it may have been done all the same; look at what is there before you repeat it"
         return StoreTimeoutError(self.name, self.keys, limit, f"the store did not answer; {what}")
 
-    def under(self, prefix: str) -> Command:
+    def under(self, prefix: str) -> Command[T]:
         """Return the same command on keys under ``prefix``."""
         kinds = ARGUMENTS[self.op]
         return Command(self.op, tuple(_under(prefix, kind, arg) for kind, arg in zip(kinds, self.args, strict=True)))
@@ -246,102 +248,102 @@ def _number(number: object, least: int = -(1 << 63)) -> int:
 # -- one maker per command; each raises UsageError for a wrong argument ------------------------------
 
 
-def set_(key: str, value: Value) -> Command:
+def set_(key: str, value: Value) -> Command[None]:
     return Command(Op.SET, (_key(key), _value(value)))
 
 
-def get(key: str) -> Command:
+def get(key: str) -> Command[bytes]:
     return Command(Op.GET, (_key(key),))
 
 
-def set_ephemeral(key: str, value: Value) -> Command:
+def set_ephemeral(key: str, value: Value) -> Command[None]:
     return Command(Op.SET_EPHEMERAL, (_key(key), _value(value)))
 
 
-def add(key: str, amount: int) -> Command:
+def add(key: str, amount: int) -> Command[int]:
     return Command(Op.ADD, (_key(key), _number(amount)))
 
 
-def wait(keys: Iterable[str]) -> Command:
+def wait(keys: Iterable[str]) -> Command[None]:
     return Command(Op.WAIT, (_keys(keys),))
 
 
-def check(keys: Iterable[str]) -> Command:
+def check(keys: Iterable[str]) -> Command[bool]:
     return Command(Op.CHECK, (_keys(keys),))
 
 
-def compare_set(key: str, expected: Value, desired: Value) -> Command:
+def compare_set(key: str, expected: Value, desired: Value) -> Command[bytes]:
     return Command(Op.COMPARE_SET, (_key(key), _value(expected), _value(desired)))
 
 
-def delete_key(key: str) -> Command:
+def delete_key(key: str) -> Command[bool]:
     return Command(Op.DELETE_KEY, (_key(key),))
 
 
-def num_keys() -> Command:
+def num_keys() -> Command[int]:
     return Command(Op.NUM_KEYS)
 
 
-def append(key: str, value: Value) -> Command:
+def append(key: str, value: Value) -> Command[None]:
     return Command(Op.APPEND, (_key(key), _value(value)))
 
 
-def multi_get(keys: Iterable[str]) -> Command:
+def multi_get(keys: Iterable[str]) -> Command[list[bytes]]:
     return Command(Op.MULTI_GET, (_keys(keys),))
 
 
-def multi_set(keys: Iterable[str], values: Iterable[Value]) -> Command:
+def multi_set(keys: Iterable[str], values: Iterable[Value]) -> Command[None]:
     names, contents = _keys(keys), [_value(value) for value in values]
     if len(names) != len(contents):
         raise UsageError(f"multi_set takes one value per key, not {len(contents)} values for {len(names)} keys")
     return Command(Op.MULTI_SET, (names, contents))
 
 
-def list_keys(prefix: str) -> Command:
+def list_keys(prefix: str) -> Command[list[str]]:
     return Command(Op.LIST_KEYS, (_key(prefix),))
 
 
-def queue_push(key: str, value: Value) -> Command:
+def queue_push(key: str, value: Value) -> Command[None]:
     return Command(Op.QUEUE_PUSH, (_key(key), _value(value)))
 
 
-def queue_pop(key: str, block: bool) -> Command:
+def queue_pop(key: str, block: bool) -> Command[bytes]:
     return Command(Op.QUEUE_POP, (_key(key), bool(block)))
 
 
-def queue_len(key: str) -> Command:
+def queue_len(key: str) -> Command[int]:
     return Command(Op.QUEUE_LEN, (_key(key),))
 
 
-def barrier(key: str, world_size: int) -> Command:
+def barrier(key: str, world_size: int) -> Command[None]:
     return Command(Op.BARRIER, (_key(key), _number(world_size, least=1)))
 
 
-def publish(channel: str, message: Value) -> Command:
+def publish(channel: str, message: Value) -> Command[int]:
     return Command(Op.PUBLISH, (_key(channel), _value(message)))
 
 
-def subscribe(channel: str) -> Command:
+def subscribe(channel: str) -> Command[None]:
     return Command(Op.SUBSCRIBE, (_key(channel),))
 
 
-def status() -> Command:
+def status() -> Command[dict[str, Any]]:
     return Command(Op.STATUS)
 
 
-def open_door() -> Command:
+def open_door() -> Command[int]:
     return Command(Op.OPEN_DOOR)
 
 
-def close_door(port: int) -> Command:
+def close_door(port: int) -> Command[None]:
     return Command(Op.CLOSE_DOOR, (_number(port),))
 
 
-def watch(key: str) -> Command:
+def watch(key: str) -> Command[bytes | None]:
     return Command(Op.WATCH, (_key(key),))
 
 
-def watch_keys(prefix: str) -> Command:
+def watch_keys(prefix: str) -> Command[list[Any]]:
     return Command(Op.WATCH_KEYS, (_key(prefix),))
 
 

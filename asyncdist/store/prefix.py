@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from asyncdist.deadline import Timeout
 from asyncdist.store.faces import AsyncFace, AsyncSubscription, AsyncWatch, Store, Subscription, Watch
 from asyncdist.store.operations import Command, Op
 
+T = TypeVar("T")
 
-def _strip(command: Command, prefix: str, result: Any) -> Any:
-    return [key.removeprefix(prefix) for key in result] if command.op is Op.LIST_KEYS else result
+
+def _strip(command: Command[T], prefix: str, result: Any) -> T:
+    return cast(T, [key.removeprefix(prefix) for key in result] if command.op is Op.LIST_KEYS else result)
 
 
 class PrefixStore(Store):
@@ -30,7 +32,7 @@ class PrefixStore(Store):
     def underlying_store(self) -> Store:
         return self._store
 
-    def request(self, command: Command, timeout: Timeout = None) -> Any:
+    def request(self, command: Command[T], timeout: Timeout = None) -> T:
         limit = self._timeout if timeout is None else timeout
         return _strip(command, self._prefix, self._store.request(command.under(self._prefix), limit))
 
@@ -56,19 +58,19 @@ class AsyncPrefixStore(AsyncFace):
     def underlying_store(self) -> AsyncFace:
         return self._store
 
-    def request(self, command: Command, timeout: Timeout = None) -> asyncio.Future[Any]:
+    def request(self, command: Command[T], timeout: Timeout = None) -> asyncio.Future[T]:
         asked = self._store.request(command.under(self._prefix), self._limit(timeout))
         if command.op is not Op.LIST_KEYS:
             return asked
         return asked.get_loop().create_task(self._stripped(command, asked))
 
-    async def take(self, command: Command, timeout: Timeout = None) -> Any:
+    async def take(self, command: Command[T], timeout: Timeout = None) -> T:
         return await self._store.take(command.under(self._prefix), self._limit(timeout))
 
     def _limit(self, timeout: Timeout) -> Timeout:
         return self.timeout if timeout is None else timeout
 
-    async def _stripped(self, command: Command, asked: asyncio.Future[Any]) -> Any:
+    async def _stripped(self, command: Command[T], asked: asyncio.Future[T]) -> T:
         return _strip(command, self._prefix, await asked)
 
     def subscribe(self, channel: str) -> AsyncSubscription:

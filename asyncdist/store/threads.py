@@ -13,6 +13,7 @@ import contextlib
 import os
 import socket
 import threading
+from typing import Any
 
 from asyncdist.config import Config
 from asyncdist.deadline import Deadline, Timeout
@@ -58,7 +59,7 @@ class Connection(Desk):
         self._turn, self._sending, self._carrying = threading.RLock(), threading.RLock(), threading.RLock()
         self._sender = 0  # the thread that is sending
         self._led = False
-        self._followers: dict[Ticket, None] = {}
+        self._followers: dict[Ticket[Any], None] = {}
         self._over: StoreConnectionError | None = None
         self._closing = threading.Event()
 
@@ -120,7 +121,7 @@ class Connection(Desk):
 
     # -- asking -----------------------------------------------------------------------------------
 
-    def begin(self, command: Command, ticket: Ticket, deadline: Deadline) -> int:
+    def begin(self, command: Command[Any], ticket: Ticket[Any], deadline: Deadline) -> int:
         if self._pid != os.getpid():
             raise UsageError("this TCPStore was made before a fork, and its connection is the parent's: make a new one")
         number = 0
@@ -220,7 +221,7 @@ class Connection(Desk):
 
     # -- waiting: one leads, the others follow ------------------------------------------------------
 
-    def wait_for(self, ticket: Ticket, deadline: Deadline) -> None:
+    def wait_for(self, ticket: Ticket[Any], deadline: Deadline) -> None:
         leads = False
         try:
             while True:
@@ -249,7 +250,7 @@ class Connection(Desk):
                 self._followers.pop(ticket, None)
                 self._promote()
 
-    def _lead(self, ticket: Ticket, deadline: Deadline) -> None:
+    def _lead(self, ticket: Ticket[Any], deadline: Deadline) -> None:
         while not ticket.ready:
             wire = self._wire
             if wire is None:
