@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from asyncdist.torch_backend import making
+from asyncdist.torch_backend import registration
 from asyncdist.torch_backend.process_group import ProcessGroup
 from asyncdist.torch_backend.work import DONE, Work
 
@@ -29,8 +29,8 @@ for _name in (
 
 def register() -> None:
     """Make `NAME` a back end of torch.distributed. Idempotent."""
-    making.add_backend(NAME, _make, ["cpu"])
+    registration.add_backend(NAME, _make, ["cpu"])
 
 
 def _make(opts: Any, pg_options: object = None) -> Idle:
-    return Idle(making.make(opts).group, None)
+    return Idle(registration.make(opts).group, None)

@@ -8,32 +8,19 @@ then use shared memory between the ranks of a host and TCP between hosts. An asy
 ``await torch.distributed.all_reduce(tensor, async_op=True)``.
 
 Read in this order: `process_group` (torch's methods, and what they are here), `work` (what they return), `reductions`,
-`making` (how a group comes about), `kernels` (two operators that torch's own code cannot bring to us), `handing` (what
-C++ would forget), `bucket_memory` and `lending` (where buckets lie), `builtin_hooks`, `barrier`, `ending`,
-`store`, `init_method` and `torchrun` (how a job finds a store daemon).
+`registration` (how a group comes about), `kernels` (two operators that torch's own code cannot bring to us), `patches`
+(everything in torch that we replace), `keep_alive` (what C++ would forget), `bucket_memory` and `memory_pool` (where
+buckets lie), `store`, `init_method` and `torchrun` (how a job finds a store daemon).
 """
 
-from asyncdist.torch_backend import (
-    barrier,
-    bucket_memory,
-    builtin_hooks,
-    ending,
-    handing,
-    init_method,
-    kernels,
-    making,
-)
+from asyncdist.torch_backend import init_method, kernels, patches, registration
 from asyncdist.torch_backend.process_group import ProcessGroup
 from asyncdist.torch_backend.store import Store
 from asyncdist.torch_backend.work import Work
 
 __all__ = ["ProcessGroup", "Store", "Work"]
 
-making.register()
+registration.register()
 kernels.register()
-handing.register()
-bucket_memory.register()
-builtin_hooks.register()
-barrier.register()
-ending.register()
+patches.register()
 init_method.register()

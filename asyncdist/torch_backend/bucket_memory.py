@@ -21,9 +21,6 @@ from asyncdist.torch_backend.process_group import ProcessGroup
 LEAST_NBYTES = 32 << 10
 """Smaller tensors are not worth pages of their own; small messages are staged wherever they lie."""
 
-_reducer: Any = torch._C._distributed_c10d.Reducer
-_make: Any = _reducer.__init__
-_rebuild: Any = _reducer._rebuild_buckets
 _EMPTY = torch.ops.aten.empty.memory_format
 _to_be_rebuilt: WeakSet[Any] = WeakSet()
 
@@ -65,32 +62,26 @@ def _registered(
         return None
 
 
-def _init(reducer: Any, *args: Any, **kwargs: Any) -> None:
+def make_reducer(theirs: Any, reducer: Any, *args: Any, **kwargs: Any) -> None:
     """Make a reducer of DDP, and with it its first buckets."""
     group = next((arg for arg in (*args, *kwargs.values()) if isinstance(arg, ProcessGroup)), None)
     if group is None or not group.group.shares_memory:
-        _make(reducer, *args, **kwargs)
+        theirs(reducer, *args, **kwargs)
         return
     with _Registered():
-        _make(reducer, *args, **kwargs)
+        theirs(reducer, *args, **kwargs)
     _to_be_rebuilt.add(reducer)
 
 
-def _rebuild_buckets(reducer: Any) -> bool:
+def rebuild_buckets(theirs: Any, reducer: Any) -> bool:
     """Deal the parameters anew if it is time to, which it is once; return whether that was done.
 
     For a reducer that looks for unused parameters it never is, and every forward asks: 3 µs, which its step does not feel.
     """
     if reducer not in _to_be_rebuilt:
-        return bool(_rebuild(reducer))
+        return bool(theirs(reducer))
     with _Registered():
-        done = bool(_rebuild(reducer))
+        done = bool(theirs(reducer))
     if done:
         _to_be_rebuilt.discard(reducer)
     return done
-
-
-def register() -> None:
-    """Put ours in the places of the reducer's methods, which they call. Idempotent."""
-    _reducer.__init__ = _init
-    _reducer._rebuild_buckets = _rebuild_buckets

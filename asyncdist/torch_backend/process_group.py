@@ -23,7 +23,7 @@ from asyncdist.deadline import Timeout
 from asyncdist.devices.work import DeviceWork
 from asyncdist.errors import SharedMemoryError, UnsupportedError, UsageError
 from asyncdist.group import Group
-from asyncdist.torch_backend.lending import Lender
+from asyncdist.torch_backend.memory_pool import MemoryPool
 from asyncdist.torch_backend.reductions import reduction_of
 from asyncdist.torch_backend.work import DONE, Work, make_work
 from asyncdist.world import World
@@ -62,7 +62,7 @@ class ProcessGroup(torch_distributed.ProcessGroup):
         self._world = world
         self._coalesced: list[started.Work] | None = None
         self._torch_name = self._torch_description = ""
-        self._lender = Lender()
+        self._pool = MemoryPool()
 
     # -- the one path --------------------------------------------------------------------------
 
@@ -228,7 +228,7 @@ class ProcessGroup(torch_distributed.ProcessGroup):
         """Return a flat uninitialised tensor for collectives: registered, as long as there is room."""
         if size and self.supports_tensor_alloc(device):
             with contextlib.suppress(SharedMemoryError):  # slower is better than not at all
-                return self._lender.lend(size * dtype.itemsize).view(dtype)
+                return self._pool.lend(size * dtype.itemsize).view(dtype)
         return torch.empty(size, dtype=dtype, device=device)
 
     def get_reconfigure_handle(self) -> str:

@@ -13,7 +13,7 @@ from asyncdist import registered
 from asyncdist.arena import arena
 from asyncdist.errors import SharedMemoryError
 from asyncdist.group import Group
-from asyncdist.torch_backend.lending import Lender
+from asyncdist.torch_backend.memory_pool import MemoryPool
 
 CPU = torch.device("cpu")
 
@@ -23,40 +23,40 @@ def lies_open(tensor):
 
 
 def test_what_came_back_is_lent_again():
-    lender = Lender()
-    first = lender.lend(100_000)
+    pool = MemoryPool()
+    first = pool.lend(100_000)
     assert first.shape == (100_000,)
     assert lies_open(first)
     place, view = first.data_ptr(), first[10:]
     del first
-    other = lender.lend(100_000)
+    other = pool.lend(100_000)
     assert other.data_ptr() != place, "a view of the first one lives"
     del view
-    assert lender.lend(100_000).data_ptr() == place
+    assert pool.lend(100_000).data_ptr() == place
 
 
 def test_what_others_may_just_have_read_rests_before_it_is_lent_again():
-    lender = Lender()
-    places = [lender.lend(3 << 20).data_ptr() for _ in range(40)]
+    pool = MemoryPool()
+    places = [pool.lend(3 << 20).data_ptr() for _ in range(40)]
     assert len(set(places)) == 6  # more than 16 MiB go by between one use and the next
     assert places == [*places[:6]] * 6 + places[:4]
 
 
 def test_where_there_is_no_room_for_more_it_is_lent_again_before_it_has_rested():
-    lender = Lender()
-    places = {lender.lend(nbytes).data_ptr() for _ in range(5) for nbytes in (9 << 20, 1 << 20, 10 << 20)}
+    pool = MemoryPool()
+    places = {pool.lend(nbytes).data_ptr() for _ in range(5) for nbytes in (9 << 20, 1 << 20, 10 << 20)}
     assert len(places) <= 6
 
 
 def test_no_more_is_kept_than_was_lent_at_a_time_and_what_rests():
     gc.collect()
-    used, lender = arena().used_nbytes, Lender()
+    used, pool = arena().used_nbytes, MemoryPool()
     for nbytes in (1 << 20, 2 << 20, 3 << 20, 2 << 20, 20 << 20, 7 << 20, 5 << 20):
-        lender.lend(nbytes)
+        pool.lend(nbytes)
         assert arena().used_nbytes - used <= (20 + 16 << 20) + nbytes
-    lender.lend(4096)
+    pool.lend(4096)
     assert arena().used_nbytes - used <= 20 + 16 << 20
-    del lender
+    del pool
     gc.collect()
     assert arena().used_nbytes == used
 

@@ -27,10 +27,10 @@ _SMALL_NBYTES = 256 << 10
 class _Kept(NamedTuple):
     memory: torch.Tensor
     rested_at: int
-    """Of `Lender._nbytes_so_far`."""
+    """Of `MemoryPool._nbytes_so_far`."""
 
 
-class Lender:
+class MemoryPool:
     """Registered memory by size. It keeps no more than was ever lent at a time and rests; all goes when it does."""
 
     def __init__(self) -> None:

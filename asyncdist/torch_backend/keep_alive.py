@@ -13,7 +13,6 @@ import torch
 from asyncdist.torch_backend.work import Work
 
 _c10d: Any = torch._C._distributed_c10d
-_hand_to_reducer: Any = _c10d.Reducer._set_forward_pass_work_handle
 _of_reducer: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 
@@ -22,12 +21,7 @@ def wait_tensor_waits_for(tensor: torch.Tensor, work: Any) -> None:
     _c10d._register_work(tensor, work.held() if isinstance(work, Work) else work)
 
 
-def _set_forward_pass_work_handle(reducer: Any, work: Any, use_static_world_size: bool) -> None:
+def set_forward_pass_work_handle(theirs: Any, reducer: Any, work: Any, use_static_world_size: bool) -> None:
     """Hand DDP's reducer the all-reduce of a joined step: it waits for it in the backward pass, then takes its future."""
     _of_reducer[reducer] = work
-    _hand_to_reducer(reducer, work, use_static_world_size)
-
-
-def register() -> None:
-    """Put ours in the place of the reducer's method, which it calls. Idempotent."""
-    _c10d.Reducer._set_forward_pass_work_handle = _set_forward_pass_work_handle
+    theirs(reducer, work, use_static_world_size)
