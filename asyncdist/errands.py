@@ -8,7 +8,6 @@ are daemons: first everybody is told that the process ends, which ends what wait
 from __future__ import annotations
 
 import asyncio
-import atexit
 import concurrent.futures
 import functools
 import threading
@@ -17,7 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
-from asyncdist import runtime  # imported first, and so ended last: a call may wait for its loop
+from asyncdist import lifetime
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -117,6 +116,4 @@ def _at_exit() -> None:
     concurrent.futures.wait([future for errands in list(_all) for future in errands.open], timeout=_AT_EXIT)
 
 
-atexit.register(_at_exit)
-
-__all__ = ["Errands", "apart", "runtime"]
+lifetime.at_exit(lifetime.Stage.ERRANDS, _at_exit)

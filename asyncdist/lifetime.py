@@ -1,4 +1,4 @@
-"""Whoever holds connections learns of the two things that may happen to its process: it ends, or it is forked.
+"""The two things that may happen to a process, and who does what about them: it ends, or it is forked.
 
 At the end of the process peers are to hear goodbye. In a forked child the connections are still the parent's: not a byte
 may be written to them, nor may they be shut down.
@@ -7,11 +7,31 @@ may be written to them, nor may they be shut down.
 from __future__ import annotations
 
 import atexit
+import contextlib
+import multiprocessing.util  # noqa: F401 - first, and so it joins children last: they may wait for our goodbye
 import os
 import weakref
+from collections.abc import Callable
+from enum import IntEnum, auto
 from typing import Protocol
 
-from asyncdist import errands, runtime  # imported first, and so ended last: goodbyes may need the loop, and end a wait
+
+class Stage(IntEnum):
+    """What a process does at its end, in this order, whoever was imported first.
+
+    What the program itself gives to `atexit` is called before all of it, if that was after the import of ours.
+    """
+
+    COMMUNICATORS = auto()
+    """Those of devices are aborted: no goodbye ends what waits inside one."""
+    SERVERS = auto()
+    """Stores that are served from here are closed, which takes the loop."""
+    GOODBYES = auto()
+    """Peers are told, which may take the loop too, and what waits for them is failed."""
+    ERRANDS = auto()
+    """Calls that go on get a moment, now that none waits for a peer; they may wait for the loop."""
+    LOOP = auto()
+    """The background loop is wound down."""
 
 
 class Holder(Protocol):
@@ -24,7 +44,25 @@ class Holder(Protocol):
         """Touch the connections no more: this is a forked child. No other thread runs, and locks may be held for ever."""
 
 
+_at_exit: list[tuple[Stage, Callable[[], object]]] = []
+_after_fork: list[Callable[[], object]] = []
 _holders: weakref.WeakSet[Holder] = weakref.WeakSet()
+_ending = False
+
+
+def at_exit(stage: Stage, call: Callable[[], object]) -> None:
+    """Have a call made when the process ends, whatever those before it raise. Of one stage the last comes first."""
+    _at_exit.append((stage, call))
+
+
+def after_fork(call: Callable[[], object]) -> None:
+    """Have a call made in every forked child, after those named before, whatever these raise."""
+    _after_fork.append(call)
+
+
+def ending() -> bool:
+    """Return whether the process has come to its end."""
+    return _ending
 
 
 def watch(holder: Holder) -> None:
@@ -37,20 +75,33 @@ def unwatch(holder: Holder) -> None:
     _holders.discard(holder)
 
 
-def _at_exit() -> None:
-    runtime.process_ends()
+def _say_goodbye() -> None:
     for holder in list(_holders):
         holder.end_with_process()
 
 
-def _in_child() -> None:
+def _leave_to_parent() -> None:
     for holder in list(_holders):
         holder.leave_to_parent()
     _holders.clear()
 
 
-atexit.register(_at_exit)
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_in_child)
+def _end() -> None:
+    global _ending
+    _ending = True
+    with contextlib.ExitStack() as calls:  # which makes the last one first
+        for _, call in sorted(_at_exit, key=lambda each: each[0], reverse=True):
+            calls.callback(call)
 
-__all__ = ["Holder", "errands", "runtime", "unwatch", "watch"]
+
+def _start_anew() -> None:
+    with contextlib.ExitStack() as calls:
+        for call in reversed(_after_fork):
+            calls.callback(call)
+
+
+at_exit(Stage.GOODBYES, _say_goodbye)
+after_fork(_leave_to_parent)
+atexit.register(_end)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_start_anew)

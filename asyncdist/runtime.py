@@ -9,7 +9,6 @@ A process that ends starts no second one, for whoever still asks; and it waits o
 from __future__ import annotations
 
 import asyncio
-import atexit
 import concurrent.futures
 import os
 import threading
@@ -17,6 +16,7 @@ import warnings
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+from asyncdist import lifetime
 from asyncdist.errors import LoopThreadError, UsageError
 
 T = TypeVar("T")
@@ -43,7 +43,7 @@ class Runtime:
             self._thread.start()
         except RuntimeError:
             self.loop.close()
-            if not _ending:
+            if not lifetime.ending():
                 raise  # else this is Python 3.12.0 or 3.12.1, which start no thread for a process that ends
 
     def _main(self) -> None:
@@ -122,7 +122,6 @@ def on_loop(loop: asyncio.AbstractEventLoop | None, coroutine: Coroutine[Any, An
 
 
 _current: Runtime | None = None
-_ending = False
 _lock = threading.Lock()
 
 
@@ -134,7 +133,7 @@ def runtime() -> Runtime:
     """
     global _current
     with _lock:
-        if _current is None or (_current.closed and not _ending):
+        if _current is None or (_current.closed and not lifetime.ending()):
             _current = Runtime()
         return _current
 
@@ -147,15 +146,4 @@ def close_runtime(timeout: float | None = None) -> None:
         current.close(timeout)
 
 
-def process_ends() -> None:
-    """Let what there is now be the last: whoever asks for a runtime where none can be started finds its loop closed."""
-    global _ending
-    _ending = True
-
-
-def _at_exit() -> None:
-    process_ends()
-    close_runtime(_AT_EXIT)
-
-
-atexit.register(_at_exit)
+lifetime.at_exit(lifetime.Stage.LOOP, lambda: close_runtime(_AT_EXIT))

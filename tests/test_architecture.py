@@ -34,7 +34,7 @@ PURE = {"asyncio", "socket", "threading", "os", "select", "subprocess", "torch",
 TRANSPORTS_MAY_IMPORT = {
     "transport", "native", "errors", "deadline", "framing", "buffers", "arena", "reduce", "config", "handshake", "tls",
     "interfaces", "ops", "collectives.schedule", "devices.ensemble", "devices.staged", "devices.streams",
-    "devices.courier", "work",
+    "devices.courier", "work", "lifetime",
 }  # fmt: skip
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from asyncdist.config import Config
 from asyncdist.errors import UsageError
-from asyncdist.runtime import Runtime, close_runtime, process_ends, runtime
+from asyncdist.runtime import Runtime, close_runtime, runtime
 from asyncdist.store import AsyncStore, StoreServer
 
 LONG = 20.0
@@ -245,10 +245,9 @@ def test_where_no_thread_can_be_started_the_loop_is_closed_at_the_end_of_the_pro
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
     monkeypatch.setattr("asyncdist.runtime._current", None)
-    monkeypatch.setattr("asyncdist.runtime._ending", False)
     with pytest.raises(RuntimeError, match="can't create new thread"):
         runtime()
-    process_ends()
+    monkeypatch.setattr("asyncdist.lifetime._ending", True)
     last = runtime()
     assert last.closed
     assert last.loop.is_closed()

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import functools
 import socket
 import weakref
 
+from asyncdist import lifetime
 from asyncdist.config import Config
 from asyncdist.runtime import Runtime, runtime
 from asyncdist.store import listen
@@ -32,22 +31,25 @@ class Embedded:
         self._server = server
         self._finalizer = weakref.finalize(self, _stop, running, server)
         self._finalizer.atexit = False
-        # Registered after the runtime's own, so that it is called before the loop goes.
-        self._at_exit = functools.partial(_close_if_alive, weakref.ref(self))
-        atexit.register(self._at_exit)
+        _open.add(self)
 
     def close(self, timeout: float | None = None) -> None:
         """Stop the server and return when its connections are gone, or after ``timeout`` seconds. May be called again."""
-        atexit.unregister(self._at_exit)
+        _open.discard(self)
         if self._finalizer.detach() is not None and not self._running.closed:
             with contextlib.suppress(TimeoutError):
                 self._running.run(self._server.close(), timeout)
 
 
-def _close_if_alive(embedded: weakref.ref[Embedded]) -> None:
-    alive = embedded()
-    if alive is not None:
-        alive.close(_AT_EXIT)
+_open: weakref.WeakSet[Embedded] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    for embedded in list(_open):
+        embedded.close(_AT_EXIT)
+
+
+lifetime.at_exit(lifetime.Stage.SERVERS, _close_all)
 
 
 def _stop(running: Runtime, server: StoreServer) -> None:

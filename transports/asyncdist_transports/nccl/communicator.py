@@ -6,13 +6,13 @@ ended. So both are done by a thread of the communicator's own, which is left to 
 
 from __future__ import annotations
 
-import atexit
 import threading
 import time
 from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Any
 
+from asyncdist import lifetime
 from asyncdist.devices.streams import Mark, Streams
 from asyncdist.errors import GroupAbortedError, TransportUnavailableError
 from asyncdist.work import Work
@@ -200,7 +200,6 @@ class Communicator:
             return self._raw.commSplit(colour, key)
 
 
-@atexit.register
 def _abort_all() -> None:
     """End what nobody has ended: a process that goes must wait for no peer."""
     left = list(_kept)
@@ -209,3 +208,6 @@ def _abort_all() -> None:
     until = monotonic() + _AT_EXIT
     while monotonic() < until and not all(communicator._is_over for communicator in left):
         time.sleep(_GLANCE)
+
+
+lifetime.at_exit(lifetime.Stage.COMMUNICATORS, _abort_all)

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
 import select
 import threading
 import weakref
 from collections.abc import Sequence
 
+from asyncdist import lifetime
 from asyncdist.arena import Block, Mapping
 from asyncdist.errors import ranks
 from asyncdist_transports.shm.board import OwnBoard
@@ -120,4 +120,4 @@ def _in_child() -> None:
     _boards.clear()
 
 
-os.register_at_fork(after_in_child=_in_child)
+lifetime.after_fork(_in_child)

@@ -14,6 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 
+from asyncdist import lifetime
 from asyncdist.arena import Arena, Mapping
 from asyncdist.errors import ProtocolError
 from asyncdist.framing import HEADER_NBYTES, KEY_NBYTES, unpack_tail
@@ -213,4 +214,4 @@ def _in_child() -> None:
         neighbour.leave_to_parent()
 
 
-os.register_at_fork(after_in_child=_in_child)
+lifetime.after_fork(_in_child)

@@ -1,0 +1,129 @@
+"""The end of a process and its fork: who does what in which order, whoever was imported first and whatever fails."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+LONG = 20.0
+
+pytestmark = pytest.mark.processes
+
+
+def said_by(program, *args):
+    ended = subprocess.run([sys.executable, "-c", program, *args], capture_output=True, text=True, timeout=2 * LONG)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout.split(), ended.stderr
+
+
+STAGES = """
+import atexit
+from asyncdist.lifetime import Stage, at_exit, ending
+
+def say(what):
+    print(what, flush=True)
+
+def fail():
+    say("fails")
+    raise ValueError("a mistake")
+
+atexit.register(say, f"ends:{ending()}")
+at_exit(Stage.LOOP, lambda: say("loop"))
+at_exit(Stage.GOODBYES, lambda: say(f"goodbyes:{ending()}"))
+at_exit(Stage.COMMUNICATORS, lambda: say("communicators"))
+at_exit(Stage.SERVERS, lambda: say("server"))
+at_exit(Stage.SERVERS, fail)
+at_exit(Stage.ERRANDS, lambda: say("errands"))
+at_exit(Stage.SERVERS, lambda: say("later-server"))
+"""
+
+
+def test_stages_are_gone_through_in_order_after_the_programs_own_end_and_whatever_fails():
+    said, errors = said_by(STAGES)
+    assert said == """ends:False communicators later-server fails server goodbyes:True errands loop""".split()
+    assert errors.count("ValueError: a mistake") == 1
+
+
+IMPORTS = """
+import importlib, sys
+from asyncdist import lifetime
+
+class Holder:
+    def end_with_process(self):
+        print("mesh")
+
+register, holder = lifetime.at_exit, Holder()
+lifetime.watch(holder)
+lifetime.at_exit = lambda stage, call: register(stage, lambda: (print(call.__module__), call()))
+for module in sys.argv[1:]:
+    importlib.import_module(module)
+"""
+
+IN_ORDER = ["asyncdist_transports.nccl.communicator", "asyncdist.store.embedded", "mesh", "asyncdist.errands",
+            "asyncdist.runtime"]  # fmt: skip
+
+
+@pytest.mark.parametrize("turned", [1, -1])
+def test_parts_end_in_one_order_however_they_are_imported(turned):
+    said, errors = said_by(IMPORTS, *[name for name in IN_ORDER[::turned] if name != "mesh"])
+    assert said == IN_ORDER
+    assert errors == ""
+
+
+CHILDREN = """
+import asyncdist.store
+import multiprocessing, sys
+from asyncdist import lifetime
+
+class Holder:
+    def end_with_process(self):
+        goodbye.set()
+
+    def leave_to_parent(self):
+        pass
+
+if __name__ == "__main__":
+    processes = multiprocessing.get_context("fork")
+    goodbye, holder = processes.Event(), Holder()
+    lifetime.watch(holder)
+    processes.Process(target=lambda: print(goodbye.wait(float(sys.argv[1])), flush=True)).start()
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="nothing is forked here")
+def test_peers_hear_goodbye_before_children_are_joined():
+    assert said_by(CHILDREN, str(LONG))[0] == ["True"]
+
+
+FORK = """
+import os
+from asyncdist import lifetime
+
+def fail():
+    print("fails", flush=True)
+    raise ValueError("a mistake")
+
+class Holder:
+    def leave_to_parent(self):
+        print("left", flush=True)
+
+holder = Holder()
+lifetime.after_fork(fail)
+lifetime.after_fork(lambda: print("last", flush=True))
+lifetime.watch(holder)
+child = os.fork()
+if not child:
+    os._exit(0)
+os.waitpid(child, 0)
+lifetime.unwatch(holder)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="nothing is forked here")
+def test_a_forked_child_makes_every_call_in_order_and_its_parent_none():
+    said, errors = said_by(FORK)
+    assert said == ["left", "fails", "last"]
+    assert errors.count("ValueError: a mistake") == 1
