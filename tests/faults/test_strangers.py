@@ -8,6 +8,8 @@ import logging
 import os
 import secrets
 import socket
+import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from asyncdist.config import Config
 from asyncdist.errors import AuthenticationError, PeerLostError
 from asyncdist.framing import DATA, HEADER_NBYTES, pack_header, pack_key
 from asyncdist.handshake import MAGIC, NONCE_NBYTES, dial
+from asyncdist.testing.cluster import world_of
 from asyncdist.testing.faults import greet, impostor, proxied_world
 
 TOKEN = "the token of this job"
@@ -148,6 +151,16 @@ async def test_who_never_finishes_its_handshake_is_closed_after_a_time(a_world, 
             assert caplog.text.count("did not prove itself in time") == 2
             assert silent.recv(1) == b""
         assert await sums(world) == [3.0, 3.0]
+
+
+async def test_ranks_that_are_too_slow_to_prove_themselves_come_again():
+    config = Config(token=TOKEN).with_(handshake_timeout=0.02)
+    async with world_of(2, transport="tcp", config=config) as groups:
+        talking = asyncio.create_task(sums(SimpleNamespace(groups=groups)))
+        for _ in range(10):
+            await asyncio.sleep(0)
+            time.sleep(0.03)  # the loop is held up on purpose: nobody proves anything meanwhile
+        assert await talking == [3.0, 3.0]
 
 
 async def test_hundreds_of_silent_connections_keep_nobody_out(a_world, eventually):

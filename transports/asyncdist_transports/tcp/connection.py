@@ -74,7 +74,8 @@ class Outbound:
     @property
     def kept_waiting(self) -> bool:
         """Whether the handshake took so long, as it does where nobody drives, that its end means nothing."""
-        return not self.established and self._proving is not None and monotonic() - self._since > _KEPT_WAITING
+        patience = min(self._host.config.handshake_timeout, _KEPT_WAITING)
+        return not self.established and self._proving is not None and monotonic() - self._since >= patience
 
     def fileno(self) -> int:
         return self._sock.fileno()
@@ -120,6 +121,8 @@ class Outbound:
                 steps = dial(self._host.config.token, purpose(self._host), secrets.token_bytes(NONCE_NBYTES))
                 self._proving = Pushed(steps, self._sock.sendall)  # a few dozen bytes on an empty socket buffer
             _prove(self._sock, self._proving)
+            if self.kept_waiting:
+                self._reader.read()  # raises Ended if the peer has given us up
             self._sock.sendall(HELLO.pack(self._host.rank, self._lane))
         except BlockingIOError:
             return False

@@ -160,7 +160,9 @@ class TcpTransport(Transport):
         return moved
 
     def _overdue(self, stranger: Inbound) -> None:
-        self._ended(stranger, "it did not prove itself in time")
+        self._pump(stranger, True)  # its proof may have come while nobody looked
+        if stranger in self._strangers:
+            self._ended(stranger, "it did not prove itself in time")
 
     def _no_stranger(self, connection: Inbound) -> None:
         """Note that a connection has proven itself, or is gone."""
