@@ -288,7 +288,8 @@ class NcclSettings:
         return cls(source.get("NCCL_COMM_BLOCKING", "").strip() != "0")
 
 
-# By what a launcher sets for the processes that it starts, the names that it has for torchrun's.
+# By what a launcher sets for the processes that it starts, the names that it has for torchrun's. One that starts another
+# comes after it: inside a Slurm allocation MPICH's mpirun has srun start its proxies, and the ranks inherit the proxy's.
 _LAUNCHERS = {
     "OMPI_COMM_WORLD_RANK": {  # Open MPI
         "RANK": "OMPI_COMM_WORLD_RANK",
@@ -296,20 +297,25 @@ _LAUNCHERS = {
         "LOCAL_RANK": "OMPI_COMM_WORLD_LOCAL_RANK",
         "LOCAL_WORLD_SIZE": "OMPI_COMM_WORLD_LOCAL_SIZE",
     },
+    "PMI_RANK": {  # MPICH, Intel MPI; of srun --mpi=pmi2 the first two
+        "RANK": "PMI_RANK",
+        "WORLD_SIZE": "PMI_SIZE",
+        "LOCAL_RANK": "MPI_LOCALRANKID",
+        "LOCAL_WORLD_SIZE": "MPI_LOCALNRANKS",
+    },
     "SLURM_STEP_ID": {  # srun; a batch script has no step
         "RANK": "SLURM_PROCID",
         "WORLD_SIZE": "SLURM_STEP_NUM_TASKS",
         "LOCAL_RANK": "SLURM_LOCALID",
     },
-    "PMI_RANK": {"RANK": "PMI_RANK", "WORLD_SIZE": "PMI_SIZE"},  # MPICH, Intel MPI
 }
 
 
 def _said(source: Mapping[str, str], variable: str) -> int | None:
-    """Return a number under torchrun's name, or else under the launcher's own."""
-    own = _number(source, variable)
-    names = next((names for mark, names in _LAUNCHERS.items() if source.get(mark)), {})
-    return own if own is not None or variable not in names else _number(source, names[variable])
+    """Return a number under torchrun's name, or else under that of the first launcher that says it."""
+    theirs = [names[variable] for mark, names in _LAUNCHERS.items() if source.get(mark) and variable in names]
+    numbers = (_number(source, name) for name in (variable, *theirs))
+    return next((number for number in numbers if number is not None), None)
 
 
 def _number(source: Mapping[str, str], variable: str) -> int | None:

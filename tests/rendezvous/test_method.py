@@ -97,6 +97,10 @@ def test_what_is_wrong_is_named(arguments, says):
         read(**arguments)
 
 
+# What srun sets for MPICH's proxy, and the proxy passes on to all its ranks.
+_PROXY = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_LOCALID": "0"}
+
+
 @pytest.mark.parametrize(
     ("environ", "rank", "world_size", "on_one_host"),
     [
@@ -104,6 +108,7 @@ def test_what_is_wrong_is_named(arguments, says):
         ({"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, 3, 4, False),
         ({"PMI_RANK": "0", "PMI_SIZE": "2"}, 0, 2, False),
         ({"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "3"}, 1, 3, False),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2", **_PROXY}, 1, 2, True),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "3"}, None, None, False),  # a batch script, not a process of a step
         ({"PMI_RANK": "1", "PMI_SIZE": "2", "RANK": "5", "WORLD_SIZE": "8"}, 5, 8, False),  # torchrun in an MPI job
     ],
@@ -111,3 +116,14 @@ def test_what_is_wrong_is_named(arguments, says):
 def test_every_launcher_is_understood(environ, rank, world_size, on_one_host):
     launch = Launch.from_environment(environ)
     assert (launch.rank, launch.world_size, launch.on_one_host) == (rank, world_size, on_one_host)
+
+
+@pytest.mark.parametrize(
+    ("environ", "local_rank"),
+    [
+        ({"PMI_RANK": "5", "PMI_SIZE": "6", "MPI_LOCALRANKID": "2", "MPI_LOCALNRANKS": "3", **_PROXY}, 2),
+        ({"PMI_RANK": "5", "PMI_SIZE": "6", **_PROXY, "SLURM_PROCID": "5", "SLURM_LOCALID": "1"}, 1),  # srun --mpi=pmi2
+    ],
+)
+def test_a_rank_knows_which_it_is_on_its_host(environ, local_rank):
+    assert Launch.from_environment(environ).local_rank == local_rank
