@@ -59,7 +59,8 @@ class DaemonHandler(RendezvousHandler):
     """Agents meet at the daemon by torch's own protocol; each round's workers get an empty store of their own there.
 
     Workers are torch's and know a host and a port only: the first agent of a round opens a *door*, a port of the
-    daemon's behind which there is nothing but that round.
+    daemon's behind which there is nothing but that round. A door goes with the connection that it was opened over, so
+    each has one of its own: the agent's is made again when it breaks.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class DaemonHandler(RendezvousHandler):
         self._daemon = daemon
         self._store = store
         self._membership = membership
-        self._door: int | None = None
+        self._door: TCPStore | None = None
 
     def get_backend(self) -> str:
         return "asyncdist"
@@ -86,8 +87,8 @@ class DaemonHandler(RendezvousHandler):
         self._close_door()
         joined = self._agents.next_rendezvous()
         if joined.rank == 0:
-            self._door = self._daemon.request(operations.open_door())
-            joined.store.set("door", str(self._door))
+            self._door = TCPStore(self._daemon.host, self._daemon.port, timeout=self._daemon.timeout)
+            joined.store.set("door", str(self._door.request(operations.open_door())))
         workers = RendezvousStoreInfo(self._daemon.host, int(joined.store.get("door")))
         return RendezvousInfo(joined.store, joined.rank, joined.world_size, workers)
 
@@ -112,6 +113,5 @@ class DaemonHandler(RendezvousHandler):
         return ended
 
     def _close_door(self) -> None:
-        door, self._door = self._door, None
-        if door is not None:
-            self._daemon.request(operations.close_door(door))
+        if self._door is not None:
+            self._door.close()

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 
 import asyncdist.torch_backend  # noqa: F401
+from asyncdist.store import TCPStore
 from asyncdist.torchrun import handler
 
 
@@ -34,10 +35,14 @@ def stay(test, url, rank, world_size):
 
 
 def agent(test, endpoint, run_id, agents):
-    """Meet the other agents of a job, and shut down when told to."""
+    """Meet the other agents of a job, again and again until told to shut down; workers of each round meet too."""
     rendezvous = handler()(RendezvousParameters("asyncdist", endpoint, run_id, agents, agents))
-    joined = rendezvous.next_rendezvous()
-    joined.store.set(f"rank {joined.rank}", "there")
-    test.send([joined.store.get(f"rank {rank}") for rank in range(joined.world_size)])
-    test.recv()
+    while True:
+        joined = rendezvous.next_rendezvous()
+        workers = joined.bootstrap_store_info
+        with TCPStore(workers.master_addr, workers.master_port) as store:
+            store.set(f"rank {joined.rank}", "there")
+            test.send([store.get(f"rank {rank}") for rank in range(joined.world_size)])
+            if test.recv() == "shut down":
+                break
     test.send(rendezvous.shutdown())

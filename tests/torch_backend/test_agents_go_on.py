@@ -1,0 +1,57 @@
+"""torchrun's agents go on when their connections to the daemon break, or the daemon is killed and comes back."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from asyncdist.testing.daemon import started
+from asyncdist.testing.faults import Proxy
+
+pytestmark = pytest.mark.processes
+PROGRAM = Path(__file__).parent / "program_at_daemon.py"
+
+
+class Place:
+    """A store daemon with data; ``endpoint`` is where agents find it, and ``breaks()`` breaks their connections."""
+
+    def __init__(self, stack, how, folder):
+        self.daemon = stack.enter_context(started("--port", "0", "--data", folder))
+        self.endpoint = f"127.0.0.1:{self.daemon.port}"
+        if how == "cut":
+            proxy = stack.enter_context(Proxy("127.0.0.1", self.daemon.port))
+            self.endpoint = f"127.0.0.1:{proxy.address[1]}"
+            self.breaks = proxy.cut
+        else:
+            self.breaks = self._begin_again
+        self._stack, self._folder = stack, folder
+
+    def _begin_again(self):
+        self.daemon.process.kill()
+        self.daemon.process.wait()
+        self.daemon = self._stack.enter_context(started("--port", str(self.daemon.port), "--data", self._folder))
+
+
+@pytest.fixture(params=["cut", "killed"])
+def place(request, tmp_path):
+    with ExitStack() as stack:
+        yield Place(stack, request.param, str(tmp_path))
+
+
+def shut_down(*agents):
+    for agent in agents:
+        agent.say("shut down")
+        assert agent.hear() is True
+        assert agent.wait() == 0
+        agent.close()
+
+
+def test_the_agent_whose_door_was_lost_opens_another_in_the_next_round(place, nursery):
+    agent = nursery.start(PROGRAM, "agent", place.endpoint, "job", 1)
+    assert agent.hear() == [b"there"]
+    place.breaks()
+    agent.say("again")
+    assert agent.hear() == [b"there"]
+    shut_down(agent)
