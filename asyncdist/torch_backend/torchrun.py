@@ -6,7 +6,10 @@ store, which ends with it. What the agents of a job keep at the daemon goes when
 
 from __future__ import annotations
 
+import contextlib
 import secrets
+import threading
+import time
 from urllib.parse import quote
 
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
@@ -15,11 +18,13 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, create_handler
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-from asyncdist.store import PrefixStore, Subscription, TCPStore, operations
+from asyncdist.errors import AsyncdistError, StoreConnectionError
+from asyncdist.store import PrefixStore, TCPStore, operations
 from asyncdist.store.ties import lodging
 from asyncdist.torch_backend.store import Store
 
 DEFAULT_PORT = 29500
+_PAUSE = 0.1
 
 
 def make(parameters: RendezvousParameters) -> RendezvousHandler:
@@ -31,28 +36,70 @@ def make(parameters: RendezvousParameters) -> RendezvousHandler:
     daemon.set(lodging(f"{name}/", secrets.token_hex(8)), b"", ephemeral=True)
     job = PrefixStore(name, daemon)
     generation, membership = _join_generation(job)
+    membership.start()
     store = Store(PrefixStore(generation, job))
     agents = create_handler(store, C10dRendezvousBackend(store, parameters.run_id), parameters)
     return DaemonHandler(agents, daemon, store, membership)
 
 
-def _join_generation(job: PrefixStore) -> tuple[str, Subscription]:
+def _join_generation(job: PrefixStore) -> tuple[str, _Membership]:
     """Become one of the job's agents, of a new generation if nobody is left of the last; return its name.
 
-    Agents are subscribed to their generation's channel as long as they live: whom a message reaches is there. So one
-    may run a job again under its name, and what the last generation left in the store is not taken for news.
+    So one may run a job again under its name, and what the last generation left in the store is not taken for news.
     """
     while True:
         last = job.get("generation").decode() if job.check(["generation"]) else ""
         if last and job.publish(f"agents/{last}", b""):
-            return last, job.subscribe(f"agents/{last}")
+            return last, _Membership(job, last)
+        if last and job.list_keys(f"agents/{last}/"):
+            time.sleep(_PAUSE)  # until one of them is back, or all their leases are over
+            continue
         own = secrets.token_hex(8)
-        membership = job.subscribe(f"agents/{own}")  # before anybody can hear of it, and find it deserted
+        membership = _Membership(job, own)  # before anybody can hear of it, and find it deserted
         if job.compare_set("generation", last, own).decode() == own:
             for key in job.list_keys(f"{last}/") if last else ():
                 job.delete_key(key)
             return own, membership
-        membership.close()
+        membership.leave()
+
+
+class _Membership(threading.Thread):
+    """An agent's place in a generation, over all its connections: start it when the generation is the job's.
+
+    Agents are subscribed to their generation's channel: whom a message reaches is there. A subscription ends with its
+    connection, so each has a key too, which outlives that for a lease: whose key is there may be back in a moment. This
+    thread sees that the subscription has ended while its agent waits for something else, and begins another.
+    """
+
+    def __init__(self, job: PrefixStore, generation: str) -> None:
+        super().__init__(name="asyncdist-agent", daemon=True)
+        self._job = job
+        self._channel = f"agents/{generation}"
+        self._key = f"{self._channel}/{secrets.token_hex(8)}"
+        self._left = False
+        job.set(self._key, b"", ephemeral=True)
+        self._messages = job.subscribe(self._channel)
+
+    def run(self) -> None:
+        with contextlib.suppress(AsyncdistError):  # the agent's own connection is over: it will hear that itself
+            self._listen()
+            while not self._left:
+                self._job.set(self._key, b"", ephemeral=True)
+                with contextlib.suppress(StoreConnectionError):
+                    self._messages = self._job.subscribe(self._channel)
+                self._listen()
+
+    def _listen(self) -> None:
+        with contextlib.suppress(StoreConnectionError), self._messages as messages:
+            while not self._left:
+                messages.get()
+
+    def leave(self) -> None:
+        """Be no member any more."""
+        self._left = True
+        self._messages.close()
+        with contextlib.suppress(StoreConnectionError):
+            self._job.delete_key(self._key)
 
 
 class DaemonHandler(RendezvousHandler):
@@ -64,7 +111,7 @@ class DaemonHandler(RendezvousHandler):
     """
 
     def __init__(
-        self, agents: DynamicRendezvousHandler, daemon: TCPStore, store: Store, membership: Subscription
+        self, agents: DynamicRendezvousHandler, daemon: TCPStore, store: Store, membership: _Membership
     ) -> None:
         self._agents = agents
         # torch's handler would serve the workers from the first agent, with a server that lets in everybody: it is told
@@ -107,7 +154,7 @@ class DaemonHandler(RendezvousHandler):
     def shutdown(self) -> bool:
         ended = self._agents.shutdown()
         self._close_door()
-        self._membership.close()
+        self._membership.leave()
         self._store.close()
         self._daemon.close()
         return ended

@@ -55,3 +55,18 @@ def test_the_agent_whose_door_was_lost_opens_another_in_the_next_round(place, nu
     agent.say("again")
     assert agent.hear() == [b"there"]
     shut_down(agent)
+
+
+def test_an_agent_that_waits_is_there_for_the_next(place, nursery, until):
+    """Over a subscription that has ended it could not be found, and the next agent began the job anew."""
+    with place.daemon.client() as store:
+        first = nursery.start(PROGRAM, "agent", place.endpoint, "job", 2)
+        until(lambda: any("torch.rendezvous" in key for key in store.list_keys()))
+        generation = store.get("torchrun/job/generation")
+    place.breaks()
+    with place.daemon.client() as store:
+        second = nursery.start(PROGRAM, "agent", place.endpoint, "job", 2)
+        assert first.hear() == second.hear() == [b"there"] * 2
+        assert store.get("torchrun/job/generation") == generation
+        shut_down(first, second)
+        until(lambda: store.num_keys() == 0)
