@@ -3,7 +3,8 @@
 A message begins with a letter on the host, under the tag that its user gave: so it meets its receive there, by the rules of
 the host, whatever its way. The letter offers a way; what it says goes no further than who may read it. More letters go to
 and fro under the message's own number: the answer, and what a way needs besides. The last way, through the host, needs no
-answer: the data follow.
+answer: the data follow. A message is over on both sides with its last letter: who says that one waits until it has left,
+and there is none that nobody waits for, so either may leave when its own half is over.
 
 Sending and receiving are *conversations*: generators that yield a `Work` and are resumed when it is over. So nobody is held
 up by a message whose peer has not come yet. To write a `Courier`, derive from it, and have the ensemble's
@@ -12,7 +13,6 @@ up by a message whose peer has not come yet. To write a `Courier`, derive from i
 
 from __future__ import annotations
 
-import math
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
@@ -86,13 +86,14 @@ class Talk:
         self._letters, self._deadline, self._first = letters, deadline, first
         self._our_tag, self._their_tag = (2 * number, 2 * number + 1) if sends else (2 * number + 1, 2 * number)
 
-    def say(self, word: str = "", content: bytes = b"") -> None:
-        """Send a letter. That it could not be sent is heard of as the group's failure."""
+    def say(self, word: str = "", content: bytes = b"") -> Work:
+        """Send a letter; the work is over when it has left. That it could not is heard of as the group's failure, too."""
         assert len(content) <= CONTENT_NBYTES
         letter = Letter(word, self.number, self.nbytes, content).packed()
         first, self._first = self._first, None
         sent = self.put(letter) if first is None else first(letter)
         sent.add_done_callback(lambda work: work.exception())
+        return sent
 
     def hear(self) -> Conversation[Letter]:
         """Return the peer's next letter. Raises `Refused` if it says so."""
@@ -102,16 +103,6 @@ class Talk:
         if letter.word == REFUSED:
             raise Refused(letter.content.decode(errors="replace"))
         return letter
-
-    def when_heard(self, call: Callable[[], object]) -> None:
-        """Have something called when the peer's next letter has come, which nobody waits for; keep it short."""
-        came = self._letters._receive(
-            torch.empty(LETTER_NBYTES, dtype=torch.uint8, device="cpu"),
-            self.peer,
-            self._their_tag,
-            {"timeout": math.inf},
-        )
-        came.add_done_callback(lambda work: None if work.exception() else call())
 
     def put(self, data: torch.Tensor) -> Work:
         """Send some of the message itself, in memory of the host."""

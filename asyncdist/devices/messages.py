@@ -113,10 +113,9 @@ class Messages:
         return Arrival(None, (yield from self._send_by_host(data, talk, before)))
 
     def _send_by_host(self, data: torch.Tensor, talk: Talk, before: Mark) -> Conversation[Mark]:
-        talk.say(_BY_HOST)
+        on_their_way = deque([talk.say(_BY_HOST)])
         streams = self._site.streams
         streams.follow(before)
-        on_their_way: deque[Work] = deque()
         for piece in data.split(self._piece_nbytes):
             pinned = streams.pinned(piece.numel(), piece.dtype)
             pinned.copy_(piece, non_blocking=True)

@@ -16,16 +16,24 @@ import pytest
 import torch
 
 from asyncdist.config import Config
-from asyncdist.devices.courier import CONTENT_NBYTES, Letter, Refused
-from asyncdist.errors import GroupAbortedError, GroupError, MismatchError, OperationTimeoutError, UsageError
+from asyncdist.devices.courier import CONTENT_NBYTES, Letter, Refused, Talk
+from asyncdist.errors import (
+    GroupAbortedError,
+    GroupError,
+    MismatchError,
+    OperationTimeoutError,
+    PeerLostError,
+    UsageError,
+)
 from asyncdist.testing.cluster import run_ranks
-from asyncdist.testing.cuda import cuda_ipc_over
+from asyncdist.testing.cuda import PretendDriver, cuda_ipc_over
 from asyncdist.testing.devices import PretendStreams, device_group, devices_of
 from asyncdist.testing.drills import between_two
 from asyncdist.testing.nccl import PretendNccl, nccl_over
-from asyncdist.work import joined
+from asyncdist.work import Work, joined
 
 WAYS = ["cuda_ipc", "nccl", "staged"]
+LONG = 60.0  # seconds
 LARGE = 40_000  # elements of 4 bytes: what goes from device to device
 
 
@@ -70,9 +78,7 @@ def run(size, program, *, made=None, kinds=None, streams=None, transport="inproc
     def rank(group):
         device = device_group(group, ways[group.rank()], streams[group.rank()])
         try:
-            result = program(device)
-            device._host.barrier().wait()  # whoever leaves earlier is missed by who still waits for its last letter
-            return result
+            return program(device)
         finally:
             device.close()
 
@@ -212,7 +218,6 @@ def test_a_way_that_only_one_rank_knows_is_refused():
         device = device_group(group, [cuda_ipc_over(made)] if group.rank() == 0 else [])
         tensor = torch.full((LARGE,), float(group.rank()))
         (device.recv(tensor, 0) if group.rank() else device.send(tensor, 1)).synchronize()
-        device._host.barrier().wait()
         device.close()
         return tensor[0].item()
 
@@ -322,7 +327,6 @@ def test_versions_of_nccl_that_differ_are_told():
         device = device_group(group, ways[group.rank()], streams[group.rank()])
         tensor = torch.full((LARGE,), float(group.rank()))
         (device.recv(tensor, 0) if group.rank() else device.send(tensor, 1)).wait()
-        device._host.barrier().wait()
         device.close()
         return tensor[0].item()
 
@@ -528,6 +532,89 @@ def test_tensors_are_held_until_the_device_is_done(count, until):
         until(lambda: gc.collect() >= 0 and seen() is None)
 
     run(2, program, streams=streams)
+
+
+# -- leaving ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [0, 10, LARGE])
+@pytest.mark.parametrize("way", WAYS)
+def test_who_leaves_when_its_messages_are_over_is_missed_by_nobody(way, count, transport):
+    def program(group):
+        works = []
+        for tag in range(2):
+            tensor = torch.full((count,), float(group.rank()))
+            works.append(group.recv(tensor, 0, tag) if group.rank() else group.send(tensor, 1, tag))
+        for work in works:
+            work.wait()
+
+    for _ in range(5):
+        run(2, program, kinds=ways_of(way), transport=transport)
+
+
+@pytest.mark.parametrize("way", ["cuda_ipc", "nccl"])
+def test_no_message_is_over_before_its_letters_have_left(way, until, monkeypatch):
+    say, held = Talk.say, ([], [])
+
+    def hold(talk, word="", content=b""):
+        left = Work()
+
+        def leave():
+            sent = say(talk, word, content)
+            sent.add_done_callback(lambda _: (left.finish(), left.run_callbacks()))
+
+        held[1 - talk.peer].append(leave)
+        return left
+
+    monkeypatch.setattr(Talk, "say", hold)
+
+    def program(group):
+        rank, tensor, stands = group.rank(), torch.ones(LARGE), threading.Event()
+        work = group.recv(tensor, 0) if rank else group.send(tensor, 1)
+        while not work.is_completed():
+            until(lambda: held[rank] or work.is_completed())
+            stands.clear()
+            group._messages.line.put(stands.set)  # behind the step in which it was said
+            assert stands.wait(LONG)
+            assert not (held[rank] and work.is_completed())
+            while held[rank]:
+                held[rank].pop()()
+        work.wait()
+
+    run(2, program, kinds=ways_of(way))
+
+
+def test_an_answer_heard_after_its_sender_has_left_ends_the_message_well():
+    """What the sender would say then would reach nobody, and fail its messages to others."""
+    left = threading.Event()
+
+    class Late(PretendDriver):
+        def event_of(self, handle):
+            assert left.wait(LONG)
+            return super().event_of(handle)
+
+    class Slow(cuda_ipc_over()):
+        make_driver = staticmethod(lambda device: Late())
+
+    def rank(group):
+        rank, other = group.rank(), group.world.new_group([0, 1])
+        device = device_group(group, [Slow] if rank == 0 else [cuda_ipc_over()])
+        tensor = torch.full((LARGE,), float(rank))
+        try:
+            if rank:
+                device.recv(tensor, 0).wait()
+                return tensor[0].item()
+            first = device.send(tensor, 1)
+            with pytest.raises(PeerLostError, match="rank 1"):
+                other.recv(torch.zeros(1), 1).wait()
+            left.set()
+            first.wait()
+            device.send(tensor, 2).wait()
+            return tensor[0].item()
+        finally:
+            device.close()
+
+    assert run_ranks(3, rank) == [0.0] * 3
 
 
 # -- failing ------------------------------------------------------------------------------------------

@@ -2,11 +2,11 @@
 
     sender                                                  receiver
     marks its stream, offers: where the data lies     ──>   has its stream wait for that mark, and copies
-    has its stream wait for their mark: it is over    <──   marks its stream, answers
-    says that it waits                                ──>   may use that mark again
+    has its stream wait for their mark: it is over    <──   marks its stream, answers: it is over
 
 The marks are events that cross between processes. Each is for one peer, and is recorded again only when that peer is known
-to wait for what was recorded before: who offers knows it by the answer, who answers by the last letter.
+to wait for what was recorded before: who offers knows it by the answer, who answers by a later offer, which names the
+messages whose answers have been heard. The answer is the last word: a letter behind it would miss a peer that has left.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from asyncdist.devices.courier import Conversation, Courier, Refused, Talk
+from asyncdist.devices.courier import CONTENT_NBYTES, Conversation, Courier, Refused, Talk
 from asyncdist.devices.ensemble import Site
 from asyncdist.devices.streams import Mark
 from asyncdist_transports.cuda_ipc.driver import HANDLE_NBYTES, Driver
@@ -29,6 +29,8 @@ from asyncdist_transports.cuda_ipc.leaving import leave, quiet
 
 _BEACON_NBYTES = 16
 _OFFER = struct.Struct(f"<16s{SHOWN_NBYTES}s{_BEACON_NBYTES}s{SHOWN_NBYTES}s{HANDLE_NBYTES}s")
+_HEARD = struct.Struct("<I")
+_MOST_HEARD = (CONTENT_NBYTES - _OFFER.size) // _HEARD.size
 
 Event = tuple[Any, bytes]
 """An event of ours that crosses, and its handle."""
@@ -52,7 +54,7 @@ class Events:
         return made
 
     def give(self, peer: int, event: Event) -> None:
-        """Take back an event that the peer's stream waits for by now. Any thread."""
+        """Take back an event that the peer's stream waits for by now."""
         self._free[peer].append(event)
 
     def of(self, peer: int, handle: bytes) -> Any:
@@ -88,6 +90,10 @@ class CudaIpcCourier(Courier):
         self._seen: set[int] = set()  # ranks whose memory is theirs, as far as we map it
         self._rooms: list[int] = []  # places of what is shown by a copy that are free
         self._further = itertools.count(1)
+        self._answered: dict[
+            tuple[int, int], Event
+        ] = {}  # by peer and its message: for all we know, not waited for yet
+        self._heard: dict[int, list[int]] = defaultdict(list)  # by peer: our messages whose answers it is to be told of
 
     def send(self, data: torch.Tensor, talk: Talk, before: Mark) -> Conversation[Mark]:
         streams = self._site.streams
@@ -97,20 +103,23 @@ class CudaIpcCourier(Courier):
         try:
             _, lies = self._exports.show(data, room)
             ours[0].record()
-            talk.say(self.name, _OFFER.pack(self._machine, self._lies, self._shines, lies.pack(), ours[1]))
+            offer = _OFFER.pack(self._machine, self._lies, self._shines, lies.pack(), ours[1])
+            heard = self._heard[talk.peer]
+            talk.say(self.name, offer + b"".join(map(_HEARD.pack, heard[:_MOST_HEARD])))
+            del heard[:_MOST_HEARD]
             answer = yield from talk.hear()
             self._events.give(
                 talk.peer, ours
             )  # not after a refusal: then nobody has waited for what it was recorded for
             self._events.of(talk.peer, answer.content).wait()
-            talk.say()
+            heard.append(talk.number)
             return streams.mark()
         finally:
             self._rooms.append(room)
 
     def receive(self, data: torch.Tensor, talk: Talk, offer: bytes, before: Mark) -> Conversation[Mark]:
         streams, peer = self._site.streams, talk.peer
-        machine, beacon, shines, lies, handle = _OFFER.unpack(offer)
+        machine, beacon, shines, lies, handle = _OFFER.unpack_from(offer)
         if machine != self._machine:
             raise Refused("it is on another host")
         try:
@@ -119,15 +128,16 @@ class CudaIpcCourier(Courier):
             theirs = self._events.of(peer, handle)
         except RuntimeError as cause:
             raise Refused(f"its device's memory cannot be mapped: {cause}") from cause
+        for (number,) in _HEARD.iter_unpack(offer[_OFFER.size :]):
+            self._events.give(peer, self._answered.pop((peer, number)))
         streams.follow(before)
         theirs.wait()
         data.copy_(sent)
-        event, ours = answer = self._events.take(peer)
+        event, ours = self._answered[peer, talk.number] = self._events.take(peer)
         event.record()
-        talk.say(content=ours)
-        talk.when_heard(lambda: self._events.give(peer, answer))
-        yield from ()  # there is nothing to wait for
-        return streams.mark()
+        mark = streams.mark()
+        yield talk.say(content=ours)
+        return mark
 
     def _look_at(self, peer: int, beacon: Shown, shines: bytes) -> None:
         """See, once, that what we map of a rank's is its memory."""

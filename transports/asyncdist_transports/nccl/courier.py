@@ -106,7 +106,7 @@ class NcclCourier(Courier):
         pair.meet(unique_id)
         turn = pair.next_turn() if pair.decides else turn
         mark = yield from pair.put("send", data, turn, before)
-        talk.say(content=_TURN.pack(turn))
+        yield talk.say(content=_TURN.pack(turn))
         return mark
 
     def receive(self, data: torch.Tensor, talk: Talk, offer: bytes, before: Mark) -> Conversation[Mark]:
