@@ -169,7 +169,7 @@ class Inbox:
     def unblock(self) -> None:
         """Put aside what waits on the wire: what somebody waits for may lie behind it."""
         while self._blocked:
-            blocked = self._blocked.pop()
+            blocked = self._blocked.pop(0)  # in their order: several may wait under one key
             blocked.resume(self._put_aside(blocked.key, blocked.fingerprint, blocked.nbytes))
 
     def arrive(self, key: bytes, fingerprint: int, nbytes: int) -> Receive | None:
@@ -186,6 +186,8 @@ class Inbox:
         taken = self._host.unclaimed(self.peer, key, fingerprint, nbytes)
         if taken is not None:
             return taken
+        if any(blocked.key == key for blocked in self._blocked):
+            return None  # or it would overtake that one
         config = self._host.config
         small = nbytes <= config.eager_nbytes and self._aside_nbytes + nbytes <= config.aside_nbytes
         if small or self.posted or self._host.expects_anybody:

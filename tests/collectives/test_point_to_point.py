@@ -33,6 +33,24 @@ async def test_messages_of_one_tag_keep_their_order(transport, count):
             await asyncio.gather(*sent)
 
 
+@pytest.mark.parametrize("counts", [(1, 1, 1), (LARGE, LARGE, LARGE), (LARGE, 1, 2), (1, LARGE, 2)], ids=str)
+@pytest.mark.parametrize("awaited", [True, False], ids=["another is awaited", "nothing is awaited"])
+async def test_messages_that_wait_for_their_receives_keep_their_order(transport, counts, awaited):
+    """What waits on the wire is put aside when something else is wanted, and what comes behind it may be small."""
+    for eager in (64 << 10, 0):
+        async with world_of(2, transport=transport, config=Config(eager_nbytes=eager)) as (zero, one):
+            sent = [zero.send(filled(turn, count), 1) for turn, count in enumerate(counts)]
+            for _ in range(20):  # let everything arrive that comes of itself
+                await asyncio.sleep(0)
+            other = one.recv(torch.zeros(1), 0, tag=1) if awaited else None
+            for turn, count in enumerate(counts):
+                await one.recv(room := torch.zeros(count), 0)
+                assert room.eq(turn).all()
+            sent.append(zero.send(filled(1, 1), 1, tag=1))
+            other = other or one.recv(torch.zeros(1), 0, tag=1)
+            await asyncio.gather(*sent, other)
+
+
 @pytest.mark.parametrize("count", [1, LARGE])
 async def test_tags_are_received_in_any_order(transport, count):
     async with world_of(2, transport=transport) as (zero, one):
