@@ -12,7 +12,7 @@ each peer has an `Inbox`, shared by whatever connections that peer has opened to
 
 Everything here is called under the lock of the world's `progress.Progress`; nothing here blocks. A transport reports to
 its `Host`, the mesh. To write one: implement `Transport` and `Link`, announce the class under the entry-point group
-``asyncdist.transports``, and run the drills of `asyncdist.testing` over it.
+``asyncdist.transports``, and run the drills and the promises of `asyncdist.testing` over it.
 
 A transport that reaches some peers only by trying (shared memory) says so in `Transport.settle`, before the world is
 complete; one that can do better than messages where it reaches a whole group offers a `native.Native`.

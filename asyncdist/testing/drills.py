@@ -302,9 +302,10 @@ _tag_numbers = itertools.count(1)
 
 
 def between_two(size: int, count: int, dtype: torch.dtype) -> Iterator[Drill]:
-    """Yield drills of send and recv: around a circle, under two tags that arrive the other way round, from any rank."""
+    """Yield drills of send and recv: around a circle, one and three of one tag; two tags the other way round; from any."""
     if size > 1:
         yield _circle(size, count, dtype)
+        yield _in_a_row(size, count, dtype)
         yield _tags(size, count, dtype)
         yield _from_any(size, count, dtype)
 
@@ -320,6 +321,26 @@ def _circle(size: int, count: int, dtype: torch.dtype) -> Drill:
         return [group.send(inputs[rank], (rank + 1) % size, tag, **how), received]
 
     return Drill(name, start, lambda: _check(name, outputs, [inputs[rank - 1] for rank in range(size)]))
+
+
+def _in_a_row(size: int, count: int, dtype: torch.dtype) -> Drill:
+    """Three messages of one tag, whose memory is written over as soon as they are said to have left."""
+    inputs = [_row(3, [count] * 3, dtype, seed=5000 * (rank + 1)) for rank in range(size)]
+    kept = [[tensor.clone() for tensor in row] for row in inputs]
+    outputs = [_room(row) for row in inputs]
+    tag, name = next(_tag_numbers), f"three in a row around a circle of {count} x {dtype}"
+
+    def send(group: Group, tensor: torch.Tensor, how: dict[str, Any]) -> Work:
+        work = group.send(tensor, (group.rank() + 1) % size, tag, **how)
+        work.add_done_callback(lambda _: tensor.view(torch.uint8).fill_(0xA5))
+        return work
+
+    def start(group: Group, **how: Any) -> list[Work]:
+        rank = group.rank()
+        received = [group.recv(output, (rank - 1) % size, tag) for output in outputs[rank]]
+        return [*(send(group, tensor, how) for tensor in inputs[rank]), *received]
+
+    return Drill(name, start, lambda: _check(name, _flat(outputs), kept[-1] + _flat(kept[:-1])))
 
 
 def _tags(size: int, count: int, dtype: torch.dtype) -> Drill:

@@ -1,0 +1,137 @@
+"""What `asyncdist.transport` promises beside the outcome of a collective, each on a world that would show it broken.
+
+The `drills` see to it that bytes arrive; these, that they do so in their order, from memory that is still the sender's,
+into memory that is still the receiver's, and that whoever waits hears of an end:
+
+    for promise in PROMISES:
+        await promise("tcp")
+
+Each raises AssertionError, or what the broken promise led to. Nothing in them waits for a time to pass, but that a rank is
+never told of an end shows only in a receive that times out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import torch
+
+from asyncdist.errors import GroupError, PeerLostError
+from asyncdist.group import Group
+from asyncdist.testing.cluster import world_of
+from asyncdist.work import Work
+
+_LARGE = 2_000_000  # elements of 4 bytes: more than what lies between two ranks holds
+_PATIENCE = 10.0  # seconds for what takes milliseconds
+
+
+async def messages_queue_in_order(transport: str) -> None:
+    """Large messages under one tag, which nobody wants yet, and a small one behind them, which is wanted first.
+
+    As soon as a message is said to have left, its memory is used for something else.
+    """
+    async with world_of(2, transport=transport) as (zero, one):
+        tensors = [torch.full((_LARGE,), float(turn)) for turn in (1, 2, 3)]
+        sends = [zero.send(tensor, 1) for tensor in tensors]
+        for work, tensor in zip(sends, tensors, strict=True):
+            work.add_done_callback(functools.partial(_spoil, tensor))
+        small, room = torch.zeros(3), torch.zeros(_LARGE)
+        sends.append(zero.send(torch.ones(3), 1, tag=1))
+        await one.recv(small, 0, tag=1)
+        assert bool((small == 1).all()), f"{small} behind large messages"
+        for turn in (1, 2, 3):
+            if turn == 2:  # what it waits for may lie behind the others, for all that it knows
+                last = one.recv(small, 0, tag=2)
+            await one.recv(room, 0)
+            assert bool((room == turn).all()), f"message {turn} of one tag came as {room.unique().tolist()}"
+        await asyncio.gather(*sends, zero.send(torch.ones(3), 1, tag=2), last)
+
+
+async def memory_of_a_receive_that_was_given_up_is_left_alone(transport: str) -> None:
+    """A group fails in the middle of a message; what comes of it still must go nowhere, and hold up nobody behind."""
+    async with world_of(2, transport=transport) as (zero, one):
+        beside = _groups_beside(zero, one)
+        room = torch.zeros(_LARGE)
+        sent, received = zero.send(torch.ones(_LARGE), 1), one.recv(room, 0)
+        while not room[0]:  # noqa: ASYNC110 - bytes that arrive tell nobody
+            await asyncio.sleep(0)
+        one.abort("enough")
+        kept = room.clone()
+        await asyncio.gather(sent, received, return_exceptions=True)
+        behind = torch.zeros(1)
+        await asyncio.gather(beside[0].send(torch.ones(1), 1), beside[1].recv(behind, 0, timeout=_PATIENCE))
+        assert torch.equal(room, kept), "a receive that was given up was written on into"
+
+
+async def who_only_receives_is_told_of_an_end(transport: str) -> None:
+    """A rank that has never said a word leaves: it is missed by one that waits for it, and has never written to it."""
+    async with world_of(2, transport=transport) as (zero, one):
+        received = zero.recv(torch.zeros(1), 1, timeout=_PATIENCE)
+        await asyncio.sleep(0)
+        await _leave(one)
+        await _raises_lost(received)
+
+
+async def who_leaves_in_order_is_missed_by_nobody_else(transport: str) -> None:
+    """A rank leaves that nobody waits for in a group: the others go on there, although they have seen it leave."""
+    async with world_of(3, transport=transport) as groups:
+        zero, one, two = groups
+        beside = _groups_beside(*groups)
+        room = torch.zeros(3)
+        works = [group.all_reduce(torch.ones(3)) for group in groups]
+        works += [group.all_reduce(torch.ones(3)) for group in beside]
+        await asyncio.gather(*works)
+        waiting = [group.recv(torch.zeros(1), 1, timeout=_PATIENCE) for group in (beside[0], beside[2])]
+        await _leave(one)
+        for work in waiting:
+            await _raises_lost(work)
+        await asyncio.gather(zero.send(torch.ones(3), 2), two.recv(room, 0))
+        assert bool((room == 1).all())
+
+
+async def who_is_lost_is_told_so_if_it_is_alive(transport: str) -> None:
+    """One rank has lost another, which waits for it: `Transport.forget` ends what joins them.
+
+    For ranks that can lose one another while both are alive, which those of one process cannot by messages in memory.
+    """
+    async with world_of(2, transport=transport) as (zero, one):
+        await asyncio.gather(*(group.all_reduce(torch.ones(3)) for group in (zero, one)))
+        received = one.recv(torch.zeros(1), 0, timeout=_PATIENCE)
+        zero.mesh.post(lambda: zero.mesh.lost(1, "the connection broke"))
+        zero.mesh.progress.arm()
+        await _raises_lost(received)
+
+
+PROMISES: tuple[Callable[[str], Awaitable[None]], ...] = (
+    messages_queue_in_order,
+    memory_of_a_receive_that_was_given_up_is_left_alone,
+    who_only_receives_is_told_of_an_end,
+    who_leaves_in_order_is_missed_by_nobody_else,
+    who_is_lost_is_told_so_if_it_is_alive,
+)
+
+
+def _spoil(tensor: torch.Tensor, work: Work) -> None:
+    tensor.fill_(-1.0)
+
+
+def _groups_beside(*groups: Group) -> list[Any]:
+    return [group.world.new_group(list(group.ranks), "beside") for group in groups]
+
+
+async def _leave(group: Group) -> None:
+    group.world.leave()
+    await group.world.close()
+
+
+async def _raises_lost(work: Work) -> None:
+    try:
+        await work
+    except PeerLostError:
+        return
+    except GroupError as error:
+        raise AssertionError(f"nobody said that the peer is gone: {error}") from error
+    raise AssertionError("received what nobody sent")

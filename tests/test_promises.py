@@ -1,0 +1,136 @@
+"""The promises of a transport: each of ours keeps them, and a transport that breaks one is found out.
+
+The faulty ones are the transport of docs/writing-a-transport.md, each with one thing wrong.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from asyncdist import registry
+from asyncdist.errors import PeerLostError
+from asyncdist.framing import HEADER_NBYTES
+from asyncdist.testing import promises
+from asyncdist.testing.cluster import world_of
+from asyncdist.testing.drills import between_two
+from asyncdist.testing.promises import PROMISES
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "writing-a-transport.md"
+
+
+@pytest.mark.parametrize("promise", PROMISES, ids=lambda promise: promise.__name__)
+async def test_ours_keep_their_promises(transport, promise):
+    if transport == "inproc" and promise is promises.who_is_lost_is_told_so_if_it_is_alive:
+        pytest.skip("nothing lies between ranks of one process that could break")
+    await promise(transport)
+
+
+# -- transports with one thing wrong ------------------------------------------------------------------
+
+
+@pytest.fixture
+def pair(monkeypatch):
+    """The page's module, announced as the only transport."""
+    code = re.search(r"```python\n# asyncdist_pair.py\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)[1]
+    names = {"__name__": "asyncdist_pair"}
+    exec(compile(code, "asyncdist_pair.py", "exec"), names)
+    monkeypatch.setattr(registry, "selected", lambda _: [names["PairTransport"]])
+    monkeypatch.setattr(promises, "_PATIENCE", 1.0)
+    return SimpleNamespace(**names)
+
+
+def overtakes(pair):
+    def send(self, message):
+        outlet = self._connected()
+        outlet.queue.insert(1 if outlet.queue and outlet.queue[0].sent else 0, message)
+        return False
+
+    pair.PairLink.send = send
+
+
+def finishes_before_it_has_left(pair):
+    send = pair.PairLink.send
+
+    def early(self, message):
+        send(self, message)
+        self._transport.host.post(message.finish)
+        return False
+
+    def send_some(self, message):
+        at = message.sent - HEADER_NBYTES
+        parts = (message.header[message.sent :], message.body) if at < 0 else (message.body[at:],)
+        message.sent += self.sock.sendmsg(parts)
+        if message.sent == HEADER_NBYTES + len(message.body):
+            self.queue.popleft()
+        return True
+
+    pair.PairLink.send, pair.Outlet._send_some = early, send_some
+
+
+def writes_on_into_what_was_given_up(pair):
+    expect = pair.Inlet._expect
+
+    def into_the_same(self, receive):
+        if not isinstance(receive, pair.Discard):
+            expect(self, receive)
+
+    pair.Inlet._expect = into_the_same
+
+
+def never_opens(pair):
+    pair.PairLink.open = lambda self: None
+
+
+def never_says_goodbye(pair):
+    drop = pair.PairTransport.drop
+    pair.PairTransport.drop = lambda self, end, *, goodbye: drop(self, end, goodbye=False)
+
+
+def never_forgets(pair):
+    pair.PairTransport.forget = lambda self, peer: None
+
+
+FAULTS = {
+    overtakes: (promises.messages_queue_in_order, "message 2 of one tag came as"),
+    finishes_before_it_has_left: (promises.messages_queue_in_order, r"message 1 of one tag came as \[-1.0"),
+    writes_on_into_what_was_given_up: (
+        promises.memory_of_a_receive_that_was_given_up_is_left_alone,
+        "was written on into",
+    ),
+    never_opens: (promises.who_only_receives_is_told_of_an_end, "nobody said that the peer is gone"),
+    never_says_goodbye: (promises.who_leaves_in_order_is_missed_by_nobody_else, "rank 1 was lost"),
+    never_forgets: (promises.who_is_lost_is_told_so_if_it_is_alive, "nobody said that the peer is gone"),
+}
+
+
+@pytest.mark.parametrize("promise", PROMISES, ids=lambda promise: promise.__name__)
+async def test_the_transport_of_the_page_keeps_them(pair, promise):
+    await promise("pair")
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+async def test_a_fault_is_found_out(pair, fault):
+    promise, words = FAULTS[fault]
+    fault(pair)
+    with pytest.raises((AssertionError, PeerLostError), match=words):
+        await promise("pair")
+
+
+@pytest.mark.parametrize("fault", [overtakes, finishes_before_it_has_left], ids=lambda fault: fault.__name__)
+async def test_a_fault_is_found_by_drills_too(pair, fault):
+    fault(pair)
+    with pytest.raises(AssertionError, match="three in a row"):
+        await drilled()
+
+
+async def drilled():
+    async with world_of(2, transport="pair") as groups:
+        for drill in between_two(2, 200_000, torch.float32):
+            await asyncio.gather(*(work for group in groups for work in drill.start(group)))
+            drill.check()
