@@ -15,6 +15,7 @@
     ├── RendezvousError                      the world did not come together
     │   ├── RendezvousTimeoutError (TimeoutError)
     │   └── AddressError (OSError)           a port in use, a host that does not resolve
+    │       └── LookUpTimeoutError (TimeoutError)  nobody has said in time whether it resolves
     ├── StoreError
     │   ├── StoreTimeoutError (TimeoutError)
     │   ├── QueueEmptyError                  a pop that does not wait, from an empty queue
@@ -240,6 +241,10 @@ class AddressError(RendezvousError, OSError):
 
     def __str__(self) -> str:
         return str(self.args[0])
+
+
+class LookUpTimeoutError(AddressError, TimeoutError):
+    """The time was over before anybody had said where a host is: nothing is known of its name."""
 
 
 # -- store ------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import socket
 from asyncdist.config import Config
 from asyncdist.deadline import Deadline
 from asyncdist.errands import apart
-from asyncdist.errors import AddressError
+from asyncdist.errors import AddressError, LookUpTimeoutError
 from asyncdist.interfaces import address_towards, interface_addresses, is_local
 from asyncdist.store.dialling import Persistence, unknown
 from asyncdist.topology import choose, is_address, is_loopback, named
@@ -26,6 +26,7 @@ async def resolve(host: str, deadline: Deadline) -> list[str]:
     """Return the addresses of a host, IPv4 first, the same list on every host that asks the same names server.
 
     A scheduler may start a worker before its name is known: asked again for some seconds, then AddressError.
+    LookUpTimeoutError where the deadline comes before an answer.
     """
     if is_address(host):
         return [host]
@@ -34,9 +35,13 @@ async def resolve(host: str, deadline: Deadline) -> list[str]:
     persistence = Persistence(host, 0, deadline.remaining())
     while True:
         try:
-            async with asyncio.timeout(deadline.remaining_or_none()):
+            async with asyncio.timeout(deadline.remaining_or_none()) as limit:
                 return sorted(await _look_up(host), key=lambda one: ":" in one)
         except (OSError, UnicodeError) as error:
+            if limit.expired():
+                raise LookUpTimeoutError(
+                    f"nobody said in time where host {host!r} is; see whether its name server answers, or give an address"
+                ) from None
             pause = persistence.pause_after(unknown(error))
         await asyncio.sleep(pause)
 

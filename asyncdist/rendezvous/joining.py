@@ -23,6 +23,7 @@ from asyncdist.errors import (
     AddressError,
     AsyncdistError,
     AuthenticationError,
+    LookUpTimeoutError,
     ProtocolError,
     RendezvousError,
     RendezvousTimeoutError,
@@ -170,7 +171,11 @@ def by_address(world: World, host: str, port: int, token: str | None) -> Find:
 
     async def find(patience: float) -> tuple[AsyncStore, Record, str | None]:
         error: Exception | None = None
-        for address in await reachable(host, world.config, world.limit.deadline):
+        try:
+            addresses = await reachable(host, world.config, world.limit.deadline)
+        except LookUpTimeoutError as late:
+            raise NotYet(str(late)) from None
+        for address in addresses:
             try:
                 client = await world.connect(address, port, token, patience)
             except StoreError as failed:

@@ -8,7 +8,13 @@ from datetime import timedelta
 from typing import Any
 
 from asyncdist.config import Config, Launch
-from asyncdist.errors import AuthenticationError, RendezvousError, RendezvousTimeoutError, UsageError
+from asyncdist.errors import (
+    AuthenticationError,
+    LookUpTimeoutError,
+    RendezvousError,
+    RendezvousTimeoutError,
+    UsageError,
+)
 from asyncdist.rendezvous.address import probe, resolve
 from asyncdist.rendezvous.meeting import Limit
 from asyncdist.rendezvous.method import Method
@@ -112,8 +118,13 @@ async def _open_agent_store(method: Method, key: str, limit: Limit) -> Place:
 
 async def _until_served(method: Method, where: str, limit: Limit) -> None:
     """Wait until something listens there: torch's own client would wait in a way that nobody can cancel."""
+    seen = ""
     while True:
-        for host in await resolve(method.host, limit.deadline):
+        try:
+            hosts = await resolve(method.host, limit.deadline)
+        except LookUpTimeoutError as late:
+            hosts, seen = [], seen or str(late)
+        for host in hosts:
             try:
                 await probe(host, method.port, limit.deadline.remaining_or_none())
             except OSError as error:

@@ -1,11 +1,14 @@
 """Which address is told to whom, on hosts that are only imagined here."""
 
+import asyncio
+
 import pytest
 
-from asyncdist.config import Config
+from asyncdist.config import Config, Launch
 from asyncdist.deadline import Deadline
-from asyncdist.errors import AddressError
+from asyncdist.errors import AddressError, LookUpTimeoutError, RendezvousTimeoutError
 from asyncdist.rendezvous import address
+from asyncdist.testing.ports import free_port
 from asyncdist.topology import InterfaceAddress, is_loopback
 
 OURS = "10.0.0.7"
@@ -110,3 +113,22 @@ async def test_a_host_that_resolves_after_a_while(monkeypatch, caplog):
     assert [record.getMessage() for record in caplog.records] == [
         "host 'late' does not resolve (not known): trying on for up to 30 s"
     ]
+
+
+@pytest.mark.parametrize("agent_store", [False, True])
+async def test_a_look_up_that_the_deadline_cuts_short_tells_nothing_of_the_name(meet_as, monkeypatch, agent_store):
+    answers = [["127.0.0.1"]]
+
+    async def look_up(_):
+        if not answers:
+            await asyncio.Event().wait()
+        return answers.pop()
+
+    monkeypatch.setattr(address, "_look_up", look_up)
+    monkeypatch.setattr(address, "outward", lambda config: "127.0.0.1")
+    port = free_port()
+    where = Launch(rank=1, world_size=2, master_addr="debian", master_port=port, agent_store=agent_store)
+    with pytest.raises(RendezvousTimeoutError, match=r"had not found rank 0 .*Connect(ion refused| call failed)"):
+        await meet_as(launch=where, config=Config(token="secret"), timeout=0.5)
+    with pytest.raises(LookUpTimeoutError, match="nobody said in time where host 'debian' is"):
+        await address.resolve("debian", Deadline.after(0.01))
