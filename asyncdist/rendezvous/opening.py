@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 from asyncdist.config import Config, Launch
+from asyncdist.errands import apart
 from asyncdist.errors import (
     AuthenticationError,
     LookUpTimeoutError,
@@ -27,12 +28,14 @@ from asyncdist.rendezvous.place import (
     RecordFile,
     StorePlace,
 )
+from asyncdist.store.c10d_ping import takes_torchs_clients
 from asyncdist.store.client import AsyncStore
 from asyncdist.store.dialling import describe, first_line
 from asyncdist.store.faces import AsyncFace, Store
 from asyncdist.store.listen import unguarded
 
 _PAUSE = 0.1
+_HEAD_START = 0.25
 _AGENT_TIMEOUT = 30.0
 
 
@@ -41,7 +44,7 @@ async def open_place(method: Method, store: Any, name: str, config: Config, laun
     key = f"asyncdist/{name}"
     if method.kind == "agent":
         _check_torchs(method.host, config, launch)
-        return await _open_agent_store(method, f"asyncdist/{launch.run_id}/{name}", limit)
+        return await _open_agent_store(method, f"asyncdist/{launch.run_id}/{name}", config, limit)
     if method.kind == "daemon":
         daemon = await AsyncStore.connect(
             method.host, method.port, token=config.token, timeout=limit.deadline.remaining(), config=config
@@ -97,23 +100,54 @@ def _innermost(store: Any) -> Any:
     return store
 
 
-async def _open_agent_store(method: Method, key: str, limit: Limit) -> Place:
-    """Connect to the TCPStore that torchrun's agent serves; with torch's own client, in a thread, once it is there."""
+async def _open_agent_store(method: Method, key: str, config: Config, limit: Limit) -> Place:
+    """Connect to the store of torchrun's agent once it is there: with torch's own client, in a thread, if it is torch's.
+
+    That of a daemon of ours on another host takes none of torch's clients.
+    """
     where = f"torchrun's store at {method.host}:{method.port}"
     await _until_served(method, where, limit)
-    caller = Caller()
     try:
-        store = await caller(_torch_client, method.host, method.port, limit.deadline.remaining())
+        ours = await _as_ours(method, config, limit) if config.token or config.allow_unauthenticated else None
+        if ours is not None:
+            return DaemonPlace(ours, key, where)
+        caller = Caller()
+        try:
+            store = await caller(_torch_client, method.host, method.port, limit.deadline.remaining())
+        except BaseException:
+            caller.close()
+            raise
+    except AuthenticationError:
+        raise
     except (RuntimeError, OSError) as error:  # torch's network errors are RuntimeErrors
-        caller.close()
         raise RendezvousError(
             f"{where} cannot be used: {first_line(error)}; if that is no torchrun agent, unset "
             "TORCHELASTIC_USE_AGENT_STORE"
         ) from error
-    except BaseException:
-        caller.close()
-        raise
     return BlockingPlace(store, key, where, caller)
+
+
+async def _as_ours(method: Method, config: Config, limit: Limit) -> AsyncStore | None:
+    """Connect to a store of ours; None where torch's client is taken, and ours was not greeted before that was known.
+
+    Torch's server leaves what it does not understand without an answer, so it is asked in its own words too; after
+    ours, for a store that takes no such clients writes each of them into its log.
+    """
+    timeout = min(limit.deadline.remaining(), _AGENT_TIMEOUT)
+    connecting = asyncio.ensure_future(
+        AsyncStore.connect(method.host, method.port, token=config.token, timeout=timeout, config=config)
+    )
+
+    def connected() -> bool:
+        return connecting.done() and connecting.exception() is None
+
+    try:
+        await asyncio.wait([connecting], timeout=_HEAD_START)
+        theirs = not connected() and await apart(lambda: takes_torchs_clients(method.host, method.port, timeout))
+        return await connecting if connected() or not theirs else None
+    finally:
+        connecting.cancel()
+        await asyncio.wait([connecting])
 
 
 async def _until_served(method: Method, where: str, limit: Limit) -> None:

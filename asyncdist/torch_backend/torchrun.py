@@ -7,6 +7,7 @@ store, which ends with it. What the agents of a job keep at the daemon goes when
 from __future__ import annotations
 
 import contextlib
+import logging
 import secrets
 import threading
 import time
@@ -20,11 +21,15 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from asyncdist.errors import AsyncdistError, StoreConnectionError
 from asyncdist.store import PrefixStore, TCPStore, operations
+from asyncdist.store.c10d_ping import takes_torchs_clients
 from asyncdist.store.ties import lodging
 from asyncdist.torch_backend.store import Store
 
+log = logging.getLogger("asyncdist")
+
 DEFAULT_PORT = 29500
 _PAUSE = 0.1
+_ASKED_FOR = 5.0
 
 
 def make(parameters: RendezvousParameters) -> RendezvousHandler:
@@ -122,6 +127,7 @@ class DaemonHandler(RendezvousHandler):
         self._store = store
         self._membership = membership
         self._door: TCPStore | None = None
+        self._looked = False
 
     def get_backend(self) -> str:
         return "asyncdist"
@@ -137,6 +143,9 @@ class DaemonHandler(RendezvousHandler):
             self._door = TCPStore(self._daemon.host, self._daemon.port, timeout=self._daemon.timeout)
             joined.store.set("door", str(self._door.request(operations.open_door())))
         workers = RendezvousStoreInfo(self._daemon.host, int(joined.store.get("door")))
+        if not self._looked:
+            self._looked = True
+            self._look_at(workers)
         return RendezvousInfo(joined.store, joined.rank, joined.world_size, workers)
 
     def is_closed(self) -> bool:
@@ -158,6 +167,18 @@ class DaemonHandler(RendezvousHandler):
         self._store.close()
         self._daemon.close()
         return ended
+
+    @staticmethod
+    def _look_at(workers: RendezvousStoreInfo) -> None:
+        """Say what will keep workers that know torch.distributed alone from meeting: they would hardly say it."""
+        if not takes_torchs_clients(workers.master_addr, workers.master_port, _ASKED_FOR):
+            log.warning(
+                "the daemon at %s takes clients of torch's TCPStore from its own host only: workers here that call "
+                "asyncdist's init_process_group meet, and those that call torch.distributed's do not, unless they give it "
+                "init_method='asyncdist://…'; in a network that you trust, start the daemon with "
+                "--allow-unauthenticated-c10d",
+                workers.master_addr,
+            )
 
     def _close_door(self) -> None:
         if self._door is not None:

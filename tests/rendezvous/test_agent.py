@@ -6,8 +6,12 @@ import pytest
 
 from asyncdist.config import Config, Launch
 from asyncdist.errors import AuthenticationError, RendezvousError, RendezvousTimeoutError
+from asyncdist.rendezvous import opening
+from asyncdist.rendezvous.address import outward
+from asyncdist.store import StoreServer
 from asyncdist.testing.ports import free_port
 from asyncdist.testing.stopwatch import Stopwatch
+from asyncdist.topology import is_loopback
 
 HOST = "127.0.0.1"
 
@@ -19,8 +23,8 @@ def agent():
     return torch.distributed.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
 
 
-def launched(rank, port, run_id="job"):
-    return Launch(rank=rank, world_size=2, master_addr=HOST, master_port=port, agent_store=True, run_id=run_id)
+def launched(rank, port, run_id="job", host=HOST):
+    return Launch(rank=rank, world_size=2, master_addr=host, master_port=port, agent_store=True, run_id=run_id)
 
 
 @pytest.mark.parametrize("token", [None, "the user's own"])
@@ -64,12 +68,13 @@ async def test_an_agent_that_never_comes(meet_as):
     assert since.seconds() < 2
 
 
-async def test_what_is_no_agent(meet_as):
+@pytest.mark.parametrize("token", [None, "the user's own"])
+async def test_what_is_no_agent(meet_as, token):
     listener = await asyncio.start_server(lambda reader, writer: writer.close(), HOST, 0)
     port = listener.sockets[0].getsockname()[1]
     try:
         with pytest.raises(RendezvousError, match="if that is no torchrun agent, unset TORCHELASTIC_USE_AGENT_STORE"):
-            await meet_as(world_size=None, launch=launched(0, port), timeout=1)
+            await meet_as(world_size=None, launch=launched(0, port), config=Config(token=token), timeout=1)
     finally:
         listener.close()
         await listener.wait_closed()
@@ -86,3 +91,39 @@ async def test_no_token_is_left_where_other_hosts_can_read_it(meet_as):
     )
     with pytest.raises(AuthenticationError, match=r"cannot pass a token on.*ASYNCDIST_TOKEN to the same value"):
         await meet_as(world_size=None, launch=several_hosts)
+
+
+@pytest.fixture
+def outside():
+    """This host's address towards the outside, from which a store takes no clients of torch's."""
+    address = outward(Config())
+    if is_loopback(address):
+        pytest.skip("this machine has no address but loopback")
+    return address
+
+
+async def test_an_agents_store_that_is_ours_and_on_another_host(meet_as, outside, caplog):
+    config = Config(token="secret")
+    served = await StoreServer.start(outside, 0, token="secret", config=config)
+    try:
+        launches = [launched(rank, served.port, host=outside) for rank in range(2)]
+        meetings = await asyncio.gather(*(meet_as(world_size=None, launch=one, config=config) for one in launches))
+        assert meetings[0].world_id == meetings[1].world_id
+        assert caplog.records == []
+        await asyncio.gather(*(meeting.close() for meeting in meetings))
+    finally:
+        await served.close()
+
+
+async def test_ranks_with_our_client_and_with_torchs_find_each_other_at_one_agent(meet_as, monkeypatch):
+    """Which of the two a rank takes may be a matter of who answers first, where both are taken."""
+    config = Config(token="secret")
+    served = await StoreServer.start(HOST, 0, token="secret", config=config)
+    try:
+        first = await meet_as(world_size=None, launch=launched(0, served.port), config=config)
+        monkeypatch.setattr(opening, "_HEAD_START", 0.0)
+        second = await meet_as(world_size=None, launch=launched(1, served.port), config=config)
+        assert second.world_id == first.world_id
+        await asyncio.gather(first.close(), second.close())
+    finally:
+        await served.close()

@@ -8,8 +8,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 
+from asyncdist.config import Config
+from asyncdist.rendezvous.address import outward
 from asyncdist.store import TCPStore
+from asyncdist.testing.daemon import started
+from asyncdist.topology import is_loopback
+from asyncdist.torchrun import handler
 
 pytestmark = pytest.mark.processes
 HERE = Path(__file__).parent
@@ -166,3 +172,21 @@ def test_a_program_that_imports_torchs_elastic_package_is_left_alone():
         "assert 'asyncdist.torch_backend' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=LIMIT)
+
+
+@pytest.mark.parametrize("allowed", [(), ("--allow-unauthenticated-c10d",)])
+def test_an_agent_says_where_workers_of_torchs_cannot_meet(allowed, monkeypatch, caplog):
+    outside = outward(Config())
+    if is_loopback(outside):
+        pytest.skip("this machine has no address but loopback")
+    monkeypatch.setenv("ASYNCDIST_TOKEN", "secret")
+    with started("--host", outside, "--port", "0", *allowed, ASYNCDIST_TOKEN="secret") as daemon:
+        agent = handler()(RendezvousParameters("asyncdist", f"{outside}:{daemon.port}", "job", 1, 1))
+        try:
+            for _ in range(2):
+                agent.next_rendezvous()
+        finally:
+            agent.shutdown()
+    said = [record.getMessage() for record in caplog.records if record.name == "asyncdist"]
+    assert len(said) == (0 if allowed else 1)
+    assert all("start the daemon with --allow-unauthenticated-c10d" in one for one in said)
