@@ -47,7 +47,7 @@ def unspell(body: bytes, peer: int, rank: int) -> GroupError:
         return GroupAbortedError(f"rank {peer} aborted the group without a legible reason", peer=peer)
     error: GroupError
     if kind == PeerLostError.__name__ and about == rank:
-        error = PeerLostError(by, "it lost its connection with us")
+        error = PeerLostError(by, f"it found that {reason}")
     elif kind == PeerLostError.__name__ and isinstance(about, int):
         error = PeerLostError(about, "")
         error.reason = reason if "noticed by" in reason else f"{reason}, noticed by rank {by}"

@@ -14,6 +14,7 @@ from asyncdist.config import Config
 from asyncdist.errors import GroupAbortedError, PeerLostError
 from asyncdist.testing.cluster import world_of
 from asyncdist.testing.faults import proxied_world
+from asyncdist.testing.ports import free_port
 
 GREETING = 12 + 32  # magic and nonce
 PROOF = GREETING + 32
@@ -316,3 +317,15 @@ async def test_a_group_with_a_rank_that_has_left_fails_only_when_that_is_needed(
         for error in await outcomes([group.all_reduce(torch.ones(4)) for group in made]):
             assert isinstance(error, PeerLostError | GroupAbortedError)
             assert "rank 2 was lost" in str(error)
+
+
+async def test_both_sides_say_which_address_of_theirs_cannot_be_reached():
+    nowhere = free_port()
+    async with world_of(2, transport="tcp") as groups:
+        groups[1].mesh.link(0)._where = ("127.0.0.1", nowhere)
+        gave, lost = await outcomes([group.all_reduce(torch.ones(1000)) for group in groups])
+        why = f"cannot connect to it at 127.0.0.1:{nowhere}: Connection refused; see ASYNCDIST_SOCKET_IFNAME"
+        assert (type(lost), lost.peer) == (PeerLostError, 0)
+        assert f"rank 0 was lost ({why}" in str(lost)
+        assert (type(gave), gave.peer) == (PeerLostError, 1)
+        assert f"rank 1 was lost (it found that rank 0 was lost ({why}" in str(gave)

@@ -104,16 +104,23 @@ class Outbound:
             raise
         return (self._reader.read() or moved) if ready else moved
 
+    def _unreached(self, reason: str) -> Ended:
+        host, port = self._where
+        return Ended(
+            f"cannot connect to it at {f'[{host}]' if ':' in host else host}:{port}: {reason}; see "
+            "ASYNCDIST_SOCKET_IFNAME there, routes and firewalls"
+        )
+
     def _establish(self) -> bool:
         if self._failed:
-            raise Ended(self._failed)
+            raise self._unreached(self._failed)
         try:
             if self._proving is None:
                 if not self._securing and not select_writable(self._sock):
                     return False
                 code = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
                 if code:
-                    raise Ended(os.strerror(code))
+                    raise self._unreached(os.strerror(code))
                 if isinstance(self._sock, TlsSocket) and not self._sock.secured:
                     self._securing = True
                     self._sock.secure()

@@ -9,7 +9,7 @@ from time import monotonic
 from typing import Any, ClassVar
 
 from asyncdist import tls
-from asyncdist.errors import AsyncdistError
+from asyncdist.errors import AsyncdistError, PeerLostError
 from asyncdist.framing import KEY
 from asyncdist.transport import Address, Host, Link, Outgoing, Transport, Wait
 from asyncdist_transports.stream import Ended
@@ -63,8 +63,10 @@ class TcpTransport(Transport):
         return any(c.peer == peer for c in self._connections.values() if isinstance(c, Inbound))
 
     def forget(self, peer: int) -> None:
+        # Who reaches us though we do not reach it is told why on the way that it has; not where we broke off ourselves.
+        unreached = isinstance(self.host.gone(peer), PeerLostError)
         for connection in [c for c in self._connections.values() if c.peer == peer]:
-            self.drop(connection, say_goodbye=False)
+            self.drop(connection, say_goodbye=unreached and isinstance(connection, Inbound))
 
     def close(self) -> None:
         if self._listener is not None:
