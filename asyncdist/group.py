@@ -8,7 +8,6 @@ Ranks issue the operations of one group in the same order, from any thread; seve
 
 from __future__ import annotations
 
-import itertools
 import threading
 from asyncio import _get_running_loop
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -88,7 +87,7 @@ class Group(Calls):
         self._channel = Channel(number, name, self.ranks, mesh.rank)
         self._messages = Channel(channel_of(number, "point to point"), name, self.ranks, mesh.rank, point_to_point=True)
         self._channel.sibling, self._messages.sibling = self._messages, self._channel
-        self._sequence = itertools.count(1)
+        self._sequence = self._channel.numbers
         forced = forced_by(mesh.config)
         model = Model(segment_nbytes=mesh.config.segment_nbytes)
         try:

@@ -65,6 +65,7 @@ class Mesh:
         self.ways = Ways(rank, [kind(self) for kind in kinds])
         self.of_parent: tuple[object, ...] = ()  # in a forked child: what only the parent may use
         self._executor = Executor(self, Scratch(), config.piece_nbytes)
+        self.recorder.pending.append(self._executor.pending)
         self._links: dict[int, Link] = {}
         self._inboxes: dict[int, Inbox] = {}
         self._channels: dict[bytes, Channel] = {}
@@ -146,7 +147,8 @@ class Mesh:
     def open(self, channel: Channel) -> None:
         """Take operations and messages of a group from now on. Under the lock."""
         self._channels[channel.prefix] = channel
-        self.recorder.add_group(channel.name, channel.members)
+        if not channel.point_to_point:
+            self.recorder.add_group(channel.name, channel.members, channel.numbers)
         early = self._ended.pop(channel.prefix, None)
         if early is not None:  # a peer that made the group before us has failed it already
             self.fail(channel, early)

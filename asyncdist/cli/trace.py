@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -84,18 +84,19 @@ def _table(standing: Standing, records: Sequence[Record], paces: dict[int, Pace]
         if record is None:
             table.add_row(str(rank), "[red]no recorder[/]")
             continue
-        mine = record.collectives(standing.group).values()
-        over = max((call for call in mine if call.finished is not None), key=lambda call: call.number, default=None)
-        pending = min((call for call in mine if call.finished is None), key=lambda call: call.number, default=None)
-        since = f" for {record.written - pending.issued:.1f} s" if pending else ""
+        mine = record.collectives(standing.group)
+        unfinished = [number for number, call in mine.items() if call.finished is None]
+        over = next((number for number in range(record.last(standing.group), 0, -1) if number not in unfinished), None)
+        pending = min(unfinished, default=None)
+        since = f" for {record.written - mine[pending].issued:.1f} s" if pending else ""
         pace = paces.get(rank)
         cells = (f"{pace.last:.0%}", _time(pace.lateness), _time(pace.duration)) if pace else ()
         table.add_row(
             str(rank),
             escape(record.host),
             str(record.pid),
-            _named(over),
-            f"[yellow]{_named(pending)}{since}[/]",
+            _named(over, mine),
+            f"[yellow]{_named(pending, mine)}{since}[/]",
             *cells,
         )
     return table
@@ -116,23 +117,25 @@ def _last_calls(standing: Standing, records: Sequence[Record], count: int) -> Ta
     for number in numbers:
         row = [each.get(number) for each in calls]
         words = dict.fromkeys(call.words for call in row if call is not None)
-        cells = [_cell(call, record.written) for call, record in zip(row, members, strict=True)]
+        cells = [_cell(number, call, record, standing.group) for call, record in zip(row, members, strict=True)]
         table.add_row(str(number), escape(" / ".join(words)), *cells)
     return table
 
 
-def _cell(call: Call | None, written: float) -> str:
+def _cell(number: int, call: Call | None, record: Record, group: str) -> str:
     if call is None:
-        return "[red]not called[/]"
+        return "[red]not called[/]" if record.last(group) < number else "forgotten"
     if call.finished is None:
-        return f"[yellow]{'failed' if call.error else 'in it'} for {written - call.issued:.1f} s[/]"
+        return f"[yellow]{'failed' if call.error else 'in it'} for {record.written - call.issued:.1f} s[/]"
     return _time(call.finished - call.issued)
 
 
-def _named(call: Call | None) -> str:
+def _named(number: int | None, calls: Mapping[int, Call]) -> str:
     from rich.markup import escape
 
-    return "" if call is None else escape(f"#{call.number} {call.op}")
+    if number is None:
+        return ""
+    return escape(f"#{number} {calls[number].op}") if number in calls else f"#{number}"
 
 
 def _time(seconds: float) -> str:

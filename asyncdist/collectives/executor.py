@@ -25,6 +25,7 @@ from asyncdist.collectives.operation import (
 )
 from asyncdist.collectives.schedule import Combine, Recv, Reduce, Schedule, Send
 from asyncdist.errors import AsyncdistError, GroupError, OperationTimeoutError, TransportUnavailableError
+from asyncdist.observe.recorder import Entry
 from asyncdist.transport import Inbox, Link, Outgoing, Receive
 from asyncdist.work import Work
 
@@ -59,6 +60,10 @@ class Executor:
         self.any_source: dict[bytes, deque[Receive]] = {}
 
     # -- operations ----------------------------------------------------------------------------
+
+    def pending(self) -> list[Entry]:
+        """Return the records of what is pending. From any thread."""
+        return [operation.entry for operation in list(self.operations.values())]
 
     def start(self, operation: Operation) -> None:
         """Begin an operation, unless its channel has failed already."""

@@ -51,7 +51,7 @@ class Plan:
 
 
 class Channel:
-    """What the executor knows of a group: its members by group rank, and whether it has failed."""
+    """What the executor knows of a group: its members by group rank, whether it has failed, its collectives' numbers."""
 
     def __init__(
         self, number: int, name: str, members: Sequence[int], world_rank: int, *, point_to_point: bool = False
@@ -65,6 +65,7 @@ class Channel:
         self.error: GroupError | None = None
         self.sibling: Channel | None = None  # the group's other channel, which fails with this one
         self.operations: dict[bytes, Operation] = {}
+        self.numbers = itertools.count(1)
         self._started = self._highest = 0
 
     def count(self, sequence: int) -> None:

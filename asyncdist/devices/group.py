@@ -90,6 +90,9 @@ class DeviceGroup(Calls):
         self._watch = Watch(f"asyncdist-watch-{device}", self._look_for_trouble, self._too_late, self._broken)
         self._messages = Messages(Site(host, self._streams.beside()), kinds, self._watch, self._guarded)
         self._roll_call = RollCall(self._site, self._fail_all)
+        recorder = host.mesh.recorder
+        recorder.pending.append(self._watch.entries)
+        host.mesh.progress.submit(lambda: recorder.add_group(self.name, self.ranks, self._sequence))
         self._begun = False
         self._splitting: DeviceWork | None = None  # while a larger group splits off what we inherit
         self._closed = False
@@ -284,6 +287,7 @@ class DeviceGroup(Calls):
         for pending in self._watch.take_all():
             self._fail_one(pending, error)
         self._watch.close()
+        self._host.mesh.recorder.pending.remove(self._watch.entries)
         self._host.close()
         self._messages.close()
         self._roll_call.close()

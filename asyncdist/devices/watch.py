@@ -77,6 +77,10 @@ class Watch:
                 self._watched = True
                 threading.Thread(target=self._run, name=self._name, daemon=True).start()
 
+    def entries(self) -> list[Entry]:
+        """Return the records of what is pending. From any thread."""
+        return [one.entry for one in list(self._pending)]
+
     def passed(self, mark: Mark) -> Work:
         """Return a work that ends when the device has passed a mark: a step of a pending operation."""
         step = Work()

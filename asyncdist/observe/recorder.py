@@ -6,14 +6,15 @@ When a group fails, `Recorder.dump` writes them as JSON into ``ASYNCDIST_DUMP_DI
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
 import platform
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from torch.autograd import profiler
 
@@ -63,20 +64,37 @@ class Entry:
         return seen | {"state": self.state, "call": call, "fingerprint": self.fingerprint}
 
 
+class _Known(NamedTuple):
+    """What is known of a group beyond the operations kept: its ranks, and where it takes numbers for its collectives."""
+
+    ranks: Sequence[int]
+    numbers: itertools.count[int]
+
+    @property
+    def last(self) -> int:
+        """The last number taken; 0 if none was."""
+        return int(repr(self.numbers)[len("count(") : -1]) - 1  # only so does a count show its next and not take it
+
+
 class Recorder:
-    """Keeps the last ``size`` operations of one rank in one world, and which ranks the newest of its groups have."""
+    """Keeps the last ``size`` operations of one rank in one world, and what its newest groups are.
+
+    So that recording costs next to nothing, nobody looks at what makes room. Who carries operations out knows which of them
+    are pending, and is asked when they are written: ``pending`` are the functions that say so, from any thread.
+    """
 
     def __init__(self, rank: int, world_size: int, size: int, world_id: str = "") -> None:
         self.rank = rank
         self.world_size = world_size
         self.world_id = world_id
-        self._groups: dict[str, Sequence[int]] = {}
+        self.pending: list[Callable[[], Iterable[Entry]]] = []
+        self._groups: dict[str, _Known] = {}
         self._entries: deque[Entry] = deque(maxlen=max(1, size))
         self.add = self._entries.append
 
-    def add_group(self, name: str, ranks: Sequence[int]) -> None:
-        """Note which ranks a group has; of as many groups as operations."""
-        self._groups[name] = ranks
+    def add_group(self, name: str, ranks: Sequence[int], numbers: itertools.count[int]) -> None:
+        """Note which ranks a group has, and what numbers its collectives from 1 on; of as many groups as operations."""
+        self._groups[name] = _Known(ranks, numbers)
         if len(self._groups) > (self._entries.maxlen or 0):
             del self._groups[next(iter(self._groups))]
 
@@ -89,7 +107,10 @@ class Recorder:
         return 0
 
     def __iter__(self) -> Iterator[Entry]:
-        return iter(list(self._entries))
+        """Go through what is kept, and before that through what is older and still pending."""
+        kept = list(self._entries)
+        older = {entry for pending in list(self.pending) for entry in pending()}.difference(kept)
+        return iter(sorted(older, key=lambda entry: entry.issued) + kept)
 
     def dump(self, folder: str, reason: str) -> str | None:
         """Write what is kept to ``folder``; return the file's path, or None (and a line in the log) if that failed.
@@ -106,7 +127,7 @@ class Recorder:
             "reason": reason,
             "time": time.time(),
             "clock": time.perf_counter(),
-            "groups": {name: list(members) for name, members in list(self._groups.items())},
+            "groups": {name: {"ranks": list(of.ranks), "last": of.last} for name, of in list(self._groups.items())},
             "entries": [entry.as_dict() for entry in self],
         }
         unfinished = f"{path}.{os.getpid()}"

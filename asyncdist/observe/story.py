@@ -1,8 +1,9 @@
 """What the flight recorders of all ranks say together: which call holds a group up, and who is not in it.
 
 Each rank has written its own operations. The k-th collective of a group is the same call on every rank, so one that is over
-on some ranks and not on others, or that not every rank has issued, is where the group stands. Times are made comparable
-by the wall clocks of the hosts, which are taken at their word.
+on some ranks and not on others, or that not every rank has issued, is where the group stands. A rank forgets what is over,
+never what it is in, and knows how many it has called: what it has no record of was called and is over, up to that number.
+Times are made comparable by the wall clocks of the hosts, which are taken at their word.
 """
 
 from __future__ import annotations
@@ -41,7 +42,10 @@ class Call:
 
 @dataclass(frozen=True)
 class Record:
-    """What one rank has written, at ``written``; ``groups`` has the ranks of each group by its name."""
+    """What one rank has written, at ``written``.
+
+    ``groups`` has the ranks of each group by its name, ``counts`` how many of its collectives this rank has called.
+    """
 
     rank: int
     world: str
@@ -51,11 +55,16 @@ class Record:
     reason: str
     written: float
     groups: Mapping[str, tuple[int, ...]]
+    counts: Mapping[str, int]
     calls: Sequence[Call]
 
     def collectives(self, group: str) -> dict[int, Call]:
-        """Return the calls of a group's collectives by number."""
+        """Return the calls of a group's collectives by number, as far as they are not forgotten."""
         return {call.number: call for call in self.calls if call.group == group and not call.is_message}
+
+    def last(self, group: str) -> int:
+        """Return the number of the last collective that was called in a group; 0 if none was."""
+        return max(self.counts.get(group, 0), *self.collectives(group), 0)
 
 
 def read(folder: Path) -> list[Record]:
@@ -77,10 +86,11 @@ def _record(path: Path) -> Record:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         offset = content["time"] - content["clock"]  # from the clock of the process to that of the wall
-        groups = {name: tuple(ranks) for name, ranks in content["groups"].items()}
+        groups = {name: tuple(group["ranks"]) for name, group in content["groups"].items()}
+        counts = {name: group["last"] for name, group in content["groups"].items()}
         facts = {name: content[name] for name in ("rank", "world", "world_size", "host", "pid", "reason")}
         calls = [_call(entry, offset) for entry in content["entries"]]
-        return Record(**facts, written=content["time"], groups=groups, calls=calls)
+        return Record(**facts, written=content["time"], groups=groups, counts=counts, calls=calls)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as cause:
         raise UsageError(f"{path} is no flight recorder of this version ({type(cause).__name__}: {cause})") from None
 
@@ -107,8 +117,8 @@ class Standing:
     """Where one group stands: the first collective that is not over on all its ranks, and who is how far with it.
 
     ``number`` is None if all are over everywhere. ``waiting`` are the ranks that are in it, with the seconds since
-    their call; ``through`` those for whom it is over; ``behind`` those that have not called it, with their last call, if
-    they had one; ``silent`` those that have written nothing.
+    their call; ``through`` those for whom it is over; ``behind`` those that have not called it, with the number of their
+    last call (0: there was none); ``silent`` those that have written nothing.
     """
 
     group: str
@@ -116,10 +126,10 @@ class Standing:
     number: int | None = None
     waiting: dict[int, float] = field(default_factory=dict)
     through: list[int] = field(default_factory=list)
-    behind: dict[int, tuple[Call | None, float]] = field(default_factory=dict)
+    behind: dict[int, int] = field(default_factory=dict)
     silent: list[int] = field(default_factory=list)
     calls: dict[int, str] = field(default_factory=dict)
-    """What each rank called it that has issued it."""
+    """What each rank called it that has issued it, where that is not forgotten."""
     differ: bool = False
 
 
@@ -133,17 +143,18 @@ def standings(records: Sequence[Record]) -> list[Standing]:
 def _standing(group: str, ranks: tuple[int, ...], records: Sequence[Record]) -> Standing:
     standing = Standing(group, ranks)
     members = {record.rank: record for record in records if record.groups.get(group) == ranks}
-    issued = {rank: record.collectives(group) for rank, record in members.items()}
     standing.silent = [rank for rank in ranks if rank not in members]
-    standing.number = _first_open(list(issued.values()))
+    standing.number = _first_open(group, list(members.values()))
     if standing.number is None:
         return standing
     fingerprints = set()
     for rank, record in members.items():
-        call = issued[rank].get(standing.number)
+        call = record.collectives(group).get(standing.number)
         if call is None:
-            last = max(issued[rank].values(), key=lambda one: one.number, default=None)
-            standing.behind[rank] = last, record.written - (last.finished or last.issued) if last else 0.0
+            if record.last(group) < standing.number:
+                standing.behind[rank] = record.last(group)
+            else:
+                standing.through.append(rank)
             continue
         standing.calls[rank] = call.words
         fingerprints.add(call.fingerprint)
@@ -155,11 +166,12 @@ def _standing(group: str, ranks: tuple[int, ...], records: Sequence[Record]) -> 
     return standing
 
 
-def _first_open(issued: Sequence[Mapping[int, Call]]) -> int | None:
+def _first_open(group: str, records: Sequence[Record]) -> int | None:
     """Return the lowest number of a collective that is pending somewhere, or missing where others have gone on."""
-    newest = max((max(calls, default=0) for calls in issued), default=0)
-    opened = [call.number for calls in issued for call in calls.values() if call.finished is None]
-    lacking = [max(calls, default=0) + 1 for calls in issued if max(calls, default=0) < newest]
+    last = [record.last(group) for record in records]
+    calls = [call for record in records for call in record.collectives(group).values()]
+    opened = [call.number for call in calls if call.finished is None]
+    lacking = [number + 1 for number in last if number < max(last)]
     return min([*opened, *lacking], default=None)
 
 
@@ -214,14 +226,14 @@ def tell(records: Sequence[Record]) -> Iterator[str]:
         yield f"{_ranks(silent)} left no flight recorder: killed, on a host whose folder this is not, or not asked."
     held_up = [standing for standing in standings(records) if standing.number is not None]
     for standing in held_up:
-        yield from _tell_standing(standing)
+        yield from _tell_standing(standing, {record.rank: record for record in records})
     for record in records:
         yield from _tell_messages(record)
     if not held_up:
         yield "No collective is held up: every one that was called is over on all ranks that have written."
 
 
-def _tell_standing(standing: Standing) -> Iterator[str]:
+def _tell_standing(standing: Standing, records: Mapping[int, Record]) -> Iterator[str]:
     where = f"group {standing.group!r}, collective #{standing.number}"
     if standing.differ:
         callers: dict[str, list[int]] = {}
@@ -230,21 +242,26 @@ def _tell_standing(standing: Standing) -> Iterator[str]:
         said = "; ".join(f"{_ranks(ranks)} called {words}" for words, ranks in callers.items())
         yield f"{where}: the ranks called different things. {said}."
     else:
-        words = next(iter(standing.calls.values()), "a call that only ranks without a recorder can have made")
+        words = next(iter(standing.calls.values()), "a call of which no rank has a record")
         yield f"{where}: {words} is not over."
     if standing.waiting:
         yield f"  {_ranks(standing.waiting)} in it, since {_spread(standing.waiting.values())}."
-    for rank, (last, ago) in sorted(standing.behind.items()):
-        if last is None:
+    for rank, number in sorted(standing.behind.items()):
+        if not number:
             yield f"  rank {rank} has called nothing in this group: it is what the others wait for."
-        else:
-            ended = "ended" if last.finished is not None else "began"
-            yield (
-                f"  rank {rank} never called it: it is what the others wait for. Its last was #{last.number}, "
-                f"{last.words}, which {ended} {ago:.1f} s before it wrote."
-            )
+            continue
+        last = records[rank].collectives(standing.group).get(number)
+        yield (
+            f"  rank {rank} never called it: it is what the others wait for. Its last was #{number}, "
+            f"{'which is over' if last is None else _in_words(last, records[rank].written)}."
+        )
     if standing.silent:
         yield f"  {_ranks(standing.silent)} of this group left no recorder."
+
+
+def _in_words(call: Call, written: float) -> str:
+    end, since = ("began", call.issued) if call.finished is None else ("ended", call.finished)
+    return f"{call.words}, which {end} {written - since:.1f} s before it wrote"
 
 
 def _tell_messages(record: Record) -> Iterator[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import signal
 import threading
 
@@ -13,6 +15,7 @@ from asyncdist.errors import GroupError, UsageError
 from asyncdist.observe import on_demand, story
 from asyncdist.observe.recorder import Recorder
 from asyncdist.testing.cluster import world_of
+from asyncdist.testing.devices import devices_of
 
 
 async def test_a_group_that_fails_is_written(tmp_path, transport):
@@ -34,6 +37,38 @@ async def test_a_group_that_fails_is_written(tmp_path, transport):
     assert standing.calls == {0: "all_reduce(3 x float32, SUM)"}
 
 
+async def test_what_is_pending_is_written_however_much_came_after_it(tmp_path, transport):
+    async with world_of(2, transport=transport, config=Config(flight_recorder_size=5)) as groups:
+        for _ in range(3):
+            await asyncio.gather(*(group.barrier() for group in groups))
+        pending = groups[0].all_reduce(torch.ones(3))
+        for _ in range(10):
+            await asyncio.gather(groups[0].send(torch.ones(1), 1), groups[1].recv(torch.ones(1), 0))
+        for group in groups:
+            group.mesh.recorder.dump(str(tmp_path), "as a test")
+        records = story.read(tmp_path)
+        assert [len(record.calls) for record in records] == [6, 5]
+        (standing,) = story.standings(records)
+        assert (standing.number, list(standing.waiting), standing.behind) == (4, [0], {1: 3})
+        await asyncio.gather(groups[1].all_reduce(torch.ones(3)), pending)
+        assert len(list(groups[0].mesh.recorder)) == 5
+
+
+async def test_what_is_pending_on_a_device_is_written_too(tmp_path):
+    async with devices_of(2, config=Config(flight_recorder_size=5)) as groups:
+        pending = groups[0].all_reduce(torch.ones(3))
+        for _ in range(10):
+            await asyncio.gather(groups[0].send(torch.ones(1), 1), groups[1].recv(torch.ones(1), 0))
+        recorder = groups[0]._host.mesh.recorder
+        assert [entry.op for entry in recorder if entry.op == "all_reduce" and entry.state == "pending"] == [
+            "all_reduce"
+        ]
+        await asyncio.gather(groups[1].all_reduce(torch.ones(3)), pending)
+        for group in groups:
+            group.close()
+        assert [pending.__name__ for pending in recorder.pending] == ["pending"]
+
+
 def test_a_folder_that_cannot_be_made(tmp_path, caplog):
     (tmp_path / "file").write_text("")
     assert Recorder(0, 1, 10).dump(str(tmp_path / "file" / "below"), "why") is None
@@ -43,7 +78,7 @@ def test_a_folder_that_cannot_be_made(tmp_path, caplog):
 def test_the_oldest_groups_are_forgotten(tmp_path):
     recorder = Recorder(0, 2, 3)
     for number in range(5):
-        recorder.add_group(f"group {number}", (0, 1))
+        recorder.add_group(f"group {number}", (0, 1), itertools.count(1))
     recorder.dump(str(tmp_path), "why")
     assert list(story.read(tmp_path)[0].groups) == ["group 2", "group 3", "group 4"]
 

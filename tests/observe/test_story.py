@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
@@ -23,19 +24,25 @@ BARRIER = Fingerprint(Collective.barrier).pack()
 class Ranks:
     """Recorders of some ranks, whose clocks all begin at 100 s, and that write when theirs is at 200 s."""
 
-    def __init__(self, folder, monkeypatch, size, world="w"):
+    def __init__(self, folder, monkeypatch, size, world="w", kept=100):
         self.folder, self._monkeypatch, self.world = folder, monkeypatch, world
-        self.recorders = [Recorder(rank, size, 100, world) for rank in range(size)]
+        self.recorders = [Recorder(rank, size, kept, world) for rank in range(size)]
+        self.pending = [[] for _ in range(size)]
+        for recorder, pending in zip(self.recorders, self.pending, strict=True):
+            recorder.pending.append(lambda pending=pending: pending)
         self.group("world", range(size))
 
-    def group(self, name, ranks):
+    def group(self, name, ranks, last=None):
+        """Note a group; its ranks have called as many collectives as are given, or else as are recorded."""
         for rank in ranks:
-            self.recorders[rank].add_group(name, tuple(ranks))
+            self.recorders[rank].add_group(name, tuple(ranks), itertools.count(1 + (last or {}).get(rank, 0)))
 
     def call(self, rank, number, begun=0.0, ended=None, *, group="world", op="all_reduce", fingerprint=SUM, error=None):
         entry = Entry(group, op, number, fingerprint, 32)
         entry.issued, entry.finished, entry.error = 100.0 + begun, 0.0 if ended is None else 100.0 + ended, error
         self.recorders[rank].add(entry)
+        if ended is None:
+            self.pending[rank].append(entry)
 
     def records(self, *writing, at=0.0):
         self._monkeypatch.setattr("time.perf_counter", lambda: 200.0)
@@ -48,7 +55,7 @@ class Ranks:
 
 @pytest.fixture
 def ranks(tmp_path, monkeypatch):
-    return lambda size, world="w": Ranks(tmp_path, monkeypatch, size, world)
+    return lambda size, *more: Ranks(tmp_path, monkeypatch, size, *more)
 
 
 def told(records):
@@ -93,7 +100,7 @@ def test_who_has_gone_on_from_what_another_has_not_called(ranks):
         two.call(0, number, number, number + 0.5, op="broadcast")
     two.call(0, 3, 3)
     (standing,) = story.standings(two.records())
-    assert (standing.number, standing.through, standing.behind) == (1, [0], {1: (None, 0.0)})
+    assert (standing.number, standing.through, standing.behind) == (1, [0], {1: 0})
     assert "rank 1 has called nothing in this group" in told(story.read(two.folder))
 
 
@@ -116,6 +123,40 @@ def test_a_rank_that_wrote_nothing(ranks):
     said = told(three.records(0, 2))
     assert said.startswith("rank 1 left no flight recorder")
     assert "  rank 1 of this group left no recorder." in said
+
+
+def test_what_is_over_and_forgotten_is_no_call_that_was_not_made(ranks):
+    two = ranks(2, "w", 10)
+    two.group("world", range(2), last={0: 5, 1: 5})
+    for number in range(1, 6):
+        two.call(0, number, 0, 1)
+        two.call(1, number, 0, 1)
+    for _ in range(10):
+        two.call(0, 0, 2, 3, op="send", fingerprint=0)
+    records = two.records()
+    assert "No collective is held up" in told(records)
+    (standing,) = story.standings(records)
+    assert standing.number is None
+
+
+def test_who_is_in_a_call_is_known_whatever_came_after_it(ranks):
+    three = ranks(3, "w", 10)
+    three.group("world", range(3), last={0: 3, 1: 2, 2: 4})
+    for number in range(1, 4):
+        three.call(0, number, 1, 2 if number < 3 else None)
+        three.call(2, number, 1, 2)
+    for _ in range(10):
+        three.call(0, 0, 2, 3, op="send", fingerprint=0)
+        three.call(1, 0, 2, 3, op="recv", fingerprint=0)
+        three.call(2, 0, 2, 3, op="recv", fingerprint=0)
+    records = three.records()
+    (standing,) = story.standings(records)
+    assert (standing.number, list(standing.waiting), standing.through, standing.behind) == (3, [0], [2], {1: 2})
+    assert told(records).splitlines() == [
+        "group 'world', collective #3: all_reduce(8 x float32, SUM) is not over.",
+        "  rank 0 in it, since 99.0 s.",
+        "  rank 1 never called it: it is what the others wait for. Its last was #2, which is over.",
+    ]
 
 
 def test_groups_that_are_held_up_come_first(ranks):
