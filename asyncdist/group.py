@@ -218,6 +218,7 @@ class Group(Calls):
         if number is None:  # counted only now: a call that was refused on one rank must not shift its numbers
             number = next(self._sequence)
         entry = Entry(self.name, name, number, plan.fingerprint, plan.nbytes)
+        entry.peer = plan.peer
         self._record(entry)
         if self._native is None or channel.point_to_point:
             return self._operate(channel, plan, plan.parts, entry, background, limit)

@@ -18,9 +18,9 @@ def describe(ours: Fingerprint, rank: int, theirs: Fingerprint, peer: int) -> st
     return f"rank {rank} called {one} while rank {peer} called {other} (different {', '.join(differences)})"
 
 
-def call_in_words(call: Fingerprint) -> str:
-    """Return a call as its caller would write it down: ``all_reduce(8 x float32, SUM)``."""
-    name = _member(Collective, call.collective)
+def call_in_words(call: Fingerprint, name: str = "") -> str:
+    """Return a call as its caller would write it down, by his name for it if known: ``all_reduce(8 x float32, SUM)``."""
+    name = name or _member(Collective, call.collective)
     details = []
     if call.dtype:
         dtype = str(DTYPES.get(call.dtype, f"dtype {call.dtype}")).removeprefix("torch.")

@@ -39,7 +39,7 @@ def send(tensor: Any, destination: int) -> Plan:
     def part() -> Schedule:
         yield (Send(destination, memory),)
 
-    return Plan((part(),), _transfer(memory.dtype, memory.count), nbytes=memory.nbytes)
+    return Plan((part(),), _transfer(memory.dtype, memory.count), nbytes=memory.nbytes, peer=destination)
 
 
 def receive(tensor: Any, source: int | None, members: Sequence[int]) -> Plan:
@@ -58,7 +58,7 @@ def receive(tensor: Any, source: int | None, members: Sequence[int]) -> Plan:
         target.store()
         return found[0]
 
-    return Plan((part(),), _transfer(memory.dtype, memory.count), None, finish, nbytes=memory.nbytes)
+    return Plan((part(),), _transfer(memory.dtype, memory.count), None, finish, nbytes=memory.nbytes, peer=source)
 
 
 # -- objects --------------------------------------------------------------------------------------
@@ -195,7 +195,7 @@ def send_objects(who: Member, values: Sequence[Any], destination: int, weights_o
     def part(memory: Memory) -> Schedule:
         yield (Send(destination, memory),)
 
-    return Plan((part(_number(blob.count)), part(blob)), _MESSAGE)
+    return Plan((part(_number(blob.count)), part(blob)), _MESSAGE, peer=destination)
 
 
 def receive_objects(
@@ -224,4 +224,4 @@ def receive_objects(
         values[:] = objects
         return found[0]
 
-    return Plan((size_part(), blob_part()), _MESSAGE, None, finish, window=1)
+    return Plan((size_part(), blob_part()), _MESSAGE, None, finish, window=1, peer=source)

@@ -38,6 +38,7 @@ class Plan:
     all are over and gives the operation's value. Instead of parts there may be ``native(number, fingerprint)``, which
     makes the one schedule of an operation that needs no links, and ``kind``, what calls like this one have in common: those
     on further tensors of these shapes and dtypes, in order in memory, have the first one's tensors for their value.
+    ``peer`` is the member that a message goes to or comes from; None if that is any, or it is no message.
     """
 
     parts: Iterator[Schedule] | Sequence[Schedule] = ()
@@ -48,6 +49,7 @@ class Plan:
     nbytes: int = 0
     native: Callable[[int, int], Schedule] | None = None
     kind: Kind | None = None
+    peer: int | None = None
 
 
 class Channel:

@@ -143,6 +143,7 @@ class DeviceGroup(Calls):
             self._begun = True
             self._roll_call.made(number, plan.fingerprint)
         entry = Entry(self.name, name, number, plan.fingerprint, plan.nbytes)
+        entry.peer = plan.peer
         self._host.mesh.recorder.add(entry)
         limit = seconds(how.get("timeout"), self.timeout)
         now = monotonic()
@@ -211,14 +212,17 @@ class DeviceGroup(Calls):
 
     def _send(self, tensor: Any, peer: int, tag: int, how: How) -> Work:
         memory = to_read(tensor)
-        plan = Plan((), exchanges.send(memory.tensor, peer).fingerprint, nbytes=memory.nbytes)
+        plan = Plan((), exchanges.send(memory.tensor, peer).fingerprint, nbytes=memory.nbytes, peer=peer)
         begin = self._messages.send(memory, peer, tag, plan.fingerprint)
         return self._start("send", tag, plan, how, self._messages.line, begin, held=memory)
 
     def _receive(self, tensor: Any, peer: int | None, tag: int, how: How) -> Work:
         target = Target(tensor)
         plan = Plan(
-            (), exchanges.receive(target.memory.tensor, peer, self.ranks).fingerprint, nbytes=target.memory.nbytes
+            (),
+            exchanges.receive(target.memory.tensor, peer, self.ranks).fingerprint,
+            nbytes=target.memory.nbytes,
+            peer=peer,
         )
         begin = self._messages.receive(target, peer, tag, plan.fingerprint)
         return self._start("recv", tag, plan, how, self._messages.line, begin, held=target)

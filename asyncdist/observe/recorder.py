@@ -28,9 +28,14 @@ FILE_NAMES = "asyncdist-*-rank*.json"
 
 
 class Entry:
-    """One operation: who, what, and when on `time.perf_counter` (0.0: not yet)."""
+    """One operation: who, what, and when on `time.perf_counter` (0.0: not yet).
 
-    __slots__ = ("error", "fingerprint", "finished", "group", "issued", "nbytes", "op", "seq", "span")
+    A message's ``peer`` is the member that it goes to or comes from, None if that is any; others need not have one.
+    """
+
+    __slots__ = ("error", "fingerprint", "finished", "group", "issued", "nbytes", "op", "peer", "seq", "span")
+
+    peer: int | None
 
     def __init__(self, group: str, op: str, seq: int, fingerprint: int, nbytes: int) -> None:
         self.group = group
@@ -57,10 +62,11 @@ class Entry:
         return "failed" if self.error else "completed" if self.finished else "pending"
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the entry with its fingerprint spelled out."""
-        seen = {name: getattr(self, name) for name in ("group", "op", "seq", "nbytes", "issued", "finished", "error")}
+        """Return the entry with its fingerprint spelled out, under our name: both ends of a message have the sender's."""
+        names = ("group", "op", "seq", "peer", "nbytes", "issued", "finished", "error")
+        seen = {name: getattr(self, name, None) for name in names}
         believed = Fingerprint.unpack(self.fingerprint)
-        call = call_in_words(believed) if believed.collective else self.op
+        call = call_in_words(believed, self.op) if believed.collective else self.op
         return seen | {"state": self.state, "call": call, "fingerprint": self.fingerprint}
 
 

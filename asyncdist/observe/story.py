@@ -23,11 +23,15 @@ _ABOUT_NOW = 0.05  # seconds by which a call may be older than the dump and yet 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One operation on one rank. Times are seconds of the wall clock; ``finished`` is None while it goes on."""
+    """One operation on one rank. Times are seconds of the wall clock; ``finished`` is None while it goes on.
+
+    A message's ``peer`` is the member that it goes to or comes from, None if that is any.
+    """
 
     group: str
     op: str
     number: int
+    peer: int | None
     words: str
     nbytes: int
     issued: float
@@ -100,6 +104,7 @@ def _call(entry: Mapping[str, Any], offset: float) -> Call:
         entry["group"],
         entry["op"],
         entry["seq"],
+        entry["peer"],
         entry["call"],
         entry["nbytes"],
         entry["issued"] + offset,
@@ -269,10 +274,23 @@ def _tell_messages(record: Record) -> Iterator[str]:
     waiting = [call for call in pending if record.written - call.issued > _ABOUT_NOW]
     if waiting:
         longest = min(waiting, key=lambda call: call.issued)
+        many, since = "s" * (len(waiting) > 1), record.written - longest.issued
         yield (
-            f"rank {record.rank} waits in {len(waiting)} message{'s' * (len(waiting) > 1)}, the longest a {longest.words} "
-            f"(tag {longest.number}, {longest.nbytes} bytes) since {record.written - longest.issued:.1f} s."
+            f"rank {record.rank} waits in {len(waiting)} message{many}, the longest a {longest.words} "
+            f"{_whom(longest, record)} (tag {longest.number}, {longest.nbytes} bytes) since {since:.1f} s."
         )
+
+
+def _whom(message: Call, record: Record) -> str:
+    way = "to" if message.op.startswith("send") else "from"
+    if message.peer is None:
+        return f"{way} any rank"
+    members = record.groups.get(message.group)  # of very many groups the oldest are not written
+    return (
+        f"{way} rank {message.peer} of group {message.group!r}"
+        if members is None
+        else f"{way} rank {members[message.peer]}"
+    )
 
 
 def _ranks(ranks: Any) -> str:

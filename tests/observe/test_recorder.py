@@ -37,6 +37,21 @@ async def test_a_group_that_fails_is_written(tmp_path, transport):
     assert standing.calls == {0: "all_reduce(3 x float32, SUM)"}
 
 
+async def test_messages_are_written_with_their_peers(tmp_path, transport):
+    async with world_of(3, transport=transport) as groups:
+        part = [groups[rank].world.new_group([1, 2]) for rank in range(3)]
+        pending = part[2].recv(torch.ones(5), 0, tag=7)
+        asked = part[1].recv_object_list([None], None, tag=8)
+        groups[2].mesh.recorder.dump(str(tmp_path), "as a test")
+        (record,) = story.read(tmp_path)
+        (call,) = record.calls
+        assert (call.words, record.groups[call.group][call.peer]) == ("recv(5 x float32)", 1)
+        await asyncio.gather(part[1].send(torch.ones(5), 1, tag=7), pending)
+        await asyncio.gather(part[2].send_object_list(["here"], 0, tag=8), asked)
+        calls = {entry.op: entry.peer for group in groups for entry in group.mesh.recorder}
+        assert calls == {"recv": 0, "send": 1, "recv_object_list": None, "send_object_list": 0}
+
+
 async def test_what_is_pending_is_written_however_much_came_after_it(tmp_path, transport):
     async with world_of(2, transport=transport, config=Config(flight_recorder_size=5)) as groups:
         for _ in range(3):

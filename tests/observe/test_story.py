@@ -18,6 +18,7 @@ from asyncdist.ops import Collective, ReduceOp
 SUM = Fingerprint(
     Collective.all_reduce, dtype=DTYPE_NUMBERS[torch.float32], reduction=ReduceOp.SUM.value, count=8
 ).pack()
+SEND = Fingerprint(Collective.send, dtype=DTYPE_NUMBERS[torch.float32], count=8).pack()
 BARRIER = Fingerprint(Collective.barrier).pack()
 
 
@@ -37,8 +38,21 @@ class Ranks:
         for rank in ranks:
             self.recorders[rank].add_group(name, tuple(ranks), itertools.count(1 + (last or {}).get(rank, 0)))
 
-    def call(self, rank, number, begun=0.0, ended=None, *, group="world", op="all_reduce", fingerprint=SUM, error=None):
+    def call(
+        self,
+        rank,
+        number,
+        begun=0.0,
+        ended=None,
+        *,
+        group="world",
+        op="all_reduce",
+        fingerprint=SUM,
+        error=None,
+        peer=None,
+    ):
         entry = Entry(group, op, number, fingerprint, 32)
+        entry.peer = peer
         entry.issued, entry.finished, entry.error = 100.0 + begun, 0.0 if ended is None else 100.0 + ended, error
         self.recorders[rank].add(entry)
         if ended is None:
@@ -184,10 +198,20 @@ def test_groups_of_one_name_are_told_apart_by_their_ranks(ranks):
 
 def test_messages_that_nobody_answers(ranks):
     two = ranks(2)
-    two.call(0, 7, 90, op="recv", fingerprint=0)
-    two.call(0, 7, 95, op="recv", fingerprint=0)
-    two.call(1, 3, 90, 91, op="send", fingerprint=0)
-    assert "rank 0 waits in 2 messages, the longest a recv (tag 7, 32 bytes) since 10.0 s." in told(two.records())
+    two.call(0, 7, 90, op="recv", fingerprint=SEND, peer=1)
+    two.call(0, 7, 95, op="recv", fingerprint=SEND, peer=1)
+    two.call(1, 3, 90, op="recv_object_list", fingerprint=0)
+    assert told(two.records()).splitlines()[:2] == [
+        "rank 0 waits in 2 messages, the longest a recv(8 x float32) from rank 1 (tag 7, 32 bytes) since 10.0 s.",
+        "rank 1 waits in 1 message, the longest a recv_object_list from any rank (tag 3, 32 bytes) since 10.0 s.",
+    ]
+
+
+def test_the_peer_of_a_message_is_a_rank_of_the_world(ranks):
+    four = ranks(4)
+    four.group("half", (2, 3))
+    four.call(3, 1, 90, op="send", fingerprint=SEND, peer=0, group="half")
+    assert "rank 3 waits in 1 message, the longest a send(8 x float32) to rank 2 (tag 1," in told(four.records())
 
 
 def test_who_comes_last(ranks):
