@@ -9,6 +9,7 @@ Times are made comparable by the wall clocks of the hosts, which are taken at th
 from __future__ import annotations
 
 import json
+import operator
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,18 @@ from asyncdist.errors import UsageError
 from asyncdist.observe.recorder import FILE_NAMES
 
 _ABOUT_NOW = 0.05  # seconds by which a call may be older than the dump and yet not count as waiting
+
+
+# What is in a file, and of which types.
+_RANK = {
+    "rank": int, "world": str, "world_size": int, "host": str, "pid": int, "reason": str, "time": float | int,
+    "clock": float | int, "groups": dict, "entries": list,
+}  # fmt: skip
+_GROUP = {"ranks": list, "last": int}
+_ENTRY = {
+    "group": str, "op": str, "seq": int, "peer": int | None, "call": str, "nbytes": int, "issued": float | int,
+    "finished": float | int, "error": str | None, "fingerprint": int,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,15 +101,27 @@ def read(folder: Path) -> list[Record]:
 
 def _record(path: Path) -> Record:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        offset = content["time"] - content["clock"]  # from the clock of the process to that of the wall
-        groups = {name: tuple(group["ranks"]) for name, group in content["groups"].items()}
-        counts = {name: group["last"] for name, group in content["groups"].items()}
-        facts = {name: content[name] for name in ("rank", "world", "world_size", "host", "pid", "reason")}
-        calls = [_call(entry, offset) for entry in content["entries"]]
-        return Record(**facts, written=content["time"], groups=groups, counts=counts, calls=calls)
+        facts = _typed(json.loads(path.read_text(encoding="utf-8")), _RANK)
+        groups = {name: _typed(group, _GROUP) for name, group in facts.pop("groups").items()}
+        written = facts.pop("time")
+        offset = written - facts.pop("clock")  # from the clock of the process to that of the wall
+        return Record(
+            calls=[_call(_typed(entry, _ENTRY), offset) for entry in facts.pop("entries")],
+            written=written,
+            groups={name: tuple(operator.index(rank) for rank in group["ranks"]) for name, group in groups.items()},
+            counts={name: group["last"] for name, group in groups.items()},
+            **facts,
+        )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as cause:
         raise UsageError(f"{path} is no flight recorder of this version ({type(cause).__name__}: {cause})") from None
+
+
+def _typed(content: Mapping[str, Any], types: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is looked for in a file; TypeError for what is of another type."""
+    for name, kind in types.items():
+        if not isinstance(content[name], kind):
+            raise TypeError(f"{name} is {content[name]!r}")
+    return {name: content[name] for name in types}
 
 
 def _call(entry: Mapping[str, Any], offset: float) -> Call:

@@ -251,3 +251,29 @@ def test_what_is_no_flight_recorder(tmp_path, content):
     (tmp_path / "asyncdist-w-rank0.json").write_text(content)
     with pytest.raises(UsageError, match=r"rank0\.json is no flight recorder"):
         story.read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("fact", "value"), [("rank", "one"), ("world_size", None), ("world", 3), ("host", ["a"]), ("time", "now")]
+)
+def test_facts_of_another_type(ranks, tmp_path, fact, value):
+    ranks(1).records()
+    (path,) = tmp_path.iterdir()
+    path.write_text(json.dumps(json.loads(path.read_text()) | {fact: value}))
+    with pytest.raises(UsageError, match=r"rank0\.json is no flight recorder"):
+        story.read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("fact", "value"), [("group", ["world"]), ("op", 1), ("seq", "1"), ("issued", None), ("fingerprint", [])]
+)
+def test_entries_of_another_type(ranks, tmp_path, fact, value):
+    one = ranks(1)
+    one.call(0, 1)
+    one.records()
+    (path,) = tmp_path.iterdir()
+    content = json.loads(path.read_text())
+    content["entries"][0][fact] = value
+    path.write_text(json.dumps(content))
+    with pytest.raises(UsageError, match=r"rank0\.json is no flight recorder"):
+        story.read(tmp_path)
