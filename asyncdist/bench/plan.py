@@ -22,6 +22,7 @@ COLLECTIVES = (
 )
 ON_DEVICES = ("all_reduce", "broadcast", "send")
 """What is measured on tensors of devices; "send" passes rank 0's tensor on from each rank to the next."""
+_SHARED_OUT = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
 RIVALS = ("gloo", "mpi", "raw")
 WAYS = ("torch",)
 """Ways in to our groups beside our own faces: the calls of torch.distributed."""
@@ -66,12 +67,13 @@ class Plan:
 
     @property
     def cases(self) -> list[tuple[str, int]]:
-        """The (collective, bytes) to measure, in order; a barrier has no size."""
-        return [
-            (collective, nbytes)
+        """The (collective, bytes) to measure, in order and each once, as sizes are `rounded`; a barrier has no size."""
+        cases = (
+            (collective, 0 if collective == "barrier" else rounded(collective, nbytes, self.ranks))
             for collective in self.collectives
-            for nbytes in ((0,) if collective == "barrier" else self.sizes)
-        ]
+            for nbytes in self.sizes
+        )
+        return list(dict.fromkeys(cases))
 
     @property
     def contenders(self) -> tuple[str, ...]:
@@ -103,6 +105,12 @@ class Plan:
         if self.repeat is not None:
             calls = self.repeat
         return calls, min(block, calls)
+
+
+def rounded(collective: str, nbytes: int, ranks: int) -> int:
+    """Return a size as it is measured: in whole float32, one at least, and as many for each rank where all have a part."""
+    count = max(1, nbytes // 4)
+    return 4 * (-(-count // ranks) * ranks if collective in _SHARED_OUT else count)
 
 
 def left_out(ranks: int, torch: str) -> dict[str, str]:

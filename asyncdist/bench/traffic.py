@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from asyncdist.bench.plan import rounded
 from asyncdist.errors import BenchmarkError
 
 Empty = Callable[[int], torch.Tensor]
@@ -15,7 +16,7 @@ Empty = Callable[[int], torch.Tensor]
 
 
 class Traffic(ABC):
-    """One collective among ``ranks`` at ``nbytes`` (rounded up to whole float32 for each rank).
+    """One collective among ``ranks`` at ``nbytes`` (`rounded`).
 
     ``call`` goes to any face that has torch.distributed's names: ours, the awaited one, or torch's own. ``empty`` makes
     the tensors.
@@ -29,10 +30,8 @@ class Traffic(ABC):
 
     def __init__(self, rank: int, ranks: int, nbytes: int, empty: Empty = torch.empty) -> None:
         self.rank, self.ranks = rank, ranks
-        count = max(1, nbytes // 4)
-        divides = self.parts_in or self.parts_out or self.name == "all_to_all"
-        self.count = -(-count // ranks) * ranks if divides else count
-        self.nbytes = self.count * 4
+        self.nbytes = rounded(self.name, nbytes, ranks)
+        self.count = self.nbytes // 4
         self.input = empty(self.count // ranks if self.parts_in else self.count)
         self.output = self.input if self.in_place else empty(self.count // ranks if self.parts_out else self.count)
         # Ranks that outnumber cores wait while others look at their results: not by indexing tensors, which takes longer

@@ -33,6 +33,11 @@ def shown(plan, row):
     return [(title, {name: text(row) for name, text in columns}) for title, columns in sections(plan)]
 
 
+def test_sizes_that_come_to_the_same_are_measured_once():
+    plan = Plan(("gather", "barrier", "all_reduce"), (0, 1, 7, 1000), ranks=3)
+    assert plan.cases == [("gather", 12), ("gather", 1008), ("barrier", 0), ("all_reduce", 4), ("all_reduce", 1000)]
+
+
 def test_figures():
     row = Row("all_reduce", 4_000_000, 4, TIMINGS)
     assert row.algorithm_bandwidth == pytest.approx(4e9)
