@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import fnmatch
 import importlib
 import importlib.util
 import os
@@ -309,3 +310,13 @@ async def test_who_leaves_in_order_troubles_only_those_who_wait_for_it() -> None
         assert [type(error) for error in errors] == [PeerLostError] * 2
         assert all("rank 2 was lost" in str(error) for error in errors)
         await asyncio.gather(*(group.barrier() for group in pair))
+
+
+def test_what_the_makefile_names_is_in_the_source_distribution():
+    """So that the commands of the README run there too."""
+    hatch = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["hatch"]
+    patterns = [*hatch["build"]["targets"]["sdist"]["include"], "pyproject.toml"]  # that one is always in
+    words = set(re.findall(r"[\w./-]+", (ROOT / "Makefile").read_text(encoding="utf-8")))
+    named = {Path(word).parts[0] for word in words if (ROOT / word).is_file()}
+    assert "constraints.txt" in named
+    assert [name for name in named if not any(fnmatch.fnmatch(name, pattern) for pattern in patterns)] == []
