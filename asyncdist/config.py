@@ -16,9 +16,12 @@ from typing import Any
 log = logging.getLogger("asyncdist")
 
 
-def _setting(default: Any, variable: str, text: str, *, shared: bool = False) -> Any:
-    """Return a field for a setting; one that is ``shared`` says what is sent to whom, so all ranks must have it alike."""
-    return field(default=default, metadata={"variable": variable, "help": text, "shared": shared})
+def _setting(default: Any, variable: str, text: str, *, least: float = 0, shared: bool = False) -> Any:
+    """Return a field for a setting; ``least`` is the smallest number with which anything works.
+
+    One that is ``shared`` says what is sent to whom, so all ranks must have it alike.
+    """
+    return field(default=default, metadata={"variable": variable, "help": text, "least": least, "shared": shared})
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +51,9 @@ class Config:
     timeout: float = _setting(
         1800.0, "ASYNCDIST_TIMEOUT", "seconds after which an operation fails, unless told otherwise"
     )
-    lanes: int = _setting(1, "ASYNCDIST_TCP_LANES", "TCP connections that a large tensor is striped over", shared=True)
+    lanes: int = _setting(
+        1, "ASYNCDIST_TCP_LANES", "TCP connections that a large tensor is striped over", least=1, shared=True
+    )
     stripe_nbytes: int = _setting(
         1 << 20, "ASYNCDIST_STRIPE_NBYTES", "bytes from which a tensor is striped over the lanes", shared=True
     )
@@ -59,10 +64,11 @@ class Config:
         1 << 20,
         "ASYNCDIST_SHM_AREA_NBYTES",
         "bytes of shared memory that a message goes through (kept in cache)",
+        least=1,
         shared=True,
     )
     segment_nbytes: int = _setting(
-        1 << 20, "ASYNCDIST_SEGMENT_NBYTES", "bytes of one step of a pipelined broadcast", shared=True
+        1 << 20, "ASYNCDIST_SEGMENT_NBYTES", "bytes of one step of a pipelined broadcast", least=1, shared=True
     )
     eager_nbytes: int = _setting(
         64 << 10,
@@ -73,12 +79,13 @@ class Config:
         64 << 20, "ASYNCDIST_ASIDE_NBYTES", "early messages of one peer are put aside up to this size together"
     )
     max_message_nbytes: int = _setting(
-        1 << 38, "ASYNCDIST_MAX_MESSAGE_NBYTES", "a frame that claims more is refused as damage"
+        1 << 38, "ASYNCDIST_MAX_MESSAGE_NBYTES", "a frame that claims more is refused as damage", least=1
     )
     device_piece_nbytes: int = _setting(
         4 << 20,
         "ASYNCDIST_DEVICE_PIECE_NBYTES",
         "bytes of a device's tensor that go through the host at once",
+        least=1,
         shared=True,
     )
     algorithm: str = _setting(
@@ -122,9 +129,11 @@ class Config:
         "believe a rank only if its certificate is for the address dialled (1 to check)",
     )
     store_max_value_nbytes: int = _setting(
-        256 << 20, "ASYNCDIST_STORE_MAX_VALUE_NBYTES", "largest value (and frame) that the store takes"
+        256 << 20, "ASYNCDIST_STORE_MAX_VALUE_NBYTES", "largest value (and frame) that the store takes", least=1
     )
-    store_max_key_nbytes: int = _setting(8 << 10, "ASYNCDIST_STORE_MAX_KEY_NBYTES", "longest key that the store takes")
+    store_max_key_nbytes: int = _setting(
+        8 << 10, "ASYNCDIST_STORE_MAX_KEY_NBYTES", "longest key that the store takes", least=1
+    )
     store_max_nbytes: int = _setting(
         0,
         "ASYNCDIST_STORE_MAX_NBYTES",
@@ -133,7 +142,9 @@ class Config:
     store_compact_nbytes: int = _setting(
         64 << 20, "ASYNCDIST_STORE_COMPACT_NBYTES", "bytes of log from which a store with --data writes a snapshot"
     )
-    store_max_connections: int = _setting(65536, "ASYNCDIST_STORE_MAX_CONNECTIONS", "connections that the store takes")
+    store_max_connections: int = _setting(
+        65536, "ASYNCDIST_STORE_MAX_CONNECTIONS", "connections that the store takes", least=1
+    )
     allow_unauthenticated_c10d: bool = _setting(
         False,
         "ASYNCDIST_ALLOW_UNAUTHENTICATED_C10D",
@@ -148,7 +159,7 @@ class Config:
         30.0, "ASYNCDIST_STORE_RECONNECT", "seconds for which a broken connection to a store is tried again (0 for not)"
     )
     handshake_timeout: float = _setting(
-        20.0, "ASYNCDIST_HANDSHAKE_TIMEOUT", "seconds within which a new connection must prove its token"
+        20.0, "ASYNCDIST_HANDSHAKE_TIMEOUT", "seconds within which a new connection must prove its token", least=0.1
     )
 
     @classmethod
@@ -160,7 +171,9 @@ class Config:
         source = os.environ if environ is None else environ
         _tell_of_misspelt(source)
         given: dict[str, Any] = {
-            f.name: _parse(f.default, f.metadata["variable"], source) for f in fields(cls) if _is_set(f, source)
+            f.name: _parse(f.default, f.metadata["variable"], source, f.metadata["least"])
+            for f in fields(cls)
+            if _is_set(f, source)
         }
         return cls(**given)
 
@@ -185,19 +198,26 @@ def _is_set(setting: Any, source: Mapping[str, str]) -> bool:
     return bool(source.get(setting.metadata["variable"], "").strip())
 
 
-def _parse(default: object, variable: str, source: Mapping[str, str]) -> object:
+def _parse(default: object, variable: str, source: Mapping[str, str], least: float) -> object:
     text = source[variable].strip()
     try:
         if isinstance(default, bool):
             return {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}[text.lower()]
         if isinstance(default, int):
-            return whole_number(text)
+            return _at_least(least, whole_number(text))
         if isinstance(default, float):
-            return float(text)
+            return _at_least(least, float(text))
     except (KeyError, ValueError):
-        kind = {bool: "0 or 1", int: "a whole number (K, M, G allowed)"}.get(type(default), "a number")
+        numbers = {int: f"a whole number from {least} up (K, M, G allowed)", float: f"a number from {least} up"}
+        kind = numbers.get(type(default), "0 or 1")
         raise ValueError(f"{variable}={text!r} is not {kind}") from None
     return text
+
+
+def _at_least(least: float, value: float) -> float:
+    if not value >= least:  # nor is what is no number
+        raise ValueError(value)
+    return value
 
 
 def whole_number(text: str) -> int:

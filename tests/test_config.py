@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+from dataclasses import fields
+
 import pytest
+import torch
 
 from asyncdist.config import Config
+from asyncdist.testing.cluster import world_of
 
 
 def test_a_misspelt_setting_is_told_once_with_the_one_that_may_be_meant(caplog):
@@ -42,9 +47,32 @@ def test_what_is_set_is_taken(variable, text, field, value):
         ("ASYNCDIST_TCP_LANES", "two", "is not a whole number"),
         ("ASYNCDIST_TCP_LANES", "-1", "is not a whole number"),
         ("ASYNCDIST_SPIN_US", "soon", "is not a number"),
+        ("ASYNCDIST_TCP_LANES", "0", "is not a whole number from 1 up"),
+        ("ASYNCDIST_SHM_AREA_NBYTES", "0K", "is not a whole number from 1 up"),
+        ("ASYNCDIST_SEGMENT_NBYTES", "0", "is not a whole number from 1 up"),
+        ("ASYNCDIST_TIMEOUT", "nan", "is not a number from 0 up"),
+        ("ASYNCDIST_TIMEOUT", "-1", "is not a number from 0 up"),
+        ("ASYNCDIST_HANDSHAKE_TIMEOUT", "nan", "is not a number from 0.1 up"),
+        ("ASYNCDIST_HANDSHAKE_TIMEOUT", "0", "is not a number from 0.1 up"),
         ("ASYNCDIST_ALLOW_PICKLE", "perhaps", "is not 0 or 1"),
     ],
 )
 def test_what_cannot_be_read_is_told_by_name(variable, text, told):
     with pytest.raises(ValueError, match=f"{variable}='{text}' {told}"):
         Config.from_environment({variable: text})
+
+
+LEAST = {f.name: f.metadata["least"] for f in fields(Config) if type(f.default) in (int, float)}
+LIMITS = {"timeout", "max_message_nbytes"}  # what these least ones allow is next to nothing
+
+
+@pytest.mark.parametrize("name", [name for name in LEAST if name not in LIMITS and not name.startswith("store_")])
+async def test_each_setting_of_ranks_works_at_its_least(transport, name):
+    config = Config(**{"lanes": 2, name: LEAST[name]})
+    async with world_of(2, transport=transport, config=config) as groups:
+        for count in (1, 3000):
+            tensors = [torch.ones(count) for _ in groups]
+            await asyncio.gather(*(group.all_reduce(own) for group, own in zip(groups, tensors, strict=True)))
+            await asyncio.gather(*(group.broadcast(own, 0) for group, own in zip(groups, tensors, strict=True)))
+            await asyncio.gather(groups[0].send(tensors[0], 1), groups[1].recv(tensors[1], 0))
+            assert all(own.eq(2).all() for own in tensors)

@@ -25,7 +25,7 @@ _recorders: weakref.WeakKeyDictionary[Recorder, str] = weakref.WeakKeyDictionary
 def listen(config: Config) -> None:
     """Write flight recorders from now on when the configured signal comes, if there is one. Wants the main thread.
 
-    What else the program does on that signal goes on being done. UsageError if there is no such signal, or no folder.
+    What else the program does on that signal goes on being done. UsageError if no program can, or there is no folder.
     """
     name, folder = config.dump_signal, config.dump_dir
     if name is None:
@@ -41,7 +41,10 @@ def listen(config: Config) -> None:
     if threading.current_thread() is not threading.main_thread():
         log.warning("signal %s will write no flight recorder: only a world made on the main thread can see to it", name)
         return
-    signal.signal(number, _Writer(name, before))
+    try:
+        signal.signal(number, _Writer(name, before))
+    except OSError:  # KILL and STOP are the kernel's own
+        raise UsageError(f"ASYNCDIST_DUMP_SIGNAL={name} cannot be caught: use USR2, or another of `kill -l`") from None
 
 
 def offer(recorder: Recorder, config: Config) -> None:

@@ -146,7 +146,11 @@ def test_another_thread_can_only_say_that_it_cannot(tmp_path, caplog):
 
 @pytest.mark.parametrize(
     ("settings", "words"),
-    [({"dump_dir": "/tmp", "dump_signal": "NONE"}, "no signal"), ({"dump_signal": "USR1"}, "DUMP_DIR")],
+    [
+        ({"dump_dir": "/tmp", "dump_signal": "NONE"}, "no signal"),
+        ({"dump_dir": "/tmp", "dump_signal": "KILL"}, "ASYNCDIST_DUMP_SIGNAL=KILL cannot be caught"),
+        ({"dump_signal": "USR1"}, "DUMP_DIR"),
+    ],
 )
 def test_settings_that_do_not_fit(settings, words):
     with pytest.raises(UsageError, match=words):
