@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from asyncdist.errors import ProtocolError, QueueEmptyError, StoreConnectionError, StoreError, UsageError
 from asyncdist.store.messages import HELLO, VERSION, Encoder, FrameParser, decode_answer, message_limit
-from asyncdist.store.operations import BLOCKING, CHANGING, DOORS, STREAMS, Command, Kind, Op, Reason
+from asyncdist.store.operations import BLOCKING, CHANGING, STREAMS, Command, Kind, Op, Reason
 from asyncdist.store.pieces import FRAME_NBYTES, LONG_NBYTES, Arriving, Parcel, request_piece, weight
 
 IDENTITY_NBYTES = 16
@@ -115,7 +115,7 @@ class Conversation:
             if self._num_changed >= _TELL_AFTER and self._talking and type(message) is bytes:
                 self._num_changed = 0
                 message = self._encoder.pack((0, Op.RECEIVED, next(iter(self._changes)))) + message
-        elif op in DOORS:
+        elif op is Op.OPEN_DOOR:
             self._tied = True  # what is behind a door goes with the connection
         if not self._talking:
             self._held.add(request)

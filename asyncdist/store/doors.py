@@ -2,7 +2,7 @@
 
 Clients of torch's TCPStore know a host and a port, and no namespaces: what two jobs, or two starts of one, write there
 would mix. So whoever starts them has a door opened for them, and all it gives them is its port. The door, and what was
-stored behind it, goes when its opener closes it or is gone.
+stored behind it, goes when its opener is gone.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from asyncdist.errors import AddressError
 from asyncdist.store.connection import Connection
-from asyncdist.store.operations import Kind, Op, Reason, Reply
+from asyncdist.store.operations import Kind, Reason, Reply
 
 if TYPE_CHECKING:
     from asyncdist.store.server import StoreServer
@@ -27,9 +27,9 @@ class Doors:
         self._open: dict[int, tuple[Connection, StoreServer]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def execute(self, client: Connection, request: int, op: Op, args: tuple[Any, ...]) -> None:
-        """Open or close a door; the reply follows when that is done."""
-        self._begin(self._open_for(client, request) if op is Op.OPEN_DOOR else self._close_for(client, request, *args))
+    def open(self, client: Connection, request: int) -> None:
+        """Open a door; the reply follows when that is done."""
+        self._begin(self._open_for(client, request))
 
     def leave(self, client: Connection) -> None:
         """A client is gone: close its doors."""
@@ -62,13 +62,6 @@ class Doors:
             server.deliver([Reply(client, request, Kind.RESULT, behind.port)], None)
         else:
             await self._shut(behind.port)
-
-    async def _close_for(self, client: Connection, request: int, port: int) -> None:
-        owner, _ = self._open.get(port, (None, None))
-        if owner is client:
-            await self._shut(port)
-        if self._server.serves(client):
-            self._server.deliver([Reply(client, request, Kind.RESULT, owner is client)], None)
 
     async def _shut(self, port: int) -> None:
         _, behind = self._open.pop(port, (None, None))

@@ -44,8 +44,6 @@ class Op(IntEnum):
     """Give up all earlier requests. Has no reply; a file store's log says so of a process that died."""
     OPEN_DOOR = 22
     """Open a port behind which there is an empty store, as long as the client is connected. Servers only."""
-    CLOSE_DOOR = 23
-    """Close a door that this client opened, and forget what is behind it. Servers only."""
     RESUME = 24
     """Say who this client is, on a new connection, and for how many milliseconds it is waited for. Servers only."""
     RECEIVED = 25
@@ -87,7 +85,6 @@ ARGUMENTS: dict[Op, tuple[str, ...]] = {
     Op.CONFIRM: (NUMBER,),
     Op.LEAVE: (),
     Op.OPEN_DOOR: (),
-    Op.CLOSE_DOOR: (NUMBER,),
     Op.RESUME: (VALUE, NUMBER),
     Op.RECEIVED: (NUMBER,),
     Op.SET_EPHEMERAL: (KEY, VALUE),
@@ -117,8 +114,7 @@ CHANGING = frozenset(
 )  # fmt: skip
 """Operations that are done once for all: asked again after a connection broke, they are answered as the first time."""
 
-DOORS = frozenset((Op.OPEN_DOOR, Op.CLOSE_DOOR))
-SERVERS = DOORS | {Op.RESUME, Op.RECEIVED, Op.STATUS, Op.PIECE}
+SERVERS = frozenset((Op.OPEN_DOOR, Op.RESUME, Op.RECEIVED, Op.STATUS, Op.PIECE))
 """Operations that are no matter of the state machine, but of the server around it."""
 
 
@@ -333,10 +329,6 @@ def status() -> Command[dict[str, Any]]:
 
 def open_door() -> Command[int]:
     return Command(Op.OPEN_DOOR)
-
-
-def close_door(port: int) -> Command[None]:
-    return Command(Op.CLOSE_DOOR, (_number(port),))
 
 
 def watch(key: str) -> Command[bytes | None]:

@@ -19,7 +19,7 @@ from asyncdist.store.connection import BACKLOG_NBYTES, Connection
 from asyncdist.store.entries import Refused
 from asyncdist.store.members import Member
 from asyncdist.store.messages import TOGETHER_NBYTES, FrameParser, decode_request, framed, messages_in
-from asyncdist.store.operations import CHANGING, DOORS, SERVERS, Kind, Op, Reply
+from asyncdist.store.operations import CHANGING, SERVERS, Kind, Op, Reply
 from asyncdist.store.pieces import FRAME_NBYTES, LONG_NBYTES, Arriving, Parcel, answer_piece
 from asyncdist.store.status import status
 
@@ -144,8 +144,8 @@ class Session(Connection):
         elif op is Op.LEAVE:
             server.deliver(server.state.leave(self), self)
             server.part(self)
-        elif op in DOORS:
-            server.doors.execute(self, request, op, args)
+        elif op is Op.OPEN_DOOR:
+            server.doors.open(self, request)
         else:
             raise ProtocolError("a piece of a message that has no other")
 
