@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 import torch
 
 from asyncdist.errors import MismatchError
 from asyncdist.ops import premul_sum
-from asyncdist.testing.cluster import run_ranks
+from asyncdist.reduce import Arithmetic
+from asyncdist.testing.cluster import run_ranks, world_of
 from asyncdist_transports.shm.small import MOST_NBYTES
+from asyncdist_transports.shm.transport import ShmTransport
 from asyncdist_transports.shm.window import SLOTS
 
 CALLS = 2 * SLOTS + 3
@@ -187,3 +191,17 @@ def test_two_who_wait_for_each_other_in_different_calls_find_that_out():
         return type(work.exception())
 
     assert run_ranks(2, program, transport="shm") == [MismatchError] * 2
+
+
+@pytest.mark.parametrize("count", [1, 5000, 16 << 10])
+@pytest.mark.parametrize("crowded", [True, False])
+async def test_where_members_share_cores_the_first_adds_and_the_others_copy(crowded, count, monkeypatch):
+    added, add = [], Arithmetic.reduce
+    monkeypatch.setattr(Arithmetic, "reduce", lambda how, *areas: added.append(how) or add(how, *areas))
+    monkeypatch.setattr(ShmTransport, "_crowded", crowded)
+    async with world_of(3, transport="shm") as groups:
+        for turn in range(CALLS):
+            tensors = [numbers(count, group.rank() + turn) for group in groups]
+            await asyncio.gather(*(group.all_reduce(tensor) for group, tensor in zip(groups, tensors, strict=True)))
+            assert all(torch.equal(tensor, sum(numbers(count, rank + turn) for rank in range(3))) for tensor in tensors)
+    assert len(added) == CALLS * (1 if crowded else 3)

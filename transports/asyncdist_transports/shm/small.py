@@ -17,7 +17,7 @@ from asyncdist.ops import Collective
 from asyncdist_transports.shm.pieces import head_nbytes
 from asyncdist_transports.shm.rounds import POSTED, STAGED
 from asyncdist_transports.shm.swap import Moves, Swap, Unlike
-from asyncdist_transports.shm.window import DONE, LINE, PLACE, SLOTS, Window
+from asyncdist_transports.shm.window import DONE, LINE, PLACE, RESULT, SLOTS, Window
 
 MOST_NBYTES = 256 << 10
 """What a member stages at most, but in an all-reduce; more goes in rounds, or is taken from where it lies open.
@@ -26,6 +26,7 @@ Up to here staging costs less than a second meeting, also where data lies open. 
 takes 15 µs, and took 35 in place; of 256 KiB 29 µs, and 48.
 """
 
+_LINE_NBYTES = 8 * LINE
 _ADDED_NBYTES = 256 << 10  # what one member may have to add up alone before the work is divided
 
 # Half of what `copy_` takes for less than a page. The interpreter is kept: to hand it over takes longer than the copy.
@@ -68,6 +69,15 @@ class _Small:
         self.rank, self.size, self.root = window.rank, window.size, kind.root
         self.nbytes = kind.nbytes
         self.others = window.others
+
+    @property
+    def behind(self) -> int:
+        """Where in an area, behind what is staged, a result is shown."""
+        return -(-self.nbytes // _LINE_NBYTES) * _LINE_NBYTES
+
+    @property
+    def shows_results(self) -> bool:
+        return self.size > 2 and self.window.crowded and self.behind + self.nbytes <= self.window.area_nbytes
 
     # -- areas ---------------------------------------------------------------------------------
 
@@ -125,7 +135,7 @@ class _Small:
 
 
 def _all_reduce(small: _Small) -> Swap:
-    """Everybody adds everything, in the order of the ranks."""
+    """Everybody adds everything, in the order of the ranks; where they share cores, who finds the sum copies it."""
     how, rank, nbytes = small.kind.arithmetic, small.rank, small.nbytes
     combine = how.of_two if small.size == 2 else None
 
@@ -136,6 +146,8 @@ def _all_reduce(small: _Small) -> Swap:
         def stage(tensor: torch.Tensor) -> None:
             _move(to, tensor.data_ptr(), nbytes)
 
+        if small.shows_results:
+            return Moves(stage, _found_or_reduced(small, number, areas))
         if combine is None:
             return Moves(stage, lambda tensor: how.reduce(areas, tensor))
         lower, higher = areas  # our own is still in the nearest cache, and need not be read from the area
@@ -144,6 +156,35 @@ def _all_reduce(small: _Small) -> Swap:
         return Moves(stage, lambda tensor: combine(lower, tensor, out=tensor))
 
     return small.among_all(moves)
+
+
+def _found_or_reduced(small: _Small, number: int, areas: Sequence[torch.Tensor]) -> Callable[[torch.Tensor], None]:
+    """Return what copies the sum of everybody's areas from a member who shows it, or else adds, and shows it.
+
+    Four ranks on two cores take 35 µs for 4 bytes, and 41 if all add; 43 for 16 KiB, and 77. Whoever adds, the order is
+    that of the ranks.
+    """
+    window, how, nbytes = small.window, small.kind.arithmetic, small.nbytes
+    behind, count, dtype = small.behind, small.kind.count, small.kind.dtype
+    window.reserve(number, 0, behind + nbytes)
+    shown = [window.only(number, each, behind, count, dtype).view(small.kind.shape) for each in range(small.size)]
+    ours, found = shown[small.rank], [(member, shown[member.rank].data_ptr()) for member in small.others]
+    words, light, slot = window.words, window.fence.light, number % SLOTS
+    at, our_address = slot * LINE + RESULT, ours.data_ptr()
+
+    def take(tensor: torch.Tensor) -> None:
+        now = window.last[slot]
+        for member, address in found:
+            if member.words[at] == now:
+                light()  # the word before what it tells of
+                _move(tensor.data_ptr(), address, nbytes)
+                return
+        how.reduce(areas, ours)
+        light()  # the sum before the word that tells of it
+        words[at] = now
+        _move(tensor.data_ptr(), our_address, nbytes)
+
+    return take
 
 
 def _reduce(small: _Small) -> Swap:

@@ -190,10 +190,13 @@ class ShmTransport(Transport):
         self._neighbours[peer] = self._living[peer] = self._by_descriptor[sock.fileno()] = neighbour
 
     def spin(self, here: int) -> tuple[float, bool]:
-        spin = self.host.config.spin_us * 1e-6
-        if self._same_process:  # who spins keeps the interpreter from its peer
-            return 0.0, True
-        return spin, len(self._cores) > len(set().union(*self._cores.values()))
+        # Who spins keeps the interpreter from a peer in the same process.
+        return 0.0 if self._same_process else self.host.config.spin_us * 1e-6, self._crowded
+
+    @property
+    def _crowded(self) -> bool:
+        """Whether ranks outnumber what they run on: what one does, others wait for."""
+        return self._same_process or len(self._cores) > len(set().union(*self._cores.values()))
 
     def spread(self) -> None:
         if not self._same_process:  # of whose ranks only one has the interpreter
@@ -210,7 +213,7 @@ class ShmTransport(Transport):
 
         window = Window(
             number, members.index(self.host.rank), members, sharers, self._arena, self._fence, config.shm_area_nbytes,
-            difference,
+            difference, crowded=self._crowded,
         )  # fmt: skip
         try:
             show = functools.partial(self._show, window, self._board.claim())

@@ -30,6 +30,7 @@ LEFT = 3  # in the first line only: 1 when this member will not look at any slot
 STREAM = 4  # ``n << 24 | first << 8 | room``: round r of this member lies in piece (first + r) % room of its stream
 TAKEN = 5  # ``n << 24 |`` of how many rounds this member has taken the others' pieces
 WITHDRAWN = 6  # in the first line only: 1 when this member has given up a collective for which its data lay open
+RESULT = 7  # ``n`` when this member shows the result of the n-th collective behind what it has staged: see `small`
 LINE = 8
 SHIFT = 24
 DONE = (1 << SHIFT) - 1
@@ -78,12 +79,16 @@ class Window:
         fence: Fence,
         area_nbytes: int,
         difference: Callable[[int, int, int], Exception],
+        *,
+        crowded: bool = False,
     ) -> None:
         self.number, self.rank, self.size = number, rank, len(sharers)
         self.world_ranks = tuple(world_ranks)
         self.area_nbytes = -(-area_nbytes // PAGE_NBYTES) * PAGE_NBYTES
         self.arena, self.fence = arena, fence
         self._difference = difference
+        self.crowded = crowded
+        """Whether members share cores: what one has worked out, others had better not."""
         self.others = [Member(peer, sharer) for peer, sharer in enumerate(sharers) if sharer is not None]
         self.by_rank: dict[int, Member] = {member.rank: member for member in self.others}
         self.newcomers = list(self.others)
