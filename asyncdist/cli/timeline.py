@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncdist.bench.plot import require as require
+from asyncdist.observe.story import Call, Record, name_of
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from asyncdist.observe.story import Call, Record
+Worlds = Sequence[Sequence[Record]]
 
 # Okabe and Ito's colours, which the colour-blind can tell apart; what is commonest in training comes first.
 _COLOURS = {
@@ -30,22 +32,38 @@ _STUCK = "#d55e00"
 _BAR = 0.7  # of a rank's row
 
 
-def draw(records: Sequence[Record], path: Path, seconds: float = 0.0) -> None:
+def draw(worlds: Worlds, path: Path, seconds: float = 0.0) -> None:
     """Draw a row a rank into a file whose name ends in png, svg or pdf; only the last ``seconds``, if they are not 0."""
-    figure_of(records, seconds).savefig(path, dpi=150)
+    figure_of(worlds, seconds).savefig(path, dpi=150)
 
 
-def figure_of(records: Sequence[Record], seconds: float = 0.0) -> Figure:
-    """Return the picture. What was not over when its rank wrote is red, and reaches as far as that."""
+def figure_of(worlds: Worlds, seconds: float = 0.0) -> Figure:
+    """Return the picture, a panel a world. What was not over when its rank wrote is red, and reaches as far as that."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    end = max(record.written for record in records)
-    begin = max(end - seconds if seconds else 0.0, min((call.issued for _, call in _all(records)), default=end))
-    figure = Figure(figsize=(12, 1.6 + 0.45 * len(records)), layout="constrained")
+    sizes = [len(records) for records in worlds]
+    end = max(record.written for records in worlds for record in records)
+    first = min((call.issued for records in worlds for _, call in _all(records)), default=end)
+    begin = max(end - seconds if seconds else 0.0, first)
+    figure = Figure(figsize=(12, 0.7 + 0.9 * len(worlds) + 0.45 * sum(sizes)), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots()
+    panels = figure.subplots(len(worlds), sharex=True, height_ratios=sizes, squeeze=False)[:, 0]
+    shown: dict[str, str] = {}
+    for axes, records in zip(panels, worlds, strict=True):
+        shown |= _draw_world(axes, records, begin, end)
+        title = "Operations of each rank, from its call until it was over there"
+        axes.set_title(f"{name_of(records)}: {title}" if len(worlds) > 1 else title, loc="left", weight="bold")
+    axes.set_xlim(0, max(end - begin, 1e-6))
+    axes.set_xlabel("seconds")
+    handles = [Patch(color=colour, label=name) for name, colour in sorted(shown.items())]
+    panels[0].legend(handles=handles, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+    return figure
+
+
+def _draw_world(axes: Axes, records: Sequence[Record], begin: float, end: float) -> dict[str, str]:
+    """Draw the operations of one world between two moments; return the colour of each kind that is seen."""
     shown: dict[str, str] = {}
     for row, record in enumerate(records):
         bars: dict[str, list[tuple[float, float]]] = {}
@@ -61,15 +79,10 @@ def figure_of(records: Sequence[Record], seconds: float = 0.0) -> Figure:
             axes.broken_barh(spans, (row - _BAR / 2, _BAR), facecolors=colour)
     axes.set_yticks(range(len(records)), [f"rank {record.rank}" for record in records])
     axes.invert_yaxis()
-    axes.set_xlim(0, max(end - begin, 1e-6))
-    axes.set_xlabel("seconds")
-    axes.set_title("Operations of each rank, from its call until it was over there", loc="left", weight="bold")
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="x", color="#e4e4e4")
     axes.set_axisbelow(True)
-    handles = [Patch(color=colour, label=name) for name, colour in sorted(shown.items())]
-    axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
-    return figure
+    return shown
 
 
 def _all(records: Sequence[Record]) -> Iterator[tuple[Record, Call]]:
@@ -84,25 +97,33 @@ def _look_of(call: Call) -> tuple[str, str]:
     return (kind, _COLOURS[kind]) if kind else ("others", _OTHER)
 
 
-def export(records: Sequence[Record], path: Path) -> None:
-    """Write the calls in Chrome's trace event format: a process a rank, a row a group, microseconds."""
-    events: list[dict[str, Any]] = [
-        {"ph": "M", "name": "process_name", "pid": record.rank, "args": {"name": f"rank {record.rank}, {record.host}"}}
-        for record in records
-    ]
-    first = min((call.issued for _, call in _all(records)), default=0.0)
-    for record, call in _all(records):
-        until = record.written if call.finished is None else call.finished
-        events.append(
-            {
-                "ph": "X",
-                "name": call.op,
-                "cat": call.group,
-                "pid": record.rank,
-                "tid": call.group,
-                "ts": (call.issued - first) * 1e6,
-                "dur": (until - call.issued) * 1e6,
-                "args": {"call": call.words, "number": call.number, "bytes": call.nbytes, "error": call.error},
-            }
-        )
+def export(worlds: Worlds, path: Path) -> None:
+    """Write the calls in Chrome's trace event format: a process a rank, a row a group, microseconds.
+
+    A process's number is its rank, and in further worlds its rank after all of those before.
+    """
+    events: list[dict[str, Any]] = []
+    first = min((call.issued for records in worlds for _, call in _all(records)), default=0.0)
+    offset = 0
+    for records in worlds:
+        world = f"{name_of(records)}, " if len(worlds) > 1 else ""
+        for record in records:
+            name = f"{world}rank {record.rank}, {record.host}"
+            events.append({"ph": "M", "name": "process_name", "pid": offset + record.rank, "args": {"name": name}})
+        events += [_event(offset + record.rank, record, call, first) for record, call in _all(records)]
+        offset += records[0].world_size
     path.write_text(json.dumps({"traceEvents": events}), encoding="utf-8")
+
+
+def _event(process: int, record: Record, call: Call, first: float) -> dict[str, Any]:
+    until = record.written if call.finished is None else call.finished
+    return {
+        "ph": "X",
+        "name": call.op,
+        "cat": call.group,
+        "pid": process,
+        "tid": call.group,
+        "ts": (call.issued - first) * 1e6,
+        "dur": (until - call.issued) * 1e6,
+        "args": {"call": call.words, "number": call.number, "bytes": call.nbytes, "error": call.error},
+    }

@@ -12,6 +12,7 @@ from asyncdist.cli.screen import screen
 from asyncdist.cli.values import NewFile, Seconds, written
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
     from asyncdist.observe.story import Call, Pace, Record, Standing
@@ -33,6 +34,7 @@ def trace(folder: Path, calls: int, plot: Path | None, seconds: float, perfetto:
     FOLDER is ASYNCDIST_DUMP_DIR if that is set, or else the current one. Ranks write them there when a group fails;
     with ASYNCDIST_DUMP_SIGNAL=USR2 also when they get that signal, which asks a job that seems to hang where it is.
     Gather the files of all hosts in one folder first. Who comes last, and how late, is by the hosts' wall clocks.
+    Of several worlds those are told of that wrote within half a minute of the one that wrote last.
 
     \b
     ASYNCDIST_DUMP_DIR=/tmp/dumps ASYNCDIST_DUMP_SIGNAL=USR2 torchrun --nproc-per-node=8 train.py
@@ -44,8 +46,31 @@ def trace(folder: Path, calls: int, plot: Path | None, seconds: float, perfetto:
 
     if plot is not None:
         timeline.require(plot)
-    records = story.read(folder)
+    found = story.read(folder)
+    worlds = story.recent(found)
     console = screen()
+    for records in worlds:
+        if len(worlds) > 1:
+            size = records[0].world_size
+            ranks = f"{size} rank{'s' * (size > 1)}"
+            console.print(f"{story.name_of(records)} of {ranks}", style="bold", markup=False)
+        _show(records, calls, console)
+    if older := sum(map(len, found[len(worlds) :])):
+        console.print(f"{older} file{'s' * (older > 1)} of older worlds in {folder} left out", markup=False)
+    if plot is not None:
+        with written(plot):
+            timeline.draw(worlds, plot, seconds)
+        console.print(f"drawn into {plot}", markup=False)
+    if perfetto is not None:
+        with written(perfetto):
+            timeline.export(worlds, perfetto)
+        console.print(f"written to {perfetto}: open it at https://ui.perfetto.dev", markup=False)
+
+
+def _show(records: Sequence[Record], calls: int, console: Console) -> None:
+    """Print what is to be said of one world."""
+    from asyncdist.observe import story
+
     for sentence in story.tell(records):
         console.print(sentence, markup=False)
     standings = story.standings(records)
@@ -55,14 +80,6 @@ def trace(folder: Path, calls: int, plot: Path | None, seconds: float, perfetto:
             console.print(_last_calls(standing, records, calls))
     if len(standings) > _GROUPS:
         console.print(f"and {len(standings) - _GROUPS} more groups, in which nothing is held up longer")
-    if plot is not None:
-        with written(plot):
-            timeline.draw(records, plot, seconds)
-        console.print(f"drawn into {plot}", markup=False)
-    if perfetto is not None:
-        with written(perfetto):
-            timeline.export(records, perfetto)
-        console.print(f"written to {perfetto}: open it at https://ui.perfetto.dev", markup=False)
 
 
 def _table(standing: Standing, records: Sequence[Record], paces: dict[int, Pace]) -> Table:

@@ -20,6 +20,7 @@ from asyncdist.errors import UsageError
 from asyncdist.observe.recorder import FILE_NAMES
 
 _ABOUT_NOW = 0.05  # seconds by which a call may be older than the dump and yet not count as waiting
+_AT_ONCE = 30.0  # seconds within which worlds have written that were asked, or failed, together
 
 
 # What is in a file, and of which types.
@@ -84,19 +85,34 @@ class Record:
         return max(self.counts.get(group, 0), *self.collectives(group), 0)
 
 
-def read(folder: Path) -> list[Record]:
-    """Return what the ranks of one world have written to a folder, by rank; of several worlds the one written last.
+def read(folder: Path) -> list[list[Record]]:
+    """Return what the ranks of each world have written to a folder, by rank; first the world that wrote last.
 
     UsageError where there is nothing, or something that is no flight recorder.
     """
-    records = [_record(path) for path in sorted(folder.glob(FILE_NAMES))]
-    if not records:
+    worlds: dict[str, list[Record]] = {}
+    for record in sorted(map(_record, folder.glob(FILE_NAMES)), key=lambda record: record.rank):
+        worlds.setdefault(record.world, []).append(record)
+    if not worlds:
         raise UsageError(
             f"{folder} holds no flight recorder: ranks write one there when a group fails (ASYNCDIST_DUMP_DIR), or on "
             "a signal (ASYNCDIST_DUMP_SIGNAL)"
         )
-    world = max(records, key=lambda record: record.written).world
-    return sorted((record for record in records if record.world == world), key=lambda record: record.rank)
+    return sorted(worlds.values(), key=_newest, reverse=True)
+
+
+def recent(worlds: Sequence[list[Record]]) -> list[list[Record]]:
+    """Return those of `read`'s worlds that wrote at about the time of the first; others may be of jobs long over."""
+    return [records for records in worlds if _newest(worlds[0]) - _newest(records) < _AT_ONCE]
+
+
+def _newest(records: Sequence[Record]) -> float:
+    return max(record.written for record in records)
+
+
+def name_of(records: Sequence[Record]) -> str:
+    """Return what a world is called among others: as in the names of its files."""
+    return f"world {records[0].world[:8]}"
 
 
 def _record(path: Path) -> Record:
@@ -250,7 +266,7 @@ def _durations(calls: Mapping[int, Call], numbers: Sequence[int]) -> list[float]
 
 
 def tell(records: Sequence[Record]) -> Iterator[str]:
-    """Say in sentences what holds which group up, and who is to blame as far as that can be seen."""
+    """Say in sentences what holds which group of a world up, and who is to blame as far as that can be seen."""
     silent = sorted(set(range(records[0].world_size)) - {record.rank for record in records})
     if silent:
         yield f"{_ranks(silent)} left no flight recorder: killed, on a host whose folder this is not, or not asked."

@@ -20,9 +20,13 @@ from asyncdist.testing.cluster import world_of
 @pytest.fixture
 def dumps(tmp_path):
     """A folder in which rank 1 did not call the second collective, and rank 0 waits for a message too."""
+    fail_in(tmp_path)
+    return tmp_path
 
+
+def fail_in(folder):
     async def fail():
-        async with world_of(2, config=Config(dump_dir=str(tmp_path))) as groups:
+        async with world_of(2, config=Config(dump_dir=str(folder))) as groups:
             await asyncio.gather(*[group.all_reduce(torch.ones(3)) for group in groups])
             pending = [groups[0].broadcast(torch.ones(2), 0), groups[0].all_reduce(torch.ones(5))]
             await pending[0]
@@ -31,7 +35,18 @@ def dumps(tmp_path):
                 await pending[1]
 
     asyncio.run(fail())
-    return tmp_path
+
+
+@pytest.fixture
+def worlds(dumps):
+    """The folder with a second world beside that one, of two ranks that have called nothing, and a third that is older."""
+    for path in list(dumps.iterdir()):
+        content = json.loads(path.read_text())
+        content["groups"]["world"]["last"], content["entries"] = 0, []
+        for world, age in (("idle" * 8, 1.0), ("old" * 8, 3600.0)):
+            content |= {"world": world, "time": content["time"] - age}
+            (dumps / f"asyncdist-{world[:8]}-rank{content['rank']}.json").write_text(json.dumps(content))
+    return dumps
 
 
 def trace(*arguments):
@@ -115,3 +130,31 @@ def test_the_folder_is_the_one_that_ranks_write_into_unless_named(dumps, monkeyp
     monkeypatch.delenv("ASYNCDIST_DUMP_DIR")
     monkeypatch.chdir(dumps)
     assert "rank 1 never called it" in trace().output
+
+
+def test_worlds_that_wrote_together_are_told_of_each_by_itself(worlds):
+    run = trace(worlds)
+    assert run.exit_code == 0, run.output
+    (stuck,) = {path.name.split("-")[1] for path in worlds.iterdir()} - {"idleidle", "oldoldol"}
+    lines = run.output.splitlines()
+    first, second = lines.index(f"world {stuck} of 2 ranks"), lines.index("world idleidle of 2 ranks")
+    assert lines[first + 1].startswith("group 'world', collective #2: broadcast(2 x float32, root 0) is not over.")
+    assert lines[second + 1].startswith("No collective is held up")
+    assert "2 files of older worlds in" in lines[-1]
+    assert "oldoldol" not in run.output
+
+
+def test_worlds_are_drawn_one_above_the_other(worlds):
+    panels = timeline.figure_of(story.recent(story.read(worlds))).axes
+    assert [panel.get_title(loc="left").partition(":")[0] for panel in panels][1:] == ["world idleidle"]
+    assert [len(panel.get_yticks()) for panel in panels] == [2, 2]
+
+
+def test_worlds_have_processes_of_their_own_in_the_file_for_a_viewer(worlds):
+    assert trace(worlds, "--perfetto", worlds / "events.json").exit_code == 0
+    events = json.loads((worlds / "events.json").read_text())["traceEvents"]
+    names = {event["pid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+    assert list(names) == [0, 1, 2, 3]
+    assert [name.split(", ")[1] for name in names.values()] == ["rank 0", "rank 1"] * 2
+    assert names[2].startswith("world idleidle, ")
+    assert {event["pid"] for event in events if event["ph"] == "X"} == {0, 1}

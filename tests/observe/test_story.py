@@ -64,7 +64,7 @@ class Ranks:
         for rank in writing or range(len(self.recorders)):
             assert self.recorders[rank].dump(str(self.folder), "because") is not None
         self._monkeypatch.undo()
-        return story.read(self.folder)
+        return story.read(self.folder)[0]
 
 
 @pytest.fixture
@@ -115,7 +115,7 @@ def test_who_has_gone_on_from_what_another_has_not_called(ranks):
     two.call(0, 3, 3)
     (standing,) = story.standings(two.records())
     assert (standing.number, standing.through, standing.behind) == (1, [0], {1: 0})
-    assert "rank 1 has called nothing in this group" in told(story.read(two.folder))
+    assert "rank 1 has called nothing in this group" in told(story.read(two.folder)[0])
 
 
 def test_different_calls(ranks):
@@ -221,16 +221,20 @@ def test_who_comes_last(ranks):
         two.call(0, number, number + (0.0 if late else 0.25), number + 0.5)
         two.call(1, number, number + (0.125 if late else 0.0), number + 0.5)
     (standing,) = story.standings(two.records())
-    paces = story.paces(story.read(two.folder), standing.group, standing.ranks)
+    paces = story.paces(story.read(two.folder)[0], standing.group, standing.ranks)
     assert (paces[0].last, paces[1].last) == (0.1, 0.9)
     assert (paces[0].lateness, paces[1].lateness) == pytest.approx((0.0, 0.125))
     assert paces[1].duration == pytest.approx(0.375)
 
 
-def test_of_several_worlds_the_one_that_wrote_last(ranks):
+def test_of_several_worlds_those_that_wrote_at_about_the_same_time(ranks):
     ranks(3, "old").records()
-    records = ranks(2, "new").records(at=5.0)
-    assert [(record.world, record.rank) for record in records] == [("new", 0), ("new", 1)]
+    ranks(1, "other").records(at=95.0)
+    two = ranks(2, "new")
+    two.records(at=100.0)
+    worlds = story.read(two.folder)
+    assert [story.name_of(records) for records in worlds] == ["world new", "world other", "world old"]
+    assert [[record.rank for record in records] for records in story.recent(worlds)] == [[0, 1], [0]]
 
 
 def test_a_later_dump_takes_the_place_of_the_one_before(ranks):

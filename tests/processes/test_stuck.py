@@ -29,7 +29,7 @@ def test_a_signal_asks_who_is_not_in_the_call(job, until, tmp_path, face):
         for told in ranks:
             os.kill(told.process.pid, signal.SIGUSR2)
         with contextlib.suppress(UsageError):  # nobody has written yet
-            records = story.read(tmp_path / "dumps")
+            (records,) = story.read(tmp_path / "dumps")
             standing = story.standings(records)[0]
             return len(records) == 3 and set(standing.waiting) == {0, 1} and set(standing.behind) == {2}
 
@@ -47,7 +47,7 @@ def test_a_killed_rank_is_the_one_that_left_nothing(job, all_do, tmp_path):
     ranks[1].process.kill()
     for told in (ranks[0], ranks[2]):
         assert told.hear().kind == "PeerLostError"
-    records = story.read(tmp_path / "dumps")
+    (records,) = story.read(tmp_path / "dumps")
     assert [record.rank for record in records] == [0, 2]
     assert "rank 1 left no flight recorder" in next(iter(story.tell(records)))
 
