@@ -29,6 +29,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from pydoc_data.topics import topics
+from tempfile import TemporaryFile
 from time import perf_counter
 from typing import Any
 
@@ -350,6 +351,11 @@ def check(options: argparse.Namespace) -> None:
         sys.exit(f"a width of {options.width} cannot be split over {options.heads} heads: change --width or --heads")
     if options.resume and not (options.out / "checkpoint" / ".metadata").exists():
         sys.exit(f"there is no checkpoint in {options.out}: run without --resume first, with the same --out")
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+        TemporaryFile(dir=options.out).close()  # tried now, not after the training
+    except OSError as cause:
+        arguments.error(f"--out {options.out} cannot be written ({cause.strerror})")
     if not hasattr(torch.cpu.Stream, "record_event"):
         sys.exit(f"FSDP2 does not run on CPUs with torch {torch.__version__}: install torch 2.7 or later")
 

@@ -23,11 +23,13 @@ import sys
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from tempfile import TemporaryFile
 from time import perf_counter
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from matplotlib.backend_bases import FigureCanvasBase
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -311,7 +313,6 @@ def draw(results: list[Result], title: str, path: Path) -> None:
     panels[-1, 0].set_xlabel("milliseconds since the first pass began")
     figure.legend(handles=[Patch(color=colour, label=kind) for kind, colour in colours.items()], loc="upper right")
     figure.suptitle(f"A median step of {title}", x=0.01, ha="left")
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
 
 
@@ -329,6 +330,13 @@ def check(options: argparse.Namespace) -> None:
         sys.exit(f"{least} micro-batches cannot share a batch of {options.batch}: pass a --batch that {least} divides")
     if least < ranks:
         sys.exit(f"1F1B needs as many micro-batches as ranks: pass --micro-batches {ranks} or more")
+    if options.out.suffix[1:].lower() not in FigureCanvasBase.get_supported_filetypes():
+        arguments.error(f"--out {options.out} cannot be drawn: let its name end in .png, .svg or .pdf")
+    try:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        TemporaryFile(dir=options.out.parent).close()  # tried now, not after the training
+    except OSError as cause:
+        arguments.error(f"--out {options.out} cannot be written ({cause.strerror})")
 
 
 def main() -> None:

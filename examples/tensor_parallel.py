@@ -21,11 +21,13 @@ import statistics
 import sys
 import warnings
 from pathlib import Path
+from tempfile import TemporaryFile
 from time import perf_counter
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from matplotlib.backend_bases import FigureCanvasBase
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -254,7 +256,6 @@ def draw(split: Training, whole: Training, title: str, path: Path) -> None:
     )
     for axes in (curves, gap):
         axes.spines[["top", "right"]].set_visible(False)
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
 
 
@@ -276,6 +277,13 @@ def start(backend: str) -> DeviceMesh:
 
 def main() -> None:
     options = arguments.parse_args()
+    if options.out.suffix[1:].lower() not in FigureCanvasBase.get_supported_filetypes():
+        arguments.error(f"--out {options.out} cannot be drawn: let its name end in .png, .svg or .pdf")
+    try:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        TemporaryFile(dir=options.out.parent).close()  # tried now, not after the training
+    except OSError as cause:
+        arguments.error(f"--out {options.out} cannot be written ({cause.strerror})")
     mesh, console = start(options.backend), Console()
     rank, ranks = dist.get_rank(), dist.get_world_size()
     split = Training(divide(Reader(options.seed), mesh["tensor"]), options)

@@ -18,10 +18,12 @@ import os
 import statistics
 import sys
 from pathlib import Path
+from tempfile import TemporaryFile
 from time import perf_counter
 
 import matplotlib as mpl
 import torch
+from matplotlib.backend_bases import FigureCanvasBase
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from sklearn.datasets import load_digits
@@ -45,6 +47,13 @@ if options.epochs < 1:
     arguments.error(f"--epochs {options.epochs}: one at least")
 if options.batch < int(os.environ.get("WORLD_SIZE", "1")):
     arguments.error(f"--batch {options.batch}: one sample at least for each rank")
+if options.out.suffix[1:].lower() not in FigureCanvasBase.get_supported_filetypes():
+    arguments.error(f"--out {options.out} cannot be drawn: let its name end in .png, .svg or .pdf")
+try:
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    TemporaryFile(dir=options.out.parent).close()  # tried now, not after the training
+except OSError as cause:
+    arguments.error(f"--out {options.out} cannot be written ({cause.strerror})")
 
 # -- the world --------------------------------------------------------------------------------------
 
@@ -232,7 +241,6 @@ chart.set_title(
 )
 for axes in (curve, chart):
     axes.spines[["top", "right"]].set_visible(False)
-options.out.parent.mkdir(parents=True, exist_ok=True)
 figure.savefig(options.out, dpi=150)
 print(f"wrote {options.out}")
 

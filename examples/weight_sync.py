@@ -28,6 +28,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import aiohttp
@@ -35,6 +36,7 @@ import matplotlib as mpl
 import numpy as np
 import torch
 from aiohttp import web
+from matplotlib.backend_bases import FigureCanvasBase
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -57,6 +59,13 @@ arguments.add_argument("--rate", type=float, default=150.0, help="requests a sec
 arguments.add_argument("--lr", type=float, default=0.005, help="low, so that there is something to see")
 arguments.add_argument("--out", type=Path, default=Path("out/weight_sync.png"), help="where the picture goes")
 options = arguments.parse_args()
+if options.out.suffix[1:].lower() not in FigureCanvasBase.get_supported_filetypes():
+    arguments.error(f"--out {options.out} cannot be drawn: let its name end in .png, .svg or .pdf")
+try:
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    TemporaryFile(dir=options.out.parent).close()  # tried now, not after the training
+except OSError as cause:
+    arguments.error(f"--out {options.out} cannot be written ({cause.strerror})")
 
 TRAINER, USERS = 0, 1
 BATCH = 32  # samples of a training step, and requests that a server answers together at most
@@ -419,7 +428,6 @@ for axes in (above, below):
     for begin, end in zip(posted, arrived, strict=True):
         axes.axvspan(begin - start, max(end, begin + 0.01) - start, color="#fdae6b", linewidth=0, alpha=0.6, zorder=0)
     axes.spines[["top", "right"]].set_visible(False)
-options.out.parent.mkdir(parents=True, exist_ok=True)
 figure.savefig(options.out, dpi=150)
 print(f"wrote {options.out}")
 

@@ -1,0 +1,51 @@
+"""Where the examples write: what cannot be is said before the ranks meet, and before anything is trained."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+PICTURES = ["train_digits.py", "weight_sync.py", "pipeline.py", "tensor_parallel.py"]
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture
+def refused(tmp_path, monkeypatch, capsys):
+    """Run an example as the first of two ranks, of which there is no second; return what it said when it ended."""
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "1")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+
+    def refused(program, out):
+        monkeypatch.setattr(sys, "argv", [program, "--out", out])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(EXAMPLES / program), run_name="__main__")
+        assert ended.value.code == 2
+        return capsys.readouterr().err
+
+    return refused
+
+
+@pytest.mark.parametrize("program", [*PICTURES, "fsdp2_gpt.py"])
+def test_a_folder_that_cannot_be_made(refused, tmp_path, program):
+    (tmp_path / "file").touch()
+    assert re.search(r"error: --out file/\S+ cannot be written \(\w", refused(program, "file/below/picture.png"))
+
+
+@pytest.mark.parametrize("program", PICTURES)
+@pytest.mark.parametrize("name", ["picture.nothing", "picture"])
+def test_a_name_that_no_picture_has(refused, tmp_path, program, name):
+    assert f"error: --out {name} cannot be drawn: let its name end in .png" in refused(program, name)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("program", ["train_digits.py", "fsdp2_gpt.py"])
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="there is no folder into which even root cannot write")
+def test_a_folder_into_which_nothing_can_be_written(refused, program):
+    out = "/proc/picture.png" if program in PICTURES else "/proc"
+    assert f"error: --out {out} cannot be written (" in refused(program, out)
