@@ -80,6 +80,8 @@ class UnsupportedError(UsageError):
 
 # -- a collective -----------------------------------------------------------------------------
 
+UNREACHED = "see ASYNCDIST_SOCKET_IFNAME there, routes and firewalls"
+
 
 class GroupError(AsyncdistError):
     """A collective failed.
@@ -117,6 +119,12 @@ class GroupError(AsyncdistError):
         seen.group, seen.rank, seen.op, seen.seq, seen.elapsed = group, rank, op, seq, elapsed
         seen.__cause__ = self.__cause__
         return seen
+
+    def explain(self, trouble: str) -> None:
+        """Add what keeps us from a rank that was waited for, if anything does: then that is what to look after."""
+        if trouble:
+            self.reason += f" ({trouble})"
+            self.advice = UNREACHED
 
     def __str__(self) -> str:
         where = ""

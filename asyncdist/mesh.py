@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import itertools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from time import monotonic
@@ -37,6 +38,7 @@ log = logging.getLogger("asyncdist")
 
 _MOST_ENDED = 1 << 16  # groups whose last messages may still be on their way
 LAST_WORDS = 1.0  # seconds for which who leaves may wait until its peers have been told of a failure
+_MOST_TROUBLES = 4  # that one sentence has room for
 _BENEFIT = 0.5  # seconds for which a peer that may just have left in order is given the benefit of the doubt
 
 
@@ -229,6 +231,10 @@ class Mesh:
             inbox = self._inboxes[peer] = Inbox(peer, self)
         return inbox
 
+    def trouble(self, peers: Iterable[int]) -> str:
+        said = (self._links[peer].trouble() for peer in peers if peer in self._links)
+        return ", ".join(itertools.islice(filter(None, said), _MOST_TROUBLES))
+
     def gone(self, peer: int) -> GroupError | None:
         return self._gone.get(peer)
 
@@ -275,7 +281,7 @@ class Mesh:
         if kind == GOODBYE:
             self._leaving[peer] = body.decode(errors="replace") or LEFT
         elif kind == ABORT:
-            error = unspell(body, peer, self.rank)
+            error = unspell(body, peer, self.rank, self.trouble)
             channel = self._channels.get(key[:8])
             if channel is not None:
                 self.fail(channel, error, told_by=peer)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgpack
 
@@ -37,8 +37,8 @@ def called(peer: int, operation: bytes, fingerprint: int) -> Outgoing:
     return Outgoing(peer, operation + bytes(4), 0, memoryview(fingerprint.to_bytes(8, "little")), None, CALLED)
 
 
-def unspell(body: bytes, peer: int, rank: int) -> GroupError:
-    """Return the failure that a notice of ``peer`` tells of, from ``rank``'s point of view."""
+def unspell(body: bytes, peer: int, rank: int, trouble: Callable[[Sequence[int]], str]) -> GroupError:
+    """Return the failure that a notice of ``peer`` tells of, from the view of ``rank``, which has ``trouble`` with some."""
     try:
         said = msgpack.unpackb(body)
         kind, reason, by = str(said["kind"]), str(said["reason"]), int(said["by"])
@@ -55,6 +55,7 @@ def unspell(body: bytes, peer: int, rank: int) -> GroupError:
         error = MismatchError(by, f"rank {by} found that {reason}" if "found that" not in reason else reason)
     elif kind == OperationTimeoutError.__name__:
         error = GroupAbortedError(f"rank {by} {reason}", peer=by)
+        error.explain(trouble([by]))
     else:
         error = GroupAbortedError(reason if reason.startswith("rank") else f"rank {by}: {reason}", peer=by)
     error.by = by

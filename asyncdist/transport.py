@@ -63,6 +63,10 @@ class Link(ABC):
     def open(self) -> None:
         """Begin to connect if we have not, so that a dead peer is noticed even by who only receives."""
 
+    def trouble(self) -> str:
+        """Say in words that the network, and not the peer, lets nothing through to it yet; empty if it does."""
+        return ""
+
     @abstractmethod
     def close(self) -> None:
         """Say goodbye if the peer still listens, and let go of every connection with it."""

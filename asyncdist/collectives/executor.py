@@ -37,6 +37,8 @@ class Peers(Protocol):
 
     def inbox(self, peer: int) -> Inbox: ...
 
+    def trouble(self, peers: Iterable[int]) -> str: ...
+
     def gone(self, peer: int) -> GroupError | None: ...
 
     def fail(self, channel: Channel, error: GroupError) -> None: ...
@@ -286,10 +288,9 @@ class Executor:
                 self._peers.ask(operation, senders(operation))
                 continue
             reason, peers = waiting_for(operation)
-            self._peers.fail(
-                operation.channel,
-                OperationTimeoutError(
-                    f"timed out after {operation.timeout:g} s, {reason}", peers=peers, timeout=operation.timeout
-                ),
+            error = OperationTimeoutError(
+                f"timed out after {operation.timeout:g} s, {reason}", peers=peers, timeout=operation.timeout
             )
+            error.explain(self._peers.trouble(peers))
+            self._peers.fail(operation.channel, error)
         self._due = min((operation.due for operation in self.operations.values()), default=math.inf)

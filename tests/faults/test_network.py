@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import pickle
+import re
 import resource
+import select
+import socket
 import time
 import tracemalloc
 
@@ -11,7 +16,7 @@ import pytest
 import torch
 
 from asyncdist.config import Config
-from asyncdist.errors import GroupAbortedError, PeerLostError
+from asyncdist.errors import GroupAbortedError, OperationTimeoutError, PeerLostError
 from asyncdist.testing.cluster import world_of
 from asyncdist.testing.faults import proxied_world
 from asyncdist.testing.ports import free_port
@@ -329,3 +334,56 @@ async def test_both_sides_say_which_address_of_theirs_cannot_be_reached():
         assert f"rank 0 was lost ({why}" in str(lost)
         assert (type(gave), gave.peer) == (PeerLostError, 1)
         assert f"rank 1 was lost (it found that rank 0 was lost ({why}" in str(gave)
+
+
+@pytest.fixture
+def unanswered():
+    """Return an address at which nobody answers what opens a connection: others wait to be accepted, and fill the room."""
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        where = listener.getsockname()
+        connected = True
+        while connected:
+            one = stack.enter_context(socket.socket())
+            one.setblocking(False)
+            one.connect_ex(where)
+            connected = bool(select.select([], [one], [], 0.2)[1])
+        yield where
+
+
+async def test_a_timeout_says_that_no_connection_was_ever_opened(unanswered):
+    async with world_of(2, transport="tcp") as groups:
+        groups[0].mesh.link(1)._where = unanswered
+        groups[0].set_timeout(0.5)
+        with pytest.raises(OperationTimeoutError) as late:
+            await groups[0].send(torch.ones(1), 1)
+        host, port = unanswered
+        assert re.search(
+            rf"rank 1 to take data \(rank 0 has no connection to rank 1 at {host}:{port} yet, tried for \d s\); "
+            r"see ASYNCDIST_SOCKET_IFNAME there, routes and firewalls$",
+            str(late.value),
+        )
+        assert str(pickle.loads(pickle.dumps(late.value))) == str(late.value)
+
+
+async def test_who_is_told_of_a_timeout_says_that_it_has_no_connection_to_who_waited(unanswered):
+    async with world_of(2, transport="tcp") as groups:
+        groups[0].mesh.link(1)._where = unanswered
+        groups[1].set_timeout(0.5)
+        told, late = await outcomes([groups[0].send(torch.ones(1), 1), groups[1].recv(torch.ones(1), 0)])
+        assert (type(late), late.peers) == (OperationTimeoutError, (0,))
+        assert "see whether those ranks issued the same call" in str(late)
+        assert isinstance(told, GroupAbortedError)
+        assert "rank 1 timed out after 0.5 s, waiting for data from rank 0 (rank 0 has no connection to rank 1" in str(
+            told
+        )
+        assert str(told).endswith("see ASYNCDIST_SOCKET_IFNAME there, routes and firewalls")
+
+
+async def test_a_rank_that_has_not_come_to_accept_us_is_no_trouble_of_the_network():
+    async with world_of(2, transport="tcp") as groups:
+        with socket.create_server(("127.0.0.1", 0)) as busy:
+            groups[0].mesh.link(1)._where = busy.getsockname()
+            groups[0].set_timeout(0.5)
+            with pytest.raises(OperationTimeoutError, match="to take data; see whether those ranks issued the same"):
+                await groups[0].send(torch.ones(1), 1)

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from time import monotonic
 from typing import cast
 
-from asyncdist.errors import ProtocolError
+from asyncdist.errors import UNREACHED, ProtocolError
 from asyncdist.handshake import NONCE_NBYTES, Pushed, accept, dial
 from asyncdist.tls import TlsSocket
 from asyncdist.transport import Host, Outgoing
@@ -104,12 +104,24 @@ class Outbound:
             raise
         return (self._reader.read() or moved) if ready else moved
 
-    def _unreached(self, reason: str) -> Ended:
+    @property
+    def trouble(self) -> str:
+        """What there is to say while nobody has answered our packets, be it with a refusal; else empty.
+
+        A peer that has not come to accept us is no trouble: its kernel answers.
+        """
+        if self.established or self.closed or select_writable(self._sock):
+            return ""
+        tried = monotonic() - self._since
+        return f"rank {self._host.rank} has no connection to rank {self.peer} at {self._there} yet, tried for {tried:.0f} s"
+
+    @property
+    def _there(self) -> str:
         host, port = self._where
-        return Ended(
-            f"cannot connect to it at {f'[{host}]' if ':' in host else host}:{port}: {reason}; see "
-            "ASYNCDIST_SOCKET_IFNAME there, routes and firewalls"
-        )
+        return f"{f'[{host}]' if ':' in host else host}:{port}"
+
+    def _unreached(self, reason: str) -> Ended:
+        return Ended(f"cannot connect to it at {self._there}: {reason}; {UNREACHED}")
 
     def _establish(self) -> bool:
         if self._failed:

@@ -192,6 +192,9 @@ class TcpLink(Link):
         if self._lanes[0] is None and not self._transport.hears(self.peer):
             self._open(0)
 
+    def trouble(self) -> str:
+        return next((lane.trouble for lane in self._lanes if lane is not None and lane.trouble), "")
+
     def _open(self, lane: int) -> Outbound:
         connection = self._lanes[lane] = self._transport.open(self.peer, lane, self._where)
         return connection
