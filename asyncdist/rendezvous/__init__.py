@@ -68,8 +68,9 @@ async def _meet_directly(stack: AsyncExitStack, method: Method, world: World) ->
     check_token(method.host, world.config, why)
     if method.rank != 0:
         return await follow(stack, world, by_address(world, method.host, method.port, token), where)
-    host = await to_listen_on(method.host, world.config, world.limit.deadline)
-    return await lead(stack, world, host, method.port, token=token, place=None, known_as=method.host)
+    host, guessed = await to_listen_on(method.host, world.config, world.limit.deadline)
+    note = f" (served at {host}; ASYNCDIST_SOCKET_IFNAME chooses another)" if guessed else ""
+    return await lead(stack, world, host, method.port, token=token, place=None, known_as=method.host, note=note)
 
 
 async def _own_host(master: str | None, config: Config, deadline: Deadline) -> str:

@@ -62,15 +62,23 @@ async def probe(host: str, port: int, timeout: float | None) -> None:
 
 async def reachable(host: str, config: Config, deadline: Deadline) -> list[str]:
     """Return the addresses under which ``host`` can be dialled from anywhere that its name is known."""
+    return _from_outside(host, await resolve(host, deadline), config)
+
+
+def _from_outside(host: str, resolved: list[str], config: Config) -> list[str]:
     if is_loopback(host):
-        return await resolve(host, deadline)
-    found = await resolve(host, deadline)
-    return list(dict.fromkeys(outward(config) if is_loopback(one) else one for one in found))
+        return resolved
+    return list(dict.fromkeys(outward(config) if is_loopback(one) else one for one in resolved))
 
 
-async def to_listen_on(host: str, config: Config, deadline: Deadline) -> str:
-    """Return the address of this host that ``host`` means; AddressError if it means another host."""
-    found = await reachable(host, config, deadline)
+async def to_listen_on(host: str, config: Config, deadline: Deadline) -> tuple[str, bool]:
+    """Return the address of this host that ``host`` means; AddressError if it means another host.
+
+    And whether it is a guess: the name says no more than "this host", and the user has chosen no interface of it. On
+    other hosts the same name may lead to another of its addresses.
+    """
+    resolved = await resolve(host, deadline)
+    found = _from_outside(host, resolved, config)
     ours = [one for one in found if is_local(one)]
     if not ours:
         means = "" if found == [host] else f" ({', '.join(found)})"
@@ -78,7 +86,7 @@ async def to_listen_on(host: str, config: Config, deadline: Deadline) -> str:
             f"rank 0 is to serve the store at {host}{means}, which is no address of this host: it has {_listed()}; "
             "start rank 0 on that host, or name this one"
         )
-    return ours[0]
+    return ours[0], ours[0] not in resolved and config.interface is None
 
 
 def outward(config: Config) -> str:

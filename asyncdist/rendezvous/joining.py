@@ -95,9 +95,19 @@ class NotYet(Exception):
 
 
 async def lead(
-    stack: AsyncExitStack, world: World, host: str, port: int, *, token: str | None, place: Place | None, known_as: str
+    stack: AsyncExitStack,
+    world: World,
+    host: str,
+    port: int,
+    *,
+    token: str | None,
+    place: Place | None,
+    known_as: str,
+    note: str = "",
 ) -> Meeting:
     """Serve the world's store at ``host:port`` and publish it in ``place``; None: all know it as ``known_as:port``.
+
+    ``note`` is what errors have to add to that.
 
     What is opened is left to the meeting, or on failure to ``stack``. Raises AddressError for a port in use, and
     RendezvousError where another rank 0 leads already.
@@ -111,7 +121,7 @@ async def lead(
     record = Record(host, server.port, passed_on, secrets.token_hex(8), world.world_size)
     if place is None:
         shown = known_as if known_as not in ("0.0.0.0", "::") else advertised(host, world.config)
-        place = OwnPlace(client, world.key, url_of(shown, server.port))
+        place = OwnPlace(client, world.key, url_of(shown, server.port) + note)
     meeting = world.meeting(record, client, token, place.where)
     meeting.server = server
     keys = meeting.keys

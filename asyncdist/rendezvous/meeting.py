@@ -64,8 +64,8 @@ class Meeting:
 
     Attributes: ``rank``, ``world_size``; ``world_id``, the same on every rank and never used twice; ``token`` (None in
     a world without one); ``listen_host``, the address to listen on and to tell the peers; ``server``, on rank 0;
-    ``where``, a ``tcp://`` URL if ranks meet at rank 0's store, else the name of the meeting place; ``store``, for
-    the use of the world's own members.
+    ``where`` in words, a ``tcp://`` URL if ranks meet at rank 0's store, else the name of the meeting place; ``store``,
+    for the use of the world's own members.
     """
 
     def __init__(

@@ -39,15 +39,22 @@ def soon():
 @pytest.mark.usefixtures("host")
 async def test_a_name_that_means_loopback_here_means_this_hosts_outward_address():
     assert await address.reachable("debian", Config(), soon()) == [OURS]
-    assert await address.to_listen_on("debian", Config(), soon()) == OURS
+    assert await address.to_listen_on("debian", Config(), soon()) == (OURS, True)
+
+
+@pytest.mark.usefixtures("host")
+async def test_an_address_that_the_name_or_the_user_has_chosen_is_no_guess():
+    assert await address.to_listen_on("debian", Config(interface="eth0"), soon()) == (OURS, False)
+    assert await address.to_listen_on("dual", Config(), soon()) == (OURS, False)
+    assert await address.to_listen_on(OURS, Config(), soon()) == (OURS, False)
 
 
 @pytest.mark.usefixtures("host")
 async def test_loopback_by_spelling_stays_loopback():
     for spelling in ("localhost", "127.0.0.1"):
-        assert await address.to_listen_on(spelling, Config(), soon()) == "127.0.0.1"
+        assert await address.to_listen_on(spelling, Config(), soon()) == ("127.0.0.1", False)
     assert address.advertised("127.0.0.1", Config()) == "127.0.0.1"
-    assert await address.to_listen_on("127.3.2.1", Config(), soon()) == "127.3.2.1"
+    assert await address.to_listen_on("127.3.2.1", Config(), soon()) == ("127.3.2.1", False)
 
 
 @pytest.mark.usefixtures("host")
@@ -132,3 +139,18 @@ async def test_a_look_up_that_the_deadline_cuts_short_tells_nothing_of_the_name(
         await meet_as(launch=where, config=Config(token="secret"), timeout=0.5)
     with pytest.raises(LookUpTimeoutError, match="nobody said in time where host 'debian' is"):
         await address.resolve("debian", Deadline.after(0.01))
+
+
+@pytest.mark.parametrize("interface", [None, "=lo"])
+async def test_rank_0_says_at_which_address_it_serves_where_that_is_a_guess(meet_as, monkeypatch, interface):
+    async def look_up(_):
+        return ["127.0.1.1"]
+
+    monkeypatch.setattr(address, "_look_up", look_up)
+    monkeypatch.setattr(address, "outward", lambda config: "127.0.0.1")
+    launch = Launch(rank=0, world_size=2, master_addr="debian", master_port=free_port())
+    meeting = await meet_as(launch=launch, config=Config(token="secret", interface=interface))
+    with pytest.raises(RendezvousTimeoutError) as late:
+        await meeting.exchange(b"", timeout=0.1)
+    guess = " (served at 127.0.0.1; ASYNCDIST_SOCKET_IFNAME chooses another)" if interface is None else ""
+    assert f"had joined at tcp://debian:{launch.master_port}{guess}: joined 0, missing 1" in str(late.value)
