@@ -16,7 +16,7 @@ from asyncdist.deadline import Deadline
 from asyncdist.errands import apart
 from asyncdist.errors import AddressError, LookUpTimeoutError
 from asyncdist.interfaces import address_towards, interface_addresses, is_local
-from asyncdist.store.dialling import Persistence, unknown
+from asyncdist.store.dialling import Persistence, unknown, unresolved
 from asyncdist.topology import choose, is_address, is_loopback, named
 
 _OUTSIDE = ("198.51.100.1", "2001:db8::1")  # documentation addresses: only the route to them is looked up
@@ -33,17 +33,23 @@ async def resolve(host: str, deadline: Deadline) -> list[str]:
     if is_loopback(host):
         return ["127.0.0.1"] if is_local("127.0.0.1") else ["::1"]
     persistence = Persistence(host, 0, deadline.remaining())
+    answer: socket.gaierror | None = None
     while True:
         try:
             async with asyncio.timeout(deadline.remaining_or_none()) as limit:
                 return sorted(await _look_up(host), key=lambda one: ":" in one)
         except (OSError, UnicodeError) as error:
             if limit.expired():
-                raise LookUpTimeoutError(
-                    f"nobody said in time where host {host!r} is; see whether its name server answers, or give an address"
-                ) from None
-            pause = persistence.pause_after(unknown(error))
+                raise (unresolved(host, answer) if answer else _unanswered(host)) from None
+            answer = unknown(error)
+            pause = persistence.pause_after(answer)
         await asyncio.sleep(pause)
+
+
+def _unanswered(host: str) -> LookUpTimeoutError:
+    return LookUpTimeoutError(
+        f"nobody said in time where host {host!r} is; see whether its name server answers, or give an address"
+    )
 
 
 async def _look_up(name: str) -> list[str]:
