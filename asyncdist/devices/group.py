@@ -261,7 +261,7 @@ class DeviceGroup(Calls):
         """Fail everything on every rank: nobody knows what the device has done of it."""
         if self.error is None:
             if isinstance(cause, GroupError):
-                self.error = cause
+                self.error = cause.with_traceback(None)  # its frames may be those of calls with tensors
             else:
                 ours = self.ranks[self._rank]
                 self.error = GroupAbortedError(f"rank {ours} failed: {cause}", peer=ours)

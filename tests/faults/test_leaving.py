@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 
 import pytest
 import torch
@@ -52,3 +54,21 @@ async def test_who_leaves_after_a_failure_waits_for_peers_that_do_not_answer_onl
         leaver.mesh.told = lambda: Until(lambda: False)
         async with asyncio.timeout(5.0):
             await leaver.world.close()
+
+
+async def test_the_failure_by_a_rank_that_has_left_keeps_nothing_of_who_calls_later(transport):
+    """It is kept as long as the world, to be told to all who call."""
+    async with world_of(2, transport=transport) as (stayer, leaver):
+        waiting = stayer.recv(torch.zeros(1), None)
+        await leaver.world.close()
+        with pytest.raises(PeerLostError):
+            await waiting
+
+        def call_with(tensor):
+            late = stayer.world.new_group([0, 1], "late").recv(torch.zeros(1), None)
+            assert late.exception() is not None
+            return weakref.ref(tensor)
+
+        seen = call_with(torch.zeros(1))
+        gc.collect()
+        assert seen() is None

@@ -90,9 +90,8 @@ class CudaIpcCourier(Courier):
         self._seen: set[int] = set()  # ranks whose memory is theirs, as far as we map it
         self._rooms: list[int] = []  # places of what is shown by a copy that are free
         self._further = itertools.count(1)
-        self._answered: dict[
-            tuple[int, int], Event
-        ] = {}  # by peer and its message: for all we know, not waited for yet
+        # By peer and its message: for all we know, not waited for yet.
+        self._answered: dict[tuple[int, int], Event] = {}
         self._heard: dict[int, list[int]] = defaultdict(list)  # by peer: our messages whose answers it is to be told of
 
     def send(self, data: torch.Tensor, talk: Talk, before: Mark) -> Conversation[Mark]:
@@ -108,9 +107,8 @@ class CudaIpcCourier(Courier):
             talk.say(self.name, offer + b"".join(map(_HEARD.pack, heard[:_MOST_HEARD])))
             del heard[:_MOST_HEARD]
             answer = yield from talk.hear()
-            self._events.give(
-                talk.peer, ours
-            )  # not after a refusal: then nobody has waited for what it was recorded for
+            # Not after a refusal: then nobody has waited for what it was recorded for.
+            self._events.give(talk.peer, ours)
             self._events.of(talk.peer, answer.content).wait()
             heard.append(talk.number)
             return streams.mark()
