@@ -226,7 +226,9 @@ async def test_one_who_asks_and_does_not_read_is_made_to_wait(server, store, eve
     peer.writer.transport.resume_reading()
     arriving, parser, answered = Arriving(1 << 30), FrameParser(FRAME_NBYTES), []
     while len(answered) < 200:
-        for got in parser.feed(await peer.reader.read(1 << 20)):
+        data = await peer.reader.read(1 << 20)
+        assert data, "the server has hung up"
+        for got in parser.feed(data):
             for message in arriving.messages_in(got):
                 match message:
                     case [_, Kind.PIECE, [number, piece]]:
