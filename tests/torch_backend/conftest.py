@@ -35,6 +35,20 @@ CLOSE = 2e-5
 """By which part of themselves results may differ where sums are made in another order."""
 
 
+@pytest.fixture
+def shut_down():
+    """End agents of program_at_daemon.py in order."""
+
+    def end(*agents):
+        for agent in agents:
+            agent.say("shut down")
+            assert agent.hear() is True
+            assert agent.wait() == 0
+            agent.close()
+
+    return end
+
+
 @pytest.fixture(scope="session")
 def nursery():
     with Nursery(PRELOAD) as nursery:

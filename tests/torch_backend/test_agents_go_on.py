@@ -40,15 +40,7 @@ def place(request, tmp_path):
         yield Place(stack, request.param, str(tmp_path))
 
 
-def shut_down(*agents):
-    for agent in agents:
-        agent.say("shut down")
-        assert agent.hear() is True
-        assert agent.wait() == 0
-        agent.close()
-
-
-def test_the_agent_whose_door_was_lost_opens_another_in_the_next_round(place, nursery):
+def test_the_agent_whose_door_was_lost_opens_another_in_the_next_round(place, nursery, shut_down):
     agent = nursery.start(PROGRAM, "agent", place.endpoint, "job", 1)
     assert agent.hear() == [b"there"]
     place.breaks()
@@ -57,7 +49,7 @@ def test_the_agent_whose_door_was_lost_opens_another_in_the_next_round(place, nu
     shut_down(agent)
 
 
-def test_an_agent_that_waits_is_there_for_the_next(place, nursery, until):
+def test_an_agent_that_waits_is_there_for_the_next(place, nursery, until, shut_down):
     """Over a subscription that has ended it could not be found, and the next agent began the job anew."""
     with place.daemon.client() as store:
         first = nursery.start(PROGRAM, "agent", place.endpoint, "job", 2)

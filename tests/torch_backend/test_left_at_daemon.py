@@ -60,15 +60,7 @@ def start_agents(nursery, daemon, run_id, lease="30"):
     return agents
 
 
-def shut_down(*agents):
-    for agent in agents:
-        agent.say("shut down")
-        assert agent.hear() is True
-        assert agent.wait() == 0
-        agent.close()
-
-
-def test_an_agents_keys_go_with_the_last_of_its_job(daemon, nursery, until):
+def test_an_agents_keys_go_with_the_last_of_its_job(daemon, nursery, until, shut_down):
     with TCPStore("127.0.0.1", daemon.port) as store:
         first = start_agents(nursery, daemon, "a")
         other = start_agents(nursery, daemon, "a/b")
@@ -81,7 +73,7 @@ def test_an_agents_keys_go_with_the_last_of_its_job(daemon, nursery, until):
         until(lambda: store.num_keys() == 0)
 
 
-def test_a_job_that_was_killed_is_run_again_and_its_keys_go_with_that(daemon, nursery, until):
+def test_a_job_that_was_killed_is_run_again_and_its_keys_go_with_that(daemon, nursery, until, shut_down):
     with TCPStore("127.0.0.1", daemon.port) as store:
         killed = start_agents(nursery, daemon, "job", lease="0.3")
         for agent in killed:
