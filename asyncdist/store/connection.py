@@ -134,8 +134,6 @@ class Connection(asyncio.Protocol, ABC):
             durability.hold(self, data)
             self._held_nbytes += len(data)
             self._paused = self._clogged
-        if self._paused:
-            self._drop_if_deaf()
 
     def release(self, data: Any) -> None:
         """Send what was held until what it tells of is on disk; `settle` then, when all of that has been sent."""
@@ -167,9 +165,13 @@ class Connection(asyncio.Protocol, ABC):
         """How many bytes wait to be sent."""
         return self._held_nbytes + (0 if self._transport is None else self._transport.get_write_buffer_size())
 
-    def _drop_if_deaf(self) -> None:
+    def drop_if_deaf(self) -> None:
+        """End the connection of one who does not read, and for whom others have too much put here.
+
+        For what it asks itself it is made to wait.
+        """
         waiting = self._waiting_nbytes
-        if waiting > self._server.limit + BACKLOG_NBYTES:
+        if self._paused and waiting > self._server.limit + BACKLOG_NBYTES:
             logger.warning("store: %s does not read (%d bytes wait for it); it is disconnected", self.peer, waiting)
             self._server.num_refused += 1
             self.abort()

@@ -343,6 +343,7 @@ class StoreServer:
                 others.add(connection)
         for connection in others:
             connection.flush()
+            connection.drop_if_deaf()
 
     def encode(self, reply: Reply) -> bytes | Parcel:
         """Return the message of a reply."""

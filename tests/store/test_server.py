@@ -239,6 +239,16 @@ async def test_one_who_asks_and_does_not_read_is_made_to_wait(server, store, eve
     await peer.leave()
 
 
+async def test_one_who_asks_for_much_at_once_is_not_dropped(server, store, monkeypatch):
+    for module in ("connection", "session"):
+        monkeypatch.setattr(f"asyncdist.store.{module}.BACKLOG_NBYTES", 1 << 10)
+    for key in "abc":
+        await store.set(key, bytes(1 << 20))
+    values = await asyncio.gather(*(store.get(key, timeout=LONG) for key in "abc"))
+    assert [len(value) for value in values] == [1 << 20] * 3
+    assert server.num_refused == 0
+
+
 async def test_a_subscriber_that_does_not_read_is_dropped(server, store, connect, caplog, monkeypatch, eventually):
     monkeypatch.setattr("asyncdist.store.connection.BACKLOG_NBYTES", 1 << 20)
     deaf, fine = await connect(), await connect()
