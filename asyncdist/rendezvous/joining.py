@@ -81,14 +81,17 @@ class NotYet(Exception):
     """What was read leads nowhere, or there was nothing to read; another look may find more.
 
     ``refusal`` is the error to end with if it stays so for some seconds; ``slow`` says that nothing answered at all,
-    neither yes nor no, so that more patience may help.
+    neither yes nor no, so that more patience may help; ``cut_short``, that the deadline of all came first.
     """
 
-    def __init__(self, seen: str, refusal: AsyncdistError | None = None, *, slow: bool = False) -> None:
+    def __init__(
+        self, seen: str, refusal: AsyncdistError | None = None, *, slow: bool = False, cut_short: bool = False
+    ) -> None:
         super().__init__(seen)
         self.seen = seen
         self.refusal = refusal
         self.slow = slow
+        self.cut_short = cut_short
 
 
 # -- rank 0 ---------------------------------------------------------------------------------------
@@ -184,7 +187,7 @@ def by_address(world: World, host: str, port: int, token: str | None) -> Find:
         try:
             addresses = await reachable(host, world.config, world.limit.deadline)
         except LookUpTimeoutError as late:
-            raise NotYet(str(late)) from None
+            raise NotYet(str(late), cut_short=True) from None
         for address in addresses:
             try:
                 client = await world.connect(address, port, token, patience)
@@ -273,9 +276,11 @@ async def follow(stack: AsyncExitStack, world: World, find: Find, where: str) ->
         except StoreError as error:  # it went away under our hands
             not_yet = NotYet(_why(error))
         left = world.limit.deadline.remaining()
-        if left > 0 or not seen:  # a try that the deadline cut short tells nothing new
+        # The loop's clock may run ahead of the deadline's by some milliseconds: it may have cut what the deadline did not.
+        cut_short = not_yet.cut_short or left <= 0
+        if not cut_short or not seen:  # otherwise it tells nothing new
             seen = not_yet.seen
-        if not_yet.refusal is None and left > 0:
+        if not_yet.refusal is None and not cut_short:
             refusal, refused_until = None, Deadline.never()
         elif not_yet.refusal is not None:
             refused_until = Deadline.after(_REFUSAL_GRACE) if refusal is None else refused_until

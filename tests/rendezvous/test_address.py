@@ -141,6 +141,20 @@ async def test_a_look_up_that_the_deadline_cuts_short_tells_nothing_of_the_name(
         await address.resolve("debian", Deadline.after(0.01))
 
 
+async def test_a_loop_whose_clock_runs_ahead_cuts_a_look_up_short_as_well(meet_as, monkeypatch):
+    answers = [["127.0.0.1"]]
+
+    async def reachable(host, config, deadline):
+        if not answers:
+            raise LookUpTimeoutError("cut short")  # and the deadline has not come
+        return answers.pop()
+
+    monkeypatch.setattr("asyncdist.rendezvous.joining.reachable", reachable)
+    where = Launch(rank=1, world_size=2, master_addr="debian", master_port=free_port())
+    with pytest.raises(RendezvousTimeoutError, match=r"had not found rank 0 .*Connect(ion refused| call failed)"):
+        await meet_as(launch=where, config=Config(token="secret"), timeout=0.5)
+
+
 @pytest.mark.parametrize("interface", [None, "=lo"])
 async def test_rank_0_says_at_which_address_it_serves_where_that_is_a_guess(meet_as, monkeypatch, interface):
     async def look_up(_):
