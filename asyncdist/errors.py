@@ -37,6 +37,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from asyncdist.ops import is_message
+
 
 class AsyncdistError(RuntimeError):
     """Base of every error of this package."""
@@ -86,8 +88,8 @@ UNREACHED = "see ASYNCDIST_SOCKET_IFNAME there, routes and firewalls"
 class GroupError(AsyncdistError):
     """A collective failed.
 
-    Attributes: ``group`` (name), ``rank`` (ours, in the world), ``op`` and ``seq`` (which call; ``None`` when
-    no call was in flight), ``elapsed`` (seconds since it was issued).
+    Attributes: ``group`` (name), ``rank`` (ours, in the world), ``op`` and ``seq`` (which call, of a message its tag;
+    ``None`` when no call was in flight), ``elapsed`` (seconds since it was issued).
     """
 
     advice = ""
@@ -129,7 +131,8 @@ class GroupError(AsyncdistError):
     def __str__(self) -> str:
         where = ""
         if self.op is not None:
-            where = f"{self.op} #{self.seq} on group {self.group!r}, rank {self.rank}"
+            which = f"with tag {self.seq}" if is_message(self.op) else f"#{self.seq}"
+            where = f"{self.op} {which} on group {self.group!r}, rank {self.rank}"
             if self.elapsed is not None:
                 where += f", after {self.elapsed:.1f} s"
             where += ": "
@@ -181,7 +184,10 @@ class OperationTimeoutError(GroupError, TimeoutError):
 class MismatchError(GroupError, ValueError):
     """The ranks of one group issued different calls. ``peer`` is the rank that differs from ours."""
 
-    advice = "every rank must issue the same operations in the same order, with equal shapes, dtypes and arguments"
+    advice = (
+        "every rank must issue the same operations in the same order, and the ends of a message alike, with equal shapes, "
+        "dtypes and arguments"
+    )
 
     def __init__(self, peer: int, reason: str, **where: object) -> None:
         super().__init__(reason, **where)  # type: ignore[arg-type]

@@ -15,6 +15,10 @@ def describe(ours: Fingerprint, rank: int, theirs: Fingerprint, peer: int) -> st
     if differences == ["shape"]:
         return f"rank {rank} and rank {peer} called {call_in_words(ours)} on tensors of different shapes"
     one, other = call_in_words(ours), call_in_words(theirs)
+    if (
+        ours.collective == theirs.collective == Collective.send
+    ):  # both ends of a message have it, and who compares receives
+        one = call_in_words(ours, "recv")
     return f"rank {rank} called {one} while rank {peer} called {other} (different {', '.join(differences)})"
 
 
@@ -25,6 +29,8 @@ def call_in_words(call: Fingerprint, name: str = "") -> str:
     if call.dtype:
         dtype = str(DTYPES.get(call.dtype, f"dtype {call.dtype}")).removeprefix("torch.")
         details.append(f"{call.count} x {dtype}")
+    elif call.collective == Collective.send:
+        details.append("objects")
     if call.reduction:
         details.append(_member(ReduceOp, call.reduction))
     if call.root:

@@ -29,6 +29,11 @@ class Collective(IntEnum):
     all_gather_coalesced = 18
 
 
+def is_message(op: str) -> bool:
+    """Return whether an operation of that name is between two ranks; then its number is its tag, which many share."""
+    return op.startswith(("send", "recv"))
+
+
 class ReduceOp(Enum):
     """Element-wise reductions, by torch.distributed's names.
 

@@ -21,6 +21,7 @@ from torch.autograd import profiler
 from asyncdist.framing import Fingerprint
 from asyncdist.mismatch import call_in_words
 from asyncdist.observe import spans
+from asyncdist.ops import is_message
 
 log = logging.getLogger("asyncdist")
 
@@ -108,7 +109,7 @@ class Recorder:
         """Return what we believed a group's collective to be, from a message's key; 0 if it is long forgotten."""
         number = int.from_bytes(key[8:12], "little")
         for entry in reversed(list(self._entries)):  # other threads add to them
-            if entry.group == group and entry.seq & 0xFFFFFFFF == number and entry.op[:4] not in ("send", "recv"):
+            if entry.group == group and entry.seq & 0xFFFFFFFF == number and not is_message(entry.op):
                 return entry.fingerprint
         return 0
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from asyncdist.errors import UsageError
 from asyncdist.observe.recorder import FILE_NAMES
+from asyncdist.ops import is_message
 
 _ABOUT_NOW = 0.05  # seconds by which a call may be older than the dump and yet not count as waiting
 _AT_ONCE = 30.0  # seconds within which worlds have written that were asked, or failed, together
@@ -55,7 +56,7 @@ class Call:
 
     @property
     def is_message(self) -> bool:
-        return self.op.startswith(("send", "recv"))
+        return is_message(self.op)
 
 
 @dataclass(frozen=True)

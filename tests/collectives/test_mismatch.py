@@ -110,6 +110,30 @@ async def test_every_rank_learns_of_a_call_that_differs(transport, name):
             assert await outcomes([group.all_reduce(ones(1)) for group in groups]) == [3, 3, 3]
 
 
+MESSAGES = {
+    "count": (
+        lambda g: g.send(ones(3), 0, tag=7),
+        r"recv\(5 x float32\) .* rank 1 called send\(3 x float32\) \(different count",
+    ),
+    "dtype": (lambda g: g.send(ones(5, dtype=torch.int32), 0, tag=7), r"recv\(5 x float32\) .* send\(5 x int32\)"),
+    "objects": (lambda g: g.send_object_list([1], 0), r"recv\(5 x float32\) .* rank 1 called send\(objects\)"),
+}
+
+
+@pytest.mark.parametrize("sent", MESSAGES)
+@pytest.mark.parametrize("source", [1, None])
+async def test_who_receives_something_else_than_is_sent_is_told_so(transport, sent, source):
+    send, words = MESSAGES[sent]
+    tag = 0 if sent == "objects" else 7
+    async with world_of(2, transport=transport) as (receiver, sender):
+        received, _ = await outcomes([receiver.recv(ones(5), source, tag=tag), send(sender)])
+        with pytest.raises(
+            MismatchError, match=rf"recv with tag {tag} on group 'world', rank 0, .* rank 0 called {words}"
+        ):
+            raise received
+        assert "the ends of a message alike" in str(received)
+
+
 @pytest.mark.parametrize("call", ["broadcast", "scatter", "reduce", "gather"])
 async def test_two_roots(transport, call):
     """Who only sends is done before the other can object; the objection comes with the next call at the latest."""
