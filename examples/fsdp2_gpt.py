@@ -169,6 +169,7 @@ class Trainer:
         self.group = mesh.get_group()
         self.model = shard(model_of(options), mesh)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=options.lr, betas=(0.9, 0.98))
+        self.shape = {name: getattr(options, name) for name in ("width", "layers", "heads")}
         self.text, self.held_out = read_text()
         self.history = History()
 
@@ -207,7 +208,7 @@ class Trainer:
     def save(self, folder: Path) -> None:
         """Write beside the old checkpoint, and take its place when all have written: one of the two is whole."""
         model, optimizer = get_state_dict(self.model, self.optimizer)
-        state = {"model": model, "optimizer": optimizer, "history": vars(self.history)}
+        state = {"shape": self.shape, "model": model, "optimizer": optimizer, "history": vars(self.history)}
         beside = folder.with_suffix(".new")
         save(state, checkpoint_id=beside)  # returns when every rank is done
         if self.rank == 0:
@@ -216,6 +217,11 @@ class Trainer:
 
     def load(self, folder: Path) -> None:
         """Go on from a checkpoint, whatever the number of ranks that wrote it."""
+        saved = {"shape": dict(self.shape)}
+        load(saved, checkpoint_id=folder)
+        for name, value in saved["shape"].items():
+            if value != self.shape[name]:
+                sys.exit(f"--{name} {self.shape[name]}: the model in {folder} has {value}; pass that, or another --out")
         model, optimizer = get_state_dict(self.model, self.optimizer)
         state: dict[str, Any] = {"model": model, "optimizer": optimizer, "history": vars(History())}
         load(state, checkpoint_id=folder)  # into our parts; what is no tensor is replaced
@@ -294,7 +300,7 @@ def report(trainer: Trainer, seconds: list[float], alone: float, table: Table, c
     table.add_row("steps", f"{len(seconds)}, the last is number {len(history.losses)}")
     table.add_row("characters a second", f"{characters / step:,.0f}")
     table.add_row("a step, median", f"{1000 * step:.1f} ms")
-    table.add_row("the same without communication", f"{1000 * alone:.1f} ms: {1 - alone / step:.0%} less")
+    table.add_row("the same without communication", f"{1000 * alone:.1f} ms: {max(0.0, 1 - alone / step):.0%} less")
     table.add_row("loss on held-out text, before", f"{history.tests[-2][1]:.3f}")
     table.add_row("loss on held-out text, after", f"{history.tests[-1][1]:.3f}")
     console.print(table)
@@ -344,6 +350,9 @@ def start(backend: str) -> None:
 
 def check(options: argparse.Namespace) -> None:
     """Refuse what cannot work, and say what would."""
+    for name in ("steps", "batch", "context", "width", "layers", "heads"):
+        if getattr(options, name) < 1:
+            arguments.error(f"--{name} {getattr(options, name)}: one at least")
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if options.batch % ranks:
         sys.exit(f"{ranks} ranks cannot share a batch of {options.batch}: pass a --batch that {ranks} divides")

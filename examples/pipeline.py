@@ -234,8 +234,12 @@ class Result:
     def idle(self) -> float:
         """Return the share of the ranks' time, from the first pass to the last, in which none was computed."""
         spans = [span for timeline in self.timelines for span in timeline]
-        length = max(span.finished for span in spans) - min(span.started for span in spans)
-        return 1 - sum(span.finished - span.started for span in spans) / (length * len(self.timelines))
+        return 1 - sum(span.finished - span.started for span in spans) / (self.length() * len(self.timelines))
+
+    def length(self) -> float:
+        """Return the seconds from the first pass to the last."""
+        spans = [span for timeline in self.timelines for span in timeline]
+        return max(span.finished for span in spans) - min(span.started for span in spans)
 
 
 def together(name: str, run: Run, options: argparse.Namespace) -> Result | None:
@@ -299,13 +303,17 @@ def draw(results: list[Result], title: str, path: Path) -> None:
     height = 1.6 + len(results) * (0.9 + 0.55 * stages)
     figure, panels = plt.subplots(len(results), figsize=(11, height), sharex=True, layout="constrained", squeeze=False)
     colours = {"forward": "#6baed6", "backward": "#fd8d3c"}
+    wide_enough = 12 * max(
+        result.length() for result in results
+    )  # of a bar, in milliseconds, for a number of two digits
     for axes, result in zip(panels[:, 0], results, strict=True):
         begun = min(span.started for timeline in result.timelines for span in timeline)
         for rank, timeline in enumerate(result.timelines):
             for span in timeline:
                 left, width = 1000 * (span.started - begun), 1000 * (span.finished - span.started)
                 axes.barh(rank, width, left=left, height=0.8, color=colours[span.kind], edgecolor="white")
-                axes.text(left + width / 2, rank, str(span.micro_batch), ha="center", va="center", fontsize=8)
+                if width > wide_enough:
+                    axes.text(left + width / 2, rank, str(span.micro_batch), ha="center", va="center", fontsize=8)
         axes.set_yticks(range(stages), [f"rank {rank}" for rank in range(stages)])
         axes.invert_yaxis()
         axes.set_title(f"{result.name}: {result.idle():.0%} idle", loc="left", weight="bold")
@@ -321,6 +329,9 @@ def draw(results: list[Result], title: str, path: Path) -> None:
 
 def check(options: argparse.Namespace) -> None:
     """Refuse what cannot work, and say what would."""
+    for name in ("steps", "batch", "micro_batches", "width"):
+        if getattr(options, name) < 1:
+            arguments.error(f"--{name.replace('_', '-')} {getattr(options, name)}: one at least")
     ranks, least = int(os.environ.get("WORLD_SIZE", "1")), options.micro_batches
     if ranks < 2 or LAYERS % ranks:
         sys.exit(

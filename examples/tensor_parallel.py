@@ -277,6 +277,9 @@ def start(backend: str) -> DeviceMesh:
 
 def main() -> None:
     options = arguments.parse_args()
+    for name in ("steps", "batch"):
+        if getattr(options, name) < 1:
+            arguments.error(f"--{name} {getattr(options, name)}: one at least")
     if options.out.suffix[1:].lower() not in FigureCanvasBase.get_supported_filetypes():
         arguments.error(f"--out {options.out} cannot be drawn: let its name end in .png, .svg or .pdf")
     try:

@@ -59,6 +59,12 @@ arguments.add_argument("--rate", type=float, default=150.0, help="requests a sec
 arguments.add_argument("--lr", type=float, default=0.005, help="low, so that there is something to see")
 arguments.add_argument("--out", type=Path, default=Path("out/weight_sync.png"), help="where the picture goes")
 options = arguments.parse_args()
+if options.versions < 2:
+    arguments.error(f"--versions {options.versions}: two at least, to see that the answers get better")
+if options.steps < 1 or options.width < 1:
+    arguments.error("--steps and --width: one at least")
+if not options.rate > 0:
+    arguments.error(f"--rate {options.rate}: more than nothing")
 if options.out.suffix[1:].lower() not in FigureCanvasBase.get_supported_filetypes():
     arguments.error(f"--out {options.out} cannot be drawn: let its name end in .png, .svg or .pdf")
 try:
@@ -426,7 +432,7 @@ below.set_title(
 below.legend(frameon=False, loc="upper right", ncols=2)
 for axes in (above, below):
     for begin, end in zip(posted, arrived, strict=True):
-        axes.axvspan(begin - start, max(end, begin + 0.01) - start, color="#fdae6b", linewidth=0, alpha=0.6, zorder=0)
+        axes.axvspan(begin - start, end - start, color="#fdae6b", linewidth=1, alpha=0.6, zorder=0)
     axes.spines[["top", "right"]].set_visible(False)
 figure.savefig(options.out, dpi=150)
 print(f"wrote {options.out}")

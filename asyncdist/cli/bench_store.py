@@ -23,7 +23,9 @@ def _parts(ctx: click.Context, param: click.Parameter, value: str) -> tuple[str,
 @click.option("--seconds", default=0.4, show_default=True, type=Seconds(0.01), help="Of each turn.")
 @click.option("--crowd", default=8192, show_default=True, type=click.IntRange(4), help="Connections at a time.")
 @click.option("--in-flight", default=1000, show_default=True, type=click.IntRange(1), help="Calls of one client.")
-@click.option("--clients", default="1,8", show_default=True, callback=several.sizes, help="Numbers of torch's clients.")
+@click.option(
+    "--clients", default="1,8", show_default=True, callback=several.counts, help="Numbers of torch's clients."
+)
 @click.option("--only", "parts", default="", callback=_parts, help="Some of theirs, ours, crowd, memory, restart.")
 @click.option("--output", type=NewFolder(), help="Write store.json and store.md there.")
 def bench_store(

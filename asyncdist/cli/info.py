@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import click
+from click.core import ParameterSource
 
 from asyncdist.cli import several
 from asyncdist.collectives.choose import CANDIDATES
@@ -16,7 +17,8 @@ _SIZES = "4,1K,16K,64K,256K,1M,4M,25M,100M"
 )
 @click.option("--ranks", default=2, show_default=True, type=click.IntRange(1), help="Ranks to explain it for.")
 @click.option("--sizes", default=_SIZES, show_default=True, callback=several.sizes, help="Bytes to explain it for.")
-def info(collective: str | None, ranks: int, sizes: tuple[int, ...]) -> None:
+@click.pass_context
+def info(ctx: click.Context, collective: str | None, ranks: int, sizes: tuple[int, ...]) -> None:
     """Show versions, transports, ways between devices, addresses and settings; or explain the choice of schedules.
 
     \b
@@ -32,6 +34,9 @@ def info(collective: str | None, ranks: int, sizes: tuple[int, ...]) -> None:
     if collective is not None:
         show.choice(console, config, collective, ranks, sizes)
         return
+    for option in ("ranks", "sizes"):
+        if ctx.get_parameter_source(option) is ParameterSource.COMMANDLINE:
+            raise click.UsageError(f"--{option} is for --collective: name the one to explain")
     show.versions(console)
     show.transports(console)
     show.devices(console)

@@ -20,6 +20,14 @@ def sizes(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, 
     return read
 
 
+def counts(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, ...]:
+    """Read ``1,8`` as numbers from 1 up; a callback for `click.option`."""
+    read = tuple(int(word) if word.isdecimal() else 0 for word in words(value))
+    if not read or 0 in read:
+        raise click.BadParameter(f"{value!r} is no list of numbers from 1 up such as 1,8")
+    return read
+
+
 def read_sizes(value: str) -> tuple[int, ...]:
     """Read ``4,64K,25M`` as bytes; ValueError if that cannot be."""
     return tuple(whole_number(part) for part in words(value))

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 Worlds = Sequence[Sequence[Record]]
 
-# Okabe and Ito's colours, which the colour-blind can tell apart; what is commonest in training comes first.
+# Okabe and Ito's colours, which the colour-blind can tell apart; what is commonest in training comes first. They have
+# eight, one of them for what is stuck: a receive has a darker shade of its send.
 _COLOURS = {
     "all_reduce": "#0072b2",
     "all_gather": "#009e73",
@@ -25,7 +26,7 @@ _COLOURS = {
     "all_to_all": "#cc79a7",
     "barrier": "#999999",
     "send": "#f0e442",
-    "recv": "#f0e442",
+    "recv": "#a59b00",
 }
 _OTHER = "#555555"
 _STUCK = "#d55e00"
@@ -57,7 +58,7 @@ def figure_of(worlds: Worlds, seconds: float = 0.0) -> Figure:
         axes.set_title(f"{name_of(records)}: {title}" if len(worlds) > 1 else title, loc="left", weight="bold")
     axes.set_xlim(0, max(end - begin, 1e-6))
     axes.set_xlabel("seconds")
-    handles = [Patch(color=colour, label=name) for name, colour in sorted(shown.items())]
+    handles = [Patch(color=colour, label=name) for name, colour in sorted(shown.items(), key=_place_of)]
     panels[0].legend(handles=handles, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
     return figure
 
@@ -95,6 +96,12 @@ def _look_of(call: Call) -> tuple[str, str]:
         return "not over", _STUCK
     kind = next((kind for kind in _COLOURS if call.op.startswith(kind)), None)
     return (kind, _COLOURS[kind]) if kind else ("others", _OTHER)
+
+
+def _place_of(shown: tuple[str, str]) -> tuple[bool, bool, str]:
+    """Return what the legend is sorted by: operations by name, then the others, then what was not over."""
+    name, colour = shown
+    return colour == _STUCK, colour == _OTHER, name
 
 
 def export(worlds: Worlds, path: Path) -> None:

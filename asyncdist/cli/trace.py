@@ -76,8 +76,9 @@ def _show(records: Sequence[Record], calls: int, console: Console) -> None:
     standings = story.standings(records)
     for standing in standings[:_GROUPS]:
         console.print(_table(standing, records, story.paces(records, standing.group, standing.ranks)))
-        if calls:
-            console.print(_last_calls(standing, records, calls))
+        table = _last_calls(standing, records, calls)
+        if table.row_count:
+            console.print(table)
     if len(standings) > _GROUPS:
         console.print(f"and {len(standings) - _GROUPS} more groups, in which nothing is held up longer")
 
@@ -130,7 +131,7 @@ def _last_calls(standing: Standing, records: Sequence[Record], count: int) -> Ta
     for record in members:
         table.add_column(f"rank {record.rank}", justify="right")
     calls = [record.collectives(standing.group) for record in members]
-    numbers = sorted(set().union(*calls))[-count:]
+    numbers = sorted(set().union(*calls))[-count:] if count else []
     for number in numbers:
         row = [each.get(number) for each in calls]
         words = dict.fromkeys(call.words for call in row if call is not None)

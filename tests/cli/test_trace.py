@@ -70,7 +70,9 @@ def test_the_picture(dumps):
     figure = timeline.figure_of(story.read(dumps))
     (axes,) = figure.axes
     assert [label.get_text() for label in axes.get_yticklabels()] == ["rank 0", "rank 1"]
-    assert "not over" in {text.get_text() for text in axes.get_legend().get_texts()}
+    names = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert names[-1] == "not over"
+    assert names[:-1] == sorted(names[:-1])
 
 
 def test_only_the_last_seconds_are_drawn(dumps):
@@ -133,8 +135,9 @@ def test_the_folder_is_the_one_that_ranks_write_into_unless_named(dumps, monkeyp
 
 
 def test_worlds_that_wrote_together_are_told_of_each_by_itself(worlds):
-    run = trace(worlds)
+    run = trace(worlds, "--calls", 3)
     assert run.exit_code == 0, run.output
+    assert run.output.count("the last calls in") == 1  # the other world has called nothing
     (stuck,) = {path.name.split("-")[1] for path in worlds.iterdir()} - {"idleidle", "oldoldol"}
     lines = run.output.splitlines()
     first, second = lines.index(f"world {stuck} of 2 ranks"), lines.index("world idleidle of 2 ranks")

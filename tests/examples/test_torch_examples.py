@@ -52,6 +52,11 @@ def test_fsdp2_learns_and_goes_on_with_another_number_of_ranks(run_example, tmp_
     assert table["loss on held-out text, after"][0] < after
     assert not (tmp_path / "out/fsdp2_gpt/checkpoint.new").exists()
 
+    other = run_example("fsdp2_gpt.py", *small, "--heads", "2", "--resume")
+    assert other.returncode == 1
+    assert "--heads 2: the model in out/fsdp2_gpt/checkpoint has 4; pass that, or another --out" in other.stderr
+    assert "Traceback" not in other.stderr
+
 
 def test_tensor_parallel_comes_to_the_weights_of_one_process(run_example, tmp_path):
     table = table_of(run_example("tensor_parallel.py", "--steps", "40", ranks=2))

@@ -27,16 +27,6 @@ def test_two_ranks_learn_and_end_with_the_weights_of_a_single_process(run_exampl
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(
-    ("option", "said"), [("--epochs=0", "--epochs 0: one at least"), ("--batch=0", "--batch 0: one sample at least")]
-)
-def test_too_little_to_train_with_is_refused(run_example, option, said):
-    result = run_example(PROGRAM, option)
-    assert result.returncode == 2
-    assert said in result.stderr
-    assert "Traceback" not in result.stderr
-
-
 def test_a_batch_must_be_enough_for_all_ranks(run_example):
     result = run_example(PROGRAM, "--batch=1", ranks=2)
     assert result.returncode == 1

@@ -1,4 +1,4 @@
-"""Where the examples write: what cannot be is said before the ranks meet, and before anything is trained."""
+"""What the examples cannot do is said before the ranks meet, and before anything is trained."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def refused(tmp_path, monkeypatch, capsys):
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(tmp_path)
 
-    def refused(program, out):
-        monkeypatch.setattr(sys, "argv", [program, "--out", out])
+    def refused(program, *arguments):
+        monkeypatch.setattr(sys, "argv", [program, *arguments])
         with pytest.raises(SystemExit) as ended:
             runpy.run_path(str(EXAMPLES / program), run_name="__main__")
         assert ended.value.code == 2
@@ -34,13 +34,13 @@ def refused(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("program", [*PICTURES, "fsdp2_gpt.py"])
 def test_a_folder_that_cannot_be_made(refused, tmp_path, program):
     (tmp_path / "file").touch()
-    assert re.search(r"error: --out file/\S+ cannot be written \(\w", refused(program, "file/below/picture.png"))
+    assert re.search(r"error: --out file/\S+ cannot be written \(\w", refused(program, "--out=file/below/picture.png"))
 
 
 @pytest.mark.parametrize("program", PICTURES)
 @pytest.mark.parametrize("name", ["picture.nothing", "picture"])
 def test_a_name_that_no_picture_has(refused, tmp_path, program, name):
-    assert f"error: --out {name} cannot be drawn: let its name end in .png" in refused(program, name)
+    assert f"error: --out {name} cannot be drawn: let its name end in .png" in refused(program, f"--out={name}")
     assert not list(tmp_path.iterdir())
 
 
@@ -48,4 +48,20 @@ def test_a_name_that_no_picture_has(refused, tmp_path, program, name):
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="there is no folder into which even root cannot write")
 def test_a_folder_into_which_nothing_can_be_written(refused, program):
     out = "/proc/picture.png" if program in PICTURES else "/proc"
-    assert f"error: --out {out} cannot be written (" in refused(program, out)
+    assert f"error: --out {out} cannot be written (" in refused(program, f"--out={out}")
+
+
+@pytest.mark.parametrize(
+    ("program", "option", "said"),
+    [
+        ("train_digits.py", "--epochs=0", "--epochs 0: one at least"),
+        ("train_digits.py", "--batch=0", "--batch 0: one sample at least"),
+        ("fsdp2_gpt.py", "--steps=0", "--steps 0: one at least"),
+        ("pipeline.py", "--micro-batches=0", "--micro-batches 0: one at least"),
+        ("tensor_parallel.py", "--steps=-1", "--steps -1: one at least"),
+        ("weight_sync.py", "--versions=1", "--versions 1: two at least"),
+        ("weight_sync.py", "--rate=0", "--rate 0.0: more than nothing"),
+    ],
+)
+def test_too_little_to_do(refused, program, option, said):
+    assert f"error: {said}" in refused(program, option)
