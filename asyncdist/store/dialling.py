@@ -42,6 +42,13 @@ class TurnedAway(ConnectionResetError):
         )
 
 
+class HungUp(ConnectionResetError):
+    """It hung up before it said anything: a store that has too many connections, or is ending, cannot say more."""
+
+    def __str__(self) -> str:
+        return "it hung up before it said anything"
+
+
 class Persistence:
     """Trying again and again until a deadline, with pauses that double and are never equal for two ranks."""
 
@@ -77,9 +84,13 @@ class Persistence:
             raise unresolved(self.host, error) from error
         left = self.deadline.remaining(now=now)
         if left <= 0:
+            advice = (
+                "it may have as many connections as its ASYNCDIST_STORE_MAX_CONNECTIONS allows; see its log"
+                if isinstance(error, HungUp)
+                else "see whether it was started, whether host and port are right, and whether a firewall is between"
+            )
             raise StoreConnectionError(
-                f"no store answered at {self.where} within {spent:.1f} s ({describe(error)}): see whether it was "
-                "started, whether host and port are right, and whether a firewall is between"
+                f"no store answered at {self.where} within {spent:.1f} s ({describe(error)}): {advice}"
             ) from error
         pause = self._pause * random.uniform(0.5, 1.0)
         self._pause = min(2 * self._pause, LONGEST_PAUSE)
@@ -158,8 +169,10 @@ def first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def turned_away(error: Exception | None) -> Exception:
-    """Return the error of those on whom a store hung up after the TLS handshake, before it said anything."""
+def hung_up(error: Exception | None, *, secured: bool) -> Exception:
+    """Return the error of those on whom a store hung up before it said anything, or after no more than TLS."""
+    if not secured:
+        return HungUp()
     if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):
         return refused(error)
     return TurnedAway()

@@ -12,7 +12,7 @@ from asyncdist.errors import AuthenticationError, ProtocolError
 from asyncdist.handshake import NONCE_NBYTES, Pushed, dial
 from asyncdist.store.carrier import Carrier
 from asyncdist.store.conversation import Conversation
-from asyncdist.store.dialling import Persistence, describe, tune, turned_away, unknown
+from asyncdist.store.dialling import Persistence, describe, hung_up, tune, unknown
 from asyncdist.store.messages import framed
 from asyncdist.store.pieces import Parcel
 from asyncdist.tls import refused
@@ -68,7 +68,8 @@ class Link(asyncio.Protocol):
         self._gone: asyncio.Future[None] = loop.create_future()
         self._transport: asyncio.Transport | None = None
         self._greeting: Pushed | None = None
-        self._unheard = False  # nothing has come since TLS began
+        self._secured = False
+        self._unheard = True  # nothing has come yet but TLS
         self._conversation = conversation
         self._tell: Callable[[Link, str, bool], None] | None = None
         self._why: str | None = None
@@ -89,7 +90,7 @@ class Link(asyncio.Protocol):
         transport = cast(asyncio.Transport, transport)  # which uvloop's is in all but its bases
         self._transport = transport
         self._carrier = Carrier(transport.write, self._conversation.is_open)
-        self._unheard = transport.get_extra_info("sslcontext") is not None
+        self._secured = transport.get_extra_info("sslcontext") is not None
         tune(transport.get_extra_info("socket"))
         self._greeting = Pushed(dial(self._token, "store", os.urandom(NONCE_NBYTES)), transport.write)
         self._conversation.interrupted()
@@ -123,8 +124,8 @@ class Link(asyncio.Protocol):
         self._carrier.drop()
         if not self.greeted.done():
             why = f": {describe(exc)}" if exc else ""
-            hung_up = ConnectionResetError(f"it hung up while we said hello{why}")
-            self.greeted.set_exception(turned_away(exc) if self._unheard else hung_up)
+            halfway = ConnectionResetError(f"it hung up while we said hello{why}")
+            self.greeted.set_exception(hung_up(exc, secured=self._secured) if self._unheard else halfway)
         if not self._gone.done():
             self._gone.set_result(None)
         if self._tell is not None:

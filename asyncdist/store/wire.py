@@ -10,7 +10,7 @@ import ssl
 
 from asyncdist.deadline import Deadline
 from asyncdist.handshake import NONCE_NBYTES, Pushed, dial
-from asyncdist.store.dialling import turned_away
+from asyncdist.store.dialling import hung_up
 from asyncdist.tls import TlsSocket
 
 _READ_NBYTES, _LONG_READ_NBYTES = 64 << 10, 1 << 20
@@ -107,6 +107,6 @@ def shake_hands(wire: Wire, token: str | None, deadline: Deadline) -> bytes:
             rest = greeting.feed(data)
         return rest
     except (ConnectionError, ssl.SSLError) as error:
-        if not wire.secured or not silent:
+        if not silent:
             raise
-        raise turned_away(error) from error
+        raise hung_up(error, secured=wire.secured) from error

@@ -13,9 +13,9 @@ import threading
 import pytest
 
 from asyncdist.config import Config
-from asyncdist.errors import AddressError, UsageError
+from asyncdist.errors import AddressError, StoreConnectionError, UsageError
 from asyncdist.handshake import MAGIC, NONCE_NBYTES, PROOF_NBYTES, Pushed, dial
-from asyncdist.store import AsyncStore, StoreServer, listen
+from asyncdist.store import AsyncStore, StoreServer, TCPStore, listen
 from asyncdist.store.lobby import Lobby
 from asyncdist.store.messages import Encoder, FrameParser
 from asyncdist.store.operations import Kind, Op
@@ -204,6 +204,10 @@ async def test_too_many_connections(caplog, eventually):
                 assert await peer.ended()
                 await peer.leave()
         assert caplog.text.count("ASYNCDIST_STORE_MAX_CONNECTIONS") == 1
+        with pytest.raises(StoreConnectionError, match=r"may have as many .* ASYNCDIST_STORE_MAX_CONNECTIONS allows"):
+            await AsyncStore.connect("127.0.0.1", server.port, timeout=UNIT)
+        with pytest.raises(StoreConnectionError, match=r"may have as many .* ASYNCDIST_STORE_MAX_CONNECTIONS allows"):
+            await asyncio.to_thread(TCPStore, "127.0.0.1", server.port, timeout=UNIT)
         assert await stores[0].add("n", 1) == 1
         await stores[1].close()
         await eventually(lambda: server.num_connections == 1)
