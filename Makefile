@@ -1,7 +1,8 @@
-# Every target makes the virtual environment first if it is not there; PYTHON=, RANKS= and WORKERS= may be set.
+# Every target makes the virtual environment first if it is not there; PYTHON=, RANKS=, WORKERS= and SECONDS= may be set.
 PYTHON ?= python3
 RANKS ?= 2
 WORKERS ?= 2
+SECONDS ?= 60
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
@@ -28,8 +29,8 @@ test-gpu:  ## run the tests that need a GPU; says why if they are skipped
 	    || { test ! -x $(BIN)/python || python=$(BIN)/python; }; \
 	PYTHONPATH=$(CURDIR):$(CURDIR)/transports $$python -m pytest -q -rs -c tests/gpu/pytest.ini tests/gpu
 
-fuzz: $(READY)  ## fuzz the parsers, a minute each; guided by coverage where atheris is installed
-	$(BIN)/python tests/fuzz/fuzz.py
+fuzz: $(READY)  ## fuzz the parsers, SECONDS each; guided by coverage where atheris is installed
+	$(BIN)/python tests/fuzz/fuzz.py --seconds $(SECONDS)
 
 lint: $(READY)
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .

@@ -13,6 +13,7 @@ from msgpack import ExtType, packb
 from asyncdist.errors import AuthenticationError, ProtocolError
 from asyncdist.handshake import MAGIC, Pushed, accept, dial
 from asyncdist.store import c10d_wire, log
+from asyncdist.store.c10d_session import at_once
 from asyncdist.store.changes import Book, replay
 from asyncdist.store.entries import Contents
 from asyncdist.store.messages import LENGTH, Encoder, FrameParser, decode_answer, decode_request, hello
@@ -65,6 +66,23 @@ def c10d(data: bytes) -> None:
             decoder.decode(piece, found)
 
 
+def phrases(data: bytes) -> None:
+    """The same, of whom much is answered without a decoder: what is answered is what the decoder finds in it."""
+    found: list[c10d_wire.Request] = []
+
+    def note(code: int) -> Callable[..., c10d_wire.Answer]:
+        return lambda *arguments: lambda: found.append((code, *arguments))
+
+    known = c10d_wire.Phrases({code: note(code) for code in at_once(StoreState())})
+    for _ in "12":  # the second time it is known
+        known[data]()
+    decoder, whole = c10d_wire.Decoder(LIMIT, LIMIT), []
+    with contextlib.suppress(ProtocolError):
+        decoder.decode(data, whole)
+    assert found in ([], 2 * whole)
+    assert not (found and decoder.pending)
+
+
 def greeting(data: bytes) -> None:
     """Both sides of the handshake."""
     for handshake in (accept("token", "store", NONCE), dial("token", "store", NONCE)):
@@ -113,7 +131,7 @@ _CHANGES = _kept((Op.SET, ("k", b"v")), (Op.APPEND, ("k", b"w")), (Op.QUEUE_PUSH
 _RECORD = log.encode_record(log.Record(("host", "1", "2", "3"), 1, Op.SET, ("k", b"v")))
 
 TARGETS: dict[str, Callable[[bytes], None]] = {
-    each.__name__: each for each in (requests, answers, c10d, greeting, frames, changes)
+    each.__name__: each for each in (requests, answers, c10d, phrases, greeting, frames, changes)
 }
 SEEDS: dict[str, list[bytes]] = {
     "requests": [
@@ -130,6 +148,11 @@ SEEDS: dict[str, list[bytes]] = {
     "c10d": [
         b"\xff\x00\xce\xf7\x85\x3c\x01\x01\0\0\0\0\0\0\0k\x01\0\0\0\0\0\0\0v\x04\x01\0\0\0\0\0\0\0n\x01\0\0\0\0\0\0\0",
         b"\2\x00\xce\xf7\x85\x3c\x0a\x02\0\0\0\0\0\0\0\x01\0\0\0\0\0\0\0k\x01\0\0\0\0\0\0\0l\x0d\1\2\3\4",
+    ],
+    "phrases": [
+        b"\x03\x01\0\0\0\0\0\0\0k",
+        b"\x04\x01\0\0\0\0\0\0\0n\x01\0\0\0\0\0\0\0",
+        b"\x06\x01\0\0\0\0\0\0\0\x01\0\0\0\0\0\0\0k",
     ],
     "greeting": [b"\x05" + MAGIC + NONCE + bytes(33)],
     "frames": [log.frame_head(SALT, _RECORD) + _RECORD + log.frame_head(SALT, _CHANGES) + _CHANGES],
