@@ -1,7 +1,8 @@
 """What all tests share: the matrix of loops, the matrix of transports, what torch can do, and a check that nothing is left.
 
-A test that is a coroutine runs on asyncio's own loop in debug mode and on uvloop; one that takes ``transport`` runs over
-each of ours. After each test no new thread, task, process, socket, pipe, event descriptor or memory segment may be there.
+A test that is a coroutine runs on asyncio's own loop in debug mode and on uvloop, unless it is marked ``one_loop``; one
+that takes ``transport`` runs over each of ours. After each test no new thread, task, process, socket, pipe, event
+descriptor or memory segment may be there.
 """
 
 from __future__ import annotations
@@ -60,8 +61,9 @@ except ImportError:  # Windows
     pass
 
 
-def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
-    return LOOPS
+def pytest_asyncio_loop_factories(item: pytest.Item) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    kinds = list(LOOPS)[-1:] if item.get_closest_marker("one_loop") else LOOPS
+    return {kind: LOOPS[kind] for kind in kinds}
 
 
 @pytest.fixture(params=["inproc", "shm", "tcp"])

@@ -120,6 +120,7 @@ def test_small_tensors_go_along_every_rail_whole():
 # -- what comes out ---------------------------------------------------------------------------------
 
 
+@pytest.mark.one_loop
 @lie
 async def test_every_collective(hosts):
     async with world(hosts) as groups:
@@ -139,6 +140,7 @@ async def test_ranks_that_cannot_share_memory_see_where_the_others_do(monkeypatc
             await run(groups, drill)
 
 
+@pytest.mark.one_loop
 @lie_well
 async def test_large_tensors_in_several_parts(hosts):
     async with world(hosts, config=Config(segment_nbytes=20_000)) as groups:
@@ -146,6 +148,7 @@ async def test_large_tensors_in_several_parts(hosts):
             await run(groups, drill)
 
 
+@pytest.mark.one_loop
 @lie_well
 @pytest.mark.parametrize("lanes", [2, 3])
 async def test_several_lanes(hosts, lanes):
@@ -155,6 +158,7 @@ async def test_several_lanes(hosts, lanes):
             await run(groups, drill)
 
 
+@pytest.mark.one_loop
 @lie_well
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e5m2, torch.uint16, torch.int64, torch.complex64])
 async def test_dtypes(hosts, dtype):
@@ -164,6 +168,7 @@ async def test_dtypes(hosts, dtype):
                 await run(groups, drill)
 
 
+@pytest.mark.one_loop
 @lie_well
 @pytest.mark.parametrize("op", [ReduceOp.AVG, ReduceOp.MAX, ReduceOp.PRODUCT, PremulSum(2.0)], ids=lambda op: op.name)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -185,6 +190,7 @@ async def test_all_at_once(hosts):
             drill.check()
 
 
+@pytest.mark.one_loop
 @lie_well
 async def test_the_same_bits_on_every_rank(hosts):
     """Sums whose bits depend on the order of the additions."""
@@ -197,6 +203,7 @@ async def test_the_same_bits_on_every_rank(hosts):
                 assert torch.equal(tensor.view(torch.int32), tensors[0].view(torch.int32))
 
 
+@pytest.mark.one_loop
 @lie_well
 @pytest.mark.parametrize("count", [3, 200_003])
 async def test_narrow_floats_are_rounded_once(hosts, count):
@@ -208,6 +215,7 @@ async def test_narrow_floats_are_rounded_once(hosts, count):
             assert torch.equal(value, expected)
 
 
+@pytest.mark.one_loop
 @lie_well
 async def test_registered_tensors(hosts):
     """Tensors that island mates read, and write, where they lie, while a rail carries other parts of them."""

@@ -11,6 +11,8 @@ import torch
 from asyncdist.ops import ReduceOp
 from asyncdist.testing.cluster import world_of
 
+pytestmark = pytest.mark.one_loop
+
 
 def base_of(rank, shape, dtype=torch.float32):
     count = int(torch.Size(shape).numel())

@@ -15,6 +15,8 @@ from asyncdist.testing.arithmetic import noise
 from asyncdist.testing.cluster import world_of
 from asyncdist_transports.shm.small import MOST_NBYTES
 
+pytestmark = pytest.mark.one_loop
+
 SIZE = 3
 ROOT = SIZE - 1
 COUNTS = (6, MOST_NBYTES // 4 + 8)  # elements of a block: with one meeting, and in rounds

@@ -55,7 +55,7 @@ def test_a_folder_into_which_nothing_can_be_written(refused, program):
     ("program", "option", "said"),
     [
         ("train_digits.py", "--epochs=0", "--epochs 0: one at least"),
-        ("train_digits.py", "--batch=0", "--batch 0: one sample at least"),
+        ("train_digits.py", "--batch=1", "--batch 1: one sample at least for each rank"),
         ("fsdp2_gpt.py", "--steps=0", "--steps 0: one at least"),
         ("pipeline.py", "--micro-batches=0", "--micro-batches 0: one at least"),
         ("tensor_parallel.py", "--steps=-1", "--steps -1: one at least"),

@@ -27,12 +27,6 @@ def test_two_ranks_learn_and_end_with_the_weights_of_a_single_process(run_exampl
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_batch_must_be_enough_for_all_ranks(run_example):
-    result = run_example(PROGRAM, "--batch=1", ranks=2)
-    assert result.returncode == 1
-    assert "--batch 1: one sample at least for each rank" in result.stderr
-
-
 def test_one_process_without_a_launcher_and_too_little_training(run_example, tmp_path):
     result = run_example(PROGRAM, "--epochs", "1", "--out", "elsewhere/picture.png")
     assert result.returncode == 1
