@@ -23,10 +23,11 @@ from asyncdist.errors import StoreConnectionError
 from asyncdist.store import operations
 from asyncdist.store.c10d_wire import MAGIC, Code
 from asyncdist.testing.c10d import encode
-from asyncdist.testing.daemon import LIMIT, Daemon, asked, command, environment, started
+from asyncdist.testing.daemon import LIMIT, Daemon, asked, command, ended, environment, started
 from asyncdist.testing.ports import free_port
 
 pytestmark = pytest.mark.processes
+TLS = Path(__file__).parents[1] / "tls"
 
 
 # -- asking -----------------------------------------------------------------------------------------
@@ -51,6 +52,27 @@ def test_one_that_runs_is_asked(tmp_path):
         assert status["stored_bytes_limit"] == 1 << 20
         assert re.search(r"^keys +3$", daemon.ask("status"), re.MULTILINE)
         assert "--data is for serving" in asked("--data", str(tmp_path), "status", code=2)
+
+
+@pytest.mark.parametrize("told_by", ["options", "environment"])
+def test_tls(told_by):
+    files = {"cert": TLS / "member.crt", "key": TLS / "member.key", "ca": TLS / "ca.crt"}
+    options = [word for name, path in files.items() for word in (f"--tls-{name}", str(path))]
+    settings = {f"ASYNCDIST_TLS_{name.upper()}": str(path) for name, path in files.items()}
+    if told_by == "options":
+        settings = {}
+    else:
+        options = []
+    with started("--port", "0", *options, **settings) as daemon:
+
+        def ask(*arguments, **known):
+            return ended("--port", str(daemon.port), *arguments, **known)
+
+        assert ask(*options, "set", "k", "v", **settings).returncode == 0
+        assert ask(*options, "get", "k", **settings).stdout == "v\n"
+        plain = ask("get", "k")
+        assert plain.returncode == 2
+        assert "the store wants TLS: set ASYNCDIST_TLS_CA" in plain.stderr
 
 
 def test_keys_are_watched():

@@ -271,12 +271,13 @@ def test_a_gloo_group_over_env_on_a_store_that_nobody_of_it_serves(worker):
         assert said == ["sum [3.0, 3.0, 3.0] [0, 1]\n"] * 2
 
 
-def test_torchrun_meets_on_it(worker):
+@pytest.mark.parametrize("options", [[], ["--rdzv-conf=is_host=0"]], ids=["as it is", "is no host"])
+def test_torchrun_meets_on_it(worker, options):
     with daemon() as port:
         run = subprocess.run(
             [
                 *(sys.executable, "-m", "torch.distributed.run", "--nnodes=1", "--nproc-per-node=2"),
-                *("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-conf=is_host=0"),
+                *("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", *options),
                 *("--rdzv-id=a job", str(worker)),
             ],
             capture_output=True,

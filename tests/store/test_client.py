@@ -69,6 +69,13 @@ async def test_many_in_flight_on_one_connection(store, server):
     assert server.num_connections == 1
 
 
+async def test_a_get_takes_one_round_trip(store, server):
+    await store.set("k", b"v")
+    before = server.num_requests
+    assert await store.get("k") == b"v"
+    assert server.num_requests == before + 1
+
+
 async def test_values_larger_than_any_buffer(store, config):
     value = bytes(range(256)) * (config.store_max_value_nbytes // 256)
     await asyncio.gather(*(store.set(f"k{number}", value) for number in range(8)))

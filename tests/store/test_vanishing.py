@@ -40,6 +40,13 @@ OURS = {
     Op.WATCH: ("k",),
     Op.WATCH_KEYS: ("",),
     Op.PIECE: (0, bytes(LONG_NBYTES + 1)),
+    Op.CANCEL: (1,),
+    Op.CONFIRM: (1,),
+    Op.LEAVE: (),
+    Op.OPEN_DOOR: (),
+    Op.RESUME: (b"who", 0),
+    Op.RECEIVED: (1,),
+    Op.STATUS: (),
 }
 """What each operation is asked with; those that can wait do."""
 
@@ -58,11 +65,13 @@ THEIRS = {
     Code.CANCEL_WAIT: (),
     Code.PING: (7,),
     Code.QUEUE_PUSH: (b"/other queue", b"item"),
+    Code.QUEUE_POP: (b"/empty queue",),
     Code.QUEUE_LEN: (b"/queue",),
     Code.LIST_KEYS: (),
     Code.BARRIER: (b"/barrier", 2),
+    Code.VALIDATE: (MAGIC,),
 }
-"""The same in torch's format; its QUEUE_POP is left out, which takes an item as soon as it is asked for."""
+"""The same in torch's format, whose QUEUE_POP takes an item as soon as it is asked for."""
 
 OPERATIONS = [*[("ours", op) for op in OURS], *[("theirs", code) for code in THEIRS]]
 
@@ -84,6 +93,11 @@ async def die_after(port: int, format_: str, words: bytes) -> None:
     writer.close()
     with contextlib.suppress(ConnectionError):
         await writer.wait_closed()
+
+
+def test_none_is_left_out():
+    assert set(OURS) == set(Op)
+    assert set(THEIRS) == set(Code)
 
 
 @pytest.mark.parametrize(("format_", "operation"), OPERATIONS, ids=lambda each: getattr(each, "name", each))
