@@ -27,6 +27,8 @@ _TELL_AFTER = 256
 """Changes that may be answered before the store is told that it need not remember what came of them."""
 _REPEATABLE = frozenset((Op.SET, Op.SET_EPHEMERAL, Op.MULTI_SET))
 """Changes that may be made twice in a row without a difference."""
+_LASTING = frozenset((Op.SET, Op.ADD, Op.COMPARE_SET, Op.DELETE_KEY, Op.APPEND, Op.MULTI_SET))
+"""Changes after which a key that went with us does not any more."""
 
 
 class Sink(Protocol):
@@ -70,7 +72,7 @@ class Conversation:
         self._asked: dict[int, Sink] = {}
         self._changes: dict[int, None] = {}  # those of them that change something
         self._num_changed = 0
-        self._restoring: set[int] = set()  # asked by nobody but us
+        self._restoring: dict[int, Command[Any]] = {}  # asked by nobody but us
         self._held: set[int] = set()  # asked while there was no connection
         self._ephemeral: dict[str, Command[Any]] = {}
         self._tied = False
@@ -175,7 +177,6 @@ class Conversation:
         self.greeted = False
         self._parser = FrameParser(FRAME_NBYTES)
         self._arriving.drop()
-        self._restoring.clear()
 
     @property
     def has_more(self) -> bool:
@@ -202,6 +203,8 @@ class Conversation:
         held, self._held = self._held, set()
         if not known:
             self._restore_ephemeral()
+        for request, command in self._restoring.items():  # before what was asked, which may be about these keys
+            self._out.append(self._message(request, command))
         for request, sink in list(self._asked.items()):
             command = sink.command
             op = command.op
@@ -224,10 +227,13 @@ class Conversation:
         sink.reject(error)
 
     def _restore_ephemeral(self) -> None:
+        for request in self._restoring:
+            self._changes.pop(request, None)
+        self._restoring.clear()
         for command in self._ephemeral.values():
             self._last += 1
-            self._restoring.add(self._last)
-            self._out.append(self._message(self._last, command))
+            self._changes[self._last] = None
+            self._restoring[self._last] = Command(Op.RESTORE_EPHEMERAL, command.args)
 
     def _unknown(self, command: Command[Any]) -> StoreConnectionError:
         keys = ", ".join(map(repr, command.keys[:3]))
@@ -260,6 +266,8 @@ class Conversation:
                 self._arriving.add(*value)
             elif request == self._resuming and request:
                 self._hear_resumed(kind, value)
+            elif request in self._restoring:
+                self._hear_restored(request, value)
             return
         op = sink.command.op
         if kind == Kind.PUBLISHED:
@@ -286,11 +294,25 @@ class Conversation:
             raise ProtocolError("the store does not say what it knows of us: run the same asyncdist on both sides")
         self._resumed(*value)
 
+    def _hear_restored(self, request: int, value: Any) -> None:
+        self._changes.pop(request, None)
+        key, restored = self._restoring.pop(request).args
+        if value is False and self._what_is_ours(key) is restored:  # somebody has set it since
+            del self._ephemeral[key]
+
     def _note_ephemeral(self, command: Command[Any], kind: int) -> None:
-        if command.op is Op.SET_EPHEMERAL and kind == Kind.RESULT:
-            self._ephemeral[command.args[0]] = command
-        elif self._ephemeral and command.op in (Op.SET, Op.DELETE_KEY):
-            self._ephemeral.pop(command.args[0], None)
+        op, args = command
+        if kind != Kind.RESULT:
+            return
+        if op is Op.SET_EPHEMERAL:
+            self._ephemeral[args[0]] = command
+        elif self._ephemeral and op in _LASTING:
+            for key in command.keys:
+                if op is not Op.COMPARE_SET or args[1] == self._what_is_ours(key):  # or nothing has been set
+                    self._ephemeral.pop(key, None)
+
+    def _what_is_ours(self, key: str) -> bytes | None:
+        return self._ephemeral[key].args[1] if key in self._ephemeral else None
 
     def _greet(self, version: int, limit: int) -> None:
         if version != VERSION:

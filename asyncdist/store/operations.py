@@ -50,6 +50,8 @@ class Op(IntEnum):
     """The answers to all changes with a smaller number have arrived. Has no reply. Servers only."""
     SET_EPHEMERAL = 26
     """Store a value that goes with the client."""
+    RESTORE_EPHEMERAL = 31
+    """The same for what went with the client while it was away, unless something is there again; says whether it did."""
     WATCH = 28
     """Return what a key holds, and from then on publish every change."""
     STATUS = 27
@@ -88,6 +90,7 @@ ARGUMENTS: dict[Op, tuple[str, ...]] = {
     Op.RESUME: (VALUE, NUMBER),
     Op.RECEIVED: (NUMBER,),
     Op.SET_EPHEMERAL: (KEY, VALUE),
+    Op.RESTORE_EPHEMERAL: (KEY, VALUE),
     Op.WATCH: (KEY,),
     Op.WATCH_KEYS: (KEY,),
     Op.STATUS: (),
@@ -108,11 +111,14 @@ Before that stand the key's length, 4 bytes, and the key, where many are watched
 
 CHANGING = frozenset(
     (
-        Op.SET, Op.SET_EPHEMERAL, Op.ADD, Op.COMPARE_SET, Op.DELETE_KEY, Op.APPEND, Op.MULTI_SET, Op.QUEUE_PUSH,
-        Op.PUBLISH,
+        Op.SET, Op.SET_EPHEMERAL, Op.RESTORE_EPHEMERAL, Op.ADD, Op.COMPARE_SET, Op.DELETE_KEY, Op.APPEND, Op.MULTI_SET,
+        Op.QUEUE_PUSH, Op.PUBLISH,
     )
 )  # fmt: skip
 """Operations that are done once for all: asked again after a connection broke, they are answered as the first time."""
+
+EPHEMERAL = frozenset((Op.SET_EPHEMERAL, Op.RESTORE_EPHEMERAL))
+"""Operations that may leave a key which goes with the client."""
 
 SERVERS = frozenset((Op.OPEN_DOOR, Op.RESUME, Op.RECEIVED, Op.STATUS, Op.PIECE))
 """Operations that are no matter of the state machine, but of the server around it."""

@@ -19,7 +19,7 @@ from asyncdist.store.connection import BACKLOG_NBYTES, Connection
 from asyncdist.store.entries import Refused
 from asyncdist.store.members import Member
 from asyncdist.store.messages import TOGETHER_NBYTES, FrameParser, decode_request, framed, messages_in
-from asyncdist.store.operations import CHANGING, SERVERS, Kind, Op, Reply
+from asyncdist.store.operations import CHANGING, EPHEMERAL, SERVERS, Kind, Op, Reply
 from asyncdist.store.pieces import FRAME_NBYTES, LONG_NBYTES, Arriving, Parcel, answer_piece
 from asyncdist.store.status import status
 
@@ -125,7 +125,7 @@ class Session(Connection):
             return
         replies = server.state.execute(self, request, op, args)
         member.remember(replies[-1])
-        if op is Op.SET_EPHEMERAL and replies[-1].kind is Kind.RESULT:
+        if op in EPHEMERAL and replies[-1].kind is Kind.RESULT and replies[-1].value is not False:
             server.state.own(member, args[0])
             if server.book is not None:
                 server.book.owned(args[0], member.identity, args[1])

@@ -252,6 +252,12 @@ class StoreState(Ties):
         self._store(key, value)
         self.own(place[0], key)
 
+    def _restore_ephemeral(self, place: Place, key: str, value: bytes) -> bool:
+        if key in self._values:
+            return False
+        self._set_ephemeral(place, key, value)
+        return True
+
     # -- waiting for keys -------------------------------------------------------------------------
 
     def _wait_for(self, place: Place, op: Op, keys: list[str], missing: set[str]) -> Any:

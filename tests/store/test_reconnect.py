@@ -20,11 +20,13 @@ import pytest
 from asyncdist.config import Config
 from asyncdist.errors import ProtocolError, StoreConnectionError, StoreError, StoreTimeoutError
 from asyncdist.runtime import runtime
-from asyncdist.store import AsyncStore, StoreServer, TCPStore, dialling
+from asyncdist.store import AsyncStore, StoreServer, TCPStore, dialling, operations
 from asyncdist.store.changes import Book, replay
+from asyncdist.store.conversation import Conversation
 from asyncdist.store.entries import KEPT_ANSWERS, Contents
 from asyncdist.store.members import Member, Members
-from asyncdist.store.operations import Kind, Reply
+from asyncdist.store.messages import Encoder, Request, decode_request, hello, messages_in
+from asyncdist.store.operations import Kind, Op, Reply
 from asyncdist.testing.faults import Proxy
 from asyncdist.testing.ports import free_port
 
@@ -450,6 +452,52 @@ async def test_an_ephemeral_key_that_somebody_else_sets_is_no_longer_ephemeral(s
     await other.close()
     await store.barrier("b", 1)
     assert await store.multi_get(["k", "l"]) == [b"2", b"2"]
+
+
+async def test_a_client_that_comes_back_late_has_its_keys_again_but_for_those_set_since(proxy, store):
+    other = await through(proxy, store_lease=0.0)
+    here, since = ["here", "here too"], ["set", "add", "append", "compare_set", "multi_set", "taken"]
+    for key in here + since:
+        await other.set(key, b"1", ephemeral=True)
+    await other.set("set", b"2")
+    await other.add("add", 1)
+    await other.append("append", b"2")
+    await other.compare_set("compare_set", b"1", b"2")
+    await other.multi_set(["multi_set"], [b"2"])
+    await store.set("taken", b"2")
+    assert await other.compare_set("here", b"something else", b"1") == b"1"  # which sets nothing
+    proxy.cut()
+    await other.check([])
+    assert await store.multi_get(here + since) == [b"1", b"1", b"2", b"2", b"12", b"2", b"2", b"2"]
+    for key in since:
+        await store.delete_key(key)
+    proxy.cut()
+    await other.check([])
+    assert sorted(await store.list_keys()) == here
+    await other.close()
+    await eventually_async(lambda: store.check(["here"]))
+    assert await store.list_keys() == []
+
+
+def test_keys_are_restored_although_another_connection_breaks_before_the_store_has_heard_of_it():
+    talk = Conversation()
+    sink = SimpleNamespace(command=operations.set_ephemeral("k", b"1"), resolve=print, reject=print)
+    over_the_wire(talk, known=False)
+    request, _ = talk.ask(sink)
+    talk.receive(Encoder().frame(request, Kind.RESULT, None))
+    asked = [over_the_wire(talk, known=known) for known in (False, True)]
+    assert asked[0] == asked[1] == [decode_request([asked[0][0].id, Op.RESTORE_EPHEMERAL, "k", b"1"])]
+    talk.receive(Encoder().frame(asked[0][0].id, Kind.RESULT, True))
+    assert over_the_wire(talk, known=True) == []
+
+
+def over_the_wire(talk: Conversation, *, known: bool) -> list[Request]:
+    """Give a conversation another connection, whose store knows it or does not, and return what it asks by itself."""
+    talk.interrupted()
+    talk.receive(hello(1 << 20))
+    (resume,) = messages_in(talk.introduce())
+    talk.receive(Encoder().frame(resume[0], Kind.RESULT, ("lineage", known, False)))
+    return [decode_request(message) for sent in talk.take_out() for message in messages_in(sent)]
 
 
 @pytest.mark.processes
