@@ -25,15 +25,13 @@ from typing import Any
 import msgpack
 
 from asyncdist.errors import ProtocolError
-from asyncdist.store.entries import KEPT_ANSWERS, Contents, Refused, cost_of
+from asyncdist.store.entries import ENTRY_NBYTES, KEPT_ANSWERS, Contents, Refused, cost_of, growth
 from asyncdist.store.operations import Kind, Reason, Reply
 from asyncdist.store.pieces import LONG_NBYTES
 
 _CHUNK_COUNT, _CHUNK_NBYTES = 500, 1 << 20
 _BIN32 = b"\xc6"
 """What msgpack has before the length, 4 bytes, of many bytes."""
-_ENTRY_NBYTES = 100
-"""What a value or an item costs in memory beside its own bytes and those of its key, roughly."""
 
 
 class Change(IntEnum):
@@ -103,9 +101,9 @@ class Book:
 
     def open(self, contents: Contents) -> None:
         """Begin with what the store holds."""
-        values = sum(len(key) + len(value) + _ENTRY_NBYTES for key, value in contents.values.items())
-        items = (len(item) + _ENTRY_NBYTES for queue in contents.queues.values() for item in queue.values())
-        tied = sum(len(key) + len(value) + _ENTRY_NBYTES for key, (_, value) in contents.ephemeral.items())
+        values = sum(len(key) + len(value) + ENTRY_NBYTES for key, value in contents.values.items())
+        items = (len(item) + ENTRY_NBYTES for queue in contents.queues.values() for item in queue.values())
+        tied = sum(len(key) + len(value) + ENTRY_NBYTES for key, (_, value) in contents.ephemeral.items())
         answers = (cost_of(value) for _, kept in contents.members.values() for _, value in kept.values())
         self.nbytes = values + sum(items) + tied + sum(answers)
         self._ephemeral = set(contents.ephemeral)
@@ -136,28 +134,28 @@ class Book:
         if self._max_nbytes and nbytes > 0 and held + nbytes > self._max_nbytes:
             raise Refused(
                 Reason.FULL,
-                f"the store holds {held} bytes and takes {self._max_nbytes}: delete keys that nobody needs, or "
-                "raise --max-memory (ASYNCDIST_STORE_MAX_NBYTES) where the store runs",
+                f"the store holds {held} bytes and takes {self._max_nbytes}, too few for {nbytes} more: delete keys that "
+                "nobody needs, or raise --max-memory (ASYNCDIST_STORE_MAX_NBYTES) where the store runs",
             )
 
     def set(self, key: str, value: bytes, before: bytes | None) -> None:
-        self.nbytes += len(value) + (len(key) + _ENTRY_NBYTES if before is None else -len(before))
+        self.nbytes += growth(key, value, before)
         self._note((Change.SET, key, value))
 
     def append(self, key: str, piece: bytes, before: bytes | None) -> None:
-        self.nbytes += len(piece) + (len(key) + _ENTRY_NBYTES if before is None else 0)
+        self.nbytes += len(piece) + (len(key) + ENTRY_NBYTES if before is None else 0)
         self._note((Change.APPEND, key, piece))
 
     def deleted(self, key: str, value: bytes) -> None:
-        self.nbytes -= len(key) + len(value) + _ENTRY_NBYTES
+        self.nbytes -= len(key) + len(value) + ENTRY_NBYTES
         self._note((Change.DELETE, key))
 
     def pushed(self, key: str, serial: int, item: bytes) -> None:
-        self.nbytes += len(item) + _ENTRY_NBYTES
+        self.nbytes += len(item) + ENTRY_NBYTES
         self._note((Change.PUSH, key, serial, item))
 
     def gone(self, key: str, serial: int, item: bytes) -> None:
-        self.nbytes -= len(item) + _ENTRY_NBYTES
+        self.nbytes -= len(item) + ENTRY_NBYTES
         self._note((Change.GONE, key, serial))
 
     # -- what concerns clients ------------------------------------------------------------------------
@@ -183,10 +181,10 @@ class Book:
         self._note((Change.OWNED, key, identity, value))
 
     def tied(self, key: str, value: bytes) -> None:
-        self.nbytes += len(key) + len(value) + _ENTRY_NBYTES
+        self.nbytes += len(key) + len(value) + ENTRY_NBYTES
 
     def disowned(self, key: str, value: bytes) -> None:
-        self.nbytes -= len(key) + len(value) + _ENTRY_NBYTES
+        self.nbytes -= len(key) + len(value) + ENTRY_NBYTES
         if key in self._ephemeral:
             self._ephemeral.remove(key)
             self._note((Change.DISOWNED, key))

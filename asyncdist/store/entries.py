@@ -118,6 +118,8 @@ class Table:
 KEPT_ANSWERS = 1 << 16
 KEPT_NBYTES = 128 << 20
 """Of one client: more than any has in flight, and bounds on what one costs that never says what has arrived."""
+ENTRY_NBYTES = 100
+"""What a value or an item costs in memory beside its own bytes and those of its key, roughly."""
 _ANSWER_NBYTES = 200
 """What an answer costs in memory beside the bytes of a value or of an explanation, roughly."""
 
@@ -130,6 +132,11 @@ def cost_of(value: Any) -> int:
         case (_, str(why)):  # it was refused
             return len(why) + _ANSWER_NBYTES
     return _ANSWER_NBYTES
+
+
+def growth(key: str, value: bytes, before: bytes | None) -> int:
+    """Return how many bytes more it costs to keep a value in place of the one before, None if there is none."""
+    return len(key) + len(value) + ENTRY_NBYTES if before is None else len(value) - len(before)
 
 
 MemberContents = tuple[float, dict[int, tuple[int, Any]]]

@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections import deque
 from typing import Any
 
-from asyncdist.store.entries import BLOCKED, Holding, Item, Place, Refused, Table, Taking, Waiting
+from asyncdist.store.entries import BLOCKED, ENTRY_NBYTES, Holding, Item, Place, Refused, Table, Taking, Waiting
 from asyncdist.store.operations import Client, Kind, Reason, Reply
 
 
@@ -38,7 +38,7 @@ class Queues(Table):
     def _queue_push(self, place: Place, key: str, item: bytes) -> None:
         self._check_size(key, item)
         if self.ledger is not None:
-            self.ledger.check_room(len(key) + len(item))
+            self.ledger.check_room(len(item) + ENTRY_NBYTES)
         self._pushed += 1
         if self.ledger is not None:
             self.ledger.pushed(key, self._pushed, item)

@@ -37,6 +37,7 @@ from asyncdist.store.entries import (
     Surveying,
     Taking,
     Waiting,
+    growth,
 )
 from asyncdist.store.operations import SERVERS, Client, Kind, Op, Reason, Reply
 from asyncdist.store.queues import drop_from
@@ -113,7 +114,7 @@ class StoreState(Ties):
         if len(value) > self.max_value_nbytes or len(key) > self._surely_short:
             self._check_size(key, value)
         if self.ledger is not None:
-            self.ledger.check_room(_growth(key, value, self._values.get(key)))
+            self.ledger.check_room(growth(key, value, self._values.get(key)))
             self.ledger.set(key, value, self._lasting(key))
         self._store(key, value)
 
@@ -219,7 +220,7 @@ class StoreState(Ties):
         whole = value if before is None else before + value
         self._check_size(key, whole)
         if self.ledger is not None:
-            self.ledger.check_room(_growth(key, whole, before))
+            self.ledger.check_room(growth(key, whole, before))
             if key in self._owners:
                 self.ledger.set(key, whole, None)
             else:
@@ -230,12 +231,14 @@ class StoreState(Ties):
         if len(keys) != len(values):
             raise Refused(Reason.INVALID, f"multi_set with {len(values)} values for {len(keys)} keys")
         for key, value in zip(keys, values, strict=True):
-            self._check_size(key, value)  # all of them or none
-        if self.ledger is not None:
-            growths = [_growth(key, value, self._values.get(key)) for key, value in zip(keys, values, strict=True)]
-            self.ledger.check_room(sum(growths))
-        for key, value in zip(keys, values, strict=True):
-            self._put(key, value)
+            self._check_size(key, value)
+        last = dict(zip(keys, values, strict=True))
+        if self.ledger is not None:  # room for all of them or none: one may take what another gives up
+            self.ledger.check_room(sum(growth(key, value, self._values.get(key)) for key, value in last.items()))
+        for key, value in last.items():
+            if self.ledger is not None:
+                self.ledger.set(key, value, self._lasting(key))
+            self._store(key, value)
 
     def _list_keys(self, place: Place, prefix: str) -> list[str]:
         return [key for key in self._values if key.startswith(prefix)]
@@ -245,7 +248,7 @@ class StoreState(Ties):
     def _set_ephemeral(self, place: Place, key: str, value: bytes) -> None:
         self._check_size(key, value)
         if self.ledger is not None:
-            self.ledger.check_room(_growth(key, value, self._values.get(key)))
+            self.ledger.check_room(growth(key, value, self._values.get(key)))
             before = self._lasting(key)
             if before is not None:
                 self.ledger.deleted(key, before)
@@ -382,10 +385,6 @@ class StoreState(Ties):
                 del standing[place]
                 if not standing:
                     del self._standing[entry.key]
-
-
-def _growth(key: str, value: bytes, before: bytes | None) -> int:
-    return len(key) + len(value) if before is None else len(value) - len(before)
 
 
 HANDLERS: dict[Op, Callable[..., Any]] = {

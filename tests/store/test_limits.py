@@ -77,10 +77,29 @@ def test_what_stores_a_number_takes_no_longer_key_either(request_of):
 
 
 def test_a_store_is_full_when_not_one_byte_more_has_room():
-    for op in (Op.SET, Op.SET_EPHEMERAL, Op.APPEND, Op.QUEUE_PUSH):
-        for more, refused in ((0, False), (1, True)):
-            store = Store(max_nbytes=50)
-            assert (store.ask("a", op, "k", bytes(49 + more)) is Reason.FULL) is refused
+    for request in requests("k", bytes(49)):
+        measured = Store()
+        measured.ask("a", *request)
+        for less, expected in ((0, measured.held_nbytes), (1, 0)):
+            store = Store(max_nbytes=measured.held_nbytes - less)
+            assert (store.ask("a", *request) is Reason.FULL) is bool(less)
+            assert store.book.nbytes == store.held_nbytes == expected
+
+
+def test_several_values_are_set_all_or_none_at_the_limit():
+    keys, values = ["more", "less", "new", "new"], [bytes(60), b"", bytes(LONGEST), b"n"]
+    for less, expected in ((0, [bytes(60), b"", b"n"]), (1, [b"", bytes(60)])):
+        store = Store(max_nbytes=372 - less)
+        store.ask("a", Op.MULTI_SET, keys[:2], [b"", bytes(60)])
+        assert (store.ask("a", Op.MULTI_SET, keys, values) is Reason.FULL) is bool(less)
+        assert list(store.state.contents().values.values()) == expected
+        assert store.book.nbytes == store.held_nbytes == 372 - 104 * less
+
+
+def test_many_small_values_are_set_all_or_none():
+    store, keys = Store(max_nbytes=10_000), [f"k{number}" for number in range(200)]
+    assert store.ask("a", Op.MULTI_SET, keys, [b"v"] * 200) is Reason.FULL
+    assert store.state.num_keys == 0
 
 
 def test_what_is_on_its_way_counts():
@@ -96,7 +115,7 @@ def test_what_is_on_its_way_counts():
 def test_ephemeral_keys_fill_a_store_too_and_make_room_when_they_go():
     store = Store(max_nbytes=1000)
     taken = [store.ask("a", Op.SET_EPHEMERAL, f"k{number}", bytes(99)) for number in range(20)]
-    assert taken == [None] * 5 + [Reason.FULL] * 15
+    assert taken == [None] * 4 + [Reason.FULL] * 16
     assert store.ask("b", Op.SET, "k", bytes(99)) is Reason.FULL
     store.state.leave("a")
     assert store.ask("b", Op.SET, "k", bytes(99)) is None
@@ -180,25 +199,27 @@ KEYS, VALUES = st.sampled_from(["a", "b", "long"]), st.binary(max_size=5)
 REQUESTS = st.one_of(
     st.tuples(st.sampled_from([Op.SET, Op.SET_EPHEMERAL, Op.APPEND, Op.QUEUE_PUSH]), KEYS, VALUES),
     st.tuples(st.just(Op.DELETE_KEY), KEYS),
-    st.tuples(st.just(Op.MULTI_SET), st.just(["a", "b"]), st.tuples(VALUES, VALUES).map(list)),
+    st.tuples(st.just(Op.MULTI_SET), st.just(["a", "b", "a"]), st.tuples(VALUES, VALUES, VALUES).map(list)),
     st.tuples(st.just(Op.QUEUE_POP), KEYS, st.just(False)),
     st.tuples(st.just(Op.CONFIRM), st.just(0)),
     st.tuples(st.just(Op.LEAVE)),
 )
 
 
-@given(st.lists(st.tuples(st.sampled_from(["one", "two"]), REQUESTS), max_size=40))
-@example([("one", (Op.SET, "a", b"lasting")), ("two", (Op.SET_EPHEMERAL, "a", b"1")), ("two", (Op.LEAVE,))])
-def test_what_is_counted_is_what_is_held(asked):
-    store, popped = Store(), {"one": 0, "two": 0}
+@given(
+    st.lists(st.tuples(st.sampled_from(["one", "two"]), REQUESTS), max_size=40), st.sampled_from([250, 350, 1 << 30])
+)
+@example([("one", (Op.SET, "a", b"lasting")), ("two", (Op.SET_EPHEMERAL, "a", b"1")), ("two", (Op.LEAVE,))], 1 << 30)
+def test_what_is_counted_is_what_is_held_and_never_more_than_the_limit(asked, most):
+    store, popped = Store(most), {"one": 0, "two": 0}
     for number, (client, (op, *args)) in enumerate(asked, 1):
         if op is Op.QUEUE_POP:
             popped[client] = number
         elif op is Op.CONFIRM:
             args = [popped[client]]
-        store.state.execute(client, number, op, tuple(args))
-        if op is Op.SET_EPHEMERAL:  # as a client does that may come back
+        replies = store.state.execute(client, number, op, tuple(args))
+        if op is Op.SET_EPHEMERAL and replies[-1].kind is Kind.RESULT:  # as a client does that may come back
             store.state.own(f"member {client}", args[0])
         elif op is Op.LEAVE:
             store.state.bereave(f"member {client}")
-        assert store.book.nbytes == store.held_nbytes
+        assert store.book.nbytes == store.held_nbytes <= most
