@@ -25,7 +25,7 @@ from typing import Any
 import msgpack
 
 from asyncdist.errors import ProtocolError
-from asyncdist.store.entries import ENTRY_NBYTES, KEPT_ANSWERS, Contents, Refused, cost_of, growth
+from asyncdist.store.entries import ENTRY_NBYTES, KEPT_ANSWERS, Contents, Refused, cost_of, extend, growth
 from asyncdist.store.operations import Kind, Reason, Reply
 from asyncdist.store.pieces import LONG_NBYTES
 
@@ -142,8 +142,8 @@ class Book:
         self.nbytes += growth(key, value, before)
         self._note((Change.SET, key, value))
 
-    def append(self, key: str, piece: bytes, before: bytes | None) -> None:
-        self.nbytes += len(piece) + (len(key) + ENTRY_NBYTES if before is None else 0)
+    def append(self, key: str, piece: bytes) -> None:
+        self.nbytes += len(piece)
         self._note((Change.APPEND, key, piece))
 
     def deleted(self, key: str, value: bytes) -> None:
@@ -223,7 +223,8 @@ def replay(body: bytes, contents: Contents) -> bool:
 def _replay_other(change: list[Any], contents: Contents) -> bool:
     match change:
         case [Change.APPEND, str(key), bytes(piece)]:
-            contents.values[key] = contents.values.get(key, b"") + piece
+            contents.values.setdefault(key, b"")
+            extend(contents.values, key, piece)
         case [Change.DELETE, str(key)]:
             del contents.values[key]
         case [Change.PUSH, str(key), int(serial), bytes(item)]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from io import SEEK_END, BytesIO
 from typing import Any, Final, NamedTuple, Protocol
 
 from asyncdist.store.operations import Client, Op, Reason, Reply
@@ -139,6 +140,15 @@ def growth(key: str, value: bytes, before: bytes | None) -> int:
     return len(key) + len(value) + ENTRY_NBYTES if before is None else len(value) - len(before)
 
 
+def extend(values: dict[str, bytes], key: str, piece: bytes) -> None:
+    """Append to a value where it lies in memory; where somebody else holds it, that stays as it is and is copied once."""
+    buffer = BytesIO(values[key])
+    values[key] = b""  # so that the buffer alone holds it, and may let it grow
+    buffer.seek(0, SEEK_END)
+    buffer.write(piece)
+    values[key] = buffer.getvalue()
+
+
 MemberContents = tuple[float, dict[int, tuple[int, Any]]]
 """A client's lease in seconds, and by request what its changes came to: kind and value of each reply."""
 
@@ -165,7 +175,7 @@ class Ledger(Protocol):
 
     def set(self, key: str, value: bytes, before: bytes | None) -> None: ...
 
-    def append(self, key: str, piece: bytes, before: bytes | None) -> None: ...
+    def append(self, key: str, piece: bytes) -> None: ...
 
     def deleted(self, key: str, value: bytes) -> None: ...
 

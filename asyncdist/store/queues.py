@@ -28,7 +28,7 @@ class Queues(Table):
         return sum(map(len, self._queues.values()))
 
     @abstractmethod
-    def _check_size(self, key: str, value: bytes) -> None:
+    def _check_size(self, key: str, nbytes: int) -> None:
         """Refuse a value that is too large."""
 
     @abstractmethod
@@ -36,7 +36,7 @@ class Queues(Table):
         """Answer who has waited for a key, if it was the last that was missing."""
 
     def _queue_push(self, place: Place, key: str, item: bytes) -> None:
-        self._check_size(key, item)
+        self._check_size(key, len(item))
         if self.ledger is not None:
             self.ledger.check_room(len(item) + ENTRY_NBYTES)
         self._pushed += 1

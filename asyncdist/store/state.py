@@ -37,6 +37,7 @@ from asyncdist.store.entries import (
     Surveying,
     Taking,
     Waiting,
+    extend,
     growth,
 )
 from asyncdist.store.operations import SERVERS, Client, Kind, Op, Reason, Reply
@@ -112,7 +113,7 @@ class StoreState(Ties):
 
     def _put(self, key: str, value: bytes) -> None:
         if len(value) > self.max_value_nbytes or len(key) > self._surely_short:
-            self._check_size(key, value)
+            self._check_size(key, len(value))
         if self.ledger is not None:
             self.ledger.check_room(growth(key, value, self._values.get(key)))
             self.ledger.set(key, value, self._lasting(key))
@@ -132,11 +133,11 @@ class StoreState(Ties):
             for waiting in self._waiting.pop(key):
                 self._arrived(waiting, key)
 
-    def _check_size(self, key: str, value: bytes) -> None:
-        if len(value) > self.max_value_nbytes:
+    def _check_size(self, key: str, nbytes: int) -> None:
+        if nbytes > self.max_value_nbytes:
             raise Refused(
                 Reason.TOO_LARGE,
-                f"a value of {len(value)} bytes for {key!r}, and the store takes {self.max_value_nbytes}: raise "
+                f"a value of {nbytes} bytes for {key!r}, and the store takes {self.max_value_nbytes}: raise "
                 "ASYNCDIST_STORE_MAX_VALUE_NBYTES where the store runs, or send bulk data through a collective",
             )
         if len(key) > self._surely_short and (key_nbytes := len(key.encode())) > self.max_key_nbytes:
@@ -216,22 +217,22 @@ class StoreState(Ties):
         return len(self._values)
 
     def _append(self, place: Place, key: str, value: bytes) -> None:
-        before = self._values.get(key)
-        whole = value if before is None else before + value
-        self._check_size(key, whole)
+        if key not in self._values or key in self._owners:
+            self._put(key, self._values.get(key, b"") + value)
+            return
+        self._check_size(key, len(self._values[key]) + len(value))
         if self.ledger is not None:
-            self.ledger.check_room(growth(key, whole, before))
-            if key in self._owners:
-                self.ledger.set(key, whole, None)
-            else:
-                self.ledger.append(key, value, before)
-        self._store(key, whole)
+            self.ledger.check_room(len(value))
+            self.ledger.append(key, value)
+        extend(self._values, key, value)
+        if key in self._observing or self._surveying:
+            self._tell(key)
 
     def _multi_set(self, place: Place, keys: list[str], values: list[bytes]) -> None:
         if len(keys) != len(values):
             raise Refused(Reason.INVALID, f"multi_set with {len(values)} values for {len(keys)} keys")
         for key, value in zip(keys, values, strict=True):
-            self._check_size(key, value)
+            self._check_size(key, len(value))
         last = dict(zip(keys, values, strict=True))
         if self.ledger is not None:  # room for all of them or none: one may take what another gives up
             self.ledger.check_room(sum(growth(key, value, self._values.get(key)) for key, value in last.items()))
@@ -246,7 +247,7 @@ class StoreState(Ties):
     # -- ephemeral keys ---------------------------------------------------------------------------
 
     def _set_ephemeral(self, place: Place, key: str, value: bytes) -> None:
-        self._check_size(key, value)
+        self._check_size(key, len(value))
         if self.ledger is not None:
             self.ledger.check_room(growth(key, value, self._values.get(key)))
             before = self._lasting(key)
@@ -298,7 +299,7 @@ class StoreState(Ties):
             raise Refused(Reason.INVALID, f"{key!r} holds a value that is not that of a barrier of {world_size}")
         if world_size <= 0:
             raise Refused(Reason.INVALID, f"a barrier of {world_size}")
-        self._check_size(key, b"")
+        self._check_size(key, 0)
         expected, standing = self._standing.setdefault(key, (world_size, {}))
         if expected != world_size:
             raise Refused(

@@ -7,6 +7,8 @@ import logging
 import os
 import re
 import shutil
+import time
+from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
@@ -99,6 +101,31 @@ def the_changes_make_the_same_store(requests, compacted) -> None:
     for client in ("one", "two"):  # whom a server that comes back does not know
         state.leave(client)
     assert again.contents() == state.contents()
+
+
+def test_appending_to_a_long_value_copies_it_hardly_ever_now_or_when_it_is_done_again():
+    (state, book), contents, value = kept_state(), Contents(), bytearray(16 << 20)
+    state.execute("c", 0, Op.SET, ("k", bytes(value)))
+
+    def append() -> None:
+        for number in range(1, 501):
+            state.execute("c", number, Op.APPEND, ("k", b"piece"))
+
+    def copy() -> None:
+        for _ in range(100):
+            bytes(value)
+
+    assert cpu_seconds(append) < cpu_seconds(copy)
+    body = b"".join(book.take())
+    assert cpu_seconds(lambda: replay(body, contents)) < cpu_seconds(copy)
+    assert contents == state.contents()
+    assert contents.values == {"k": bytes(value) + b"piece" * 500}
+
+
+def cpu_seconds(work: Callable[[], object]) -> float:
+    begun = time.thread_time()
+    work()
+    return time.thread_time() - begun
 
 
 @given(st.binary(max_size=60))

@@ -226,6 +226,16 @@ def test_append_stops_at_the_limit(a):
     assert a.do(Op.GET, "k") == bytes(60)
 
 
+def test_what_was_handed_out_stays_as_it_was_when_something_is_appended(a):
+    a.do(Op.SET, "k", b"one, ")
+    handed_out = [a.do(Op.GET, "k"), memoryview(a.do(Op.GET, "k")), a.do(Op.WATCH, "k")]
+    for word in (b"two, ", b"", b"three"):
+        a.do(Op.APPEND, "k", word)
+        handed_out += a.do(Op.GET, "k"), a.do(Op.COMPARE_SET, "k", b"?", b"?")
+    assert handed_out == [b"one, "] * 3 + [b"one, two, "] * 4 + [b"one, two, three"] * 2
+    assert len({hash(each) for each in handed_out}) == len(set(handed_out)) == 3
+
+
 # -- queues ----------------------------------------------------------------------------------------
 
 
