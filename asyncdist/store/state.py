@@ -187,7 +187,7 @@ class StoreState(Ties):
     def _integer(self, key: str) -> int:
         value = self._values.get(key, b"0")
         try:
-            return int(value)
+            return int(value.replace(b"_", b"?"))  # which Python alone takes between digits
         except ValueError:
             raise Refused(Reason.INVALID, f"the value of {key!r} is no whole number: {value[:32]!r}") from None
 

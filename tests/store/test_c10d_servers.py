@@ -176,6 +176,18 @@ def test_a_value_of_more_than_8_MiB(whose, connect):
             setting.ask(Code.SET, b"/k", value)
 
 
+@pytest.mark.parametrize("value", [b"1_000", b"1.5", b"1e3", b"1,000"])
+def test_an_add_to_what_only_begins_like_a_number(whose, connect, value):
+    adding = connect()
+    adding.ask(Code.SET, b"/n", value)
+    if whose == OURS:
+        with pytest.raises(ConnectionError):
+            adding.ask(Code.ADD, b"/n", 1)
+        assert connect().ask(Code.GET, b"/n") == value
+    else:
+        assert adding.ask(Code.ADD, b"/n", 1) == 2
+
+
 PROGRAMS = {
     OURS: "from asyncdist.cli import main; main(['store', '--port', input(), '--data', sys.argv[1]])",
     TORCHS: "from torch.distributed import TCPStore\n"
@@ -234,6 +246,15 @@ def test_a_server_that_is_killed_and_started_again(whose, tmp_path):
 
 
 # -- where they agree ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [b" 7 ", b"\t7\n", b"+7", b"007"])
+def test_an_add_to_a_number_however_it_is_written(connect, value):
+    adding = connect()
+    adding.ask(Code.SET, b"/n", value)
+    assert adding.ask(Code.ADD, b"/n", 1) == 8
+    assert adding.ask(Code.GET, b"/n") == b"8"
+
 
 KEYS = [b"/a", b"/b", b"/prefix/c", b"/n"]
 QUEUES = [b"/q", b"/r"]

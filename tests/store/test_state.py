@@ -136,10 +136,11 @@ def test_add_keeps_decimal_digits(a):
     assert a.do(Op.ADD, "n", 1) == 42
 
 
-def test_add_to_what_is_no_number_is_refused_and_changes_nothing(a):
-    a.do(Op.SET, "n", b"forty-two")
+@pytest.mark.parametrize("value", [b"forty-two", b"1_000", b"_1", b"", b"7 8", b"7\0", b"0x10", b"1e3"])
+def test_add_to_what_is_no_number_is_refused_and_changes_nothing(a, value):
+    a.do(Op.SET, "n", value)
     assert a.refused(a.ask(Op.ADD, "n", 1)) is Reason.INVALID
-    assert a.do(Op.GET, "n") == b"forty-two"
+    assert a.do(Op.GET, "n") == value
 
 
 def test_add_beyond_64_bits_is_refused(a):
