@@ -37,6 +37,7 @@ OURS = {
     Op.PUBLISH: ("channel", b"message"),
     Op.SUBSCRIBE: ("channel",),
     Op.SET_EPHEMERAL: ("ephemeral", b"v"),
+    Op.RESTORE_EPHEMERAL: ("ephemeral", b"v"),
     Op.WATCH: ("k",),
     Op.WATCH_KEYS: ("",),
     Op.PIECE: (0, bytes(LONG_NBYTES + 1)),
