@@ -64,6 +64,37 @@ def test_requests_arrive_however_they_are_split(sent, cuts):
     assert parser.pending == 0
 
 
+@given(st.lists(requests, min_size=1, max_size=3))
+def test_requests_split_at_every_place(sent):
+    encoder = Encoder()
+    data = b"".join(encoder.frame(number, op, *args) for number, op, args in sent)
+    for place in range(len(data) + 1):
+        parser = FrameParser(10 * LIMIT)
+        frames = parser.feed(data[:place]) + parser.feed(data[place:])
+        assert [tuple(request) for frame in frames for request in requests_in(frame)] == sent
+        assert parser.pending == 0
+
+
+results = st.one_of(st.none(), st.booleans(), numbers, st.binary(max_size=50), st.lists(st.binary(), max_size=5))
+answers = st.one_of(
+    st.tuples(st.integers(0, 1 << 63), st.just(Kind.RESULT), results),
+    st.tuples(st.integers(0, 1 << 63), st.just(Kind.PUBLISHED), st.binary(max_size=50)),
+)
+
+
+@given(st.lists(answers, min_size=1, max_size=3))
+def test_answers_split_at_every_place(sent):
+    encoder = Encoder()
+    data = hello(LIMIT) + b"".join(encoder.frame(*answer) for answer in sent)
+    for place in range(len(data) + 1):
+        parser = FrameParser(10 * LIMIT)
+        frames = parser.feed(data[:place]) + parser.feed(data[place:])
+        greeting, *got = [tuple(decode_answer(message)) for frame in frames for message in messages_in(frame)]
+        assert greeting == (0, HELLO, [VERSION, LIMIT])
+        assert got == sent
+        assert parser.pending == 0
+
+
 @given(st.lists(requests, min_size=1, max_size=20))
 def test_requests_that_go_together(sent):
     encoder = Encoder()
