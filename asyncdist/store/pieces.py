@@ -54,19 +54,19 @@ class Parcel:
     ``is_under_way`` says that some of them have been taken and some have not.
     """
 
-    __slots__ = ("_message", "_nbytes", "_pack", "_pieces", "_values", "_wrap", "is_under_way", "request")
+    __slots__ = ("_message", "_nbytes", "_piece", "_pieces", "_values", "is_under_way", "request")
 
     def __init__(self, pack: Callable[[Any], bytes], fields: Fields, wrap: Callable[[int, int, Any], Fields]) -> None:
         """Take the fields of a message; ``wrap`` is `request_piece` or `answer_piece`. Raises what packing raises."""
-        self.request: int = fields[0]
-        self._pack, self._wrap = pack, wrap
+        request = self.request = fields[0]
+        self._piece: Callable[[int, Any], bytes] = lambda number, content: pack(wrap(request, number, content))
         self._values: list[bytes] = []
         self._message = pack(tuple(map(self._set_apart, fields)))
         if len(self._message) > LONG_NBYTES:
             self._message = pack(self._reference(_MESSAGE, self._message))
         self._nbytes = sum(map(len, self._values)) + len(self._message)
         self.is_under_way = False
-        self._pieces = self._cut()
+        self._pieces = _cut(self._values, self._message, self._piece)
 
     def _set_apart(self, field: Any) -> Any:
         if type(field) is list:
@@ -77,15 +77,6 @@ class Parcel:
         self._values.append(value)
         return ExtType(code, (len(self._values) - 1).to_bytes(4, "little"))
 
-    def _cut(self) -> Iterator[bytes]:
-        for number, value in enumerate(self._values):
-            view = memoryview(value)
-            for start in range(0, len(view), PIECE_NBYTES):
-                self.is_under_way = True
-                yield self._pack(self._wrap(self.request, number, view[start : start + PIECE_NBYTES]))
-        self.is_under_way = False
-        yield self._message
-
     def __len__(self) -> int:
         return self._nbytes
 
@@ -93,12 +84,23 @@ class Parcel:
         return self
 
     def __next__(self) -> bytes:
-        return next(self._pieces)
+        message = next(self._pieces)
+        self.is_under_way = message is not self._message
+        return message
 
     def abandoned(self) -> bytes:
         """Abandon the rest; return the message to be sent instead, b"" if there need be none."""
         was_under_way, self.is_under_way = self.is_under_way, False
-        return self._pack(self._wrap(self.request, 0, b"")) if was_under_way else b""
+        return self._piece(0, b"") if was_under_way else b""
+
+
+def _cut(values: list[bytes], message: bytes, piece: Callable[[int, Any], bytes]) -> Iterator[bytes]:
+    """Yield the messages of a parcel. No method of it: it would hold the parcel that holds it, and both the values."""
+    for number, value in enumerate(values):
+        view = memoryview(value)
+        for start in range(0, len(view), PIECE_NBYTES):
+            yield piece(number, view[start : start + PIECE_NBYTES])
+    yield message
 
 
 def request_piece(request: int, number: int, piece: Any) -> Fields:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import msgpack
@@ -288,17 +288,56 @@ async def test_a_large_reply_that_nobody_waits_for_any_more_is_broken_off(server
     assert await store.get("large") == value
 
 
-async def test_nothing_of_a_client_that_has_gone_waits_for_the_collector(server, connect, eventually):
-    other = await connect()
+@pytest.fixture
+def no_collector() -> Iterator[None]:
     gc.collect()
     gc.disable()
-    try:
-        await other.set("large", patterned(1 << 20))
-        await other.get("large")
-        await other.close()
-        await eventually(lambda: not any(isinstance(each, Session) for each in gc.get_objects()))
-    finally:
-        gc.enable()
+    yield
+    gc.enable()
+
+
+def no_more(kind: type) -> Callable[[], bool]:
+    """Return what says that there is none of a kind, which is found whoever holds it."""
+    return lambda: not any(isinstance(each, kind) for each in gc.get_objects())
+
+
+async def test_nothing_of_a_client_that_has_gone_waits_for_the_collector(server, connect, no_collector, eventually):
+    other = await connect()
+    await other.set("large", patterned(1 << 20))
+    await other.get("large")
+    await other.close()
+    await eventually(no_more(Session))
+
+
+async def test_nothing_of_a_long_message_waits_for_the_collector(server, store, no_collector, eventually):
+    value = patterned(LARGE_NBYTES // 4)
+    await store.set("large", value)
+    await eventually(no_more(Parcel))
+    await store.get("large")
+    await eventually(no_more(Parcel))
+    setting = asyncio.ensure_future(store.set("large", value))
+    await eventually(lambda: arriving_nbytes(server) > 0)
+    setting.cancel()
+    await eventually(no_more(Parcel))
+    getting = asyncio.ensure_future(store.get("large"))
+    await eventually(lambda: store._line._conversation._arriving.nbytes > 0)
+    getting.cancel()
+    await eventually(no_more(Parcel))
+
+
+async def test_nothing_of_what_threads_send_waits_for_the_collector(server, no_collector, eventually):
+    """Nor anything of what they are sent."""
+    value = patterned(LARGE_NBYTES // 4)
+    store = await asyncio.to_thread(TCPStore, "127.0.0.1", server.port, timeout=LONG, config=CONFIG)
+    await asyncio.to_thread(store.set, "large", value)
+    await eventually(no_more(Parcel))
+    await asyncio.to_thread(store.get, "large")
+    await eventually(no_more(Parcel))
+    store.set_timeout(0.001)
+    with pytest.raises(StoreTimeoutError):
+        await asyncio.to_thread(store.set, "large", value)
+    await eventually(no_more(Parcel))
+    await asyncio.to_thread(store.close)
 
 
 async def test_a_limit_of_time_passes_in_the_middle(server, store, eventually):
