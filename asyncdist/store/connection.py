@@ -2,7 +2,7 @@
 
 Nothing is awaited here and no task is made: the loop calls in, requests are executed on the spot, and each connection
 that a read concerns is written to once. A client that does not take its replies is read from no longer; one for whom more
-piles up all the same, because others publish to it, is dropped.
+piles up all the same, because others publish to it, is dropped. What it has asked for itself never costs it that.
 """
 
 from __future__ import annotations
@@ -165,13 +165,15 @@ class Connection(asyncio.Protocol, ABC):
         """How many bytes wait to be sent."""
         return self._held_nbytes + (0 if self._transport is None else self._transport.get_write_buffer_size())
 
-    def drop_if_deaf(self) -> None:
-        """End the connection of one who does not read, and for whom others have too much put here.
+    @property
+    def _unasked_nbytes(self) -> int:
+        """How many bytes of what others published to it wait to be sent."""
+        return 0
 
-        For what it asks itself it is made to wait.
-        """
-        waiting = self._waiting_nbytes
-        if self._paused and waiting > self._server.limit + BACKLOG_NBYTES:
+    def drop_if_deaf(self) -> None:
+        """End the connection of one who does not read, and to whom others have published too much."""
+        waiting = self._unasked_nbytes
+        if waiting > self._server.limit + BACKLOG_NBYTES:
             logger.warning("store: %s does not read (%d bytes wait for it); it is disconnected", self.peer, waiting)
             self._server.num_refused += 1
             self.abort()

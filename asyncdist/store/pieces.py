@@ -51,14 +51,16 @@ def weight(fields: Fields) -> int:
 class Parcel:
     """A long message: iterate for the messages that carry it, each to be sent in a frame of its own. ``len`` is in bytes.
 
-    ``is_under_way`` says that some of them have been taken and some have not.
+    ``request`` and ``kind`` are what the message begins with. ``is_under_way`` says that some of them have been taken and
+    some have not.
     """
 
-    __slots__ = ("_message", "_nbytes", "_piece", "_pieces", "_values", "is_under_way", "request")
+    __slots__ = ("_message", "_nbytes", "_piece", "_pieces", "_values", "is_under_way", "kind", "request")
 
     def __init__(self, pack: Callable[[Any], bytes], fields: Fields, wrap: Callable[[int, int, Any], Fields]) -> None:
         """Take the fields of a message; ``wrap`` is `request_piece` or `answer_piece`. Raises what packing raises."""
-        request = self.request = fields[0]
+        self.request, self.kind = fields[:2]
+        request = self.request
         self._piece: Callable[[int, Any], bytes] = lambda number, content: pack(wrap(request, number, content))
         self._values: list[bytes] = []
         self._message = pack(tuple(map(self._set_apart, fields)))

@@ -4,7 +4,7 @@ One port, two formats over one state machine: a new connection stands in the `lo
 it speaks, and goes on as a `session` of ours, which has proved that it holds the token, or of torch's TCPStore
 (`c10d_session`). Each read is taken apart into requests, all of them are executed by the state machine, and each
 connection concerned is written to once. Whoever misbehaves is logged and dropped, and harms nobody else: garbage, a wrong
-token or none in time, a frame that claims too much, a reader too slow for what it asked for.
+token or none in time, a frame that claims too much, a reader too slow for what is published to it.
 """
 
 from __future__ import annotations

@@ -37,6 +37,8 @@ class Session(Connection):
         "_in_line",
         "_in_line_nbytes",
         "_parser",
+        "_published_in_line_nbytes",
+        "_published_nbytes",
         "_todo",
         "member",
     )
@@ -49,6 +51,8 @@ class Session(Connection):
         self._in_line: Counter[int] = Counter()  # requests with long replies that wait or are under way, and are wanted
         self._in_line_nbytes = 0  # of those that nothing holds up but the socket
         self._carrier = Carrier(transport.write, self._in_line.__contains__)
+        self._published_nbytes = 0  # of short messages from others, since the socket takes no more
+        self._published_in_line_nbytes = 0  # of their long ones that have not been sent
         self._todo: deque[Any] = deque()
         self.member: Member | None = None
 
@@ -166,11 +170,13 @@ class Session(Connection):
         message = self._server.encode(reply)
         if isinstance(message, bytes) and reply.request not in self._in_line:
             self.put(message)
+            self._published_nbytes += len(message) if reply.kind is Kind.PUBLISHED else 0
             return
         if isinstance(message, bytes):  # a stream's next message, which is not to come before a long one
             message = Parcel(self._server.pack, (reply.request, reply.kind, reply.value), answer_piece)
         self.flush()
         self._in_line[reply.request] += 1
+        self._published_in_line_nbytes += len(message) if reply.kind is Kind.PUBLISHED else 0
         self._pass_on(message)
 
     def _write(self, data: bytes | Parcel) -> None:
@@ -183,6 +189,7 @@ class Session(Connection):
 
     def pause_writing(self) -> None:
         super().pause_writing()
+        self._published_nbytes = 0
         self._carrier.pause()
 
     def resume_writing(self) -> None:
@@ -192,6 +199,7 @@ class Session(Connection):
     def _strike_out(self, parcel: Parcel) -> None:
         self._in_line -= Counter([parcel.request])
         self._in_line_nbytes -= len(parcel)
+        self._published_in_line_nbytes -= len(parcel) if parcel.kind is Kind.PUBLISHED else 0
         self.settle()
 
     @property
@@ -199,8 +207,9 @@ class Session(Connection):
         return super()._clogged or self._in_line_nbytes - self._carrier.nbytes_under_way > BACKLOG_NBYTES
 
     @property
-    def _waiting_nbytes(self) -> int:
-        return super()._waiting_nbytes + self._in_line_nbytes
+    def _unasked_nbytes(self) -> int:
+        # Of what is short nobody knows when it has left the socket: no more of it waits there than all that waits there.
+        return self._published_in_line_nbytes + min(self._published_nbytes, self._waiting_nbytes)
 
     def _hang_up(self) -> None:
         if not self._carrier.busy:

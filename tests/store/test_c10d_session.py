@@ -13,7 +13,7 @@ import pytest
 from asyncdist.config import Config
 from asyncdist.runtime import runtime
 from asyncdist.store import AsyncStore, StoreServer, lobby
-from asyncdist.store.c10d_wire import MAGIC, Code
+from asyncdist.store.c10d_wire import MAGIC, STOP_WAITING, Code
 from asyncdist.testing.c10d import Peer, encode
 
 LONG, UNIT = 10.0, 0.05
@@ -239,6 +239,23 @@ async def test_one_who_asks_and_does_not_read_is_made_to_wait(server, store, cal
         for _ in range(40):
             assert len(await caller.hear(8 + (1 << 20))) == 8 + (1 << 20)
         assert await caller.hear(8) == struct.pack("<q", 1)
+
+
+async def test_one_who_asks_for_much_is_not_dropped_when_what_it_waits_for_comes(
+    server, store, call, monkeypatch, eventually
+):
+    monkeypatch.setattr("asyncdist.store.connection.BACKLOG_NBYTES", 1 << 10)
+    count, name_nbytes = 1 << 12, 4000
+    await asyncio.gather(*(store.set(f"{number:0{name_nbytes}}", b"") for number in range(count)))
+    async with call() as caller:
+        caller.writer.transport.pause_reading()
+        caller.writer.write(encode(Code.WAIT, [b"/late"]) + encode(Code.LIST_KEYS))
+        await eventually(lambda: any(connection._paused for connection in server._connections))
+        await store.set("late", b"")
+        caller.writer.transport.resume_reading()
+        listed_nbytes = 8 + count * (8 + 1 + name_nbytes)
+        assert (await caller.hear(listed_nbytes + 1))[listed_nbytes:] == STOP_WAITING
+    assert server.num_refused == 0
 
 
 # -- many ------------------------------------------------------------------------------------------

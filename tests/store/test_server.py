@@ -19,7 +19,7 @@ from asyncdist.store import AsyncStore, StoreServer, TCPStore, listen
 from asyncdist.store.lobby import Lobby
 from asyncdist.store.messages import Encoder, FrameParser
 from asyncdist.store.operations import Kind, Op
-from asyncdist.store.pieces import FRAME_NBYTES, Arriving
+from asyncdist.store.pieces import FRAME_NBYTES, LONG_NBYTES, Arriving
 
 UNIT, LONG = 0.05, 10.0
 TOKEN = "a token for tests"
@@ -253,7 +253,33 @@ async def test_one_who_asks_for_much_at_once_is_not_dropped(server, store, monke
     assert server.num_refused == 0
 
 
-async def test_a_subscriber_that_does_not_read_is_dropped(server, store, connect, caplog, monkeypatch, eventually):
+@pytest.mark.parametrize("nbytes", [LONG_NBYTES, 1 << 20])
+async def test_one_who_asks_for_much_is_not_dropped_when_others_have_news_for_it(
+    server, store, connect, monkeypatch, eventually, nbytes
+):
+    """Neither what it asks for once it is there, nor what it has waited for."""
+    monkeypatch.setattr("asyncdist.store.connection.BACKLOG_NBYTES", 1 << 10)
+    other, count = await connect(), (24 << 20) // nbytes
+    await other.set("there", bytes(nbytes))
+    async with store.watch("heartbeat") as heartbeat:
+        assert await anext(heartbeat) is None
+        late = [store.get("late", timeout=LONG) for _ in range(count)]
+        assert await store.num_keys() == 1
+        store._line.link._transport.pause_reading()
+        await other.set("late", bytes(nbytes))
+        early = [store.get("there", timeout=LONG) for _ in range(count)]
+        await eventually(lambda: any(connection._paused for connection in server._connections))
+        for number in range(10):
+            await other.set("heartbeat", str(number))
+        store._line.link._transport.resume_reading()
+        assert {len(value) for value in await asyncio.gather(*late, *early)} == {nbytes}
+        while await anext(heartbeat) != b"9":
+            pass
+    assert server.num_refused == 0
+
+
+@pytest.mark.parametrize("nbytes", [LONG_NBYTES - 100, 1 << 19])
+async def test_a_subscriber_that_does_not_read_is_dropped(server, store, connect, caplog, monkeypatch, nbytes):
     monkeypatch.setattr("asyncdist.store.connection.BACKLOG_NBYTES", 1 << 20)
     deaf, fine = await connect(), await connect()
     lost = await deaf.subscribe("news")
@@ -262,10 +288,10 @@ async def test_a_subscriber_that_does_not_read_is_dropped(server, store, connect
     with caplog.at_level(logging.WARNING, LOGGER):
         sent = 0
         while "does not read" not in caplog.text:
-            await store.publish("news", bytes(1 << 19))
-            assert len(await anext(heard)) == 1 << 19
-            sent += 1
-            assert sent < 200
+            await store.publish("news", bytes(nbytes))
+            assert len(await anext(heard)) == nbytes
+            sent += nbytes
+            assert sent < 100 << 20
     deaf._line.link._transport.resume_reading()
     with pytest.raises(ConnectionError):
         [message async for message in lost]
