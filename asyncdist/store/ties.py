@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from abc import abstractmethod
 from collections import Counter
+from collections.abc import Iterable
 
 from asyncdist.store.entries import Observing, Place, Refused, Surveying
 from asyncdist.store.operations import CHANGED, GONE, Client, Kind, Reason, Reply
@@ -126,10 +127,13 @@ class Ties(Queues):
         """Tell those who watch a key what it holds now."""
         value = self._values.get(key)
         kind, content = (GONE, b"") if value is None else (CHANGED, value)
-        for client, request in self._observing.get(key, ()):
-            self.due.append(Reply(client, request, Kind.PUBLISHED, kind + content))
-        for prefix, places in self._surveying.items():
-            if key.startswith(prefix):
-                name = key.encode()
-                message = b"".join((kind, len(name).to_bytes(4, "little"), name, content))
-                self.due.extend(Reply(client, request, Kind.PUBLISHED, message) for client, request in places)
+        if observing := self._observing.get(key):
+            self._tell_all(observing, kind + content)
+        surveying = [place for prefix, places in self._surveying.items() if key.startswith(prefix) for place in places]
+        if surveying:
+            name = key.encode()
+            self._tell_all(surveying, b"".join((kind, len(name).to_bytes(4, "little"), name, content)))
+
+    def _tell_all(self, places: Iterable[Place], message: bytes) -> None:
+        """Publish one message, which is as long as a value, and is not to be there once for each."""
+        self.due.extend(Reply(client, request, Kind.PUBLISHED, message) for client, request in places)

@@ -10,6 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
+from asyncdist.store import operations
 from asyncdist.store.operations import Kind, Op, Reason, Reply
 from asyncdist.store.state import StoreState
 
@@ -54,6 +55,9 @@ class Asker:
         assert reply.kind is Kind.REFUSED
         assert isinstance(reply.value[1], str)
         return Reason(reply.value[0])
+
+    def published(self, request: int) -> list[Any]:
+        return [reply.value for reply in self.log[self.name, request] if reply.kind is Kind.PUBLISHED]
 
     def do(self, op: Op, *args: Any) -> Any:
         return self.answer(self.ask(op, *args))
@@ -389,8 +393,23 @@ def test_publish_reaches_those_who_listen_now(a, b, c):
     assert c.do(Op.PUBLISH, "x", b"2") == 1
     a.leave()
     assert c.do(Op.PUBLISH, "x", b"3") == 0
-    messages = [[r.value for r in a.log["a", n] if r.kind is Kind.PUBLISHED] for n in listening[:2]]
+    messages = [a.published(n) for n in listening[:2]]
     assert messages == [[b"1"], [b"1", b"2"]]
+
+
+def test_all_who_watch_are_told_in_one_message(a, b, c):
+    """One that is there once: a value may be large, and those who watch it many."""
+    watching = [(each, each.ask(Op.WATCH, "key")) for each in (a, b)]
+    surveying = [(each, each.ask(Op.WATCH_KEYS, prefix)) for each, prefix in ((a, ""), (b, "k"), (c, "other"))]
+    value = bytes(100)
+    c.do(Op.SET, "key", value)
+    (first,), (second,) = (each.published(number) for each, number in watching)
+    assert first is second
+    assert operations.watched(first) == value
+    (first,), (second,), none = (each.published(number) for each, number in surveying)
+    assert first is second
+    assert operations.watched_key(first) == ("key", value)
+    assert none == []
 
 
 # -- giving up -------------------------------------------------------------------------------------
