@@ -78,14 +78,18 @@ class Session(Connection):
         self._arriving.add(number, piece)
         self._recount()
         book, more = self._server.book, self._arriving.nbytes - self._expected_nbytes
-        if book is None or more <= 0:
+        if more <= 0:
             return
+        answer = self.member.answer_to(request) if self.member is not None else None  # no room for what is done already
         try:
-            book.expect(more)
-            self._expected_nbytes += more
+            if answer is None and book is not None:
+                book.expect(more)
+                self._expected_nbytes += more
         except Refused as refused:
+            answer = Reply(self, request, Kind.REFUSED, (int(refused.reason), refused.text))
+        if answer is not None:
             self._arriving.waste()
-            self.answer(Reply(self, request, Kind.REFUSED, (int(refused.reason), refused.text)))
+            self.answer(answer)
 
     def _recount(self) -> None:
         """What has come in pieces has become whole, or never will."""

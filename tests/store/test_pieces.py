@@ -222,6 +222,19 @@ async def test_no_room_for_a_value_is_said_before_all_of_it_has_come(strict):
     await store.close()
 
 
+async def test_no_room_is_wanted_for_what_has_been_done_and_is_asked_again(strict, eventually):
+    store, other = await reach("127.0.0.1", strict.port), await reach("127.0.0.1", strict.port)
+    await other.set("most", bytes(4 << 20))
+    store._line.link._transport.pause_reading()
+    appending = store.append("k", patterned(3 << 20))
+    await eventually(lambda: strict.state.peek("k"))
+    store._line.link.abort()
+    await appending
+    assert await store.get("k") == patterned(3 << 20)
+    await store.close()
+    await other.close()
+
+
 def test_threads_are_told_that_there_is_no_room():
     config = CONFIG.with_(store_max_nbytes=8 << 20)
     server = runtime().run(StoreServer.start("127.0.0.1", 0, token=TOKEN, config=config))
