@@ -139,6 +139,9 @@ class _Line:
             sink.reject(StoreConnectionError(*self.over.args))
             return
         sink.number, message = self._conversation.ask(sink)
+        if self._conversation.has_more:
+            for before in self._conversation.take_out():
+                self._send(before)
         self._send(message)
         self._limits.note(sink.deadline)
 

@@ -17,14 +17,15 @@ from collections.abc import Collection
 from typing import Any, Protocol
 
 from asyncdist.errors import ProtocolError, QueueEmptyError, StoreConnectionError, StoreError, UsageError
+from asyncdist.store.entries import cost_of
 from asyncdist.store.messages import HELLO, VERSION, Encoder, FrameParser, decode_answer, message_limit
 from asyncdist.store.operations import BLOCKING, CHANGING, STREAMS, Command, Kind, Op, Reason
 from asyncdist.store.pieces import FRAME_NBYTES, LONG_NBYTES, Arriving, Parcel, request_piece, weight
 
 IDENTITY_NBYTES = 16
 """Of a random identity: enough that no two clients have the same."""
-_TELL_AFTER = 256
-"""Changes that may be answered before the store is told that it need not remember what came of them."""
+_TELL_AFTER_NBYTES = 64 << 10
+"""What the store may keep of answers to changes before it is told, with the next request, that they have arrived."""
 _REPEATABLE = frozenset((Op.SET, Op.SET_EPHEMERAL, Op.MULTI_SET))
 """Changes that may be made twice in a row without a difference."""
 _LASTING = frozenset((Op.SET, Op.ADD, Op.COMPARE_SET, Op.DELETE_KEY, Op.APPEND, Op.MULTI_SET))
@@ -71,7 +72,7 @@ class Conversation:
         self._lease = lease
         self._asked: dict[int, Sink] = {}
         self._changes: dict[int, None] = {}  # those of them that change something
-        self._num_changed = 0
+        self._kept_nbytes = 0  # by the store, of answers that have arrived here
         self._restoring: dict[int, Command[Any]] = {}  # asked by nobody but us
         self._held: set[int] = set()  # asked while there was no connection
         self._ephemeral: dict[str, Command[Any]] = {}
@@ -106,7 +107,10 @@ class Conversation:
         return request in self._asked or request in self._restoring
 
     def ask(self, sink: Sink) -> tuple[int, bytes | Parcel]:
-        """Open a request; return its id and the message to be sent. Raises UsageError for what cannot be sent."""
+        """Open a request; return its id and the message to be sent, after what is there to `take_out`.
+
+        Raises UsageError for what cannot be sent.
+        """
         request, command = self._last + 1, sink.command
         message = self._message(request, command)
         self._last = request
@@ -114,14 +118,14 @@ class Conversation:
         op = command.op
         if op in CHANGING:
             self._changes[request] = None
-            if self._num_changed >= _TELL_AFTER and self._talking and type(message) is bytes:
-                self._num_changed = 0
-                message = self._encoder.pack((0, Op.RECEIVED, next(iter(self._changes)))) + message
         elif op is Op.OPEN_DOOR:
             self._tied = True  # what is behind a door goes with the connection
         if not self._talking:
             self._held.add(request)
             return request, b""
+        if self._kept_nbytes >= _TELL_AFTER_NBYTES:
+            self._kept_nbytes = 0
+            self._out.append(self._encoder.pack((0, Op.RECEIVED, next(iter(self._changes), request))))
         return request, message
 
     def _message(self, request: int, command: Command[Any]) -> bytes | Parcel:
@@ -278,7 +282,7 @@ class Conversation:
             return
         if op in CHANGING:
             del self._changes[request]
-            self._num_changed += 1
+            self._kept_nbytes += cost_of(value)
             self._note_ephemeral(sink.command, kind)
         if kind != Kind.RESULT:
             del self._asked[request]

@@ -80,6 +80,7 @@ class Session(Connection):
         book, more = self._server.book, self._arriving.nbytes - self._expected_nbytes
         if more <= 0:
             return
+        self._work()  # what came before may make room
         answer = self.member.answer_to(request) if self.member is not None else None  # no room for what is done already
         try:
             if answer is None and book is not None:

@@ -131,9 +131,10 @@ class Connection(Desk):
                     raise StoreConnectionError(*self._over.args)
                 ticket.command = command
                 number, message = self._conversation.ask(ticket)
-                wire = self._wire
+                messages, wire = [*self._conversation.take_out(), message], self._wire
             if wire is not None and message:
-                self._send(wire, message, deadline)
+                for each in messages:
+                    self._send(wire, each, deadline)
         except (TimeoutError, StoreConnectionError):  # it never went, or the connection is broken
             with self.lock:
                 self._conversation.give_up(number)

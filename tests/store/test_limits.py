@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from asyncdist.config import Config
 from asyncdist.errors import StoreError
-from asyncdist.store import AsyncStore, StoreServer, conversation
+from asyncdist.store import AsyncStore, StoreServer, TCPStore, conversation
 from asyncdist.store.changes import Book, replay
 from asyncdist.store.entries import Contents, Refused
 from asyncdist.store.members import Members
@@ -183,7 +185,7 @@ def test_long_answers_are_kept_up_to_a_limit_and_the_last_in_any_case(monkeypatc
 
 
 async def test_a_client_that_never_says_what_has_arrived_fills_its_server(monkeypatch):
-    monkeypatch.setattr(conversation, "_TELL_AFTER", 1 << 60)
+    monkeypatch.setattr(conversation, "_TELL_AFTER_NBYTES", 1 << 60)
     config = Config(token="token", store_max_nbytes=1 << 20)
     async with await StoreServer.start("127.0.0.1", 0, token="token", config=config) as server:
         store = await AsyncStore.connect("127.0.0.1", server.port, token="token", config=config)
@@ -192,6 +194,30 @@ async def test_a_client_that_never_says_what_has_arrived_fills_its_server(monkey
             await store.compare_set("k", value if number else b"", value)  # nothing more is held by that
         with pytest.raises(StoreError, match="--max-memory"):
             await store.set("other", b"")
+        await store.close()
+
+
+async def test_a_client_says_that_long_answers_have_arrived_with_what_it_asks_next():
+    """Whatever that is, and before the store is to make room for it."""
+    config = Config(token="token", store_max_nbytes=8 << 20)
+    value = bytes(3 << 20)
+    async with await StoreServer.start("127.0.0.1", 0, token="token", config=config) as server:
+        threads = await asyncio.to_thread(TCPStore, "127.0.0.1", server.port, config=config)
+        store = await AsyncStore.connect("127.0.0.1", server.port, token="token", config=config)
+        await store.compare_set("k", b"", value)
+        assert server.book.nbytes > 2 * len(value)
+        await store.set("other", value)
+        await store.delete_key("k")
+        await store.compare_set("k", b"", value[1:])
+        await store.num_keys()
+        assert 2 * len(value) < server.book.nbytes < 3 * len(value)
+        await store.delete_key("k")
+        await asyncio.to_thread(threads.compare_set, "k", b"", value)
+        assert server.book.nbytes > 3 * len(value)
+        await asyncio.to_thread(threads.delete_key, "k")
+        await asyncio.to_thread(threads.set, "k", value)
+        assert server.book.nbytes < 3 * len(value)
+        await asyncio.to_thread(threads.close)
         await store.close()
 
 

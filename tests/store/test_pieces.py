@@ -235,6 +235,17 @@ async def test_no_room_is_wanted_for_what_has_been_done_and_is_asked_again(stric
     await other.close()
 
 
+async def test_what_comes_in_the_same_read_makes_room_for_what_comes_behind_it(strict, eventually):
+    store, pack = await reach("127.0.0.1", strict.port), Encoder().pack
+    await store.set("k", bytes(7 << 20))
+    await store.set("l", bytes((1 << 20) - LONG_NBYTES))
+    setting = Parcel(pack, (102, Op.SET, "m", bytes(LONG_NBYTES + 1)), request_piece)
+    frames = [framed([message]) for message in (pack((101, Op.DELETE_KEY, "k")), *setting)]
+    store._line.link._transport.write(b"".join(frames))
+    await eventually(lambda: strict.state.peek("m"))
+    await store.close()
+
+
 def test_threads_are_told_that_there_is_no_room():
     config = CONFIG.with_(store_max_nbytes=8 << 20)
     server = runtime().run(StoreServer.start("127.0.0.1", 0, token=TOKEN, config=config))
