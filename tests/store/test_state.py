@@ -397,6 +397,13 @@ def test_publish_reaches_those_who_listen_now(a, b, c):
     assert messages == [[b"1"], [b"1", b"2"]]
 
 
+def test_a_message_is_no_longer_than_a_value(a, b):
+    listening = a.ask(Op.SUBSCRIBE, "x")
+    assert b.do(Op.PUBLISH, "x", bytes(100)) == 1
+    assert b.refused(b.ask(Op.PUBLISH, "x", bytes(101))) is Reason.TOO_LARGE
+    assert a.published(listening) == [bytes(100)]
+
+
 def test_all_who_watch_are_told_in_one_message(a, b, c):
     """One that is there once: a value may be large, and those who watch it many."""
     watching = [(each, each.ask(Op.WATCH, "key")) for each in (a, b)]
