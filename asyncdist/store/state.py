@@ -319,7 +319,7 @@ class StoreState(Ties):
         return BLOCKED
 
     def _publish(self, place: Place, channel: str, message: bytes) -> int:
-        self._check_size(channel, message)
+        self._check_size(channel, len(message))
         listening = self._listening.get(channel, {})
         self.due.extend(Reply(client, request, Kind.PUBLISHED, message) for client, request in listening)
         return len(listening)
