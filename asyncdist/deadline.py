@@ -11,6 +11,8 @@ import time
 from dataclasses import dataclass
 from datetime import timedelta
 
+from asyncdist.errors import UsageError
+
 Timeout = float | int | timedelta | None
 
 
@@ -20,7 +22,7 @@ def seconds(timeout: Timeout, default: float = math.inf) -> float:
         return default
     value = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
     if math.isnan(value) or value < 0:
-        raise ValueError(f"a timeout is a number of seconds from 0 up, not {timeout!r}")
+        raise UsageError(f"a timeout is a number of seconds from 0 up, not {timeout!r}")
     return value
 
 

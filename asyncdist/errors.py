@@ -48,20 +48,38 @@ class AsyncdistError(RuntimeError):
 
 
 class UsageError(AsyncdistError, ValueError):
-    """The call itself is wrong; no byte was sent and no group was harmed."""
+    """The call itself is wrong; no byte was sent and no group was harmed.
+
+    Attributes, of an operation that was refused: ``group`` (name), ``rank`` (ours, in the world), ``op``; else None.
+    """
+
+    group: str | None = None
+    rank: int | None = None
+    op: str | None = None
+
+    def during(self, *, group: str, rank: int, op: str) -> None:
+        """Note which operation it was, if that is not known yet."""
+        if self.op is None:
+            self.group, self.rank, self.op = group, rank, op
+
+    def __str__(self) -> str:
+        return (f"{self.op} on group {self.group!r}, rank {self.rank}: " if self.op else "") + self._reason()
+
+    def _reason(self) -> str:
+        return super().__str__()
 
 
 class NotInitializedError(UsageError):
     """There is no process group: it was never made, or it has been destroyed."""
 
-    def __str__(self) -> str:
+    def _reason(self) -> str:
         return self.args[0] if self.args else "no process group: call init_process_group() first"
 
 
 class AlreadyInitializedError(UsageError):
     """The default process group exists already."""
 
-    def __str__(self) -> str:
+    def _reason(self) -> str:
         return (
             "the default process group exists already: call destroy_process_group() first, "
             "or open an independent world with asyncdist.process_group(...)"
@@ -71,7 +89,7 @@ class AlreadyInitializedError(UsageError):
 class LoopThreadError(UsageError):
     """A blocking wait on the thread whose event loop would have to finish the operation."""
 
-    def __str__(self) -> str:
+    def _reason(self) -> str:
         what = self.args[0] if self.args else "this operation"
         return f"wait() for {what} on the event loop's own thread would never return: use `await` instead"
 

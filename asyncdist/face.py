@@ -41,7 +41,7 @@ class P2POp:
         if name not in ("isend", "irecv"):
             raise UsageError(f"P2POp takes isend or irecv, not {op!r}")
         self.op, self.tensor, self.group, self.tag = op, tensor, group, tag
-        self.peer = _member(resolve(group), peer, group_peer, "peer")
+        self.peer = _member(resolve(group), name, peer, group_peer, "peer")
 
     def start(self) -> Work:
         """Start it."""
@@ -51,20 +51,24 @@ class P2POp:
         return of.recv(self.tensor, self.peer, self.tag)
 
 
-def _member(of: Group, global_rank: int | None, group_rank: int | None, what: str) -> int:
-    """Return the rank in the group from whichever way it was given."""
-    if group_rank is not None:
-        if global_rank is not None:
+def _member(of: Group, op: str, global_rank: int | None, group_rank: int | None, what: str) -> int:
+    """Return the rank in the group from whichever way it was given to an operation."""
+    try:
+        if global_rank is not None and group_rank is not None:
             raise UsageError(f"give {what} or group_{what}, not both")
-        return group_rank
-    if global_rank is None:
+        if global_rank is not None:
+            return of.group_rank(global_rank)
+        if group_rank is not None:
+            return group_rank
         raise UsageError(f"{what} is missing: give a global rank as {what}, or a rank in the group as group_{what}")
-    return of.group_rank(global_rank)
+    except UsageError as error:
+        of.refused(op, error)
+        raise
 
 
-def _root(of: Group, global_rank: int | None, group_rank: int | None, what: str) -> int:
+def _root(of: Group, op: str, global_rank: int | None, group_rank: int | None, what: str) -> int:
     """Return the same, and rank 0 in the group where none was given."""
-    return 0 if global_rank is None and group_rank is None else _member(of, global_rank, group_rank, what)
+    return 0 if global_rank is None and group_rank is None else _member(of, op, global_rank, group_rank, what)
 
 
 @left_alone
@@ -106,7 +110,7 @@ class Face(Generic[R, V]):
     ) -> R:
         """Reduce ``tensor`` over the group into that of ``dst``; the others keep theirs."""
         of = resolve(group)
-        to = _member(of, dst, group_dst, "dst")
+        to = _member(of, "reduce", dst, group_dst, "dst")
         return self._finish(of.reduce(tensor, to, op, background=self._runs(async_op)), async_op)
 
     def broadcast(
@@ -119,7 +123,7 @@ class Face(Generic[R, V]):
     ) -> R:
         """Copy ``src``'s ``tensor`` into that of every rank."""
         of = resolve(group)
-        root = _member(of, src, group_src, "src")
+        root = _member(of, "broadcast", src, group_src, "src")
         return self._finish(of.broadcast(tensor, root, background=self._runs(async_op)), async_op)
 
     def all_gather(self, tensor_list: Sequence[Any], tensor: Any, group: AnyGroup = None, async_op: bool = False) -> R:
@@ -157,7 +161,7 @@ class Face(Generic[R, V]):
     ) -> R:
         """Gather every rank's ``tensor`` into ``gather_list`` on ``dst`` (default: rank 0); None elsewhere."""
         of = resolve(group)
-        to = _root(of, dst, group_dst, "dst")
+        to = _root(of, "gather", dst, group_dst, "dst")
         return self._finish(of.gather(tensor, gather_list, to, background=self._runs(async_op)), async_op)
 
     def gather_single(
@@ -171,7 +175,7 @@ class Face(Generic[R, V]):
     ) -> R:
         """Gather every rank's ``tensor`` into ``gather_tensor`` on ``dst`` (default: rank 0), one after the other."""
         of = resolve(group)
-        to = _root(of, dst, group_dst, "dst")
+        to = _root(of, "gather_into_tensor", dst, group_dst, "dst")
         return self._finish(of.gather_single(tensor, gather_tensor, to, background=self._runs(async_op)), async_op)
 
     def scatter(
@@ -185,7 +189,7 @@ class Face(Generic[R, V]):
     ) -> R:
         """Give rank ``i`` the ``i``-th tensor of ``src``'s ``scatter_list`` (default: rank 0); None elsewhere."""
         of = resolve(group)
-        root = _root(of, src, group_src, "src")
+        root = _root(of, "scatter", src, group_src, "src")
         return self._finish(of.scatter(tensor, scatter_list, root, background=self._runs(async_op)), async_op)
 
     def reduce_scatter(
@@ -277,7 +281,7 @@ class Face(Generic[R, V]):
     ) -> R:
         """Gather every rank's object into ``dst``'s list (default: rank 0); None elsewhere."""
         of = resolve(group)
-        to = _root(of, dst, group_dst, "dst")
+        to = _root(of, "gather_object", dst, group_dst, "dst")
         work = of.gather_object(obj, object_gather_list, to, weights_only, background=self._runs(False))
         return self._finish(work, False)
 
@@ -292,7 +296,7 @@ class Face(Generic[R, V]):
     ) -> R:
         """Put the ``i``-th object of ``src``'s list into rank ``i``'s ``scatter_object_output_list[0]``."""
         of = resolve(group)
-        root = _root(of, src, group_src, "src")
+        root = _root(of, "scatter_object_list", src, group_src, "src")
         lists = scatter_object_output_list, scatter_object_input_list
         return self._finish(of.scatter_object_list(*lists, root, weights_only, background=self._runs(False)), False)
 
@@ -307,7 +311,7 @@ class Face(Generic[R, V]):
     ) -> R:
         """Replace every rank's list by ``src``'s (default: rank 0), of the same length."""
         of = resolve(group)
-        root = _root(of, src, group_src, "src")
+        root = _root(of, "broadcast_object_list", src, group_src, "src")
         work = of.broadcast_object_list(object_list, root, weights_only, background=self._runs(False))
         return self._finish(work, False)
 
@@ -318,7 +322,7 @@ class Face(Generic[R, V]):
     ) -> R:
         """Send ``tensor`` to ``dst``; over when its memory may be changed."""
         of = resolve(group)
-        to = _member(of, dst, group_dst, "dst")
+        to = _member(of, "send", dst, group_dst, "dst")
         return self._finish(of.send(tensor, to, tag, background=self._runs(False)), False)
 
     def recv(
@@ -337,7 +341,7 @@ class Face(Generic[R, V]):
     ) -> Work:
         """Start to send ``tensor`` to ``dst``; leave it unchanged until the work is over."""
         of = resolve(group)
-        return of.send(tensor, _member(of, dst, group_dst, "dst"), tag)
+        return of.send(tensor, _member(of, "send", dst, group_dst, "dst"), tag)
 
     def irecv(
         self,
@@ -354,8 +358,8 @@ class Face(Generic[R, V]):
         self, tensor: Any, src: int | None, group: AnyGroup, tag: int, group_src: int | None, background: bool
     ) -> Work:
         of = resolve(group)
-        anybody = src is None and group_src is None
-        return of.recv(tensor, None if anybody else _member(of, src, group_src, "src"), tag, background=background)
+        source = None if src is None and group_src is None else _member(of, "recv", src, group_src, "src")
+        return of.recv(tensor, source, tag, background=background)
 
     def batch_isend_irecv(self, p2p_op_list: Sequence[P2POp]) -> list[Work]:
         """Start all sends and receives of a list; return their works in order."""
@@ -375,7 +379,7 @@ class Face(Generic[R, V]):
     ) -> R:
         """Send a list of objects to ``dst``; ``device`` and ``use_batch`` are ignored."""
         of = resolve(group)
-        to = _member(of, dst, group_dst, "dst")
+        to = _member(of, "send_object_list", dst, group_dst, "dst")
         work = of.send_object_list(object_list, to, weights_only=weights_only, background=self._runs(False))
         return self._finish(work, False)
 
@@ -391,6 +395,6 @@ class Face(Generic[R, V]):
     ) -> V:
         """Receive a list of objects of the same length from ``src`` or anybody; the result is the sender's global rank."""
         of = resolve(group)
-        source = None if src is None and group_src is None else _member(of, src, group_src, "src")
+        source = None if src is None and group_src is None else _member(of, "recv_object_list", src, group_src, "src")
         work = of.recv_object_list(object_list, source, weights_only=weights_only, background=self._runs(False))
         return self._value(work)

@@ -8,6 +8,7 @@ Ranks issue the operations of one group in the same order, from any thread; seve
 
 from __future__ import annotations
 
+import functools
 import threading
 from asyncio import _get_running_loop
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -198,11 +199,14 @@ class Group(Calls):
     def _issue(self, name: str, plan: Plan, how: How) -> Work:
         return self._start(self._channel, name, None, plan, **how)
 
-    def _send(self, tensor: Any, peer: int, tag: int, how: How) -> Work:
-        return self._start(self._messages, "send", tag, exchanges.send(tensor, peer), **how)
+    def _message(self, name: str, make: Callable[..., Plan], args: tuple[Any, ...], tag: int, how: How) -> Work:
+        return self._start(self._messages, name, checked_tag(tag), make(self._who, *args), **how)
 
-    def _receive(self, tensor: Any, peer: int | None, tag: int, how: How) -> Work:
-        return self._start(self._messages, "recv", tag, exchanges.receive(tensor, peer, self.ranks), **how)
+    def _send(self, name: str, tensor: Any, peer: int, tag: int, how: How) -> Work:
+        return self._message(name, exchanges.send, (tensor, peer), tag, how)
+
+    def _receive(self, name: str, tensor: Any, peer: int | None, tag: int, how: How) -> Work:
+        return self._message(name, exchanges.receive, (tensor, peer, self.ranks), tag, how)
 
     def _start(
         self,
@@ -213,8 +217,7 @@ class Group(Calls):
         background: bool = True,
         timeout: Timeout = None,
     ) -> Work:
-        self._check(name, background)
-        limit = self.timeout if timeout is None else seconds(timeout)
+        limit = self._limit(name, background, timeout)
         if number is None:  # counted only now: a call that was refused on one rank must not shift its numbers
             number = next(self._sequence)
         entry = Entry(self.name, name, number, plan.fingerprint, plan.nbytes)
@@ -227,11 +230,13 @@ class Group(Calls):
             return self._operate(channel, plan, announced(announcement, plan.parts), entry, background, limit)
         return self._attempt(plan, plan.native(number, plan.fingerprint), entry, background, limit)
 
-    def _check(self, name: str, background: bool) -> None:
+    def _limit(self, name: str, background: bool, timeout: Timeout) -> float:
+        """Return within which time a call is to be over; refuse it where there can be none."""
         if self._closed:
-            raise NotInitializedError(f"group {self.name!r} was destroyed: make a new one for {name}")
+            raise NotInitializedError("the group was destroyed: make a new one")
         if not background:
             self.mesh.progress.refuse_loop_thread(name)
+        return self.timeout if timeout is None else seconds(timeout)
 
     def _attempt(self, plan: Plan, schedule: Schedule, entry: Entry, background: bool, limit: float) -> Work:
         """Run a native schedule here and now if its peers are there; make an operation of it if they are not."""
@@ -261,15 +266,19 @@ class Group(Calls):
         self, name: str, first: Any, make: Callable[..., Plan], tensors: tuple[Any, ...], how: How, *more: Hashable
     ) -> Work:
         key = None if self._native is None else _looks((name, more), tensors)
-        known = None if key is None else self._known.get(key)
+        try:
+            known = None if key is None else self._known.get(key)
+        except TypeError:  # what no look-up takes, no plan does
+            key = known = None
         if known is None:
-            return self._call_planned(key, name, first, make, tensors, how, *more)
+            make = make if key is None else functools.partial(self._learning, key, make)
+            return super()._call(name, first, make, tensors, how, *more)
         # From here on it differs from a call before in nothing but its memory.
         start, fingerprint, nbytes = known
         background, timeout = how.get("background", True), how.get("timeout")
-        if self._closed or (not background and _get_running_loop() is not None):
-            self._check(name, background)
-        limit = self.timeout if timeout is None else seconds(timeout)
+        limit = self.timeout
+        if timeout is not None or self._closed or (not background and _get_running_loop() is not None):
+            limit = self._named(self._limit, name, background, timeout)
         number = next(self._sequence)
         entry = Entry(self.name, name, number, fingerprint, nbytes)
         self._record(entry)
@@ -286,23 +295,12 @@ class Group(Calls):
         plan = Plan(fingerprint=fingerprint, finish=lambda: value, nbytes=nbytes)
         return self._operate(self._channel, plan, (schedule,), entry, background, limit)
 
-    def _call_planned(
-        self,
-        key: Hashable | None,
-        name: str,
-        first: Any,
-        make: Callable[..., Plan],
-        tensors: tuple[Any, ...],
-        how: How,
-        *more: Hashable,
-    ) -> Work:
-        """Plan a call, and remember what those like it will have in common, if they have a key."""
-        if key is None:
-            return super()._call(name, first, make, tensors, how, *more)
-        plan = make(self._who, *tensors, *more)
+    def _learning(self, key: Hashable, make: Callable[..., Plan], *args: Any) -> Plan:
+        """Plan a call, and remember what those like it, that have its key, will have in common."""
+        plan = make(*args)
         if plan.native and plan.kind is not None and not plan.kind.dtype.is_complex:  # those may be conjugate views
             self._learn(key, plan, plan.kind)
-        return self._issue(name, plan, how)
+        return plan
 
     def _learn(self, key: Hashable, plan: Plan, kind: Kind) -> None:
         quick = None if self._native is None else self._native.quick(kind)
@@ -318,54 +316,53 @@ class Group(Calls):
 
         The other ranks wait twice as long, so that what they hear is whom rank 0 misses.
         """
+        name = "monitored_barrier"
         if self._rank != 0:
-            how["timeout"] = 2 * seconds(how.get("timeout"), self.timeout)
-        return self._issue("monitored_barrier", plans.monitored_barrier(self._who), how)
+            how["timeout"] = 2 * self._named(self._limit, name, True, how.get("timeout"))
+        return self._named(self._begin, name, None, plans.monitored_barrier, (), how)
 
     # -- objects -------------------------------------------------------------------------------
     # With ``weights_only``, on every rank, they carry what torch.load(weights_only=True) reads, and no pickle in any case.
 
     def all_gather_object(self, output: list[Any], value: Any, weights_only: bool = False, **how: Unpack[How]) -> Work:
         """Gather every rank's object into every rank's list."""
-        return self._issue(
-            "all_gather_object", exchanges.all_gather_object(self._who, output, value, weights_only), how
-        )
+        args = output, value, weights_only
+        return self._named(self._begin, "all_gather_object", None, exchanges.all_gather_object, args, how)
 
     def gather_object(
         self, value: Any, output: list[Any] | None, dst: int, weights_only: bool = False, **how: Unpack[How]
     ) -> Work:
         """Gather every rank's object into the list of rank ``dst``; None elsewhere."""
-        plan = exchanges.gather_object(self._who, value, output, self._peer(dst, "dst"), weights_only)
-        return self._issue("gather_object", plan, how)
+        args = value, output, dst, weights_only
+        return self._named(self._begin, "gather_object", None, exchanges.gather_object, args, how)
 
     def scatter_object_list(
         self, output: list[Any], values: Sequence[Any] | None, src: int, weights_only: bool = False, **how: Unpack[How]
     ) -> Work:
         """Put the ``i``-th object of rank ``src``'s list into rank ``i``'s ``output[0]``."""
-        plan = exchanges.scatter_objects(self._who, output, values, self._peer(src, "src"), weights_only)
-        return self._issue("scatter_object_list", plan, how)
+        args = output, values, src, weights_only
+        return self._named(self._begin, "scatter_object_list", None, exchanges.scatter_objects, args, how)
 
     def broadcast_object_list(
         self, values: list[Any], src: int, weights_only: bool = False, **how: Unpack[How]
     ) -> Work:
         """Replace every rank's list by that of rank ``src``."""
-        plan = exchanges.broadcast_objects(self._who, values, self._peer(src, "src"), weights_only)
-        return self._issue("broadcast_object_list", plan, how)
+        args = values, src, weights_only
+        return self._named(self._begin, "broadcast_object_list", None, exchanges.broadcast_objects, args, how)
 
     def send_object_list(
         self, values: Sequence[Any], dst: int, tag: int = 0, weights_only: bool = False, **how: Unpack[How]
     ) -> Work:
         """Send a list of objects to rank ``dst``."""
-        plan = exchanges.send_objects(self._who, values, self._other(dst, "dst"), weights_only)
-        return self._start(self._messages, "send_object_list", checked_tag(tag), plan, **how)
+        args = values, dst, weights_only
+        return self._named(self._message, "send_object_list", exchanges.send_objects, args, tag, how)
 
     def recv_object_list(
         self, values: list[Any], src: int | None = None, tag: int = 0, weights_only: bool = False, **how: Unpack[How]
     ) -> Work:
         """Receive a list of objects of the same length; the value is the sender's global rank."""
-        source = None if src is None else self._other(src, "src")
-        plan = exchanges.receive_objects(self._who, values, source, self.ranks, weights_only)
-        return self._start(self._messages, "recv_object_list", checked_tag(tag), plan, **how)
+        args = values, src, self.ranks, weights_only
+        return self._named(self._message, "recv_object_list", exchanges.receive_objects, args, tag, how)
 
     # -- the end -------------------------------------------------------------------------------
 

@@ -66,21 +66,8 @@ class PremulSum:
 
 
 Reduction = ReduceOp | PremulSum
-_PREMUL_SUM = ReduceOp.PREMUL_SUM
 
 
 def premul_sum(factor: float) -> PremulSum:
     """Return the reduction that sums ``factor * tensor`` over the ranks; each rank may have its own factor."""
     return PremulSum(float(factor))
-
-
-def reduction(op: object) -> Reduction:
-    """Return ``op`` as one of ours; torch.distributed's values and plain names are taken by their name."""
-    if isinstance(op, (ReduceOp, PremulSum)):
-        if op is _PREMUL_SUM:
-            raise ValueError("PREMUL_SUM needs its factor: pass asyncdist.premul_sum(factor)")
-        return op
-    name = op if isinstance(op, str) else getattr(op, "name", None)
-    if isinstance(name, str) and name.upper() in ReduceOp.__members__:
-        return reduction(ReduceOp[name.upper()])
-    raise ValueError(f"{op!r} is no reduction; there are {', '.join(ReduceOp.__members__)}")

@@ -7,6 +7,22 @@ from typing import Any
 
 from asyncdist.buffers import Blocks, Memory, Target, to_read
 from asyncdist.errors import UsageError
+from asyncdist.ops import PremulSum, ReduceOp, Reduction
+
+
+def reduction(op: object) -> Reduction:
+    """Return ``op`` as one of ours; torch.distributed's values and plain names are taken by their name.
+
+    UsageError for what is none.
+    """
+    if isinstance(op, (ReduceOp, PremulSum)):
+        if op is ReduceOp.PREMUL_SUM:
+            raise UsageError("PREMUL_SUM needs its factor: pass asyncdist.premul_sum(factor)")
+        return op
+    name = op if isinstance(op, str) else getattr(op, "name", None)
+    if isinstance(name, str) and name.upper() in ReduceOp.__members__:
+        return reduction(ReduceOp[name.upper()])
+    raise UsageError(f"{op!r} is no reduction; there are {', '.join(ReduceOp.__members__)}")
 
 
 def check_length(values: Sequence[Any] | None, size: int, what: str) -> None:

@@ -32,8 +32,9 @@ def _transfer(dtype: torch.dtype, count: int) -> int:
     return Fingerprint(Collective.send, dtype=DTYPE_NUMBERS[dtype], count=count & 0xFFFFFF).pack()
 
 
-def send(tensor: Any, destination: int) -> Plan:
+def send(who: Member, tensor: Any, destination: int) -> Plan:
     """Send a tensor to a member of the group."""
+    who.other(destination, "dst")
     memory = to_read(tensor)
 
     def part() -> Schedule:
@@ -42,8 +43,10 @@ def send(tensor: Any, destination: int) -> Plan:
     return Plan((part(),), _transfer(memory.dtype, memory.count), nbytes=memory.nbytes, peer=destination)
 
 
-def receive(tensor: Any, source: int | None, members: Sequence[int]) -> Plan:
+def receive(who: Member, tensor: Any, source: int | None, members: Sequence[int]) -> Plan:
     """Receive into a tensor from a member, or from any (None); the value is the sender's world rank."""
+    if source is not None:
+        who.other(source, "src")
     target = Target(tensor)
     memory = target.memory
     found: list[Any] = [None if source is None else members[source]]
@@ -110,7 +113,7 @@ def all_gather_object(who: Member, output: list[Any], value: Any, weights_only: 
 
 def gather_object(who: Member, value: Any, output: list[Any] | None, root: int, weights_only: bool) -> Plan:
     """Gather every rank's object into the root's list."""
-    at_root = who.rank == root
+    at_root = who.rank == who.peer(root, "dst")
     if at_root:
         check_length(output, who.size, "object_gather_list on the destination rank")
     blobs: list[Memory] = []
@@ -136,6 +139,7 @@ def scatter_objects(
     who: Member, output: list[Any], values: Sequence[Any] | None, root: int, weights_only: bool
 ) -> Plan:
     """Give each rank its object of the root's list, as the first element of ``output``."""
+    who.peer(root, "src")
     if not output:
         raise UsageError("scatter_object_output_list needs room for one object: pass a list of length 1 or more")
     blobs: list[Memory] = []
@@ -161,6 +165,7 @@ def scatter_objects(
 
 def broadcast_objects(who: Member, values: list[Any], root: int, weights_only: bool) -> Plan:
     """Replace every rank's list of objects by the root's; all lists have one length."""
+    who.peer(root, "src")
     own = _packed(who, list(values), weights_only) if who.rank == root else None
     received: list[Memory] = []
 
@@ -190,6 +195,7 @@ _MESSAGE = Fingerprint(Collective.send).pack()
 
 def send_objects(who: Member, values: Sequence[Any], destination: int, weights_only: bool) -> Plan:
     """Send a list of objects to a member of the group."""
+    who.other(destination, "dst")
     blob = _packed(who, list(values), weights_only)
 
     def part(memory: Memory) -> Schedule:
@@ -202,6 +208,8 @@ def receive_objects(
     who: Member, values: list[Any], source: int | None, members: Sequence[int], weights_only: bool
 ) -> Plan:
     """Receive a list of objects from a member, or from any; the value is the sender's world rank."""
+    if source is not None:
+        who.other(source, "src")
     received: list[Memory] = []
     found: list[Any] = [None if source is None else members[source]]
 

@@ -45,6 +45,18 @@ class Member:
     native: Native | None = None  # what does whole collectives without links
     islands: Islands | None = None  # what does them partly so, if the group lies on several hosts
 
+    def peer(self, rank: int, what: str) -> int:
+        """Return a rank of the group; UsageError if it is none."""
+        if not 0 <= rank < self.size:
+            raise UsageError(f"{what}={rank} is not a rank of the group, which has {self.size}")
+        return rank
+
+    def other(self, rank: int, what: str) -> int:
+        """Return a rank of the group other than our own; UsageError if it is none."""
+        if self.peer(rank, what) == self.rank:
+            raise UsageError(f"{what}={rank} is this rank itself: a message to oneself is a copy")
+        return rank
+
     def native_for(self, collective: str) -> Native | None:
         """Return what runs a whole collective without links, None if it goes over links, as one that is forced does."""
         return None if collective in self.forced else self.native
@@ -116,6 +128,7 @@ def striped_blocks(who: Member, blocks: Sequence[Memory] | Blocks) -> Iterable[l
 
 def broadcast(who: Member, tensor: Any, root: int) -> Plan:
     """Copy the root's tensor to every rank."""
+    who.peer(root, "src")
     target = Target(tensor)
     memory = target.memory
 
@@ -154,6 +167,15 @@ def all_gather_lists(
 def all_gather_list(who: Member, outputs: Sequence[Any], tensor: Any) -> Plan:
     """Gather every rank's tensor into a list."""
     return all_gather_lists(who, [(outputs, tensor)], outputs)
+
+
+def all_gather_coalesced(who: Member, tensor_lists: Sequence[Sequence[Any]], tensors: Sequence[Any]) -> Plan:
+    """Gather several tensors as one operation: rank ``r``'s ``tensors[i]`` into ``tensor_lists[r][i]``."""
+    arguments.check_length(tensor_lists, who.size, "output_tensor_lists")
+    if not tensors or any(len(row) != len(tensors) for row in tensor_lists):
+        raise UsageError(f"each of output_tensor_lists needs {len(tensors)} tensors, and one at least, as the input")
+    pairs = [([row[place] for row in tensor_lists], tensor) for place, tensor in enumerate(tensors)]
+    return all_gather_lists(who, pairs, tensor_lists, "output_tensor_lists")
 
 
 def all_gather_single(who: Member, output: Any, tensor: Any) -> Plan:
@@ -212,6 +234,7 @@ def all_gather(
 
 def gather(who: Member, gather_list: Sequence[Any] | None, tensor: Any, root: int) -> Plan:
     """Gather every rank's tensor in the root's list."""
+    who.peer(root, "dst")
     own = to_read(tensor)
     written: list[Target] = []
     if who.rank == root:
@@ -226,6 +249,7 @@ def gather(who: Member, gather_list: Sequence[Any] | None, tensor: Any, root: in
 
 def gather_single(who: Member, output: Any, tensor: Any, root: int) -> Plan:
     """Gather every rank's tensor in the root's output, one after the other in its memory."""
+    who.peer(root, "dst")
     own = to_read(tensor)
     if who.rank != root:
         return _gather(who, own, [], root, arguments.storing([], None))
@@ -253,6 +277,7 @@ def _gather(who: Member, own: Memory, blocks: list[Memory], root: int, finish: C
 
 def scatter(who: Member, tensor: Any, scatter_list: Sequence[Any] | None, root: int) -> Plan:
     """Give each rank its tensor of the root's list."""
+    who.peer(root, "src")
     target = Target(tensor)
     memory, blocks = target.memory, []
     if who.rank == root:

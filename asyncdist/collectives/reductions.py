@@ -15,6 +15,7 @@ import torch
 
 from asyncdist.buffers import Blocks, Memory, Target, apart, to_read
 from asyncdist.collectives import arguments, doubling, pairwise, ring, sparse, tree
+from asyncdist.collectives.arguments import reduction
 from asyncdist.collectives.operation import Plan
 from asyncdist.collectives.plans import Member, fingerprint, segments, striped_blocks, stripes
 from asyncdist.collectives.schedule import Schedule
@@ -48,6 +49,7 @@ def _kind(
 
 def all_reduce(who: Member, tensor: Any, op: Reduction) -> Plan:
     """Reduce a tensor over the ranks, in place, the same bits on every rank."""
+    op = reduction(op)
     if isinstance(tensor, torch.Tensor) and tensor.layout is not torch.strided:
         return sparse.all_reduce(who, tensor, op)
     target = Target(tensor)
@@ -78,6 +80,9 @@ def _all_reduce_call(dtype: torch.dtype, shape: tuple[int, ...], op: Reduction) 
 
 def all_reduce_coalesced(who: Member, tensors: Sequence[Any], op: Reduction) -> Plan:
     """Reduce several tensors of one dtype over the ranks, in place, as one operation."""
+    op = reduction(op)
+    if not tensors:
+        raise UsageError("at least one tensor is needed")
     targets = [Target(tensor) for tensor in tensors]
     memories = arguments.one_dtype([target.memory for target in targets], "tensors")
     how = arithmetic(op, memories[0].dtype)
@@ -160,6 +165,8 @@ def _all_reduce_wide(who: Member, memory: Memory, how: Arithmetic, algorithm: st
 
 def reduce(who: Member, tensor: Any, root: int, op: Reduction) -> Plan:
     """Reduce the tensor to ``root``; the others' tensors keep their content."""
+    who.peer(root, "dst")
+    op = reduction(op)
     at_root = who.rank == root
     target = Target(tensor) if at_root else None
     memory = target.memory if target is not None else to_read(tensor)
@@ -233,6 +240,7 @@ def reduce_scatter_single(who: Member, output: Any, tensor: Any, op: Reduction) 
 
 def reduce_scatter(who: Member, output: Any, inputs: Sequence[Memory] | Blocks, op: Reduction) -> Plan:
     """Reduce block ``i`` of ``inputs`` to rank ``i``'s output; inputs keep their content."""
+    op = reduction(op)
     target = Target(output)
     memory, dtype = target.memory, target.memory.dtype
     how = arithmetic(op, dtype)

@@ -106,11 +106,11 @@ class Talk:
 
     def put(self, data: torch.Tensor) -> Work:
         """Send some of the message itself, in memory of the host."""
-        return self._letters._send(data, self.peer, self._our_tag, {"timeout": self._left})
+        return self._letters.send(data, self.peer, self._our_tag, timeout=self._left)
 
     def take(self, room: torch.Tensor) -> Work:
         """Receive what the peer puts."""
-        return self._letters._receive(room, self.peer, self._their_tag, {"timeout": self._left})
+        return self._letters.recv(room, self.peer, self._their_tag, timeout=self._left)
 
     @property
     def _left(self) -> float:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from asyncdist.buffers import Target, to_read
-from asyncdist.calls import Calls, How
+from asyncdist.calls import Calls, How, checked_tag
 from asyncdist.collectives import exchanges
 from asyncdist.collectives.operation import Plan
 from asyncdist.deadline import seconds
@@ -130,13 +130,13 @@ class DeviceGroup(Calls):
     ) -> DeviceWork:
         """Have a call done on a line. Messages have a tag; ``prompt`` waits for nobody; the device uses what is held."""
         if self._closed:
-            raise NotInitializedError(f"group {self.name!r} was destroyed: make a new one for {name}")
+            raise NotInitializedError("the group was destroyed: make a new one")
         blocking = not how.get("background", True)
         if blocking:
             self._host.mesh.progress.refuse_loop_thread(name)
         if self._streams.capturing():
             raise UnsupportedError(
-                f"{name} cannot be captured into a CUDA graph: the ranks speak on the host; call it outside of the graph"
+                "it cannot be captured into a CUDA graph: the ranks speak on the host; call it outside of the graph"
             )
         number = next(self._sequence) if tag is None else tag  # only now: a call that is refused takes none
         if tag is None:
@@ -210,22 +210,22 @@ class DeviceGroup(Calls):
 
     # -- messages ------------------------------------------------------------------------------
 
-    def _send(self, tensor: Any, peer: int, tag: int, how: How) -> Work:
+    def _send(self, name: str, tensor: Any, peer: int, tag: int, how: How) -> Work:
         memory = to_read(tensor)
-        plan = Plan((), exchanges.send(memory.tensor, peer).fingerprint, nbytes=memory.nbytes, peer=peer)
-        begin = self._messages.send(memory, peer, tag, plan.fingerprint)
-        return self._start("send", tag, plan, how, self._messages.line, begin, held=memory)
+        plan = Plan((), exchanges.send(self._who, memory.tensor, peer).fingerprint, nbytes=memory.nbytes, peer=peer)
+        begin = self._messages.send(memory, peer, checked_tag(tag), plan.fingerprint)
+        return self._start(name, tag, plan, how, self._messages.line, begin, held=memory)
 
-    def _receive(self, tensor: Any, peer: int | None, tag: int, how: How) -> Work:
+    def _receive(self, name: str, tensor: Any, peer: int | None, tag: int, how: How) -> Work:
         target = Target(tensor)
         plan = Plan(
             (),
-            exchanges.receive(target.memory.tensor, peer, self.ranks).fingerprint,
+            exchanges.receive(self._who, target.memory.tensor, peer, self.ranks).fingerprint,
             nbytes=target.memory.nbytes,
             peer=peer,
         )
-        begin = self._messages.receive(target, peer, tag, plan.fingerprint)
-        return self._start("recv", tag, plan, how, self._messages.line, begin, held=target)
+        begin = self._messages.receive(target, peer, checked_tag(tag), plan.fingerprint)
+        return self._start(name, tag, plan, how, self._messages.line, begin, held=target)
 
     # -- failing -------------------------------------------------------------------------------
 

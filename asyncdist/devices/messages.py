@@ -98,7 +98,7 @@ class Messages:
         host, data = self._site.host, memory.raw
 
         def first(letter: torch.Tensor) -> Work:
-            plan = exchanges.send(letter, peer)
+            plan = exchanges.send(host._who, letter, peer)
             plan.fingerprint = fingerprint
             return host._start(host._messages, "send", tag, plan, timeout=max(0.0, deadline - monotonic()))
 
@@ -143,7 +143,7 @@ class Messages:
     ) -> Conversation[Arrival]:
         host, data = self._site.host, target.memory.raw
         room = torch.empty(LETTER_NBYTES, dtype=torch.uint8, device="cpu")
-        plan = exchanges.receive(room, peer, host.ranks)
+        plan = exchanges.receive(host._who, room, peer, host.ranks)
         plan.fingerprint = fingerprint
         came = host._start(host._messages, "recv", tag, plan, timeout=max(0.0, deadline - monotonic()))
         yield came

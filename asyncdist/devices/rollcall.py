@@ -62,7 +62,7 @@ class RollCall:
             return
         words = torch.empty(_WORDS.size, dtype=torch.uint8, device="cpu")
         with contextlib.suppress(NotInitializedError):  # destroyed meanwhile
-            self._ear = self._among.group()._receive(words, None, _TAG, {"timeout": math.inf})
+            self._ear = self._among.group().recv(words, None, _TAG, timeout=math.inf)
             self._ear.add_done_callback(lambda work: self._heard(work, words))
 
     def tell(self, number: int, fingerprint: int, since: float) -> None:
@@ -75,7 +75,7 @@ class RollCall:
         rank, size = self._site.rank, self._site.size
         for peer in {(rank + 1) % size, (rank - 1) % size} - {rank}:
             with contextlib.suppress(NotInitializedError):
-                sent = self._among.group()._send(words, peer, _TAG, {"timeout": math.inf})
+                sent = self._among.group().send(words, peer, _TAG, timeout=math.inf)
                 sent.add_done_callback(lambda work: work.exception())
 
     @property

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as torch_distributed
@@ -21,7 +21,7 @@ from asyncdist.api import SAME_RANKS
 from asyncdist.compiling import left_alone
 from asyncdist.deadline import Timeout
 from asyncdist.devices.work import DeviceWork
-from asyncdist.errors import SharedMemoryError, UnsupportedError, UsageError
+from asyncdist.errors import SharedMemoryError, UnsupportedError
 from asyncdist.group import Group
 from asyncdist.torch_backend.memory_pool import MemoryPool
 from asyncdist.torch_backend.reductions import reduction_of
@@ -30,6 +30,7 @@ from asyncdist.world import World
 
 NAME = "asyncdist"
 
+T = TypeVar("T")
 Tensors = list[torch.Tensor]
 
 _NO_TIME = timedelta(0)  # less than that, torch's unset timeout, means the group's own
@@ -112,7 +113,7 @@ class ProcessGroup(torch_distributed.ProcessGroup):
 
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = _UNSET) -> Work:
         op = reduction_of(opts.reduceOp)
-        return self._run(self.group.reduce_scatter, outputs, opts, _single(outputs), _only(inputs), op)
+        return self._run(self.group.reduce_scatter, outputs, opts, _single(outputs), _single(inputs), op)
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = _UNSET) -> Work:
         op = reduction_of(opts.reduceOp)
@@ -129,7 +130,7 @@ class ProcessGroup(torch_distributed.ProcessGroup):
         return self._run(self.group.broadcast, tensors, opts, _single(tensors), opts.rootRank)
 
     def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = _UNSET) -> Work:
-        return self._run(self.group.all_gather, _only(outputs), opts, _only(outputs), _single(inputs))
+        return self._run(self.group.all_gather, _single(outputs), opts, _single(outputs), _single(inputs))
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = _UNSET) -> Work:
         return self._run(self.group.all_gather_single, [output], opts, output, input)
@@ -312,16 +313,9 @@ def _listed(tensors: Tensors | torch.Tensor) -> Tensors:
     return tensors if isinstance(tensors, list) else [tensors]  # DDP's join passes a bare one
 
 
-def _single(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    if len(tensors) != 1:
-        raise UsageError(f"{len(tensors)} tensors came where this back end takes one a rank: pass one tensor")
-    return tensors[0]
-
-
-def _only(rows: list[Tensors]) -> Tensors:
-    if len(rows) != 1:
-        raise UsageError(f"{len(rows)} lists of tensors came where this back end takes one a rank: pass one list")
-    return rows[0]
+def _single(ones: Sequence[T]) -> T:
+    """Return what there is one of a rank; of anything else the list, which our operations refuse, and say where."""
+    return ones[0] if len(ones) == 1 else cast(T, ones)
 
 
 def _together(start: Callable[..., started.Work], calls: Sequence[tuple[Any, ...]]) -> Callable[..., started.Work]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 
 import numpy as np
 import pytest
 import torch
 
-from asyncdist.errors import UnsupportedError, UsageError
+import asyncdist
+from asyncdist import sync
+from asyncdist.errors import LoopThreadError, NotInitializedError, UnsupportedError, UsageError
 from asyncdist.testing.cluster import world_of
 
 pytestmark = pytest.mark.asyncio(loop_factories=["asyncio-debug"])
@@ -47,7 +50,7 @@ WRONG_TENSORS = {
     "backwards": (lambda g: g.send(BACKWARDS, 1), "cannot be communicated"),
 }
 WRONG_RANKS = {
-    "dst": (lambda g: g.reduce(ones(3), 2), "dst=2 is not a rank of group"),
+    "dst": (lambda g: g.reduce(ones(3), 2), "dst=2 is not a rank of the group"),
     "negative": (lambda g: g.broadcast(ones(3), -1), "src=-1 is not a rank"),
     "scatter": (lambda g: g.scatter(ones(3), None, 7), "src=7"),
     "gather": (lambda g: g.gather(ones(3), None, 7), "dst=7"),
@@ -101,6 +104,7 @@ WRONG_SPLITS = {
 }  # fmt: skip
 WRONG_OTHERS = {
     "op": (lambda g: g.all_reduce(ones(3), "median"), "is no reduction; there are SUM"),
+    "several ops": (lambda g: g.all_reduce(ones(3), ["sum"]), "is no reduction"),
     "timeout": (lambda g: g.barrier(timeout=-1), "a timeout is a number of seconds"),
     "object": (lambda g: g.all_gather_object([None] * 2, Unknown()), "of type .*Unknown cannot be sent as plain data"),
 }
@@ -117,16 +121,69 @@ ALL = {
 }
 
 
+OTHERWISE_CALLED = {
+    "all_gather_single": "all_gather_into_tensor",
+    "gather_single": "gather_into_tensor",
+    "reduce_scatter_single": "reduce_scatter_tensor",
+}
+
+
+class Asked:
+    """A group that notes which of its methods was called."""
+
+    def __init__(self, group):
+        self._group = group
+
+    def __getattr__(self, name):
+        self.op = OTHERWISE_CALLED.get(name, name)
+        return getattr(self._group, name)
+
+
 @pytest.mark.parametrize("name", ALL)
 async def test_each_is_refused_and_harms_nothing(name):
     call, message = ALL[name]
     async with world_of(2) as (zero, one):
-        with pytest.raises(ValueError, match=message) as refused:
-            call(zero)
-        assert name.startswith("other") or isinstance(refused.value, UsageError)
+        asked = Asked(zero)
+        with pytest.raises(UsageError, match=message) as refused:
+            call(asked)
+        again = pickle.loads(pickle.dumps(refused.value))
+        for error in (refused.value, again):
+            assert str(error).startswith(f"{asked.op} on group 'world', rank 0: ")
+            assert (error.op, error.group, error.rank) == (asked.op, "world", 0)
         async with asyncio.timeout(5):
             total = await asyncio.gather(zero.all_reduce(ones(2)), one.all_reduce(ones(2)))
         assert all(tensor.eq(2).all() for tensor in total)
+
+
+WRONG_RANKS_TO_THE_FACES = {
+    "reduce": lambda face, g: face.reduce(ones(3), 4, group=g),
+    "gather_into_tensor": lambda face, g: face.gather_single(ones(3), None, 4, group=g),
+    "recv": lambda face, g: face.irecv(ones(3), 1, group=g, group_src=1),
+    "send": lambda face, g: face.isend(ones(3), group=g),
+    "isend": lambda face, g: face.P2POp(face.isend, ones(3), 4, g),
+    "broadcast_object_list": lambda face, g: face.broadcast_object_list([1], 4, g),
+}
+
+
+@pytest.mark.parametrize("op", WRONG_RANKS_TO_THE_FACES)
+@pytest.mark.parametrize("face", [asyncdist, sync], ids=["awaited", "blocking"])
+async def test_who_names_a_rank_to_a_face_hears_of_itself_too(face, op):
+    async with world_of(2) as (_, one):
+        with pytest.raises(UsageError, match=rf"^{op} on group 'world', rank 1: "):
+            WRONG_RANKS_TO_THE_FACES[op](face, one)
+
+
+async def test_a_call_like_one_before_is_refused_like_the_first(transport):
+    """Whose plan is not made again."""
+    async with world_of(2, transport=transport) as groups:
+        await asyncio.gather(*(group.all_reduce(ones(2)) for group in groups))
+        with pytest.raises(UsageError, match=r"^all_reduce on group 'world', rank 1: a timeout is"):
+            groups[1].all_reduce(ones(2), timeout=-1)
+        with pytest.raises(LoopThreadError, match=r"^all_reduce on group 'world', rank 1: wait"):
+            groups[1].all_reduce(ones(2), background=False)
+        groups[1].close()
+        with pytest.raises(NotInitializedError, match=r"^all_reduce on group 'world', rank 1: the group was destroyed"):
+            groups[1].all_reduce(ones(2))
 
 
 async def test_what_cannot_be_carried_is_unsupported():

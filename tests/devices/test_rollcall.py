@@ -139,7 +139,7 @@ def test_telling_grows_rarer():
     told = []
 
     class Letters:
-        def _send(self, words, peer, tag, how):
+        def send(self, words, peer, tag, timeout):
             told.append(peer)
             return self
 

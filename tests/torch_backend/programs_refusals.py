@@ -5,6 +5,8 @@ Each program returns pairs of what came and what should have: the kinds of the e
 
 from __future__ import annotations
 
+import re
+
 import torch
 import torch.distributed as dist
 from toys import numbers
@@ -12,13 +14,18 @@ from toys import numbers
 from asyncdist.errors import AsyncdistError
 
 
-def _refused(call, *words):
-    """Return a pair for what a call raises: it has to be an error of ours, with these words in it."""
+def _refused(op, call, *words):
+    """Return a pair for what a call raises: it has to be an error of ours that names operation, rank and these words.
+
+    ``op`` is None for what is no operation.
+    """
     try:
         call()
     except Exception as error:
         ours = isinstance(error, AsyncdistError) and isinstance(error, RuntimeError | ValueError)
-        missing = [word for word in words if word not in str(error)]
+        where = rf"{op} on group '\w+', rank {dist.get_rank()}: " if op else ""
+        missing = [] if re.match(where, str(error)) else [where]
+        missing += [word for word in words if word not in str(error)]
         return (ours or type(error).__name__, missing and [*missing, str(error)]), (True, [])
     return "nothing was raised", "an error"
 
@@ -33,11 +40,11 @@ def devices(rank, world):
     """Tensors where no transport reaches."""
     meta = torch.ones(4, device="meta")
     return [
-        _refused(lambda: dist.all_reduce(meta), "meta", ".cpu()"),
-        _refused(lambda: dist.broadcast(meta, 0), "meta"),
-        _refused(lambda: dist.all_gather_into_tensor(torch.zeros(4 * world), meta), "meta"),
-        _refused(lambda: dist.send(meta, (rank + 1) % world), "meta"),
-        _refused(lambda: dist.all_reduce(meta, async_op=True).wait(), "meta"),
+        _refused("all_reduce", lambda: dist.all_reduce(meta), "meta", ".cpu()"),
+        _refused("broadcast", lambda: dist.broadcast(meta, 0), "meta"),
+        _refused("all_gather_into_tensor", lambda: dist.all_gather_into_tensor(torch.zeros(4 * world), meta), "meta"),
+        _refused("send", lambda: dist.send(meta, (rank + 1) % world), "meta"),
+        _refused("all_reduce", lambda: dist.all_reduce(meta, async_op=True).wait(), "meta"),
         _still_works(rank, world),
     ]
 
@@ -47,12 +54,18 @@ def dtypes(rank, world):
     packed = torch.zeros(4, dtype=torch.uint8).view(getattr(torch, "float4_e2m1fn_x2", torch.bits4x2))
     bits = torch.zeros(4, dtype=torch.uint8).view(torch.bits8)
     return [
-        _refused(lambda: dist.all_reduce(torch.ones(4), dist.ReduceOp.BAND), "BAND", "float32"),
-        _refused(lambda: dist.all_reduce(torch.ones(4, dtype=torch.int64), dist.ReduceOp.AVG), "AVG", "int64"),
-        _refused(lambda: dist.all_reduce(packed), str(packed.dtype)),
-        _refused(lambda: dist.all_reduce(bits), "bits8"),
-        _refused(lambda: dist.broadcast(bits, 0), "bits8"),
-        _refused(lambda: dist.reduce_scatter_tensor(torch.ones(1), torch.ones(world), dist.ReduceOp.BXOR), "BXOR"),
+        _refused("all_reduce", lambda: dist.all_reduce(torch.ones(4), dist.ReduceOp.BAND), "BAND", "float32"),
+        _refused(
+            "all_reduce", lambda: dist.all_reduce(torch.ones(4, dtype=torch.int64), dist.ReduceOp.AVG), "AVG", "int64"
+        ),
+        _refused("all_reduce", lambda: dist.all_reduce(packed), str(packed.dtype)),
+        _refused("all_reduce", lambda: dist.all_reduce(bits), "bits8"),
+        _refused("broadcast", lambda: dist.broadcast(bits, 0), "bits8"),
+        _refused(
+            "reduce_scatter_tensor",
+            lambda: dist.reduce_scatter_tensor(torch.ones(1), torch.ones(world), dist.ReduceOp.BXOR),
+            "BXOR",
+        ),
         _still_works(rank, world),
     ]
 
@@ -60,14 +73,34 @@ def dtypes(rank, world):
 def counts(rank, world):
     """Lists of the wrong length, tensors of the wrong size, and splits that do not add up."""
     ones, few = torch.ones(4), [torch.zeros(4) for _ in range(world - 1)]
+    group = dist.group.WORLD
     return [
-        _refused(lambda: dist.all_gather(few, ones), f"{world - 1} entries", f"{world} ranks"),
-        _refused(lambda: dist.reduce_scatter(ones, few), f"{world - 1} entries"),
-        _refused(lambda: dist.all_to_all(few, few), f"{world - 1} entries"),
-        _refused(lambda: dist.all_gather_into_tensor(torch.zeros(4 * world + 1), ones), str(4 * world + 1)),
-        _refused(lambda: dist.reduce_scatter_tensor(torch.zeros(5), torch.ones(4 * world)), "5"),
-        _refused(lambda: dist.all_to_all_single(torch.zeros(world), torch.ones(world), [1] * world, [2] * world), "2"),
-        _refused(lambda: dist.all_to_all_single(torch.zeros(world + 1), torch.ones(world + 1)), f"{world} ranks"),
+        _refused("all_gather", lambda: dist.all_gather(few, ones), f"{world - 1} entries", f"{world} ranks"),
+        _refused("reduce_scatter", lambda: dist.reduce_scatter(ones, few), f"{world - 1} entries"),
+        _refused("all_to_all", lambda: dist.all_to_all(few, few), f"{world - 1} entries"),
+        _refused(
+            "all_gather_into_tensor",
+            lambda: dist.all_gather_into_tensor(torch.zeros(4 * world + 1), ones),
+            str(4 * world + 1),
+        ),
+        _refused(
+            "reduce_scatter_tensor", lambda: dist.reduce_scatter_tensor(torch.zeros(5), torch.ones(4 * world)), "5"
+        ),
+        _refused(
+            "all_to_all_single",
+            lambda: dist.all_to_all_single(torch.zeros(world), torch.ones(world), [1] * world, [2] * world),
+            "2",
+        ),
+        _refused(
+            "all_to_all_single",
+            lambda: dist.all_to_all_single(torch.zeros(world + 1), torch.ones(world + 1)),
+            f"{world} ranks",
+        ),
+        _refused(
+            "all_reduce", lambda: group.allreduce([ones, ones]), "a tensor or numpy array is needed here, not list"
+        ),
+        _refused("all_gather", lambda: group.allgather([few, few], [ones]), "2 entries" if world != 2 else "not list"),
+        _refused("recv", lambda: group.recv([ones], world, 0), f"src={world} is not a rank"),
         _still_works(rank, world),
     ]
 
@@ -76,10 +109,10 @@ def layouts(rank, world):
     """Memory that several elements share can be read, and not written."""
     expanded, sparse = torch.ones(1).expand(4), torch.ones(4).to_sparse()
     return [
-        _refused(lambda: dist.all_reduce(expanded), "expanded", ".clone()"),
-        _refused(lambda: dist.broadcast(expanded, 0), "expanded"),
-        _refused(lambda: dist.broadcast(sparse, 0), "sparse", ".to_dense()"),
-        _refused(lambda: dist.all_gather([torch.zeros(4) for _ in range(world)], sparse), "sparse"),
+        _refused("all_reduce", lambda: dist.all_reduce(expanded), "expanded", ".clone()"),
+        _refused("broadcast", lambda: dist.broadcast(expanded, 0), "expanded"),
+        _refused("broadcast", lambda: dist.broadcast(sparse, 0), "sparse", ".to_dense()"),
+        _refused("all_gather", lambda: dist.all_gather([torch.zeros(4) for _ in range(world)], sparse), "sparse"),
         _still_works(rank, world),
     ]
 
@@ -92,9 +125,9 @@ def unequal(rank, world):
     pairs = []
     if rank == 0:
         pairs = [
-            _refused(lambda: dist.gather(ones, wrong, dst=0), "gather_list[0]", "1 x"),
-            _refused(lambda: dist.scatter(ones, wrong, src=0), "scatter_list[0]", "1 x"),
-            _refused(lambda: dist.scatter(ones, right[1:], src=0), f"{world - 1} entries"),
+            _refused("gather", lambda: dist.gather(ones, wrong, dst=0), "gather_list[0]", "1 x"),
+            _refused("scatter", lambda: dist.scatter(ones, wrong, src=0), "scatter_list[0]", "1 x"),
+            _refused("scatter", lambda: dist.scatter(ones, right[1:], src=0), f"{world - 1} entries"),
         ]
     dist.scatter(ones, right if rank == 0 else None, src=0)
     return [*pairs, (ones, right[rank]), _still_works(rank, world)]
@@ -105,9 +138,11 @@ def by_cpp(rank, world):
     operators, name = torch.ops._c10d_functional, dist.group.WORLD.group_name
     bits = torch.zeros(4, dtype=torch.uint8).view(torch.bits8)
     return [
-        _refused(lambda: operators.all_reduce(torch.ones(4), "band", name), "BAND", "float32"),
-        _refused(lambda: operators.all_to_all_single(torch.ones(3), [1] * world, [3] * world, name), "3"),
-        _refused(lambda: operators.broadcast(bits, 0, name), "bits8"),
+        _refused("all_reduce", lambda: operators.all_reduce(torch.ones(4), "band", name), "BAND", "float32"),
+        _refused(
+            "all_to_all_single", lambda: operators.all_to_all_single(torch.ones(3), [1] * world, [3] * world, name), "3"
+        ),
+        _refused("broadcast", lambda: operators.broadcast(bits, 0, name), "bits8"),
         _still_works(rank, world),
     ]
 
@@ -123,8 +158,8 @@ def later_powers(rank, world):
     ]
     return [
         (can, [False] * 4),
-        _refused(lambda: group.get_reconfigure_handle(), "call destroy_process_group() and init_process_group()"),
-        _refused(lambda: group.reconfigure(None), "call destroy_process_group() and init_process_group()"),
-        _refused(lambda: group.new_window(torch.ones(2)), "use send and recv"),
+        _refused(None, lambda: group.get_reconfigure_handle(), "call destroy_process_group() and init_process_group()"),
+        _refused(None, lambda: group.reconfigure(None), "call destroy_process_group() and init_process_group()"),
+        _refused(None, lambda: group.new_window(torch.ones(2)), "use send and recv"),
         _still_works(rank, world),
     ]
