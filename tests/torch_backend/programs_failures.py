@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functions
 from torch import nn
+from torch.distributed.distributed_c10d import AllgatherOptions
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -126,9 +127,24 @@ def never_complete(test, rank, world, meeting):
     test.send(dist.is_initialized())
 
 
+def _timed(options):
+    options.timeout = timedelta(seconds=0.5)
+    return options
+
+
+TIMED = {
+    "all_reduce": lambda group: group.allreduce([torch.ones(10)], _timed(dist.AllreduceOptions())),
+    "all_gather": lambda group: group.allgather(
+        [[torch.ones(10) for _ in range(3)]], [torch.ones(10)], _timed(AllgatherOptions())
+    ),
+    "barrier": lambda group: group.barrier(_timed(dist.BarrierOptions())),
+}
+
+
 def late(test, rank, world, meeting):
     """Rank 1 does not come to what the others call; they give up at the time of their group, or of the call."""
     start(rank, world, meeting)
+    timed = {name: dist.new_group() for name in TIMED}
     brief = dist.new_group(timeout=timedelta(seconds=1))
     again = dist.new_group()
     if rank == 1:
@@ -136,6 +152,9 @@ def late(test, rank, world, meeting):
     else:
         test.send(failure_of(lambda: dist.monitored_barrier(again, timedelta(seconds=1))))
         test.send(failure_of(lambda: dist.all_reduce(torch.ones(10), group=brief)))
+    if rank == 0:
+        for name, call in TIMED.items():
+            test.send((name, failure_of(lambda call=call, name=name: call(timed[name]).wait())))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -146,6 +146,10 @@ def test_a_peer_comes_late(start):
     late.say("come")
     assert [rank.wait() for rank in (punctual, late, third)] == [0, 0, 0], late.output()
 
+    for _ in range(3):  # the groups have a minute
+        call, (kinds, text, _) = punctual.hear()
+        assert "OperationTimeoutError" in kinds, text
+        assert re.match(rf"{call} #1 on group .*: timed out after 0\.5 s", text), text
 
 def test_a_wait_is_given_up_and_the_operation_is_not(start):
     waiting, late = start(2, "waits_briefly")
