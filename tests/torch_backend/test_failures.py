@@ -73,19 +73,19 @@ def check_lost(failure, kind, peer, since):
 # -- peers that die ----------------------------------------------------------------------------------
 
 DYING = {
-    "ddp": (4, "dies_in_backward", {}),
-    "unused parameters": (2, "dies_in_backward", {"find_unused_parameters": True}),
-    "static graph": (2, "dies_in_backward", {"static_graph": True}),
-    "views": (2, "dies_in_backward", {"gradient_as_bucket_view": True}),
-    "fsdp": (4, "dies_in_backward_of_fsdp", {}),
+    "ddp": ("dies_in_backward", {}),
+    "unused parameters": ("dies_in_backward", {"find_unused_parameters": True}),
+    "static graph": ("dies_in_backward", {"static_graph": True}),
+    "views": ("dies_in_backward", {"gradient_as_bucket_view": True}),
+    "fsdp": ("dies_in_backward_of_fsdp", {}),
 }
 
 
 @pytest.mark.parametrize("what", DYING)
-def test_a_peer_dies_during_backward(brief_lives, start, what, request):
+def test_a_peer_dies_during_backward(brief_lives, start, what, world, request):
     if what == "fsdp":
         request.getfixturevalue("fsdp2")
-    world, program, options = DYING[what]
+    program, options = DYING[what]
     *survivors, victim = start(world, program, options)
     assert victim.wait() == -signal.SIGKILL
     since = brief_lives.stopwatch()
