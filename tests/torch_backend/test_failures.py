@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -16,6 +18,7 @@ import pytest
 import torch
 
 from asyncdist.testing.processes import Nursery
+from asyncdist.testing.stopwatch import Stopwatch, stood_in_line
 
 pytestmark = pytest.mark.processes
 HERE = Path(__file__).parent
@@ -143,13 +146,13 @@ def test_a_peer_comes_late(start):
         kinds, text, _ = rank.hear()
         assert "GroupError" in kinds, text
         assert "all_reduce" in text, text
-    late.say("come")
-    assert [rank.wait() for rank in (punctual, late, third)] == [0, 0, 0], late.output()
-
     for _ in range(3):  # the groups have a minute
         call, (kinds, text, _) = punctual.hear()
         assert "OperationTimeoutError" in kinds, text
         assert re.match(rf"{call} #1 on group .*: timed out after 0\.5 s", text), text
+    late.say("come")
+    assert [rank.wait() for rank in (punctual, late, third)] == [0, 0, 0], late.output()
+
 
 def test_a_wait_is_given_up_and_the_operation_is_not(start):
     waiting, late = start(2, "waits_briefly")
@@ -215,7 +218,28 @@ def test_one_world_after_another(start):
     assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].output()
 
 
-@pytest.mark.parametrize(("transport", "busy"), [("shm", "waits"), ("tcp", "works")])
+def gone(job):
+    """Return what a job of torchrun says until all its processes are gone, and how long that takes on a stopwatch.
+
+    Most of that is the end of three interpreters that have imported torch, which takes as long over gloo. What they stand
+    in line for a processor is no time of theirs; ranks are asked for it as long as they are there.
+    """
+    ranks = [int(pid) for pid in Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()]
+    ended = dict.fromkeys(ranks, 0.0)
+    since = Stopwatch(job.pid, *ranks, ended=ended)
+    job.send_signal(signal.SIGINT)
+    ends = [os.pidfd_open(rank) for rank in ranks]
+    while ends:
+        over = select.select(ends, (), (), 0.01)[0]
+        ended.update({rank: max(ended[rank], stood_in_line(rank)) for rank in ranks})
+        for end in over:
+            ends.remove(end)
+            os.close(end)
+    rest = job.stdout.read()  # to its end, which is that of the last process
+    return rest, since.seconds()
+
+
+@pytest.mark.parametrize("busy", ["waits", "works"])
 def test_an_interrupt_of_torchrun_ends_everything_soon(transport, busy, monkeypatch):
     """The agent passes on what Ctrl-C sends to it; ranks hang in a collective, or are in the middle of many."""
     monkeypatch.setenv("ASYNCDIST_TRANSPORT", transport)
@@ -226,13 +250,13 @@ def test_an_interrupt_of_torchrun_ends_everything_soon(transport, busy, monkeypa
     try:
         said = [job.stdout.readline().strip() for _ in range(2)]
         assert sorted(said) == ["rank 0 is busy", "rank 1 is busy"], said
-        job.send_signal(signal.SIGINT)
-        rest, _ = job.communicate(timeout=300)  # a rank that hangs is killed by torchrun after thirty
+        rest, seconds = gone(job)  # a rank that hangs is killed by torchrun after thirty
+        assert seconds < 2.0, rest
         # One may hear of the other's end, and end by that, before it is interrupted itself.
         took = re.findall(r"(?m)^ended (?:after (\S+) s|by itself)$", rest)
         assert len(took) == 2, rest
         assert 0.0 <= max(float(seconds or -1.0) for seconds in took) < 2.0, rest
-        assert job.returncode != 0
+        assert job.wait() != 0
         assert "Aborted" not in rest
     finally:
         job.kill()
