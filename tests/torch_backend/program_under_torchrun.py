@@ -23,6 +23,10 @@ def main(backend, ending):
         os._exit(3)
     while ending == "needs two" and dist.get_world_size() < 2:
         time.sleep(0.05)  # until the agent ends us because another one has come
+    while ending == "loses one" and dist.get_world_size() + attempt < 2:
+        time.sleep(0.05)  # until the agent ends us because another one has come
+    while ending == "loses one" and dist.get_world_size() > 1:
+        dist.all_reduce(total)  # until the other one is lost
     dist.barrier()
     dist.destroy_process_group()
 

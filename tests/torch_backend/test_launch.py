@@ -1,6 +1,8 @@
 """Jobs of torch's at a store daemon of ours: by torchrun, restarted and grown, and by ``asyncdist://``."""
 
+import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -64,6 +66,13 @@ class Job:
         with self.changed:
             assert self.changed.wait_for(lambda: any(text in line for line in self.lines), LIMIT), "\n".join(self.lines)
 
+    def loses_power(self):
+        """Kill the agent, and then its workers, which it would start again."""
+        workers = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        self.process.kill()
+        for worker in workers:
+            os.kill(int(worker), signal.SIGKILL)
+
     def said(self):
         """Return what the workers said, once the job has ended well."""
         self.reader.join(LIMIT)
@@ -125,6 +134,27 @@ def test_a_job_takes_in_a_node_that_comes_later(daemon, nothing_is_kept):
     assert sorted(line.partition(", ")[0] for line in said) == [
         "asyncdist: rank 0 of 1", "asyncdist: rank 0 of 2", "asyncdist: rank 1 of 2"
     ]  # fmt: skip
+    nothing_is_kept()
+
+
+def test_a_job_goes_on_without_a_node_that_is_lost(daemon, nothing_is_kept):
+    options = (
+        "--nnodes=1:4",
+        "--nproc-per-node=1",
+        "--rdzv-id=job",
+        "--rdzv-conf=last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3",
+        "--monitor-interval=0.2",
+        "--max-restarts=3",
+    )
+    with (
+        job(daemon, "asyncdist", "loses one", *options) as first,
+        job(daemon, "asyncdist", "loses one", *options) as lost,
+    ):
+        for agent in (first, lost):
+            agent.hears("of 2, attempt 0")
+        lost.loses_power()
+        said = first.said()
+    assert re.search(r"rank 0 of 1, attempt [1-3], sum 1", "\n".join(said)), said
     nothing_is_kept()
 
 
