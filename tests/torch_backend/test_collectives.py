@@ -61,3 +61,7 @@ def test_groups(same_over_gloo, program):
 )  # fmt: skip
 def test_what_gloo_refuses(as_it_should_be, program):
     as_it_should_be("programs_beyond_gloo", program)
+
+
+def test_a_blocking_call_stays_in_its_thread(as_it_should_be):
+    as_it_should_be("programs_threads", "stays_in_its_thread")
