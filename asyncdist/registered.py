@@ -31,9 +31,11 @@ def empty(
     """Return an uninitialised CPU tensor, as `torch.empty` does, in memory that all ranks of this host see.
 
     Collectives on it copy nothing but their result, unless staging what is small takes less time: all-reduces below
-    32 KiB, others up to 256 KiB a rank. ``size`` is some numbers or one sequence of them. Where a machine has no shared
-    memory, and with ``shared=False`` in place of the default, this is an ordinary tensor. Needs no process group.
-    A forked child sees the parent's memory itself, no copy of it. Raises SharedMemoryError if no memory is left.
+    32 KiB, others up to 256 KiB a rank. What a call has to lay out anew is copied as anywhere: tensors that are not
+    contiguous, inputs that overlap outputs or are scaled (PREMUL_SUM). ``size`` is some numbers or one sequence of them.
+    Where a machine has no shared memory, and with ``shared=False`` in place of the default, this is an ordinary tensor.
+    Needs no process group. A forked child sees the parent's memory itself, no copy of it. Raises SharedMemoryError if no
+    memory is left.
     """
     if not shared or not _possible():
         return torch.empty(*size, dtype=dtype, device="cpu", requires_grad=requires_grad)

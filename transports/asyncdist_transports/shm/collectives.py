@@ -158,7 +158,21 @@ class ShmNative(Native):
             quick = self._quick(Collective.all_reduce, fingerprint, memories, how)
             assert quick is not None
             return quick(number, memories[0].tensor)
-        return self._large.all_reduce(number, fingerprint, memories, how)
+        return self._all_reduce_of_several(number, fingerprint, memories, how)
+
+    def _all_reduce_of_several(self, number: int, call: int, memories: Sequence[Memory], how: Arithmetic) -> Schedule:
+        window, large, tensors = self._window, self._large, [memory.tensor for memory in memories]
+        yield from window.enter(number)
+        place = direct.show(window, number, tensors) if direct.lie_apart(tensors) else 0
+        if not place:
+            yield from large.all_staged(Turn(window, number, call), memories, how)
+            return
+        counts = [memory.count for memory in memories]
+        kind = Kind(Collective.all_reduce_coalesced, call, memories[0].dtype, (sum(counts),), how)
+        push = direct.PushOfSeveral(
+            window, self._views, kind, self._piece_nbytes, lambda turn, _: large.all_staged(turn, memories, how), counts
+        )
+        yield from push(number, tensors, place)
 
     def reduce(self, number: int, fingerprint: int, memory: Memory, root: int, how: Arithmetic) -> Schedule:
         quick = self._quick(Collective.reduce, fingerprint, (memory,), how, root)

@@ -3,11 +3,16 @@
 An all-reduce gives each member a slice. It reads the slice of everybody's tensor, adds, and writes the sum into everybody's
 tensor, in pieces that are still in the cache when they are written to the second place. Two meetings: nobody's tensor is
 touched before its owner has come, and nobody leaves before all slices are written.
+
+Where a collective is of several tensors, or blocks, their places stand in a table at the head of the owner's area, and the
+place that it posts is the table's. It posts none unless all of them lie open.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -46,11 +51,34 @@ class Views:
 
 def place_of(window: Window, tensor: torch.Tensor) -> int:
     """Return 1 + the offset of a flat tensor that lies open for all members; 0 if it does not, or is better staged."""
-    nbytes = tensor.nbytes
-    if nbytes < MIN_NBYTES:
-        return 0
-    offset = window.arena.offset_of(tensor.data_ptr(), nbytes)
+    return _open(window, tensor) if tensor.nbytes >= MIN_NBYTES else 0
+
+
+def _open(window: Window, tensor: torch.Tensor) -> int:
+    offset = window.arena.offset_of(tensor.data_ptr(), tensor.nbytes)
     return 0 if offset is None or offset % tensor.itemsize else offset + 1
+
+
+def show(window: Window, number: int, tensors: Sequence[torch.Tensor], behind: int = 0) -> int:
+    """Write the places of flat tensors into our table, which slot is ours already, and return that of the table.
+
+    0 if one of them does not lie open, or all are better staged. They stand ``behind`` so many words that are another's.
+    """
+    places = [_open(window, tensor) if tensor.numel() else 1 for tensor in tensors]
+    nbytes = 8 * (behind + len(places))
+    if 0 in places or sum(tensor.nbytes for tensor in tensors) < MIN_NBYTES or nbytes > window.area_nbytes:
+        return 0
+    window.reserve(number, 0, nbytes)
+    table = window.table(number, window.rank)
+    for which, place in enumerate(places, behind):
+        table[which] = place
+    return window.place_of(number, window.rank, 0)
+
+
+def lie_apart(tensors: Sequence[torch.Tensor]) -> bool:
+    """Return whether no two of some flat tensors share memory."""
+    spans = sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in tensors if tensor.numel())
+    return all(stop <= start for (_, stop), (start, _) in pairwise(spans))
 
 
 class Push:
@@ -66,18 +94,19 @@ class Push:
         views: Views,
         kind: Kind,
         piece_nbytes: int,
-        staged: Callable[[Turn, torch.Tensor], Schedule],
+        staged: Callable[[Turn, Any], Schedule],
     ) -> None:
         self._window, self._views = window, views
-        self._call, self._count, self._dtype = kind.fingerprint, kind.count, kind.dtype
+        self._call, self._dtype = kind.fingerprint, kind.dtype
+        self._counts: Sequence[int] = (kind.count,)
         self._how = how = kind.arithmetic
         self._combine = how.of_two if window.size == 2 else None
         self._piece_count = max(_ALIGNED, piece_nbytes) // kind.dtype.itemsize
         self._staged = staged
         self._kept: dict[tuple[int, ...], list[list[torch.Tensor]]] = {}
 
-    def __call__(self, number: int, tensor: torch.Tensor, place: int) -> Schedule:
-        """Reduce a contiguous tensor, which lies at ``place``, in place, as the group's n-th collective."""
+    def __call__(self, number: int, data: torch.Tensor | Sequence[torch.Tensor], place: int) -> Schedule:
+        """Reduce what lies at ``place``, a contiguous tensor, in place, as the group's n-th collective."""
         window, others, call = self._window, self._window.others, self._call
         yield from window.enter(number)
         at, posted, finished = number % SLOTS * LINE, number << SHIFT | POSTED, number << SHIFT | FINISHED
@@ -93,9 +122,9 @@ class Push:
                     window.check(number, call, [member])
                 places.append(words[at + PLACE])
             if 0 in places:
-                yield from self._staged(Turn(window, number, call, posted=True), tensor)
+                yield from self._staged(Turn(window, number, call, posted=True), data)
                 return
-            for pieces in self._pieces(tuple(places)):
+            for pieces in self._pieces(number, tuple(places)):
                 self._push(pieces)
                 yield ()
             yield from window.still_open(others)
@@ -106,7 +135,7 @@ class Push:
                     yield member.rank
             window.publish(number, DONE)
         except BaseException:
-            window.abandoned.append(tensor)
+            window.abandoned.append(data)
             window.withdraw()
             raise
 
@@ -120,23 +149,55 @@ class Push:
         for other in pieces[1:]:
             other.copy_(own)
 
-    def _pieces(self, places: tuple[int, ...]) -> list[list[torch.Tensor]]:
+    def _pieces(self, number: int, places: tuple[int, ...]) -> list[list[torch.Tensor]]:
         """Return our slice, piece by piece, of every member's tensor, ours first."""
         kept = self._kept.get(places)
         if kept is None:
             if len(self._kept) >= _KEPT_TENSORS:
                 self._kept.clear()
-            window, step, itemsize = self._window, self._piece_count, self._dtype.itemsize
-            start, stop = _slice(self._count, window.rank, window.size, max(1, _ALIGNED // itemsize))
-            ranks = [window.rank, *(member.rank for member in window.others)]
-            kept = self._kept[places] = [
-                [
-                    self._views(rank, place - 1 + at * itemsize, min(step, stop - at), self._dtype)
-                    for rank, place in zip(ranks, places, strict=True)
-                ]
-                for at in range(start, stop, step)
-            ]
+            kept = self._kept[places] = self._cut([(place,) for place in places])
         return kept
+
+    def _ranks(self) -> list[int]:
+        return [self._window.rank, *(member.rank for member in self._window.others)]
+
+    def _cut(self, places: Sequence[Sequence[int]]) -> list[list[torch.Tensor]]:
+        """Cut our slice of everybody's tensors, taken as one, whose places are given by member, ours first."""
+        window, itemsize = self._window, self._dtype.itemsize
+        start, stop = _slice(sum(self._counts), window.rank, window.size, max(1, _ALIGNED // itemsize))
+        ranks, step = self._ranks(), self._piece_count
+        pieces: list[list[torch.Tensor]] = []
+        for which, count in enumerate(self._counts):
+            end = min(stop, count)
+            pieces.extend(
+                [
+                    self._views(rank, lie[which] - 1 + at * itemsize, min(step, end - at), self._dtype)
+                    for rank, lie in zip(ranks, places, strict=True)
+                ]
+                for at in range(max(0, start), end, step)
+            )
+            start, stop = start - count, stop - count  # as the next tensor counts
+        return pieces
+
+
+class PushOfSeveral(Push):
+    """One all-reduce of several open tensors, which lie apart; ``place`` is that of their table, see `show`."""
+
+    def __init__(
+        self,
+        window: Window,
+        views: Views,
+        kind: Kind,
+        piece_nbytes: int,
+        staged: Callable[[Turn, Any], Schedule],
+        counts: Sequence[int],
+    ) -> None:
+        super().__init__(window, views, kind, piece_nbytes, staged)
+        self._counts = counts
+
+    def _pieces(self, number: int, places: tuple[int, ...]) -> list[list[torch.Tensor]]:
+        count = len(self._counts)
+        return self._cut([self._window.table(number, rank)[:count].tolist() for rank in self._ranks()])
 
 
 def _slice(count: int, rank: int, size: int, aligned: int) -> tuple[int, int]:

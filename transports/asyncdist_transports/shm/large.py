@@ -37,24 +37,23 @@ class Large:
 
     # -- reducing ------------------------------------------------------------------------------
 
-    def all_reduce(self, number: int, fingerprint: int, memories: Sequence[Memory], how: Arithmetic) -> Schedule:
-        """Costs one meeting for what fits into one piece; each member then adds everybody's contribution itself.
-
-        Of larger ones each member reduces its own block, two meetings a piece; between two members there is nothing to
-        be gained by that.
-        """
-        turn = Turn(self._window, number, fingerprint)
-        yield from self._window.enter(number)
+    def all_staged(self, turn: Turn, memories: Sequence[Memory], how: Arithmetic) -> Schedule:
+        """Reduce several memories by way of the areas, in a slot that we have entered, and leave it."""
         area = self._window.area_nbytes
         most = max(memory.nbytes if exchanges(self._size, memory.nbytes) else area for memory in memories)
         for half in (0, 1):  # before the first is reduced
-            self._window.reserve(number, half, min(most, area))
+            self._window.reserve(turn.number, half, min(most, area))
         for memory in memories:
             yield from self.staged(turn, memory, how)
-        self._window.publish(number, DONE)
+        self._window.publish(turn.number, DONE)
 
     def staged(self, turn: Turn, memory: Memory, how: Arithmetic) -> Schedule:
-        """Reduce a memory by way of the areas; `all_reduce` has entered the slot, and leaves it."""
+        """Reduce a memory by way of the areas, in a slot that we have entered, and do not leave it.
+
+        Costs one meeting for what fits into one piece; each member then adds everybody's contribution itself. Of larger
+        ones each member reduces its own block, two meetings a piece; between two members there is nothing to be gained
+        by that.
+        """
         if exchanges(self._size, memory.nbytes):
             yield from self._exchange(turn, memory, how)
         else:
@@ -117,7 +116,8 @@ class Large:
     def reduce(self, number: int, fingerprint: int, memory: Memory, root: int, how: Arithmetic) -> Schedule:
         def take(pieces: Pieces, k: int, at: int) -> None:
             own = pieces.of(memory, k)
-            others = [self._seen(pieces, member, 0, 0, k, own.numel(), at) for member in self._others]
+            places = pieces.turn.places
+            others = [self._seen(pieces, each, places[each.rank], 0, k, own.numel(), at) for each in self._others]
             how.reduce([own, *others], own)
 
         return self._one_way("reduce", number, fingerprint, memory, root, take, outward=False)
@@ -140,24 +140,25 @@ class Large:
         yield from turn.end(peers)
 
     def _seen(
-        self, pieces: Pieces, member: Member, block: int, first: int, k: int, count: int, at: int
+        self, pieces: Pieces, member: Member, place: int, block: int, k: int, count: int, at: int
     ) -> torch.Tensor:
-        """Return the k-th piece of a member's block where it lies: staged, or open from element ``first`` on."""
-        place = pieces.turn.places[member.rank]
+        """Return the k-th piece of a member's block: open from its place on, or staged if that is 0."""
         if not place:
             return pieces.staged(member.rank, block, count, at)
-        offset = place - 1 + (first + k * pieces.step) * pieces.dtype.itemsize
+        offset = place - 1 + k * pieces.step * pieces.dtype.itemsize
         return self._views(member.rank, offset, count, pieces.dtype)
+
+    def _shown(self, turn: Turn, member: Member, which: int) -> int:
+        """Return the place that stands in a member's table, 0 if it stages."""
+        return turn.places[member.rank] and self._window.table(turn.number, member.rank)[which]
 
     def reduce_scatter(
         self, number: int, fingerprint: int, inputs: MemoryBlocks, own: Memory, how: Arithmetic
     ) -> Schedule:
         """One meeting a piece: each member adds what everybody has for it."""
         blocks = [inputs[rank] for rank in range(self._size)]
-        turn = Turn(self._window, number, fingerprint, self._place_of_run(blocks))
+        turn = yield from self._showing(number, fingerprint, blocks)
         pieces = Pieces(turn, max(1, self._size - 1), own.dtype)
-        first = sum(block.count for block in blocks[: self._rank])
-        yield from self._window.enter(number)
 
         def stage(k: int, at: int) -> None:
             for member in self._others:
@@ -165,47 +166,41 @@ class Large:
 
         def take(k: int, at: int) -> None:
             piece = pieces.of(own, k)
-            count = piece.numel()
-            others = [
-                self._seen(pieces, member, _place_of(self._rank, member.rank), first, k, count, at)
-                for member in self._others
-            ]
+            others = [self._ours(pieces, member, k, piece.numel(), at) for member in self._others]
             how.reduce([pieces.of(blocks[self._rank], k), *others], piece)
 
         most = max(block.count for block in blocks)
         yield from self._trade(turn, "reduce_scatter", pieces, most, stage, take)
         yield from turn.end(self._others)
 
-    def _place_of_run(self, blocks: Sequence[Memory]) -> int:
-        """Return the place of blocks that lie one after the other in open memory; 0 if they do not."""
-        nbytes = sum(block.nbytes for block in blocks)
-        filled = [block.tensor for block in blocks if block.count]
-        at = start = filled[0].data_ptr() if nbytes >= direct.MIN_NBYTES else 0
-        for tensor in filled if at else ():
-            if tensor.data_ptr() != at:
-                return 0
-            at += tensor.nbytes
-        offset = self._window.arena.offset_of(start, nbytes) if at else None
-        return 0 if offset is None or offset % blocks[0].itemsize else offset + 1
+    def _showing(self, number: int, fingerprint: int, blocks: Sequence[Memory], behind: int = 0) -> Schedule:
+        """Enter the slot, and show where blocks lie; they are staged unless all lie open: see `direct.show`."""
+        yield from self._window.enter(number)
+        place = direct.show(self._window, number, [block.tensor for block in blocks], behind)
+        return Turn(self._window, number, fingerprint, place)
+
+    def _ours(self, pieces: Pieces, member: Member, k: int, count: int, at: int, behind: int = 0) -> torch.Tensor:
+        """Return the k-th piece of the block that a member has for us."""
+        place = self._shown(pieces.turn, member, behind + self._rank)
+        return self._seen(pieces, member, place, _place_of(self._rank, member.rank), k, count, at)
 
     # -- moving --------------------------------------------------------------------------------
 
     def broadcast(self, number: int, fingerprint: int, memory: Memory, root: int) -> Schedule:
         def take(pieces: Pieces, k: int, at: int) -> None:
             piece = pieces.of(memory, k)
-            piece.copy_(self._seen(pieces, self._window.by_rank[root], 0, 0, k, piece.numel(), at))
+            source, place = self._window.by_rank[root], pieces.turn.places[root]
+            piece.copy_(self._seen(pieces, source, place, 0, k, piece.numel(), at))
 
         return self._one_way("broadcast", number, fingerprint, memory, root, take, outward=True)
 
     def all_gather(self, number: int, fingerprint: int, rows: Sequence[tuple[MemoryBlocks, Memory]]) -> Schedule:
-        place = direct.place_of(self._window, rows[0][1].tensor) if len(rows) == 1 else 0
-        turn = Turn(self._window, number, fingerprint, place)
-        yield from self._window.enter(number)
-        for blocks, own in rows:
-            yield from self._gather_row(turn, [blocks[rank] for rank in range(self._size)], own)
+        turn = yield from self._showing(number, fingerprint, [own for _, own in rows])
+        for row, (blocks, own) in enumerate(rows):
+            yield from self._gather_row(turn, row, [blocks[rank] for rank in range(self._size)], own)
         yield from turn.end(self._others)
 
-    def _gather_row(self, turn: Turn, blocks: Sequence[Memory], own: Memory) -> Schedule:
+    def _gather_row(self, turn: Turn, row: int, blocks: Sequence[Memory], own: Memory) -> Schedule:
         pieces = Pieces(turn, 1, own.dtype)
         room = blocks[self._rank]
         in_place = own is room or own.tensor.data_ptr() == room.tensor.data_ptr()
@@ -216,7 +211,7 @@ class Large:
             for member in self._others:
                 piece = pieces.of(blocks[member.rank], k)
                 if piece.numel():
-                    piece.copy_(self._seen(pieces, member, 0, 0, k, piece.numel(), at))
+                    piece.copy_(self._seen(pieces, member, self._shown(turn, member, row), 0, k, piece.numel(), at))
 
         def stage(k: int, at: int) -> None:
             pieces.stage(0, own, k, at)
@@ -227,16 +222,15 @@ class Large:
         def take(pieces: Pieces, k: int, at: int) -> None:
             for member in self._others:
                 piece = pieces.of(blocks[member.rank], k)
-                piece.copy_(self._seen(pieces, member, 0, 0, k, piece.numel(), at))
+                piece.copy_(self._seen(pieces, member, pieces.turn.places[member.rank], 0, k, piece.numel(), at))
 
         return self._one_way("gather", number, fingerprint, own, root, take, outward=False)
 
     def scatter(self, number: int, fingerprint: int, own: Memory, blocks: MemoryBlocks, root: int) -> Schedule:
-        place = self._place_of_run([blocks[rank] for rank in range(self._size)]) if self._rank == root else 0
-        turn = Turn(self._window, number, fingerprint, place)
+        given = [blocks[rank] for rank in range(self._size)] if self._rank == root else []
+        turn = yield from self._showing(number, fingerprint, given)
         pieces = Pieces(turn, max(1, self._size - 1), own.dtype)
-        yield from self._window.enter(number)
-        count = 1 if place else pieces.rounds(own.count)
+        count = 1 if turn.place else pieces.rounds(own.count)
         if self._rank == root:
 
             def stage(k: int, at: int) -> None:
@@ -251,8 +245,7 @@ class Large:
 
         def take(k: int, at: int) -> None:
             piece = pieces.of(own, k)
-            first = self._rank * own.count
-            piece.copy_(self._seen(pieces, source, _place_of(self._rank, root), first, k, piece.numel(), at))
+            piece.copy_(self._ours(pieces, source, k, piece.numel(), at))
 
         yield from turn.rounds(count, None, take, [source], ())
         yield from turn.end(())
@@ -262,12 +255,11 @@ class Large:
     ) -> Schedule:
         """Sizes differ by pair, so members may need unequally many rounds; who has left has taken everything.
 
-        How much each sends to whom stands in a table at the head of its area.
+        How much each sends to whom stands in its table, before where that lies.
         """
-        turn = Turn(self._window, number, fingerprint, self._place_of_run(outgoing))
-        yield from self._window.enter(number)
+        turn = yield from self._showing(number, fingerprint, outgoing, self._size)
         self._window.reserve(number, 0, head_nbytes(self._size))
-        table = self._window.head(number, self._rank, self._size)
+        table = self._window.table(number, self._rank)
         for rank, block in enumerate(outgoing):
             table[rank] = block.count
         yield from self._cross(turn, incoming, outgoing)
@@ -275,7 +267,7 @@ class Large:
     def cross_staged(
         self, number: int, fingerprint: int, incoming: Sequence[Memory], outgoing: Sequence[Memory]
     ) -> Schedule:
-        """Go on with an all-to-all after all of it was staged behind the table, and posted as lying there."""
+        """Go on with an all-to-all after all of it was staged behind the table, which says that it lies there."""
         place = self._window.place_of(number, self._rank, head_nbytes(self._size))
         turn = Turn(self._window, number, fingerprint, place, posted=True)
         yield from turn.meet(self._others)
@@ -283,7 +275,6 @@ class Large:
 
     def _cross(self, turn: Turn, incoming: Sequence[Memory], outgoing: Sequence[Memory]) -> Schedule:
         pieces = Pieces(turn, max(1, self._size - 1), outgoing[0].dtype, head=head_nbytes(self._size))
-        firsts: dict[int, int] = {}
 
         def stage(k: int, at: int) -> None:
             for member in self._others:
@@ -294,26 +285,21 @@ class Large:
             for member in self._others:
                 block = incoming[member.rank]
                 if k == 0:
-                    firsts[member.rank] = self._sent_before(turn.number, member, block)
+                    self._check_sent(turn.number, member, block)
                 piece = pieces.of(block, k)
                 if piece.numel():
-                    first, place = firsts[member.rank], _place_of(self._rank, member.rank)
-                    piece.copy_(self._seen(pieces, member, place, first, k, piece.numel(), at))
+                    piece.copy_(self._ours(pieces, member, k, piece.numel(), at, self._size))
 
         most = max(memory.count for memory in (*incoming, *outgoing))
         yield from self._trade(turn, "all_to_all", pieces, most, stage, take)
         yield from turn.end(self._others)
 
-    def _sent_before(self, number: int, member: Member, block: Memory) -> int:
-        """Return how many elements a member sends to ranks below ours; MismatchError if not what we expect."""
-        counts = self._window.head(number, member.rank, self._size).tolist()
-        if counts[self._rank] != block.count:
-            peer, itemsize = self._window.world_ranks[member.rank], block.itemsize
-            raise MismatchError(
-                peer,
-                f"rank {peer} sent {counts[self._rank] * itemsize} bytes where {block.nbytes} were expected",
-            )
-        return sum(counts[: self._rank])
+    def _check_sent(self, number: int, member: Member, block: Memory) -> None:
+        """Raise MismatchError if a member sends us something else than we expect."""
+        count = self._window.table(number, member.rank)[self._rank]
+        if count != block.count:
+            peer, nbytes = self._window.world_ranks[member.rank], count * block.itemsize
+            raise MismatchError(peer, f"rank {peer} sent {nbytes} bytes where {block.nbytes} were expected")
 
 
 def _place_of(taker: int, owner: int) -> int:

@@ -11,8 +11,8 @@ _LINE_NBYTES = 64
 
 
 def head_nbytes(members: int) -> int:
-    """Return what a table of one word for each member takes at the head of an area."""
-    return -(-8 * members // _LINE_NBYTES) * _LINE_NBYTES
+    """Return what a table of two words for each member takes at the head of an area."""
+    return -(-16 * members // _LINE_NBYTES) * _LINE_NBYTES
 
 
 class Pieces:

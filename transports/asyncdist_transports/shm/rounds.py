@@ -36,7 +36,7 @@ class Turn:
     def __init__(self, window: Window, number: int, call: int, place: int = 0, *, posted: bool = False) -> None:
         self.window, self.number, self.call = window, number, call
         self.place = place
-        """Where ours lies for all to read: 1 + its offset in the arena; 0 if we stage it."""
+        """Where ours lies for all to read, or a table of places: 1 + its offset in the arena; 0 if we stage it."""
         self.places: dict[int, int] = {}
         """The same of the members whom we have met."""
         self._met = self._posted = posted

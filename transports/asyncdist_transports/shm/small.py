@@ -289,22 +289,23 @@ def _scatter(small: _Small) -> Swap:
 
 
 def _all_to_all(small: _Small) -> Swap:
-    """What each sends to whom stands in a table, and its data lies where it says, for those who go in rounds."""
+    """What each sends to whom stands in a table, and where it lies, for those who go in rounds."""
     window, size, rank, nbytes = small.window, small.size, small.rank, small.nbytes
-    counts = torch.full((size,), small.kind.count, dtype=torch.int64, device="cpu")
 
     def moves(number: int) -> Moves:
         stage_blocks = small.stage_blocks(number)
-        table = window.only(number, rank, 0, size, torch.int64).data_ptr()
+        places = [window.place_of(number, rank, small.head + each * nbytes) for each in range(size)]
+        says = torch.tensor([small.kind.count] * size + places, dtype=torch.int64, device="cpu")
+        table = window.only(number, rank, 0, 2 * size, torch.int64).data_ptr()
         areas = [small.address(number, each, rank) for each in range(size)]
         at = number % SLOTS * LINE + PLACE
         met = [
-            (member.words, window.place_of(number, member.rank, small.head), window.head(number, member.rank, size))
+            (member.words, window.place_of(number, member.rank, small.head), window.table(number, member.rank))
             for member in small.others
         ]
 
         def stage(blocks: Blocks, outgoing: Blocks) -> None:
-            _move(table, counts.data_ptr(), counts.nbytes)
+            _move(table, says.data_ptr(), says.nbytes)
             stage_blocks(outgoing)
 
         def take(blocks: Blocks, outgoing: Blocks) -> None:

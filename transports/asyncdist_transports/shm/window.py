@@ -107,11 +107,11 @@ class Window:
         self._streamed = 0  # the collective that used the stream last
         self._position = 0  # after the piece of the stream that was staged last
         self._staged: dict[int, tuple[int, int, Sequence[Member]]] = {}  # what each area was used for last, by `claim`
-        self._heads: dict[int, memoryview] = {}
+        self._tables: dict[int, memoryview] = {}
         self._areas: dict[tuple[int, int, int, torch.dtype], torch.Tensor] = {}
         self.last = [0] * SLOTS
         """The last collective in each slot."""
-        self.abandoned: list[torch.Tensor] = []
+        self.abandoned: list[torch.Tensor | Sequence[torch.Tensor]] = []
         """Into which a member may still write because its side of a failed all-reduce goes on: kept until it has left."""
         self.unchecked: deque[tuple[int, int]] = deque()
         """Collectives that we did with some members only, and what we called: see `recheck`."""
@@ -216,7 +216,7 @@ class Window:
             self.unchecked.popleft()
 
     def place(self, number: int, member: Member) -> int:
-        """Return where a member's data for this collective lies, 0 if it is staged."""
+        """Return where a member's data for this collective lies, or a table that says so; 0 if it is staged."""
         return member.words[number % SLOTS * LINE + PLACE]
 
     # -- open data -----------------------------------------------------------------------------
@@ -285,13 +285,13 @@ class Window:
             tensor = self._areas[key] = mapping.tensor(offset + start, count, dtype)
         return tensor
 
-    def head(self, number: int, rank: int, count: int) -> memoryview:
-        """Return the first words of a member's first area of a slot."""
+    def table(self, number: int, rank: int) -> memoryview:
+        """Return the words of a member's first half of a slot, as far as it has reserved them."""
         which = number % SLOTS * 2
-        words = self._heads.get(which * self.size + rank)
+        words = self._tables.get(which * self.size + rank)
         if words is None:
             mapping, offset = self._area_of(which, rank)
-            words = self._heads[which * self.size + rank] = mapping.words(offset, count)
+            words = self._tables[which * self.size + rank] = mapping.words(offset, self.area_nbytes // 8)
         return words
 
     def _area_of(self, which: int, rank: int) -> tuple[Mapping, int]:
