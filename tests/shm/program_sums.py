@@ -7,13 +7,14 @@ import gc
 import os
 import random
 import time
+import types
 
 import torch
 
 import asyncdist
 from asyncdist import arena, sync
 from asyncdist.errors import AsyncdistError
-from asyncdist_transports.shm import limbo
+from asyncdist_transports.shm import limbo, meeting
 
 torch.set_num_threads(1)
 COUNTS = (1, 5, 1000, 9000, 70_000, 200_000)
@@ -32,6 +33,20 @@ def sums(test):
         test.send(left())
     gc.collect()
     test.send(left())
+
+
+def dies_at_its_door(test):
+    """Be killed while the door has a name."""
+    opening = os.open
+    os.open = lambda path, *how: os.kill(os.getpid(), 9) if "asyncdist-" in str(path) else opening(path, *how)
+    opens_its_door(test)
+
+
+def opens_its_door(test):
+    porch = meeting.Porch(types.SimpleNamespace(config=types.SimpleNamespace(host="here")))
+    porch.open_door()
+    porch.close()
+    test.send("opened")
 
 
 def until_it_fails(group, chance):

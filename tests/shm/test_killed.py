@@ -24,6 +24,16 @@ def nursery():
         yield nursery
 
 
+def test_the_name_of_a_rank_that_was_killed_at_its_door_goes_with_the_next_door(nursery, tmp_path):
+    environment = {"TMPDIR": str(tmp_path)}
+    victim = nursery.start(PROGRAM, "dies_at_its_door", environment=environment)
+    assert victim.wait() == -9
+    assert [entry.is_socket() for entry in tmp_path.iterdir()] == [True]
+    nursery.start(PROGRAM, "opens_its_door", environment=environment).hear()
+    assert list(tmp_path.iterdir()) == []
+    nursery.clear()
+
+
 def test_ranks_killed_at_random_points_leave_no_hang_no_leak_and_no_wrong_sum(nursery, tmp_path):
     chance = random.Random(1)
     folder = tmp_path / "temporary"

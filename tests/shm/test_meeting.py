@@ -45,6 +45,49 @@ async def test_ranks_of_different_network_namespaces_meet_at_a_door(monkeypatch,
     assert list(folder.iterdir()) == []
 
 
+def bound(path):
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    sock.bind(str(path))
+    return sock
+
+
+def porch_here():
+    return Porch(types.SimpleNamespace(config=types.SimpleNamespace(host="here")))
+
+
+def test_who_opens_a_door_removes_no_names_but_of_dead_ones(monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    bound(tmp_path / "asyncdist-dead").close()
+    bound(tmp_path / "another's").close()
+    (tmp_path / "asyncdist-notes").touch()
+    porch = porch_here()
+    with bound(tmp_path / "asyncdist-alive") as alive:
+        alive.listen()
+        porch.open_door()
+    porch.close()
+    assert {entry.name for entry in tmp_path.iterdir()} == {"another's", "asyncdist-notes", "asyncdist-alive"}
+
+
+def test_a_door_whose_name_is_swept_away_before_it_is_open_is_opened_again(monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    porch, listening, swept = porch_here(), meeting._listening, []
+
+    def listening_too_late(path):
+        sock = listening(path)
+        if not swept:
+            swept.append(path)
+            os.unlink(path)
+        return sock
+
+    monkeypatch.setattr(meeting, "_listening", listening_too_late)
+    porch.open_door()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as visitor:
+        visitor.connect(f"/proc/self/fd/{porch.address()['door']}")
+    porch.close()
+    assert swept
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("says", [None, b"", b"garbage", b"x" * 44, b"asyncdist/1\n" + bytes(32)])
 async def test_strangers_at_the_door_neither_come_in_nor_keep_anybody_out(monkeypatch, says):
     address, strangers = Porch.address, []
@@ -92,7 +135,7 @@ def test_who_is_out_of_reach():
 
 async def test_a_porch_is_closed_by_any_thread_but_not_under_the_eyes_of_a_loop():
     """A process that ends closes it on its main thread; uvloop aborts over a watched descriptor that has been closed."""
-    porch = Porch(types.SimpleNamespace(config=types.SimpleNamespace(host="here")))
+    porch = porch_here()
     porch.open_door()
     sockets, waiting = list(porch._sockets), asyncio.ensure_future(porch.visitor())
     await asyncio.sleep(0)

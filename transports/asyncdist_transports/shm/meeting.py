@@ -2,7 +2,8 @@
 
 Every rank listens at an abstract address, which no file system knows and which ends with it. Abstract addresses belong to a
 network namespace; for peers in another one, and only if there are any, a rank also opens a *door*: a socket that had a
-name for some microseconds, and is reached through the descriptor that holds it (``/proc/<pid>/fd/<door>``).
+name for some microseconds, and is reached through the descriptor that holds it (``/proc/<pid>/fd/<door>``). The name of a
+rank that was killed just then is removed by who next opens a door.
 
     dialler (the higher rank)                acceptor
     proof of the job's token           ⇄     proof of the job's token
@@ -18,6 +19,7 @@ import contextlib
 import os
 import secrets
 import socket
+import stat
 import struct
 import tempfile
 import threading
@@ -33,6 +35,9 @@ from asyncdist.transport import Host
 from asyncdist_transports.shm.board import Board
 
 _INTRODUCTION = struct.Struct("<IQQ")  # rank, bytes of the arena, offset of the board
+_PREFIX = "asyncdist-"
+"""With which the names of our sockets begin."""
+
 _PACKET_NBYTES = 4096
 _PAUSE = 0.005
 _WELCOME = b"."
@@ -68,7 +73,7 @@ class Porch:
         self._lock = threading.Lock()
         self._watched = self._closed = False
         self._door = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-        self._sockets.append(_listening(f"\0asyncdist-{self._name}"))
+        self._sockets.append(_listening(f"\0{_PREFIX}{self._name}"))
 
     def address(self) -> dict[str, Any]:
         """Return what peers need to know to find us."""
@@ -91,16 +96,12 @@ class Porch:
     def _open_door(self) -> None:
         folder = os.open(tempfile.gettempdir(), os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            path = (
-                f"/proc/self/fd/{folder}/asyncdist-{self._name}"  # an address may have 107 bytes, a folder's name more
-            )
-            self._sockets.append(_listening(path))
-            try:
-                descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
-            finally:
-                os.unlink(path)
+            inside = f"/proc/self/fd/{folder}"  # an address may have 107 bytes, a folder's name more
+            _sweep(inside)
+            sock, descriptor = _named(f"{inside}/{_PREFIX}{self._name}")
         finally:
             os.close(folder)
+        self._sockets.append(sock)
         os.dup2(descriptor, self._door, inheritable=False)
         os.close(descriptor)
 
@@ -135,6 +136,43 @@ class Porch:
             self._door = -1
         while self._sockets:
             self._sockets.pop().close()
+
+
+def _named(path: str) -> tuple[socket.socket, int]:
+    """Return a listening socket, and a descriptor by which it is reached when it has a name no more, as it has not now."""
+    while True:
+        sock = _listening(path)
+        try:
+            return sock, os.open(path, os.O_PATH | os.O_CLOEXEC)
+        except BaseException as error:
+            sock.close()
+            if not isinstance(error, FileNotFoundError):  # swept: it seemed dead, as before it listened
+                raise
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+
+
+def _sweep(folder: str) -> None:
+    """Remove what is left there of ranks of our user that were killed while their doors had names."""
+    names: list[str] = []
+    with contextlib.suppress(OSError):  # a folder may be one that nobody lists
+        names = os.listdir(folder)
+    for name in names:
+        if name.startswith(_PREFIX):
+            with contextlib.suppress(OSError):  # gone meanwhile, or nothing that we understand
+                _remove_dead(f"{folder}/{name}")
+
+
+def _remove_dead(path: str) -> None:
+    found = os.lstat(path)
+    if stat.S_ISSOCK(found.st_mode) and found.st_uid == os.getuid():
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as caller:
+            caller.setblocking(False)
+            try:
+                caller.connect(path)
+            except ConnectionRefusedError:
+                os.unlink(path)
 
 
 def _listening(address: str) -> socket.socket:
@@ -202,7 +240,7 @@ def _purpose(host: Host) -> str:
 
 async def _dialled(address: Mapping[str, Any]) -> socket.socket:
     same_network = address["net"] == _namespace("net")
-    where = f"\0asyncdist-{address['name']}" if same_network else f"/proc/{address['pid']}/fd/{address['door']}"
+    where = f"\0{_PREFIX}{address['name']}" if same_network else f"/proc/{address['pid']}/fd/{address['door']}"
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     sock.setblocking(False)
     try:
