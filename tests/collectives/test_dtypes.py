@@ -46,19 +46,32 @@ async def test_every_reduction(name):
         async with world_of(size, config=SCHEDULES[schedule]) as groups:
             for op in reductions(dtype):
                 started = [drill for count in (1, 7) for drill in reducing(size, count, dtype, op)]
-                await asyncio.gather(*(work for drill in started for g in groups for work in drill.start(g)))
-                for drill in started:
-                    drill.check()
+                await check(groups, started)
 
 
 @one_loop
 @pytest.mark.parametrize("name", NAMES)
-async def test_every_dtype_is_moved(name):
+async def test_every_dtype_is_moved_over_tcp(name):
     async with world_of(3, transport="tcp") as groups:
-        started = [drill for count in (0, 1, 7) for drill in moving(3, count, getattr(torch, name))]
-        await asyncio.gather(*(work for drill in started for g in groups for work in drill.start(g)))
-        for drill in started:
-            drill.check()
+        await check(groups, [drill for count in (0, 1, 7) for drill in moving(3, count, getattr(torch, name))])
+
+
+@one_loop
+@pytest.mark.parametrize("name", NAMES)
+async def test_every_dtype_in_shared_memory(name):
+    """Where reductions have ways of their own; the larger count takes several pieces."""
+    dtype = getattr(torch, name)
+    started = [drill for count in (0, 7, 9001) for drill in moving(2, count, dtype)]
+    for number, op in enumerate(reductions(dtype) if name in REDUCED else ()):
+        started += [drill for count in ((7,) if number else (7, 9001)) for drill in reducing(2, count, dtype, op)]
+    async with world_of(2, transport="shm", config=Config(shm_area_nbytes=8192)) as groups:
+        await check(groups, started)
+
+
+async def check(groups, drills):
+    await asyncio.gather(*(work for drill in drills for group in groups for work in drill.start(group)))
+    for drill in drills:
+        drill.check()
 
 
 # -- which go together ------------------------------------------------------------------------------
