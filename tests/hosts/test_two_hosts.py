@@ -114,8 +114,7 @@ def test_a_rank_that_dies_in_the_middle_is_named_on_both_hosts(hosts, nursery, t
 def test_a_link_of_one_gigabit_is_used_up(hosts, nursery, tmp_path):
     """All-reduce of 25 MiB, which each host must send and receive once, beside a plain socket over the same link.
 
-    On two cores it reaches 95 % of what the socket does. Four ranks need these cores for their sums, so the threshold
-    leaves room for a machine that others use as well; fewer than three quarters would mean that the link idles.
+    Four ranks need two cores for their sums, so a machine that others use as well may take many tries to show it.
     """
     hosts.shape("1gbit")
     job = Job(hosts, nursery, f"file://{tmp_path}/world")
@@ -124,7 +123,7 @@ def test_a_link_of_one_gigabit_is_used_up(hosts, nursery, tmp_path):
     job.one_does(2, "connect", hosts.addresses[0], port)
     job.ranks[0].hear()
     plain, ours = [], []
-    while len(ours) < 5 and (not ours or min(plain) / min(ours) < 0.9):
+    while len(ours) < 20 and (not ours or min(plain) / min(ours) < 0.9):
         for rank in (0, 2):
             job.ranks[rank].say(("raw", 25 * MIB))
         plain.append(max(job.ranks[rank].hear() for rank in (0, 2)))
@@ -136,4 +135,4 @@ def test_a_link_of_one_gigabit_is_used_up(hosts, nursery, tmp_path):
     job.end()
     print(f"plain socket {min(plain):.4f} s, all-reduce {min(ours):.4f} s: {min(plain) / min(ours):.1%}")
     assert min(plain) > 25 * MIB / 130e6, "the link is not shaped"
-    assert min(plain) / min(ours) > 0.75
+    assert min(plain) / min(ours) >= 0.9
