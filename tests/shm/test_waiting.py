@@ -13,9 +13,17 @@ import asyncdist
 from asyncdist.config import Config
 from asyncdist.errors import PeerLostError
 from asyncdist.testing.cluster import run_ranks, world_of
+from asyncdist.testing.drills import drills
+from asyncdist_transports.shm import order, small
 from asyncdist_transports.shm.order import Fence
+from asyncdist_transports.shm.window import DONE, LINE, STEP, TAKEN
 
 COUNTS = [1, 20_000, 1_000_001]  # one line; an area; several pieces
+CALLS = {
+    "all_reduce": lambda group, tensor: group.all_reduce(tensor, background=False).result(),
+    "broadcast": lambda group, tensor: group.broadcast(tensor, 0, background=False).result(),
+    "barrier": lambda group, tensor: group.barrier(background=False).result(),
+}
 LONG = 10.0
 """Seconds that nothing here takes."""
 
@@ -61,18 +69,13 @@ class Watched:
 
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("name", ["all_reduce", "broadcast", "barrier"])
+@pytest.mark.parametrize("name", sorted(CALLS))
 def test_nobody_looks_who_sleeps_before_a_full_barrier_behind_the_last_word(name, shared, count):
     """Else a peer that lies down meanwhile is not rung, once in a million calls: no run of a program shows that."""
 
     def program(group):
         tensor = asyncdist.empty(count, shared=shared).fill_(1.0)
-        call = {
-            "all_reduce": lambda: group.all_reduce(tensor, background=False).result(),
-            "broadcast": lambda: group.broadcast(tensor, 0, background=False).result(),
-            "barrier": lambda: group.barrier(background=False).result(),
-        }[name]
-        call()  # so that the windows have found each other
+        CALLS[name](group, tensor)  # so that the windows have found each other
         events, window = [], group._native._window
         full = window.fence.full
         window.fence.full = lambda: (full(), events.append("full"))
@@ -80,7 +83,7 @@ def test_nobody_looks_who_sleeps_before_a_full_barrier_behind_the_last_word(name
         for member in window.others:
             member.asleep = Watched(member.asleep, events, read="look")
         for _ in range(3):
-            call()
+            CALLS[name](group, tensor)
         return events
 
     for events in run_ranks(2, program, transport="shm"):
@@ -89,6 +92,94 @@ def test_nobody_looks_who_sleeps_before_a_full_barrier_behind_the_last_word(name
         for event in events:
             assert event != "look" or last == "full"
             last = last if event == "look" else event
+
+
+# -- memory that keeps no order -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def arm64(monkeypatch):
+    """Fences as on arm64, where a light one is a full one; x86 does without it."""
+    monkeypatch.setattr(order, "_KEEPS_STORES_IN_ORDER", False)
+
+
+@pytest.mark.parametrize("count", [7, 20_000])
+@pytest.mark.asyncio(loop_factories=["asyncio-debug"])
+async def test_every_collective_with_the_fences_of_arm64(arm64, count):
+    async with world_of(3, transport="shm", config=Config(shm_area_nbytes=1 << 14)) as groups:
+        for drill in drills(3, count, torch.float32):
+            await asyncio.gather(*(work for group in groups for work in drill.start(group)))
+            drill.check()
+
+
+class Steps:
+    """Words whose telling writes, and asking reads, are noted; the others belong to what is told."""
+
+    def __init__(self, words, note):
+        self._words, self._note = words, note
+
+    def __setitem__(self, at, value):
+        tells = at % LINE in (STEP, TAKEN) and value & DONE  # without a step it says only that the last call is over
+        self._words[at] = value
+        self._note("tell" if tells else "touch")
+
+    def __getitem__(self, at):
+        if at % LINE in (STEP, TAKEN):
+            self._note("ask")
+        return self._words[at]
+
+
+MOVES = {
+    "broadcast": lambda group, one, all: group.broadcast(one, 0, background=False).result(),
+    "all_gather": lambda group, one, all: group.all_gather_single(all, one, background=False).result(),
+    "scatter": lambda group, one, all: group.scatter(
+        one, list(all.chunk(2)) if group.rank() == 0 else None, 0, background=False
+    ).result(),
+}
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("name", MOVES)
+def test_a_fence_stands_before_each_word_that_tells_and_between_one_that_was_asked_and_data(
+    arm64, monkeypatch, name, shared, count
+):
+    local = threading.local()
+
+    def noting(move, address_of):
+        def noted(to, source, *more):
+            if hasattr(local, "note"):
+                local.note("take" if local.is_theirs(address_of(source)) else "touch")
+            return move(to, source, *more)
+
+        return noted
+
+    monkeypatch.setattr(small, "_move", noting(small._move, int))
+    monkeypatch.setattr(torch.Tensor, "copy_", noting(torch.Tensor.copy_, torch.Tensor.data_ptr))
+
+    def program(group):
+        one, all = asyncdist.empty(count, shared=shared).fill_(1), asyncdist.empty(2 * count, shared=shared).fill_(1)
+        MOVES[name](group, one, all)  # so that the windows have found each other
+        events, window = [], group._native._window
+        theirs, full = window.others[0].mapping, window.fence.full
+        local.is_theirs = lambda address: theirs.address <= address < theirs.address + theirs.nbytes
+        local.note = events.append
+        window.fence.full = window.fence.light = lambda: (full(), events.append("fence"))
+        window.words = Steps(window.words, events.append)
+        window.others[0].words = Steps(window.others[0].words, events.append)
+        for _ in range(3):
+            MOVES[name](group, one, all)
+        del local.note
+        return events
+
+    seen = run_ranks(2, program, transport="shm")
+    assert "take" in seen[1]
+    for events in seen:
+        since = set()
+        for event in events:
+            assert event != "tell" or not since & {"touch", "take"}
+            assert event != "take" or "ask" not in since
+            since = set() if event == "fence" else since | {event}
 
 
 def test_a_barrier_that_is_interrupted_at_any_moment_can_be_used_again(monkeypatch):
@@ -188,6 +279,11 @@ async def test_a_patient_group_waits_at_the_call_for_what_goes_on_by_itself_but_
 
 def test_ranks_of_one_process_do_not_spin():
     assert run_ranks(2, lambda group: shm_of(group).spin(2)[0], transport="shm") == [0.0, 0.0]
+
+
+def test_nobody_who_waits_keeps_a_core_for_more_than_a_millisecond_by_default():
+    """Also a blocked task, which tries on before the thread that drives it for the others begins to."""
+    assert Config().spin_us + Config().await_spin_us <= 1000
 
 
 async def test_the_spin_is_a_setting():
