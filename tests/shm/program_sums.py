@@ -21,14 +21,20 @@ COUNTS = (1, 5, 1000, 9000, 70_000, 200_000)
 
 
 def sums(test):
-    """Enter worlds as told, ``(where, rank, size, seed)``; say how each ended, and what of it is left then."""
+    """Enter worlds as told, ``(where, rank, size, seed, timeout, steps)``; say how each ended, and what is left of it then.
+
+    Who is told of so many steps leaves after them.
+    """
     while (order := test.recv()) is not None:
-        where, rank, size, seed = order
-        with sync.process_group("shm", init_method=where, rank=rank, world_size=size, timeout=30) as group:
-            test.send("ready")
-            done, error = until_it_fails(group, random.Random(seed))
-            test.send((done, type(error).__name__, getattr(error, "peer", None), str(error), time.monotonic()))
-            del error, group  # the traceback of the one leads to the world
+        where, rank, size, seed, timeout, steps = order
+        try:
+            with sync.process_group("shm", init_method=where, rank=rank, world_size=size, timeout=timeout) as group:
+                test.send("ready")
+                done, error = until_it_fails(group, random.Random(seed), steps)
+                test.send((done, type(error).__name__, getattr(error, "peer", None), str(error), time.monotonic()))
+                del error, group  # the traceback of the one leads to the world
+        except AsyncdistError as error:  # there was no world
+            test.send((0, type(error).__name__, None, str(error), time.monotonic()))
         await_freed()
         test.send(left())
     gc.collect()
@@ -49,15 +55,16 @@ def opens_its_door(test):
     test.send("opened")
 
 
-def until_it_fails(group, chance):
+def until_it_fails(group, chance, steps):
     registered = asyncdist.empty(max(COUNTS), shared=True)
     done = 0
-    while True:
+    while done != steps:
         try:
             step(group, chance, registered)
         except (AsyncdistError, AssertionError) as error:
             return done, error
         done += 1
+    return done, None
 
 
 def await_freed():

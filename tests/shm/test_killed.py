@@ -18,6 +18,18 @@ SOON = 1.0
 """Seconds within which every survivor must have heard of a death."""
 
 
+TIMEOUTS = {"meeting": 1.0, "work": 30.0, "leaving": 30.0}
+"""Seconds after which a world that has not met is given up; nobody else says that a rank will not come."""
+
+LONGEST = {"meeting": 0.06, "work": 0.03, "leaving": 0.003}
+"""Seconds after which a rank is killed at most, from when it was told to come, had come, or began to leave."""
+
+
+def moment(number):
+    """Return when the victim of a round dies."""
+    return "meeting" if number % 16 == 15 else "leaving" if number % 3 == 2 else "work"
+
+
 @pytest.fixture(scope="module")
 def nursery():
     with Nursery(("torch", "asyncdist", "asyncdist.sync", "asyncdist_transports.shm")) as nursery:
@@ -46,17 +58,25 @@ def test_ranks_killed_at_random_points_leave_no_hang_no_leak_and_no_wrong_sum(nu
         victim = nursery.start(PROGRAM, "sums", environment=environment)
         ranks = list(survivors)
         ranks.insert(dead, victim)
-        seed = chance.random()
+        seed, when = chance.random(), moment(number)
         for rank, process in enumerate(ranks):
-            process.say((f"file://{tmp_path}/world{number}", rank, size, seed))
-        assert [process.hear() for process in ranks] == ["ready"] * size
-        time.sleep(chance.uniform(0, 0.03))  # the moment is what is varied: there is nothing to wait for
+            steps = chance.randrange(20) if when == "leaving" and process is victim else -1
+            process.say((f"file://{tmp_path}/world{number}", rank, size, seed, TIMEOUTS[when], steps))
+        if when != "meeting":
+            assert [process.hear() for process in ranks] == ["ready"] * size
+        if when == "leaving":
+            victim.hear()
+        time.sleep(chance.uniform(0, LONGEST[when]))  # the moment is what is varied: there is nothing to wait for
         since = nursery.stopwatch()
         victim.kill()
         for survivor in survivors:
-            done, kind, peer, text, at = survivor.hear()
+            said = survivor.hear()
+            done, kind, peer, text, at = survivor.hear() if said == "ready" else said
+            if when == "meeting" and kind != "PeerLostError":
+                assert kind.startswith("Rendezvous"), f"round {number}: {text}"
+                continue
             assert (kind, peer) == ("PeerLostError", dead), f"round {number}: {text}"
-            assert (took := since.seconds(at)) < SOON, f"round {number}: {took:g} s"
+            assert (took := since.seconds(at)) < SOON, f"round {number}, {when}: {took:g} s"
             done_in_all += done
         remaining.append([survivor.hear() for survivor in survivors])
         assert victim.wait() == -9
