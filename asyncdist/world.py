@@ -151,7 +151,8 @@ async def _open(
             ours = {"addresses": mesh.listen(meeting.listen_host), **runs}
             everyone = [msgpack.unpackb(payload) for payload in await meeting.exchange(msgpack.packb(ours), more=True)]
             _compare(everyone, meeting.rank)
-            reached = await mesh.settle([one["addresses"] for one in everyone], meeting.remaining())
+            settling = mesh.settle([one["addresses"] for one in everyone], meeting.remaining())
+            reached = await meeting.before_exchange(settling)
             mesh.agree([msgpack.unpackb(each) for each in await meeting.exchange(msgpack.packb(reached))])
             return World(meeting, mesh, name, limit)
         except BaseException:

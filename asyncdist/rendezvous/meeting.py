@@ -15,9 +15,10 @@ import asyncio
 import contextlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from asyncdist.deadline import Deadline
 from asyncdist.errors import (
@@ -32,6 +33,7 @@ from asyncdist.store.client import AsyncStore
 from asyncdist.store.prefix import AsyncPrefixStore
 from asyncdist.store.server import StoreServer
 
+T = TypeVar("T")
 FAREWELL = 5.0
 _PAYLOAD, _VERDICT = b"\x01", b"\x00"
 _LAST_LOOK = 5.0
@@ -128,15 +130,38 @@ class Meeting:
         try:
             values = await self._offer_and_wait(keys, _PAYLOAD + payload, limit)
         except StoreConnectionError as error:
-            raise RendezvousError(
-                f"rank 0 left or died before the world was complete: its store (met at {self.where}) hung up; "
-                "look at rank 0's own log first"
-            ) from error
+            raise self._deserted() from error
         self._promised = [number + 1] if more else []
         for value in values:
             if not value.startswith(_PAYLOAD):
                 raise _verdict(value, self.where)
         return [value[len(_PAYLOAD) :] for value in values]
+
+    async def before_exchange(self, doing: Coroutine[Any, Any, T]) -> T:
+        """Do something before the next exchange; RendezvousError as soon as there will be none.
+
+        Then a verdict stands where our payload would, or rank 0's store is gone.
+        """
+        told = self._client.get(self.keys("payload", self._exchanges, self.rank), timeout=math.inf)
+        done = asyncio.ensure_future(doing)
+        either: list[asyncio.Future[Any]] = [told, done]
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if done.done():
+                return await done
+            raise _verdict(await told, self.where)
+        except StoreConnectionError as error:
+            raise self._deserted() from error
+        finally:
+            told.cancel()
+            done.cancel()
+            await asyncio.gather(told, done, return_exceptions=True)
+
+    def _deserted(self) -> RendezvousError:
+        return RendezvousError(
+            f"rank 0 left or died before the world was complete: its store (met at {self.where}) hung up; "
+            "look at rank 0's own log first"
+        )
 
     async def _offer_and_wait(self, keys: list[str], offer: bytes, limit: Limit) -> list[bytes]:
         # Compare and set, not set: a rank that comes after the others gave up finds their verdict in its place.

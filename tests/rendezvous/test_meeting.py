@@ -423,6 +423,25 @@ async def test_rank_0_dies_while_the_others_wait(meet_as):
     assert since.seconds() < 2
 
 
+@pytest.mark.parametrize(("end", "says"), [("dies", "rank 0 left or died"), ("gives up", "rank 0 gave up before")])
+async def test_what_is_done_before_an_exchange_ends_when_there_will_be_none(meet_as, end, says):
+    leader = await meet_as("tcp://127.0.0.1:0", 0, 2)
+    other = await meet_as(leader.where, 1, 2)
+    await asyncio.gather(leader.exchange(b"", more=True), other.exchange(b"", more=True))
+    assert await other.before_exchange(asyncio.sleep(0, "done")) == "done"
+    doing = asyncio.Event()
+    waiting = asyncio.ensure_future(other.before_exchange(doing.wait()))
+    since = Stopwatch()
+    if end == "dies":
+        await asyncio.wrap_future(runtime().submit(leader.server.close()))
+    closing = asyncio.ensure_future(leader.close())
+    with pytest.raises(RendezvousError, match=says):
+        await waiting
+    await other.close()
+    await closing
+    assert since.seconds() < 2
+
+
 async def test_rank_0_serves_until_the_others_are_done(meet_as):
     leader, other = await world_of(meet_as, 2, "tcp://127.0.0.1:0")
     closing = asyncio.ensure_future(leader.close())
