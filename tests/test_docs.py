@@ -245,6 +245,14 @@ def test_make_targets_that_are_named_exist() -> None:
     assert named <= targets, named - targets
 
 
+def test_the_figures_of_the_readme_are_those_of_the_benchmark() -> None:
+    measured = (ROOT / "docs" / "bench" / "bench.md").read_text(encoding="utf-8").splitlines()
+    told = PAGES["README.md"].read_text(encoding="utf-8").partition("## How fast\n")[2].partition("\n## ")[0]
+    tables = [line for line in told.splitlines() if line.startswith("|")]
+    assert len(tables) > 10
+    assert [line for line in tables if line not in measured] == []
+
+
 def test_the_layers_are_those_of_the_architecture_test() -> None:
     tree = ast.parse((ROOT / "tests/test_architecture.py").read_text())
     held = next(n.value for n in tree.body if isinstance(n, ast.AnnAssign) and ast.unparse(n.target) == "LAYERS")

@@ -1,4 +1,4 @@
-"""The report as a table: cells are made once, and shown by rich in a terminal or as Markdown in a file."""
+"""The report as tables: cells are made once, and shown by rich in a terminal or as Markdown in a file (`page`)."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def named(contender: str) -> str:
 
 def _times(plan: Plan) -> list[Column]:
     """Return a column of medians for each contender, with our worst beside ours."""
-    columns = [(named(contender), _median(contender)) for contender in plan.contenders if contender != "idle"]
+    columns = [(named(contender), median(contender)) for contender in plan.contenders if contender != "idle"]
     columns.insert(1, ("p99", lambda row: duration(row.ours.p99)))
     return columns
 
@@ -77,11 +77,11 @@ def _ratios(plan: Plan) -> list[Column]:
     columns: list[Column] = []
     for who in ("asyncdist", *(("registered",) if plan.registered else ()), *plan.through):
         prefix = "" if who == "asyncdist" else f"{named(who)}\n"
-        columns += [(f"{prefix}vs {rival}", _faster(rival, who)) for rival in plan.contenders if rival in RIVALS]
+        columns += [(f"{prefix}vs {rival}", faster(rival, who)) for rival in plan.contenders if rival in RIVALS]
         columns.append((f"{prefix}× copy", _copies(who)))
     columns += [(f"{named(who)}\n− direct", _above_blocking(who)) for who in plan.through]
     if "idle" in plan.contenders:
-        columns.append((named("idle"), _median("idle")))
+        columns.append((named("idle"), median("idle")))
     if plan.awaited:
         columns.append(("await − block", _above_blocking("awaited")))
     columns.append(("algbw", lambda row: bandwidth(row.algorithm_bandwidth) if row.nbytes else "—"))
@@ -89,11 +89,11 @@ def _ratios(plan: Plan) -> list[Column]:
     return columns
 
 
-def _median(contender: str) -> Callable[[Row], str]:
+def median(contender: str) -> Callable[[Row], str]:
     return lambda row: duration(row.timings[contender].median) if contender in row.timings else "—"
 
 
-def _faster(rival: str, who: str) -> Callable[[Row], str]:
+def faster(rival: str, who: str) -> Callable[[Row], str]:
     return lambda row: times(row.times_faster_than(rival, who))
 
 
@@ -118,7 +118,7 @@ def sections(plan: Plan) -> list[tuple[str, list[Column]]]:
     return [("median time of a call", [size_of, *times_]), ("ratios and bandwidth", [size_of, *ratios])]
 
 
-def _grids(report: Report) -> Iterator[tuple[str, str, list[str], list[list[str]]]]:
+def grids(report: Report) -> Iterator[tuple[str, str, list[str], list[list[str]]]]:
     """Yield every table of collectives: the collective, what it shows, headings, and the texts by row."""
     for collective in dict.fromkeys(row.collective for row in report.rows):
         rows = [row for row in report.rows if row.collective == collective]
@@ -126,7 +126,7 @@ def _grids(report: Report) -> Iterator[tuple[str, str, list[str], list[list[str]
             yield collective, shows, [name for name, _ in columns], [[cell(row) for _, cell in columns] for row in rows]
 
 
-_TRAINING_HEADINGS = ["training step", "median", "p99", "vs gloo", "× alone"]
+TRAINING_HEADINGS = ["training step", "median", "p99", "vs gloo", "× alone"]
 
 
 def training_cells(training: Training) -> list[list[str]]:
@@ -175,9 +175,9 @@ def tables(report: Report) -> list[Table]:
     """Return rich tables: one a collective, and one a training step."""
     made = [
         grid(f"{collective}, {report.plan.ranks} ranks{shows and ': '}{shows}", headings, rows)
-        for collective, shows, headings, rows in _grids(report)
+        for collective, shows, headings, rows in grids(report)
     ]
-    made += [grid(training_title(each), _TRAINING_HEADINGS, training_cells(each)) for each in report.training]
+    made += [grid(training_title(each), TRAINING_HEADINGS, training_cells(each)) for each in report.training]
     return made
 
 
@@ -192,48 +192,6 @@ def grid(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> T
     for row in rows:
         table.add_row(*row)
     return table
-
-
-def markdown(report: Report) -> str:
-    """Return the whole report as a Markdown page; ``bench.png`` lies beside it."""
-    parts = ["# Benchmark", about(report), *_legend(report.plan)]
-    said = None
-    for collective, shows, headings, rows in _grids(report):
-        if collective != said:
-            parts.append(f"## {collective}, {report.plan.ranks} ranks")
-        said = collective
-        parts += [*([f"{shows[0].upper()}{shows[1:]}:"] if shows else []), markdown_of(headings, rows)]
-    for each in report.training:
-        parts += [f"## Training step: {training_title(each)}", markdown_of(_TRAINING_HEADINGS, training_cells(each))]
-    if any(row.nbytes for row in report.rows):
-        parts.append("![time against size](bench.png)")
-    return "\n\n".join(parts) + "\n"
-
-
-def _legend(plan: Plan) -> list[str]:
-    """Return what a reader must know about the columns: a paragraph on the run, and a list of the contenders."""
-    meanings = {
-        "asyncdist": f"our blocking face over the transport `{plan.transports[0]}`, on ordinary tensors",
-        "registered": "the same on tensors made by `asyncdist.empty(…, shared=True)`, which every rank sees",
-        "torch": f"the calls of `torch.distributed` on our back end, over the transport `{plan.transports[0]}`",
-        "idle": "the calls of `torch.distributed` on a back end that does nothing: torch's own share of what *through "
-        "torch* takes above *direct*",
-        **{name: f"our blocking face over the transport `{name}`" for name in plan.transports[1:]},
-        "awaited": "our async face on uvloop",
-        "gloo": "`torch.distributed` over gloo",
-        "mpi": "the buffer-based calls of mpi4py, in place where MPI can",
-        "raw": "the same traffic over plain non-blocking TCP sockets, additions included",
-        "copy": "one core's copy of as many bytes from one ordinary tensor to another while the other ranks sleep: "
-        "the physical limit",
-    }
-    return [
-        "Contenders took turns in one run, in the same processes; every result was checked. Times are of single calls on "
-        "rank 0, back to back below 8 MiB and started by all ranks at the same instant above (rooted collectives "
-        "always). *vs*: how many times faster ours is. *× copy*: how many memory copies ours takes. *− direct*: what a "
-        "call takes above the same one of our blocking face. *algbw*: bytes over our median; *busbw*: what that puts on "
-        "the busiest link (all_reduce: × 2(n−1)/n).",
-        "\n".join(f"- *{named(contender)}*: {meanings[contender]}." for contender in plan.contenders),
-    ]
 
 
 def markdown_of(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

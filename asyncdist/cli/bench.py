@@ -297,7 +297,7 @@ def _write(report: Report, json_file: Path | None, plot_file: Path | None, outpu
     if plot_file is not None:
         _plot(report, plot_file)
     if output is not None:
-        from asyncdist.bench.table import markdown
+        from asyncdist.bench.page import markdown
 
         with written(output):
             (output / "bench.md").write_text(markdown(report), encoding="utf-8")

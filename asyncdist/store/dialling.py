@@ -204,12 +204,16 @@ def connect(host: str, port: int, timeout: float) -> socket.socket:
     return sock
 
 
+KEEPALIVE = (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4))
+"""Seconds of silence, seconds between the questions whether somebody is there, and how many go without an answer."""
+
+
 def tune(sock: socket.socket) -> None:
     """Send small requests at once, and have the kernel notice within two minutes that the other host is gone."""
     if sock.family == socket.AF_UNIX:  # which has none of this
         return
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4)):
+    for option, value in KEEPALIVE:
         if hasattr(socket, option):
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from asyncdist.bench import plot
+from asyncdist.bench.page import digest, markdown
 from asyncdist.bench.plan import COLLECTIVES, CONTENDERS, RIVALS, STEPS, WAYS, Plan
 from asyncdist.bench.result import Report, Row, Timing, Training
-from asyncdist.bench.table import bandwidth, duration, markdown, sections, size, training_cells
+from asyncdist.bench.table import bandwidth, duration, sections, size, training_cells
 
 MACHINE = dict.fromkeys(["processor", "cores", "system", "load", "python", "torch", "asyncdist"], "?")
 
@@ -154,6 +155,20 @@ def test_every_contender_is_drawn_and_explained_once(collectives, tmp_path):
     assert len(set(labels)) == len(EVERYTHING.contenders)
     assert "asyncdist over tcp" in labels
     assert "an abacus" in figure.get_supxlabel()
+
+
+def test_the_page_begins_with_a_digest():
+    rows = [Row(name, nbytes, 4, TIMINGS) for name in ("all_reduce", "broadcast") for nbytes in (4, 65_536, 1 << 20)]
+    training = Training("ddp", 6_300_000, {"torch": timing(3), "gloo": timing(6), "alone": timing(2)})
+    _, first, _, others, steps = digest(Report(EVERYTHING, MACHINE, rows, training=[training]))
+    assert first.splitlines()[0].startswith("| size | ours | awaited | registered | through torch | gloo | Open MPI |")
+    assert first.splitlines()[2] == (
+        "| 4 B | 1.00 ms | 1.02 ms | 500 µs | 1.25 ms | 4.00 ms | 2.00 ms | 400 µs | 4.00× | 8.00× | 4.00× | 3.20× |"
+    )
+    assert others.splitlines()[2:] == ["| `broadcast` | 4.00× (8.00×) | 4.00× (8.00×) | 4.00× (8.00×) | — |"]
+    assert steps.splitlines()[2].endswith("| 3.00 ms | 6.00 ms | 2.00 ms |")
+    few = Plan(("all_reduce",), (4,), 2)
+    assert len(digest(Report(few, MACHINE, [Row("all_reduce", 4, 2, {"asyncdist": timing(1)})]))) == 2
 
 
 def test_summaries():

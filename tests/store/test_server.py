@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import logging
 import os
 import socket
 import struct
+import sys
 import threading
 
 import pytest
@@ -25,6 +27,7 @@ UNIT, LONG = 0.05, 10.0
 TOKEN = "a token for tests"
 
 LOGGER = "asyncdist.store.server"
+SO_ATTACH_FILTER = 26  # of Linux, on the processors that torch runs on
 
 
 class Peer:
@@ -214,6 +217,30 @@ async def test_too_many_connections(caplog, eventually):
         async with await AsyncStore.connect("127.0.0.1", server.port) as store:  # there is room again
             assert await store.add("n", 1) == 2
         await stores[0].close()
+
+
+def deafen(sock):
+    """Have a socket's kernel drop whatever comes for it, as if its host were gone: nothing is answered, nor refused."""
+    drop = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))  # a packet filter's "return 0 bytes of it"
+    sock.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(drop)))
+
+
+@pytest.mark.one_loop
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux's packet filters")
+async def test_one_whose_host_is_gone_is_missed_and_others_are_served_meanwhile(server, store, monkeypatch, eventually):
+    at_once = (("TCP_KEEPIDLE", 1), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 1))
+    monkeypatch.setattr("asyncdist.store.dialling.KEEPALIVE", at_once)
+    gone = await Peer.proven(server)
+    encoder = Encoder()
+    await gone.send(encoder.frame(1, Op.SET_EPHEMERAL, "its", b"v") + encoder.frame(2, Op.BARRIER, "b", 2))
+    await eventually(lambda: server.state.num_open == 1)
+    deafen(gone.writer.get_extra_info("socket"))
+    assert await store.get("its") == b"v"
+    assert server.num_connections == 2
+    await eventually(lambda: server.num_connections == 1)
+    assert not await store.check(["its"])
+    assert server.state.num_open == 0
+    await gone.leave()
 
 
 async def test_one_who_asks_and_does_not_read_is_made_to_wait(server, store, eventually):
