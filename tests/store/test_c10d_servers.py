@@ -280,6 +280,7 @@ steps = st.one_of(
     st.tuples(st.just(Code.QUEUE_LEN), st.sampled_from(QUEUES)),
     st.tuples(st.just(Code.LIST_KEYS)),
     st.tuples(st.just(Code.BARRIER), st.sampled_from([b"/barrier", b"/gate"]), st.just(1)),
+    st.tuples(st.just(Code.BARRIER), st.sampled_from([b"/of two", b"/of both"]), st.just(2)),
 )
 programs = st.lists(st.tuples(st.integers(0, 2), steps), max_size=30)
 
@@ -293,16 +294,24 @@ def spared(program: Program) -> Program:
     """Leave out what torch's server does wrong, as seen above, and what its clients never do.
 
     These have one wait at a time, and none while they ask for what has a reply (so nobody releases a wait of its own
-    before that reply).
+    before that reply). Who stands in a barrier of two stays until another comes, in the end the one who pops.
     """
     steps: Program = []
+    standing: dict[bytes, int] = {}
     waits: set[int] = set()
     waited_for: set[bytes] = set()
     for who, (code, *arguments) in program:
         if code == Code.COMPARE_SET and arguments[0] in waited_for:
             continue
-        if code in (Code.WAIT, Code.BARRIER):
+        if code in (Code.LIST_KEYS, Code.GETNUMKEYS) and standing:  # a barrier is a key to torch's server
+            continue
+        if code in (Code.WAIT, Code.BARRIER, Code.CANCEL_WAIT):
             who %= POPS
+            if who in standing.values():
+                continue
+        if code == Code.BARRIER and arguments[1] == 2 and standing.pop(arguments[0], None) is None:
+            standing[arguments[0]] = who
+        if code in (Code.WAIT, Code.BARRIER):
             if who in waits:
                 steps.append((who, (Code.CANCEL_WAIT,)))
             waits.add(who)
@@ -310,7 +319,7 @@ def spared(program: Program) -> Program:
         elif code == Code.QUEUE_POP:
             who = POPS
         steps.append((who, (code, *arguments)))
-    return steps
+    return steps + [(POPS, (Code.BARRIER, key, 2)) for key in standing]
 
 
 def run(port: int, program: Program) -> list[Any]:
