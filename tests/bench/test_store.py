@@ -55,7 +55,7 @@ def test_a_client_process_that_dies_is_an_error_that_says_what_it_said():
     def ask_nonsense() -> None:
         with Field() as field:
             (worker,) = field.workers(1)
-            worker.tell(do="dialogue", client="nobody's", port=1, operation="get", seconds=0.1)
+            worker.tell(do="nonsense")
             worker.hear()
 
     with pytest.raises(BenchmarkError, match="ended before it was done") as caught:

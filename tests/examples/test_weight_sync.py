@@ -15,8 +15,8 @@ ROW = re.compile(
 pytestmark = pytest.mark.processes
 
 
-@pytest.mark.parametrize("ranks", [3, 4])
-def test_servers_go_on_answering_while_weights_come(run_example, tmp_path, ranks):
+def test_servers_go_on_answering_while_weights_come(run_example, tmp_path):
+    ranks = 4
     small = [f"--versions={VERSIONS}", "--steps=60", "--width=400", "--lr=0.02", f"--rate={RATE}"]
     result = run_example(PROGRAM, *small, ranks=ranks)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -39,9 +39,3 @@ def test_servers_go_on_answering_while_weights_come(run_example, tmp_path, ranks
     between = 1e3 * sorted(answers)[VERSIONS // 2] / RATE
     assert sorted(row[3] for row in rows)[VERSIONS // 2] < between / 2
     assert (tmp_path / "out" / "weight_sync.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_two_processes_are_too_few(run_example):
-    result = run_example(PROGRAM, ranks=2)
-    assert result.returncode != 0
-    assert "three at least: torchrun --nproc-per-node=3" in result.stderr
