@@ -95,10 +95,11 @@ class Push:
         kind: Kind,
         piece_nbytes: int,
         staged: Callable[[Turn, Any], Schedule],
+        counts: Sequence[int] = (),
     ) -> None:
         self._window, self._views = window, views
         self._call, self._dtype = kind.fingerprint, kind.dtype
-        self._counts: Sequence[int] = (kind.count,)
+        self._counts = counts or (kind.count,)
         self._how = how = kind.arithmetic
         self._combine = how.of_two if window.size == 2 else None
         self._piece_count = max(_ALIGNED, piece_nbytes) // kind.dtype.itemsize
@@ -181,19 +182,7 @@ class Push:
 
 
 class PushOfSeveral(Push):
-    """One all-reduce of several open tensors, which lie apart; ``place`` is that of their table, see `show`."""
-
-    def __init__(
-        self,
-        window: Window,
-        views: Views,
-        kind: Kind,
-        piece_nbytes: int,
-        staged: Callable[[Turn, Any], Schedule],
-        counts: Sequence[int],
-    ) -> None:
-        super().__init__(window, views, kind, piece_nbytes, staged)
-        self._counts = counts
+    """One all-reduce of several open tensors that lie apart, of ``counts`` elements; ``place`` is that of their table."""
 
     def _pieces(self, number: int, places: tuple[int, ...]) -> list[list[torch.Tensor]]:
         count = len(self._counts)
