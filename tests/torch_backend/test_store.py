@@ -53,6 +53,30 @@ def test_what_nobody_sets_is_an_error_that_says_so(face):
         face.wait(["never"], MOMENT)
 
 
+def test_what_waits_does_so_as_long_as_was_last_set_through_whatever_face(store, face):
+    store.underlying.set_timeout(60.0)
+    face.set_timeout(MOMENT)
+    assert store.timeout == MOMENT
+    for ask in (lambda: face.get("never"), lambda: face.wait(["never"]), lambda: face.multi_get(["never"])):
+        with pytest.raises(StoreTimeoutError):
+            ask()
+    for ask in (lambda: store.queue_pop("never"), lambda: store.barrier("of two", 2)):
+        with pytest.raises(StoreTimeoutError):
+            ask()
+
+
+def test_a_timeout_is_at_first_that_of_the_store_and_each_clone_has_its_own():
+    inner = HashStore()
+    inner.set_timeout(7.0)
+    store = Store(inner)
+    other = store.clone()
+    other.set_timeout(MOMENT)
+    assert (store.timeout, other.timeout) == (timedelta(seconds=7), MOMENT)
+    inner.set_timeout(None)
+    assert Store(inner).timeout == timedelta(days=10_000)
+    store.close()
+
+
 def test_what_only_our_own_store_offers_torch_has_names_for(store):
     store.queue_push("q", b"first")
     store.queue_push("q", "second")
