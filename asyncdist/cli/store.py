@@ -77,7 +77,7 @@ def store(ctx: click.Context, /, **given: Any) -> None:
     \b
     ASYNCDIST_TOKEN=… asyncdist store --host 10.0.0.5 --port 29500 --data /var/lib/asyncdist
     ASYNCDIST_TOKEN=… python train.py        # init_process_group(store=TCPStore("10.0.0.5", 29500), …)
-    torchrun --rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:29500 … train.py
+    torchrun --rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:29500 --rdzv-id=a-new-one … train.py
     asyncdist store --port 29500 status
 
     Told to stop, it takes nobody any more, sends the replies that are due, and exits with 0. It exits with 2 when it
