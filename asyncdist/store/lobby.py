@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 from typing import TYPE_CHECKING, cast
 
 from asyncdist.errors import ProtocolError
@@ -43,15 +44,19 @@ class Lobby(Connection):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         transport = cast(asyncio.Transport, transport)  # which uvloop's is in all but its bases
         self._transport = transport
-        address = transport.get_extra_info("peername")
+        sock, address = transport.get_extra_info("socket"), transport.get_extra_info("peername")
         self.peer = name_of(address)
-        self._local = not isinstance(address, tuple) or is_loopback(address[0])
-        self._private = not isinstance(address, tuple) or transport.get_extra_info("sslcontext") is not None
+        through_file = sock.family == socket.AF_UNIX
+        if address is None and not through_file:  # it is gone already: what it has sent may be from anywhere
+            self._server.num_refused += 1
+            self.abort()
+            return
+        self._local = through_file or is_loopback(address[0])
+        self._private = through_file or transport.get_extra_info("sslcontext") is not None
         if not self._server.admit(self):
             self.abort()
             return
-        if isinstance(address, tuple):
-            tune(transport.get_extra_info("socket"))
+        tune(sock)
         timeout = self._server.config.handshake_timeout
         self._hurry = asyncio.get_running_loop().call_later(timeout, self._too_late, timeout)
 

@@ -139,6 +139,47 @@ async def test_an_address_of_this_machine_that_others_reach_is_not_loopback(capl
         await caller.leave()
 
 
+def reset(port: int, said: bytes) -> None:
+    """Connect, speak and reset the connection, before the test's loop can take it."""
+    with socket.create_connection(("127.0.0.1", port)) as sock:
+        sock.sendall(said)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+
+async def test_what_others_said_before_they_reset_their_connection_is_not_done(server, store, monkeypatch, eventually):
+    """Some loops do not know any more by then where it came from."""
+    monkeypatch.setattr(lobby, "is_loopback", lambda host: False)
+    for _ in range(20):
+        reset(server.port, HELLO[:5] + encode(Code.SET, b"/k", b"v"))
+    await eventually(lambda: server.num_refused == 20)
+    assert await store.check(["k"]) is False
+
+
+class Unknown(asyncio.Transport):
+    """A connection that was reset before anyone asked where it came from."""
+
+    ended = False
+
+    def abort(self) -> None:
+        self.ended = True
+
+    close = abort
+
+
+async def test_a_connection_of_which_nobody_knows_where_it_comes_from_is_dropped(server):
+    with socket.socket() as unconnected:
+        transport = Unknown({"socket": unconnected, "peername": None})
+        stranger = lobby.Lobby(server)
+        try:
+            stranger.connection_made(transport)
+            assert transport.ended
+            assert server.num_connections == 0
+            stranger.data_received(HELLO + encode(Code.SET, b"/k", b"v"))  # if a loop passed it on all the same
+            assert server.state.num_keys == 0
+        finally:
+            stranger.connection_lost(None)
+
+
 # -- requests that cannot be done ------------------------------------------------------------------
 
 BAD = {
