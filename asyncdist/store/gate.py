@@ -58,7 +58,7 @@ class Gate:
     def _accept(self) -> None:
         for _ in range(_AT_ONCE):
             try:
-                sock, _ = self._sock.accept()
+                sock, peer = self._sock.accept()
             except (BlockingIOError, InterruptedError):
                 return
             except OSError as error:
@@ -74,7 +74,7 @@ class Gate:
             sock.setblocking(False)
             timeout = self._server.config.handshake_timeout
             self._silent[sock] = self._loop.call_later(timeout, self._too_late, sock)
-            self._loop.add_reader(sock.fileno(), self._look, sock)
+            self._loop.add_reader(sock.fileno(), self._look, sock, peer)
 
     def _make_room(self) -> bool:
         """Have the oldest of those who have proven nothing make room, of the kind of which there are most."""
@@ -95,7 +95,7 @@ class Gate:
             self._loop.add_reader(self._sock.fileno(), self._accept)
             self._accept()
 
-    def _look(self, sock: socket.socket) -> None:
+    def _look(self, sock: socket.socket, peer: object) -> None:
         try:
             first = sock.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
@@ -106,12 +106,11 @@ class Gate:
         if not first:
             sock.close()
             return
-        entering = asyncio.ensure_future(self._enter(sock, tls=first == _TLS_HANDSHAKE))
+        entering = asyncio.ensure_future(self._enter(sock, peer, tls=first == _TLS_HANDSHAKE))
         self._entering[entering] = None
         entering.add_done_callback(lambda entering: self._entering.pop(entering))
 
-    async def _enter(self, sock: socket.socket, *, tls: bool) -> None:
-        peer = sock.getpeername()
+    async def _enter(self, sock: socket.socket, peer: object, *, tls: bool) -> None:
         timeout = self._server.config.handshake_timeout if tls else None
         try:
             await self._loop.connect_accepted_socket(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import socket
+import struct
 from pathlib import Path
 
 import pytest
@@ -72,3 +74,16 @@ async def test_who_has_proven_itself_is_not_put_out(eventually):
         for store in stores:
             assert await store.check(["k"]) is False
             await store.close()
+
+
+@pytest.mark.parametrize("said", [b"\x16\x03\x01", b"\x00\xce\xf7"], ids=["tls", "plain"])
+async def test_connections_that_are_reset_at_once_are_counted_and_cost_no_traceback(caplog, eventually, said):
+    async with await StoreServer.start("127.0.0.1", 0, token=TOKEN, config=Config(**FILES)) as server:
+        for _ in range(20):
+            with socket.create_connection(("127.0.0.1", server.port)) as stranger:
+                stranger.sendall(said)
+                stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        await eventually(lambda: server.num_refused == 20 or "never retrieved" in caplog.text)
+        gc.collect()
+        assert server.num_refused == 20
+        assert "Traceback" not in caplog.text
