@@ -149,6 +149,7 @@ def _serve(ctx: click.Context, given: dict[str, Any]) -> None:
         metrics_port=given["metrics_port"],
         drain_timeout=given["drain"],
         service=Service.from_environment(),
+        own_process=True,
     )
     alone = given["unix"] is not None and not _explicit(ctx) & {"host", "port"}
     host = None if alone else given["host"]

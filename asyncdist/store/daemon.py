@@ -36,6 +36,8 @@ class Options:
     """Seconds that replies may take to be sent when the daemon is told to stop."""
     service: Service = field(default_factory=Service)
     """What systemd said when it started us. Sockets that it opened are listened at instead of the address."""
+    own_process: bool = False
+    """Whether the process ends with the daemon: from then on SIGTERM and SIGINT are ignored, so as not to spoil that."""
 
 
 async def serve(
@@ -61,7 +63,7 @@ async def serve(
         check_available()
     loop = asyncio.get_running_loop()
     async with contextlib.AsyncExitStack() as ends:
-        stop = _Stop(loop)
+        stop = _Stop(loop, ends_process=options.own_process)
         ends.callback(stop.close)
         sockets = systemd.inherited(options.service)
         if sockets:
@@ -95,13 +97,17 @@ def _beside(ends: contextlib.AsyncExitStack, unix: Path, host: str | None, port:
     return sockets
 
 
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
 class _Stop:
     """SIGTERM and SIGINT: the first asks, the second insists."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, *, ends_process: bool) -> None:
         self._loop = loop
+        self._ends_process = ends_process
         self._asked, self._insisted = asyncio.Event(), asyncio.Event()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in _SIGNALS:
             loop.add_signal_handler(number, self._signal)
 
     def _signal(self) -> None:
@@ -128,6 +134,10 @@ class _Stop:
         await asyncio.gather(work, insisted, return_exceptions=True)
 
     def close(self) -> None:
-        """Take no signals any more."""
-        for number in (signal.SIGTERM, signal.SIGINT):
+        """Take no signals any more; where the process ends now, have them ignored."""
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # the loop restores handlers that end the process
+        for number in _SIGNALS:
             self._loop.remove_signal_handler(number)
+            if self._ends_process:
+                signal.signal(number, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

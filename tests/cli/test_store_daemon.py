@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -28,6 +29,14 @@ def test_it_serves_until_it_is_told_to_stop(daemon: Daemon, number: int):
     assert second.get("key") == b"value"  # what was set outlives who set it
     assert daemon.stop(number) == (0, "")
     second.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_told_again_and_again_it_ends_as_if_told_once(daemon: Daemon, number: int):
+    while daemon.process.poll() is None:
+        daemon.process.send_signal(number)
+        time.sleep(0.0005)  # it gets to its end only where it does something else between two signals
+    assert daemon.end() == (0, "")
 
 
 def test_it_wants_the_token():
