@@ -62,6 +62,26 @@ async def _asked(
         await ask(store)
 
 
+def _say(what: str | bytes, *, nl: bool = True) -> None:
+    """Write to the standard output. Who reads from it may be gone: that is nothing to complain of, and left to click."""
+    try:
+        click.echo(what, nl=nl)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise click.ClickException(f"the standard output takes no more: {error.strerror}") from error
+
+
+def _read() -> bytes:
+    """Return all of the standard input."""
+    if sys.stdin is None:
+        raise click.ClickException("the standard input is closed: give the value on the command line, or send it here")
+    try:
+        return sys.stdin.buffer.read()
+    except OSError as error:
+        raise click.ClickException(f"the standard input cannot be read: {error.strerror}") from error
+
+
 def _shown(value: bytes) -> str:
     """Return a value as text, or as a Python literal where it is none."""
     try:
@@ -87,11 +107,11 @@ def status(ctx: click.Context, as_json: bool, **given: Any) -> None:
     async def ask(store: AsyncStore) -> None:
         found = await store.request(operations.status())
         if as_json:
-            click.echo(json.dumps(found))
+            _say(json.dumps(found))
             return
         for name, value in found.items():
             shown = f"{value:,.0f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else value
-            click.echo(f"{name:20} {shown}")
+            _say(f"{name:20} {shown}")
 
     _run(ctx, given, ask)
 
@@ -108,7 +128,7 @@ def get(ctx: click.Context, key: str, wait: bool, raw: bool, **given: Any) -> No
         if not wait and key not in await store.list_keys(key):
             raise click.ClickException(f"the store has no key {key!r}; --wait waits for it")
         value = await store.get(key)
-        click.echo(value if raw else _shown(value), nl=not raw)
+        _say(value if raw else _shown(value), nl=not raw)
 
     _run(ctx, given, ask)
 
@@ -119,7 +139,7 @@ def get(ctx: click.Context, key: str, wait: bool, raw: bool, **given: Any) -> No
 @_address
 def set_(ctx: click.Context, key: str, value: str, **given: Any) -> None:
     """Store VALUE under KEY; "-" reads it from the standard input."""
-    content = sys.stdin.buffer.read() if value == "-" else os.fsencode(value)
+    content = _read() if value == "-" else os.fsencode(value)
 
     async def ask(store: AsyncStore) -> None:
         await store.set(key, content)
@@ -135,7 +155,7 @@ def keys(ctx: click.Context, prefix: str, **given: Any) -> None:
 
     async def ask(store: AsyncStore) -> None:
         for key in sorted(await store.list_keys(prefix)):
-            click.echo(_line(key, key))
+            _say(_line(key, key))
 
     _run(ctx, given, ask)
 
@@ -153,7 +173,7 @@ def watch(ctx: click.Context, prefix: str, channel: bool, **given: Any) -> None:
     async def keys_under(store: AsyncStore) -> None:
         async for key, value in store.watch_keys(prefix):
             shown = _line(key, key)
-            click.echo(f"{shown} is gone" if value is None else f"{shown} = {_shown(value)}")
+            _say(f"{shown} is gone" if value is None else f"{shown} = {_shown(value)}")
 
     async def messages(store: AsyncStore) -> None:
         from asyncdist.errors import StoreConnectionError
@@ -162,7 +182,7 @@ def watch(ctx: click.Context, prefix: str, channel: bool, **given: Any) -> None:
             async with store.subscribe(prefix) as published:
                 try:
                     async for message in published:
-                        click.echo(_shown(message))
+                        _say(_shown(message))
                 except StoreConnectionError as error:  # if it is the last, subscribing again says so
                     click.echo(error, err=True)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import resource
 import shlex
@@ -73,6 +74,27 @@ def test_tls(told_by):
         plain = ask("get", "k")
         assert plain.returncode == 2
         assert "the store wants TLS: set ASYNCDIST_TLS_CA" in plain.stderr
+
+
+def test_where_an_answer_cannot_be_written_or_a_value_not_read_it_says_so():
+    with started("--port", "0") as daemon, daemon.client() as store:
+        store.set("k", b"v" * 100_000)
+
+        def complaint(*arguments, **streams):
+            asking = command("--port", str(daemon.port), *arguments)
+            done = subprocess.run(
+                asking, stderr=subprocess.PIPE, text=True, env=environment(), timeout=LIMIT, check=False, **streams
+            )
+            assert done.returncode == 1, done
+            return done.stderr
+
+        with open("/dev/full", "wb") as full:
+            for question in (("get", "k", "--raw"), ("keys",)):
+                assert complaint(*question, stdout=full) == (
+                    "Error: the standard output takes no more: No space left on device\n"
+                )
+        closed = complaint("set", "k", "-", preexec_fn=lambda: os.close(0))
+        assert closed.startswith("Error: the standard input is closed")
 
 
 def test_keys_are_watched():
