@@ -97,7 +97,7 @@ class Desk(ABC):
             number = self.begin(command, ticket, deadline)
             if not ticket.ready:
                 self.wait_for(ticket, deadline)
-            if command.op is Op.QUEUE_POP:
+            if command.op is Op.QUEUE_POP and ticket.error is None:
                 self.confirm(number)
         except TimeoutError:
             self.give_up(number)

@@ -22,6 +22,7 @@ from asyncdist.store.changes import Book
 from asyncdist.store.entries import Contents
 from asyncdist.store.journal import Journal
 from asyncdist.store.members import Member
+from asyncdist.store.messages import message_limit
 
 if TYPE_CHECKING:
     from asyncdist.store.connection import Connection
@@ -83,6 +84,7 @@ class Durability:
         contents, journal.contents = journal.contents or Contents(), None
         durability.book.open(contents)
         server.state.restore(contents)
+        server.limit = max(server.limit, message_limit(contents.longest_nbytes))  # what is held can be read
         server.members.ledger = durability.book
         server.members.restore(contents.members, time.monotonic())
         for key, (identity, _) in contents.ephemeral.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from io import SEEK_END, BytesIO
+from itertools import chain
 from typing import Any, Final, NamedTuple, Protocol
 
 from asyncdist.store.operations import Client, Op, Reason, Reply
@@ -165,6 +166,13 @@ class Contents:
     pushed: int = 0
     members: dict[bytes, MemberContents] = field(default_factory=dict)
     ephemeral: dict[str, tuple[bytes, bytes]] = field(default_factory=dict)
+
+    @property
+    def longest_nbytes(self) -> int:
+        """How long the longest value or item is."""
+        ephemeral = (value for _, value in self.ephemeral.values())
+        items = (item for queue in self.queues.values() for item in queue.values())
+        return max(map(len, chain(self.values.values(), ephemeral, items)), default=0)
 
 
 class Ledger(Protocol):

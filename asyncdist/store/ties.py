@@ -117,7 +117,10 @@ class Ties(Queues):
     def _watch_keys(self, place: Place, prefix: str) -> list[str | bytes]:
         found = {key: value for key, value in self._values.items() if key.startswith(prefix)}
         if sum(map(len, found.values())) > self.max_value_nbytes:
-            text = f"the values of all keys under {prefix!r} are too much for one reply: watch a longer prefix"
+            text = (
+                f"the values of all keys under {prefix!r} are too much for one reply: watch a longer prefix, or raise "
+                "ASYNCDIST_STORE_MAX_VALUE_NBYTES where the store runs"
+            )
             raise Refused(Reason.TOO_LARGE, text)
         self._keep(place, Surveying(prefix))
         self._surveying.setdefault(prefix, {})[place] = None

@@ -20,6 +20,7 @@ from asyncdist.errors import (
     AuthenticationError,
     ProtocolError,
     StoreConnectionError,
+    StoreError,
     StoreTimeoutError,
     UsageError,
 )
@@ -107,6 +108,16 @@ def test_large_values_both_ways_at_once(master, threads):
     with client(master) as other:
         for future in [threads.submit(work, number) for number in range(4)]:
             future.result(LONG * 6)
+
+
+def test_an_item_that_a_pop_was_refused_is_not_lost(master, monkeypatch):
+    server, item = master._server._server, bytes(200_000)
+    master.queue_push("q", item)
+    with client(master) as other, monkeypatch.context() as smaller:
+        smaller.setattr(server, "limit", 100_000)
+        with pytest.raises(StoreError, match="would exceed"):
+            other.queue_pop("q")
+    assert master.queue_pop("q") == item
 
 
 def test_an_interrupted_wait_leaves_nothing_behind(master, monkeypatch):

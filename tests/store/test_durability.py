@@ -16,7 +16,7 @@ import pytest
 
 from asyncdist.config import Config
 from asyncdist.errors import JournalError, StoreConnectionError, StoreError
-from asyncdist.store import AsyncStore, StoreServer
+from asyncdist.store import AsyncStore, StoreServer, TCPStore
 from asyncdist.store.c10d_session import C10dSession
 from asyncdist.store.c10d_wire import MAGIC, Code
 from asyncdist.store.changes import replay, snapshot
@@ -94,6 +94,27 @@ async def test_a_server_comes_back_with_what_it_held(tmp_path, fsync):
         await store.queue_push("q", b"fourth")
     async with served(tmp_path, fsync) as (_, store):
         assert await store.queue_pop("q") == b"fourth"
+
+
+@pytest.mark.parametrize("limit", [1, 1 << 20])
+async def test_what_is_held_can_be_read_under_a_smaller_limit(tmp_path, limit):
+    value, item = b"v" * (2 << 20), b"i" * (3 << 20)
+    async with served(tmp_path, config=CONFIG.with_(store_max_value_nbytes=4 << 20)) as (_, store):
+        await store.set("large", value)
+        await store.queue_push("q", item)
+    async with served(tmp_path, config=CONFIG.with_(store_max_value_nbytes=limit)) as (server, store):
+        assert await store.get("large") == value
+        async with store.watch("large") as watch:
+            assert await anext(watch) == value
+        with await asyncio.to_thread(
+            TCPStore, "127.0.0.1", server.port, timeout=LONG, token=TOKEN, config=CONFIG
+        ) as blocking:
+            assert await asyncio.to_thread(blocking.queue_pop, "q") == item
+        with pytest.raises(StoreError, match="ASYNCDIST_STORE_MAX_VALUE_NBYTES"):
+            await store.append("large", b"more")
+        with pytest.raises(StoreError, match="ASYNCDIST_STORE_MAX_VALUE_NBYTES"):
+            async with store.watch_keys():
+                pass
 
 
 async def test_an_item_that_nobody_confirmed_is_there_again(tmp_path, eventually: Eventually):
