@@ -36,6 +36,7 @@ class Connection(asyncio.Protocol, ABC):
         "_out",
         "_out_nbytes",
         "_paused",
+        "_resting",
         "_server",
         "_transport",
         "peer",
@@ -49,7 +50,8 @@ class Connection(asyncio.Protocol, ABC):
         self._out_nbytes = 0
         self._held_nbytes = 0  # of replies that wait until what they tell of is on disk
         self._deaf = False  # the socket takes no more
-        self._paused = False  # nothing more is executed, since replies are not taken
+        self._resting = False  # others have their turn first
+        self._paused = False  # nothing more is executed, since replies are not taken, or one of these
         self._closing = False
 
     # -- what each format says for itself ---------------------------------------------------------
@@ -94,13 +96,22 @@ class Connection(asyncio.Protocol, ABC):
         self._go_on()
 
     def _go_on(self) -> None:
-        """Execute again, if replies are taken again."""
+        """Execute again, if nothing is against it any more."""
         if self._clogged:
             return
         self._paused = False
         if self._transport is not None and not self._closing:
             self._transport.resume_reading()
             self.data_received(b"")
+
+    def _rest(self) -> None:
+        """Execute nothing more until everybody else has had a turn."""
+        self._resting = self._paused = True
+        asyncio.get_running_loop().call_soon(self._rested)
+
+    def _rested(self) -> None:
+        self._resting = False
+        self._go_on()
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self.unfinished:
@@ -148,6 +159,7 @@ class Connection(asyncio.Protocol, ABC):
             self._go_on()
 
     def _hang_up(self) -> None:
+        self._closing = True
         if self._transport is not None:
             self._transport.close()
 
@@ -157,8 +169,8 @@ class Connection(asyncio.Protocol, ABC):
 
     @property
     def _clogged(self) -> bool:
-        """Whether so much waits to be sent that nothing more is to be executed."""
-        return self._deaf or self._held_nbytes >= BATCH_NBYTES
+        """Whether nothing more is to be executed: so much waits to be sent, or it is not this one's turn."""
+        return self._deaf or self._held_nbytes >= BATCH_NBYTES or self._resting or self._server.halted
 
     @property
     def _waiting_nbytes(self) -> int:
@@ -209,7 +221,9 @@ class Connection(asyncio.Protocol, ABC):
 
     def resume_reading(self) -> None:
         """Read from it again, unless it is its own fault that nothing is read."""
-        if self._transport is not None and not self._paused:
+        if self._paused:
+            self._go_on()
+        elif self._transport is not None:
             self._transport.resume_reading()
 
     def abort(self) -> None:

@@ -120,6 +120,9 @@ CHANGING = frozenset(
 EPHEMERAL = frozenset((Op.SET_EPHEMERAL, Op.RESTORE_EPHEMERAL))
 """Operations that may leave a key which goes with the client."""
 
+SWEEPING = frozenset((Op.LIST_KEYS, Op.WATCH_KEYS, Op.STATUS))
+"""Operations that look at everything there is, and so may take long: after each, others have their turn."""
+
 SERVERS = frozenset((Op.OPEN_DOOR, Op.RESUME, Op.RECEIVED, Op.STATUS, Op.PIECE))
 """Operations that are no matter of the state machine, but of the server around it."""
 

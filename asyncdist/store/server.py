@@ -70,6 +70,8 @@ class StoreServer:
         self._emptied: asyncio.Future[None] | None = None
         self._crowded = False
         self._over = False
+        self.halted = False
+        """Whether nothing is read from anyone for now, and of what has been read no more is done than is begun."""
         self.started = time.monotonic()
         self.num_admitted = self.num_refused = self.num_requests = 0
         self.pack = Encoder().pack
@@ -198,11 +200,13 @@ class StoreServer:
 
     def pause_reading(self) -> None:
         """Read nothing from anyone for now."""
+        self.halted = True
         for connection in self._connections:
             connection.pause_reading()
 
     def resume_reading(self) -> None:
         """Go on reading."""
+        self.halted = False
         for connection in list(self._connections):
             connection.resume_reading()
 

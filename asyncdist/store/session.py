@@ -19,7 +19,7 @@ from asyncdist.store.connection import BACKLOG_NBYTES, Connection
 from asyncdist.store.entries import Refused
 from asyncdist.store.members import Member
 from asyncdist.store.messages import TOGETHER_NBYTES, FrameParser, decode_request, framed, messages_in
-from asyncdist.store.operations import CHANGING, EPHEMERAL, SERVERS, Kind, Op, Reply
+from asyncdist.store.operations import CHANGING, EPHEMERAL, SERVERS, SWEEPING, Kind, Op, Reply
 from asyncdist.store.pieces import FRAME_NBYTES, LONG_NBYTES, Arriving, Parcel, answer_piece
 from asyncdist.store.status import status
 
@@ -80,7 +80,7 @@ class Session(Connection):
         book, more = self._server.book, self._arriving.nbytes - self._expected_nbytes
         if more <= 0:
             return
-        self._work()  # what came before may make room
+        self._work(in_turns=False)  # what came before may make room
         answer = self.member.answer_to(request) if self.member is not None else None  # no room for what is done already
         try:
             if answer is None and book is not None:
@@ -98,8 +98,8 @@ class Session(Connection):
             self._server.book.expect_no_more(self._expected_nbytes)
             self._expected_nbytes = 0
 
-    def _work(self) -> None:
-        """Execute what has been read, as long as the client takes the replies."""
+    def _work(self, in_turns: bool = True) -> None:
+        """Execute what has been read, as long as the client takes the replies, and no longer than others can wait."""
         server, todo = self._server, self._todo
         execute, peek, pack = server.state.execute, server.state.peek, server.pack
         before = len(todo)
@@ -120,6 +120,8 @@ class Session(Connection):
                 server.deliver(execute(self, request, op, args), self)
                 if op is Op.CANCEL:  # the rest of a long reply is not wanted
                     self._in_line.pop(args[0], None)
+            if op in SWEEPING and todo and in_turns:
+                self._rest()
         server.num_requests += before - len(todo)
         self.flush()
         if todo and self._transport is not None:

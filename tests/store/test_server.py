@@ -22,6 +22,7 @@ from asyncdist.store.lobby import Lobby
 from asyncdist.store.messages import Encoder, FrameParser
 from asyncdist.store.operations import Kind, Op
 from asyncdist.store.pieces import FRAME_NBYTES, LONG_NBYTES, Arriving
+from asyncdist.store.session import Session
 
 UNIT, LONG = 0.05, 10.0
 TOKEN = "a token for tests"
@@ -278,6 +279,102 @@ async def test_one_who_asks_for_much_at_once_is_not_dropped(server, store, monke
     values = await asyncio.gather(*(store.get(key, timeout=LONG) for key in "abc"))
     assert [len(value) for value in values] == [1 << 20] * 3
     assert server.num_refused == 0
+
+
+@pytest.fixture
+def on_listing(server, monkeypatch):
+    """Have something called before all keys are looked at, with the client and how often it has been called."""
+
+    def on_listing(call):
+        execute, count = server.state.execute, 0
+
+        def counted(client, request, op, args):
+            nonlocal count
+            if op is Op.LIST_KEYS:
+                call(client, count)
+                count += 1
+            return execute(client, request, op, args)
+
+        monkeypatch.setattr(server.state, "execute", counted)
+
+    return on_listing
+
+
+async def turns(count: int) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def test_who_looks_at_all_keys_again_and_again_leaves_others_their_turns(server, store, on_listing):
+    turn, listed, answered = 0, [], []
+    on_listing(lambda client, count: listed.append(turn))
+    asked = []
+    for number in range(10):
+        asked += [store.list_keys(), store.set(f"{number}", b"")]
+    for number, each in enumerate(asked):
+        each.add_done_callback(lambda _, number=number: answered.append(number))
+    while len(answered) < len(asked):
+        turn += 1
+        await asyncio.sleep(0)
+    assert len(set(listed)) == 10
+    assert [len(await each) for each in asked[::2]] == list(range(10))
+    assert answered == list(range(20))
+
+
+async def test_who_waits_for_its_turn_waits_on_while_nobody_is_read_from(server, store, on_listing):
+    listed = []
+
+    def pause(client: object, count: int) -> None:
+        listed.append(count)
+        if count == 3:
+            server.pause_reading()
+
+    on_listing(pause)
+    asked = [store.list_keys() for _ in range(6)]
+    await asked[3]
+    await turns(20)
+    assert listed == [0, 1, 2, 3]
+    server.resume_reading()
+    assert await asyncio.gather(*asked) == [[]] * 6
+    assert await store.add("n", 1) == 1
+
+
+async def test_who_waits_for_its_turn_is_done_nothing_more_for_when_the_server_drains(server, connect, on_listing):
+    draining, listed, store = [], [], await connect(store_reconnect=0.0)
+
+    def drain(client: object, count: int) -> None:
+        listed.append(count)
+        if count == 2:
+            draining.append(asyncio.ensure_future(server.drain(LONG)))
+
+    on_listing(drain)
+    asked = [store.list_keys() for _ in range(6)]
+    assert await asyncio.gather(*asked[:3]) == [[]] * 3
+    for each in asked[3:]:
+        with pytest.raises(StoreConnectionError):
+            await each
+    await draining[0]
+    await turns(20)
+    assert listed == [0, 1, 2]
+
+
+async def test_who_goes_while_it_waits_for_its_turn_is_forgotten(server, store, connect, on_listing, eventually):
+    listed, other = [], await connect(store_reconnect=0.0)
+    there = server.num_connections
+
+    def leave(client: Session, count: int) -> None:
+        listed.append(count)
+        if count == 2:
+            assert client._todo
+            client.abort()
+
+    on_listing(leave)
+    with pytest.raises(StoreConnectionError):
+        await asyncio.gather(*(other.list_keys() for _ in range(6)))
+    await eventually(lambda: server.num_connections == there - 1)
+    await turns(20)
+    assert listed == [0, 1, 2]
+    assert await store.list_keys() == []
 
 
 @pytest.mark.parametrize("nbytes", [LONG_NBYTES, 1 << 20])
