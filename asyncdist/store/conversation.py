@@ -62,7 +62,7 @@ class Conversation:
         self.where = where
         self.greeted = False
         """Whether the server has said hello; ask nothing before."""
-        self.limit = message_limit(0)
+        self.limit = message_limit()
         """The longest message that the store takes, once it has said so."""
         self.stays = False
         """Whether the store is one that comes back when it has gone, as far as it has said."""

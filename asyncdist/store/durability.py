@@ -84,7 +84,7 @@ class Durability:
         contents, journal.contents = journal.contents or Contents(), None
         durability.book.open(contents)
         server.state.restore(contents)
-        server.limit = max(server.limit, message_limit(contents.longest_nbytes))  # what is held can be read
+        server.limit = max(server.limit, message_limit(*contents.longest_nbytes))  # what is held can be read
         server.members.ledger = durability.book
         server.members.restore(contents.members, time.monotonic())
         for key, (identity, _) in contents.ephemeral.items():

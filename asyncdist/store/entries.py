@@ -168,11 +168,13 @@ class Contents:
     ephemeral: dict[str, tuple[bytes, bytes]] = field(default_factory=dict)
 
     @property
-    def longest_nbytes(self) -> int:
-        """How long the longest value or item is."""
+    def longest_nbytes(self) -> tuple[int, int]:
+        """How long the longest value or item is, and the longest key."""
         ephemeral = (value for _, value in self.ephemeral.values())
         items = (item for queue in self.queues.values() for item in queue.values())
-        return max(map(len, chain(self.values.values(), ephemeral, items)), default=0)
+        values = map(len, chain(self.values.values(), ephemeral, items))
+        keys = map(len, map(str.encode, chain(self.values, self.ephemeral, self.queues)))
+        return max(values, default=0), max(keys, default=0)
 
 
 class Ledger(Protocol):

@@ -27,7 +27,7 @@ from asyncdist.store.operations import ARGUMENTS, FLAG, KEY, KEYS, NUMBER, VALUE
 VERSION = 2
 HELLO = 3
 OVERHEAD_NBYTES = 64 << 10
-"""What a message may be longer than the largest value: its key, and its own bytes."""
+"""What a message may be longer than the longest value and its key."""
 TOGETHER_NBYTES = 64 << 10
 """What a frame of several messages carries at most: no more than any store takes."""
 _MARK = bytes(range(0xF0, 0x100))
@@ -53,9 +53,9 @@ class Answer(NamedTuple):
     value: Any
 
 
-def message_limit(max_value_nbytes: int) -> int:
-    """Return the longest message to take where values have up to ``max_value_nbytes`` bytes."""
-    return max_value_nbytes + OVERHEAD_NBYTES
+def message_limit(max_value_nbytes: int = 0, max_key_nbytes: int = 0) -> int:
+    """Return the longest message to take where values and keys have up to so many bytes."""
+    return max_value_nbytes + max_key_nbytes + OVERHEAD_NBYTES
 
 
 class FrameParser:

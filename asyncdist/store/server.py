@@ -61,7 +61,7 @@ class StoreServer:
         self.book: Book | None = None
         self.durability: Durability | None = None
         self.tls = server_context(config)
-        self.limit = message_limit(config.store_max_value_nbytes)
+        self.limit = message_limit(config.store_max_value_nbytes, config.store_max_key_nbytes)
         self.attention: Attention | None = None
         self._loop = asyncio.get_running_loop()
         self._servers: list[asyncio.Server | Gate] = []

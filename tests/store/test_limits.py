@@ -67,6 +67,25 @@ def test_the_longest_value_and_key_are_taken_and_none_that_are_longer(which):
         assert store.held_nbytes == store.book.nbytes == store.state.num_keys == 0
 
 
+async def test_the_longest_value_travels_with_the_longest_key(tmp_path):
+    key, value = "k" * (1 << 20), bytes(1 << 20)
+    config = Config(store_max_value_nbytes=len(value), store_max_key_nbytes=len(key), store_reconnect=0.0)
+    async with (
+        await StoreServer.start("127.0.0.1", 0, config=config, data=tmp_path) as server,
+        await AsyncStore.connect("127.0.0.1", server.port, timeout=60.0, config=config) as store,
+        store.watch_keys() as changes,
+    ):
+        await store.set(key, value)
+        assert await anext(changes) == (key, value)
+    smaller = config.with_(store_max_value_nbytes=1, store_max_key_nbytes=1)
+    async with (
+        await StoreServer.start("127.0.0.1", 0, config=smaller, data=tmp_path) as server,
+        await AsyncStore.connect("127.0.0.1", server.port, timeout=60.0, config=smaller) as store,
+    ):
+        assert await store.list_keys() == [key]
+        assert await store.get(key) == value
+
+
 @pytest.mark.parametrize("request_of", [lambda key: (Op.ADD, key, 1), lambda key: (Op.BARRIER, key, 1)])
 def test_what_stores_a_number_takes_no_longer_key_either(request_of):
     assert Store().ask("a", *request_of("k" * LONGEST)) in (1, None)
