@@ -134,7 +134,10 @@ class AsyncFace(ABC):
         return self.request(operations.multi_set(keys, values))
 
     def list_keys(self, prefix: str = "") -> Future[list[str]]:
-        """Return the keys that begin with ``prefix``, oldest first, queues not counted."""
+        """Return the keys that begin with ``prefix``, oldest first, queues not counted.
+
+        Of what a server held when it was started again, ephemeral keys come last.
+        """
         return self.request(operations.list_keys(prefix))
 
     def queue_push(self, key: str, value: Value) -> Future[None]:
@@ -282,7 +285,10 @@ class Store(ABC):
         self.request(operations.multi_set(keys, values))
 
     def list_keys(self, prefix: str = "") -> list[str]:
-        """Return the keys that begin with ``prefix``, oldest first, queues not counted."""
+        """Return the keys that begin with ``prefix``, oldest first, queues not counted.
+
+        Of what a server held when it was started again, ephemeral keys come last.
+        """
         return self.request(operations.list_keys(prefix))
 
     def queue_push(self, key: str, value: Value) -> None:
