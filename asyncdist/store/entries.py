@@ -67,6 +67,15 @@ Open = Waiting | Taking | Holding | Standing | Listening | Observing | Surveying
 # -- answers ----------------------------------------------------------------------------------------
 
 
+_NAMED = 256
+"""Characters of the longest key that an explanation names in full."""
+
+
+def named(key: str) -> str:
+    """Return a key as an explanation names it, which has to go in one frame."""
+    return repr(key) if len(key) <= _NAMED else f"{key[:32]!r}…"
+
+
 class Refused(Exception):
     """The store will not do this; becomes a reply."""
 

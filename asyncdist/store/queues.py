@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections import deque
 from typing import Any
 
-from asyncdist.store.entries import BLOCKED, ENTRY_NBYTES, Holding, Item, Place, Refused, Table, Taking, Waiting
+from asyncdist.store.entries import BLOCKED, ENTRY_NBYTES, Holding, Item, Place, Refused, Table, Taking, Waiting, named
 from asyncdist.store.operations import Client, Kind, Reason, Reply
 
 
@@ -50,7 +50,7 @@ class Queues(Table):
         if key in self._queues:
             return self._hold(place, key)
         if not block:
-            raise Refused(Reason.EMPTY, f"queue {key!r} is empty")
+            raise Refused(Reason.EMPTY, f"queue {named(key)} is empty")
         self._keep(place, Taking(key))
         self._taking.setdefault(key, {})[place] = None
         return BLOCKED

@@ -39,6 +39,7 @@ from asyncdist.store.entries import (
     Waiting,
     extend,
     growth,
+    named,
 )
 from asyncdist.store.operations import SERVERS, Client, Kind, Op, Reason, Reply
 from asyncdist.store.queues import drop_from
@@ -137,13 +138,13 @@ class StoreState(Ties):
         if nbytes > self.max_value_nbytes:
             raise Refused(
                 Reason.TOO_LARGE,
-                f"a value of {nbytes} bytes for {key!r}, and the store takes {self.max_value_nbytes}: raise "
+                f"a value of {nbytes} bytes for {named(key)}, and the store takes {self.max_value_nbytes}: raise "
                 "ASYNCDIST_STORE_MAX_VALUE_NBYTES where the store runs, or send bulk data through a collective",
             )
         if len(key) > self._surely_short and (key_nbytes := len(key.encode())) > self.max_key_nbytes:
             raise Refused(
                 Reason.TOO_LARGE,
-                f"a key of {key_nbytes} bytes, {key[:32]!r}…, and the store takes {self.max_key_nbytes}: choose a "
+                f"a key of {key_nbytes} bytes, {named(key)}, and the store takes {self.max_key_nbytes}: choose a "
                 "shorter one, or raise ASYNCDIST_STORE_MAX_KEY_NBYTES where the store runs",
             )
 
@@ -180,7 +181,7 @@ class StoreState(Ties):
         """Add to a number, and return what that comes to. Raises Refused. (Others may be due something by it.)"""
         total = self._integer(key) + amount
         if not -(1 << 63) <= total < 1 << 63:
-            raise Refused(Reason.INVALID, f"add would take {key!r} to {total}, which does not fit in 64 bits")
+            raise Refused(Reason.INVALID, f"add would take {named(key)} to {total}, which does not fit in 64 bits")
         self._put(key, b"%d" % total)
         return total
 
@@ -189,7 +190,7 @@ class StoreState(Ties):
         try:
             return int(value.replace(b"_", b"?"))  # which Python alone takes between digits
         except ValueError:
-            raise Refused(Reason.INVALID, f"the value of {key!r} is no whole number: {value[:32]!r}") from None
+            raise Refused(Reason.INVALID, f"the value of {named(key)} is no whole number: {value[:32]!r}") from None
 
     def _compare_set(self, place: Place, key: str, expected: bytes, desired: bytes) -> bytes:
         current = self._values.get(key)
@@ -296,7 +297,7 @@ class StoreState(Ties):
         if key in self._values:
             if self._integer(key) >= world_size:
                 return None
-            raise Refused(Reason.INVALID, f"{key!r} holds a value that is not that of a barrier of {world_size}")
+            raise Refused(Reason.INVALID, f"{named(key)} holds a value that is not that of a barrier of {world_size}")
         if world_size <= 0:
             raise Refused(Reason.INVALID, f"a barrier of {world_size}")
         self._check_size(key, 0)
@@ -304,7 +305,7 @@ class StoreState(Ties):
         if expected != world_size:
             raise Refused(
                 Reason.INVALID,
-                f"barrier {key!r} is one of {expected}, not of {world_size}: all must say the same number",
+                f"barrier {named(key)} is one of {expected}, not of {world_size}: all must say the same number",
             )
         self._keep(place, Standing(key))
         standing[place] = None

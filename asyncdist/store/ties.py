@@ -11,7 +11,7 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterable
 
-from asyncdist.store.entries import Observing, Place, Refused, Surveying
+from asyncdist.store.entries import Observing, Place, Refused, Surveying, named
 from asyncdist.store.operations import CHANGED, GONE, Client, Kind, Reason, Reply
 from asyncdist.store.queues import Queues
 
@@ -118,7 +118,7 @@ class Ties(Queues):
         found = {key: value for key, value in self._values.items() if key.startswith(prefix)}
         if sum(map(len, found.values())) > self.max_value_nbytes:
             text = (
-                f"the values of all keys under {prefix!r} are too much for one reply: watch a longer prefix, or raise "
+                f"the values of all keys under {named(prefix)} are too much for one reply: watch a longer prefix, or raise "
                 "ASYNCDIST_STORE_MAX_VALUE_NBYTES where the store runs"
             )
             raise Refused(Reason.TOO_LARGE, text)

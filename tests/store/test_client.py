@@ -206,6 +206,12 @@ async def test_wait_for_and_timeout_around_an_operation(store):
     assert await store.get("k") == b"still good"
 
 
+async def test_a_refusal_does_not_end_the_connection_however_long_the_key_is(store):
+    with pytest.raises(QueueEmptyError, match=r"'kkk.*… is empty"):
+        await store.queue_pop("k" * 300_000, block=False)
+    assert await store.add("n", 1) == 1
+
+
 async def test_errors_of_the_store_do_not_end_the_connection(store):
     await store.set("k", b"no number")
     with pytest.raises(StoreError, match="no whole number"):
