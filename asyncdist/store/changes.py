@@ -12,6 +12,7 @@
     [10, identity]           a client will not be back
     [11, key, identity, value]            an ephemeral key of a client was set
     [12, key]                an ephemeral key is nobody's any more, and gone unless it is set right after
+    [13, identity, last]     the oldest answers, up to this request's, were thrown away before they had arrived
 
 Changes say what came out, not what was asked: to make them again needs no state machine and depends on no version of it.
 """
@@ -25,7 +26,7 @@ from typing import Any
 import msgpack
 
 from asyncdist.errors import ProtocolError
-from asyncdist.store.entries import ENTRY_NBYTES, KEPT_ANSWERS, Contents, Refused, cost_of, extend, growth
+from asyncdist.store.entries import ENTRY_NBYTES, Contents, Refused, cost_of, extend, growth
 from asyncdist.store.operations import Kind, Reason, Reply
 from asyncdist.store.pieces import LONG_NBYTES
 
@@ -49,6 +50,7 @@ class Change(IntEnum):
     FORGOTTEN = 10
     OWNED = 11
     DISOWNED = 12
+    DROPPED = 13
 
 
 class _Body:
@@ -104,7 +106,7 @@ class Book:
         values = sum(len(key) + len(value) + ENTRY_NBYTES for key, value in contents.values.items())
         items = (len(item) + ENTRY_NBYTES for queue in contents.queues.values() for item in queue.values())
         tied = sum(len(key) + len(value) + ENTRY_NBYTES for key, (_, value) in contents.ephemeral.items())
-        answers = (cost_of(value) for _, kept in contents.members.values() for _, value in kept.values())
+        answers = (cost_of(value) for _, kept, _ in contents.members.values() for _, value in kept.values())
         self.nbytes = values + sum(items) + tied + sum(answers)
         self._ephemeral = set(contents.ephemeral)
 
@@ -168,6 +170,9 @@ class Book:
 
     def received(self, identity: bytes, before: int) -> None:
         self._note((Change.RECEIVED, identity, before))
+
+    def dropped(self, identity: bytes, last: int) -> None:
+        self._note((Change.DROPPED, identity, last))
 
     def kept(self, nbytes: int) -> None:
         self.nbytes += nbytes
@@ -245,16 +250,15 @@ def _replay_other(change: list[Any], contents: Contents) -> bool:
 def _replay_of_client(change: list[Any], contents: Contents) -> None:
     match change:
         case [Change.ARRIVED, bytes(identity), float(lease)]:
-            contents.members[identity] = (lease, {})
+            contents.members[identity] = (lease, {}, 0)
         case [Change.ANSWERED, bytes(identity), int(request), int(kind), value]:
-            answers = contents.members[identity][1]
-            answers[request] = (Kind(kind), value)
-            if len(answers) > KEPT_ANSWERS:
-                del answers[next(iter(answers))]
+            contents.members[identity][1][request] = (Kind(kind), value)
         case [Change.RECEIVED, bytes(identity), int(before)]:
-            answers = contents.members[identity][1]
-            while answers and (oldest := next(iter(answers))) < before:
-                del answers[oldest]
+            _let_go(contents.members[identity][1], before)
+        case [Change.DROPPED, bytes(identity), int(last)]:
+            lease, answers, unsure = contents.members[identity]
+            contents.members[identity] = (lease, answers, max(unsure, last))
+            _let_go(answers, last + 1)
         case [Change.FORGOTTEN, bytes(identity)]:
             del contents.members[identity]
         case [Change.OWNED, str(key), bytes(identity), bytes(value)]:
@@ -263,6 +267,11 @@ def _replay_of_client(change: list[Any], contents: Contents) -> None:
             del contents.ephemeral[key]
         case _:
             raise ValueError(f"unknown: {change!r:.80}")
+
+
+def _let_go(answers: dict[int, tuple[int, Any]], before: int) -> None:
+    while answers and (oldest := next(iter(answers))) < before:
+        del answers[oldest]
 
 
 def _text(key: object) -> str:
@@ -294,8 +303,10 @@ def _changes(contents: Contents) -> Iterator[tuple[Any, ...]]:
     for key, items in contents.queues.items():
         for serial, item in items.items():
             yield Change.PUSH, key, serial, item
-    for identity, (lease, answers) in contents.members.items():
+    for identity, (lease, answers, unsure) in contents.members.items():
         yield Change.ARRIVED, identity, lease
+        if unsure:
+            yield Change.DROPPED, identity, unsure
         for request, (kind, value) in answers.items():
             yield Change.ANSWERED, identity, request, kind, value
     for key, (owner, value) in contents.ephemeral.items():

@@ -9,6 +9,7 @@ A conversation outlives its connections. What has not been answered when one bre
 the same number: the store knows by the client's identity and that number what it has done already, and does it once
 (`members`). Where the store does not know us any more, because it was started anew or our lease has run out, what only
 looks, waits or sets is still asked again; of any other change nobody knows whether it was made, and its sink is told so.
+So it is where more changes were under way than the store keeps answers to.
 """
 
 from __future__ import annotations
@@ -19,15 +20,13 @@ from typing import Any, Protocol
 from asyncdist.errors import ProtocolError, QueueEmptyError, StoreConnectionError, StoreError, UsageError
 from asyncdist.store.entries import cost_of
 from asyncdist.store.messages import HELLO, VERSION, Encoder, FrameParser, decode_answer, message_limit
-from asyncdist.store.operations import BLOCKING, CHANGING, STREAMS, Command, Kind, Op, Reason
+from asyncdist.store.operations import BLOCKING, CHANGING, REPEATABLE, STREAMS, Command, Kind, Op, Reason
 from asyncdist.store.pieces import FRAME_NBYTES, LONG_NBYTES, Arriving, Parcel, request_piece, weight
 
 IDENTITY_NBYTES = 16
 """Of a random identity: enough that no two clients have the same."""
 _TELL_AFTER_NBYTES = 64 << 10
 """What the store may keep of answers to changes before it is told, with the next request, that they have arrived."""
-_REPEATABLE = frozenset((Op.SET, Op.SET_EPHEMERAL, Op.MULTI_SET))
-"""Changes that may be made twice in a row without a difference."""
 _LASTING = frozenset((Op.SET, Op.ADD, Op.COMPARE_SET, Op.DELETE_KEY, Op.APPEND, Op.MULTI_SET))
 """Changes after which a key that went with us does not any more."""
 
@@ -214,7 +213,7 @@ class Conversation:
             op = command.op
             if request not in held and op is Op.SUBSCRIBE:
                 self._break_off(request, self._missed(command))
-            elif request in held or known or op not in CHANGING or op in _REPEATABLE:
+            elif request in held or known or op not in CHANGING or op in REPEATABLE:
                 self._ask_again(request, command)
             else:
                 self._break_off(request, self._unknown(command))
@@ -239,10 +238,10 @@ class Conversation:
             self._changes[self._last] = None
             self._restoring[self._last] = Command(Op.RESTORE_EPHEMERAL, command.args)
 
-    def _unknown(self, command: Command[Any]) -> StoreConnectionError:
+    def _unknown(self, command: Command[Any], why: str = "the store does not know us any more") -> StoreConnectionError:
         keys = ", ".join(map(repr, command.keys[:3]))
         return StoreConnectionError(
-            f"the connection to the store at {self.where} broke, and the store does not know us any more: whether "
+            f"the connection to the store at {self.where} broke, and {why}: whether "
             f"{command.name}({keys}) was done, nobody can tell; look at what is there before you repeat it"
         )
 
@@ -286,7 +285,8 @@ class Conversation:
             self._note_ephemeral(sink.command, kind)
         if kind != Kind.RESULT:
             del self._asked[request]
-            sink.reject(refusal(*value))
+            reason, text = value
+            sink.reject(self._unknown(sink.command, text) if reason == Reason.UNSURE else refusal(reason, text))
         else:
             if op not in STREAMS:
                 del self._asked[request]

@@ -159,8 +159,9 @@ def extend(values: dict[str, bytes], key: str, piece: bytes) -> None:
     values[key] = buffer.getvalue()
 
 
-MemberContents = tuple[float, dict[int, tuple[int, Any]]]
-"""A client's lease in seconds, and by request what its changes came to: kind and value of each reply."""
+MemberContents = tuple[float, dict[int, tuple[int, Any]], int]
+"""A client's lease in seconds, by request what its changes came to (kind and value of each reply), and up to which request
+such answers were thrown away before it had heard them."""
 
 
 @dataclass(slots=True)

@@ -2,8 +2,9 @@
 
 A client gives itself an identity and says it at the beginning of each connection. What its changes came to is kept until
 it says that the answers have arrived, so that a change it asks for again, because a connection broke in between, is not
-made twice. When a connection breaks, its *lease* begins to run; a client that is not back when it has run out is
-forgotten, and its ephemeral keys go. No clock here: ``now`` is an argument.
+made twice. There is a limit to that: beyond it the oldest answers are thrown away, and what is known is up to where. When
+a connection breaks, its *lease* begins to run; a client that is not back when it has run out is forgotten, and its
+ephemeral keys go. No clock here: ``now`` is an argument.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ class MembersLedger(Protocol):
 
     def received(self, identity: bytes, before: int) -> None: ...
 
+    def dropped(self, identity: bytes, last: int) -> None: ...
+
     def forgotten(self, identity: bytes) -> None: ...
 
     def kept(self, nbytes: int) -> None:
@@ -34,7 +37,7 @@ class MembersLedger(Protocol):
 class Member:
     """A client of a store. ``connection`` is where it is now; None while it is waited for, until ``until``."""
 
-    __slots__ = ("_answers", "_ledger", "connection", "identity", "lease", "nbytes", "until")
+    __slots__ = ("_answers", "_ledger", "connection", "identity", "lease", "nbytes", "unsure", "until")
 
     def __init__(
         self, identity: bytes, lease: float, connection: Client | None, ledger: MembersLedger | None = None
@@ -45,6 +48,8 @@ class Member:
         self.until = math.inf
         self.nbytes = 0
         """What its answers cost."""
+        self.unsure = 0
+        """Up to this request, what is not known may have been done all the same."""
         self._answers: dict[int, Reply] = {}
         self._ledger = ledger
 
@@ -59,15 +64,30 @@ class Member:
         if self._ledger is not None:
             self._ledger.answered(self.identity, reply)
         while len(self._answers) > KEPT_ANSWERS or (self.nbytes > KEPT_NBYTES and len(self._answers) > 1):
-            self.received(next(iter(self._answers)) + 1)
+            self._drop(next(iter(self._answers)))
 
     def received(self, before: int) -> None:
         """All answers to requests with a smaller number have arrived."""
+        self._let_go(before)
+        if self._ledger is not None:
+            self._ledger.received(self.identity, before)
+
+    def _drop(self, last: int) -> None:
+        """Throw away the oldest answers, up to that one, although nobody has heard them."""
+        self.unsure = max(self.unsure, last)
+        self._let_go(last + 1)
+        if self._ledger is not None:
+            self._ledger.dropped(self.identity, last)
+
+    def _let_go(self, before: int) -> None:
         answers = self._answers
         while answers and (oldest := next(iter(answers))) < before:
             self._count(-cost_of(answers.pop(oldest).value))
-        if self._ledger is not None:
-            self._ledger.received(self.identity, before)
+
+    @property
+    def last(self) -> int:
+        """The highest number of its requests that may be asked again and was done already."""
+        return max(self._answers, default=self.unsure)
 
     def _count(self, nbytes: int) -> None:
         self.nbytes += nbytes
@@ -76,11 +96,12 @@ class Member:
 
     def contents(self) -> MemberContents:
         """Return what a later server must know."""
-        return self.lease, {request: (int(reply.kind), reply.value) for request, reply in self._answers.items()}
+        answers = {request: (int(reply.kind), reply.value) for request, reply in self._answers.items()}
+        return self.lease, answers, self.unsure
 
     def restore(self, contents: MemberContents) -> None:
         """Take what an earlier server knew."""
-        _, answers = contents
+        _, answers, self.unsure = contents
         self._answers = {request: Reply(None, request, Kind(kind), value) for request, (kind, value) in answers.items()}
         self.nbytes = sum(cost_of(value) for _, value in answers.values())  # which the ledger knows already
 

@@ -117,6 +117,9 @@ CHANGING = frozenset(
 )  # fmt: skip
 """Operations that are done once for all: asked again after a connection broke, they are answered as the first time."""
 
+REPEATABLE = frozenset((Op.SET, Op.SET_EPHEMERAL, Op.MULTI_SET))
+"""Those of them that may be done twice in a row without a difference."""
+
 EPHEMERAL = frozenset((Op.SET_EPHEMERAL, Op.RESTORE_EPHEMERAL))
 """Operations that may leave a key which goes with the client."""
 
@@ -153,6 +156,8 @@ class Reason(IntEnum):
     """The value, or the reply, is larger than the store takes."""
     FULL = 4
     """The store holds as much as it may."""
+    UNSURE = 5
+    """It may have been done for an earlier connection, and what it came to is not known any more."""
 
 
 class Reply(NamedTuple):

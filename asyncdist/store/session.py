@@ -19,7 +19,7 @@ from asyncdist.store.connection import BACKLOG_NBYTES, Connection
 from asyncdist.store.entries import Refused
 from asyncdist.store.members import Member
 from asyncdist.store.messages import TOGETHER_NBYTES, FrameParser, decode_request, framed, messages_in
-from asyncdist.store.operations import CHANGING, EPHEMERAL, SERVERS, SWEEPING, Kind, Op, Reply
+from asyncdist.store.operations import CHANGING, EPHEMERAL, REPEATABLE, SERVERS, SWEEPING, Kind, Op, Reason, Reply
 from asyncdist.store.pieces import FRAME_NBYTES, LONG_NBYTES, Arriving, Parcel, answer_piece
 from asyncdist.store.status import status
 
@@ -36,6 +36,7 @@ class Session(Connection):
         "_expected_nbytes",
         "_in_line",
         "_in_line_nbytes",
+        "_last_before",
         "_parser",
         "_published_in_line_nbytes",
         "_published_nbytes",
@@ -55,6 +56,7 @@ class Session(Connection):
         self._published_in_line_nbytes = 0  # of their long ones that have not been sent
         self._todo: deque[Any] = deque()
         self.member: Member | None = None
+        self._last_before = 0  # of the client's requests over earlier connections
 
     def receive(self, data: bytes) -> None:
         for frame in self._parser.feed(data) if data else ():
@@ -87,7 +89,7 @@ class Session(Connection):
                 book.expect(more)
                 self._expected_nbytes += more
         except Refused as refused:
-            answer = Reply(self, request, Kind.REFUSED, (int(refused.reason), refused.text))
+            answer = self._unsure(request) or Reply(self, request, Kind.REFUSED, (int(refused.reason), refused.text))
         if answer is not None:
             self._arriving.waste()
             self.answer(answer)
@@ -131,16 +133,27 @@ class Session(Connection):
         """Change something, unless that was done for an earlier connection of this client."""
         server = self._server
         before = member.answer_to(request)
+        unsure = self._unsure(request) if request <= self._last_before else None
+        if before is None and op not in REPEATABLE:
+            before = unsure
         if before is not None:
             self.answer(before)
             return
         replies = server.state.execute(self, request, op, args)
-        member.remember(replies[-1])
+        if unsure is None:  # it would take the place of another answer
+            member.remember(replies[-1])
         if op in EPHEMERAL and replies[-1].kind is Kind.RESULT and replies[-1].value is not False:
             server.state.own(member, args[0])
             if server.book is not None:
                 server.book.owned(args[0], member.identity, args[1])
         server.deliver(replies, self)
+
+    def _unsure(self, request: int) -> Reply | None:
+        """Return the answer to what may have been done for an earlier connection, and nobody knows any more."""
+        if self.member is None or request > min(self._last_before, self.member.unsure):
+            return None
+        why = (int(Reason.UNSURE), "more changes were under way than the store keeps answers to")
+        return Reply(self, request, Kind.REFUSED, why)
 
     def _serve(self, request: int, op: Op, args: tuple[Any, ...]) -> None:
         """Do what concerns the client or the server rather than what is stored."""
@@ -165,6 +178,7 @@ class Session(Connection):
         if self.member is not None:
             raise ProtocolError("a client that says twice who it is")
         self.member = member
+        self._last_before = member.last
 
     def supersede(self) -> None:
         """The client has come back over another connection, and will ask again what is still to be done here."""

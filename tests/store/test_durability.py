@@ -508,6 +508,44 @@ async def test_what_was_done_before_a_restart_is_not_done_again(tmp_path, disk, 
     await server.close()
 
 
+@pytest.mark.parametrize("restarted", [False, True])
+async def test_what_is_not_known_any_more_is_not_done_again(
+    tmp_path, disk, monkeypatch, eventually: Eventually, restarted
+):
+    """More replies are lost with the connection than the store keeps."""
+    monkeypatch.setattr("asyncdist.store.members.KEPT_ANSWERS", 10)
+    server = await started(tmp_path, 0)
+    store = await AsyncStore.connect("127.0.0.1", server.port, token=TOKEN, timeout=LONG, config=PATIENT)
+    disk.stop()
+    setting, adding = store.set("k", b"v"), [store.add("n", 1) for _ in range(30)]
+    await eventually(lambda: server.state.peek("n") == b"30")
+    server.drop_all()
+    disk.go_on()
+    if restarted:
+        await server.close()
+        server = await started(tmp_path, server.port)
+    *forgotten, first = await asyncio.gather(*adding[:21], return_exceptions=True)
+    assert {type(error) for error in forgotten} == {StoreConnectionError}
+    assert "nobody can tell" in str(forgotten[0])
+    assert [first, *await asyncio.gather(*adding[21:])] == list(range(21, 31))
+    assert await store.add("n", 1) == 31
+    await setting  # may be done twice
+    await store.close()
+    await server.close()
+
+
+async def test_a_change_that_comes_late_is_no_repeated_one(tmp_path, monkeypatch):
+    """What is long takes longer than many that were asked later, and were answered."""
+    monkeypatch.setattr("asyncdist.store.members.KEPT_ANSWERS", 2)
+    server = await started(tmp_path, 0)
+    store = await AsyncStore.connect("127.0.0.1", server.port, token=TOKEN, timeout=LONG, config=PATIENT)
+    pushing = store.queue_push("q", bytes(1 << 20))
+    assert await asyncio.gather(*(store.add("n", 1) for _ in range(9))) == list(range(1, 10))
+    await pushing
+    await store.close()
+    await server.close()
+
+
 async def test_an_ephemeral_key_outlives_the_server_and_not_its_owner(tmp_path, eventually: Eventually):
     server = await started(tmp_path, 0)
     owner = await AsyncStore.connect("127.0.0.1", server.port, token=TOKEN, timeout=LONG, config=PATIENT)
@@ -558,7 +596,7 @@ async def test_a_snapshot_knows_clients_and_their_keys(tmp_path):
         replay(b"".join(body), again)
     assert again == contents
     assert list(again.ephemeral) == ["mine"]
-    ((_, answers),) = again.members.values()
+    ((_, answers, _),) = again.members.values()
     assert 5 in [value for _, value in answers.values()]
 
 

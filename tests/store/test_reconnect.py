@@ -376,7 +376,7 @@ def test_the_lease_that_a_client_said_last_counts():
 
 def test_leases_run_from_the_start_of_the_server_that_takes_over():
     members = Members()
-    members.restore({b"a": (10.0, {7: (Kind.RESULT, 1)})}, 100.0)
+    members.restore({b"a": (10.0, {7: (Kind.RESULT, 1)}, 0)}, 100.0)
     assert members.ended(109.9) == []
     (member,) = members.ended(110.0)
     assert member.answer_to(7) == Reply(None, 7, Kind.RESULT, 1)
@@ -404,7 +404,7 @@ def test_a_later_server_knows_what_has_been_heard_and_who_has_left():
     stays.received(4)
     members.farewell(leaves)
     replay(b"".join(book.take()), contents)
-    assert contents.members == members.contents() == {b"a": (10.0, {4: (0, 4), 5: (0, 5)})}
+    assert contents.members == members.contents() == {b"a": (10.0, {4: (0, 4), 5: (0, 5)}, 0)}
 
 
 async def test_an_ephemeral_set_that_is_refused_owns_nothing(store, connect, config):
