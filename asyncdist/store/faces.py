@@ -238,7 +238,11 @@ class Store(ABC):
         self._timeout = seconds(timeout)
 
     def set(self, key: str, value: Value, *, ephemeral: bool = False) -> None:
-        """Store ``value`` (a str as UTF-8) under ``key``; an ``ephemeral`` one goes with this client."""
+        """Store ``value`` (a str as UTF-8) under ``key``; an ``ephemeral`` one goes with this client.
+
+        A client that calls nothing notices only in its next call that its connection is broken. If that comes after its
+        lease, the key has gone meanwhile, and is there again from then on.
+        """
         self.request(operations.set_ephemeral(key, value) if ephemeral else operations.set_(key, value))
 
     def get(self, key: str, timeout: Timeout = None) -> bytes:

@@ -16,7 +16,7 @@ from asyncdist.deadline import Timeout, seconds
 from asyncdist.rendezvous import meet
 from asyncdist.runtime import runtime
 from asyncdist.store import PrefixStore, TCPStore
-from asyncdist.store.ties import lodging
+from asyncdist.torch_backend.lodger import Lodger
 from asyncdist.torch_backend.store import Store
 
 SCHEME = "asyncdist"
@@ -41,7 +41,7 @@ def rendezvous(url: str, timeout: Timeout = None, **ignored: Any) -> Iterator[tu
         parts.hostname or "", parts.port or 0, timeout=seconds(timeout, Config.from_environment().timeout)
     )
     world = f"{parts.path.strip('/')}/{world_id}"
-    daemon.set(lodging(f"{world}/", str(rank)), b"", ephemeral=True)
+    Lodger(daemon, f"{world}/", str(rank)).start()
     yield Store(PrefixStore(world, daemon)), rank, world_size
     raise RuntimeError(f"{SCHEME}:// makes one world a call: call init_process_group again")
 

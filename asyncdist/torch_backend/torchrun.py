@@ -22,7 +22,7 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from asyncdist.errors import AsyncdistError, StoreConnectionError
 from asyncdist.store import PrefixStore, TCPStore, operations
 from asyncdist.store.c10d_ping import takes_torchs_clients
-from asyncdist.store.ties import lodging
+from asyncdist.torch_backend.lodger import Lodger
 from asyncdist.torch_backend.store import Store
 
 log = logging.getLogger("asyncdist")
@@ -38,10 +38,11 @@ def make(parameters: RendezvousParameters) -> RendezvousHandler:
     daemon = TCPStore(host, port, timeout=parameters.get_as_int("read_timeout", 60))
     name = f"torchrun/{quote(parameters.run_id, safe='')}"  # without a slash: no job's keys lie among another's
     # Before anything of the job is read: from now on nothing of it goes before we do.
-    daemon.set(lodging(f"{name}/", secrets.token_hex(8)), b"", ephemeral=True)
+    lodger = Lodger(daemon, f"{name}/", secrets.token_hex(8))
     job = PrefixStore(name, daemon)
     generation, membership = _join_generation(job)
     membership.start()
+    lodger.start()
     store = Store(PrefixStore(generation, job))
     agents = create_handler(store, C10dRendezvousBackend(store, parameters.run_id), parameters)
     return DaemonHandler(agents, daemon, store, membership)

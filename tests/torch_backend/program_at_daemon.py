@@ -34,6 +34,17 @@ def stay(test, url, rank, world_size):
     test.recv()
 
 
+def compute(test, url, rank, world_size):
+    """Make a world, keep something in its store, call nothing until told to, and tell what the others have kept."""
+    dist.init_process_group("gloo", init_method=url, rank=rank, world_size=world_size)
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"of {rank}", "kept")
+    dist.barrier()
+    test.send("there")
+    test.recv()
+    test.send(store.check([f"of {each}" for each in range(world_size)]))
+
+
 def agent(test, endpoint, run_id, agents):
     """Meet the other agents of a job, again and again until told to shut down; workers of each round meet too."""
     rendezvous = handler()(RendezvousParameters("asyncdist", endpoint, run_id, agents, agents))

@@ -1,4 +1,4 @@
-"""torchrun's agents go on when their connections to the daemon break, or the daemon is killed and comes back."""
+"""torchrun's agents, and ranks of ``asyncdist://``, go on when connections to the daemon break, or it is killed and comes back."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from asyncdist.config import Config
+from asyncdist.store import TCPStore
 from asyncdist.testing.daemon import started
 from asyncdist.testing.faults import Proxy
 
@@ -62,3 +64,21 @@ def test_an_agent_that_waits_is_there_for_the_next(place, nursery, until, shut_d
         assert store.get("torchrun/job/generation") == generation
         shut_down(first, second)
         until(lambda: store.num_keys() == 0)
+
+
+def test_what_ranks_keep_is_there_although_they_have_called_nothing_for_longer_than_their_lease(place, nursery, until):
+    url, brief = f"asyncdist://{place.endpoint}/job", {"ASYNCDIST_STORE_LEASE": "1"}
+    host, port = place.endpoint.split(":")
+    with TCPStore(host, int(port), config=Config.from_environment().with_(store_lease=1.5)) as idle:
+        idle.set("idle", b"", ephemeral=True)
+        ranks = [nursery.start(PROGRAM, "compute", url, rank, 2, environment=brief) for rank in range(2)]
+        assert [rank.hear() for rank in ranks] == ["there"] * 2
+        place.breaks()
+        with place.daemon.client() as store:
+            until(lambda: not store.check(["idle"]))  # and so their leases would be over, too
+    for rank in ranks:
+        rank.say("tell")
+    assert [rank.hear() for rank in ranks] == [True] * 2
+    for rank in ranks:
+        rank.wait()
+        rank.close()
