@@ -78,11 +78,6 @@ class AsyncStore(AsyncFace):
         return item
 
     def _ask(self, command: Command[T], timeout: Timeout) -> Asked[T]:
-        if asyncio._get_running_loop() is not self._loop and self._loop.is_running():
-            raise UsageError(
-                "this store's loop runs in another thread: call it in a coroutine there, which "
-                "asyncio.run_coroutine_threadsafe starts; or use TCPStore, which any thread may call"
-            )
         asked = Asked(command, self.timeout if timeout is None else seconds(timeout), self._line, self._loop)
         self._line.ask(asked)
         return asked
@@ -93,11 +88,11 @@ class AsyncStore(AsyncFace):
         Messages are kept in this process until they are taken. It ends with StoreConnectionError when a connection broke
         and was made again, since messages may have been missed then.
         """
-        return LineSubscription(self._line, operations.subscribe(channel))
+        return LineSubscription(self._line, operations.subscribe(channel), self.timeout)
 
     def watch(self, key: str) -> LineWatch:
         """Return what a key holds now, and then each time that it changes: ``async with`` and ``async for``."""
-        return LineWatch(self._line, operations.watch(key))
+        return LineWatch(self._line, operations.watch(key), self.timeout)
 
     def watch_keys(self, prefix: str = "") -> LineSurvey:
         """Return each key that begins with ``prefix`` with its value, and again whenever one comes, changes or goes.
@@ -106,7 +101,7 @@ class AsyncStore(AsyncFace):
         connection that broke, and then tells what has changed meanwhile. Changes are kept in this process until they
         are taken.
         """
-        return LineSurvey(self._line, operations.watch_keys(prefix))
+        return LineSurvey(self._line, operations.watch_keys(prefix), self.timeout)
 
     async def close(self) -> None:
         """Hang up; whatever is still awaited fails with StoreConnectionError."""
@@ -130,11 +125,15 @@ class _Line:
         self._tls = client_context(config)
         self._conversation = Conversation(self.where, config.store_lease, os.urandom(IDENTITY_NBYTES))
         self._limits = Limits(self._conversation.open_requests)
+        self._loop = asyncio.get_running_loop()
         self._redial = Redial(self._conversation, host, port, config.store_reconnect)
         self._redialling: asyncio.TimerHandle | asyncio.Task[None] | None = None
 
     def ask(self, sink: Asked[Any] | _Stream[Any]) -> None:
-        """Open a request; one of a line that is over fails. Raises UsageError for what cannot be sent."""
+        """Open a request; one of a line that is over fails. Raises UsageError for what cannot be sent, or not here."""
+        here = asyncio._get_running_loop()
+        if here is not self._loop and (here is not None or self._loop.is_running() or self._loop.is_closed()):
+            raise self._elsewhere()
         if self.over is not None:
             sink.reject(StoreConnectionError(*self.over.args))
             return
@@ -144,6 +143,15 @@ class _Line:
                 self._send(before)
         self._send(message)
         self._limits.note(sink.deadline)
+
+    def _elsewhere(self) -> UsageError:
+        """Return the error of who asks where our loop does not run."""
+        if not self._loop.is_running():
+            return UsageError("this store's loop has ended: connect on the loop that is to use it")
+        return UsageError(
+            "this store's loop runs in another thread: call it in a coroutine there, which "
+            "asyncio.run_coroutine_threadsafe starts; or use TCPStore, which any thread may call"
+        )
 
     def give_up(self, number: int) -> None:
         self._send(self._conversation.give_up(number))
@@ -207,8 +215,9 @@ class _Stream(ABC, Generic[T]):
 
     deadline = inf
 
-    def __init__(self, line: _Line, command: Command[Any]) -> None:
+    def __init__(self, line: _Line, command: Command[Any], limit: float) -> None:
         self._line = line
+        self._limit = limit
         self.command = command
         self.number = 0
         self._loop = asyncio.get_running_loop()
@@ -221,10 +230,14 @@ class _Stream(ABC, Generic[T]):
         if not self.number:
             self._line.ask(self)
         try:
-            await asyncio.wait([self._subscribed])  # shield() would log what becomes of it after a cancellation
+            # shield() would log what becomes of it after a cancellation
+            await asyncio.wait([self._subscribed], timeout=None if self._limit == inf else self._limit)
         except asyncio.CancelledError:
             self._leave()
             raise
+        if not self._subscribed.done():
+            self._leave()
+            raise self.command.overdue(self._limit)
         self._subscribed.result()
         return self
 
@@ -313,8 +326,8 @@ class LineWatch(_Stream[bytes | None]):
 class LineSurvey(_Stream[tuple[str, bytes | None]]):
     """What the keys under a prefix hold, change by change: a key, and its value or None if it is gone."""
 
-    def __init__(self, line: _Line, command: Command[Any]) -> None:
-        super().__init__(line, command)
+    def __init__(self, line: _Line, command: Command[Any], limit: float) -> None:
+        super().__init__(line, command, limit)
         self._known: dict[str, bytes] = {}
 
     def resolve(self, value: Any) -> None:

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from asyncdist.errors import StoreConnectionError, StoreTimeoutError, UsageError
-from asyncdist.store import AsyncPrefixStore
+from asyncdist.store import AsyncPrefixStore, AsyncStore, StoreServer
 
 UNIT, LONG = 0.05, 10.0
 """Seconds: a limit that is to pass, and one that must not."""
@@ -151,15 +151,38 @@ async def test_another_thread_is_told_how_to_ask(store):
         await store.set("k", b"v")
         return await store.get("k")
 
+    async def begin(stream) -> None:
+        async with stream("k"):
+            pass
+
     def ask() -> None:
         with pytest.raises(UsageError, match="run_coroutine_threadsafe"):
             store.get("k")
+        for stream in (store.subscribe, store.watch, store.watch_keys):
+            with pytest.raises(UsageError, match="run_coroutine_threadsafe"):
+                asyncio.run(begin(stream))
         found.append(asyncio.run_coroutine_threadsafe(pass_on(), loop).result(LONG))
 
     thread = threading.Thread(target=ask)
     thread.start()
     await asyncio.to_thread(thread.join, LONG)
     assert found == [b"v"]
+
+
+def test_who_asks_when_the_loop_has_ended_is_told_to_connect_again():
+    async def connect() -> AsyncStore:
+        server = await StoreServer.start("127.0.0.1", 0, token="token")
+        store = await AsyncStore.connect("127.0.0.1", server.port, token="token", timeout=LONG)
+        await store.close()
+        await server.close()
+        return store
+
+    async def use(store: AsyncStore) -> None:
+        for begin in (store.get, store.queue_pop, store.subscribe, store.watch):
+            with pytest.raises(UsageError, match="loop has ended"):
+                await begin("k")
+
+    asyncio.run(use(asyncio.run(connect())))
 
 
 async def test_limits_of_every_length_pass_in_their_order(store, server):

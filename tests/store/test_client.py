@@ -130,6 +130,18 @@ async def test_a_store_that_does_not_answer(store, server, command, said):
     server.resume_reading()
 
 
+async def test_a_stream_of_a_store_that_does_not_answer(store, server):
+    store.set_timeout(UNIT)
+    server.pause_reading()
+    for stream in (store.subscribe("k"), store.watch("k"), store.watch_keys("k")):
+        with pytest.raises(StoreTimeoutError, match=r"\('k'\) timed out after 0.05 s: the store did not answer"):
+            await stream
+    server.resume_reading()
+    store.set_timeout(LONG)
+    await store.check([])
+    assert server.state.num_open == 0
+
+
 async def test_the_stores_own_timeout(store):
     store.set_timeout(timedelta(seconds=UNIT))
     with pytest.raises(StoreTimeoutError):

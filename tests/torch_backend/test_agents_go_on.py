@@ -1,4 +1,4 @@
-"""torchrun's agents, and ranks of ``asyncdist://``, go on when connections to the daemon break, or it is killed and comes back."""
+"""torchrun's agents, and ranks of ``asyncdist://``, go on when connections to the daemon break or it is started again."""
 
 from __future__ import annotations
 
