@@ -43,15 +43,16 @@ class AsyncStore(AsyncFace):
         """Connect to the store at ``host:port``, trying again while nothing answers there, for ``timeout`` seconds.
 
         ``timeout`` is also that of operations that name none. ``config`` (that of the environment) says how long a
-        connection that breaks is tried to be made again (``store_reconnect``), and for how long the store keeps this
-        client's ephemeral keys meanwhile (``store_lease``).
+        connection that breaks is tried to be made again (``store_reconnect``), for how long the store keeps this
+        client's ephemeral keys meanwhile (``store_lease``), and the token where ``token`` is None.
 
         Raises StoreConnectionError when nothing has answered in time, AddressError when the host does not resolve,
         AuthenticationError at once when the token is refused, and ProtocolError when something else answers. `close` it
         in the end.
         """
         persistence = Persistence(host, port, timeout)
-        line = _Line(host, port, token, config or Config.from_environment())
+        config = config or Config.from_environment()
+        line = _Line(host, port, config.token if token is None else token, config)
         while True:
             try:
                 await line.reach(persistence)

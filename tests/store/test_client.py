@@ -387,6 +387,14 @@ async def test_who_reaches_itself_tries_again(config, kind):
                 store.close()
 
 
+async def test_the_token_is_that_of_the_settings_if_none_is_given(server, monkeypatch):
+    monkeypatch.setenv("ASYNCDIST_TOKEN", TOKEN)
+    async with await AsyncStore.connect("127.0.0.1", server.port, timeout=LONG) as store:
+        await store.set("k", b"v")
+    with pytest.raises(AuthenticationError):
+        await AsyncStore.connect("127.0.0.1", server.port, timeout=LONG, config=Config(token="another"))
+
+
 @pytest.mark.parametrize("token", [None, "", "another token"])
 async def test_a_wrong_token_is_refused_at_once(server, token, eventually):
     with pytest.raises(AuthenticationError, match="ASYNCDIST_TOKEN"):
