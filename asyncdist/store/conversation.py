@@ -150,6 +150,8 @@ class Conversation:
         """Forget a request, answered or not; return the message that makes the store forget it too."""
         asked = self._asked.pop(request, None)
         self._changes.pop(request, None)
+        if asked is not None and request not in self._held:
+            self._note_lasting(asked.command)  # it may be done
         self._held.discard(request)
         if not self._talking or (asked is not None and asked.command.op not in BLOCKING):
             return b""
@@ -310,7 +312,12 @@ class Conversation:
             return
         if op is Op.SET_EPHEMERAL:
             self._ephemeral[args[0]] = command
-        elif self._ephemeral and op in _LASTING:
+        else:
+            self._note_lasting(command)
+
+    def _note_lasting(self, command: Command[Any]) -> None:
+        op, args = command
+        if self._ephemeral and op in _LASTING:
             for key in command.keys:
                 if op is not Op.COMPARE_SET or args[1] == self._what_is_ours(key):  # or nothing has been set
                     self._ephemeral.pop(key, None)

@@ -481,14 +481,31 @@ async def test_a_client_that_comes_back_late_has_its_keys_again_but_for_those_se
 
 def test_keys_are_restored_although_another_connection_breaks_before_the_store_has_heard_of_it():
     talk = Conversation()
-    sink = SimpleNamespace(command=operations.set_ephemeral("k", b"1"), resolve=print, reject=print)
     over_the_wire(talk, known=False)
-    request, _ = talk.ask(sink)
+    request, _ = talk.ask(a_sink(operations.set_ephemeral("k", b"1")))
     talk.receive(Encoder().frame(request, Kind.RESULT, None))
     asked = [over_the_wire(talk, known=known) for known in (False, True)]
     assert asked[0] == asked[1] == [decode_request([asked[0][0].id, Op.RESTORE_EPHEMERAL, "k", b"1"])]
     talk.receive(Encoder().frame(asked[0][0].id, Kind.RESULT, True))
     assert over_the_wire(talk, known=True) == []
+
+
+@pytest.mark.parametrize("sent", [True, False])
+def test_a_key_whose_deletion_was_given_up_is_restored_only_if_that_was_never_sent(sent):
+    talk = Conversation()
+    over_the_wire(talk, known=False)
+    request, _ = talk.ask(a_sink(operations.set_ephemeral("k", b"1")))
+    talk.receive(Encoder().frame(request, Kind.RESULT, None))
+    if not sent:
+        talk.interrupted()
+    request, _ = talk.ask(a_sink(operations.delete_key("k")))
+    talk.give_up(request)
+    restored = [each.args for each in over_the_wire(talk, known=False)]
+    assert restored == ([] if sent else [("k", b"1")])
+
+
+def a_sink(command: operations.Command) -> SimpleNamespace:
+    return SimpleNamespace(command=command, resolve=print, reject=print)
 
 
 def over_the_wire(talk: Conversation, *, known: bool) -> list[Request]:
