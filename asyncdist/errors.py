@@ -294,7 +294,7 @@ class StoreTimeoutError(StoreError, TimeoutError):
         operation: str,
         keys: Sequence[str] = (),
         timeout: float | None = None,
-        reason: str = "nobody has set what it waits for",
+        reason: str = "what it waits for was not set, or had not come in full from the store",
     ) -> None:
         super().__init__(operation, keys, timeout, reason)
         self.operation = operation
