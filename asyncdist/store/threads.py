@@ -243,13 +243,21 @@ class Connection(Desk):
                 if deadline.expired() and not ticket.ready:
                     raise TimeoutError
         finally:
-            with self.lock:
-                if leads:
-                    self._led = False
-                    if self._closing.is_set():
-                        self._drop()
-                self._followers.pop(ticket, None)
-                self._promote()
+            interrupt: BaseException | None = None
+            while True:
+                try:
+                    with self.lock:  # while another thread has it, what a signal raises comes before what is in here
+                        if leads:
+                            self._led = leads = False
+                        if self._closing.is_set() and not self._led:
+                            self._drop()
+                        self._followers.pop(ticket, None)
+                        self._promote()
+                    break
+                except BaseException as error:
+                    interrupt = error
+            if interrupt is not None:
+                raise interrupt
 
     def _lead(self, ticket: Ticket[Any], deadline: Deadline) -> None:
         while not ticket.ready:

@@ -86,7 +86,10 @@ def get_what_comes_later(store: TCPStore, master: TCPStore) -> None:
         later.join()
 
 
-@pytest.mark.parametrize("call", [pop, set_a_long_value, get_what_comes_later])
+CALLS = pytest.mark.parametrize("call", [pop, set_a_long_value, get_what_comes_later])
+
+
+@CALLS
 def test_an_interrupt_at_any_moment_leaves_a_store_that_works(call: Callable[[TCPStore, TCPStore], None]):
     with TCPStore("127.0.0.1", 0, is_master=True, config=CONFIG) as master, ThreadPoolExecutor(1) as other_thread:
         assert master._server is not None
@@ -107,6 +110,41 @@ def test_an_interrupt_at_any_moment_leaves_a_store_that_works(call: Callable[[TC
             if over:
                 break
         assert place > 30
+
+
+class Contended:
+    """A lock that another thread has whenever this one wants it: the ``place``-th time, a signal comes meanwhile."""
+
+    def __init__(self, lock: threading.Lock, place: int) -> None:
+        self._lock, self._left, self._thread = lock, place, threading.get_ident()
+
+    def __enter__(self) -> None:
+        if threading.get_ident() == self._thread:
+            self._left -= 1
+            if self._left == 0:
+                raise KeyboardInterrupt
+        self._lock.acquire()
+
+    def __exit__(self, *exc: object) -> None:
+        self._lock.release()
+
+
+@CALLS
+def test_an_interrupt_of_who_waits_for_another_thread_leaves_a_store_that_works(call, monkeypatch):
+    with TCPStore("127.0.0.1", 0, is_master=True, config=CONFIG) as master, ThreadPoolExecutor(1) as other_thread:
+        for place in itertools.count(1):
+            master.queue_push("q", b"item")
+            with TCPStore("127.0.0.1", master.port, timeout=LONG, config=CONFIG) as store:
+                over = False
+                with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+                    patch.setattr(store._connection, "lock", Contended(store._connection.lock, place))
+                    call(store, master)
+                    over = True
+                assert other_thread.submit(store.add, "n", 1).result(LONG) > 0
+                assert store._connection._conversation.num_open == 0
+            if over:
+                break
+        assert place > 3
 
 
 def test_a_signal_handler_that_calls_in_the_middle_of_a_call_is_told(monkeypatch):
