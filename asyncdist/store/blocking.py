@@ -53,7 +53,6 @@ class TCPStore(Store):
         config = config or Config.from_environment()
         self._token = config.token if token is None else token
         self._host = host_name
-        self._config = config
         self._server: Embedded | None = None
         if is_master:
             try:
@@ -106,19 +105,15 @@ class TCPStore(Store):
         return self._apart(operations.watch(key), Changes())
 
     def _apart(self, command: Command[Any], arrivals: Arrivals[T]) -> Stream[T]:
-        connection = Connection.open(self._connection_host, self._port, self._token, self._timeout, self._config)
+        connection = self._connection.another(self._timeout)
         try:
             return DeskStream(connection, command, arrivals, self._timeout, store=self, owned=True)
         except BaseException:
             connection.close()
             raise
 
-    @property
-    def _connection_host(self) -> str:
-        return self._server.reachable_host if self._server is not None else self._host
-
     def close(self) -> None:
-        """Hang up, and stop the server if it is ours; whoever waits in this store gets StoreConnectionError."""
+        """Hang up, and stop the server if it is ours; who waits or listens here gets StoreConnectionError."""
         if hasattr(self, "_finalizer"):
             self._finalizer()
         if self._server is not None:

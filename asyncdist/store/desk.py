@@ -6,6 +6,7 @@ sleeps until another thread has served it, one looks into a file from time to ti
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
@@ -54,6 +55,22 @@ class Ticket(Generic[T]):
         """Wait until woken, for whatever reason, or until the time is over."""
         assert self.event is not None
         self.event.wait(timeout)
+
+
+def acquire(lock: threading.RLock, deadline: Deadline) -> None:
+    """Get a lock, and no Ctrl-C leaves it locked: that of a Lock could come when it was got and nobody knew it yet.
+
+    Raises TimeoutError.
+    """
+    left = deadline.remaining_or_none()
+    try:
+        acquired = lock.acquire(timeout=-1 if left is None else min(left, threading.TIMEOUT_MAX))
+    except BaseException:
+        with contextlib.suppress(RuntimeError):  # it is not ours yet
+            lock.release()
+        raise
+    if not acquired:
+        raise TimeoutError
 
 
 class Desk(ABC):
@@ -107,6 +124,18 @@ class Desk(ABC):
             raise
         return number
 
+    def take(self, arrivals: Arrivals[T], deadline: Deadline) -> T:
+        """Return what a stream has next. Raises TimeoutError."""
+        acquire(arrivals.taking, deadline)
+        try:
+            while True:
+                with self.lock:
+                    if arrivals.look():
+                        return arrivals.waiting.popleft()
+                self.wait_for(arrivals, deadline)
+        finally:
+            arrivals.taking.release()
+
 
 # -- what comes again and again ----------------------------------------------------------------------
 
@@ -114,10 +143,12 @@ class Desk(ABC):
 class Arrivals(Ticket[Any], Generic[T]):
     """The ticket of a stream: ready when it has begun, later when something is there to be taken or it has ended."""
 
-    __slots__ = ("waiting",)
+    __slots__ = ("taking", "waiting")
 
     def __init__(self) -> None:
         super().__init__()
+        self.taking = threading.RLock()
+        """Of several threads one at a time waits, or one's leaving would be taken for another's."""
         self.waiting: deque[T] = deque()
 
     def look(self) -> bool:
@@ -188,15 +219,10 @@ class DeskStream(Stream[T]):
             arrivals.look()
 
     def get(self, timeout: Timeout = None) -> T:
-        deadline, arrivals = Deadline.after(timeout), self._arrivals
-        while True:
-            with self._desk.lock:
-                if arrivals.look():
-                    return arrivals.waiting.popleft()
-            try:
-                self._desk.wait_for(arrivals, deadline)
-            except TimeoutError:
-                raise StoreTimeoutError(self._command.name, self._command.keys, seconds(timeout)) from None
+        try:
+            return self._desk.take(self._arrivals, Deadline.after(timeout))
+        except TimeoutError:
+            raise StoreTimeoutError(self._command.name, self._command.keys, seconds(timeout)) from None
 
     def close(self) -> None:
         if self._closed:

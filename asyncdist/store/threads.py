@@ -13,13 +13,14 @@ import contextlib
 import os
 import socket
 import threading
-from typing import Any
+import weakref
+from typing import Any, TypeVar
 
 from asyncdist.config import Config
 from asyncdist.deadline import Deadline, Timeout
 from asyncdist.errors import AsyncdistError, ProtocolError, StoreConnectionError, UsageError
 from asyncdist.store.conversation import IDENTITY_NBYTES, Conversation
-from asyncdist.store.desk import Desk, Ticket
+from asyncdist.store.desk import Arrivals, Desk, Ticket, acquire
 from asyncdist.store.dialling import Persistence, Redial, broken, closed, connect, describe, tune, unknown
 from asyncdist.store.messages import framed
 from asyncdist.store.operations import Command
@@ -27,20 +28,9 @@ from asyncdist.store.pieces import Parcel
 from asyncdist.store.wire import Wire, shake_hands
 from asyncdist.tls import TlsSocket, client_context
 
+T = TypeVar("T")
+
 _WORD_TIMEOUT = 1.0
-
-
-def _acquire(lock: threading.RLock, deadline: Deadline) -> None:
-    """Get a lock, and no Ctrl-C leaves it locked: that of a Lock could come when it was got and nobody knew it yet."""
-    left = deadline.remaining_or_none()
-    try:
-        acquired = lock.acquire(timeout=-1 if left is None else min(left, threading.TIMEOUT_MAX))
-    except BaseException:
-        with contextlib.suppress(RuntimeError):  # it is not ours yet
-            lock.release()
-        raise
-    if not acquired:
-        raise TimeoutError
 
 
 class Connection(Desk):
@@ -49,7 +39,7 @@ class Connection(Desk):
     def __init__(self, host: str, port: int, token: str | None, config: Config) -> None:
         super().__init__()
         self.where = f"{host}:{port}"
-        self._host, self._token = host, token
+        self._host, self._port, self._token, self._config = host, port, token, config
         self._tls = client_context(config)
         self._conversation = Conversation(self.where, config.store_lease, os.urandom(IDENTITY_NBYTES))
         self._wire: Wire | None = None
@@ -62,6 +52,7 @@ class Connection(Desk):
         self._followers: dict[Ticket[Any], None] = {}
         self._over: StoreConnectionError | None = None
         self._closing = threading.Event()
+        self._others: weakref.WeakSet[Connection] = weakref.WeakSet()
 
     @classmethod
     def open(
@@ -69,16 +60,31 @@ class Connection(Desk):
     ) -> Connection:
         """Connect, trying again while nothing answers, for ``timeout`` seconds; raises what AsyncStore.connect does."""
         connection = cls(host, port, token, config or Config())
-        persistence = Persistence(host, port, timeout)
+        connection._reach(timeout)
+        return connection
+
+    def another(self, timeout: Timeout) -> Connection:
+        """Open one more to the same store, which is closed with this one."""
+        connection = Connection(self._host, self._port, self._token, self._config)
+        with self.lock:
+            if self._closing.is_set():
+                raise closed(self.where)
+            self._others.add(connection)
+        connection._reach(timeout)
+        return connection
+
+    def _reach(self, timeout: Timeout) -> None:
+        persistence = Persistence(self._host, self._port, timeout)
         while True:
             try:
-                connection._attempt(persistence, persistence.attempt())
-                return connection
+                self._attempt(persistence, persistence.attempt())
+                return
             except OSError as error:
-                connection._closing.wait(persistence.pause_after(error))
+                self._closing.wait(persistence.pause_after(error))
 
     def _attempt(self, persistence: Persistence, deadline: Deadline) -> None:
         """Try once to connect. Raises OSError where another attempt may do better."""
+        self._go_on()
         try:
             sock = connect(persistence.host, persistence.port, max(deadline.remaining(), 0.001))
         except UnicodeError as error:
@@ -93,8 +99,7 @@ class Connection(Desk):
                 message = self._conversation.introduce()
             wire.send(framed([message]), deadline)
             with self.lock:
-                if self._over is not None:
-                    raise StoreConnectionError(*self._over.args)
+                self._go_on()
                 self._wire = wire
         except BaseException:
             if wire is not None:
@@ -121,14 +126,23 @@ class Connection(Desk):
 
     # -- asking -----------------------------------------------------------------------------------
 
-    def begin(self, command: Command[Any], ticket: Ticket[Any], deadline: Deadline) -> int:
+    def settle(self, command: Command[Any], ticket: Ticket[Any], limit: float) -> int:
+        self._admit()
+        return super().settle(command, ticket, limit)
+
+    def take(self, arrivals: Arrivals[T], deadline: Deadline) -> T:
+        self._admit()
+        return super().take(arrivals, deadline)
+
+    def _admit(self) -> None:
         if self._pid != os.getpid():
             raise UsageError("this TCPStore was made before a fork, and its connection is the parent's: make a new one")
+
+    def begin(self, command: Command[Any], ticket: Ticket[Any], deadline: Deadline) -> int:
         number = 0
         try:
             with self.lock:
-                if self._over is not None:
-                    raise StoreConnectionError(*self._over.args)
+                self._go_on()
                 ticket.command = command
                 number, message = self._conversation.ask(ticket)
                 messages, wire = [*self._conversation.take_out(), message], self._wire
@@ -164,7 +178,7 @@ class Connection(Desk):
     def _send(self, wire: Wire, message: bytes | Parcel, deadline: Deadline) -> None:
         """Send over a socket, if that is still the one: what is open is asked again over the next."""
         if isinstance(message, Parcel):
-            _acquire(self._carrying, deadline)
+            acquire(self._carrying, deadline)
             try:
                 self._send_in_pieces(wire, message, deadline)
             finally:
@@ -198,9 +212,9 @@ class Connection(Desk):
                 "a signal handler has called a store in the middle of a call to it: let it set an event for a thread"
             )
         # Who has sent a piece and is back with the next waits for its turn behind those who have waited meanwhile.
-        _acquire(self._turn, deadline)
+        acquire(self._turn, deadline)
         try:
-            _acquire(self._sending, deadline)
+            acquire(self._sending, deadline)
         except BaseException:
             self._turn.release()
             raise
@@ -214,8 +228,7 @@ class Connection(Desk):
             self._lose(wire, f"a request could not be sent: {describe(error)}")
             if not isinstance(error, OSError) or isinstance(error, TimeoutError):
                 raise
-            if self._over is not None:
-                raise StoreConnectionError(*self._over.args) from error
+            self._go_on()
         finally:
             self._sender = 0
             self._sending.release()
@@ -342,6 +355,11 @@ class Connection(Desk):
 
     # -- ends -------------------------------------------------------------------------------------
 
+    def _go_on(self) -> None:
+        """Raise what has ended it, if something has."""
+        if self._over is not None:
+            raise StoreConnectionError(*self._over.args)
+
     def _break(self, error: StoreConnectionError) -> None:
         """End it for everyone, unless it has ended already."""
         with self.lock:
@@ -366,6 +384,9 @@ class Connection(Desk):
         with self._sending, self.lock:
             if not self._led:
                 self._drop()
+            others = list(self._others)
+        for other in others:
+            other.close()
 
     def _drop(self) -> None:
         """Let go of sockets that nobody is in any more."""

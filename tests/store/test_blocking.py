@@ -26,6 +26,7 @@ from asyncdist.errors import (
 )
 from asyncdist.runtime import runtime
 from asyncdist.store import TCPStore
+from asyncdist.store.faces import Subscription
 from asyncdist.store.server import StoreServer
 from asyncdist.store.threads import Connection
 from asyncdist.testing.ports import free_port
@@ -267,12 +268,15 @@ def test_a_store_that_is_dropped_hangs_up_and_stops_serving():
         time.sleep(0.001)
 
 
-def _use_after_fork(store: TCPStore) -> None:
+def _use_after_fork(store: TCPStore, news: Subscription) -> None:
     try:
         store.get("k")
     except UsageError:
-        store.close()
-        os._exit(17)
+        try:
+            news.get()
+        except UsageError:
+            store.close()
+            os._exit(17)
     os._exit(1)
 
 
@@ -280,11 +284,14 @@ def _use_after_fork(store: TCPStore) -> None:
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_a_store_is_not_used_by_a_forked_child(master):
     master.set("k", "v")
-    child = multiprocessing.get_context("fork").Process(target=_use_after_fork, args=(master,))
-    child.start()
-    child.join(LONG)
-    assert child.exitcode == 17
-    assert master.get("k") == b"v"  # the child's close() was of its own copy
+    with master.subscribe("news") as news:
+        master.publish("news", "for the parent")
+        child = multiprocessing.get_context("fork").Process(target=_use_after_fork, args=(master, news))
+        child.start()
+        child.join(LONG)
+        assert child.exitcode == 17
+        assert master.get("k") == b"v"  # the child's close() was of its own copy
+        assert news.get(LONG) == b"for the parent"
 
 
 def test_connections_are_closed_when_an_attempt_fails(master, monkeypatch):

@@ -155,6 +155,35 @@ def test_publish_and_subscribe(store, threads):
     messages.close()
 
 
+def test_who_waits_beside_another_who_gives_up_gets_the_message(store, threads):
+    """Whoever reads for both goes: the one who stays must be heard as the one who went."""
+    with store.subscribe("news") as messages:
+        short = threads.submit(messages.get, UNIT)
+        long = [threads.submit(messages.get, LONG) for _ in range(2)]
+        with pytest.raises(StoreTimeoutError):
+            short.result(LONG)
+        store.publish("news", "1")
+        store.publish("news", "2")
+        assert {future.result(LONG) for future in long} == {b"1", b"2"}
+
+
+@pytest.mark.parametrize("kind", ["hash", "file", "tcp"])
+def test_close_fails_those_who_listen(kind, tmp_path, threads):
+    store = make(kind, tmp_path)
+    news, key = store.subscribe("news"), store.watch("k")
+    assert key.get() is None
+    hearing, seeing = threads.submit(news.get, LONG), threads.submit(key.get, LONG)
+    store.close()
+    for future in (hearing, seeing):
+        with pytest.raises(StoreConnectionError, match="closed"):
+            future.result(LONG)
+    for listen in (store.subscribe, store.watch):
+        with pytest.raises(StoreConnectionError, match="closed"):
+            listen("other")
+    news.close()
+    key.close()
+
+
 def test_close_fails_those_who_wait(tmp_path, threads):
     for kind in ("hash", "file", "tcp"):
         store = make(kind, tmp_path)
