@@ -15,6 +15,9 @@ from asyncdist.errors import UsageError
 
 Timeout = float | int | timedelta | None
 
+_AGES = 1e9
+"""Seconds that nobody will wait, thirty years: with more, locks and events raise OverflowError."""
+
 
 def seconds(timeout: Timeout, default: float = math.inf) -> float:
     """Return a user's timeout in seconds; ``None`` means ``default``, a negative one is refused."""
@@ -34,8 +37,9 @@ class Deadline:
 
     @classmethod
     def after(cls, timeout: Timeout) -> Deadline:
-        """Return the deadline ``timeout`` from now; ``None`` means never."""
-        return cls(time.monotonic() + seconds(timeout))
+        """Return the deadline ``timeout`` from now; ``None`` means never, and so do decades."""
+        left = seconds(timeout)
+        return cls(time.monotonic() + left) if left < _AGES else cls.never()
 
     @classmethod
     def never(cls) -> Deadline:

@@ -14,6 +14,8 @@ from asyncdist.store.dialling import hung_up
 from asyncdist.tls import TlsSocket
 
 _READ_NBYTES, _LONG_READ_NBYTES = 64 << 10, 1 << 20
+_LONGEST_POLL = (1 << 31) - 1
+"""Milliseconds, 24 days: poll() takes a C int."""
 
 
 class Wire:
@@ -89,8 +91,10 @@ class Wire:
 
 def _poll(poll: select.poll, deadline: Deadline) -> None:
     left = deadline.remaining_or_none()
-    if not poll.poll(None if left is None else int(left * 1000) + 1):
-        raise TimeoutError
+    while not poll.poll(None if left is None else min(int(left * 1000) + 1, _LONGEST_POLL)):
+        left = deadline.remaining_or_none()
+        if not left:
+            raise TimeoutError
 
 
 def shake_hands(wire: Wire, token: str | None, deadline: Deadline) -> bytes:

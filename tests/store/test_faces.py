@@ -215,6 +215,26 @@ def test_prefixes():
     assert whole.get("b/a/k") == b"1"
 
 
+@pytest.mark.parametrize("timeout", [timedelta(days=30), 1e10, timedelta.max])
+def test_limits_that_nobody_will_reach(store, threads, timeout):
+    """One waits first, and the others beside it, which may be another way to wait."""
+    waiting = [threads.submit(store.get, "k", timeout) for _ in range(3)]
+    store.set_timeout(timeout)
+    store.set("k", "1")
+    assert [future.result(LONG) for future in waiting] == [b"1"] * 3
+    with store.watch("k") as values:
+        assert values.get(timeout) == b"1"
+
+
+def test_a_wait_that_one_poll_cannot_last_is_polled_again(monkeypatch):
+    monkeypatch.setattr("asyncdist.store.wire._LONGEST_POLL", 1)
+    with TCPStore("127.0.0.1", 0, is_master=True, timeout=LONG, config=Config(token="t")) as store:
+        threading.Timer(UNIT, store.set, ("k", "1")).start()
+        assert store.get("k") == b"1"
+        with pytest.raises(StoreTimeoutError):
+            store.get("never", UNIT)
+
+
 def test_a_store_without_limit():
     store = HashStore()
     store.set_timeout(None)
