@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import threading
 import weakref
 from typing import Any, TypeVar
@@ -21,16 +20,21 @@ from asyncdist.deadline import Deadline, Timeout
 from asyncdist.errors import AsyncdistError, ProtocolError, StoreConnectionError, UsageError
 from asyncdist.store.conversation import IDENTITY_NBYTES, Conversation
 from asyncdist.store.desk import Arrivals, Desk, Ticket, acquire
-from asyncdist.store.dialling import Persistence, Redial, broken, closed, connect, describe, tune, unknown
+from asyncdist.store.dialling import Persistence, Redial, broken, closed, describe
 from asyncdist.store.messages import framed
 from asyncdist.store.operations import Command
 from asyncdist.store.pieces import Parcel
-from asyncdist.store.wire import Wire, shake_hands
-from asyncdist.tls import TlsSocket, client_context
+from asyncdist.store.wire import Wire, open_wire, shake_hands
+from asyncdist.tls import client_context
 
 T = TypeVar("T")
-
 _WORD_TIMEOUT = 1.0
+
+
+def _handler_called() -> UsageError:
+    return UsageError(
+        "a signal handler has called a store in the middle of a call to it: let it set an event for a thread"
+    )
 
 
 class Connection(Desk):
@@ -48,6 +52,7 @@ class Connection(Desk):
         self._pid = os.getpid()
         self._turn, self._sending, self._carrying = threading.RLock(), threading.RLock(), threading.RLock()
         self._sender = 0  # the thread that is sending
+        self._inside: set[int] = set()  # the threads that are in a call
         self._led = False
         self._followers: dict[Ticket[Any], None] = {}
         self._over: StoreConnectionError | None = None
@@ -85,15 +90,8 @@ class Connection(Desk):
     def _attempt(self, persistence: Persistence, deadline: Deadline) -> None:
         """Try once to connect. Raises OSError where another attempt may do better."""
         self._go_on()
+        wire = open_wire(persistence.host, persistence.port, self._tls, deadline)
         try:
-            sock = connect(persistence.host, persistence.port, max(deadline.remaining(), 0.001))
-        except UnicodeError as error:
-            raise unknown(error) from None
-        wire: Wire | None = None
-        try:
-            tune(sock)
-            wire = Wire(sock, self._secured(sock))
-            wire.secure(deadline)
             self._greet(wire, deadline)
             with self.lock:
                 message = self._conversation.introduce()
@@ -102,17 +100,10 @@ class Connection(Desk):
                 self._go_on()
                 self._wire = wire
         except BaseException:
-            if wire is not None:
-                wire.close()
-            sock.close()
+            wire.close()
             with self.lock:
                 self._conversation.interrupted()
             raise
-
-    def _secured(self, sock: socket.socket) -> TlsSocket | None:
-        if self._tls is None or sock.family == socket.AF_UNIX:
-            return None
-        return TlsSocket(sock, self._tls, serves=False, name=self._host)
 
     def _greet(self, wire: Wire, deadline: Deadline) -> None:
         """Shake hands and read the server's hello."""
@@ -127,16 +118,29 @@ class Connection(Desk):
     # -- asking -----------------------------------------------------------------------------------
 
     def settle(self, command: Command[Any], ticket: Ticket[Any], limit: float) -> int:
-        self._admit()
-        return super().settle(command, ticket, limit)
+        thread = self._admit()
+        try:
+            self._inside.add(thread)
+            return super().settle(command, ticket, limit)
+        finally:
+            self._inside.discard(thread)
 
     def take(self, arrivals: Arrivals[T], deadline: Deadline) -> T:
-        self._admit()
-        return super().take(arrivals, deadline)
+        thread = self._admit()
+        try:
+            self._inside.add(thread)
+            return super().take(arrivals, deadline)
+        finally:
+            self._inside.discard(thread)
 
-    def _admit(self) -> None:
+    def _admit(self) -> int:
+        """Return which thread this is. What it waited for here would only come when the call that it is in goes on."""
         if self._pid != os.getpid():
             raise UsageError("this TCPStore was made before a fork, and its connection is the parent's: make a new one")
+        thread = threading.get_ident()
+        if thread in self._inside:
+            raise _handler_called()
+        return thread
 
     def begin(self, command: Command[Any], ticket: Ticket[Any], deadline: Deadline) -> int:
         number = 0
@@ -208,9 +212,7 @@ class Connection(Desk):
     def _send_together(self, wire: Wire, messages: list[bytes], deadline: Deadline) -> None:
         thread = threading.get_ident()
         if self._sender == thread:
-            raise UsageError(
-                "a signal handler has called a store in the middle of a call to it: let it set an event for a thread"
-            )
+            raise _handler_called()
         # Who has sent a piece and is back with the next waits for its turn behind those who have waited meanwhile.
         acquire(self._turn, deadline)
         try:

@@ -10,7 +10,7 @@ import ssl
 
 from asyncdist.deadline import Deadline
 from asyncdist.handshake import NONCE_NBYTES, Pushed, dial
-from asyncdist.store.dialling import hung_up
+from asyncdist.store.dialling import connect, hung_up, tune, unknown
 from asyncdist.tls import TlsSocket
 
 _READ_NBYTES, _LONG_READ_NBYTES = 64 << 10, 1 << 20
@@ -95,6 +95,28 @@ def _poll(poll: select.poll, deadline: Deadline) -> None:
         left = deadline.remaining_or_none()
         if not left:
             raise TimeoutError
+
+
+def open_wire(host: str, port: int, tls: ssl.SSLContext | None, deadline: Deadline) -> Wire:
+    """Connect, with TLS if so, which has no use within a host. Raises OSError where another attempt may do better."""
+    try:
+        sock = connect(host, port, max(deadline.remaining(), 0.001))
+    except UnicodeError as error:
+        raise unknown(error) from None
+    wire: Wire | None = None
+    try:
+        tune(sock)
+        secured = (
+            None if tls is None or sock.family == socket.AF_UNIX else TlsSocket(sock, tls, serves=False, name=host)
+        )
+        wire = Wire(sock, secured)
+        wire.secure(deadline)
+        return wire
+    except BaseException:
+        if wire is not None:
+            wire.close()
+        sock.close()
+        raise
 
 
 def shake_hands(wire: Wire, token: str | None, deadline: Deadline) -> bytes:

@@ -162,3 +162,32 @@ def test_a_signal_handler_that_calls_in_the_middle_of_a_call_is_told(monkeypatch
             store.set("k", "v")
         store.set("l", "w")
         assert store.list_keys() == ["l"]
+
+
+def test_a_signal_handler_that_calls_while_its_thread_waits_is_told(monkeypatch):
+    """It would wait for what only the call below it could read."""
+    with (
+        TCPStore("127.0.0.1", 0, is_master=True, timeout=LONG, config=CONFIG) as master,
+        TCPStore("127.0.0.1", master.port, timeout=LONG, config=CONFIG) as store,
+        master.subscribe("news") as news,
+    ):
+
+        def interrupts(connection: threads.Connection, call: Callable[[], object]) -> None:
+            wait = connection._wire.wait
+
+            def interrupted(deadline: Deadline) -> None:
+                patch.undo()
+                with pytest.raises(UsageError, match="signal handler"):
+                    call()
+                master.set("k", "v") if connection is store._connection else master.publish("news", "v")
+                wait(deadline)
+
+            patch.setattr(connection._wire, "wait", interrupted)
+
+        with monkeypatch.context() as patch:
+            interrupts(store._connection, lambda: store.set("another", ""))
+            assert store.get("k") == b"v"
+        with monkeypatch.context() as patch:
+            interrupts(news._desk, news.get)
+            assert news.get(LONG) == b"v"
+        assert store.list_keys() == ["k"]
