@@ -204,10 +204,15 @@ class Connection(Desk):
                 with contextlib.suppress(TimeoutError, StoreConnectionError):
                     self._send_together(wire, [parcel.abandoned()], Deadline.after(_WORD_TIMEOUT))
 
-    def _send_apart(self, wire: Wire, parcel: Parcel) -> None:
-        """Send a long message again, in a thread of its own: whoever reads has to go on reading meanwhile."""
+    def _send_apart(self, wire: Wire, messages: list[bytes | Parcel]) -> None:
+        """Send what is asked again, in a thread of its own: whoever reads has to read on meanwhile, or has to go."""
+        short = [message for message in messages if not isinstance(message, Parcel)]
         with contextlib.suppress(TimeoutError, StoreConnectionError):  # whoever waits for the answer knows better
-            self._send(wire, parcel, Deadline.after(None))
+            if short:
+                self._send_together(wire, short, Deadline.never())
+            for message in messages:
+                if isinstance(message, Parcel):
+                    self._send(wire, message, Deadline.never())
 
     def _send_together(self, wire: Wire, messages: list[bytes], deadline: Deadline) -> None:
         thread = threading.get_ident()
@@ -295,14 +300,8 @@ class Connection(Desk):
             if lost is not None:
                 self._break(lost)
                 return
-            short = [message for message in more if not isinstance(message, Parcel)]
-            if short:
-                self._send_together(wire, short, deadline)
-            for message in more:
-                if isinstance(message, Parcel):
-                    threading.Thread(target=self._send_apart, args=(wire, message), daemon=True).start()
-        except TimeoutError:
-            raise
+            if more:
+                threading.Thread(target=self._send_apart, args=(wire, more), daemon=True).start()
         except OSError as error:
             self._lose(wire, describe(error))
         except ProtocolError as error:

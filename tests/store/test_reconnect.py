@@ -18,11 +18,13 @@ from types import SimpleNamespace
 import pytest
 
 from asyncdist.config import Config
+from asyncdist.deadline import Deadline
 from asyncdist.errors import ProtocolError, StoreConnectionError, StoreError, StoreTimeoutError
 from asyncdist.runtime import runtime
 from asyncdist.store import AsyncStore, StoreServer, TCPStore, dialling, operations
 from asyncdist.store.changes import Book, replay
 from asyncdist.store.conversation import Conversation
+from asyncdist.store.desk import Ticket
 from asyncdist.store.entries import KEPT_ANSWERS, Contents
 from asyncdist.store.members import Member, Members
 from asyncdist.store.messages import Encoder, Request, decode_request, hello, messages_in
@@ -128,6 +130,24 @@ def test_random_cuts_under_many_threads():
         assert waiting.result(LONG) == b"v"
         store.close()
     runtime().run(server.close())
+
+
+def test_what_others_asked_is_asked_again_though_who_reads_has_no_time_for_it():
+    with (
+        TCPStore("127.0.0.1", 0, is_master=True, config=CONFIG) as master,
+        TCPStore("127.0.0.1", master.port, timeout=LONG, config=CONFIG) as store,
+        ThreadPoolExecutor(1) as another,
+    ):
+        connection, other = store._connection, Ticket()
+        connection.begin(operations.get("later"), other, Deadline.never())
+        connection._lose(connection._wire, "said by a test")
+        another.submit(connection._turn.acquire).result(LONG)  # as one who sends over a slow line
+        with pytest.raises(StoreTimeoutError):
+            store.get("never", timeout=SHORT)
+        another.submit(connection._turn.release).result(LONG)
+        master.set("later", b"v")
+        connection.wait_for(other, Deadline.after(LONG / 4))
+        assert other.value == b"v"
 
 
 async def test_who_waits_for_a_server_that_cannot_be_reached_has_its_timeout(server, proxy):
