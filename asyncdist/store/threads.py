@@ -4,7 +4,7 @@ All threads share it: each sends its request and then waits, and of those who wa
 the socket and hands answers to the others. When the leader has its own answer it goes, and the first of the others leads.
 So a thread that waits for a key blocks nobody, and nobody's call hops through another thread.
 
-When the socket breaks, the leader makes a new one, and the conversation goes on over that.
+When the socket breaks, the leader waits for a new one (`reconnecting`), and the conversation goes on over that.
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ from typing import Any, TypeVar
 
 from asyncdist.config import Config
 from asyncdist.deadline import Deadline, Timeout
-from asyncdist.errors import AsyncdistError, ProtocolError, StoreConnectionError, UsageError
-from asyncdist.store.conversation import IDENTITY_NBYTES, Conversation
-from asyncdist.store.desk import Arrivals, Desk, Ticket, acquire
-from asyncdist.store.dialling import Persistence, Redial, broken, closed, describe
+from asyncdist.errors import ProtocolError, StoreConnectionError, UsageError
+from asyncdist.store.desk import Arrivals, Ticket, acquire
+from asyncdist.store.dialling import broken, closed, describe
 from asyncdist.store.messages import framed
 from asyncdist.store.operations import Command
 from asyncdist.store.pieces import Parcel
-from asyncdist.store.wire import Wire, open_wire, shake_hands
-from asyncdist.tls import client_context
+from asyncdist.store.reconnecting import Reconnecting
+from asyncdist.store.wire import Wire
 
 T = TypeVar("T")
 _WORD_TIMEOUT = 1.0
@@ -37,26 +36,17 @@ def _handler_called() -> UsageError:
     )
 
 
-class Connection(Desk):
+class Connection(Reconnecting):
     """A conversation with a store that many threads take part in, over one socket, and the next when that breaks."""
 
     def __init__(self, host: str, port: int, token: str | None, config: Config) -> None:
-        super().__init__()
-        self.where = f"{host}:{port}"
-        self._host, self._port, self._token, self._config = host, port, token, config
-        self._tls = client_context(config)
-        self._conversation = Conversation(self.where, config.store_lease, os.urandom(IDENTITY_NBYTES))
-        self._wire: Wire | None = None
-        self._broken: list[Wire] = []  # which a thread may still be in
-        self._redial = Redial(self._conversation, host, port, config.store_reconnect)
+        super().__init__(host, port, token, config)
         self._pid = os.getpid()
-        self._turn, self._sending, self._carrying = threading.RLock(), threading.RLock(), threading.RLock()
+        self._turn, self._carrying = threading.RLock(), threading.RLock()
         self._sender = 0  # the thread that is sending
         self._inside: set[int] = set()  # the threads that are in a call
         self._led = False
         self._followers: dict[Ticket[Any], None] = {}
-        self._over: StoreConnectionError | None = None
-        self._closing = threading.Event()
         self._others: weakref.WeakSet[Connection] = weakref.WeakSet()
 
     @classmethod
@@ -65,55 +55,19 @@ class Connection(Desk):
     ) -> Connection:
         """Connect, trying again while nothing answers, for ``timeout`` seconds; raises what AsyncStore.connect does."""
         connection = cls(host, port, token, config or Config())
-        connection._reach(timeout)
+        connection.reach(timeout)
         return connection
 
     def another(self, timeout: Timeout) -> Connection:
         """Open one more to the same store, which is closed with this one."""
+        self._be_ours()
         connection = Connection(self._host, self._port, self._token, self._config)
         with self.lock:
             if self._closing.is_set():
                 raise closed(self.where)
             self._others.add(connection)
-        connection._reach(timeout)
+        connection.reach(timeout)
         return connection
-
-    def _reach(self, timeout: Timeout) -> None:
-        persistence = Persistence(self._host, self._port, timeout)
-        while True:
-            try:
-                self._attempt(persistence, persistence.attempt())
-                return
-            except OSError as error:
-                self._closing.wait(persistence.pause_after(error))
-
-    def _attempt(self, persistence: Persistence, deadline: Deadline) -> None:
-        """Try once to connect. Raises OSError where another attempt may do better."""
-        self._go_on()
-        wire = open_wire(persistence.host, persistence.port, self._tls, deadline)
-        try:
-            self._greet(wire, deadline)
-            with self.lock:
-                message = self._conversation.introduce()
-            wire.send(framed([message]), deadline)
-            with self.lock:
-                self._go_on()
-                self._wire = wire
-        except BaseException:
-            wire.close()
-            with self.lock:
-                self._conversation.interrupted()
-            raise
-
-    def _greet(self, wire: Wire, deadline: Deadline) -> None:
-        """Shake hands and read the server's hello."""
-        hello = shake_hands(wire, self._token, deadline)
-        while True:
-            with self.lock:
-                self._conversation.receive(hello)
-                if self._conversation.greeted:
-                    return
-            hello = wire.receive(deadline)
 
     # -- asking -----------------------------------------------------------------------------------
 
@@ -135,12 +89,15 @@ class Connection(Desk):
 
     def _admit(self) -> int:
         """Return which thread this is. What it waited for here would only come when the call that it is in goes on."""
-        if self._pid != os.getpid():
-            raise UsageError("this TCPStore was made before a fork, and its connection is the parent's: make a new one")
+        self._be_ours()
         thread = threading.get_ident()
         if thread in self._inside:
             raise _handler_called()
         return thread
+
+    def _be_ours(self) -> None:
+        if self._pid != os.getpid():
+            raise UsageError("this TCPStore was made before a fork, and its connection is the parent's: make a new one")
 
     def begin(self, command: Command[Any], ticket: Ticket[Any], deadline: Deadline) -> int:
         number = 0
@@ -283,7 +240,7 @@ class Connection(Desk):
         while not ticket.ready:
             wire = self._wire
             if wire is None:
-                self._dial_again(deadline)
+                self._wait_for_another(deadline)
             else:
                 self._read(wire, deadline)
 
@@ -319,10 +276,10 @@ class Connection(Desk):
                 ticket.event.set()
                 return
 
-    # -- one socket after the other -----------------------------------------------------------------
+    # -- ends -------------------------------------------------------------------------------------
 
     def _lose(self, wire: Wire, why: str) -> None:
-        """A socket is broken: who leads makes another, if there is a point in that."""
+        """A socket is broken: who leads has another made, if there is a point in that."""
         with self.lock:
             if self._wire is not wire:
                 return
@@ -335,43 +292,6 @@ class Connection(Desk):
             else:
                 self._end(over)
         wire.wake()
-
-    def _dial_again(self, deadline: Deadline) -> None:
-        """Try once to connect again, when that is due. Raises TimeoutError."""
-        with self._sending, self.lock:
-            self._drop()
-            if self._over is not None:  # what is open has been told so
-                return
-        persistence = self._redial.persistence
-        self._closing.wait(min(self._redial.due.remaining(), deadline.remaining()))
-        if deadline.expired():
-            raise TimeoutError
-        try:
-            self._attempt(persistence, Deadline(min(persistence.attempt().at, deadline.at)))
-            self._redial.succeeded()
-        except (OSError, AsyncdistError) as error:
-            over = self._redial.failed(error)
-            if over is not None:
-                self._break(over)
-
-    # -- ends -------------------------------------------------------------------------------------
-
-    def _go_on(self) -> None:
-        """Raise what has ended it, if something has."""
-        if self._over is not None:
-            raise StoreConnectionError(*self._over.args)
-
-    def _break(self, error: StoreConnectionError) -> None:
-        """End it for everyone, unless it has ended already."""
-        with self.lock:
-            self._end(error)
-
-    def _end(self, error: StoreConnectionError) -> None:
-        """The same where the lock is held."""
-        over = self._over = self._over or error
-        self._conversation.end(over)
-        if self._wire is not None:
-            self._wire.wake()
 
     def close(self) -> None:
         if self._pid != os.getpid():
@@ -388,12 +308,3 @@ class Connection(Desk):
             others = list(self._others)
         for other in others:
             other.close()
-
-    def _drop(self) -> None:
-        """Let go of sockets that nobody is in any more."""
-        for wire in self._broken:
-            wire.close()
-        self._broken.clear()
-        if self._over is not None and self._wire is not None:
-            self._wire.close()
-            self._wire = None

@@ -98,23 +98,21 @@ def _poll(poll: select.poll, deadline: Deadline) -> None:
 
 
 def open_wire(host: str, port: int, tls: ssl.SSLContext | None, deadline: Deadline) -> Wire:
-    """Connect, with TLS if so, which has no use within a host. Raises OSError where another attempt may do better."""
+    """Connect; TLS, which has no use within a host, is to be begun (`secure`).
+
+    Raises OSError where another attempt may do better.
+    """
     try:
         sock = connect(host, port, max(deadline.remaining(), 0.001))
     except UnicodeError as error:
         raise unknown(error) from None
-    wire: Wire | None = None
     try:
         tune(sock)
         secured = (
             None if tls is None or sock.family == socket.AF_UNIX else TlsSocket(sock, tls, serves=False, name=host)
         )
-        wire = Wire(sock, secured)
-        wire.secure(deadline)
-        return wire
+        return Wire(sock, secured)
     except BaseException:
-        if wire is not None:
-            wire.close()
         sock.close()
         raise
 

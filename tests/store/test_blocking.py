@@ -29,6 +29,7 @@ from asyncdist.store import TCPStore
 from asyncdist.store.faces import Subscription
 from asyncdist.store.server import StoreServer
 from asyncdist.store.threads import Connection
+from asyncdist.testing.faults import Proxy
 from asyncdist.testing.ports import free_port
 
 UNIT, LONG = 0.05, 10.0
@@ -294,11 +295,38 @@ def test_a_store_is_not_used_by_a_forked_child(master):
         assert news.get(LONG) == b"for the parent"
 
 
+def _ask_after_fork(store: TCPStore) -> None:
+    for ask in store.get, store.subscribe:
+        with pytest.raises(UsageError, match="before a fork"):
+            ask("k")
+    store.close()
+    os._exit(17)
+
+
+@pytest.mark.processes
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_child_forked_while_a_thread_connects_is_told_too(master, threads):
+    with Proxy("127.0.0.1", master.port) as proxy, TCPStore(*proxy.address, timeout=LONG, config=CONFIG) as other:
+        waiting = threads.submit(other.get, "k")
+        proxy.clog()
+        before = set(proxy._connections)
+        proxy.cut()
+        proxy.until(lambda: set(proxy._connections) - before)
+        with other._connection.lock:  # as the thread that connects may have it then
+            child = multiprocessing.get_context("fork").Process(target=_ask_after_fork, args=(other,))
+            child.start()
+        child.join(LONG)
+        assert child.exitcode == 17
+        proxy.unclog()
+        master.set("k", "v")
+        assert waiting.result(LONG) == b"v"
+
+
 def test_connections_are_closed_when_an_attempt_fails(master, monkeypatch):
     def broken(*_: object) -> None:
         raise OSError("no luck")
 
-    monkeypatch.setattr("asyncdist.store.threads.shake_hands", broken)
+    monkeypatch.setattr("asyncdist.store.reconnecting.shake_hands", broken)
     with pytest.raises(StoreConnectionError, match="no luck"):
         Connection.open("127.0.0.1", master.port, "t", UNIT)
     gc.collect()

@@ -18,10 +18,10 @@ import pytest
 from asyncdist.config import Config
 from asyncdist.deadline import Deadline
 from asyncdist.errors import UsageError
-from asyncdist.store import TCPStore, desk, threads, wire
+from asyncdist.store import TCPStore, desk, reconnecting, threads, wire
 
 LONG, CONFIG = 10.0, Config()
-FILES = {module.__file__ for module in (desk, threads, wire)}
+FILES = {module.__file__ for module in (desk, reconnecting, threads, wire)}
 
 
 @cache
@@ -86,7 +86,16 @@ def get_what_comes_later(store: TCPStore, master: TCPStore) -> None:
         later.join()
 
 
-CALLS = pytest.mark.parametrize("call", [pop, set_a_long_value, get_what_comes_later])
+def get_over_another_connection(store: TCPStore, master: TCPStore) -> None:
+    connection = store._connection
+    breaking = threading.Thread(target=connection._lose, args=(connection._wire, "said by a test"))
+    breaking.start()
+    breaking.join()
+    master.set("k", b"v")
+    assert store.get("k", timeout=LONG) == b"v"
+
+
+CALLS = pytest.mark.parametrize("call", [pop, set_a_long_value, get_what_comes_later, get_over_another_connection])
 
 
 @CALLS

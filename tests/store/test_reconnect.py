@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +22,7 @@ from asyncdist.config import Config
 from asyncdist.deadline import Deadline
 from asyncdist.errors import ProtocolError, StoreConnectionError, StoreError, StoreTimeoutError
 from asyncdist.runtime import runtime
-from asyncdist.store import AsyncStore, StoreServer, TCPStore, dialling, operations
+from asyncdist.store import AsyncStore, StoreServer, TCPStore, dialling, operations, reconnecting
 from asyncdist.store.changes import Book, replay
 from asyncdist.store.conversation import Conversation
 from asyncdist.store.desk import Ticket
@@ -29,6 +30,7 @@ from asyncdist.store.entries import KEPT_ANSWERS, Contents
 from asyncdist.store.members import Member, Members
 from asyncdist.store.messages import Encoder, Request, decode_request, hello, messages_in
 from asyncdist.store.operations import Kind, Op, Reply
+from asyncdist.store.wire import Wire
 from asyncdist.testing.faults import Proxy
 from asyncdist.testing.ports import free_port
 
@@ -148,6 +150,48 @@ def test_what_others_asked_is_asked_again_though_who_reads_has_no_time_for_it():
         master.set("later", b"v")
         connection.wait_for(other, Deadline.after(LONG / 4))
         assert other.value == b"v"
+
+
+def test_calls_with_short_timeouts_wait_for_one_and_the_same_attempt_to_connect(monkeypatch):
+    """Else a client that polls would never come back where connecting takes longer than one of its calls."""
+    answered, begun, greet = threading.Event(), [], reconnecting.shake_hands
+
+    def shake_hands(wire: Wire, token: str | None, deadline: Deadline) -> bytes:
+        begun.append(deadline)
+        if not answered.wait(deadline.remaining()):
+            raise TimeoutError
+        return greet(wire, token, deadline)
+
+    with (
+        TCPStore("127.0.0.1", 0, is_master=True, config=CONFIG) as master,
+        TCPStore("127.0.0.1", master.port, timeout=LONG, config=CONFIG.with_(store_reconnect=LONG)) as store,
+    ):
+        monkeypatch.setattr(reconnecting, "shake_hands", shake_hands)
+        store._connection._lose(store._connection._wire, "said by a test")
+        for _ in range(5):
+            with pytest.raises(StoreTimeoutError):
+                store.get("k", timeout=SHORT / 10)
+        answered.set()
+        store.set("k", b"v")
+        assert store.get("k") == b"v"
+        assert len(begun) == 1
+
+
+def test_closing_wakes_threads_that_wait_for_another_connection():
+    with (
+        TCPStore("127.0.0.1", 0, is_master=True, config=CONFIG) as master,
+        Proxy("127.0.0.1", master.port) as proxy,
+        TCPStore(*proxy.address, timeout=LONG, config=CONFIG) as store,
+        ThreadPoolExecutor(1) as others,
+    ):
+        waiting = others.submit(store.get, "k")
+        proxy.clog()  # so that the next connection is taken, and hears nothing
+        before = set(proxy._connections)
+        proxy.cut()
+        proxy.until(lambda: set(proxy._connections) - before)
+        store.close()
+        with pytest.raises(StoreConnectionError, match="closed by this process"):
+            waiting.result(LONG / 4)
 
 
 async def test_who_waits_for_a_server_that_cannot_be_reached_has_its_timeout(server, proxy):
