@@ -17,7 +17,7 @@ from asyncdist.store.c10d_session import at_once
 from asyncdist.store.changes import Book, replay
 from asyncdist.store.entries import Contents
 from asyncdist.store.messages import LENGTH, Encoder, FrameParser, decode_answer, decode_request, hello
-from asyncdist.store.operations import SERVERS, Kind, Op
+from asyncdist.store.operations import SERVERS, Kind, Op, Reply
 from asyncdist.store.pieces import Arriving
 from asyncdist.store.state import StoreState
 
@@ -125,6 +125,19 @@ def _kept(*requests: tuple[Op, tuple[object, ...]]) -> bytes:
     return b"".join(book.take())
 
 
+def _of_a_client() -> bytes:
+    book, identity = Book(wake=lambda: None), bytes(range(16))
+    book.arrived(identity, 10.0)
+    for request in (1, 2, 3):
+        book.answered(identity, Reply(None, request, Kind.RESULT, request))
+    book.dropped(identity, 1)
+    book.received(identity, 3)
+    book.owned("k", identity, b"v")
+    book.disowned("k", b"v")
+    book.forgotten(identity)
+    return b"".join(book.take())
+
+
 _FRAME = Encoder().frame
 _VALUE, _MESSAGE = ExtType(1, bytes(4)), LENGTH.pack(6) + packb(ExtType(2, bytes(4)))
 _CHANGES = _kept((Op.SET, ("k", b"v")), (Op.APPEND, ("k", b"w")), (Op.QUEUE_PUSH, ("q", b"i")), (Op.DELETE_KEY, ("k",)))
@@ -156,5 +169,5 @@ SEEDS: dict[str, list[bytes]] = {
     ],
     "greeting": [b"\x05" + MAGIC + NONCE + bytes(33)],
     "frames": [log.frame_head(SALT, _RECORD) + _RECORD + log.frame_head(SALT, _CHANGES) + _CHANGES],
-    "changes": [_CHANGES, _RECORD],
+    "changes": [_CHANGES, _RECORD, _of_a_client()],
 }
