@@ -108,18 +108,18 @@ def test_appending_to_a_long_value_copies_it_hardly_ever_now_or_when_it_is_done_
     state.execute("c", 0, Op.SET, ("k", bytes(value)))
 
     def append() -> None:
-        for number in range(1, 501):
+        for number in range(1, 1001):
             state.execute("c", number, Op.APPEND, ("k", b"piece"))
 
     def copy() -> None:
-        for _ in range(100):
+        for _ in range(300):
             bytes(value)
 
     assert cpu_seconds(append) < cpu_seconds(copy)
     body = b"".join(book.take())
     assert cpu_seconds(lambda: replay(body, contents)) < cpu_seconds(copy)
     assert contents == state.contents()
-    assert contents.values == {"k": bytes(value) + b"piece" * 500}
+    assert contents.values == {"k": bytes(value) + b"piece" * 1000}
 
 
 def cpu_seconds(work: Callable[[], object]) -> float:
