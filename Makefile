@@ -18,9 +18,10 @@ $(READY): pyproject.toml constraints.txt
 train: $(READY)  ## train on real digits, two ranks, over our own transport
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node=$(RANKS) examples/train_digits.py
 
-# A worker takes tests in their order until another has none left: ranks are forked off one process a folder.
+# A worker takes tests in their order until another has none left: ranks are forked off one process a folder. Whatever the
+# environment says, what is compiled is kept, or each of many hundred processes would compile the package anew.
 test: $(READY)  ## run the tests, in WORKERS processes at once
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
 # By the python that runs here if its torch has CUDA, else by the virtual environment if there is one: nothing is fetched.
 test-gpu:  ## run the tests that need a GPU; says why if they are skipped
