@@ -73,7 +73,7 @@ class Conversation:
         self._changes: dict[int, None] = {}  # those of them that change something
         self._kept_nbytes = 0  # by the store, of answers that have arrived here
         self._restoring: dict[int, Command[Any]] = {}  # asked by nobody but us
-        self._held: set[int] = set()  # asked while there was no connection
+        self._held: set[int] = set()  # not to be sent yet
         self._ephemeral: dict[str, Command[Any]] = {}
         self._tied = False
         self._last = 0
@@ -163,7 +163,7 @@ class Conversation:
 
     def goodbye(self) -> bytes:
         """Return the message that says that we shall not be back."""
-        return self._encoder.pack((0, Op.LEAVE)) if self._talking else b""
+        return self._encoder.pack((0, Op.LEAVE))
 
     # -- one connection after the other -----------------------------------------------------------
 
@@ -204,21 +204,30 @@ class Conversation:
                 "there; `asyncdist store --data` outlives its own end"
             )
             return
-        self._talking = True
-        held, self._held = self._held, set()
         if not known:
             self._restore_ephemeral()
-        for request, command in self._restoring.items():  # before what was asked, which may be about these keys
-            self._out.append(self._message(request, command))
         for request, sink in list(self._asked.items()):
             command = sink.command
             op = command.op
-            if request not in held and op is Op.SUBSCRIBE:
+            if request in self._held:
+                continue
+            if op is Op.SUBSCRIBE:
                 self._break_off(request, self._missed(command))
-            elif request in held or known or op not in CHANGING or op in REPEATABLE:
-                self._ask_again(request, command)
-            else:
+            elif not known and op in CHANGING and op not in REPEATABLE:
                 self._break_off(request, self._unknown(command))
+        self._held.update(self._asked)
+        for request, command in self._restoring.items():
+            self._out.append(self._message(request, command))
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Ask what is held, once our keys are there again: it may be about these, and would overtake long values."""
+        if self._restoring:
+            return
+        self._talking = True
+        self._held.clear()
+        for request, sink in list(self._asked.items()):
+            self._ask_again(request, sink.command)
 
     def _ask_again(self, request: int, command: Command[Any]) -> None:
         try:
@@ -305,6 +314,7 @@ class Conversation:
         key, restored = self._restoring.pop(request).args
         if value is False and self._what_is_ours(key) is restored:  # somebody has set it since
             del self._ephemeral[key]
+        self._go_on()
 
     def _note_ephemeral(self, command: Command[Any], kind: int) -> None:
         op, args = command

@@ -568,6 +568,37 @@ def test_a_key_whose_deletion_was_given_up_is_restored_only_if_that_was_never_se
     assert restored == ([] if sent else [("k", b"1")])
 
 
+def test_nothing_is_asked_before_the_keys_are_back():
+    talk = Conversation()
+    over_the_wire(talk, known=False)
+    for key in ("k", "l"):
+        request, _ = talk.ask(a_sink(operations.set_ephemeral(key, b"1")))
+        talk.receive(Encoder().frame(request, Kind.RESULT, None))
+    looking, _ = talk.ask(a_sink(operations.check(["k"])))
+    first, second = over_the_wire(talk, known=False)
+    deleting, message = talk.ask(a_sink(operations.delete_key("k")))
+    assert message == b""
+    talk.receive(Encoder().frame(first.id, Kind.RESULT, True))
+    assert not talk.has_more
+    talk.receive(Encoder().frame(second.id, Kind.RESULT, True))
+    asked = [decode_request(message) for sent in talk.take_out() for message in messages_in(sent)]
+    assert [(each.id, each.op) for each in asked] == [(looking, Op.CHECK), (deleting, Op.DELETE_KEY)]
+    assert over_the_wire(talk, known=True) == asked
+
+
+def test_a_change_that_the_store_may_have_made_before_it_forgot_us_is_not_asked_again_while_keys_come_back():
+    talk, told = Conversation(), []
+    over_the_wire(talk, known=False)
+    request, _ = talk.ask(a_sink(operations.set_ephemeral("k", b"1")))
+    talk.receive(Encoder().frame(request, Kind.RESULT, None))
+    talk.ask(SimpleNamespace(command=operations.add("n", 1), reject=told.append))
+    (restore,) = over_the_wire(talk, known=False)
+    assert over_the_wire(talk, known=True) == [restore]
+    talk.receive(Encoder().frame(restore.id, Kind.RESULT, True))
+    assert not talk.has_more
+    assert len(told) == 1
+
+
 def a_sink(command: operations.Command) -> SimpleNamespace:
     return SimpleNamespace(command=command, resolve=print, reject=print)
 
@@ -606,6 +637,32 @@ async def test_a_client_that_was_forgotten_puts_its_keys_back(server, proxy, sto
     assert await other.num_keys() == 1
     assert await store.get("here", timeout=LONG) == b"1"
     await other.close()
+
+
+async def test_a_long_value_that_is_put_back_is_not_overtaken(server, proxy, store, eventually):
+    other = await through(proxy, store_lease=0.0)
+    await other.set("here", bytes(200_000), ephemeral=True)
+    proxy.clog()
+    proxy.cut()
+    await eventually(lambda: other._line.link is None)
+    deleting = other.delete_key("here")
+    proxy.unclog()
+    assert await deleting is True
+    assert not await store.check(["here"])
+    await other.close()
+
+
+def test_a_long_value_that_a_blocking_client_puts_back_is_not_overtaken(until):
+    server = runtime().run(StoreServer.start("127.0.0.1", 0, token=TOKEN))
+    with (
+        Proxy("127.0.0.1", server.port) as proxy,
+        TCPStore(*proxy.address, timeout=LONG, config=CONFIG.with_(store_lease=0.0)) as store,
+    ):
+        store.set("here", bytes(200_000), ephemeral=True)
+        proxy.cut()
+        until(lambda: len(server.members) == 0)
+        assert store.check(["here"])
+    runtime().run(server.close())
 
 
 # -- watching ---------------------------------------------------------------------------------------
