@@ -14,14 +14,17 @@ So it is where more changes were under way than the store keeps answers to.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection
 from typing import Any, Protocol
 
 from asyncdist.errors import ProtocolError, QueueEmptyError, StoreConnectionError, StoreError, UsageError
-from asyncdist.store.entries import cost_of
+from asyncdist.store.entries import cost_of, named
 from asyncdist.store.messages import HELLO, VERSION, Encoder, FrameParser, decode_answer, message_limit
 from asyncdist.store.operations import BLOCKING, CHANGING, REPEATABLE, STREAMS, Command, Kind, Op, Reason
 from asyncdist.store.pieces import FRAME_NBYTES, LONG_NBYTES, Arriving, Parcel, request_piece, weight
+
+log = logging.getLogger("asyncdist")
 
 IDENTITY_NBYTES = 16
 """Of a random identity: enough that no two clients have the same."""
@@ -216,8 +219,11 @@ class Conversation:
             elif not known and op in CHANGING and op not in REPEATABLE:
                 self._break_off(request, self._unknown(command))
         self._held.update(self._asked)
-        for request, command in self._restoring.items():
-            self._out.append(self._message(request, command))
+        for request, command in list(self._restoring.items()):
+            try:
+                self._out.append(self._message(request, command))
+            except UsageError as error:
+                self._do_without(request, str(error))
         self._go_on()
 
     def _go_on(self) -> None:
@@ -281,7 +287,7 @@ class Conversation:
             elif request == self._resuming and request:
                 self._hear_resumed(kind, value)
             elif request in self._restoring:
-                self._hear_restored(request, value)
+                self._hear_restored(request, kind, value)
             return
         op = sink.command.op
         if kind == Kind.PUBLISHED:
@@ -309,12 +315,26 @@ class Conversation:
             raise ProtocolError("the store does not say what it knows of us: run the same asyncdist on both sides")
         self._resumed(*value)
 
-    def _hear_restored(self, request: int, value: Any) -> None:
-        self._changes.pop(request, None)
-        key, restored = self._restoring.pop(request).args
-        if value is False and self._what_is_ours(key) is restored:  # somebody has set it since
-            del self._ephemeral[key]
+    def _hear_restored(self, request: int, kind: int, value: Any) -> None:
+        if kind != Kind.RESULT:
+            self._do_without(request, value[1])
+        else:
+            key = self._close_restoring(request)
+            if value is False:  # somebody has set it since
+                del self._ephemeral[key]
         self._go_on()
+
+    def _do_without(self, request: int, why: str) -> None:
+        """The store does not take back a key of ours: it may take less than it did, or than the one before."""
+        key = self._close_restoring(request)
+        del self._ephemeral[key]
+        log.warning("the store at %s does not take back the ephemeral key %s: %s", self.where, named(key), why)
+
+    def _close_restoring(self, request: int) -> str:
+        """Forget a request of `_restoring`; return the key that it was about."""
+        self._changes.pop(request, None)
+        key: str = self._restoring.pop(request).args[0]
+        return key
 
     def _note_ephemeral(self, command: Command[Any], kind: int) -> None:
         op, args = command

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from types import SimpleNamespace
+from unittest.mock import ANY
 
 import pytest
 
@@ -29,7 +30,7 @@ from asyncdist.store.desk import Ticket
 from asyncdist.store.entries import KEPT_ANSWERS, Contents
 from asyncdist.store.members import Member, Members
 from asyncdist.store.messages import Encoder, Request, decode_request, hello, messages_in
-from asyncdist.store.operations import Kind, Op, Reply
+from asyncdist.store.operations import Kind, Op, Reason, Reply
 from asyncdist.store.wire import Wire
 from asyncdist.testing.faults import Proxy
 from asyncdist.testing.ports import free_port
@@ -599,14 +600,44 @@ def test_a_change_that_the_store_may_have_made_before_it_forgot_us_is_not_asked_
     assert len(told) == 1
 
 
+def test_a_key_that_a_smaller_store_does_not_take_back_is_done_without(caplog):
+    talk, lengths = Conversation(), {"small": 1, "too much for a value": 1000, "too much for a message": 100_000}
+    over_the_wire(talk, known=False)
+    for key, nbytes in lengths.items():
+        request, _ = talk.ask(a_sink(operations.set_ephemeral(key, bytes(nbytes))))
+        talk.receive(Encoder().frame(request, Kind.RESULT, None))
+    looking, _ = talk.ask(a_sink(operations.check(["other"])))
+    first, second = over_the_wire(talk, known=False, limit=70_000)
+    talk.receive(Encoder().frame(first.id, Kind.RESULT, True))
+    talk.receive(Encoder().frame(second.id, Kind.REFUSED, (int(Reason.TOO_LARGE), "as said by a test")))
+    assert [decode_request(message).id for sent in talk.take_out() for message in messages_in(sent)] == [looking]
+    assert [record.args[1:] for record in caplog.records] == [
+        ("'too much for a message'", ANY), ("'too much for a value'", "as said by a test"),
+    ]  # fmt: skip
+    assert [each.args[0] for each in over_the_wire(talk, known=False) if each.id != looking] == ["small"]
+
+
+async def test_a_client_goes_on_without_the_key_that_a_smaller_store_does_not_take_back(tmp_path, caplog):
+    config = CONFIG.with_(store_lease=0.0)
+    async with await StoreServer.start("127.0.0.1", 0, token=TOKEN, data=tmp_path) as server:
+        port, server.stays = server.port, True
+        store = await AsyncStore.connect("127.0.0.1", port, timeout=LONG, config=config)
+        await store.set("here", bytes(200_000), ephemeral=True)
+    small = Config(store_max_value_nbytes=1000, store_max_key_nbytes=100)
+    async with await StoreServer.start("127.0.0.1", port, token=TOKEN, config=small, data=tmp_path):
+        assert not await store.check(["here"])
+        assert "does not take back the ephemeral key 'here'" in caplog.text
+        await store.close()
+
+
 def a_sink(command: operations.Command) -> SimpleNamespace:
     return SimpleNamespace(command=command, resolve=print, reject=print)
 
 
-def over_the_wire(talk: Conversation, *, known: bool) -> list[Request]:
+def over_the_wire(talk: Conversation, *, known: bool, limit: int = 1 << 20) -> list[Request]:
     """Give a conversation another connection, whose store knows it or does not, and return what it asks by itself."""
     talk.interrupted()
-    talk.receive(hello(1 << 20))
+    talk.receive(hello(limit))
     (resume,) = messages_in(talk.introduce())
     talk.receive(Encoder().frame(resume[0], Kind.RESULT, ("lineage", known, False)))
     return [decode_request(message) for sent in talk.take_out() for message in messages_in(sent)]
