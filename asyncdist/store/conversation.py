@@ -9,7 +9,8 @@ A conversation outlives its connections. What has not been answered when one bre
 the same number: the store knows by the client's identity and that number what it has done already, and does it once
 (`members`). Where the store does not know us any more, because it was started anew or our lease has run out, what only
 looks, waits or sets is still asked again; of any other change nobody knows whether it was made, and its sink is told so.
-So it is where more changes were under way than the store keeps answers to.
+So it is where more changes were under way than the store keeps answers to. Who stayed there for a job (`ties.lodging`) does
+not go on when it is not known any more: what the job kept may be gone, and nobody would notice.
 """
 
 from __future__ import annotations
@@ -23,11 +24,14 @@ from asyncdist.store.entries import cost_of, named
 from asyncdist.store.messages import HELLO, VERSION, Encoder, FrameParser, decode_answer, message_limit
 from asyncdist.store.operations import BLOCKING, CHANGING, REPEATABLE, STREAMS, Command, Kind, Op, Reason
 from asyncdist.store.pieces import FRAME_NBYTES, LONG_NBYTES, Arriving, Parcel, request_piece, weight
+from asyncdist.store.ties import lodged_under
 
 log = logging.getLogger("asyncdist")
 
 IDENTITY_NBYTES = 16
 """Of a random identity: enough that no two clients have the same."""
+_LONGEST_LEASE = 365 * 86400.0
+"""Seconds, a year: who says more means for ever."""
 _TELL_AFTER_NBYTES = 64 << 10
 """What the store may keep of answers to changes before it is told, with the next request, that they have arrived."""
 _LASTING = frozenset((Op.SET, Op.ADD, Op.COMPARE_SET, Op.DELETE_KEY, Op.APPEND, Op.MULTI_SET))
@@ -69,9 +73,9 @@ class Conversation:
         self.stays = False
         """Whether the store is one that comes back when it has gone, as far as it has said."""
         self.lost: StoreConnectionError | None = None
-        """Why there is no going on, although a store answers: it is not the one that we knew."""
+        """Why there is no going on, although a store answers: it has not kept what we, or others with us, need."""
         self._identity = identity
-        self._lease = lease
+        self._lease = min(lease, _LONGEST_LEASE)
         self._asked: dict[int, Sink] = {}
         self._changes: dict[int, None] = {}  # those of them that change something
         self._kept_nbytes = 0  # by the store, of answers that have arrived here
@@ -205,6 +209,12 @@ class Conversation:
             self.lost = StoreConnectionError(
                 f"the store at {self.where} was started anew and holds nothing of what it held: start again all who met "
                 "there; `asyncdist store --data` outlives its own end"
+            )
+            return
+        if not known and any(map(lodged_under, self._ephemeral)):
+            self.lost = StoreConnectionError(
+                f"the store at {self.where} has not heard of us for more than {self._lease:g} s, and what our job kept "
+                "there may be gone: start it again; a larger ASYNCDIST_STORE_LEASE has the store wait longer"
             )
             return
         if not known:

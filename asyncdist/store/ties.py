@@ -27,6 +27,11 @@ def lodging(prefix: str, name: str) -> str:
     return f"{_LODGING}{prefix}\0{name}"
 
 
+def lodged_under(key: str) -> str:
+    """Return the prefix under which a key has its owner stay; empty for one that says nothing of the kind."""
+    return key.removeprefix(_LODGING).rpartition("\0")[0] if key.startswith(_LODGING) else ""
+
+
 class Ties(Queues):
     """The part of the state machine that has to do with whose a key is, and whom its changes concern."""
 
@@ -85,9 +90,7 @@ class Ties(Queues):
 
     def _lodge(self, key: str, more: int) -> str | None:
         """Count who stays under a prefix; return that, None for a key that says nothing of the kind."""
-        if not key.startswith(_LODGING):
-            return None
-        prefix = key.removeprefix(_LODGING).rpartition("\0")[0]
+        prefix = lodged_under(key)
         if not prefix:
             return None
         self._lodgers[prefix] += more

@@ -1,7 +1,7 @@
 """``init_method="asyncdist://host:port/job"``: a job of torch's finds a store daemon of ours (``asyncdist store``).
 
 Every start of a job is a generation of its own: what an earlier one left at the daemon, killed or not, is never read. It
-goes with the last rank that has left or been killed.
+goes with the last rank that has left or been killed. A rank that comes back when it may be gone is told so by an error.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from asyncdist.config import Config
 from asyncdist.deadline import Timeout, seconds
 from asyncdist.rendezvous import meet
 from asyncdist.runtime import runtime
-from asyncdist.store import PrefixStore, TCPStore
-from asyncdist.torch_backend.lodger import Lodger
+from asyncdist.store import PrefixStore
+from asyncdist.torch_backend.lodger import Lodger, reach
 from asyncdist.torch_backend.store import Store
 
 SCHEME = "asyncdist"
@@ -37,9 +37,7 @@ def rendezvous(url: str, timeout: Timeout = None, **ignored: Any) -> Iterator[tu
     """
     rank, world_size, world_id = runtime().run(_agree(url, timeout))
     parts = urlsplit(url)
-    daemon = TCPStore(
-        parts.hostname or "", parts.port or 0, timeout=seconds(timeout, Config.from_environment().timeout)
-    )
+    daemon = reach(parts.hostname or "", parts.port or 0, seconds(timeout, Config.from_environment().timeout))
     world = f"{parts.path.strip('/')}/{world_id}"
     Lodger(daemon, f"{world}/", str(rank)).start()
     yield Store(PrefixStore(world, daemon)), rank, world_size

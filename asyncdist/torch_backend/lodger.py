@@ -6,13 +6,25 @@ import contextlib
 import math
 import threading
 
+from asyncdist.config import Config
+from asyncdist.deadline import Timeout
 from asyncdist.errors import AsyncdistError
 from asyncdist.store import TCPStore
 from asyncdist.store.ties import lodging
 
 
+def reach(host: str, port: int, timeout: Timeout) -> TCPStore:
+    """Connect to a daemon to stay there: it waits for us as long as we try to come back to it.
+
+    Waited for less long, all of a job could be back in time and find nothing of what it kept.
+    """
+    config = Config.from_environment()
+    lease = max(config.store_lease, config.store_reconnect)
+    return TCPStore(host, port, timeout=timeout, config=config.with_(store_lease=lease))
+
+
 class Lodger(threading.Thread):
-    """Stays under ``prefix`` from now on; once started, over every connection of ``daemon`` until that is closed.
+    """Stays under ``prefix`` from now on; once started, over every connection of ``daemon`` (`reach`) until that is closed.
 
     A blocking client notices only in its next call that its connection is broken, and that may come long after its lease
     has run out. So this thread always waits at the daemon, and takes part in making the next connection at once.

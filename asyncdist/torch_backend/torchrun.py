@@ -22,7 +22,7 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from asyncdist.errors import AsyncdistError, StoreConnectionError
 from asyncdist.store import PrefixStore, TCPStore, operations
 from asyncdist.store.c10d_ping import takes_torchs_clients
-from asyncdist.torch_backend.lodger import Lodger
+from asyncdist.torch_backend.lodger import Lodger, reach
 from asyncdist.torch_backend.store import Store
 
 log = logging.getLogger("asyncdist")
@@ -35,7 +35,7 @@ _ASKED_FOR = 5.0
 def make(parameters: RendezvousParameters) -> RendezvousHandler:
     """Return a handler at the daemon that ``parameters.endpoint`` names; raises StoreConnectionError if none answers."""
     host, port = parse_rendezvous_endpoint(parameters.endpoint, default_port=DEFAULT_PORT)
-    daemon = TCPStore(host, port, timeout=parameters.get_as_int("read_timeout", 60))
+    daemon = reach(host, port, parameters.get_as_int("read_timeout", 60))
     name = f"torchrun/{quote(parameters.run_id, safe='')}"  # without a slash: no job's keys lie among another's
     # Before anything of the job is read: from now on nothing of it goes before we do.
     lodger = Lodger(daemon, f"{name}/", secrets.token_hex(8))

@@ -5,10 +5,13 @@ from __future__ import annotations
 import pytest
 
 from asyncdist.config import Config
-from asyncdist.store import AsyncStore, StoreServer
+from asyncdist.errors import StoreConnectionError
+from asyncdist.runtime import runtime
+from asyncdist.store import AsyncStore, StoreServer, TCPStore
 from asyncdist.store.operations import CHANGED, GONE, Op
 from asyncdist.store.state import StoreState
 from asyncdist.store.ties import lodging
+from asyncdist.testing.faults import Proxy
 
 LONG = 10.0
 
@@ -110,6 +113,42 @@ def test_a_key_that_names_no_prefix_is_like_any_other(house, key):
     before = house.held()
     house.go("d")
     assert house.held() == [each for each in before if each != key]
+
+
+async def test_one_that_comes_back_when_all_may_be_gone_is_told_so(eventually):
+    brief = Config(store_lease=0.0)
+    async with await StoreServer.start("127.0.0.1", 0) as server:
+        with Proxy("127.0.0.1", server.port) as proxy:
+            store = await AsyncStore.connect(*proxy.address, timeout=LONG, config=brief)
+            await store.set(lodging("job/", "0"), b"", ephemeral=True)
+            await store.set("job/step", b"41")
+            proxy.clog()
+            proxy.cut()
+            adding = store.add("job/step", 1)
+            await eventually(lambda: not server.state.num_keys)
+            proxy.unclog()
+            with pytest.raises(StoreConnectionError, match="what our job kept there may be gone"):
+                await adding
+            with pytest.raises(StoreConnectionError, match="what our job kept there may be gone"):
+                await store.check(["job/step"])
+            assert not server.state.num_keys
+            await store.close()
+
+
+def test_one_that_blocks_is_told_so_as_well(until):
+    server = runtime().run(StoreServer.start("127.0.0.1", 0))
+    with (
+        Proxy("127.0.0.1", server.port) as proxy,
+        TCPStore(*proxy.address, timeout=LONG, config=Config(store_lease=0.0)) as store,
+    ):
+        store.set(lodging("job/", "0"), b"", ephemeral=True)
+        store.set("job/step", b"41")
+        proxy.cut()
+        until(lambda: not server.state.num_keys)
+        for _ in range(2):
+            with pytest.raises(StoreConnectionError, match="what our job kept there may be gone"):
+                store.add("job/step", 1)
+    runtime().run(server.close())
 
 
 async def test_a_daemon_that_was_killed_knows_who_stayed_where(tmp_path, eventually):

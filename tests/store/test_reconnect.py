@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import random
 import re
@@ -437,6 +438,13 @@ def test_the_lease_that_a_client_said_last_counts():
     members.arrive(b"a", 20.0, "second")
     members.lost(member, "second", 100.0)
     assert members.next_end() == 120.0
+
+
+def test_a_client_that_is_waited_for_for_ever_says_a_long_time():
+    talk = Conversation(lease=math.inf)
+    talk.receive(hello(1 << 20))
+    ((_, _, _, lease_ms),) = messages_in(talk.introduce())
+    assert lease_ms > 86400e3
 
 
 def test_leases_run_from_the_start_of_the_server_that_takes_over():

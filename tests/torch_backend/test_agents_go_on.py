@@ -6,11 +6,14 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 
-from asyncdist.config import Config
-from asyncdist.store import TCPStore
+from asyncdist.runtime import runtime
+from asyncdist.store import StoreServer, TCPStore, operations
 from asyncdist.testing.daemon import started
 from asyncdist.testing.faults import Proxy
+from asyncdist.torch_backend.init_method import rendezvous
+from asyncdist.torchrun import handler
 
 pytestmark = pytest.mark.processes
 PROGRAM = Path(__file__).parent / "program_at_daemon.py"
@@ -66,19 +69,54 @@ def test_an_agent_that_waits_is_there_for_the_next(place, nursery, until, shut_d
         until(lambda: store.num_keys() == 0)
 
 
-def test_what_ranks_keep_is_there_although_they_have_called_nothing_for_longer_than_their_lease(place, nursery, until):
-    url, brief = f"asyncdist://{place.endpoint}/job", {"ASYNCDIST_STORE_LEASE": "1"}
-    host, port = place.endpoint.split(":")
-    with TCPStore(host, int(port), config=Config.from_environment().with_(store_lease=1.5)) as idle:
-        idle.set("idle", b"", ephemeral=True)
-        ranks = [nursery.start(PROGRAM, "compute", url, rank, 2, environment=brief) for rank in range(2)]
-        assert [rank.hear() for rank in ranks] == ["there"] * 2
-        place.breaks()
-        with place.daemon.client() as store:
-            until(lambda: not store.check(["idle"]))  # and so their leases would be over, too
+def test_ranks_that_call_nothing_come_back_by_themselves_to_what_they_keep(place, nursery, until):
+    """Else they would be forgotten, and what they keep would go."""
+    url = f"asyncdist://{place.endpoint}/job"
+    ranks = [nursery.start(PROGRAM, "compute", url, rank, 2) for rank in range(2)]
+    assert [rank.hear() for rank in ranks] == ["there"] * 2
+    with place.daemon.client() as store:
+        before = store.request(operations.status())
+    place.breaks()
+    with place.daemon.client() as store:
+        taken = before["connections_total"] if store.request(operations.status())["pid"] == before["pid"] else 0
+        until(lambda: store.request(operations.status())["connections_total"] >= taken + 1 + len(ranks))
     for rank in ranks:
         rank.say("tell")
     assert [rank.hear() for rank in ranks] == [True] * 2
     for rank in ranks:
         rank.wait()
         rank.close()
+
+
+def as_a_rank(endpoint):
+    store, _, _ = next(rendezvous(f"asyncdist://{endpoint}/job?rank=0&world_size=1"))
+
+    def leave():
+        store.close()
+        store.underlying.underlying_store.close()
+
+    return store, leave
+
+
+def as_an_agent(endpoint):
+    agent = handler()(RendezvousParameters("asyncdist", endpoint, "job", 1, 1))
+    return agent._store, agent.shutdown
+
+
+@pytest.mark.parametrize("stay", [as_a_rank, as_an_agent])
+def test_what_a_job_keeps_is_there_for_as_long_as_it_tries_to_come_back(stay, monkeypatch, until):
+    monkeypatch.setenv("ASYNCDIST_STORE_LEASE", "0")
+    server = runtime().run(StoreServer.start("127.0.0.1", 0))
+    with Proxy("127.0.0.1", server.port) as proxy, TCPStore(*proxy.address) as other:
+        host, port = proxy.address
+        store, leave = stay(f"{host}:{port}")
+        store.set("step", "41")
+        other.set("of another", "", ephemeral=True)
+        proxy.clog()
+        proxy.cut()
+        until(lambda: server.state.peek("of another") is None)  # and so theirs would be gone, too
+        proxy.unclog()
+        assert store.add("step", 1) == 42
+        leave()
+    until(lambda: not server.state.num_keys)
+    runtime().run(server.close())

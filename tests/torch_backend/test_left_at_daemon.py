@@ -21,11 +21,15 @@ def daemon():
     runtime().run(server.close())
 
 
+def waited_for(lease):
+    return {"ASYNCDIST_STORE_LEASE": lease, "ASYNCDIST_STORE_RECONNECT": lease}
+
+
 def test_keys_go_when_the_last_rank_has_been_killed(daemon, nursery, until):
     with TCPStore("127.0.0.1", daemon.port) as store:
         store.set("job of others", b"")
         url = f"asyncdist://127.0.0.1:{daemon.port}/job"
-        short = {"ASYNCDIST_STORE_LEASE": "0.3"}
+        short = waited_for("0.3")
         ranks = [nursery.start(PROGRAM, "stay", url, rank, 2, environment=short) for rank in range(2)]
         assert [rank.hear() for rank in ranks] == ["there"] * 2
         held = store.num_keys()
@@ -54,8 +58,8 @@ THERE = [b"there", b"there"]
 
 
 def start_agents(nursery, daemon, run_id, lease="30"):
-    endpoint, environment = f"127.0.0.1:{daemon.port}", {"ASYNCDIST_STORE_LEASE": lease}
-    agents = [nursery.start(PROGRAM, "agent", endpoint, run_id, 2, environment=environment) for _ in range(2)]
+    endpoint, waiting = f"127.0.0.1:{daemon.port}", waited_for(lease)
+    agents = [nursery.start(PROGRAM, "agent", endpoint, run_id, 2, environment=waiting) for _ in range(2)]
     assert [agent.hear() for agent in agents] == [THERE] * 2
     return agents
 
