@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import pickle
 import re
 import resource
@@ -20,12 +21,13 @@ from asyncdist.errors import GroupAbortedError, OperationTimeoutError, PeerLostE
 from asyncdist.testing.cluster import world_of
 from asyncdist.testing.faults import proxied_world
 from asyncdist.testing.ports import free_port
+from asyncdist.testing.stopwatch import Stopwatch
 
 GREETING = 12 + 32  # magic and nonce
 PROOF = GREETING + 32
 HELLO = PROOF + 8
 HEADER = HELLO + 36
-SOON = 2.0
+SOON = 3.0
 
 
 async def outcomes(works):
@@ -41,14 +43,16 @@ def all_reduces(world, count):
     [1, 12, GREETING - 1, GREETING, GREETING + 1, PROOF - 1, PROOF, PROOF + 4, HELLO - 1, HELLO, HELLO + 1,
      HEADER - 1, HEADER, HEADER + 1, HEADER + 2000, HEADER + 3999],
 )  # fmt: skip
-async def test_a_connection_cut_at_any_byte_fails_the_operation_on_both_sides_soon(nbytes, eventually):
+async def test_a_connection_cut_at_any_byte_fails_the_operation_on_both_sides_soon(nbytes, eventually, monkeypatch):
+    # A handshake that has taken so long is begun again; where this machine is as slow, too, and the proxy cuts only once.
+    monkeypatch.setattr("asyncdist_transports.tcp.connection._KEPT_WAITING", math.inf)
     with proxied_world(2, home=asyncio.get_running_loop()) as world:
         world.proxies[0, 1].cut_after(nbytes)
         gave, lost = await outcomes(all_reduces(world, 1000))
         assert (type(lost), lost.peer) == (PeerLostError, 0)
         # Rank 0 may have all it needs by then: its message had left, and rank 1's came another way.
         await eventually(lambda: world.groups[0].error is not None)
-        assert time.monotonic() - world.proxies[0, 1].cut_at < SOON
+        assert world.proxies[0, 1].since_cut.seconds() < SOON
         for error in [world.groups[0].error, *([gave] if isinstance(gave, Exception) else [])]:
             assert (type(error), error.peer) == (PeerLostError, 1)
 
@@ -58,7 +62,7 @@ async def test_a_cut_in_the_middle_of_a_large_message_reaches_also_ranks_that_ar
     with proxied_world(4, home=asyncio.get_running_loop()) as world:
         world.proxies[0, 1].cut_after(nbytes)
         errors = await outcomes(all_reduces(world, 5_000_000))
-        assert time.monotonic() - world.proxies[0, 1].cut_at < SOON
+        assert world.proxies[0, 1].since_cut.seconds() < SOON
         assert {type(error) for error in errors} == {PeerLostError}
         assert {error.peer for error in errors} <= {0, 1}
         assert [errors[0].peer, errors[1].peer] == [1, 0]
@@ -82,9 +86,9 @@ async def test_a_cut_while_nothing_is_pending_is_found_at_the_latest_by_the_next
         await asyncio.gather(*all_reduces(world, 10))
         world.proxies[cut].cut()
         await eventually(lambda: not world.proxies[cut].num_connections)
-        before = time.monotonic()
+        since = Stopwatch()
         errors = await outcomes(all_reduces(world, 10))
-        assert time.monotonic() - before < SOON
+        assert since.seconds() < SOON
         assert [type(error) for error in errors] == [PeerLostError, PeerLostError]
 
 
@@ -183,11 +187,11 @@ async def test_a_refused_connection_names_the_rank_and_the_reason():
     with proxied_world(3, home=asyncio.get_running_loop()) as world:
         for writer in (0, 2):
             world.proxies[writer, 1].refuse()
-        before = time.monotonic()
+        since = Stopwatch()
         errors = await outcomes(
             [world.groups[0].send(torch.ones(1), 1), world.groups[2].recv(torch.ones(1), 1)],
         )
-        assert time.monotonic() - before < SOON
+        assert since.seconds() < SOON
         for error in errors:
             assert isinstance(error, PeerLostError)
             assert error.peer == 1
