@@ -56,6 +56,7 @@ def test_an_interrupt_at_any_moment_of_busy_ranks_leaves_nobody_hanging(job, fac
 def test_an_interrupt_ends_the_waiting_for_a_world(job, face, tmp_path):
     for rank in (0, 1):
         (told,) = job.start(1, face)
+        told.do("is_initialized")  # it runs, and its output goes where we look
         told.tell("init", f"file://{tmp_path}/never{rank}", rank, 2)
         time.sleep(0.1)  # whoever finds nobody there leaves no trace of it by which we could tell that it waits
         since = job.stopwatch()

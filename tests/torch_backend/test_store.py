@@ -37,7 +37,7 @@ def test_every_operation_that_torch_asks_for(face):
     face.multi_set(["x", "y"], ["1", "2"])
     assert face.check(["x", "y"])
     assert not face.check(["x", "z"])
-    face.wait(["x"], MOMENT)
+    face.wait(["x"], timedelta(seconds=60))
     assert face.compare_set("x", "1", "one") == b"one"
     assert face.compare_set("x", "1", "uno") == b"one"
     assert face.compare_set("absent", "", "there") == b"there"
