@@ -111,10 +111,11 @@ class Clients:
         store = await AsyncStore.connect(_HOST, port, token=self.token, timeout=_PATIENCE)
         try:
             await store.set("key", _VALUE)
-            calls, begun = 0, time.perf_counter()
-            while (spent := time.perf_counter() - begun) < seconds:
+            calls, spent, begun = 0, 0.0, time.perf_counter()
+            while spent < seconds:
                 await asyncio.gather(*[store.get("key") for _ in range(count)])
                 calls += count
+                spent = time.perf_counter() - begun
             return calls / spent
         finally:
             await store.close()
@@ -124,11 +125,12 @@ _Gate = asyncio.Semaphore
 
 
 def _rate(call: Callable[[], object], seconds: float) -> float:
-    calls, begun = 0, time.perf_counter()
-    while (spent := time.perf_counter() - begun) < seconds:
+    calls, spent, begun = 0, 0.0, time.perf_counter()
+    while spent < seconds:
         for _ in range(_BATCH):
             call()
         calls += _BATCH
+        spent = time.perf_counter() - begun
     return calls / spent
 
 
