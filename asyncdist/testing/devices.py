@@ -63,6 +63,10 @@ class PretendStreams(Streams):
     def release(self) -> None:
         self._passing.set()
 
+    def asked(self, whose: str) -> list[str]:
+        """Return what ``"ours"`` or the ``"caller"``'s was asked: a line's thread may be in ours at any time."""
+        return [what for what, stream in self.log if stream == whose]
+
     def _note(self, what: str) -> None:
         self.log.append((what, "ours" if getattr(self._inside, "depth", 0) else "caller"))
 

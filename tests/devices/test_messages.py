@@ -64,35 +64,38 @@ def ways_of(name):
     return {"cuda_ipc": None, "staged": [], "nccl": by_nccl()[0]}[name]
 
 
-def run(size, program, *, made=None, kinds=None, streams=None, transport="inproc", hosts=None, refusing=None):
+@pytest.fixture
+def run(until):
     """Run ``program(group)`` on each rank's device, and see that nothing stays mapped or allocated.
 
     ``refusing`` is a rank on which nothing can be mapped.
     """
-    made = [] if made is None else made
-    ways = {rank: [cuda_ipc_over(made)] if kinds is None else kinds for rank in range(size)}
-    if refusing is not None:
-        ways[refusing] = [cuda_ipc_over(made, refuses=RuntimeError("no peer access")), *(kinds or ())[1:]]
-    streams = streams or [PretendStreams(f"GPU-{rank}") for rank in range(size)]
 
-    def rank(group):
-        device = device_group(group, ways[group.rank()], streams[group.rank()])
-        try:
-            return program(device)
-        finally:
-            device.close()
+    def run(size, program, *, made=None, kinds=None, streams=None, transport="inproc", hosts=None, refusing=None):
+        made = [] if made is None else made
+        ways = {rank: [cuda_ipc_over(made)] if kinds is None else kinds for rank in range(size)}
+        if refusing is not None:
+            ways[refusing] = [cuda_ipc_over(made, refuses=RuntimeError("no peer access")), *(kinds or ())[1:]]
+        streams = streams or [PretendStreams(f"GPU-{rank}") for rank in range(size)]
 
-    results = run_ranks(size, rank, transport=transport, hosts=hosts)
-    for driver in made:
-        assert not driver.mapped
-        assert not driver.taken
-    return results
+        def rank(group):
+            device = device_group(group, ways[group.rank()], streams[group.rank()])
+            try:
+                return program(device)
+            finally:
+                device.close()
+
+        results = run_ranks(size, rank, transport=transport, hosts=hosts)
+        until(lambda: not any(driver.mapped or driver.taken for driver in made))  # by a line's thread, perhaps
+        return results
+
+    return run
 
 
 # -- which way --------------------------------------------------------------------------------------
 
 
-def test_large_messages_never_touch_the_host_and_need_no_meeting():
+def test_large_messages_never_touch_the_host_and_need_no_meeting(run):
     streams = [Counting() for _ in range(3)]
     made = []
 
@@ -111,7 +114,7 @@ def test_large_messages_never_touch_the_host_and_need_no_meeting():
     assert all(driver.maps for driver in made)
 
 
-def test_small_messages_go_through_the_host():
+def test_small_messages_go_through_the_host(run):
     streams = [Counting() for _ in range(2)]
     made = []
 
@@ -126,7 +129,7 @@ def test_small_messages_go_through_the_host():
 
 
 @pytest.mark.parametrize("crosses", [True, False], ids=["shown", "copied"])
-def test_every_drill(crosses, transport):
+def test_every_drill(crosses, transport, run):
     made = []
     todo = [drill for count in (0, 1, LARGE) for drill in between_two(3, count, torch.float32)]
     todo += between_two(3, LARGE, torch.complex64)
@@ -140,7 +143,7 @@ def test_every_drill(crosses, transport):
         drill.check()
 
 
-def test_ranks_of_other_hosts_are_reached_through_the_host(caplog):
+def test_ranks_of_other_hosts_are_reached_through_the_host(caplog, run):
     caplog.set_level(logging.INFO, "asyncdist")
     streams = [Counting() for _ in range(3)]
 
@@ -160,7 +163,7 @@ def test_ranks_of_other_hosts_are_reached_through_the_host(caplog):
     assert told == ["messages to rank 2 do not go by cuda_ipc: it is on another host"]
 
 
-def test_what_was_offered_in_vain_orders_nothing_later():
+def test_what_was_offered_in_vain_orders_nothing_later(run):
     def program(group):
         first, second = torch.ones(LARGE), torch.zeros(LARGE)
         for sender in range(2):
@@ -172,7 +175,7 @@ def test_what_was_offered_in_vain_orders_nothing_later():
     assert run(2, program, refusing=1) == [LARGE] * 2
 
 
-def test_what_cannot_be_mapped_goes_through_the_host(caplog):
+def test_what_cannot_be_mapped_goes_through_the_host(caplog, run):
     caplog.set_level(logging.INFO, "asyncdist")
 
     def program(group):
@@ -188,7 +191,7 @@ def test_what_cannot_be_mapped_goes_through_the_host(caplog):
     assert told == {"messages to rank 1 do not go by cuda_ipc: its device's memory cannot be mapped: no peer access"}
 
 
-def test_memory_that_is_not_the_peers_is_not_read():
+def test_memory_that_is_not_the_peers_is_not_read(run):
     """As where processes are numbered anew, and a handle means something else."""
     made = []
 
@@ -245,7 +248,7 @@ def ended(nccl, until):
     assert not any(messages for made in nccl.communicators for messages in made.meeting.messages.values())
 
 
-def test_ranks_with_a_device_each_send_by_nccl(until, transport):
+def test_ranks_with_a_device_each_send_by_nccl(until, transport, run):
     kinds, nccl = by_nccl()
     streams = [Counting(f"GPU-{rank}") for rank in range(3)]
     todo = [drill for _ in range(3) for drill in between_two(3, LARGE, torch.float32)]
@@ -263,7 +266,7 @@ def test_ranks_with_a_device_each_send_by_nccl(until, transport):
     ended(nccl, until)
 
 
-def test_both_ends_of_a_communicator_see_the_same_order(until):
+def test_both_ends_of_a_communicator_see_the_same_order(until, run):
     kinds, nccl = by_nccl()
 
     def program(group):
@@ -284,7 +287,7 @@ def test_both_ends_of_a_communicator_see_the_same_order(until):
     ended(nccl, until)
 
 
-def test_ranks_of_one_device_do_not_send_by_nccl(caplog):
+def test_ranks_of_one_device_do_not_send_by_nccl(caplog, run):
     caplog.set_level(logging.INFO, "asyncdist")
     kinds, _ = by_nccl()
     streams = [Counting("GPU-0"), Counting("GPU-0"), Counting("GPU-1")]
@@ -303,7 +306,7 @@ def test_ranks_of_one_device_do_not_send_by_nccl(caplog):
     assert "messages to rank 1 do not go by nccl: they share one device" in caplog.text
 
 
-def test_what_cannot_be_mapped_goes_by_the_next_way():
+def test_what_cannot_be_mapped_goes_by_the_next_way(run):
     kinds, nccl = by_nccl()
     streams = [Counting(f"GPU-{rank}") for rank in range(2)]
 
@@ -367,7 +370,7 @@ def test_a_communicator_that_cannot_be_made_fails_the_message(until):
 
 @pytest.mark.parametrize("count", [10, LARGE])
 @pytest.mark.parametrize("way", WAYS)
-def test_ranks_that_both_send_first_do_not_hold_each_other_up(way, count, transport):
+def test_ranks_that_both_send_first_do_not_hold_each_other_up(way, count, transport, run):
     def program(group):
         rank, peer = group.rank(), 1 - group.rank()
         out = [torch.full((count,), float(10 * rank + which)) for which in range(8)]
@@ -383,7 +386,7 @@ def test_ranks_that_both_send_first_do_not_hold_each_other_up(way, count, transp
 
 @pytest.mark.parametrize("way", ["cuda_ipc", "staged"])  # the pretended NCCL blocks where the real one does not
 @pytest.mark.parametrize("count", [10, LARGE])
-def test_ranks_may_call_messages_and_collectives_in_another_order(way, count):
+def test_ranks_may_call_messages_and_collectives_in_another_order(way, count, run):
     def program(group):
         tensor, message = torch.ones(LARGE), torch.ones(count)
         group.all_reduce(tensor).wait()
@@ -401,7 +404,7 @@ def test_ranks_may_call_messages_and_collectives_in_another_order(way, count):
     assert run(2, program, kinds=ways_of(way)) == [[4.0], [4.0]]
 
 
-def test_events_are_used_again_and_never_too_early():
+def test_events_are_used_again_and_never_too_early(run):
     """`TheirEvent` asserts that each wait finds the record that it means."""
     made = []
 
@@ -425,7 +428,7 @@ def test_events_are_used_again_and_never_too_early():
         assert late <= 2 * 2 * 4 + 8
 
 
-def test_from_any_rank_large_and_small_in_turn():
+def test_from_any_rank_large_and_small_in_turn(run):
     def program(group):
         rank = group.rank()
         counts = [10, LARGE, 10, LARGE]
@@ -457,7 +460,7 @@ async def test_awaited_on_one_loop():
         assert all(driver.maps for driver in made)
 
 
-def test_to_oneself_is_refused():
+def test_to_oneself_is_refused(run):
     def program(group):
         for call in (lambda: group.send(torch.ones(LARGE), group.rank()), lambda: group.recv(torch.ones(1), 0)):
             with pytest.raises(UsageError, match="a message to oneself is a copy"):
@@ -469,7 +472,7 @@ def test_to_oneself_is_refused():
 # -- streams ------------------------------------------------------------------------------------------
 
 
-def test_wait_leaves_the_device_going():
+def test_wait_leaves_the_device_going(run):
     streams = [PretendStreams() for _ in range(2)]
 
     def program(group):
@@ -487,7 +490,7 @@ def test_wait_leaves_the_device_going():
     run(2, program, streams=streams)
 
 
-def test_a_message_that_waits_for_the_device_holds_up_no_other():
+def test_a_message_that_waits_for_the_device_holds_up_no_other(run):
     streams = [PretendStreams() for _ in range(2)]
 
     def program(group):
@@ -507,7 +510,7 @@ def test_a_message_that_waits_for_the_device_holds_up_no_other():
 
 
 @pytest.mark.parametrize("count", [10, LARGE])
-def test_tensors_are_held_until_the_device_is_done(count, until):
+def test_tensors_are_held_until_the_device_is_done(count, until, run):
     streams = [PretendStreams() for _ in range(2)]
 
     def program(group):
@@ -539,7 +542,7 @@ def test_tensors_are_held_until_the_device_is_done(count, until):
 
 @pytest.mark.parametrize("count", [0, 10, LARGE])
 @pytest.mark.parametrize("way", WAYS)
-def test_who_leaves_when_its_messages_are_over_is_missed_by_nobody(way, count, transport):
+def test_who_leaves_when_its_messages_are_over_is_missed_by_nobody(way, count, transport, run):
     def program(group):
         works = []
         for tag in range(2):
@@ -553,7 +556,7 @@ def test_who_leaves_when_its_messages_are_over_is_missed_by_nobody(way, count, t
 
 
 @pytest.mark.parametrize("way", ["cuda_ipc", "nccl"])
-def test_no_message_is_over_before_its_letters_have_left(way, until, monkeypatch):
+def test_no_message_is_over_before_its_letters_have_left(way, until, monkeypatch, run):
     say, held = Talk.say, ([], [])
 
     def hold(talk, word="", content=b""):

@@ -657,7 +657,7 @@ def test_what_stands_in_the_queue_is_done_before_the_communicator_goes(run, unti
     def program(group):
         group.all_reduce(torch.ones(3)).wait()
         streams[0].hold()
-        group.all_reduce(torch.ones(3))
+        group.all_reduce(torch.ones(3)).wait()  # until it stands there
         group.close()
         (made,) = nccl.communicators
         assert not made.ended
