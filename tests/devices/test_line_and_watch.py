@@ -154,8 +154,7 @@ def test_tensors_are_held_until_the_mark_and_no_longer(watch, told, until):
 def test_what_is_late_slow_or_broken_is_told(watch, told, until):
     streams, late = pending(limit=0.08)
     watch.add(late)
-    until(lambda: ("late", late) in told)
-    assert ("slow", late) in told  # before that, again and again
+    until(lambda: ("late", late) in told and ("slow", late) in told)  # both again and again
     assert watch.take_all() == [late]
     streams, broken = pending()
     streams.broken = cause = RuntimeError("lost")
