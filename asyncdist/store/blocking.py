@@ -114,8 +114,10 @@ class TCPStore(Store):
 
     def close(self) -> None:
         """Hang up, and stop the server if it is ours; who waits or listens here gets StoreConnectionError."""
+        if hasattr(self, "_connection"):
+            self._connection.close()
         if hasattr(self, "_finalizer"):
-            self._finalizer()
+            self._finalizer.detach()
         if self._server is not None:
             self._server.close()
 

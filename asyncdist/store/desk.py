@@ -215,8 +215,8 @@ class DeskStream(Stream[T]):
         self._arrivals = arrivals
         self._closed = False
         self._number = desk.settle(command, arrivals, limit)
-        with desk.lock:
-            arrivals.look()
+        if arrivals.error is not None and not arrivals.waiting:
+            raise arrivals.error
 
     def get(self, timeout: Timeout = None) -> T:
         try:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from asyncdist.config import Config
 from asyncdist.deadline import Deadline, Timeout
@@ -19,6 +21,8 @@ from asyncdist.store.dialling import Persistence, Redial
 from asyncdist.store.messages import framed
 from asyncdist.store.wire import Wire, open_wire, shake_hands
 from asyncdist.tls import client_context
+
+T = TypeVar("T")
 
 
 class Reconnecting(Desk):
@@ -38,6 +42,20 @@ class Reconnecting(Desk):
         self._sending = threading.RLock()
         self._over: StoreConnectionError | None = None
         self._closing = threading.Event()
+        self._inside: set[int] = set()  # the threads in here that may have its locks
+
+    def _within(self, call: Callable[..., T], *args: Any) -> T:
+        """Make a call of ours; a signal handler, or what a collector calls, may come in the middle of it (`close`)."""
+        thread = threading.get_ident()
+        try:
+            self._inside.add(thread)
+            return call(*args)
+        finally:
+            self._inside.discard(thread)
+
+    def _start(self, call: Callable[..., object], *args: Any) -> None:
+        """Make a call of ours in a thread of its own."""
+        threading.Thread(target=self._within, args=(call, *args), daemon=True).start()
 
     # -- the first ----------------------------------------------------------------------------------
 
@@ -96,7 +114,7 @@ class Reconnecting(Desk):
             redialled = self._redialled
         if redialled is None:
             redialled = threading.Event()
-            threading.Thread(target=self._redial_until, args=(redialled,), daemon=True).start()
+            self._start(self._redial_until, redialled)
         if not redialled.wait(deadline.remaining_or_none()):
             raise TimeoutError
 

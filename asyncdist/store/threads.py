@@ -44,7 +44,6 @@ class Connection(Reconnecting):
         self._pid = os.getpid()
         self._turn, self._carrying = threading.RLock(), threading.RLock()
         self._sender = 0  # the thread that is sending
-        self._inside: set[int] = set()  # the threads that are in a call
         self._led = False
         self._followers: dict[Ticket[Any], None] = {}
         self._others: weakref.WeakSet[Connection] = weakref.WeakSet()
@@ -62,38 +61,32 @@ class Connection(Reconnecting):
         """Open one more to the same store, which is closed with this one."""
         self._be_ours()
         connection = Connection(self._host, self._port, self._token, self._config)
+        self._within(self._add, connection)
+        connection._within(connection.reach, timeout)
+        return connection
+
+    def _add(self, connection: Connection) -> None:
         with self.lock:
             if self._closing.is_set():
                 raise closed(self.where)
             self._others.add(connection)
-        connection.reach(timeout)
-        return connection
 
     # -- asking -----------------------------------------------------------------------------------
 
     def settle(self, command: Command[Any], ticket: Ticket[Any], limit: float) -> int:
-        thread = self._admit()
-        try:
-            self._inside.add(thread)
-            return super().settle(command, ticket, limit)
-        finally:
-            self._inside.discard(thread)
+        self._admit()
+        return self._within(super().settle, command, ticket, limit)
 
     def take(self, arrivals: Arrivals[T], deadline: Deadline) -> T:
-        thread = self._admit()
-        try:
-            self._inside.add(thread)
-            return super().take(arrivals, deadline)
-        finally:
-            self._inside.discard(thread)
+        self._admit()
+        taken: T = self._within(super().take, arrivals, deadline)
+        return taken
 
-    def _admit(self) -> int:
-        """Return which thread this is. What it waited for here would only come when the call that it is in goes on."""
+    def _admit(self) -> None:
+        """Refuse who is in here already: what it waited for would only come when the call that it is in goes on."""
         self._be_ours()
-        thread = threading.get_ident()
-        if thread in self._inside:
+        if threading.get_ident() in self._inside:
             raise _handler_called()
-        return thread
 
     def _be_ours(self) -> None:
         if self._pid != os.getpid():
@@ -258,7 +251,7 @@ class Connection(Reconnecting):
                 self._break(lost)
                 return
             if more:
-                threading.Thread(target=self._send_apart, args=(wire, more), daemon=True).start()
+                self._start(self._send_apart, wire, more)
         except OSError as error:
             self._lose(wire, describe(error))
         except ProtocolError as error:
@@ -296,7 +289,12 @@ class Connection(Reconnecting):
     def close(self) -> None:
         if self._pid != os.getpid():
             self._drop()  # our copy of it only
-            return
+        elif threading.get_ident() in self._inside:  # this thread may have the locks
+            threading.Thread(target=self.close).start()
+        else:
+            self._within(self._close)
+
+    def _close(self) -> None:
         with self.lock:
             goodbye = self._conversation.goodbye() if self._over is None else b""
         self._send_word(goodbye)

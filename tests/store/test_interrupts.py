@@ -17,7 +17,7 @@ import pytest
 
 from asyncdist.config import Config
 from asyncdist.deadline import Deadline
-from asyncdist.errors import UsageError
+from asyncdist.errors import StoreConnectionError, UsageError
 from asyncdist.store import TCPStore, desk, reconnecting, threads, wire
 
 LONG, CONFIG = 10.0, Config()
@@ -200,3 +200,46 @@ def test_a_signal_handler_that_calls_while_its_thread_waits_is_told(monkeypatch)
             interrupts(news._desk, news.get)
             assert news.get(LONG) == b"v"
         assert store.list_keys() == ["k"]
+
+
+@pytest.mark.parametrize(
+    ("holder", "method"), [("_conversation", "ask"), ("_conversation", "receive"), ("_wire", "send")]
+)
+def test_a_signal_handler_may_close_the_store_in_the_middle_of_a_call(holder, method, monkeypatch):
+    with (
+        TCPStore("127.0.0.1", 0, is_master=True, timeout=LONG, config=CONFIG) as master,
+        TCPStore("127.0.0.1", master.port, timeout=LONG, config=CONFIG) as store,
+    ):
+        interrupted = getattr(getattr(store._connection, holder), method)
+        closed = threading.Event()
+
+        def closes(*arguments: object) -> object:
+            if not closed.is_set():
+                closed.set()
+                store.close()
+            return interrupted(*arguments)
+
+        def call() -> None:
+            with contextlib.suppress(StoreConnectionError):
+                while True:
+                    store.set("k", "v")
+
+        monkeypatch.setattr(getattr(store._connection, holder), method, closes)
+        calling = threading.Thread(target=call, daemon=True)
+        calling.start()
+        calling.join(LONG)
+        assert not calling.is_alive()
+
+
+def test_a_close_that_was_interrupted_can_be_repeated(monkeypatch):
+    with (
+        TCPStore("127.0.0.1", 0, is_master=True, timeout=LONG, config=CONFIG) as master,
+        TCPStore("127.0.0.1", master.port, timeout=LONG, config=CONFIG) as store,
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(store._connection, "lock", Contended(store._connection.lock, 1))
+            with pytest.raises(KeyboardInterrupt):
+                store.close()
+        store.close()
+        with pytest.raises(StoreConnectionError, match="closed by this process"):
+            store.get("k")
