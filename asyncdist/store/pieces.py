@@ -93,7 +93,12 @@ class Parcel:
     def abandoned(self) -> bytes:
         """Abandon the rest; return the message to be sent instead, b"" if there need be none."""
         was_under_way, self.is_under_way = self.is_under_way, False
-        return self._piece(0, b"") if was_under_way else b""
+        return self.end if was_under_way else b""
+
+    @property
+    def end(self) -> bytes:
+        """The message that says that the rest will not come."""
+        return self._piece(0, b"")
 
 
 def _cut(values: list[bytes], message: bytes, piece: Callable[[int, Any], bytes]) -> Iterator[bytes]:

@@ -27,7 +27,8 @@ from asyncdist.store.reconnecting import Reconnecting
 from asyncdist.store.wire import Wire
 
 T = TypeVar("T")
-_WORD_TIMEOUT = 1.0
+_MOMENT, _GOODBYE_TIMEOUT = 0.05, 1.0
+"""Seconds that a thread waits to send what has no answer, and that it waits to say that we shall not be back."""
 
 
 def _handler_called() -> UsageError:
@@ -103,31 +104,46 @@ class Connection(Reconnecting):
             if wire is not None and message:
                 for each in messages:
                     self._send(wire, each, deadline)
-        except (TimeoutError, StoreConnectionError):  # it never went, or the connection is broken
-            with self.lock:
-                self._conversation.give_up(number)
-            raise
-        except BaseException:  # it may have gone just before an interrupt
+        except BaseException:  # it may have gone just before an interrupt, or have been asked again over another socket
             self.give_up(number)
             raise
         return number
 
     def give_up(self, number: int) -> None:
         with self.lock:
-            message = self._conversation.give_up(number) if self._over is None and number else b""
-        self._send_word(message)
+            wire, word = self._wire, self._conversation.give_up(number) if self._over is None and number else b""
+        self._say(wire, word)
 
     def confirm(self, number: int) -> None:
         with self.lock:
-            message = self._conversation.confirm(number) if self._over is None else b""
-        self._send_word(message)
+            wire, word = self._wire, self._conversation.confirm(number) if self._over is None else b""
+        self._say(wire, word)
 
-    def _send_word(self, message: bytes) -> None:
-        """Send something that has no answer, and that nobody misses if the connection is over."""
-        wire = self._wire
-        if message and wire is not None:
-            with contextlib.suppress(TimeoutError, StoreConnectionError):  # then it is broken, which says the same
-                self._send(wire, message, Deadline.after(_WORD_TIMEOUT))
+    def _say(self, wire: Wire | None, word: bytes) -> None:
+        """Have something sent that has no answer: next of all, and for certain unless the socket breaks first."""
+        if wire is None or not word:
+            return
+        try:
+            wire.words.append(word)
+            self._send_together(wire, [], Deadline.after(_MOMENT))
+        except StoreConnectionError:  # which says the same
+            pass
+        except BaseException as error:
+            self._start(self._send_words, wire)
+            if not isinstance(error, TimeoutError):
+                raise
+
+    def _send_words(self, wire: Wire) -> None:
+        """Send what is to go next of all as soon as there is room for it, in a thread of its own."""
+        with self.lock:
+            if wire.attended:
+                return
+            wire.attended = True
+        with contextlib.suppress(StoreConnectionError):
+            while wire.attended:
+                self._send_together(wire, [], Deadline.never())
+                with self.lock:
+                    wire.attended = bool(wire.words) and wire is self._wire
 
     def _send(self, wire: Wire, message: bytes | Parcel, deadline: Deadline) -> None:
         """Send over a socket, if that is still the one: what is open is asked again over the next."""
@@ -143,31 +159,34 @@ class Connection(Reconnecting):
     def _send_in_pieces(self, wire: Wire, parcel: Parcel, deadline: Deadline) -> None:
         """Send a long message; what others send passes between its pieces."""
         try:
+            self._break_off(wire)  # where an interrupt kept another thread from it
             while wire is self._wire and self._conversation.is_open(parcel.request):
                 if deadline.expired():
                     raise TimeoutError
-                self._send_together(wire, [next(parcel)], deadline)
+                self._send_together(wire, [next(parcel)], deadline, parcel)
                 if not parcel.is_under_way:
                     return
         finally:
-            if parcel.is_under_way:
-                with contextlib.suppress(TimeoutError, StoreConnectionError):
-                    self._send_together(wire, [parcel.abandoned()], Deadline.after(_WORD_TIMEOUT))
+            self._break_off(wire)
+
+    def _break_off(self, wire: Wire) -> None:
+        """Have the store forget what it has of a long message, before the next one comes."""
+        if wire.parcel is not None:
+            self._say(wire, wire.parcel.end)
+            wire.parcel = None
 
     def _send_apart(self, wire: Wire, messages: list[bytes | Parcel]) -> None:
         """Send what is asked again, in a thread of its own: whoever reads has to read on meanwhile, or has to go."""
-        short = [message for message in messages if not isinstance(message, Parcel)]
         with contextlib.suppress(TimeoutError, StoreConnectionError):  # whoever waits for the answer knows better
-            if short:
-                self._send_together(wire, short, Deadline.never())
+            self._send_words(wire)
             for message in messages:
                 if isinstance(message, Parcel):
                     self._send(wire, message, Deadline.never())
 
-    def _send_together(self, wire: Wire, messages: list[bytes], deadline: Deadline) -> None:
-        thread = threading.get_ident()
-        if self._sender == thread:
-            raise _handler_called()
+    def _send_together(
+        self, wire: Wire, messages: list[bytes], deadline: Deadline, parcel: Parcel | None = None
+    ) -> None:
+        """Send messages, a piece of ``parcel`` perhaps, behind the words that are to go next; or words alone, in time."""
         # Who has sent a piece and is back with the next waits for its turn behind those who have waited meanwhile.
         acquire(self._turn, deadline)
         try:
@@ -176,19 +195,28 @@ class Connection(Reconnecting):
             self._turn.release()
             raise
         try:
-            self._sender = thread
             self._turn.release()
             if wire is self._wire:
-                wire.send(framed(messages), deadline)
+                if not messages:
+                    wire.wait_for_room(deadline)
+                self._put_out(wire, messages, deadline, parcel)
+        finally:
+            self._sending.release()
+
+    def _put_out(self, wire: Wire, messages: list[bytes], deadline: Deadline, parcel: Parcel | None) -> None:
+        """The same for the one thread that sends."""
+        try:
+            words = list(wire.words)
+            wire.send(b"".join(framed(each) for each in (words, messages) if each), deadline)
+            del wire.words[: len(words)]
+            if parcel is not None:
+                wire.parcel = parcel if parcel.is_under_way else None
         except BaseException as error:
             # Nobody knows how much has gone: after half a request, the store could not read another one.
             self._lose(wire, f"a request could not be sent: {describe(error)}")
             if not isinstance(error, OSError) or isinstance(error, TimeoutError):
                 raise
             self._go_on()
-        finally:
-            self._sender = 0
-            self._sending.release()
 
     # -- waiting: one leads, the others follow ------------------------------------------------------
 
@@ -247,6 +275,8 @@ class Connection(Reconnecting):
                     return
                 self._conversation.receive(data)
                 more, lost = self._conversation.take_out(), self._conversation.lost
+                if more:
+                    wire.words += [each for each in more if not isinstance(each, Parcel)]  # before it can be given up
             if lost is not None:
                 self._break(lost)
                 return
@@ -296,8 +326,10 @@ class Connection(Reconnecting):
 
     def _close(self) -> None:
         with self.lock:
-            goodbye = self._conversation.goodbye() if self._over is None else b""
-        self._send_word(goodbye)
+            wire, goodbye = self._wire, self._conversation.goodbye() if self._over is None else b""
+        if wire is not None and goodbye:
+            with contextlib.suppress(TimeoutError, StoreConnectionError):  # then we are given up after our lease
+                self._send_together(wire, [goodbye], Deadline.after(_GOODBYE_TIMEOUT))
         self._break(closed(self.where))
         self._closing.set()
         with self._sending, self.lock:

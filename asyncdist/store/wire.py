@@ -11,6 +11,7 @@ import ssl
 from asyncdist.deadline import Deadline
 from asyncdist.handshake import NONCE_NBYTES, Pushed, dial
 from asyncdist.store.dialling import connect, hung_up, tune, unknown
+from asyncdist.store.pieces import Parcel
 from asyncdist.tls import TlsSocket
 
 _READ_NBYTES, _LONG_READ_NBYTES = 64 << 10, 1 << 20
@@ -29,6 +30,12 @@ class Wire:
         self._readable.register(sock, select.POLLIN)
         self._writable.register(sock, select.POLLOUT)
         self._read_nbytes = _READ_NBYTES
+        self.words: list[bytes] = []
+        """Messages that go ahead of whatever is sent next."""
+        self.attended = False
+        """Whether a thread sends them as soon as there is room."""
+        self.parcel: Parcel | None = None
+        """What the store has a part of."""
 
     def secure(self, deadline: Deadline) -> None:
         """Begin TLS. Raises TimeoutError, CertificateError and ConnectionError."""
@@ -56,6 +63,10 @@ class Wire:
                 self._tls.flush()
             except BlockingIOError:
                 _poll(self._writable, deadline)
+
+    def wait_for_room(self, deadline: Deadline) -> None:
+        """Return when something can be sent. Raises TimeoutError."""
+        _poll(self._writable, deadline)
 
     def wait(self, deadline: Deadline) -> None:
         """Return when something may have come. Raises TimeoutError."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import multiprocessing
 import os
 import socket
 import threading
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -27,6 +29,7 @@ from asyncdist.errors import (
 from asyncdist.runtime import runtime
 from asyncdist.store import TCPStore
 from asyncdist.store.faces import Subscription
+from asyncdist.store.pieces import Parcel
 from asyncdist.store.server import StoreServer
 from asyncdist.store.threads import Connection
 from asyncdist.testing.faults import Proxy
@@ -139,6 +142,83 @@ def test_an_interrupted_wait_leaves_nothing_behind(master, monkeypatch):
         master.set("k", "v")
         assert other.get("k") == b"v"
         assert other._connection._conversation.num_open == 0
+
+
+@contextlib.contextmanager
+def busy(connection: Connection) -> Iterator[None]:
+    """Another thread is stuck in sending."""
+    began, over = threading.Event(), threading.Event()
+
+    def send() -> None:
+        with connection._turn, connection._sending:
+            began.set()
+            over.wait(LONG)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    began.wait(LONG)
+    try:
+        yield
+    finally:
+        over.set()
+        sender.join(LONG)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    limit = time.monotonic() + LONG
+    while not condition():
+        assert time.monotonic() < limit
+        time.sleep(0.001)
+
+
+def test_who_gives_up_while_the_socket_is_busy_is_forgotten_by_the_store_when_it_is_not(master, threads):
+    state = master._server._server.state
+    with client(master) as other:
+        popping = threads.submit(other.queue_pop, "q", timeout=2 * UNIT)
+        until(lambda: state.num_open == 1)
+        with busy(other._connection), pytest.raises(StoreTimeoutError):
+            popping.result(LONG)
+        until(lambda: state.num_open == 0)
+        master.queue_push("q", b"item")
+        assert master.queue_pop("q", block=False) == b"item"
+
+
+def test_an_item_that_arrived_while_the_socket_is_busy_stays_taken(master, threads):
+    state = master._server._server.state
+    with client(master) as other:
+        popping = threads.submit(other.queue_pop, "q")
+        until(lambda: state.num_open == 1)
+        with busy(other._connection):
+            master.queue_push("q", b"item")
+            assert popping.result(LONG) == b"item"
+        until(lambda: state.num_open == 0)
+    assert master.queue_len("q") == 0
+
+
+@pytest.mark.parametrize("sent", [0, 1, 2])
+def test_a_long_value_that_is_given_up_while_the_socket_is_busy_leaves_nothing_in_another(sent, master, monkeypatch):
+    value = os.urandom(300_000)  # two pieces and a message that refers to them
+    with client(master) as other, contextlib.ExitStack() as stack:
+        connection = other._connection
+        wire, carry = connection._wire, Parcel.__next__
+        pieces = iter(range(3))
+
+        def next_piece(parcel: Parcel) -> bytes:
+            if next(pieces) == sent:
+                stack.enter_context(busy(connection))
+            return carry(parcel)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Parcel, "__next__", next_piece)
+            other.set_timeout(UNIT)
+            with pytest.raises(StoreTimeoutError):
+                other.set("k", bytes(300_000))
+        stack.close()
+        other.set_timeout(LONG)
+        other.set("another", value)
+        assert other.get("another") == value
+        assert not other.check(["k"])
+        assert connection._wire is wire
 
 
 # -- connecting ------------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ def set_a_long_value(store: TCPStore, master: TCPStore) -> None:
 
 
 def get_what_comes_later(store: TCPStore, master: TCPStore) -> None:
-    master.delete_key("later")
+    store.delete_key("later")
     later = threading.Timer(0.002, master.set, ("later", "v"))
     later.start()
     try:
@@ -91,7 +91,7 @@ def get_over_another_connection(store: TCPStore, master: TCPStore) -> None:
     breaking = threading.Thread(target=connection._lose, args=(connection._wire, "said by a test"))
     breaking.start()
     breaking.join()
-    master.set("k", b"v")
+    store.set("k", b"v")
     assert store.get("k", timeout=LONG) == b"v"
 
 
