@@ -318,7 +318,9 @@ class Connection(Reconnecting):
 
     def close(self) -> None:
         if self._pid != os.getpid():
-            self._drop()  # our copy of it only
+            self._leave_to_parent()
+            for other in list(self._others):
+                other.close()
         elif threading.get_ident() in self._inside:  # this thread may have the locks
             threading.Thread(target=self.close).start()
         else:

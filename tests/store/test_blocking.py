@@ -356,7 +356,11 @@ def _use_after_fork(store: TCPStore, news: Subscription) -> None:
         try:
             news.get()
         except UsageError:
+            numbers = [connection._wire._sock.fileno() for connection in (store._connection, news._desk)]
             store.close()
+            for number in numbers:
+                with pytest.raises(OSError):
+                    os.fstat(number)
             os._exit(17)
     os._exit(1)
 
