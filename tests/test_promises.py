@@ -41,7 +41,6 @@ def pair(monkeypatch):
     names = {"__name__": "asyncdist_pair"}
     exec(compile(code, "asyncdist_pair.py", "exec"), names)
     monkeypatch.setattr(registry, "selected", lambda _: [names["PairTransport"]])
-    monkeypatch.setattr(promises, "_PATIENCE", 1.0)
     return SimpleNamespace(**names)
 
 
@@ -115,7 +114,8 @@ async def test_the_transport_of_the_page_keeps_them(pair, promise):
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-async def test_a_fault_is_found_out(pair, fault):
+async def test_a_fault_is_found_out(pair, fault, monkeypatch):
+    monkeypatch.setattr(promises, "_PATIENCE", 1.0)  # which is waited out where nobody is told of an end
     promise, words = FAULTS[fault]
     fault(pair)
     with pytest.raises((AssertionError, PeerLostError), match=words):
