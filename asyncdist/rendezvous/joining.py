@@ -30,7 +30,7 @@ from asyncdist.errors import (
     StoreError,
 )
 from asyncdist.rendezvous.address import advertised, probe, reachable
-from asyncdist.rendezvous.meeting import Limit, Meeting
+from asyncdist.rendezvous.meeting import Keys, Limit, Meeting
 from asyncdist.rendezvous.method import url_of
 from asyncdist.rendezvous.place import OwnPlace, Place, Record
 from asyncdist.rendezvous.serving import Lease
@@ -39,7 +39,7 @@ from asyncdist.store.dialling import describe
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.2
 _FIRST_TRY, _LONGEST_TRY = 0.4, 8.0
-_PREDECESSOR_TRY = 1.0
+_PREDECESSOR_TRIES = (1.0, 10.0)
 _REFUSAL_GRACE = 3.0
 _TAKE_BACK_TIMEOUT = 1.0
 
@@ -154,20 +154,31 @@ async def _publish(world: World, place: Place, record: Record) -> None:
 
 
 async def _leader(world: World, old: Record) -> bytes | None:
-    """Return who leads the world of an old record, or None if nobody does any more."""
+    """Return who leads the world of an old record, or None if nobody does any more.
+
+    Silence may be no more than a stall, here or there, and has a second and longer try; but it is also all that comes of
+    a host that is gone, so it has not all of our time.
+    """
+    for longest in _PREDECESSOR_TRIES:
+        try:
+            return await _holder(world, old, min(longest, world.limit.deadline.remaining() / 2))
+        except (OSError, StoreError, AuthenticationError, ProtocolError) as error:
+            if not isinstance(error, TimeoutError) and not _is_slow(error):
+                break
+    return None
+
+
+async def _holder(world: World, old: Record, patience: float) -> bytes | None:
+    """Return who holds rank 0 in the store that a record leads to; None if that world has ended."""
     token = old.token if old.token is not None else world.config.token
+    await probe(old.host, old.port, patience)  # the way of `World.connect` would be to try on
+    client = await world.connect(old.host, old.port, token, patience)
     try:
-        await probe(old.host, old.port, _PREDECESSOR_TRY)  # the way of `World.connect` would be to try on
-        client = await world.connect(old.host, old.port, token, _PREDECESSOR_TRY)
-    except (OSError, StoreError, AuthenticationError, ProtocolError, AddressError):
-        return None
-    try:
-        meeting = world.meeting(old, client, token, "")
-        joined, left = meeting.keys("joined", 0), meeting.keys("left", 0)
+        client.set_timeout(patience)
+        keys = Keys(old.world_id)
+        joined, left = keys("joined", 0), keys("left", 0)
         if await client.check([joined]) and not await client.check([left]):
             return await client.get(joined)
-        return None
-    except StoreError:
         return None
     finally:
         await client.close()

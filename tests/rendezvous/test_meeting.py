@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import socket
 import threading
 import time
@@ -16,10 +17,11 @@ from asyncdist.errors import (
     RendezvousTimeoutError,
     UsageError,
 )
-from asyncdist.rendezvous import meet
+from asyncdist.rendezvous import address, joining, meet
 from asyncdist.rendezvous.place import Record
 from asyncdist.runtime import runtime
 from asyncdist.store import AsyncPrefixStore, AsyncStore, FileStore, HashStore, PrefixStore, StoreServer, TCPStore
+from asyncdist.testing.faults import Proxy
 from asyncdist.testing.ports import free_port
 from asyncdist.testing.stopwatch import Stopwatch
 
@@ -335,6 +337,41 @@ async def test_two_processes_as_rank_0(meet_as, tmp_path):
         await meet_as(direct.where, 0)
     await close_all(meetings)
     assert (await meet_as(url, 0, 1)).world_size == 1, "a world that has ended does not stand in the way"
+
+
+async def test_a_rank_0_that_is_slow_to_answer_is_not_replaced(meet_as, monkeypatch):
+    """It is found to lead when it is asked for the second time."""
+    store, tries = HashStore(), []
+    leader = await meet_as(rank=0, store=store)
+    with Proxy("127.0.0.1", leader.server.port) as proxy:
+        proxy.clog()
+        store.set("asyncdist/", dataclasses.replace(leader._record, port=proxy.address[1]).encode())
+
+        async def probe(*where):
+            tries.append(where)
+            if len(tries) == 2:
+                await asyncio.to_thread(proxy.unclog)
+            await address.probe(*where)
+
+        monkeypatch.setattr(joining, "_PREDECESSOR_TRIES", (0.1, 10.0))
+        monkeypatch.setattr(joining, "probe", probe)
+        with pytest.raises(RendezvousError, match="rank 0 is taken at"):
+            await meet_as(rank=0, store=store)
+        assert len(tries) == 2
+    store.close()
+
+
+async def test_a_rank_0_whose_host_is_gone_is_replaced_long_before_the_time_is_over(meet_as, monkeypatch):
+    monkeypatch.setattr(joining, "_PREDECESSOR_TRIES", (0.05, 0.1))
+    store = HashStore()
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        store.set("asyncdist/", Record(*silent.getsockname(), "a token", "0123", 2).encode())
+        meetings = await asyncio.gather(*(meet_as(rank=rank, store=store, timeout=60) for rank in range(2)))
+    assert await asyncio.gather(*(meeting.exchange(b"") for meeting in meetings)) == [[b"", b""]] * 2
+    await close_all(meetings)
+    store.close()
 
 
 async def test_a_port_in_use(meet_as):
