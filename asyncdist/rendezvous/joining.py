@@ -112,30 +112,29 @@ async def lead(
 
     ``note`` is what errors have to add to that.
 
-    What is opened is left to the meeting, or on failure to ``stack``. Raises AddressError for a port in use, and
-    RendezvousError where another rank 0 leads already.
+    What is opened is left to the meeting, or on failure to ``stack``. Raises AddressError for a port in use,
+    RendezvousError where another rank 0 leads already, and RendezvousTimeoutError.
     """
     lease = Lease()
     stack.push_async_callback(lease.close)
     server = await lease.open(host, port, token=token, config=world.config)
-    client = await world.connect(host, server.port, token)
-    stack.push_async_callback(client.close)
-    passed_on = token if place is not None and world.config.token is None else None
-    record = Record(host, server.port, passed_on, secrets.token_hex(8), world.world_size)
-    if place is None:
-        shown = known_as if known_as not in ("0.0.0.0", "::") else advertised(host, world.config)
-        place = OwnPlace(client, world.key, url_of(shown, server.port) + note)
-    meeting = world.meeting(record, client, token, place.where)
-    meeting.server = server
-    keys = meeting.keys
-    await client.multi_set([keys("size"), keys("joined", 0)], [str(world.world_size), _this_process()])
+    shown = known_as if known_as not in ("0.0.0.0", "::") else advertised(host, world.config)
+    where = place.where if place is not None else url_of(shown, server.port) + note
     try:
+        client = await world.connect(host, server.port, token)
+        stack.push_async_callback(client.close)
+        passed_on = token if place is not None and world.config.token is None else None
+        record = Record(host, server.port, passed_on, secrets.token_hex(8), world.world_size)
+        place = place or OwnPlace(client, world.key, where)
+        meeting = world.meeting(record, client, token, where)
+        meeting.server = server
+        keys = meeting.keys
+        await client.multi_set([keys("size"), keys("joined", 0)], [str(world.world_size), _this_process()])
         await _publish(world, place, record)
-    except BaseException:
-        with contextlib.suppress(AsyncdistError, TimeoutError):
-            async with asyncio.timeout(_TAKE_BACK_TIMEOUT):
-                await place.withdraw(record.encode())
-        raise
+    except StoreError as error:
+        if not world.limit.deadline.expired():
+            raise
+        raise RendezvousTimeoutError((), range(world.world_size), world.limit.timeout, where) from error
     meeting.own(stack, place)
     return meeting
 
@@ -143,14 +142,20 @@ async def lead(
 async def _publish(world: World, place: Place, record: Record) -> None:
     """Put our record where an old one may be, unless the rank 0 that left it still leads."""
     encoded = record.encode()
-    while True:
-        seen = await place.read()
-        old = Record.decode(seen)
-        holder = await _leader(world, old) if old is not None else None
-        if holder is not None:
-            raise RendezvousError(_claimed_twice(0, holder, place.where))
-        if await place.swap(seen, encoded) == encoded:
-            return
+    try:
+        while True:
+            seen = await place.read()
+            old = Record.decode(seen)
+            holder = await _leader(world, old) if old is not None else None
+            if holder is not None:
+                raise RendezvousError(_claimed_twice(0, holder, place.where))
+            if await place.swap(seen, encoded) == encoded:
+                return
+    except BaseException:
+        with contextlib.suppress(AsyncdistError, TimeoutError):
+            async with asyncio.timeout(_TAKE_BACK_TIMEOUT):
+                await place.withdraw(encoded)
+        raise
 
 
 async def _leader(world: World, old: Record) -> bytes | None:

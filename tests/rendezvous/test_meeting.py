@@ -299,6 +299,13 @@ async def test_rank_0_never_comes(meet_as, tmp_path):
         assert "rank 1 of 4 had not found rank 0 at" in str(caught.value)
 
 
+async def test_rank_0_that_has_no_time_left_says_so(meet_as, tmp_path):
+    for init_method in ("tcp://127.0.0.1:0", f"file://{tmp_path}"):
+        with pytest.raises(RendezvousTimeoutError, match=r"after 0 s only 0 of 3 ranks .*missing 0-2") as caught:
+            await meet_as(init_method, 0, 3, timeout=0)
+        assert (caught.value.joined, caught.value.missing) == ((), (0, 1, 2))
+
+
 async def test_a_world_of_another_name(meet_as):
     leader = await meet_as("tcp://127.0.0.1:0", 0, name="red")
     with pytest.raises(RendezvousTimeoutError, match="there is no world 'blue' in it"):
