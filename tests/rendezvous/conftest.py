@@ -1,6 +1,7 @@
 """Worlds on loopback that heed no environment."""
 
 import asyncio
+import socket
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -25,6 +26,16 @@ async def meet_as():
     call.meetings = meetings
     yield call
     await asyncio.gather(*(meeting.close() for meeting in meetings))
+
+
+@pytest.fixture
+def no_such_name(monkeypatch):
+    """Have every look-up answered at once, and with a no: name servers take their time."""
+
+    def look_up(*name, **options):
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
 
 
 @pytest.fixture

@@ -100,6 +100,7 @@ def test_an_unknown_interface_lists_those_that_exist(rule):
         address.advertised("10.0.0.1", Config(interface=rule))
 
 
+@pytest.mark.usefixtures("no_such_name")
 async def test_a_host_that_does_not_resolve():
     with pytest.raises(AddressError, match=r"host 'no-such-host\.invalid' does not resolve"):
         await address.resolve("no-such-host.invalid", Deadline.after(0.1))
