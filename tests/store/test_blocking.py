@@ -9,7 +9,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -164,14 +164,7 @@ def busy(connection: Connection) -> Iterator[None]:
         sender.join(LONG)
 
 
-def until(condition: Callable[[], bool]) -> None:
-    limit = time.monotonic() + LONG
-    while not condition():
-        assert time.monotonic() < limit
-        time.sleep(0.001)
-
-
-def test_who_gives_up_while_the_socket_is_busy_is_forgotten_by_the_store_when_it_is_not(master, threads):
+def test_who_gives_up_while_the_socket_is_busy_is_forgotten_by_the_store_when_it_is_not(master, threads, until):
     state = master._server._server.state
     with client(master) as other:
         popping = threads.submit(other.queue_pop, "q", timeout=2 * UNIT)
@@ -183,7 +176,7 @@ def test_who_gives_up_while_the_socket_is_busy_is_forgotten_by_the_store_when_it
         assert master.queue_pop("q", block=False) == b"item"
 
 
-def test_an_item_that_arrived_while_the_socket_is_busy_stays_taken(master, threads):
+def test_an_item_that_arrived_while_the_socket_is_busy_stays_taken(master, threads, until):
     state = master._server._server.state
     with client(master) as other:
         popping = threads.submit(other.queue_pop, "q")
