@@ -44,7 +44,6 @@ class Connection(Reconnecting):
         super().__init__(host, port, token, config)
         self._pid = os.getpid()
         self._turn, self._carrying = threading.RLock(), threading.RLock()
-        self._sender = 0  # the thread that is sending
         self._led = False
         self._followers: dict[Ticket[Any], None] = {}
         self._others: weakref.WeakSet[Connection] = weakref.WeakSet()
