@@ -6,11 +6,13 @@ When a group fails, `Recorder.dump` writes them as JSON into ``ASYNCDIST_DUMP_DI
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import logging
 import os
 import platform
+import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -122,7 +124,8 @@ class Recorder:
     def dump(self, folder: str, reason: str) -> str | None:
         """Write what is kept to ``folder``; return the file's path, or None (and a line in the log) if that failed.
 
-        A later dump of the same rank takes the place of the one before.
+        A later dump of the same rank takes the place of the one before. Only the owner of this process can read the
+        file. A symbolic link that lies in the folder under the file's name is replaced, not followed.
         """
         path = os.path.join(folder, f"asyncdist-{self.world_id[:8]}-rank{self.rank}.json")
         content = {
@@ -137,14 +140,26 @@ class Recorder:
             "groups": {name: {"ranks": list(of.ranks), "last": of.last} for name, of in list(self._groups.items())},
             "entries": [entry.as_dict() for entry in self],
         }
-        unfinished = f"{path}.{os.getpid()}"
+        # A signal handler may dump while this thread does: each call has a file of its own.
+        unfinished = f"{path}.{secrets.token_hex(8)}"
         try:
             os.makedirs(folder, exist_ok=True)
-            with open(unfinished, "w", encoding="utf-8") as file:
-                json.dump(content, file, indent=1)
-            os.replace(unfinished, path)  # whoever looks meanwhile sees the one before, whole
+            try:
+                with open(unfinished, "x", encoding="utf-8", opener=_create_private) as file:
+                    json.dump(content, file, indent=1)
+                # The rename is atomic: a reader sees the earlier dump or this one, whole.
+                os.replace(unfinished, path)
+            except OSError:
+                with contextlib.suppress(OSError):
+                    os.unlink(unfinished)
+                raise
         except OSError as cause:
             log.error("cannot write the flight recorder to %s: %s", path, cause)
             return None
         log.warning("flight recorder written to %s", path)
         return path
+
+
+def _create_private(path: str, flags: int) -> int:
+    """Create a file for its owner alone. Raises FileExistsError where anything, a symbolic link included, has the name."""
+    return os.open(path, flags | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import signal
+import stat
 import threading
 
 import pytest
@@ -88,6 +90,43 @@ def test_a_folder_that_cannot_be_made(tmp_path, caplog):
     (tmp_path / "file").write_text("")
     assert Recorder(0, 1, 10).dump(str(tmp_path / "file" / "below"), "why") is None
     assert "cannot write the flight recorder" in caplog.text
+
+
+def test_dump_does_not_follow_symbolic_links_and_is_readable_by_its_owner_only(tmp_path, monkeypatch):
+    folder, victim = tmp_path / "shared", tmp_path / "victim"
+    folder.mkdir()
+    victim.write_text("precious")
+    created, create = [], os.open
+
+    def note(path, flags, mode=0o777, **where):
+        if str(path).startswith(str(folder)):
+            created.append((flags, mode))
+        return create(path, flags, mode, **where)
+
+    name = "asyncdist-world-rank0.json"
+    for link in (name, f"{name}.{os.getpid()}"):
+        (folder / link).symlink_to(victim)
+    monkeypatch.setattr(os, "open", note)
+    umask = os.umask(0)
+    try:
+        path = Recorder(0, 1, 10, "world").dump(str(folder), "as a test")
+    finally:
+        os.umask(umask)
+    assert victim.read_text() == "precious"
+    assert path == str(folder / name)
+    assert not os.path.islink(path)
+    assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
+    ((flags, mode),) = created
+    assert flags & os.O_EXCL
+    assert flags & os.O_NOFOLLOW
+    assert mode == 0o600
+
+
+def test_dump_that_fails_leaves_no_unfinished_file(tmp_path, caplog):
+    (tmp_path / "asyncdist-world-rank0.json").mkdir()
+    assert Recorder(0, 1, 10, "world").dump(str(tmp_path), "as a test") is None
+    assert "cannot write the flight recorder" in caplog.text
+    assert [each.name for each in tmp_path.iterdir()] == ["asyncdist-world-rank0.json"]
 
 
 def test_the_oldest_groups_are_forgotten(tmp_path):
