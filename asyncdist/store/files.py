@@ -50,6 +50,7 @@ class FileDesk(LocalDesk):
         self._members: set[Client] = set()
         self._offset = 0
         self._salt = b""
+        self._number = 0  # of the frame that comes next
         self._file = SharedFile(path)
         try:
             with self._file.locked():
@@ -109,9 +110,10 @@ class FileDesk(LocalDesk):
         body = log.encode_record(record)
         with self._file.locked():
             self._read()
-            frame = log.frame_head(self._salt, body) + body
+            frame = log.frame_head(self._salt, self._number, body) + body
             self._file.write_at(self._offset, frame)
             self._offset += len(frame)
+            self._number += 1
         return self._replay(record)
 
     def _read(self) -> None:
@@ -123,15 +125,17 @@ class FileDesk(LocalDesk):
             if self._offset == 0:
                 if len(data) < log.HEADER_NBYTES and data.startswith(log.MAGIC[: len(data)]):
                     return
-                self._salt = log.salt_of(data)
+                self._salt, self._number = log.read_header(data)
                 self._offset = start = log.HEADER_NBYTES
-            while body := log.next_frame(data, start, self._salt):
+            while body := log.next_frame(data, start, self._salt, self._number):
                 record = log.decode_record(data[slice(*body)])
                 self._offset += body[1] - start
                 start = body[1]
+                self._number += 1
                 self.deliver(self._replay(record))
         except log.DamagedError as error:
-            if self._salt and not log.has_frame_after(data, start, self._salt):
+            misplaced = isinstance(error, log.MisplacedError)
+            if self._salt and not misplaced and not log.has_frame_after(data, start, self._salt):
                 return  # what a dead writer left, to be cut off
             raise self._damaged(str(error.after(base))) from None
         except ProtocolError as error:

@@ -6,8 +6,9 @@
 
 Compaction begins a new segment, writes the snapshot that belongs to it under another name, and renames it when it is
 whole and on disk; only then what came before is removed. So at each moment the newest snapshot and the segments from its
-number on are everything. A frame (`log`) that the end of the last segment cuts short was never acknowledged, and is cut
-off; anything else that is not as it was written is refused.
+number on are everything. The numbers of the frames (`log`) go on from one segment to the next. A frame that the end of
+the last segment cuts short was never acknowledged, and is cut off with a warning; a last segment without a whole header
+is begun anew with a warning. Anything else that is not as it was written is refused.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ class Journal:
         self.folder = folder
         self.contents: Contents | None = None
         self._compact_nbytes = compact_nbytes
+        self._next_frame = 0
         self._nbytes = 0  # of all segments since the last snapshot
         self._snapshot_nbytes = 0
         self._fd = -1
@@ -78,7 +80,8 @@ class Journal:
 
     def commit(self, *body: bytes, sync: bool) -> None:
         """Append a frame, whose body may come in pieces; with ``sync``, it is on disk when this returns."""
-        self._nbytes += _write(self._fd, log.frame_head(self._salt, *body), *body)
+        self._nbytes += _write(self._fd, log.frame_head(self._salt, self._next_frame, *body), *body)
+        self._next_frame += 1
         if sync:
             self.sync()
 
@@ -128,7 +131,7 @@ class Journal:
         self._salt = secrets.token_bytes(log.SALT_NBYTES)
         path = self.folder / f"log-{number}"
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        _write(self._fd, log.header(self._salt))
+        _write(self._fd, log.header(self._salt, self._next_frame))
         os.fsync(self._fd)
         _sync_folder(self.folder)
 
@@ -161,10 +164,11 @@ class Journal:
             first = snapshots[-1]
             self._read_snapshot(self.folder / f"snapshot-{first}", contents)
         last = max([first, *segments])
+        before: _Reader | None = None
         for number in range(first, last + 1):
             path = self.folder / f"log-{number}"
             if path.exists() or number < last or snapshots:
-                self._read_segment(path, contents, last=number == last)
+                before = self._read_segment(path, contents, before, last=number == last)
             else:
                 self._begin(first)
         self._remove_before(first)
@@ -185,26 +189,36 @@ class Journal:
             if not ended or reader.end != reader.size:
                 raise _damaged(path, log.DamagedError(reader.end, "the snapshot's end is not there"))
 
-    def _read_segment(self, path: Path, contents: Contents, *, last: bool) -> None:
+    def _read_segment(self, path: Path, contents: Contents, before: _Reader | None, *, last: bool) -> _Reader | None:
+        """Replay a segment that follows ``before``; return its reader, or None where the segment was begun anew."""
         try:
             file = path.open("rb")
         except FileNotFoundError:
             raise _damaged(path, log.DamagedError(0, "the file is missing")) from None
         with file:
-            if last and os.fstat(file.fileno()).st_size <= log.HEADER_NBYTES:
-                self._begin(int(path.name.partition("-")[2]))  # it was made, and no frame was written into it
-                return
+            if last and _lacks_header(file):
+                logger.warning(
+                    "store: begin %s anew, which has %d bytes and no whole header: the store ended while it made the "
+                    "file, or the file was cut short, and what it held is lost",
+                    path, os.fstat(file.fileno()).st_size,
+                )  # fmt: skip
+                self._begin(int(path.name.partition("-")[2]))
+                return None
             reader = _Reader(path, file)
+            if before is not None and reader.number != before.number:
+                why = f"frame {before.number} belongs here, and {path.name} begins with frame {reader.number}"
+                raise _damaged(before.path, log.DamagedError(before.end, why))
             try:
                 reader.replay(contents)
                 whole = reader.end == reader.size
                 if not whole and not last:
                     raise log.DamagedError(reader.end, "its end is missing, and later segments are there")
             except log.DamagedError as error:
-                if not last or reader.has_frame_after(reader.end):
+                if not last or isinstance(error, log.MisplacedError) or reader.has_frame_after(reader.end):
                     raise _damaged(path, error) from None
                 whole = False
         self._nbytes += reader.end
+        self._next_frame = reader.number
         if last:
             self._salt = reader.salt
             self._number = int(path.name.partition("-")[2])
@@ -215,17 +229,21 @@ class Journal:
                     reader.size - reader.end, path, reader.end,
                 )  # fmt: skip
                 os.ftruncate(self._fd, reader.end)  # what is flushed next takes this along
+        return reader
 
 
 class _Reader:
-    """One file of frames, read from its beginning. ``end`` is where the frames that were whole and made end."""
+    """One file of frames, read from its beginning. ``end`` is where the frames that were whole and made end.
+
+    ``number`` is that of the frame that comes next.
+    """
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
-        self._path, self._file = path, file
+        self.path, self._file = path, file
         self.size = os.fstat(file.fileno()).st_size
         self.end = 0
         try:
-            self.salt = log.salt_of(file.read(log.HEADER_NBYTES))
+            self.salt, self.number = log.read_header(file.read(log.HEADER_NBYTES))
         except log.DamagedError as error:
             raise _damaged(path, error) from None
         self.end = log.HEADER_NBYTES
@@ -240,7 +258,7 @@ class _Reader:
             head = self._file.read(log.FRAME_NBYTES)
             if len(head) < log.FRAME_NBYTES:
                 return ended
-            nbytes, checksum = log.read_head(head, self.end, self.salt)
+            nbytes, checksum = log.read_head(head, self.end, self.salt, self.number)
             begin = self.end + log.FRAME_NBYTES
             if begin + nbytes > self.size:
                 return ended
@@ -249,12 +267,25 @@ class _Reader:
             try:
                 ended = replay(body, contents)
             except ProtocolError as error:  # which no checksum explains: another version wrote it
-                raise _damaged(self._path, log.DamagedError(self.end, f"its checksum is right: {error}")) from None
+                raise _damaged(self.path, log.DamagedError(self.end, f"its checksum is right: {error}")) from None
             self.end = begin + nbytes
+            self.number += 1
 
     def has_frame_after(self, offset: int) -> bool:
         self._file.seek(0)
         return log.has_frame_after(self._file.read(), offset, self.salt)
+
+
+def _lacks_header(file: BinaryIO) -> bool:
+    """Return whether a segment ends before its header does, or at its end with a wrong checksum; read from its start."""
+    if os.fstat(file.fileno()).st_size > log.HEADER_NBYTES:
+        return False
+    try:
+        log.read_header(file.read())
+    except log.DamagedError:
+        return True
+    file.seek(0)
+    return False
 
 
 def _make(folder: Path) -> None:
@@ -280,8 +311,8 @@ def _write_snapshot(path: Path, contents: Contents, pause: Callable[[], bool]) -
     try:
         salt = secrets.token_bytes(log.SALT_NBYTES)
         nbytes = _write(fd, log.header(salt))
-        for body in snapshot(contents):
-            nbytes += _write(fd, log.frame_head(salt, *body), *body)
+        for number, body in enumerate(snapshot(contents)):
+            nbytes += _write(fd, log.frame_head(salt, number, *body), *body)
             if not pause():
                 return 0
         os.fsync(fd)

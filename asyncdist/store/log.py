@@ -1,11 +1,12 @@
 """The form of a store's log on disk: a header, then frames, each with its checksums. Both kinds of log have it.
 
-    header   MAGIC, 8 random bytes: the log's *salt*, u32 CRC of both
-    frame    mark, u64 length, u32 CRC of the body, u32 CRC of all that seeded with the salt; then the body
+    header   MAGIC, 8 random bytes: the log's *salt*, u64 number of the first frame, u32 CRC of all that
+    frame    mark, u64 length, u64 number, u32 CRC of the body, u32 CRC of all that seeded with the salt; then the body
 
 A frame is what was written at once: it is there as a whole or not at all. The header has a checksum of its own, so that a
 damaged length is not taken for a frame that never got its end; the salt keeps a log that somebody stored as a value from
-being taken for frames of ours.
+being taken for frames of ours. Frames are numbered without a gap, so that a reader detects a whole frame that was
+removed, repeated or moved; only the last frames of a log can be removed without a trace.
 
 The file store's frames are the requests of its members (`Record`), those of the daemon the changes of its state
 (`changes`).
@@ -23,13 +24,14 @@ from asyncdist.errors import ProtocolError, UsageError
 from asyncdist.store.messages import decode_request, messages_in
 from asyncdist.store.operations import Op
 
-MAGIC = b"asyncdist store log 2\n"
+MAGIC = b"asyncdist store log 3\n"
 SALT_NBYTES = 8
-HEADER_NBYTES = len(MAGIC) + SALT_NBYTES + 4
 
+_FIRST = struct.Struct("<Q")
 _MARK = b"\xadfrm"
-_HEAD = struct.Struct("<4sQI")
+_HEAD = struct.Struct("<4sQQI")
 _SEAL = struct.Struct("<I")
+HEADER_NBYTES = len(MAGIC) + SALT_NBYTES + _FIRST.size + _SEAL.size
 FRAME_NBYTES = _HEAD.size + _SEAL.size
 """What a frame is longer than its body."""
 
@@ -49,39 +51,51 @@ class DamagedError(ProtocolError):
         return DamagedError(self.offset + nbytes, self.why)
 
 
-def header(salt: bytes) -> bytes:
-    """Return what a log begins with."""
-    return MAGIC + salt + _SEAL.pack(crc32(MAGIC + salt))
+class MisplacedError(DamagedError):
+    """A frame that is as it was written, where another one belongs. No crash of a writer leaves one."""
 
 
-def salt_of(data: Data) -> bytes:
-    """Return the salt of a log that begins with ``data``; raises DamagedError if it is none."""
+def header(salt: bytes, first: int = 0) -> bytes:
+    """Return what a log begins with whose first frame has the number ``first``."""
+    start = MAGIC + salt + _FIRST.pack(first)
+    return start + _SEAL.pack(crc32(start))
+
+
+def read_header(data: Data) -> tuple[bytes, int]:
+    """Return the salt and the number of the first frame of a log that begins with ``data``.
+
+    Raises:
+        DamagedError: ``data`` does not begin with a header, or the header's checksum is wrong.
+    """
     if bytes(data[: len(MAGIC)]) != MAGIC or len(data) < HEADER_NBYTES:
         raise DamagedError(0, "it does not begin like a store's log")
     salt = bytes(data[len(MAGIC) :][:SALT_NBYTES])
-    if data[:HEADER_NBYTES] != header(salt):
+    (first,) = _FIRST.unpack_from(data, len(MAGIC) + SALT_NBYTES)
+    if data[:HEADER_NBYTES] != header(salt, first):
         raise DamagedError(0, "the checksum of its header is wrong")
-    return salt
+    return salt, int(first)
 
 
-def frame_head(salt: bytes, *body: Data) -> bytes:
-    """Return what goes in front of a body, which may come in pieces."""
+def frame_head(salt: bytes, number: int, *body: Data) -> bytes:
+    """Return what goes in front of the body of frame ``number``; the body may come in pieces."""
     checksum = 0
     for piece in body:
         checksum = crc32(piece, checksum)
-    head = _HEAD.pack(_MARK, sum(map(len, body)), checksum)
+    head = _HEAD.pack(_MARK, sum(map(len, body)), number, checksum)
     return head + _SEAL.pack(_sealed(salt, head))
 
 
-def next_frame(data: Data, start: int, salt: bytes) -> tuple[int, int] | None:
-    """Return where the body of the frame at ``start`` begins and ends; None if its end is not there yet.
+def next_frame(data: Data, start: int, salt: bytes, number: int) -> tuple[int, int] | None:
+    """Return where the body of frame ``number`` at ``start`` begins and ends; None if its end is not there yet.
 
-    Raises DamagedError where a checksum is wrong.
+    Raises:
+        MisplacedError: Another frame of this log stands there.
+        DamagedError: A checksum is wrong.
     """
     begin = start + FRAME_NBYTES
     if begin > len(data):
         return None
-    nbytes, checksum = read_head(data[start:begin], start, salt)
+    nbytes, checksum = read_head(data[start:begin], start, salt, number)
     end = begin + nbytes
     if end > len(data):
         return None
@@ -89,12 +103,21 @@ def next_frame(data: Data, start: int, salt: bytes) -> tuple[int, int] | None:
     return begin, end
 
 
-def read_head(head: Data, offset: int, salt: bytes) -> tuple[int, int]:
-    """Return the length and the checksum of the body that follows a frame's head; raises DamagedError."""
-    mark, nbytes, checksum = _HEAD.unpack_from(head)
+def read_head(head: Data, offset: int, salt: bytes, number: int) -> tuple[int, int]:
+    """Return the length and the checksum of the body that follows the head of frame ``number``.
+
+    Raises:
+        MisplacedError: It is the head of another frame of this log.
+        DamagedError: A checksum is wrong.
+    """
+    mark, nbytes, found, checksum = _HEAD.unpack_from(head)
     (seal,) = _SEAL.unpack_from(head, _HEAD.size)
     if mark != _MARK or seal != _sealed(salt, head[: _HEAD.size]):
         raise DamagedError(offset, "no frame begins here, or its length is damaged")
+    if found != number:
+        raise MisplacedError(
+            offset, f"frame {found} stands where frame {number} belongs: a frame was removed, repeated or moved"
+        )
     return int(nbytes), int(checksum)
 
 

@@ -94,12 +94,15 @@ def greeting(data: bytes) -> None:
 
 def frames(data: bytes) -> None:
     """A log on disk."""
-    start = 0
+    start = number = 0
     with contextlib.suppress(ProtocolError):
-        while body := log.next_frame(data, start, SALT):
+        log.read_header(data)
+    with contextlib.suppress(ProtocolError):
+        while body := log.next_frame(data, start, SALT, number):
             log.decode_record(data[slice(*body)])
             assert start < body[1] <= len(data)
             start = body[1]
+            number += 1
     log.has_frame_after(data, start, SALT)
 
 
@@ -168,6 +171,9 @@ SEEDS: dict[str, list[bytes]] = {
         b"\x06\x01\0\0\0\0\0\0\0\x01\0\0\0\0\0\0\0k",
     ],
     "greeting": [b"\x05" + MAGIC + NONCE + bytes(33)],
-    "frames": [log.frame_head(SALT, _RECORD) + _RECORD + log.frame_head(SALT, _CHANGES) + _CHANGES],
+    "frames": [
+        log.frame_head(SALT, 0, _RECORD) + _RECORD + log.frame_head(SALT, 1, _CHANGES) + _CHANGES,
+        log.header(SALT, 7),
+    ],
     "changes": [_CHANGES, _RECORD, _of_a_client()],
 }

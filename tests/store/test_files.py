@@ -9,13 +9,14 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 
 import pytest
 
 from asyncdist.errors import AddressError, ProtocolError, QueueEmptyError, StoreTimeoutError, UsageError
 from asyncdist.store import FileStore
 from asyncdist.store.files import FileDesk
-from asyncdist.store.log import MAGIC, frame_head, salt_of
+from asyncdist.store.log import MAGIC, frame_head, read_header
 
 UNIT, LONG = 0.05, 20.0
 
@@ -87,7 +88,7 @@ def test_what_a_dead_writer_left_is_cut_off(tmp_path):
         store.set("k", "v")
         whole = path.stat().st_size
         body = b"a frame of which half has come " * 80
-        half = (frame_head(salt_of(path.read_bytes()), body) + body)[:1000]
+        half = (frame_head(read_header(path.read_bytes())[0], 1, body) + body)[:1000]
         with path.open("ab") as file:
             file.write(half)
         assert store.get("k") == b"v"
@@ -130,6 +131,27 @@ def test_a_damaged_byte_is_refused_with_its_place(tmp_path):
     path.write_bytes(content)
     with pytest.raises(ProtocolError, match=f"at offset {before}: the checksum"):
         FileStore(path)
+
+
+def test_removed_doubled_or_swapped_frame_is_refused_with_its_place(tmp_path):
+    path, ends = tmp_path / "store", []
+    with FileStore(path) as store:
+        for value in ("u", "v", "w"):
+            ends.append(path.stat().st_size)
+            store.set("k", value)
+    content = path.read_bytes()
+    ends.append(len(content))
+    one, two, three = (content[begin:end] for begin, end in pairwise(ends))
+    for harmed, offset in (
+        ([one, three], ends[1]),
+        ([two, three], ends[0]),
+        ([one, two, two, three], ends[2]),
+        ([one, two, three, three], ends[3]),
+        ([one, three, two], ends[1]),
+    ):
+        path.write_bytes(content[: ends[0]] + b"".join(harmed))
+        with pytest.raises(ProtocolError, match=rf"at offset {offset}: frame \d stands where frame \d belongs"):
+            FileStore(path)
 
 
 def test_a_file_that_cannot_be_opened(tmp_path):

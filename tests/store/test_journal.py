@@ -8,7 +8,8 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from unittest import mock
 
@@ -180,6 +181,10 @@ def test_a_log_cut_anywhere_holds_the_frames_before(tmp_path, caplog):
         assert contents.values == expected
         if whole and whole != nbytes:
             assert f"cut {nbytes - whole} bytes off {folder}/log-1 at offset {whole}" in caplog.text
+        elif not whole:
+            assert f"begin {folder}/log-1 anew, which has {nbytes} bytes and no whole header" in caplog.text
+        else:
+            assert not caplog.text
         journal.commit(b"\x93\x01\xa1b\xc4\x01v", sync=False)
         journal.close()
         journal, contents = opened(folder)  # what follows the cut is whole
@@ -206,12 +211,103 @@ def test_a_damaged_byte_is_refused_with_its_place(tmp_path):
             journal.close()
 
 
+def test_segment_of_a_header_with_a_wrong_checksum_is_begun_anew_with_a_warning(tmp_path, caplog):
+    written(tmp_path, [])
+    (tmp_path / "log-1").write_bytes(bytes(log.HEADER_NBYTES))
+    with caplog.at_level(logging.WARNING):
+        opened(tmp_path)[0].close()
+    assert f"begin {tmp_path}/log-1 anew, which has {log.HEADER_NBYTES} bytes and no whole header" in caplog.text
+
+
+def misplaced(frames: list[bytes]) -> Iterator[tuple[int, list[bytes]]]:
+    """Yield frames with one removed, doubled or swapped with the next, each with the place of the first wrong one."""
+    last = len(frames) - 1
+    for place in range(last + 1):
+        before, frame, after = frames[:place], frames[place], frames[place + 1 :]
+        yield place + 1, [*before, frame, frame, *after]
+        if place < last:
+            yield place, [*before, *after]
+            yield place, [*before, after[0], frame, *after[1:]]
+
+
+def test_removed_doubled_or_swapped_frame_in_the_last_segment_is_refused_with_its_place(tmp_path):
+    ends = written(tmp_path / "whole")
+    content = (tmp_path / "whole" / "log-1").read_bytes()
+    frames = [content[begin:end] for begin, end in pairwise(ends)]
+    for place, harmed in misplaced(frames):
+        (tmp_path / "whole" / "log-1").write_bytes(content[: ends[0]] + b"".join(harmed))
+        with pytest.raises(JournalError, match=rf"log-1 is damaged at offset {ends[place]} \(frame \d stands where"):
+            opened(tmp_path / "whole")
+
+
+def test_removed_doubled_or_swapped_frame_of_a_snapshot_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(changes, "_CHUNK_NBYTES", 1)
+    journal, state, _ = filled(tmp_path)
+    for number in range(3):
+        state.execute("c", number, Op.SET, (f"k{number}", b"v"))
+    journal.write_snapshot(journal.rotate(), state.contents(), lambda: True)
+    journal.close()
+    path = tmp_path / "snapshot-2"
+    content = path.read_bytes()
+    ends = frame_ends(content)
+    assert len(ends) > 3
+    frames = [content[begin:end] for begin, end in pairwise(ends)]
+    for place, harmed in misplaced(frames):
+        path.write_bytes(content[: ends[0]] + b"".join(harmed))
+        with pytest.raises(JournalError, match=rf"snapshot-2 is damaged at offset {ends[place]} \("):
+            opened(tmp_path)
+
+
+def test_frame_removed_from_the_end_of_an_earlier_segment_is_refused(tmp_path):
+    journal, _ = opened(tmp_path)
+    for _ in range(2):
+        for body in BODIES:
+            journal.commit(body, sync=False)
+        journal.rotate()
+    journal.close()
+    opened(tmp_path)[0].close()
+    content = (tmp_path / "log-1").read_bytes()
+    ends = frame_ends(content)
+    (tmp_path / "log-1").write_bytes(content[: ends[-2]])
+    missing = rf"log-1 is damaged at offset {ends[-2]} \(frame 3 belongs here, and log-2 begins with frame 4"
+    with pytest.raises(JournalError, match=missing):
+        opened(tmp_path)
+
+
+def test_frame_numbers_go_on_after_a_restart(tmp_path):
+    for _ in range(2):
+        journal, _ = opened(tmp_path)
+        journal.commit(BODIES[1], sync=False)
+        journal.close()
+        with (tmp_path / "log-1").open("ab") as file:
+            file.write(b"torn")
+    journal, contents = opened(tmp_path)
+    journal.rotate()
+    journal.commit(BODIES[2], sync=False)
+    journal.close()
+    assert contents.values == {"a": b"\1"}
+    assert log.read_header((tmp_path / "log-2").read_bytes())[1] == 2
+    journal, contents = opened(tmp_path)
+    journal.close()
+    assert contents.values == {"a": b"\2"}
+
+
+def frame_ends(content: bytes) -> list[int]:
+    """Return where the header of a log ends, and where each of its frames does."""
+    salt, number = log.read_header(content)
+    ends = [log.HEADER_NBYTES]
+    while body := log.next_frame(content, ends[-1], salt, number):
+        ends.append(body[1])
+        number += 1
+    return ends
+
+
 @pytest.mark.parametrize("harm", ["cut", "hole"])
 def test_a_log_inside_a_value_is_not_taken_for_frames(tmp_path, harm):
     written(tmp_path / "other")
     stored = (tmp_path / "other" / "log-1").read_bytes()
     state, book = kept_state()
-    state.execute("c", 1, Op.SET, ("k", stored + log.frame_head(bytes(8))[:5]))
+    state.execute("c", 1, Op.SET, ("k", stored + log.frame_head(bytes(8), 0)[:5]))
     body = b"".join(book.take())
     ends = written(tmp_path / "data", [*BODIES, body])
     path = tmp_path / "data" / "log-1"
@@ -236,7 +332,7 @@ def test_a_file_of_something_else(tmp_path, content):
 
 def test_a_header_has_its_whole_salt():
     with pytest.raises(log.DamagedError, match="does not begin like"):
-        log.salt_of(log.header(bytes(log.SALT_NBYTES - 1)))
+        log.read_header(log.header(bytes(log.SALT_NBYTES - 1)))
 
 
 def test_a_name_that_was_cut_short_is_given_anew(tmp_path):
@@ -408,8 +504,6 @@ def test_what_is_not_the_last_segment_must_be_whole(compacted, name):
             opened(compacted)
     for nbytes in [*range(len(content)), len(content) + 1]:
         path.write_bytes((content + b"x")[:nbytes])
-        if name == "log-2" and nbytes == log.HEADER_NBYTES:
-            continue  # an empty segment is one
         with pytest.raises(JournalError, match=f"{name} is damaged at offset"):
             opened(compacted)
 

@@ -181,7 +181,7 @@ def test_nothing_acknowledged_is_lost_with_the_power(tmp_path, sync):
     (tmp_path / "again").mkdir()
     program = Program(tmp_path / "new" / "data", tmp_path / "again", sync=sync)
     with program.disk.watched():
-        for torn in (b"", bytes(10), log.frame_head(bytes(8), b"body")):
+        for torn in (b"", bytes(10), log.frame_head(bytes(8), 0, b"body")):
             program.begin()
             program.commit()
             program.compact()

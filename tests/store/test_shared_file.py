@@ -14,7 +14,7 @@ import pytest
 
 from asyncdist.errors import AddressError, StoreError
 from asyncdist.store import FileStore, files, shared_file
-from asyncdist.store.log import frame_head, salt_of
+from asyncdist.store.log import frame_head, read_header
 from asyncdist.store.shared_file import SharedFile
 
 LONG, UNIT = 20.0, 0.05
@@ -295,7 +295,7 @@ def test_a_last_frame_with_a_hole_is_cut_off(path):
     with FileStore(path) as store, FileStore(path) as other:
         store.set("k", "v")
         body = b"some of a frame" * 1000
-        frame = bytearray(frame_head(salt_of(path.read_bytes()), body) + body)
+        frame = bytearray(frame_head(read_header(path.read_bytes())[0], 1, body) + body)
         frame[4096:8192] = bytes(4096)
         with path.open("ab") as file:
             file.write(frame)
