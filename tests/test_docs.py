@@ -49,6 +49,7 @@ PAGES = {
     path.relative_to(ROOT).as_posix(): path
     for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
 }
+DECISIONS = sorted((ROOT / "docs" / "decisions").glob("[0-9]*.md"))
 FRAGMENTS = "README.md"
 """A page whose blocks are parts of programs: they are Python, and name what there is."""
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -210,6 +211,23 @@ def test_links_lead_somewhere(page: str) -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", prose(page)):
         if "://" not in target:
             assert (PAGES[page].parent / target).exists(), f"{page} links to {target}"
+
+
+@pytest.mark.parametrize("path", DECISIONS, ids=[path.stem for path in DECISIONS])
+def test_decision_page_has_all_sections_and_valid_links(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert text.startswith(f"# {path.name[:4]}. ")
+    assert re.findall(r"^## (.*)$", text, re.MULTILINE) == ["Context", "Decision", "Measurements", "Consequences"]
+    missing = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if not (path.parent / link).exists()]
+    assert missing == []
+
+
+def test_decision_index_lists_every_page_in_order() -> None:
+    index = (ROOT / "docs" / "decisions" / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| \[(\d{4})\]\(([^)]+)\) \| (.*?) \|", index, re.MULTILINE)
+    titles = [path.read_text(encoding="utf-8").partition("\n")[0][len("# 0000. ") :] for path in DECISIONS]
+    assert rows == [(path.name[:4], path.name, title) for path, title in zip(DECISIONS, titles, strict=True)]
+    assert [int(number) for number, _, _ in rows] == list(range(1, len(DECISIONS) + 1))
 
 
 @pages
