@@ -37,8 +37,9 @@ def is_message(op: str) -> bool:
 class ReduceOp(Enum):
     """Element-wise reductions, by torch.distributed's names.
 
-    ``AVG`` divides the sum by the number of ranks and takes floating-point and complex tensors only. ``PREMUL_SUM``
-    multiplies each rank's input by a factor first and needs that factor: pass ``premul_sum(factor)``.
+    ``AVG`` divides the sum by the number of ranks; of integers, as NCCL does, it takes the sum in their own dtype, which
+    may wrap around, and truncates the quotient towards zero. It does not take bool. ``PREMUL_SUM`` multiplies each
+    rank's input by a factor first and needs that factor: pass ``premul_sum(factor)``; it takes no integers.
     """
 
     SUM = 1

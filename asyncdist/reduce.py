@@ -67,8 +67,10 @@ def check(op: Reduction, dtype: torch.dtype) -> None:
         raise UnsupportedError(f"{op.name} works on integers and booleans, not on {dtype}")
     if kernel in _ORDERED and dtype.is_complex:
         raise UnsupportedError(f"{op.name} needs an order, and {dtype} has none")
-    if (op is ReduceOp.AVG or isinstance(op, PremulSum)) and not floating:
+    if isinstance(op, PremulSum) and not floating:
         raise UnsupportedError(f"{op.name} works on floating-point and complex tensors, not on {dtype}: use SUM")
+    if op is ReduceOp.AVG and dtype is torch.bool:
+        raise UnsupportedError(f"AVG works on numbers, not on {dtype}: use BOR or BAND, or average tensor.float()")
     if dtype is getattr(torch, "float4_e2m1fn_x2", None):
         raise UnsupportedError(f"{dtype} can be moved but not reduced")
 
@@ -170,12 +172,36 @@ def arithmetic(op: Reduction, dtype: torch.dtype) -> Arithmetic:
 
 
 def divide(tensor: torch.Tensor, by: int) -> None:
-    """Divide in place, every part of a complex number on its own: a complex division would round twice."""
+    """Divide in place: each part of a complex number alone, integers with truncation towards zero, as NCCL does."""
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        _divide_integers(tensor, by)
+        return
+    # A complex division would round twice.
     parts = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     if by & (by - 1):
         parts.div_(by)
     else:  # exact as well, and several times as fast
         parts.mul_(1 / by)
+
+
+def _divide_integers(tensor: torch.Tensor, by: int) -> None:
+    if tensor.dtype is torch.uint64:
+        _divide_uint64(tensor.view(torch.int64), by)
+    elif tensor.dtype in _SIGNED:
+        tensor.copy_(tensor.to(torch.int64).div_(by, rounding_mode="trunc"))
+    else:
+        tensor.div_(by, rounding_mode="trunc")
+
+
+def _divide_uint64(bits: torch.Tensor, by: int) -> None:
+    """Divide unsigned integers, given as int64 of the same bits, by halves that a signed division can take.
+
+    The algorithm is that of H. S. Warren, "Hacker's Delight", 2nd edition, section 9-3.
+    """
+    half = (bits >> 1) & torch.iinfo(torch.int64).max
+    quotient = half.div_(by, rounding_mode="trunc") << 1
+    bits.sub_(quotient * by)
+    torch.add(quotient, bits >= by, out=bits)
 
 
 def _torch_fold(kernel: Callable[..., torch.Tensor]) -> Fold:

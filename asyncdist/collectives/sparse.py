@@ -11,6 +11,7 @@ from asyncdist.collectives.plans import Member, fingerprint
 from asyncdist.collectives.schedule import Schedule
 from asyncdist.errors import UnsupportedError
 from asyncdist.ops import Collective, ReduceOp, Reduction
+from asyncdist.reduce import check, divide
 
 
 def all_reduce(who: Member, tensor: torch.Tensor, op: Reduction) -> Plan:
@@ -45,7 +46,9 @@ def all_reduce(who: Member, tensor: torch.Tensor, op: Reduction) -> Plan:
             places = torch.cat([each.tensor.view(per_index, -1) for each, _ in gathered], dim=1)
             numbers = torch.cat([each.tensor.view(-1, *dense_shape) for _, each in gathered])
             total = torch.sparse_coo_tensor(places, numbers, own.shape, device="cpu", check_invariants=False).coalesce()
-            tensor.copy_(total / who.size if op is ReduceOp.AVG else total)
+            if op is ReduceOp.AVG:
+                divide(total.values(), who.size)
+            tensor.copy_(total)
         return tensor
 
     layout = (*own.shape, -1, own.sparse_dim())
@@ -64,5 +67,6 @@ def _checked(tensor: torch.Tensor, op: Reduction) -> torch.Tensor:
         raise UnsupportedError(
             f"sparse tensors are reduced with SUM and AVG only, not {op.name}: call .to_dense() first"
         )
+    check(op, tensor.dtype)
     with torch.inference_mode(tensor.is_inference()):
         return tensor.detach().coalesce()

@@ -53,9 +53,19 @@ def reduced(inputs: Sequence[torch.Tensor], op: Reduction) -> torch.Tensor:
     if op in (ReduceOp.MIN, ReduceOp.MAX):
         kernel = np.minimum if op is ReduceOp.MIN else np.maximum
         return torch.from_numpy(functools.reduce(kernel, [tensor.numpy() for tensor in inputs]).copy())
+    if op is ReduceOp.AVG:
+        return _averaged(inputs)
     signed = _UNSIGNED.get(dtype, dtype)
     folded = functools.reduce(_WHOLE[cast(ReduceOp, op)], [tensor.view(signed) for tensor in inputs])
     return folded.view(dtype)
+
+
+def _averaged(inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the sum of integers in their own dtype, divided with truncation by Python, which rounds down."""
+    total = reduced(inputs, ReduceOp.SUM)
+    size = len(inputs)
+    quotients = [abs(number) // size * (1 if number > 0 else -1) for number in total.tolist()]
+    return torch.from_numpy(np.array(quotients, dtype=total.numpy().dtype))
 
 
 def _reduced_floats(inputs: Sequence[torch.Tensor], op: Reduction) -> torch.Tensor:
@@ -93,6 +103,7 @@ def reductions(dtype: torch.dtype) -> list[Reduction]:
         return [ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT, premul_sum(0.5)]
     if dtype.is_floating_point:
         return [ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX, premul_sum(0.5)]
+    averages = [] if dtype is torch.bool else [ReduceOp.AVG]
     return [
-        ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR,
+        ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR, *averages,
     ]  # fmt: skip

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from asyncdist.reduce import divide
 from asyncdist_transports.nccl import Nccl
 from asyncdist_transports.nccl.bindings import Bindings
 
@@ -319,9 +320,16 @@ def _write(place: int, data: bytes) -> None:
 
 
 def _reduced(data: Sequence[bytes], dtype: torch.dtype, operation: int) -> bytes:
-    """Reduce what the ranks gave, in their order; averages as NCCL does, by multiplying first."""
+    """Reduce what the ranks gave, in their order; averages as NCCL does, of integers by dividing the sum."""
     tensors = [torch.frombuffer(bytearray(each), dtype=dtype) for each in data]
     arrays = [(each.float() if dtype is torch.bfloat16 else each).numpy() for each in tensors]
+    if operation == _AVERAGE and not (dtype.is_floating_point or dtype.is_complex):
+        total = arrays[0].copy()
+        for each in arrays[1:]:
+            total += each
+        averaged = torch.from_numpy(total)
+        divide(averaged, len(arrays))
+        return averaged.view(torch.uint8).numpy().tobytes()
     if operation == _AVERAGE:
         arrays = [each * each.dtype.type(1 / len(arrays)) for each in arrays]
     result = arrays[0].copy()

@@ -84,8 +84,8 @@ async def test_what_makes_no_sense_is_refused_before_anything_is_sent():
             ("float32", ReduceOp.BAND, "BAND works on integers and booleans"),
             ("complex64", ReduceOp.BXOR, "integers"),
             ("complex64", ReduceOp.MAX, "needs an order"),
-            ("int32", ReduceOp.AVG, "AVG works on floating-point"),
-            ("bool", ReduceOp.AVG, "AVG"),
+            ("bool", ReduceOp.AVG, "AVG works on numbers"),
+            ("int32", premul_sum(2), "PREMUL_SUM works on floating-point"),
             ("uint8", premul_sum(2), "PREMUL_SUM works on floating-point"),
         ]:
             tensor = torch.ones(4).to(getattr(torch, name))
@@ -128,6 +128,32 @@ async def test_means_of_two_are_rounded_once_and_do_not_overflow_where_sums_woul
         await asyncio.gather(*(group.all_reduce(inputs[group.rank()], ReduceOp.AVG) for group in groups))
     assert torch.equal(inputs[0], expected)
     assert torch.equal(inputs[1], expected)
+
+
+INTEGERS = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
+
+
+@one_loop
+@pytest.mark.parametrize("transport", ["inproc", "tcp", "shm"])
+@pytest.mark.parametrize("name", INTEGERS)
+async def test_averages_of_integers_wrap_as_the_sum_does_and_truncate_towards_zero(name, transport):
+    """As NCCL: the quotient of -7 by 3 is -2, and not -3."""
+    limits = torch.iinfo(getattr(torch, name))
+    lowest, highest = limits.min, limits.max
+    rows = [[-1, 1, highest, highest - 1, 0], [-3, 3, highest, 1, 0], [-3, 4, highest, 0, 2]]
+    rows = [[max(lowest, value) for value in row] for row in rows]
+    columns = [sum(column) for column in zip(*rows, strict=True)]
+    sums = [(total - lowest) % (highest - lowest + 1) + lowest for total in columns]
+    expected = [abs(total) // 3 * (1 if total > 0 else -1) for total in sums]
+    async with world_of(3, transport=transport) as groups:
+        dtype = getattr(torch, name)
+        tensors = [torch.tensor(row, dtype=dtype) for row in rows]
+        outputs = [torch.zeros(1, dtype=dtype) for _ in rows]
+        blocks = [[tensor[at : at + 1].clone() for at in range(3)] for tensor in tensors]
+        await asyncio.gather(*(g.reduce_scatter(outputs[g.rank()], blocks[g.rank()], ReduceOp.AVG) for g in groups))
+        await asyncio.gather(*(g.all_reduce(tensors[g.rank()], ReduceOp.AVG) for g in groups))
+    assert [tensor.tolist() for tensor in tensors] == [expected] * 3
+    assert [output.tolist() for output in outputs] == [[value] for value in expected[:3]]
 
 
 @one_loop

@@ -51,6 +51,14 @@ async def test_every_kind_of_number(transport, dtype):
         assert all(torch.equal(tensor.to_dense(), total) for tensor in tensors)
 
 
+async def test_averages_of_integers_are_truncated_towards_zero(transport):
+    async with world_of(2, transport=transport) as groups:
+        rows = [[-3, 4], [-4, 3]]
+        tensors = [torch.sparse_coo_tensor([[0, 2]], row, (3,), check_invariants=True) for row in rows]
+        await reduced(groups, tensors, ReduceOp.AVG)
+        assert [tensor.to_dense().tolist() for tensor in tensors] == [[-3, 0, 3]] * 2
+
+
 async def test_values_without_dimensions_of_their_own_and_nothing_at_all(transport):
     async with world_of(2, transport=transport) as groups:
         scalars = [torch.sparse_coo_tensor([[rank, 2]], [1.0, 2.0], (3,), check_invariants=True) for rank in range(2)]

@@ -56,7 +56,7 @@ def dtypes(rank, world):
     return [
         _refused("all_reduce", lambda: dist.all_reduce(torch.ones(4), dist.ReduceOp.BAND), "BAND", "float32"),
         _refused(
-            "all_reduce", lambda: dist.all_reduce(torch.ones(4, dtype=torch.int64), dist.ReduceOp.AVG), "AVG", "int64"
+            "all_reduce", lambda: dist.all_reduce(torch.ones(4, dtype=torch.bool), dist.ReduceOp.AVG), "AVG", "bool"
         ),
         _refused("all_reduce", lambda: dist.all_reduce(packed), str(packed.dtype)),
         _refused("all_reduce", lambda: dist.all_reduce(bits), "bits8"),

@@ -53,8 +53,8 @@ class Numbers(NamedTuple):
 def numbers_of(op: ReduceOp, dtype: torch.dtype, size: int) -> Numbers | None:
     """Return how NCCL reduces elements of a dtype over ``size`` ranks, None if it cannot.
 
-    Complex numbers are added part by part. NCCL's averages multiply by 1/size first, which is exact for powers of two; for
-    other sizes the sum is divided, as everywhere else.
+    Complex numbers are added part by part. NCCL's averages of floats multiply by 1/size first, which is exact for powers
+    of two; for other sizes the sum is divided, as everywhere else.
     """
     divides = op is ReduceOp.AVG and bool(size & (size - 1))
     operation = _OPERATIONS.get(ReduceOp.SUM if divides else op)
