@@ -36,7 +36,10 @@ class DistributedDataParallel(nn.Module):
     - ``batched_grad_copy``, ``check_reduction``, ``dim`` and ``output_device`` are taken and change nothing.
 
     ``find_unused_parameters``, ``static_graph``, ``mixed_precision``, ``device_mesh`` and delayed all-reduces raise
-    UnsupportedError. A rank whose backward misses a parameter raises GradientError, naming it; GroupError comes out of
+    UnsupportedError, and so do a module with `torch.nn.SyncBatchNorm` and parameters whose optimizer steps in backward
+    (torch's ``_apply_optimizer_in_backward``).
+
+    A rank whose backward misses a parameter raises GradientError, naming it; GroupError comes out of
     ``backward()`` if a peer is lost. Wrapping raises MismatchError on every rank if the models differ.
 
     A backward that goes past the wrapper (``model.module(x).sum().backward()``) averages nothing, unless it is the
@@ -92,6 +95,7 @@ class DistributedDataParallel(nn.Module):
         self.module = module
         parameters = self._parameters_to_sync()
         self._check_parameters(parameters)
+        _check_modules(module)
         self._input_device = _input_device(device_ids, parameters)
         self.dim = dim
         self.device_ids = device_ids
@@ -153,6 +157,12 @@ class DistributedDataParallel(nn.Module):
         for name, parameter in parameters:
             if isinstance(parameter, nn.parameter.UninitializedParameter):
                 raise UsageError(f"parameter {name!r} has no shape yet: run one forward before wrapping a lazy module")
+            if getattr(parameter, "_in_backward_optimizers", None):
+                raise UnsupportedError(
+                    f"parameter {name!r} has an optimizer that steps in backward (_apply_optimizer_in_backward), before "
+                    "the gradient is averaged over the ranks: construct the optimizer with the wrapped model's parameters, "
+                    "and call its step() after backward()"
+                )
         if not any(parameter.requires_grad for _, parameter in parameters):
             raise UsageError("no parameter of this module requires a gradient: use the module without wrapping it")
 
@@ -264,6 +274,16 @@ def _refuse(**arguments: object) -> None:
     for name, value in arguments.items():
         if value is not None and value is not False:
             raise UnsupportedError(f"{name}={value!r} is not supported by this version: leave {name} out")
+
+
+def _check_modules(module: nn.Module) -> None:
+    for name, each in module.named_modules():
+        if isinstance(each, nn.SyncBatchNorm):
+            raise UnsupportedError(
+                f"module {name!r} is a torch.nn.SyncBatchNorm, which does not communicate over this group, so each rank "
+                "would use its own statistics: use nn.BatchNorm or nn.GroupNorm, or wrap the model in torch's "
+                "DistributedDataParallel over the back end of asyncdist.torch_backend"
+            )
 
 
 def _input_device(

@@ -130,6 +130,30 @@ def test_what_is_not_supported_yet_says_so(together, arguments):
     together(1, rank)
 
 
+def test_sync_batch_norm_is_refused_at_construction(together):
+    module = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+
+    def rank(group):
+        with pytest.raises(UnsupportedError, match=r"module '1' is a torch.nn.SyncBatchNorm.*nn\.GroupNorm"):
+            DistributedDataParallel(module, process_group=group)
+
+    together(1, rank)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_optimizer_in_backward_is_refused_at_construction(together):
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    _apply_optimizer_in_backward(torch.optim.SGD, module[1].parameters(), {"lr": 0.1})
+
+    def rank(group):
+        with pytest.raises(UnsupportedError, match=r"parameter '1.weight' has an optimizer .*call its step\(\) after"):
+            DistributedDataParallel(module, process_group=group)
+
+    together(1, rank)
+
+
 @pytest.mark.parametrize(
     ("module", "arguments", "sentence"),
     [
