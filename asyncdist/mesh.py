@@ -79,7 +79,6 @@ class Mesh:
         self.reminders = Reminders()
         self._failures: dict[int, GroupError] = {}
         self._goodbye = LEFT
-        self._at_home = home is not None
         self.finished: list[Callable[[], None]] = []
         self.backend = "auto"  # what the user asked for
         lifetime.watch(self)
@@ -100,8 +99,8 @@ class Mesh:
         self.ways.agree(reached)
         spin, spread = self.ways.spin()
         self.progress.spin_for(spin, min(spin, self.config.await_spin_us * 1e-6), spread)
-        if self._at_home:
-            self.progress.arm()
+        self.progress.idle_watch.last_call = lambda: self.recorder.last
+        self.progress.arm()
 
     def told(self) -> Until:
         """Return what is completed once nobody is left to be told of a failure, on connections that open for it too."""

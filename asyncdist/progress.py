@@ -35,6 +35,7 @@ from asyncdist.bell import Bell
 from asyncdist.collectives.schedule import Schedule
 from asyncdist.errors import LoopThreadError
 from asyncdist.home import Home
+from asyncdist.idle import IdleWatch
 from asyncdist.lookout import Lookout
 from asyncdist.machine import Failing, Finishable, Machine, Wait
 
@@ -63,6 +64,7 @@ class Progress:
         self._sleeping = self._resting = self._kicked = self._spent = self._closed = False
         self._bell: Bell | None = None
         self._lookout = Lookout(self._drive_on_loop)
+        self.idle_watch = IdleWatch(machine, self._lock, self._seat, self._lookout)
 
     def spin_for(self, spin: float, loop_spin: float, spread: Callable[[], None] | None) -> None:
         """Set for how many seconds an inline driver tries again before it sleeps, and the home loop before it turns.
@@ -88,7 +90,7 @@ class Progress:
             self._lookout.forget()
         else:
             self._lookout.leave(home)
-        if not self._closed and self._machine.busy():
+        if not self._closed:
             self._kick()
 
     def submit(self, action: Callable[[], None]) -> None:
@@ -338,6 +340,8 @@ class Progress:
         with self._lock:
             if self._closed:  # perhaps while we waited for the lock; the machine's sockets are closed too
                 return
+            if not self.home:
+                self.idle_watch.begin(self.loop)
             moved = self._turn(None if descriptor is None else (descriptor,))
             while now < until and (moved or now < spin_until) and self._machine.busy() and not self._machine.finished:
                 now = monotonic()
@@ -385,10 +389,11 @@ class Progress:
     def _is_looked_after(self) -> bool:
         """Return whether the loop has anything of ours; if not, it gets nothing any more, though it waits for the lock."""
         with self._lock:
-            looks = self._lookout.looks or self._kicked
+            looks = self._lookout.looks or self._kicked or self.idle_watch.runs
             self._closed = not looks
         return looks
 
     def _leave_loop(self) -> None:
+        self.idle_watch.end()
         self._lookout.leave(self.loop)
         self._closed = True

@@ -20,7 +20,7 @@ LAYERS: list[list[str]] = [
      "collectives.doubling", "collectives.pairwise", "collectives.choose", "collectives.hierarchy", "ddp.buckets"],
     ["transport", "registry", "buffers", "objects", "reduce", "work", "runtime", "errands", "progress", "machine",
      "mismatch", "notices", "lifetime", "reminders", "interfaces", "arena", "inbox", "native", "registered", "bell",
-     "lookout", "home", "tls", "compiling"],
+     "lookout", "home", "idle", "tls", "compiling"],
     ["store", "observe", "mesh", "ways", "comparison", "collectives.executor", "collectives.operation", "collectives.plans",
      "collectives.islands", "collectives.reductions", "collectives.sparse", "collectives.exchanges",
      "collectives.arguments"],

@@ -101,6 +101,11 @@ class Recorder:
         self._entries: deque[Entry] = deque(maxlen=max(1, size))
         self.add = self._entries.append
 
+    @property
+    def last(self) -> Entry | None:
+        """The newest operation; None if there was none. From any thread."""
+        return self._entries[-1] if self._entries else None
+
     def add_group(self, name: str, ranks: Sequence[int], numbers: itertools.count[int]) -> None:
         """Note which ranks a group has, and what numbers its collectives from 1 on; of as many groups as operations."""
         self._groups[name] = _Known(ranks, numbers)

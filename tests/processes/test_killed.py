@@ -74,6 +74,24 @@ def test_death_between_operations_is_met_by_the_next_one(job, all_do, face):
     assert {(answer.kind, answer.peer) for answer in answers} == {("PeerLostError", 0)}
 
 
+def test_idle_blocking_group_reports_a_killed_peer_without_a_call(job, all_do, until):
+    ranks = job.world(3)
+    all_do(ranks, "all_reduce", "world", 10)
+    ranks[0].process.kill()
+    for told in ranks[1:]:
+        until(lambda told=told: told.do("error_of", "world") is not None)
+        error = told.do("error_of", "world")
+        assert (error["kind"], error["peer"]) == ("PeerLostError", 0)
+
+
+def test_idle_blocking_group_reports_the_abort_of_a_peer_without_a_call(job, all_do, until):
+    ranks = job.world(2)
+    all_do(ranks, "all_reduce", "world", 10)
+    ranks[0].do("abort", None, "enough")
+    until(lambda: ranks[1].do("error_of", "world") is not None)
+    assert "rank 0 aborted: enough" in ranks[1].do("error_of", "world")["text"]
+
+
 @pytest.mark.parametrize("face", FACES)
 def test_every_group_with_the_dead_fails_and_every_group_without_it_goes_on(job, all_do, face):
     ranks = job.world(4, face)

@@ -1,0 +1,86 @@
+"""Watches the peers of a blocking program between its calls, when no thread drives its operations."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from time import monotonic
+
+from asyncdist.lookout import Lookout
+from asyncdist.machine import Machine
+
+PERIOD = 0.3
+"""Seconds between two checks for calls. After one period without a call the loop watches the descriptors."""
+LONG_PERIOD = 1.0
+"""Seconds between two checks while the loop watches the descriptors already, or a thread drives."""
+
+
+class IdleWatch:
+    """Has an event loop watch a machine's descriptors while the program makes no calls.
+
+    Without it, a blocking program learns of a lost peer only at its next call. A call has no code for it: the watch
+    compares ``last_call()`` with the answer one period before. The loop watches the descriptors only after a period without
+    a call, and the first event on one of them ends that until the next such period.
+
+    Args:
+        machine: The machine whose descriptors the loop watches.
+        lock: The lock under which a thread touches the machine.
+        seat: The lock that an inline driver holds while it drives the machine.
+        lookout: The lookout of the machine's `Progress`, which drives the machine when a descriptor is ready.
+
+    Attributes:
+        last_call: Returns an object that differs from one call to the next. Nothing is watched before it is set.
+    """
+
+    def __init__(self, machine: Machine, lock: threading.Lock, seat: threading.Lock, lookout: Lookout) -> None:
+        self._machine, self._lock, self._seat, self._lookout = machine, lock, seat, lookout
+        self.last_call: Callable[[], object] | None = None
+        self._seen: object = None
+        self._complete = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def runs(self) -> bool:
+        """Whether the loop holds a timer for the next check."""
+        return self._timer is not None
+
+    def begin(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Check for calls from now on. On the loop's thread."""
+        if self._timer is None and self.last_call is not None:
+            self._seen = self.last_call()
+            self._timer = loop.call_later(PERIOD, self._check, loop)
+
+    def end(self) -> None:
+        """Stop checking. On the loop's thread, or after the loop has stopped."""
+        self.last_call = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _check(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._timer = None
+        if self.last_call is None:
+            return
+        before, self._seen = self._seen, self.last_call()
+        quiet = self._seen is before
+        driven = self._seat.locked() or self._machine.busy()
+        # A call may have opened connections that the loop does not watch yet.
+        self._complete = self._complete and quiet and bool(self._lookout.watched)
+        if quiet and not driven and not self._complete and self._lock.acquire(blocking=False):
+            try:
+                self._watch(loop)
+            finally:
+                self._lock.release()
+        period = LONG_PERIOD if driven or self._complete else PERIOD
+        self._timer = loop.call_later(period, self._check, loop)
+
+    def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
+        wanted = self._machine.waits()
+        # This takes back the request to be rung for data, which would cost the peers a system call.
+        self._machine.advance(())
+        if wanted is not None:
+            self._lookout.watch(loop, dict(wanted))
+            self._complete = True
+        if self._machine.busy():
+            self._lookout.set_timer(loop, monotonic())
