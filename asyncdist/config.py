@@ -16,12 +16,16 @@ from typing import Any
 log = logging.getLogger("asyncdist")
 
 
-def _setting(default: Any, variable: str, text: str, *, least: float = 0, shared: bool = False) -> Any:
+def _setting(
+    default: Any, variable: str, text: str, *, least: float = 0, shared: bool = False, choices: tuple[str, ...] = ()
+) -> Any:
     """Return a field for a setting; ``least`` is the smallest number with which anything works.
 
-    One that is ``shared`` says what is sent to whom, so all ranks must have it alike.
+    One that is ``shared`` says what is sent to whom, so all ranks must have it alike. One with ``choices`` takes no
+    other text.
     """
-    return field(default=default, metadata={"variable": variable, "help": text, "least": least, "shared": shared})
+    metadata = {"variable": variable, "help": text, "least": least, "shared": shared, "choices": choices}
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,10 +149,12 @@ class Config:
     store_max_connections: int = _setting(
         65536, "ASYNCDIST_STORE_MAX_CONNECTIONS", "connections that the store takes", least=1
     )
-    allow_unauthenticated_c10d: bool = _setting(
-        False,
-        "ASYNCDIST_ALLOW_UNAUTHENTICATED_C10D",
-        "take clients of torch's TCPStore, which have no token, from other machines too (1 to allow)",
+    store_c10d: str = _setting(
+        "auto",
+        "ASYNCDIST_STORE_C10D",
+        "whence a store takes torch's TCPStore clients, which prove no token: off, loopback, any "
+        "(auto: loopback for a daemon without token and TLS, else off)",
+        choices=("auto", "off", "loopback", "any"),
     )
     store_lease: float = _setting(
         10.0,
@@ -168,10 +174,10 @@ class Config:
 
         A variable that resembles one of ours and is none is logged, once, with the one that may be meant.
         """
-        source = os.environ if environ is None else environ
+        source = _translated(os.environ if environ is None else environ)
         _tell_of_misspelt(source)
         given: dict[str, Any] = {
-            f.name: _parse(f.default, f.metadata["variable"], source, f.metadata["least"])
+            f.name: _parse(f.default, f.metadata["variable"], source, f.metadata["least"], f.metadata["choices"])
             for f in fields(cls)
             if _is_set(f, source)
         }
@@ -183,6 +189,20 @@ class Config:
 
 
 _told: set[str] = set()
+
+_FORMER_C10D = "ASYNCDIST_ALLOW_UNAUTHENTICATED_C10D"
+
+
+def _translated(source: Mapping[str, str]) -> Mapping[str, str]:
+    """Return the environment with ``ASYNCDIST_STORE_C10D=any`` in place of the deprecated variable that meant it."""
+    if not source.get(_FORMER_C10D, "").strip():
+        return source
+    if _FORMER_C10D not in _told:
+        _told.add(_FORMER_C10D)
+        log.warning("%s is deprecated: set ASYNCDIST_STORE_C10D=any instead of 1", _FORMER_C10D)
+    any_host = _parse(False, _FORMER_C10D, source, 0)
+    translated = {name: text for name, text in source.items() if name != _FORMER_C10D}
+    return {"ASYNCDIST_STORE_C10D": "any", **translated} if any_host else translated
 
 
 def _tell_of_misspelt(source: Mapping[str, str]) -> None:
@@ -198,8 +218,12 @@ def _is_set(setting: Any, source: Mapping[str, str]) -> bool:
     return bool(source.get(setting.metadata["variable"], "").strip())
 
 
-def _parse(default: object, variable: str, source: Mapping[str, str], least: float) -> object:
+def _parse(
+    default: object, variable: str, source: Mapping[str, str], least: float, choices: tuple[str, ...] = ()
+) -> object:
     text = source[variable].strip()
+    if choices and text.lower() not in choices:
+        raise ValueError(f"{variable}={text!r} is not one of {', '.join(choices)}")
     try:
         if isinstance(default, bool):
             return {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}[text.lower()]
@@ -211,7 +235,7 @@ def _parse(default: object, variable: str, source: Mapping[str, str], least: flo
         numbers = {int: f"a whole number from {least} up (K, M, G allowed)", float: f"a number from {least} up"}
         kind = numbers.get(type(default), "0 or 1")
         raise ValueError(f"{variable}={text!r} is not {kind}") from None
-    return text
+    return text.lower() if choices else text
 
 
 def _at_least(least: float, value: float) -> float:

@@ -8,6 +8,7 @@ from dataclasses import fields
 import pytest
 import torch
 
+from asyncdist import config as config_module
 from asyncdist.config import Config
 from asyncdist.testing.cluster import world_of
 
@@ -35,6 +36,7 @@ def test_what_kubernetes_sets_for_a_service_of_our_name_is_no_setting_misspelt(c
         ("ASYNCDIST_ALLOW_PICKLE", "Yes", "allow_pickle", True),
         ("ASYNCDIST_TLS_CHECK_HOSTNAME", "0", "tls_check_hostname", False),
         ("ASYNCDIST_TOKEN", "", "token", None),
+        ("ASYNCDIST_STORE_C10D", " Loopback ", "store_c10d", "loopback"),
     ],
 )
 def test_what_is_set_is_taken(variable, text, field, value):
@@ -55,11 +57,22 @@ def test_what_is_set_is_taken(variable, text, field, value):
         ("ASYNCDIST_HANDSHAKE_TIMEOUT", "nan", "is not a number from 0.1 up"),
         ("ASYNCDIST_HANDSHAKE_TIMEOUT", "0", "is not a number from 0.1 up"),
         ("ASYNCDIST_ALLOW_PICKLE", "perhaps", "is not 0 or 1"),
+        ("ASYNCDIST_STORE_C10D", "lan", "is not one of auto, off, loopback, any"),
     ],
 )
 def test_what_cannot_be_read_is_told_by_name(variable, text, told):
     with pytest.raises(ValueError, match=f"{variable}='{text}' {told}"):
         Config.from_environment({variable: text})
+
+
+@pytest.mark.parametrize(("text", "meant"), [("1", "any"), ("0", "auto")])
+def test_deprecated_variable_for_c10d_is_translated_with_a_warning(caplog, monkeypatch, text, meant):
+    monkeypatch.setattr(config_module, "_told", set())
+    former = {"ASYNCDIST_ALLOW_UNAUTHENTICATED_C10D": text}
+    assert Config.from_environment(former).store_c10d == meant
+    assert Config.from_environment({**former, "ASYNCDIST_STORE_C10D": "off"}).store_c10d == "off"
+    (told,) = caplog.messages
+    assert "deprecated: set ASYNCDIST_STORE_C10D=any" in told
 
 
 LEAST = {f.name: f.metadata["least"] for f in fields(Config) if type(f.default) in (int, float)}

@@ -140,7 +140,8 @@ async def test_a_name_that_is_not_the_stores():
 
 
 async def test_without_tls_ours_are_turned_away_and_torchs_of_this_machine_are_not(caplog):
-    async with await StoreServer.start("127.0.0.1", 0, token=TOKEN, config=config()) as server:
+    settings = config(store_c10d="loopback")
+    async with await StoreServer.start("127.0.0.1", 0, token=TOKEN, config=settings) as server:
         plain = Config(token=TOKEN, store_reconnect=0.0)
         with pytest.raises(ProtocolError, match="the store wants TLS: set ASYNCDIST_TLS_CA"):
             await connect(server, plain)

@@ -28,7 +28,7 @@ def main(whose: str, data: str | None = None) -> None:
 
     options = Options(data=Path(data) if data is not None else None)
     with asyncio.Runner(loop_factory=new_loop) as runner:
-        runner.run(serve(HOST, 0, token=token, config=Config(), ready=_say, options=options))
+        runner.run(serve(HOST, 0, token=token, config=Config(store_c10d="loopback"), ready=_say, options=options))
 
 
 def _say(host: str, port: int) -> None:

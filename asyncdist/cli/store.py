@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -59,10 +60,12 @@ class _Size(click.ParamType):  # type: ignore[type-arg]
 @click.option("--log-format", type=click.Choice(FORMATS), default="text", show_default=True, help="Lines or JSON.")
 @click.option("--log-level", type=click.Choice(LEVELS), default="warning", show_default=True, help="From where on.")
 @click.option(
-    "--allow-unauthenticated-c10d",
-    is_flag=True,
-    help="Take clients of torch's TCPStore, which have no token, from other machines too.",
+    "--c10d",
+    type=click.Choice(["off", "loopback", "any"]),
+    help="From where to take clients of torch's TCPStore, which prove no token. Default: off with a token or TLS, else "
+    "loopback.  [env: ASYNCDIST_STORE_C10D]",
 )
+@click.option("--allow-unauthenticated-c10d", is_flag=True, hidden=True, help="Deprecated: --c10d any.")
 @click.pass_context
 def store(ctx: click.Context, /, **given: Any) -> None:
     """Serve a rendezvous store until SIGTERM or Ctrl-C; or, with a command, ask one that runs.
@@ -72,7 +75,7 @@ def store(ctx: click.Context, /, **given: Any) -> None:
     one: each takes a name of its own in asyncdist://host:port/name.
 
     Programs that know nothing of us use it as well: it speaks the format of torch's TCPStore on the same port. That
-    format has no authentication, so such clients are taken from this machine only, unless you allow others.
+    format has no authentication: a store with a token or TLS takes no such client unless --c10d says from where.
 
     \b
     ASYNCDIST_TOKEN=… asyncdist store --host 10.0.0.5 --port 29500 --data /var/lib/asyncdist
@@ -118,7 +121,10 @@ def _settings(given: dict[str, Any]) -> Config:
 
     config = configured().with_(**_tls(given))
     if given["allow_unauthenticated_c10d"]:
-        config = config.with_(allow_unauthenticated_c10d=True)
+        logging.getLogger("asyncdist").warning("--allow-unauthenticated-c10d is deprecated: write --c10d any")
+    allowed = given["c10d"] or ("any" if given["allow_unauthenticated_c10d"] else None)
+    if allowed is not None:
+        config = config.with_(store_c10d=allowed)
     if given["max_memory"] is not None:
         config = config.with_(store_max_nbytes=given["max_memory"])
     return config

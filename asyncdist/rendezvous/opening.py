@@ -111,6 +111,13 @@ async def _open_agent_store(method: Method, key: str, config: Config, limit: Lim
         ours = await _as_ours(method, config, limit) if config.token or config.allow_unauthenticated else None
         if ours is not None:
             return DaemonPlace(ours, key, where)
+        left = min(limit.deadline.remaining(), _AGENT_TIMEOUT)
+        if not await apart(lambda: takes_torchs_clients(method.host, method.port, left)):
+            raise RendezvousError(
+                f"{where} hung up on a client of torch's TCPStore: if an asyncdist store is served there, set "
+                "ASYNCDIST_TOKEN on this rank to the store's, or start the store with --c10d loopback; if that is no "
+                "torchrun agent, unset TORCHELASTIC_USE_AGENT_STORE"
+            )
         caller = Caller()
         try:
             store = await caller(_torch_client, method.host, method.port, limit.deadline.remaining())

@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 from asyncdist.config import Config
 from asyncdist.errors import AddressError
 from asyncdist.runtime import on_loop, runtime
+from asyncdist.store.c10d_policy import for_ranks
 from asyncdist.store.server import StoreServer
 
 
@@ -70,7 +71,8 @@ class Lease:
         async with servers.lock:
             shared = servers.by_address.get((host, port))
             if shared is None:
-                shared = _Shared(await StoreServer.start(host, port, token=token, config=config), token)
+                server = await StoreServer.start(host, port, token=token, config=for_ranks(config))
+                shared = _Shared(server, token)
                 servers.by_address[host, shared.server.port] = shared
             elif shared.token != token:
                 raise AddressError(f"this process serves a store at {host}:{port} already, with another token")

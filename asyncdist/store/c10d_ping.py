@@ -12,7 +12,7 @@ _PING = bytes([Code.VALIDATE]) + U32.pack(MAGIC) + bytes([Code.PING]) + U32.pack
 def takes_torchs_clients(host: str, port: int, timeout: float) -> bool:
     """Return whether what serves there answers a client of torch's TCPStore from here within ``timeout`` seconds.
 
-    A store of ours that takes such clients from its own machine only hangs up instead.
+    A store of ours that takes no such client from here (`c10d_policy`) hangs up instead.
     """
     try:
         with socket.create_connection((host, port), timeout=timeout) as sock:

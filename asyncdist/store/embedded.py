@@ -10,6 +10,7 @@ from asyncdist import lifetime
 from asyncdist.config import Config
 from asyncdist.runtime import Runtime, runtime
 from asyncdist.store import listen
+from asyncdist.store.c10d_policy import for_ranks
 from asyncdist.store.server import StoreServer
 from asyncdist.topology import is_loopback
 
@@ -18,13 +19,16 @@ _AT_EXIT = 1.0
 
 
 class Embedded:
-    """A server on the runtime's loop. `close` it; one that is collected, or still open at exit, is closed too."""
+    """A server on the runtime's loop. `close` it; one that is collected, or still open at exit, is closed too.
+
+    Clients of torch's TCPStore are refused, unless ``ASYNCDIST_STORE_C10D`` says otherwise.
+    """
 
     def __init__(self, host: str, port: int, *, token: str | None, config: Config, fd: int | None = None) -> None:
         running = runtime()
         sock = socket.socket(fileno=fd) if fd is not None else None
         where = _bind_to(host, port, token, config)
-        server = running.run(StoreServer.start(where, port, token=token, config=config, sock=sock))
+        server = running.run(StoreServer.start(where, port, token=token, config=for_ranks(config), sock=sock))
         self.port = server.port
         self.reachable_host = _reachable(server.address)
         self._running = running

@@ -1,8 +1,8 @@
 """Where a new connection stands until it is known what it speaks, and that it may.
 
 Our clients begin with the handshake's greeting, torch's with a zero byte and a magic number. Ours prove that they hold the
-token; torch's format has nothing of the kind, so its clients are let in from this machine only, unless the server was told
-otherwise. Then the transport is handed to a session and the lobby forgotten.
+token; torch's format has no authentication, and the server's `c10d_policy` says from where its clients are let in. Then the
+transport is handed to a session and the lobby forgotten.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, cast
 from asyncdist.errors import ProtocolError
 from asyncdist.handshake import NONCE_NBYTES, WANTS_TLS, Pushed, accept
 from asyncdist.store import c10d_wire
+from asyncdist.store.c10d_policy import C10d
 from asyncdist.store.c10d_session import C10dSession
 from asyncdist.store.connection import Connection, name_of
 from asyncdist.store.dialling import tune
@@ -82,11 +83,17 @@ class Lobby(Connection):
             self._hand_over(Session(self._server, self._transport, self.peer), rest)
 
     def _welcome_c10d(self, rest: bytes) -> None:
-        if not self._local and not self._server.config.allow_unauthenticated_c10d:
+        if self._server.c10d is C10d.OFF:
             raise ProtocolError(
-                "a client of torch's TCPStore from another machine: its format has no authentication, so it is taken "
-                "from loopback only; in a network that you trust, --allow-unauthenticated-c10d "
-                "(ASYNCDIST_ALLOW_UNAUTHENTICATED_C10D=1) allows it"
+                "a client of torch's TCPStore, which this store takes from nowhere: torch's format has no "
+                "authentication; where every user of this machine may read and write the store, `--c10d loopback` "
+                "(ASYNCDIST_STORE_C10D=loopback) takes such clients from this machine"
+            )
+        if self._server.c10d is C10d.LOOPBACK and not self._local:
+            raise ProtocolError(
+                "a client of torch's TCPStore from another machine: torch's format has no authentication, so this store "
+                "takes it from loopback only; in a network that you trust, `--c10d any` (ASYNCDIST_STORE_C10D=any) "
+                "takes it from anywhere"
             )
         if self._transport is not None:
             self._hand_over(C10dSession(self._server, self._transport, self.peer), rest)

@@ -24,6 +24,7 @@ from asyncdist.config import Config
 from asyncdist.errands import apart
 from asyncdist.store import listen
 from asyncdist.store.attention import Attention
+from asyncdist.store.c10d_policy import policy
 from asyncdist.store.c10d_session import at_once
 from asyncdist.store.c10d_wire import Phrases
 from asyncdist.store.changes import Book
@@ -57,6 +58,8 @@ class StoreServer:
         self.port = 0
         self.config = config
         self.token = token
+        self.c10d = policy(config, token)
+        """From where clients of torch's TCPStore are taken."""
         self.state = StoreState(config.store_max_value_nbytes, config.store_max_key_nbytes)
         self.book: Book | None = None
         self.durability: Durability | None = None

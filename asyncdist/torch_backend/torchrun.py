@@ -174,10 +174,10 @@ class DaemonHandler(RendezvousHandler):
         """Say what will keep workers that know torch.distributed alone from meeting: they would hardly say it."""
         if not takes_torchs_clients(workers.master_addr, workers.master_port, _ASKED_FOR):
             log.warning(
-                "the daemon at %s takes clients of torch's TCPStore from its own host only: workers here that call "
+                "the daemon at %s takes no clients of torch's TCPStore from here: workers here that call "
                 "asyncdist's init_process_group meet, and those that call torch.distributed's do not, unless they give it "
-                "init_method='asyncdist://…'; in a network that you trust, start the daemon with "
-                "--allow-unauthenticated-c10d",
+                "init_method='asyncdist://…'; start the daemon with --c10d loopback where every user of its machine is "
+                "trusted and all workers run there, or with --c10d any in a network that you trust",
                 workers.master_addr,
             )
 

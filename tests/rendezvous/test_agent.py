@@ -131,7 +131,7 @@ async def test_an_agents_store_that_is_ours_and_on_another_host(meet_as, outside
 
 async def test_ranks_with_our_client_and_with_torchs_find_each_other_at_one_agent(meet_as, monkeypatch):
     """Which of the two a rank takes may be a matter of who answers first, where both are taken."""
-    config = Config(token="secret")
+    config = Config(token="secret", store_c10d="loopback")
     served = await StoreServer.start(HOST, 0, token="secret", config=config)
     try:
         first = await meet_as(world_size=None, launch=launched(0, served.port), config=config)
@@ -141,3 +141,10 @@ async def test_ranks_with_our_client_and_with_torchs_find_each_other_at_one_agen
         await asyncio.gather(first.close(), second.close())
     finally:
         await served.close()
+
+
+async def test_rank_without_token_at_a_store_that_refuses_c10d_is_told_what_to_set(meet_as):
+    config = Config(token="secret")
+    async with await StoreServer.start(HOST, 0, token="secret", config=config) as served:
+        with pytest.raises(RendezvousError, match=r"set ASYNCDIST_TOKEN on this rank.*--c10d loopback"):
+            await meet_as(world_size=None, launch=launched(0, served.port))

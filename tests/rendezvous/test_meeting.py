@@ -33,6 +33,8 @@ from asyncdist.store import (
     TCPStore,
     dialling,
 )
+from asyncdist.store.c10d_wire import Code
+from asyncdist.testing.c10d import Peer
 from asyncdist.testing.faults import Proxy
 from asyncdist.testing.ports import free_port
 from asyncdist.testing.stopwatch import Stopwatch
@@ -648,3 +650,20 @@ async def test_a_meeting_belongs_to_the_loop_that_made_it(in_thread):
         thread.start()
     await asyncio.gather(*(in_thread(thread.join) for thread in threads))
     assert answers == {0: [b"0", b"1"], 1: [b"0", b"1"]}
+
+
+async def test_local_user_without_the_token_cannot_end_a_forming_world(meet_as, in_thread):
+    config = Config(token="secret")
+    leader = await meet_as("tcp://127.0.0.1:0", 0, 2, config=config)
+    waiting = asyncio.create_task(leader.exchange(b"of 0"))
+    await asyncio.sleep(0)
+
+    def intrude() -> None:
+        with Peer(leader.server.port) as stranger:
+            key = f"/{leader.keys('payload', 0, 1)}".encode()
+            stranger.ask(Code.SET, key, b'\x00{"reason": "a sentence of the stranger\'s choice"}')
+
+    with pytest.raises(ConnectionError):
+        await in_thread(intrude)
+    follower = await meet_as(leader.where, 1, 2, config=config)
+    assert await asyncio.gather(waiting, follower.exchange(b"of 1")) == [[b"of 0", b"of 1"]] * 2

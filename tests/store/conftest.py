@@ -19,7 +19,7 @@ LONG = 10.0
 
 @pytest.fixture
 def config() -> Config:
-    return Config(store_max_value_nbytes=1 << 20, handshake_timeout=LONG)
+    return Config(store_max_value_nbytes=1 << 20, handshake_timeout=LONG, store_c10d="loopback")
 
 
 @pytest_asyncio.fixture

@@ -7,18 +7,21 @@ import contextlib
 import logging
 import socket
 import struct
+from pathlib import Path
 
 import pytest
 
 from asyncdist.config import Config
 from asyncdist.runtime import runtime
-from asyncdist.store import AsyncStore, StoreServer, lobby
+from asyncdist.store import AsyncStore, StoreServer, TCPStore, lobby
+from asyncdist.store.c10d_ping import takes_torchs_clients
 from asyncdist.store.c10d_wire import MAGIC, STOP_WAITING, Code
 from asyncdist.testing.c10d import Peer, encode
 
 LONG, UNIT = 10.0, 0.05
 TOKEN = "a token for tests"
 LOGGER = "asyncdist.store.server"
+CERTIFICATES = Path(__file__).parent.parent / "tls"
 HELLO = struct.pack("<BIBI", 0, MAGIC, 0x0D, 1234)
 
 
@@ -108,10 +111,49 @@ def _own_address() -> str | None:
     return None
 
 
+TLS = {"tls_cert": str(CERTIFICATES / "member.crt"), "tls_key": str(CERTIFICATES / "member.key")}
+
+
+@pytest.mark.parametrize(
+    ("token", "settings", "taken"),
+    [
+        (None, {}, True),
+        (TOKEN, {}, False),
+        (None, TLS, False),
+        (TOKEN, TLS, False),
+        (None, {"store_c10d": "off"}, False),
+        (TOKEN, {"store_c10d": "loopback"}, True),
+        (TOKEN, {"store_c10d": "any"}, True),
+        (TOKEN, {"store_c10d": "loopback", **TLS}, True),
+    ],
+)
+async def test_store_with_token_or_tls_takes_c10d_from_loopback_only_where_told(caplog, token, settings, taken):
+    async with await StoreServer.start("127.0.0.1", 0, token=token, config=Config(**settings)) as server:
+        caller = Caller(*await asyncio.open_connection("127.0.0.1", server.port))
+        with caplog.at_level(logging.WARNING, LOGGER):
+            await caller.say(HELLO + encode(Code.SET, b"/k", b"v") + encode(Code.CHECK, [b"/k"]))
+            if taken:
+                assert await caller.hear(4 + 1) == HELLO[-4:] + b"\x00"
+            else:
+                assert await caller.ended()
+        await caller.leave()
+        assert server.state.peek("k") == (b"v" if taken else None)
+        assert ("ASYNCDIST_STORE_C10D=loopback" in caplog.text) is not taken
+
+
+@pytest.mark.parametrize("said", [None, "off", "loopback"])
+def test_store_that_a_rank_serves_takes_c10d_only_where_the_setting_says_so(said):
+    config = Config() if said is None else Config(store_c10d=said)
+    with TCPStore("127.0.0.1", 0, is_master=True, timeout=LONG, config=config) as store:
+        store.set("secret", b"of the ranks")
+        assert takes_torchs_clients("127.0.0.1", store.port, LONG) is (said == "loopback")
+        assert store.num_keys() == 1
+
+
 @pytest.mark.parametrize("allowed", [False, True], ids=["not allowed", "allowed"])
 async def test_torchs_clients_of_other_machines_are_refused_unless_allowed(caplog, monkeypatch, allowed):
     monkeypatch.setattr(lobby, "is_loopback", lambda host: False)  # as the peer's address would say there
-    config = Config(allow_unauthenticated_c10d=allowed)
+    config = Config(store_c10d="any" if allowed else "loopback")
     async with await StoreServer.start("127.0.0.1", 0, token=TOKEN, config=config) as server:
         caller = Caller(*await asyncio.open_connection("127.0.0.1", server.port))
         with caplog.at_level(logging.WARNING, LOGGER):
@@ -121,7 +163,7 @@ async def test_torchs_clients_of_other_machines_are_refused_unless_allowed(caplo
             else:
                 assert await caller.ended()
         await caller.leave()
-        assert ("--allow-unauthenticated-c10d" in caplog.text) is not allowed
+        assert ("--c10d any" in caplog.text) is not allowed
         assert "ASYNCDIST_TOKEN" not in caplog.text  # of which its format knows nothing
         async with await AsyncStore.connect("127.0.0.1", server.port, token=TOKEN, timeout=LONG) as store:
             assert await store.check(["n"]) is allowed  # who holds the token comes from anywhere
@@ -130,7 +172,8 @@ async def test_torchs_clients_of_other_machines_are_refused_unless_allowed(caplo
 @pytest.mark.skipif(_own_address() is None, reason="this machine has no address but loopback")
 async def test_an_address_of_this_machine_that_others_reach_is_not_loopback(caplog):
     address = _own_address()
-    async with await StoreServer.start("0.0.0.0", 0, token=TOKEN) as server:
+    config = Config(store_c10d="loopback")
+    async with await StoreServer.start("0.0.0.0", 0, token=TOKEN, config=config) as server:
         caller = Caller(*await asyncio.open_connection(address, server.port))
         with caplog.at_level(logging.WARNING, LOGGER):
             await caller.say(HELLO)

@@ -28,7 +28,7 @@ from asyncdist.testing.c10d import Peer, encode
 
 TOKEN = "a token for tests"
 LONG = 10.0
-CONFIG = Config(store_max_value_nbytes=1 << 20, store_reconnect=0.0)
+CONFIG = Config(store_max_value_nbytes=1 << 20, store_reconnect=0.0, store_c10d="loopback")
 
 Eventually = Callable[[Callable[[], object]], Awaitable[None]]
 

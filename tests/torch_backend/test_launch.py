@@ -204,7 +204,7 @@ def test_a_program_that_imports_torchs_elastic_package_is_left_alone():
     subprocess.run([sys.executable, "-c", program], check=True, timeout=LIMIT)
 
 
-@pytest.mark.parametrize("allowed", [(), ("--allow-unauthenticated-c10d",)])
+@pytest.mark.parametrize("allowed", [(), ("--c10d", "any")])
 def test_an_agent_says_where_workers_of_torchs_cannot_meet(allowed, monkeypatch, caplog):
     outside = outward(Config())
     if is_loopback(outside):
@@ -219,4 +219,4 @@ def test_an_agent_says_where_workers_of_torchs_cannot_meet(allowed, monkeypatch,
             agent.shutdown()
     said = [record.getMessage() for record in caplog.records if record.name == "asyncdist"]
     assert len(said) == (0 if allowed else 1)
-    assert all("start the daemon with --allow-unauthenticated-c10d" in one for one in said)
+    assert all("start the daemon with --c10d loopback" in one for one in said)
