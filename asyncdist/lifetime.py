@@ -1,7 +1,8 @@
 """The two things that may happen to a process, and who does what about them: it ends, or it is forked.
 
 At the end of the process peers are to hear goodbye. In a forked child the connections are still the parent's: not a byte
-may be written to them, nor may they be shut down.
+may be written to them, nor may they be shut down. The child closes its copies of their descriptors: a peer sees the end of
+a connection, and a port or a lock is free again, only when the last copy is closed.
 """
 
 from __future__ import annotations
@@ -44,9 +45,17 @@ class Holder(Protocol):
         """Touch the connections no more: this is a forked child. No other thread runs, and locks may be held for ever."""
 
 
+class Descriptor(Protocol):
+    """A socket, or any other object that holds a descriptor."""
+
+    def fileno(self) -> int:
+        """Return the descriptor, or -1 once it is closed."""
+
+
 _at_exit: list[tuple[Stage, Callable[[], object]]] = []
 _after_fork: list[Callable[[], object]] = []
 _holders: weakref.WeakSet[Holder] = weakref.WeakSet()
+_descriptors: weakref.WeakSet[Descriptor] = weakref.WeakSet()
 _ending = False
 
 
@@ -75,6 +84,33 @@ def unwatch(holder: Holder) -> None:
     _holders.discard(holder)
 
 
+def close_in_children(descriptor: Descriptor) -> None:
+    """Have every forked child close its copy of a descriptor, without a shutdown of the connection.
+
+    Args:
+        descriptor: An object that can be referenced weakly. Its ``fileno`` is called in the child, until the object is
+            collected or returns -1.
+    """
+    _descriptors.add(descriptor)
+
+
+def _close_descriptors() -> None:
+    numbers = {number for each in list(_descriptors) if (number := each.fileno()) >= 0}
+    _descriptors.clear()
+    if not numbers:
+        return
+    try:
+        null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        for number in numbers:
+            os.close(number)
+        return
+    for number in numbers:
+        # The number stays taken: objects that the child collects later close it once more.
+        os.dup2(null, number, inheritable=False)
+    os.close(null)
+
+
 def _say_goodbye() -> None:
     for holder in list(_holders):
         holder.end_with_process()
@@ -101,6 +137,7 @@ def _start_anew() -> None:
 
 
 at_exit(Stage.GOODBYES, _say_goodbye)
+after_fork(_close_descriptors)
 after_fork(_leave_to_parent)
 atexit.register(_end)
 if hasattr(os, "register_at_fork"):

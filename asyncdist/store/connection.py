@@ -12,6 +12,7 @@ import logging
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
+from asyncdist import lifetime
 from asyncdist.errors import AuthenticationError, ProtocolError
 from asyncdist.store.operations import Reply
 
@@ -30,6 +31,7 @@ class Connection(asyncio.Protocol, ABC):
     """One client. Hashable by identity: it is the client that the state machine knows."""
 
     __slots__ = (
+        "__weakref__",
         "_closing",
         "_deaf",
         "_held_nbytes",
@@ -53,6 +55,11 @@ class Connection(asyncio.Protocol, ABC):
         self._resting = False  # others have their turn first
         self._paused = False  # nothing more is executed, since replies are not taken, or one of these
         self._closing = False
+        lifetime.close_in_children(self)
+
+    def fileno(self) -> int:
+        """Return the descriptor of its socket, or -1 if that is closed."""
+        return -1 if self._transport is None else descriptor_of(self._transport)
 
     # -- what each format says for itself ---------------------------------------------------------
 
@@ -230,6 +237,12 @@ class Connection(asyncio.Protocol, ABC):
         """Drop the connection with whatever waits in it."""
         if self._transport is not None:
             self._transport.abort()
+
+
+def descriptor_of(transport: asyncio.Transport) -> int:
+    """Return the descriptor of a transport's socket, or -1 if that is closed."""
+    sock = transport.get_extra_info("socket")
+    return -1 if sock is None else int(sock.fileno())
 
 
 def name_of(address: Any) -> str:

@@ -9,6 +9,7 @@ import socket
 import ssl
 import time
 
+from asyncdist import lifetime
 from asyncdist.deadline import Deadline, Timeout
 from asyncdist.errors import AddressError, AsyncdistError, CertificateError, StoreConnectionError
 from asyncdist.store.conversation import Conversation
@@ -193,8 +194,11 @@ def closed(where: str) -> StoreConnectionError:
 def connect(host: str, port: int, timeout: float) -> socket.socket:
     """Connect, to a socket file if ``host`` is an absolute path. Raises OSError, and UnicodeError for what is no name."""
     if not host.startswith("/"):
-        return socket.create_connection((host, port), timeout=timeout)
+        sock = socket.create_connection((host, port), timeout=timeout)
+        lifetime.close_in_children(sock)
+        return sock
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    lifetime.close_in_children(sock)
     try:
         sock.settimeout(timeout)
         sock.connect(host)

@@ -13,6 +13,7 @@ import ssl
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from asyncdist import lifetime
 from asyncdist.store.connection import name_of
 from asyncdist.tls import refused
 
@@ -71,6 +72,7 @@ class Gate:
                 if not self._make_room():
                     sock.close()
                     continue
+            lifetime.close_in_children(sock)
             sock.setblocking(False)
             timeout = self._server.config.handshake_timeout
             self._silent[sock] = self._loop.call_later(timeout, self._too_late, sock)

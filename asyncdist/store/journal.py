@@ -23,6 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
+from asyncdist import lifetime
 from asyncdist.errors import JournalError, ProtocolError
 from asyncdist.store import log
 from asyncdist.store.changes import replay, snapshot
@@ -52,7 +53,8 @@ class Journal:
         self._next_frame = 0
         self._nbytes = 0  # of all segments since the last snapshot
         self._snapshot_nbytes = 0
-        self._fd = -1
+        self._fd = self._lock = -1
+        lifetime.close_in_children(self)
         try:
             _make(folder)
             self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -68,6 +70,10 @@ class Journal:
         except BaseException:
             self.close()
             raise
+
+    def fileno(self) -> int:
+        """Return the descriptor that holds the folder's lock, or -1 once the journal is closed."""
+        return self._lock
 
     def close(self) -> None:
         """Let go of the folder. What was committed without ``sync`` is the kernel's to write."""

@@ -8,9 +8,11 @@ import ssl
 from collections.abc import Callable
 from typing import cast
 
+from asyncdist import lifetime
 from asyncdist.errors import AuthenticationError, ProtocolError
 from asyncdist.handshake import NONCE_NBYTES, Pushed, dial
 from asyncdist.store.carrier import Carrier
+from asyncdist.store.connection import descriptor_of
 from asyncdist.store.conversation import Conversation
 from asyncdist.store.dialling import Persistence, describe, hung_up, tune, unknown
 from asyncdist.store.messages import framed
@@ -89,6 +91,7 @@ class Link(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         transport = cast(asyncio.Transport, transport)  # which uvloop's is in all but its bases
         self._transport = transport
+        lifetime.close_in_children(self)
         self._carrier = Carrier(transport.write, self._conversation.is_open)
         self._secured = transport.get_extra_info("sslcontext") is not None
         tune(transport.get_extra_info("socket"))
@@ -137,6 +140,10 @@ class Link(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self._carrier.resume()
+
+    def fileno(self) -> int:
+        """Return the descriptor of the connection's socket, or -1 if that is closed."""
+        return -1 if self._transport is None else descriptor_of(self._transport)
 
     # -- what the store calls ---------------------------------------------------------------------
 

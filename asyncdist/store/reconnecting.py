@@ -163,12 +163,6 @@ class Reconnecting(Desk):
         if self._redialled is not None:
             self._redialled.set()
 
-    def _leave_to_parent(self) -> None:
-        """Close a forked child's copies of sockets, or they would outlive the parent's. Locks may be held for ever."""
-        for wire in (self._wire, self._half_made, *self._broken):
-            if wire is not None:
-                wire.close()
-
     def _drop(self) -> None:
         """Let go of sockets that nobody is in any more."""
         for wire in self._broken:

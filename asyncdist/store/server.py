@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from asyncdist import lifetime
 from asyncdist.config import Config
 from asyncdist.errands import apart
 from asyncdist.store import listen
@@ -141,6 +142,7 @@ class StoreServer:
             self.address = self.host = bound[0].getsockname()
 
     async def _listen(self, sock: socket.socket) -> None:
+        lifetime.close_in_children(sock)
         sock.setblocking(False)
         if self.tls is not None and _is_tcp(sock):
             sock.listen(listen.BACKLOG)

@@ -30,6 +30,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from asyncdist import lifetime
 from asyncdist.errors import AddressError, AsyncdistError, StoreError
 
 PATIENCE = 60.0
@@ -62,16 +63,21 @@ class SharedFile:
                 raise AddressError(
                     f"the file {path} cannot be opened ({error.strerror}): every rank must be able to"
                 ) from None
+            lifetime.close_in_children(self)
             try:
                 with self.locked():
                     current = self.is_current()
             except BaseException:
-                os.close(self._fd)
+                self.close()
                 raise
             if current:
                 return
-            os.close(self._fd)
+            self.close()
         raise AddressError(f"the file {path} is removed by others whenever it is opened: name another")
+
+    def fileno(self) -> int:
+        """Return the descriptor, or -1 once the file is closed."""
+        return self._fd
 
     @property
     def on_a_network(self) -> bool:
@@ -158,6 +164,7 @@ class SharedFile:
 
     def close(self) -> None:
         os.close(self._fd)
+        self._fd = -1
 
     def _explained(self, error: OSError) -> AsyncdistError:
         why = error.strerror or str(error)

@@ -188,6 +188,9 @@ class Shortcut(asyncio.Transport):
             self._shortcuts.answer_at_once(self._fd, False)
             self._transport.write(data[sent:])
 
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return self._transport.get_extra_info(name, default)
+
     def get_write_buffer_size(self) -> int:
         return self._transport.get_write_buffer_size()
 

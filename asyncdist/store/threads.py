@@ -317,10 +317,8 @@ class Connection(Reconnecting):
 
     def close(self) -> None:
         if self._pid != os.getpid():
-            self._leave_to_parent()
-            for other in list(self._others):
-                other.close()
-        elif threading.get_ident() in self._inside:  # this thread may have the locks
+            return  # the fork has closed this process's copies of the sockets, and locks may be held by no thread
+        if threading.get_ident() in self._inside:  # this thread may have the locks
             threading.Thread(target=self.close).start()
         else:
             self._within(self._close)

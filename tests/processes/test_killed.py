@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
 import pytest
 
 pytestmark = pytest.mark.processes
@@ -90,6 +93,20 @@ def test_idle_blocking_group_reports_the_abort_of_a_peer_without_a_call(job, all
     ranks[0].do("abort", None, "enough")
     until(lambda: ranks[1].do("error_of", "world") is not None)
     assert "rank 0 aborted: enough" in ranks[1].do("error_of", "world")["text"]
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_death_is_noticed_though_a_forked_child_of_the_dead_rank_lives_on(job, all_do, face):
+    survivor, *others, victim = ranks = job.world(3, face)
+    all_do(ranks, "all_reduce", "world", 10)
+    child = victim.do("leave_a_child")
+    try:
+        victim.process.kill()
+        answers = all_do([survivor, *others], "all_reduce", "world", 10)
+        check_all_lost([survivor, *others], answers, 2, survivor.since)
+        os.kill(child, 0)
+    finally:
+        os.kill(child, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("face", FACES)

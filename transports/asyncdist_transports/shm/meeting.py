@@ -26,6 +26,7 @@ import threading
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
+from asyncdist import lifetime
 from asyncdist.arena import Arena
 from asyncdist.arena import Mapping as Memory
 from asyncdist.errors import AsyncdistError, ProtocolError
@@ -114,6 +115,7 @@ class Porch:
                 for sock in self._sockets:
                     with contextlib.suppress(BlockingIOError):
                         accepted, _ = sock.accept()
+                        lifetime.close_in_children(accepted)
                         accepted.setblocking(False)
                         return accepted
                 await _any_ready(self._sockets)
@@ -177,6 +179,7 @@ def _remove_dead(path: str) -> None:
 
 def _listening(address: str) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    lifetime.close_in_children(sock)
     try:
         sock.setblocking(False)
         sock.bind(address)
@@ -242,6 +245,7 @@ async def _dialled(address: Mapping[str, Any]) -> socket.socket:
     same_network = address["net"] == _namespace("net")
     where = f"\0{_PREFIX}{address['name']}" if same_network else f"/proc/{address['pid']}/fd/{address['door']}"
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    lifetime.close_in_children(sock)
     sock.setblocking(False)
     try:
         while True:

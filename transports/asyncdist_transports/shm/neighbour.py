@@ -7,10 +7,8 @@ which they go over any stream. When it ends, the peer has gone, in order if it h
 from __future__ import annotations
 
 import contextlib
-import os
 import select
 import socket
-import weakref
 from collections import deque
 from collections.abc import Callable
 
@@ -55,7 +53,6 @@ class Neighbour:
         """Why nothing more comes over the peer's socket; None while something may."""
         self._over = False  # the peer has closed its end, and so looks at nothing of ours
         self._kept: socket.socket | None = None
-        _living.add(self)
 
     # -- the socket ----------------------------------------------------------------------------
 
@@ -173,6 +170,7 @@ class Neighbour:
         self.hang_up()
         if not self._over:
             self._kept = self.sock.dup()  # the socket itself may be watched by a loop
+            lifetime.close_in_children(self._kept)
         self._host.retire(self.sock)
         self._writer = self._reader = self._ring = None
         self.queue.clear()
@@ -198,20 +196,3 @@ class Neighbour:
         if self._kept is not None:
             self._over = True
             self._kept.close()
-
-    def leave_to_parent(self) -> None:
-        """Close a forked child's copy of the socket, which would keep the peer from finding it ended."""
-        for sock in (self.sock, self._kept):
-            if sock is not None and sock.fileno() >= 0:
-                os.close(sock.detach())
-
-
-_living: weakref.WeakSet[Neighbour] = weakref.WeakSet()
-
-
-def _in_child() -> None:
-    for neighbour in list(_living):
-        neighbour.leave_to_parent()
-
-
-lifetime.after_fork(_in_child)

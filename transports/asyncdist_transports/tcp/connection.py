@@ -15,6 +15,7 @@ from collections.abc import Callable
 from time import monotonic
 from typing import cast
 
+from asyncdist import lifetime
 from asyncdist.errors import UNREACHED, ProtocolError
 from asyncdist.handshake import NONCE_NBYTES, Pushed, accept, dial
 from asyncdist.tls import TlsSocket
@@ -282,7 +283,8 @@ def _new_socket(address: str) -> socket.socket:
 
 
 def prepare(sock: socket.socket) -> None:
-    """Set the options that every connection has."""
+    """Set the options that every connection has, and keep it from forked children."""
+    lifetime.close_in_children(sock)
     sock.setblocking(False)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

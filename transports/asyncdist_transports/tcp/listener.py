@@ -9,6 +9,7 @@ import os
 import socket
 from collections.abc import Iterator
 
+from asyncdist import lifetime
 from asyncdist.errors import AddressError
 from asyncdist.transport import Host
 
@@ -22,6 +23,7 @@ class Listener:
 
     def __init__(self, where: str) -> None:
         self._socket = sock = socket.socket(socket.AF_INET6 if ":" in where else socket.AF_INET, socket.SOCK_STREAM)
+        lifetime.close_in_children(sock)
         try:
             sock.setblocking(False)
             sock.bind((where, 0))

@@ -1,0 +1,162 @@
+"""A forked child closes its copies of the descriptors of connections, listeners and locks, and its parent keeps its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+
+from asyncdist.config import Config
+from asyncdist.runtime import new_loop, runtime
+from asyncdist.store import AsyncStore, FileStore, StoreServer, TCPStore
+from asyncdist.store.listen import unix_socket
+from asyncdist.testing.cluster import world_of
+
+FILES = Path(__file__).parent / "tls"
+LONG = 10.0
+TLS = {
+    "tls_cert": str(FILES / "member.crt"),
+    "tls_key": str(FILES / "member.key"),
+    "tls_ca": str(FILES / "ca.crt"),
+}
+
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(not hasattr(os, "fork") or not Path("/proc/self/fd").is_dir(), reason="needs fork and /proc"),
+]
+
+
+def opened():
+    """Return what the descriptors of this process refer to, where that is a socket or a regular file, by number."""
+    found = {}
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            referred = os.readlink(f"/proc/self/fd/{number}")
+            if referred.startswith(("socket:", "/")) and not referred.startswith("/dev/"):
+                found[number] = referred
+    return found
+
+
+def kept_by_a_child(before):
+    """Fork a child; return what it has open beyond ``before``, and what its parent has."""
+    here = set(opened().values()) - before
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(writer, json.dumps(sorted(set(opened().values()) - before)).encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with open(reader) as said:
+        there = said.read()
+    assert os.waitpid(child, 0)[1] == 0
+    return set(json.loads(there)), here
+
+
+@pytest.fixture(params=["uvloop", "asyncio"])
+def run(request):
+    """Run a coroutine on a loop of either kind."""
+    factory = new_loop if request.param == "uvloop" else asyncio.new_event_loop
+
+    def run(coroutine):
+        with asyncio.Runner(loop_factory=factory) as runner:
+            return runner.run(coroutine)
+
+    return run
+
+
+@pytest.mark.parametrize("secured", [False, True])
+def test_child_keeps_no_socket_of_a_store_and_its_clients(run, secured, tmp_path):
+    config = Config(token="a token", **(TLS if secured else {}))
+
+    async def program():
+        runtime()
+        with socket.socket() as probe:  # the first socket opens what the process keeps for all
+            probe.bind(("127.0.0.1", 0))
+        before = set(opened().values())
+        path = tmp_path / "store.sock"
+        with unix_socket(path) as sock:
+            async with (
+                await StoreServer.start(
+                    "127.0.0.1", 0, token="a token", config=config, data=tmp_path / "data"
+                ) as server,
+                await StoreServer.start("", 0, token="a token", config=config, sock=sock),
+                await AsyncStore.connect(
+                    "127.0.0.1", server.port, token="a token", timeout=LONG, config=config
+                ) as store,
+                await AsyncStore.connect(str(path), 0, token="a token", timeout=LONG, config=config) as by_file,
+            ):
+                await store.set("k", b"v")
+                await by_file.set("k", b"v")
+                blocking = await asyncio.to_thread(TCPStore, "127.0.0.1", server.port, timeout=LONG, config=config)
+                there, here = kept_by_a_child(before)
+                assert len([each for each in here if each.startswith("socket:")]) == 8
+                assert not [each for each in there if each.startswith("socket:")]
+                assert str(tmp_path / "data" / "lock") in here - there
+                assert await store.get("k") == b"v"
+                assert await asyncio.to_thread(blocking.get, "k") == b"v"
+                await asyncio.to_thread(blocking.close)
+
+    run(program())
+
+
+@pytest.mark.parametrize(("transport", "more"), [("tcp", {}), ("tcp", TLS), ("shm", {})])
+def test_child_keeps_no_socket_between_ranks(run, transport, more):
+    async def program():
+        runtime()
+        before = set(opened().values())
+        config = Config(token="a token", **more)
+        async with world_of(3, transport=transport, config=config) as groups:
+
+            async def summed():
+                tensors = [torch.ones(1) for _ in groups]
+                await asyncio.gather(*(g.all_reduce(t) for g, t in zip(groups, tensors, strict=True)))
+                return [tensor.item() for tensor in tensors]
+
+            assert await summed() == [3.0] * 3
+            there, here = kept_by_a_child(before)
+            assert len([each for each in here if each.startswith("socket:")]) >= 6
+            assert not [each for each in there if each.startswith("socket:")]
+            assert await summed() == [3.0] * 3
+
+    run(program())
+
+
+def test_child_keeps_no_lock_of_a_file_store(tmp_path):
+    path = tmp_path / "store"
+    with contextlib.closing(FileStore(str(path), 1)) as store:
+        store.set("k", b"v")
+        there, here = kept_by_a_child(set())
+        assert str(path) in here
+        assert str(path) not in there
+        assert store.get("k") == b"v"
+
+
+def test_port_of_a_killed_store_is_free_though_a_forked_child_lives_on():
+    reader, writer = os.pipe()
+    server = os.fork()
+    if server == 0:
+        store = TCPStore("127.0.0.1", 0, is_master=True, world_size=1, timeout=LONG)
+        child = os.fork()
+        if child == 0:
+            os.read(os.pipe()[0], 1)  # until it is killed
+        os.write(writer, f"{store.port} {child}\n".encode())
+        os.read(os.pipe()[0], 1)
+    os.close(writer)
+    with open(reader) as said:
+        port, child = map(int, said.readline().split())
+    try:
+        os.kill(server, 9)
+        os.waitpid(server, 0)
+        with contextlib.closing(TCPStore("127.0.0.1", port, is_master=True, world_size=1, timeout=LONG)) as store:
+            assert store.port == port
+        os.kill(child, 0)
+    finally:
+        os.kill(child, 9)
