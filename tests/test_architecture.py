@@ -20,7 +20,7 @@ LAYERS: list[list[str]] = [
      "collectives.doubling", "collectives.pairwise", "collectives.choose", "collectives.hierarchy", "ddp.buckets"],
     ["transport", "registry", "buffers", "objects", "reduce", "work", "runtime", "errands", "progress", "machine",
      "mismatch", "notices", "lifetime", "reminders", "interfaces", "arena", "inbox", "native", "registered", "bell",
-     "lookout", "home", "idle", "tls", "compiling"],
+     "lookout", "home", "descriptors", "idle", "tls", "compiling"],
     ["store", "observe", "mesh", "ways", "comparison", "collectives.executor", "collectives.operation", "collectives.plans",
      "collectives.islands", "collectives.reductions", "collectives.sparse", "collectives.exchanges",
      "collectives.arguments"],
@@ -34,7 +34,7 @@ PURE = {"asyncio", "socket", "threading", "os", "select", "subprocess", "torch",
 TRANSPORTS_MAY_IMPORT = {
     "transport", "native", "errors", "deadline", "framing", "buffers", "arena", "reduce", "config", "handshake", "tls",
     "interfaces", "ops", "collectives.schedule", "devices.ensemble", "devices.staged", "devices.streams",
-    "devices.courier", "work", "lifetime",
+    "devices.courier", "work", "lifetime", "descriptors",
 }  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from asyncdist import lifetime
+from asyncdist.descriptors import is_gone
 from asyncdist.store.connection import name_of
 from asyncdist.tls import refused
 
@@ -63,6 +64,8 @@ class Gate:
             except (BlockingIOError, InterruptedError):
                 return
             except OSError as error:
+                if is_gone(error):
+                    continue
                 logger.error("store: cannot take a connection: %s", error.strerror)
                 self._loop.remove_reader(self._sock.fileno())  # for a moment: others may let go of descriptors
                 self._loop.call_later(1.0, self._accept_again)

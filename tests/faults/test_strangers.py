@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
+import math
 import os
 import secrets
 import socket
@@ -186,6 +188,60 @@ def _connections(mesh):
 
 def _is_proven(connection):
     return connection.peer is not None
+
+
+class Failing:
+    """A listening socket whose ``accept`` fails as often as it is told to, and counts its calls."""
+
+    def __init__(self, sock, code, times):
+        self._sock = sock
+        self._code = code
+        self.left = times
+        self.calls = 0
+
+    def accept(self):
+        self.calls += 1
+        assert self.calls < 1000, "the listener does not stop trying"
+        if self.left:
+            self.left -= 1
+            raise OSError(self._code, os.strerror(self._code))
+        return self._sock.accept()
+
+    def __getattr__(self, name):
+        return getattr(self._sock, name)
+
+
+@pytest.mark.parametrize("code", [errno.ENOMEM, errno.ENOBUFS, errno.EPERM, errno.EINVAL])
+async def test_listener_pauses_after_an_accept_error_and_reports_it(a_world, caplog, eventually, monkeypatch, code):
+    async with a_world() as world:
+        mesh = world.meshes[0]
+        listener = mesh.ways.transports[0]._listener
+        failing = Failing(listener._socket, code, math.inf)
+        monkeypatch.setattr(listener, "_socket", failing)
+        with connect(address(world, 0)):
+            await eventually(lambda: failing.calls)
+            assert listener.paused
+            assert listener.fileno() not in [descriptor for descriptor, _ in mesh.ways.transports[0].waits()]
+            assert await sums(world) == [3.0, 3.0]
+            assert caplog.text.count(f"cannot take connections at port {listener.port}: [Errno {code}]") == 1
+            failing.left = 0
+            before = num_connections(world)[0]
+            await eventually(lambda: num_connections(world)[0] == before + 1)
+            assert not listener.paused
+        monkeypatch.undo()
+
+
+async def test_listener_takes_the_next_connection_at_once_after_one_was_aborted(a_world, eventually, monkeypatch):
+    async with a_world() as world:
+        listener = world.meshes[0].ways.transports[0]._listener
+        failing = Failing(listener._socket, errno.ECONNABORTED, 3)
+        monkeypatch.setattr(listener, "_socket", failing)
+        before = num_connections(world)[0]
+        with connect(address(world, 0)):
+            await eventually(lambda: num_connections(world)[0] == before + 1)
+            assert not listener.paused
+            assert failing.left == 0
+        monkeypatch.undo()
 
 
 async def test_a_process_without_descriptors_refuses_instead_of_spinning(a_world, caplog, eventually):

@@ -101,7 +101,7 @@ class TcpTransport(Transport):
 
     def waits(self) -> list[Wait]:
         waits = [(fd, events) for fd, c in self._connections.items() if (events := c.waits())]
-        if self._listener is not None:
+        if self._listener is not None and not self._listener.paused:
             waits.append((self._listener.fileno(), READ))
         return waits
 
@@ -148,7 +148,7 @@ class TcpTransport(Transport):
     def _accept(self) -> bool:
         assert self._listener is not None
         moved = False
-        for sock in self._listener.take():
+        for sock in self._listener.take(self.host):
             prepare(sock)
             connection = Inbound(sock, self.host, self._no_stranger, self._accepting)
             self._connections[connection.fileno()] = connection
