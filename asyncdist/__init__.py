@@ -45,10 +45,10 @@ _NAMES: dict[str, tuple[str, str]] = {
     "Group": ("asyncdist.group", "Group"),
     "P2POp": ("asyncdist.face", "P2POp"),
     "ProcessGroup": ("asyncdist.group", "Group"),  # torch's name, for annotations
-    "ReduceOp": ("asyncdist.ops", "ReduceOp"),
+    "ReduceOp": ("asyncdist.base.ops", "ReduceOp"),
     "Work": ("asyncdist.work", "Work"),
     "empty": ("asyncdist.registered", "empty"),
-    "premul_sum": ("asyncdist.ops", "premul_sum"),
+    "premul_sum": ("asyncdist.base.ops", "premul_sum"),
 }
 
 __all__ = sorted([*_NAMES, "__version__"])
@@ -113,12 +113,12 @@ if TYPE_CHECKING:
     from asyncdist.api import new_subgroups_by_enumeration as new_subgroups_by_enumeration
     from asyncdist.api import set_timeout as set_timeout
     from asyncdist.api import split_group as split_group
+    from asyncdist.base.ops import ReduceOp as ReduceOp
+    from asyncdist.base.ops import premul_sum as premul_sum
     from asyncdist.config import Config as Config
     from asyncdist.ddp import DistributedDataParallel as DistributedDataParallel
     from asyncdist.face import P2POp as P2POp
     from asyncdist.group import Group as Group
-    from asyncdist.ops import ReduceOp as ReduceOp
-    from asyncdist.ops import premul_sum as premul_sum
     from asyncdist.registered import empty as empty
     from asyncdist.sampler import DistributedSampler as DistributedSampler
     from asyncdist.store import FileStore as FileStore

@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from asyncdist import api
-from asyncdist.deadline import Timeout
+from asyncdist.base.deadline import Timeout
 from asyncdist.face import Face
 from asyncdist.group import Group
 from asyncdist.work import Work

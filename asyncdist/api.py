@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from asyncdist import registry
+from asyncdist.base.deadline import Timeout
 from asyncdist.config import Launch
-from asyncdist.deadline import Timeout
 from asyncdist.errors import AlreadyInitializedError, NotInitializedError, UsageError
 from asyncdist.group import Group
 from asyncdist.world import World

@@ -10,12 +10,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypedDict, TypeVar, Unpack
 
+from asyncdist.base.deadline import Timeout
+from asyncdist.base.ops import ReduceOp, Reduction
 from asyncdist.collectives import plans, reductions
 from asyncdist.collectives.operation import Plan
 from asyncdist.compiling import left_alone
-from asyncdist.deadline import Timeout
 from asyncdist.errors import UsageError
-from asyncdist.ops import ReduceOp, Reduction
 from asyncdist.work import Work
 
 T = TypeVar("T")

@@ -37,7 +37,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from asyncdist.ops import is_message
+from asyncdist.base.ops import is_message
 
 
 class AsyncdistError(RuntimeError):

@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 from asyncdist.api import AnyGroup, resolve
+from asyncdist.base.deadline import Timeout
+from asyncdist.base.ops import ReduceOp, Reduction
 from asyncdist.compiling import left_alone
-from asyncdist.deadline import Timeout
 from asyncdist.errors import UsageError
 from asyncdist.group import Group
-from asyncdist.ops import ReduceOp, Reduction
 from asyncdist.work import Work
 
 R = TypeVar("R")

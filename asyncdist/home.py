@@ -9,7 +9,7 @@ import warnings
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
-from asyncdist.runtime import runtime
+from asyncdist.base.background_loop import runtime
 
 
 class Home:

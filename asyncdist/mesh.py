@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from time import monotonic
 from typing import Any
 
-from asyncdist import lifetime
+from asyncdist.base import lifecycle
+from asyncdist.base.timers import Reminders
 from asyncdist.buffers import Scratch
 from asyncdist.collectives.executor import Executor
 from asyncdist.collectives.operation import Channel, Operation
@@ -29,7 +30,6 @@ from asyncdist.machine import Until, Wait
 from asyncdist.notices import ENDED, LEFT, abort, called, last_words, to_tell, unspell
 from asyncdist.observe.recorder import Recorder
 from asyncdist.progress import Progress
-from asyncdist.reminders import Reminders
 from asyncdist.transport import Discard, Inbox, Link, Outgoing, Receive, Transport
 from asyncdist.ways import Addresses, Ways
 from asyncdist.work import Work
@@ -81,7 +81,7 @@ class Mesh:
         self._goodbye = LEFT
         self.finished: list[Callable[[], None]] = []
         self.backend = "auto"  # what the user asked for
-        lifetime.watch(self)
+        lifecycle.watch(self)
 
     # -- coming and going ----------------------------------------------------------------------
 
@@ -110,7 +110,7 @@ class Mesh:
 
     def close(self) -> None:
         """Fail what is pending, say goodbye to every peer, and close every connection. Idempotent."""
-        lifetime.unwatch(self)
+        lifecycle.unwatch(self)
         self._tell_all()
         self.progress.submit(self._close)
         self.progress.close()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from asyncdist.base.ops import Collective, ReduceOp
 from asyncdist.buffers import DTYPES
 from asyncdist.framing import Fingerprint
-from asyncdist.ops import Collective, ReduceOp
 
 
 def describe(ours: Fingerprint, rank: int, theirs: Fingerprint, peer: int) -> str:

@@ -20,9 +20,9 @@ from typing import Protocol
 
 import torch
 
+from asyncdist.base.ops import Collective
 from asyncdist.buffers import Memory
 from asyncdist.collectives.schedule import Schedule
-from asyncdist.ops import Collective
 from asyncdist.reduce import Arithmetic
 
 

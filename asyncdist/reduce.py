@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from asyncdist.base.ops import PremulSum, ReduceOp, Reduction
 from asyncdist.errors import UnsupportedError
-from asyncdist.ops import PremulSum, ReduceOp, Reduction
 
 Fold = Callable[[torch.Tensor, torch.Tensor, bool], None]
 """``fold(into, other, swapped)``: into = into ∘ other, or other ∘ into when swapped; both flat and of one length."""

@@ -34,12 +34,12 @@ from asyncdist.api import (
     set_timeout,
     split_group,
 )
-from asyncdist.deadline import Timeout
+from asyncdist.base.background_loop import runtime
+from asyncdist.base.deadline import Timeout
+from asyncdist.base.ops import ReduceOp, premul_sum
 from asyncdist.face import Face, P2POp
 from asyncdist.group import Group
-from asyncdist.ops import ReduceOp, premul_sum
 from asyncdist.registered import empty
-from asyncdist.runtime import runtime
 from asyncdist.store import FileStore, HashStore, PrefixStore, TCPStore
 from asyncdist.work import Work
 from asyncdist.world import World, open_world

@@ -25,9 +25,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+from asyncdist.base.timers import Reminders
 from asyncdist.config import Config
 from asyncdist.inbox import Blocked, Discard, Inbox, Outgoing, Owner, PutAside, Receive, pour
-from asyncdist.reminders import Reminders
 
 if TYPE_CHECKING:
     import socket

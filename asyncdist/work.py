@@ -15,8 +15,8 @@ from collections.abc import Callable, Generator, Sequence
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from asyncdist.deadline import Timeout, seconds
-from asyncdist.errands import Errands
+from asyncdist.base.daemon_threads import Errands
+from asyncdist.base.deadline import Timeout, seconds
 from asyncdist.errors import UsageError, WaitTimeoutError
 
 if TYPE_CHECKING:

@@ -17,9 +17,9 @@ from typing import Any
 import msgpack
 
 from asyncdist import __version__, registry
+from asyncdist.base.deadline import Timeout, seconds
 from asyncdist.collectives.choose import forced_by
 from asyncdist.config import Config, Launch, shared_settings
-from asyncdist.deadline import Timeout, seconds
 from asyncdist.errors import NotInitializedError, RendezvousError, UsageError
 from asyncdist.group import Group
 from asyncdist.mesh import LAST_WORDS, Mesh

@@ -24,7 +24,7 @@ import pytest
 import pytest_asyncio
 
 from asyncdist.arena import arena
-from asyncdist.runtime import runtime
+from asyncdist.base.background_loop import runtime
 from asyncdist.testing.cluster import run_ranks
 from asyncdist.testing.stopwatch import Stopwatch
 

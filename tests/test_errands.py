@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from asyncdist.errands import Errands
+from asyncdist.base.daemon_threads import Errands
 
 LONG = 20.0
 

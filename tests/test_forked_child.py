@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from asyncdist.base.background_loop import new_loop, runtime
 from asyncdist.config import Config
-from asyncdist.runtime import new_loop, runtime
 from asyncdist.store import AsyncStore, FileStore, StoreServer, TCPStore
 from asyncdist.store.listen import unix_socket
 from asyncdist.testing.cluster import world_of

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from asyncdist import handshake
+from asyncdist.base import auth
+from asyncdist.base.auth import ACCEPTED, MAGIC, NONCE_NBYTES, PROOF_NBYTES, Pushed, accept, dial
 from asyncdist.errors import AuthenticationError, ProtocolError
-from asyncdist.handshake import ACCEPTED, MAGIC, NONCE_NBYTES, PROOF_NBYTES, Pushed, accept, dial
 
 D_NONCE, A_NONCE = b"d" * NONCE_NBYTES, b"a" * NONCE_NBYTES
 
@@ -75,8 +75,8 @@ def test_a_token_proved_for_the_store_opens_no_link_between_ranks():
     [
         lambda greeting, proof: ACCEPTED + bytes(PROOF_NBYTES),
         lambda greeting, proof: ACCEPTED + proof,
-        lambda greeting, proof: ACCEPTED + handshake._proof("wrong", b"a", "store", greeting[len(MAGIC) :] + A_NONCE),
-        lambda greeting, proof: ACCEPTED + handshake._proof("secret", b"a", "store", D_NONCE[1:] + b"?" + A_NONCE),
+        lambda greeting, proof: ACCEPTED + auth._proof("wrong", b"a", "store", greeting[len(MAGIC) :] + A_NONCE),
+        lambda greeting, proof: ACCEPTED + auth._proof("secret", b"a", "store", D_NONCE[1:] + b"?" + A_NONCE),
     ],
     ids=["nothing", "the dialler's own proof", "another token's", "that of another connection"],
 )
@@ -102,7 +102,7 @@ def test_what_was_overheard_opens_no_second_connection():
 def test_a_dialler_without_tls_is_told_what_it_lacks():
     def guarded():
         yield len(MAGIC) + NONCE_NBYTES
-        yield handshake.WANTS_TLS
+        yield auth.WANTS_TLS
 
     told, _, said, _ = talk(dial("secret", "store", D_NONCE), guarded())
     assert isinstance(told, ProtocolError)

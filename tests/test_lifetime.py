@@ -21,7 +21,7 @@ def said_by(program, *args):
 
 STAGES = """
 import atexit
-from asyncdist.lifetime import Stage, at_exit, ending
+from asyncdist.base.lifecycle import Stage, at_exit, ending
 
 def say(what):
     print(what, flush=True)
@@ -62,8 +62,8 @@ for module in sys.argv[1:]:
     importlib.import_module(module)
 """
 
-IN_ORDER = ["asyncdist_transports.nccl.communicator", "asyncdist.store.embedded", "mesh", "asyncdist.errands",
-            "asyncdist.runtime"]  # fmt: skip
+IN_ORDER = ["asyncdist_transports.nccl.communicator", "asyncdist.store.embedded", "mesh", "asyncdist.base.daemon_threads",
+            "asyncdist.base.background_loop"]  # fmt: skip
 
 
 @pytest.mark.parametrize("turned", [1, -1])

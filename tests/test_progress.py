@@ -15,9 +15,9 @@ import torch
 
 from asyncdist import bell
 from asyncdist import progress as progress_module
+from asyncdist.base.background_loop import runtime
 from asyncdist.machine import READ
 from asyncdist.progress import Progress
-from asyncdist.runtime import runtime
 from asyncdist.testing.cluster import world_of
 
 PATIENCE = 10.0

@@ -12,9 +12,9 @@ import threading
 
 import pytest
 
+from asyncdist.base.background_loop import Runtime, close_runtime, runtime
 from asyncdist.config import Config
 from asyncdist.errors import UsageError
-from asyncdist.runtime import Runtime, close_runtime, runtime
 from asyncdist.store import AsyncStore, StoreServer
 
 LONG = 20.0
@@ -212,7 +212,7 @@ atexit.register(last)  # the first to be registered is the last to be called
 
 import asyncdist.sync as dist
 import torch
-from asyncdist.runtime import runtime
+from asyncdist.base.background_loop import runtime
 
 dist.init_process_group(init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
 if sys.argv[1] == "held":
@@ -244,10 +244,10 @@ def test_where_no_thread_can_be_started_the_loop_is_closed_at_the_end_of_the_pro
         raise RuntimeError("can't create new thread at interpreter shutdown")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    monkeypatch.setattr("asyncdist.runtime._current", None)
+    monkeypatch.setattr("asyncdist.base.background_loop._current", None)
     with pytest.raises(RuntimeError, match="can't create new thread"):
         runtime()
-    monkeypatch.setattr("asyncdist.lifetime._ending", True)
+    monkeypatch.setattr("asyncdist.base.lifecycle._ending", True)
     last = runtime()
     assert last.closed
     assert last.loop.is_closed()

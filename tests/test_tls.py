@@ -17,13 +17,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from asyncdist.base.tls import TlsSocket, client_context, rank_contexts, server_context
 from asyncdist.config import Config
 from asyncdist.errors import AuthenticationError, CertificateError, PeerLostError, ProtocolError, StoreError, UsageError
 from asyncdist.store import AsyncStore, StoreServer, TCPStore
 from asyncdist.store.c10d_wire import Code
 from asyncdist.testing.c10d import Peer
 from asyncdist.testing.cluster import world_of
-from asyncdist.tls import TlsSocket, client_context, rank_contexts, server_context
 
 FILES = Path(__file__).parent / "tls"
 TOKEN = "a token for tests"

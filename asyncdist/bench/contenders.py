@@ -18,12 +18,12 @@ import torch
 
 import asyncdist
 from asyncdist import sync
+from asyncdist.base.background_loop import new_loop
 from asyncdist.bench import mpi, raw
 from asyncdist.bench.pace import Pace
 from asyncdist.bench.plan import THROUGH_TORCH, Plan
 from asyncdist.bench.traffic import Traffic
 from asyncdist.errors import BenchmarkError
-from asyncdist.runtime import new_loop
 
 TIMEOUT = 60.0
 """Seconds that a call may take before the run is given up."""

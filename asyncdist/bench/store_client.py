@@ -21,8 +21,8 @@ from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
 
+from asyncdist.base.background_loop import new_loop
 from asyncdist.config import Config
-from asyncdist.runtime import new_loop
 from asyncdist.store import AsyncStore, TCPStore
 from asyncdist.testing.c10d import Peer
 

@@ -22,8 +22,8 @@ def main(whose: str, data: str | None = None) -> None:
         _say(HOST, server.port)
         sys.stdin.read()
         return
+    from asyncdist.base.background_loop import new_loop
     from asyncdist.config import Config
-    from asyncdist.runtime import new_loop
     from asyncdist.store.daemon import Options, serve
 
     options = Options(data=Path(data) if data is not None else None)

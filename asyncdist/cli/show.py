@@ -10,13 +10,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from asyncdist import registry
+from asyncdist.base.interfaces import interface_addresses
 from asyncdist.bench.machine import machine
 from asyncdist.bench.table import size
 from asyncdist.collectives import choose
 from asyncdist.config import Config
 from asyncdist.config import settings as settings_of
 from asyncdist.errors import AddressError, TransportUnavailableError, UsageError
-from asyncdist.interfaces import interface_addresses
 from asyncdist.rendezvous.address import outward
 
 

@@ -133,9 +133,9 @@ def _settings(given: dict[str, Any]) -> Config:
 def _serve(ctx: click.Context, given: dict[str, Any]) -> None:
     import asyncio
 
+    from asyncdist.base.background_loop import new_loop
     from asyncdist.config import Service
     from asyncdist.errors import JournalError
-    from asyncdist.runtime import new_loop
     from asyncdist.store.daemon import Options, serve
     from asyncdist.store.durability import Fsync
 

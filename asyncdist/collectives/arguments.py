@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from asyncdist.base.ops import PremulSum, ReduceOp, Reduction
 from asyncdist.buffers import Blocks, Memory, Target, to_read
 from asyncdist.errors import UsageError
-from asyncdist.ops import PremulSum, ReduceOp, Reduction
 
 
 def reduction(op: object) -> Reduction:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from asyncdist.base.ops import Collective
 from asyncdist.buffers import DTYPE_NUMBERS, Blocks, Memory, Target, to_read
 from asyncdist.collectives import pairwise, ring, tree
 from asyncdist.collectives.arguments import check_length
@@ -19,7 +20,6 @@ from asyncdist.collectives.schedule import Recv, Schedule, Send
 from asyncdist.errors import UsageError
 from asyncdist.framing import Fingerprint
 from asyncdist.objects import pack, unpack
-from asyncdist.ops import Collective
 
 Conversation = Generator[Any, Any, None]
 """A schedule that may also yield `RecvAny`, and is sent who answered."""

@@ -33,13 +33,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from asyncdist.base.ops import Reduction
 from asyncdist.buffers import NOTHING, Blocks, Memory, Scratch
 from asyncdist.collectives import doubling, pairwise, ring, tree
 from asyncdist.collectives.choose import Model, choose
 from asyncdist.collectives.hierarchy import Layout, among, gather_runs, part_count, slices_pay
 from asyncdist.collectives.schedule import Reduce, Schedule, Send
 from asyncdist.native import Native
-from asyncdist.ops import Reduction
 from asyncdist.reduce import Arithmetic, arithmetic, divide
 
 Part = Callable[[int], Schedule]

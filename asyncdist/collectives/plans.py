@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from asyncdist.base.ops import Collective, ReduceOp, Reduction
 from asyncdist.buffers import DTYPE_NUMBERS, NOTHING, Blocks, Memory, Scratch, Target, apart, to_read
 from asyncdist.collectives import arguments, doubling, pairwise, ring, tree
 from asyncdist.collectives.choose import Model, choose
@@ -25,7 +26,6 @@ from asyncdist.config import Config
 from asyncdist.errors import UsageError
 from asyncdist.framing import Fingerprint, shape_checksum
 from asyncdist.native import Kind, Native
-from asyncdist.ops import Collective, ReduceOp, Reduction
 
 _KEPT_CHOICES = 4096
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from asyncdist.base.ops import Collective, PremulSum, Reduction
 from asyncdist.buffers import Blocks, Memory, Target, apart, to_read
 from asyncdist.collectives import arguments, doubling, pairwise, ring, sparse, tree
 from asyncdist.collectives.arguments import reduction
@@ -21,7 +22,6 @@ from asyncdist.collectives.plans import Member, fingerprint, segments, striped_b
 from asyncdist.collectives.schedule import Schedule
 from asyncdist.errors import UsageError
 from asyncdist.native import Kind
-from asyncdist.ops import Collective, PremulSum, Reduction
 from asyncdist.reduce import Arithmetic, accumulator, arithmetic, divide, has_arithmetic
 
 _SEGMENT_COUNT = 1 << 20  # elements of a segment that is accumulated in memory of its own

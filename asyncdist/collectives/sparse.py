@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from asyncdist.base.ops import Collective, ReduceOp, Reduction
 from asyncdist.buffers import DTYPE_NUMBERS, Blocks, Memory, to_read
 from asyncdist.collectives import pairwise, ring
 from asyncdist.collectives.operation import Plan
 from asyncdist.collectives.plans import Member, fingerprint
 from asyncdist.collectives.schedule import Schedule
 from asyncdist.errors import UnsupportedError
-from asyncdist.ops import Collective, ReduceOp, Reduction
 from asyncdist.reduce import check, divide
 
 

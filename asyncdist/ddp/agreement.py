@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
+from asyncdist.base.ops import ReduceOp
 from asyncdist.buffers import flat
 from asyncdist.errors import MismatchError
 from asyncdist.group import Group
-from asyncdist.ops import ReduceOp
 
 PACK_NBYTES = 1 << 20
 

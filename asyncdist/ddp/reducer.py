@@ -24,11 +24,11 @@ from time import perf_counter
 
 import torch
 
+from asyncdist.base.ops import ReduceOp, Reduction
 from asyncdist.ddp import buckets
 from asyncdist.ddp.uneven import Joining
 from asyncdist.errors import GradientError, SharedMemoryError, UnsupportedError
 from asyncdist.group import Group
-from asyncdist.ops import ReduceOp, Reduction
 from asyncdist.registered import empty
 from asyncdist.work import Work
 

@@ -17,9 +17,9 @@ from enum import IntEnum
 
 import torch
 
+from asyncdist.base.ops import ReduceOp, Reduction, premul_sum
 from asyncdist.errors import MismatchError, UnevenInputsError
 from asyncdist.group import Group
-from asyncdist.ops import ReduceOp, Reduction, premul_sum
 
 
 class Deed(IntEnum):

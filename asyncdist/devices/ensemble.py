@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from asyncdist.base.interfaces import machine_name
 from asyncdist.collectives.schedule import Schedule
 from asyncdist.devices.streams import Streams
-from asyncdist.interfaces import machine_name
 from asyncdist.native import Native
 
 if TYPE_CHECKING:

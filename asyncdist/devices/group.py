@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from asyncdist.base.deadline import seconds
 from asyncdist.buffers import Target, to_read
 from asyncdist.calls import Calls, How, checked_tag
 from asyncdist.collectives import exchanges
 from asyncdist.collectives.operation import Plan
-from asyncdist.deadline import seconds
 from asyncdist.devices.choice import settle
 from asyncdist.devices.ensemble import Ensemble, Site
 from asyncdist.devices.line import Line

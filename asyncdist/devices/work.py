@@ -9,8 +9,8 @@ from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from asyncdist.base.deadline import Timeout, seconds
 from asyncdist.compiling import left_alone
-from asyncdist.deadline import Timeout, seconds
 from asyncdist.devices.streams import Mark, Streams
 from asyncdist.errors import UsageError, WaitTimeoutError
 from asyncdist.work import Work

@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 
 from torch.autograd import profiler
 
+from asyncdist.base.ops import is_message
 from asyncdist.framing import Fingerprint
 from asyncdist.mismatch import call_in_words
 from asyncdist.observe import spans
-from asyncdist.ops import is_message
 
 log = logging.getLogger("asyncdist")
 

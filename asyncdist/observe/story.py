@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from asyncdist.base.ops import is_message
 from asyncdist.errors import UsageError
 from asyncdist.observe.recorder import FILE_NAMES
-from asyncdist.ops import is_message
 
 _ABOUT_NOW = 0.05  # seconds by which a call may be older than the dump and yet not count as waiting
 _AT_ONCE = 30.0  # seconds within which worlds have written that were asked, or failed, together

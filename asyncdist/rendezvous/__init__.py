@@ -10,8 +10,8 @@ import secrets
 from contextlib import AsyncExitStack
 from typing import Any
 
+from asyncdist.base.deadline import Deadline, Timeout, seconds
 from asyncdist.config import Config, Launch
-from asyncdist.deadline import Deadline, Timeout, seconds
 from asyncdist.rendezvous.address import advertised, outward, reachable, to_listen_on
 from asyncdist.rendezvous.joining import World, by_address, by_record, follow, lead
 from asyncdist.rendezvous.meeting import Limit, Meeting

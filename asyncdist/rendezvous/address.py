@@ -11,13 +11,13 @@ import asyncio
 import contextlib
 import socket
 
+from asyncdist.base.daemon_threads import apart
+from asyncdist.base.deadline import Deadline
+from asyncdist.base.interfaces import address_towards, interface_addresses, is_local
+from asyncdist.base.topology import choose, is_address, is_loopback, named
 from asyncdist.config import Config
-from asyncdist.deadline import Deadline
-from asyncdist.errands import apart
 from asyncdist.errors import AddressError, LookUpTimeoutError
-from asyncdist.interfaces import address_towards, interface_addresses, is_local
 from asyncdist.store.dialling import Persistence, unknown, unresolved
-from asyncdist.topology import choose, is_address, is_loopback, named
 
 _OUTSIDE = ("198.51.100.1", "2001:db8::1")  # documentation addresses: only the route to them is looked up
 

@@ -17,8 +17,8 @@ from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
+from asyncdist.base.deadline import Deadline
 from asyncdist.config import Config
-from asyncdist.deadline import Deadline
 from asyncdist.errors import (
     AddressError,
     AsyncdistError,

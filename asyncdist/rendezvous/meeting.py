@@ -20,7 +20,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from asyncdist.deadline import Deadline
+from asyncdist.base.deadline import Deadline
 from asyncdist.errors import (
     RendezvousError,
     RendezvousTimeoutError,

@@ -7,8 +7,8 @@ import os
 from datetime import timedelta
 from typing import Any
 
+from asyncdist.base.daemon_threads import apart
 from asyncdist.config import Config, Launch
-from asyncdist.errands import apart
 from asyncdist.errors import (
     AuthenticationError,
     LookUpTimeoutError,

@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 from urllib.parse import quote
 
-from asyncdist.errands import Errands
+from asyncdist.base.background_loop import on_loop
+from asyncdist.base.daemon_threads import Errands
 from asyncdist.errors import AddressError, AsyncdistError, RendezvousError
-from asyncdist.runtime import on_loop
 from asyncdist.store.dialling import first_line
 from asyncdist.store.faces import AsyncFace
 

@@ -9,9 +9,9 @@ import asyncio
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
+from asyncdist.base.background_loop import on_loop, runtime
 from asyncdist.config import Config
 from asyncdist.errors import AddressError
-from asyncdist.runtime import on_loop, runtime
 from asyncdist.store.c10d_policy import for_ranks
 from asyncdist.store.server import StoreServer
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import weakref
 from typing import Any, TypeVar
 
+from asyncdist.base.deadline import Timeout, seconds
 from asyncdist.config import Config
-from asyncdist.deadline import Timeout, seconds
 from asyncdist.errors import AddressError, StoreTimeoutError
 from asyncdist.store import operations
 from asyncdist.store.desk import Arrivals, Changes, DeskStream, Messages

@@ -10,8 +10,9 @@ from collections.abc import Generator
 from math import inf
 from typing import Any, Generic, Self, TypeVar
 
+from asyncdist.base.deadline import Timeout, seconds
+from asyncdist.base.tls import client_context
 from asyncdist.config import Config
-from asyncdist.deadline import Timeout, seconds
 from asyncdist.errors import AsyncdistError, StoreConnectionError, UsageError
 from asyncdist.store import operations
 from asyncdist.store.asked import Asked, Limits
@@ -21,7 +22,6 @@ from asyncdist.store.faces import AsyncFace
 from asyncdist.store.link import Link, reach
 from asyncdist.store.operations import Command
 from asyncdist.store.pieces import Parcel
-from asyncdist.tls import client_context
 
 T = TypeVar("T")
 

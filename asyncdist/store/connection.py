@@ -12,7 +12,7 @@ import logging
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
-from asyncdist import lifetime
+from asyncdist.base import lifecycle
 from asyncdist.errors import AuthenticationError, ProtocolError
 from asyncdist.store.operations import Reply
 
@@ -55,7 +55,7 @@ class Connection(asyncio.Protocol, ABC):
         self._resting = False  # others have their turn first
         self._paused = False  # nothing more is executed, since replies are not taken, or one of these
         self._closing = False
-        lifetime.close_in_children(self)
+        lifecycle.close_in_children(self)
 
     def fileno(self) -> int:
         """Return the descriptor of its socket, or -1 if that is closed."""

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from typing import Any, Generic, TypeVar
 
-from asyncdist.deadline import Deadline, Timeout, seconds
+from asyncdist.base.deadline import Deadline, Timeout, seconds
 from asyncdist.errors import StoreTimeoutError
 from asyncdist.store import operations
 from asyncdist.store.faces import Stream

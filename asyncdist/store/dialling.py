@@ -9,11 +9,11 @@ import socket
 import ssl
 import time
 
-from asyncdist import lifetime
-from asyncdist.deadline import Deadline, Timeout
+from asyncdist.base import lifecycle
+from asyncdist.base.deadline import Deadline, Timeout
+from asyncdist.base.tls import refused
 from asyncdist.errors import AddressError, AsyncdistError, CertificateError, StoreConnectionError
 from asyncdist.store.conversation import Conversation
-from asyncdist.tls import refused
 
 log = logging.getLogger("asyncdist")
 
@@ -195,10 +195,10 @@ def connect(host: str, port: int, timeout: float) -> socket.socket:
     """Connect, to a socket file if ``host`` is an absolute path. Raises OSError, and UnicodeError for what is no name."""
     if not host.startswith("/"):
         sock = socket.create_connection((host, port), timeout=timeout)
-        lifetime.close_in_children(sock)
+        lifecycle.close_in_children(sock)
         return sock
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    lifetime.close_in_children(sock)
+    lifecycle.close_in_children(sock)
     try:
         sock.settimeout(timeout)
         sock.connect(host)

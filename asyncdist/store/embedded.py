@@ -6,13 +6,13 @@ import contextlib
 import socket
 import weakref
 
-from asyncdist import lifetime
+from asyncdist.base import lifecycle
+from asyncdist.base.background_loop import Runtime, runtime
+from asyncdist.base.topology import is_loopback
 from asyncdist.config import Config
-from asyncdist.runtime import Runtime, runtime
 from asyncdist.store import listen
 from asyncdist.store.c10d_policy import for_ranks
 from asyncdist.store.server import StoreServer
-from asyncdist.topology import is_loopback
 
 _AT_EXIT = 1.0
 """Seconds that a process that ends waits for its connections to be gone."""
@@ -53,7 +53,7 @@ def _close_all() -> None:
         embedded.close(_AT_EXIT)
 
 
-lifetime.at_exit(lifetime.Stage.SERVERS, _close_all)
+lifecycle.at_exit(lifecycle.Stage.SERVERS, _close_all)
 
 
 def _stop(running: Runtime, server: StoreServer) -> None:

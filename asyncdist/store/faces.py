@@ -13,7 +13,7 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Generic, Protocol, Self, TypeVar
 
-from asyncdist.deadline import Timeout, seconds
+from asyncdist.base.deadline import Timeout, seconds
 from asyncdist.store import operations
 from asyncdist.store.operations import Command, Value
 

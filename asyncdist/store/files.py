@@ -21,7 +21,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-from asyncdist.deadline import Deadline
+from asyncdist.base.deadline import Deadline
 from asyncdist.errors import ProtocolError, StoreError, UsageError
 from asyncdist.store import log
 from asyncdist.store.desk import Ticket

@@ -13,10 +13,10 @@ import ssl
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from asyncdist import lifetime
+from asyncdist.base import lifecycle
+from asyncdist.base.tls import refused
 from asyncdist.descriptors import is_gone
 from asyncdist.store.connection import name_of
-from asyncdist.tls import refused
 
 if TYPE_CHECKING:
     from asyncdist.store.server import StoreServer
@@ -75,7 +75,7 @@ class Gate:
                 if not self._make_room():
                     sock.close()
                     continue
-            lifetime.close_in_children(sock)
+            lifecycle.close_in_children(sock)
             sock.setblocking(False)
             timeout = self._server.config.handshake_timeout
             self._silent[sock] = self._loop.call_later(timeout, self._too_late, sock)

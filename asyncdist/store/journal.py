@@ -23,7 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
-from asyncdist import lifetime
+from asyncdist.base import lifecycle
 from asyncdist.errors import JournalError, ProtocolError
 from asyncdist.store import log
 from asyncdist.store.changes import replay, snapshot
@@ -54,7 +54,7 @@ class Journal:
         self._nbytes = 0  # of all segments since the last snapshot
         self._snapshot_nbytes = 0
         self._fd = self._lock = -1
-        lifetime.close_in_children(self)
+        lifecycle.close_in_children(self)
         try:
             _make(folder)
             self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

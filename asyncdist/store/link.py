@@ -8,16 +8,16 @@ import ssl
 from collections.abc import Callable
 from typing import cast
 
-from asyncdist import lifetime
+from asyncdist.base import lifecycle
+from asyncdist.base.auth import NONCE_NBYTES, Pushed, dial
+from asyncdist.base.tls import refused
 from asyncdist.errors import AuthenticationError, ProtocolError
-from asyncdist.handshake import NONCE_NBYTES, Pushed, dial
 from asyncdist.store.carrier import Carrier
 from asyncdist.store.connection import descriptor_of
 from asyncdist.store.conversation import Conversation
 from asyncdist.store.dialling import Persistence, describe, hung_up, tune, unknown
 from asyncdist.store.messages import framed
 from asyncdist.store.pieces import Parcel
-from asyncdist.tls import refused
 
 _CLOSE_TIMEOUT = 5.0
 """Seconds that a store may take to accept our last bytes before we hang up all the same."""
@@ -91,7 +91,7 @@ class Link(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         transport = cast(asyncio.Transport, transport)  # which uvloop's is in all but its bases
         self._transport = transport
-        lifetime.close_in_children(self)
+        lifecycle.close_in_children(self)
         self._carrier = Carrier(transport.write, self._conversation.is_open)
         self._secured = transport.get_extra_info("sslcontext") is not None
         tune(transport.get_extra_info("socket"))

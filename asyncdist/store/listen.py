@@ -8,10 +8,10 @@ import socket
 from collections.abc import Iterable
 from pathlib import Path
 
+from asyncdist.base.topology import is_loopback
 from asyncdist.config import Config
 from asyncdist.errors import AddressError, UsageError
 from asyncdist.store.dialling import unresolved
-from asyncdist.topology import is_loopback
 
 BACKLOG = 4096
 """Connections that may wait to be accepted: a whole world arrives within a second. The kernel caps it."""

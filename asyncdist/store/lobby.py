@@ -12,8 +12,9 @@ import os
 import socket
 from typing import TYPE_CHECKING, cast
 
+from asyncdist.base.auth import NONCE_NBYTES, WANTS_TLS, Pushed, accept
+from asyncdist.base.topology import is_loopback
 from asyncdist.errors import ProtocolError
-from asyncdist.handshake import NONCE_NBYTES, WANTS_TLS, Pushed, accept
 from asyncdist.store import c10d_wire
 from asyncdist.store.c10d_policy import C10d
 from asyncdist.store.c10d_session import C10dSession
@@ -22,7 +23,6 @@ from asyncdist.store.dialling import tune
 from asyncdist.store.messages import hello
 from asyncdist.store.operations import Reply
 from asyncdist.store.session import Session
-from asyncdist.topology import is_loopback
 
 if TYPE_CHECKING:
     from asyncdist.store.server import StoreServer

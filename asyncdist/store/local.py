@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any, TypeVar
 
-from asyncdist.deadline import Deadline, Timeout, seconds
+from asyncdist.base.deadline import Deadline, Timeout, seconds
 from asyncdist.errors import StoreConnectionError
 from asyncdist.store import operations
 from asyncdist.store.conversation import refusal

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from asyncdist import lifetime
+from asyncdist.base import lifecycle
 from asyncdist.errors import UsageError
 from asyncdist.store import listen
 from asyncdist.store.status import MEANINGS, figures
@@ -46,7 +46,7 @@ class Metrics:
         metrics = cls(store, registry, generate_latest)
         registry.register(_Collector(store))
         sockets = listen.listening_sockets(host, port, listen.resolve(host, port))
-        lifetime.close_in_children(sockets[0])
+        lifecycle.close_in_children(sockets[0])
         metrics.port = sockets[0].getsockname()[1]
         metrics._server = await asyncio.start_server(metrics._visit, sock=sockets[0], limit=_REQUEST_NBYTES)
         for each in sockets[1:]:  # the port is one, and its first address will do

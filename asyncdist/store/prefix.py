@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any, TypeVar, cast
 
-from asyncdist.deadline import Timeout
+from asyncdist.base.deadline import Timeout
 from asyncdist.store.faces import AsyncFace, AsyncSubscription, AsyncWatch, Store, Subscription, Watch
 from asyncdist.store.operations import Command, Op
 

@@ -12,15 +12,15 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from asyncdist.base.deadline import Deadline, Timeout
+from asyncdist.base.tls import client_context
 from asyncdist.config import Config
-from asyncdist.deadline import Deadline, Timeout
 from asyncdist.errors import AsyncdistError, StoreConnectionError
 from asyncdist.store.conversation import IDENTITY_NBYTES, Conversation
 from asyncdist.store.desk import Desk
 from asyncdist.store.dialling import Persistence, Redial
 from asyncdist.store.messages import framed
 from asyncdist.store.wire import Wire, open_wire, shake_hands
-from asyncdist.tls import client_context
 
 T = TypeVar("T")
 

@@ -20,9 +20,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from asyncdist import lifetime
+from asyncdist.base import lifecycle
+from asyncdist.base.daemon_threads import apart
+from asyncdist.base.tls import server_context
+from asyncdist.base.topology import is_address
 from asyncdist.config import Config
-from asyncdist.errands import apart
 from asyncdist.store import listen
 from asyncdist.store.attention import Attention
 from asyncdist.store.c10d_policy import policy
@@ -41,8 +43,6 @@ from asyncdist.store.pieces import LONG_NBYTES, Parcel, answer_piece, weight
 from asyncdist.store.session import Session
 from asyncdist.store.shortcut import Shortcuts
 from asyncdist.store.state import StoreState
-from asyncdist.tls import server_context
-from asyncdist.topology import is_address
 
 logger = logging.getLogger(__name__)
 
@@ -142,7 +142,7 @@ class StoreServer:
             self.address = self.host = bound[0].getsockname()
 
     async def _listen(self, sock: socket.socket) -> None:
-        lifetime.close_in_children(sock)
+        lifecycle.close_in_children(sock)
         sock.setblocking(False)
         if self.tls is not None and _is_tcp(sock):
             sock.listen(listen.BACKLOG)

@@ -30,7 +30,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from asyncdist import lifetime
+from asyncdist.base import lifecycle
 from asyncdist.errors import AddressError, AsyncdistError, StoreError
 
 PATIENCE = 60.0
@@ -63,7 +63,7 @@ class SharedFile:
                 raise AddressError(
                     f"the file {path} cannot be opened ({error.strerror}): every rank must be able to"
                 ) from None
-            lifetime.close_in_children(self)
+            lifecycle.close_in_children(self)
             try:
                 with self.locked():
                     current = self.is_current()

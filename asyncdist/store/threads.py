@@ -15,8 +15,8 @@ import threading
 import weakref
 from typing import Any, TypeVar
 
+from asyncdist.base.deadline import Deadline, Timeout
 from asyncdist.config import Config
-from asyncdist.deadline import Deadline, Timeout
 from asyncdist.errors import ProtocolError, StoreConnectionError, UsageError
 from asyncdist.store.desk import Arrivals, Ticket, acquire
 from asyncdist.store.dialling import broken, closed, describe

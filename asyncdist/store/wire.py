@@ -8,11 +8,11 @@ import select
 import socket
 import ssl
 
-from asyncdist.deadline import Deadline
-from asyncdist.handshake import NONCE_NBYTES, Pushed, dial
+from asyncdist.base.auth import NONCE_NBYTES, Pushed, dial
+from asyncdist.base.deadline import Deadline
+from asyncdist.base.tls import TlsSocket
 from asyncdist.store.dialling import connect, hung_up, tune, unknown
 from asyncdist.store.pieces import Parcel
-from asyncdist.tls import TlsSocket
 
 _READ_NBYTES, _LONG_READ_NBYTES = 64 << 10, 1 << 20
 _LONGEST_POLL = (1 << 31) - 1

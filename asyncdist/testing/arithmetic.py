@@ -10,7 +10,7 @@ from typing import cast
 import numpy as np
 import torch
 
-from asyncdist.ops import PremulSum, ReduceOp, Reduction, premul_sum
+from asyncdist.base.ops import PremulSum, ReduceOp, Reduction, premul_sum
 
 UNREDUCED = frozenset(getattr(torch, name) for name in ("float4_e2m1fn_x2", "float8_e8m0fnu") if hasattr(torch, name))
 """Dtypes that are only ever moved: without arithmetic, or without a zero."""

@@ -15,9 +15,9 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from asyncdist.base.background_loop import runtime
 from asyncdist.config import Config
 from asyncdist.group import Group
-from asyncdist.runtime import runtime
 from asyncdist.store import HashStore
 from asyncdist.world import World, open_world
 

@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from asyncdist.base.ops import ReduceOp, Reduction
 from asyncdist.group import Group
-from asyncdist.ops import ReduceOp, Reduction
 from asyncdist.testing.arithmetic import UNREDUCED, noise, numbers, reduced, same
 from asyncdist.work import Work
 

@@ -28,9 +28,9 @@ from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
 
 from asyncdist import registry
+from asyncdist.base.auth import Handshake, dial
 from asyncdist.config import Config
 from asyncdist.group import Group
-from asyncdist.handshake import Handshake, dial
 from asyncdist.mesh import Mesh
 from asyncdist.testing.stopwatch import Stopwatch
 

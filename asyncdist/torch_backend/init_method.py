@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
+from asyncdist.base.background_loop import runtime
+from asyncdist.base.deadline import Timeout, seconds
 from asyncdist.config import Config
-from asyncdist.deadline import Timeout, seconds
 from asyncdist.rendezvous import meet
-from asyncdist.runtime import runtime
 from asyncdist.store import PrefixStore
 from asyncdist.torch_backend.lodger import Lodger, reach
 from asyncdist.torch_backend.store import Store

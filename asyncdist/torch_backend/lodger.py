@@ -6,8 +6,8 @@ import contextlib
 import math
 import threading
 
+from asyncdist.base.deadline import Timeout
 from asyncdist.config import Config
-from asyncdist.deadline import Timeout
 from asyncdist.errors import AsyncdistError
 from asyncdist.store import TCPStore
 from asyncdist.store.ties import lodging

@@ -15,11 +15,11 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as torch_distributed
 
-from asyncdist import runtime
 from asyncdist import work as started
 from asyncdist.api import SAME_RANKS
+from asyncdist.base import background_loop
+from asyncdist.base.deadline import Timeout
 from asyncdist.compiling import left_alone
-from asyncdist.deadline import Timeout
 from asyncdist.devices.work import DeviceWork
 from asyncdist.errors import SharedMemoryError, UnsupportedError
 from asyncdist.group import Group
@@ -280,7 +280,7 @@ class ProcessGroup(torch_distributed.ProcessGroup):
         world, self._world = self._world, None
         if world is not None:
             world.leave()
-            runtime.runtime().run(world.close())
+            background_loop.runtime().run(world.close())
 
     def abort(self) -> None:
         """Fail everything pending on this group, here and on every other rank; with the last one, leave the world.
@@ -290,7 +290,7 @@ class ProcessGroup(torch_distributed.ProcessGroup):
         self.group.abort("torch.distributed aborted the process group")
         if self._world is not None and all(group.aborted for group in self._world.groups):
             self._world.leave()
-            runtime.runtime().submit(self._world.close())
+            background_loop.runtime().submit(self._world.close())
 
     def __repr__(self) -> str:
         return f"<asyncdist {self.group!r}>"

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import torch.distributed as torch_distributed
 
-from asyncdist.ops import ReduceOp, Reduction, premul_sum
+from asyncdist.base.ops import ReduceOp, Reduction, premul_sum
 
 _Theirs: Any = torch_distributed.ReduceOp
 

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as torch_distributed
 from torch.distributed import distributed_c10d
 
+from asyncdist.base.background_loop import runtime
 from asyncdist.ddp.reducer import has_free_cores
 from asyncdist.group import Group
-from asyncdist.runtime import runtime
 from asyncdist.torch_backend.process_group import NAME, ProcessGroup
 from asyncdist.world import World, open_world
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as torch_distributed
 
-from asyncdist.deadline import Timeout
+from asyncdist.base.deadline import Timeout
 from asyncdist.store import faces
 
 _ENDLESS = timedelta(days=10_000)

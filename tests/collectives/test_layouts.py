@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from asyncdist.ops import ReduceOp
+from asyncdist.base.ops import ReduceOp
 from asyncdist.testing.cluster import world_of
 
 pytestmark = pytest.mark.one_loop

@@ -8,8 +8,8 @@ import itertools
 import pytest
 import torch
 
+from asyncdist.base.ops import ReduceOp, premul_sum
 from asyncdist.errors import GroupError, MismatchError, UsageError
-from asyncdist.ops import ReduceOp, premul_sum
 from asyncdist.testing.cluster import world_of
 
 

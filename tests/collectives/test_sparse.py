@@ -7,8 +7,8 @@ import asyncio
 import pytest
 import torch
 
+from asyncdist.base.ops import ReduceOp
 from asyncdist.errors import MismatchError
-from asyncdist.ops import ReduceOp
 from asyncdist.testing.cluster import world_of
 
 SHAPE = (5, 4, 2)

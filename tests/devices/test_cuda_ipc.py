@@ -8,9 +8,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from asyncdist.base.ops import ReduceOp
 from asyncdist.devices.streams import cuda_missing
 from asyncdist.errors import AsyncdistError, GroupError, MismatchError
-from asyncdist.ops import ReduceOp
 from asyncdist.testing.cluster import run_ranks
 from asyncdist.testing.cuda import HANDLE, PretendDriver, cuda_ipc_over
 from asyncdist.testing.devices import PretendStreams, device_group

@@ -21,6 +21,7 @@ import pytest
 import torch
 
 from asyncdist import sync
+from asyncdist.base.ops import ReduceOp, premul_sum
 from asyncdist.config import NcclSettings
 from asyncdist.devices.group import DeviceGroup
 from asyncdist.devices.streams import cuda_missing
@@ -32,7 +33,6 @@ from asyncdist.errors import (
     UnsupportedError,
 )
 from asyncdist.group import Group
-from asyncdist.ops import ReduceOp, premul_sum
 from asyncdist.store import HashStore
 from asyncdist.testing.arithmetic import UNREDUCED, reductions
 from asyncdist.testing.cluster import run_ranks

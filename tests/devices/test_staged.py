@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from asyncdist.base.ops import ReduceOp
 from asyncdist.config import Config
 from asyncdist.errors import UsageError
-from asyncdist.ops import ReduceOp
 from asyncdist.testing.arithmetic import reductions
 from asyncdist.testing.devices import device_group, devices_of
 from asyncdist.testing.drills import between_two, drills, reducing

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from asyncdist.base.background_loop import runtime
 from asyncdist.errors import OperationTimeoutError
-from asyncdist.runtime import runtime
 from asyncdist.store import HashStore
 from asyncdist.world import open_world
 

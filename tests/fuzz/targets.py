@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 
 from msgpack import ExtType, packb
 
+from asyncdist.base.auth import MAGIC, Pushed, accept, dial
 from asyncdist.errors import AuthenticationError, ProtocolError
-from asyncdist.handshake import MAGIC, Pushed, accept, dial
 from asyncdist.store import c10d_wire, log
 from asyncdist.store.c10d_session import at_once
 from asyncdist.store.changes import Book, replay

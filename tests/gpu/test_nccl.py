@@ -7,9 +7,9 @@ import time
 import pytest
 import torch
 
+from asyncdist.base.ops import PremulSum
 from asyncdist.devices.group import DeviceGroup
 from asyncdist.errors import GroupAbortedError
-from asyncdist.ops import PremulSum
 from asyncdist.reduce import arithmetic
 from asyncdist.testing.arithmetic import numbers, reduced, reductions, same
 from asyncdist.testing.cluster import run_ranks

@@ -8,12 +8,12 @@ import json
 import pytest
 import torch
 
+from asyncdist.base.ops import Collective, ReduceOp
 from asyncdist.buffers import DTYPE_NUMBERS
 from asyncdist.errors import UsageError
 from asyncdist.framing import Fingerprint
 from asyncdist.observe import story
 from asyncdist.observe.recorder import Entry, Recorder
-from asyncdist.ops import Collective, ReduceOp
 
 SUM = Fingerprint(
     Collective.all_reduce, dtype=DTYPE_NUMBERS[torch.float32], reduction=ReduceOp.SUM.value, count=8

@@ -4,12 +4,12 @@ import asyncio
 
 import pytest
 
+from asyncdist.base.deadline import Deadline
+from asyncdist.base.topology import InterfaceAddress, is_loopback
 from asyncdist.config import Config, Launch
-from asyncdist.deadline import Deadline
 from asyncdist.errors import AddressError, LookUpTimeoutError, RendezvousTimeoutError
 from asyncdist.rendezvous import address
 from asyncdist.testing.ports import free_port
-from asyncdist.topology import InterfaceAddress, is_loopback
 
 OURS = "10.0.0.7"
 

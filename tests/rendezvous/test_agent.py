@@ -4,14 +4,14 @@ import asyncio
 
 import pytest
 
+from asyncdist.base.deadline import Deadline
+from asyncdist.base.topology import is_loopback
 from asyncdist.config import Config, Launch
-from asyncdist.deadline import Deadline
 from asyncdist.errors import AuthenticationError, RendezvousError, RendezvousTimeoutError
 from asyncdist.rendezvous import address, opening
 from asyncdist.rendezvous.address import outward
 from asyncdist.store import StoreServer
 from asyncdist.testing.ports import free_port
-from asyncdist.topology import is_loopback
 
 HOST = "127.0.0.1"
 

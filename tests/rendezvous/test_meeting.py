@@ -10,8 +10,9 @@ import time
 import pytest
 
 from asyncdist import rendezvous
+from asyncdist.base.background_loop import runtime
+from asyncdist.base.deadline import Deadline
 from asyncdist.config import Config, Launch
-from asyncdist.deadline import Deadline
 from asyncdist.errors import (
     AddressError,
     AuthenticationError,
@@ -22,7 +23,6 @@ from asyncdist.errors import (
 from asyncdist.rendezvous import address, joining, meet
 from asyncdist.rendezvous.meeting import Limit
 from asyncdist.rendezvous.place import Record
-from asyncdist.runtime import runtime
 from asyncdist.store import (
     AsyncPrefixStore,
     AsyncStore,

@@ -2,8 +2,8 @@ import socket
 
 import pytest
 
-from asyncdist import interfaces
-from asyncdist.topology import InterfaceAddress, choose, is_address, is_loopback, named
+from asyncdist.base import interfaces
+from asyncdist.base.topology import InterfaceAddress, choose, is_address, is_loopback, named
 
 LO = InterfaceAddress("lo", "127.0.0.1")
 LO6 = InterfaceAddress("lo", "::1")

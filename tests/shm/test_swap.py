@@ -7,8 +7,8 @@ import asyncio
 import pytest
 import torch
 
+from asyncdist.base.ops import premul_sum
 from asyncdist.errors import MismatchError
-from asyncdist.ops import premul_sum
 from asyncdist.reduce import Arithmetic
 from asyncdist.testing.cluster import run_ranks, world_of
 from asyncdist_transports.shm.small import MOST_NBYTES

@@ -16,8 +16,9 @@ from datetime import timedelta
 
 import pytest
 
+from asyncdist.base.background_loop import runtime
+from asyncdist.base.deadline import Deadline
 from asyncdist.config import Config
-from asyncdist.deadline import Deadline
 from asyncdist.errors import (
     AddressError,
     AuthenticationError,
@@ -27,7 +28,6 @@ from asyncdist.errors import (
     StoreTimeoutError,
     UsageError,
 )
-from asyncdist.runtime import runtime
 from asyncdist.store import TCPStore
 from asyncdist.store.faces import Subscription
 from asyncdist.store.pieces import Parcel

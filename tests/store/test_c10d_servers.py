@@ -20,8 +20,8 @@ import torch.distributed as torch_dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asyncdist.base.background_loop import runtime
 from asyncdist.config import Config
-from asyncdist.runtime import runtime
 from asyncdist.store import StoreServer, TCPStore
 from asyncdist.store.c10d_wire import Code
 from asyncdist.testing.c10d import Peer

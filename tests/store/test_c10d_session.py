@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from asyncdist.base.background_loop import runtime
 from asyncdist.config import Config
-from asyncdist.runtime import runtime
 from asyncdist.store import AsyncStore, StoreServer, TCPStore, lobby
 from asyncdist.store.c10d_ping import takes_torchs_clients
 from asyncdist.store.c10d_wire import MAGIC, STOP_WAITING, Code

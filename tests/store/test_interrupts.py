@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
+from asyncdist.base.deadline import Deadline
 from asyncdist.config import Config
-from asyncdist.deadline import Deadline
 from asyncdist.errors import StoreConnectionError, UsageError
 from asyncdist.store import TCPStore, desk, reconnecting, threads, wire
 

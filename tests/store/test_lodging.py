@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from asyncdist.base.background_loop import runtime
 from asyncdist.config import Config
 from asyncdist.errors import StoreConnectionError
-from asyncdist.runtime import runtime
 from asyncdist.store import AsyncStore, StoreServer, TCPStore
 from asyncdist.store.operations import CHANGED, GONE, Op
 from asyncdist.store.state import StoreState

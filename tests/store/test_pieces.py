@@ -15,9 +15,9 @@ import pytest_asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncdist.base.background_loop import runtime
 from asyncdist.config import Config
 from asyncdist.errors import ProtocolError, StoreError, StoreTimeoutError, UsageError
-from asyncdist.runtime import runtime
 from asyncdist.store import AsyncStore, StoreServer, TCPStore
 from asyncdist.store.carrier import Carrier
 from asyncdist.store.messages import Encoder, FrameParser, framed

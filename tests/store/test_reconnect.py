@@ -20,10 +20,10 @@ from unittest.mock import ANY
 
 import pytest
 
+from asyncdist.base.background_loop import runtime
+from asyncdist.base.deadline import Deadline
 from asyncdist.config import Config
-from asyncdist.deadline import Deadline
 from asyncdist.errors import ProtocolError, StoreConnectionError, StoreError, StoreTimeoutError
-from asyncdist.runtime import runtime
 from asyncdist.store import AsyncStore, StoreServer, TCPStore, dialling, operations, reconnecting
 from asyncdist.store.changes import Book, replay
 from asyncdist.store.conversation import Conversation

@@ -14,10 +14,10 @@ import threading
 
 import pytest
 
+from asyncdist.base.auth import MAGIC, NONCE_NBYTES, PROOF_NBYTES, Pushed, dial
+from asyncdist.base.deadline import Deadline
 from asyncdist.config import Config
-from asyncdist.deadline import Deadline
 from asyncdist.errors import AddressError, StoreConnectionError, UsageError
-from asyncdist.handshake import MAGIC, NONCE_NBYTES, PROOF_NBYTES, Pushed, dial
 from asyncdist.store import AsyncStore, StoreServer, TCPStore, listen
 from asyncdist.store.dialling import Persistence
 from asyncdist.store.lobby import Lobby

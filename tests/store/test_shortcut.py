@@ -9,7 +9,7 @@ import struct
 
 import pytest
 
-from asyncdist.runtime import runtime
+from asyncdist.base.background_loop import runtime
 from asyncdist.store import StoreServer
 from asyncdist.store.c10d_session import C10dSession
 from asyncdist.store.c10d_wire import Code

@@ -8,7 +8,7 @@ import os
 
 import pytest
 
-from asyncdist.handshake import NONCE_NBYTES, Pushed, dial
+from asyncdist.base.auth import NONCE_NBYTES, Pushed, dial
 from asyncdist.store.c10d_wire import MAGIC, Code
 from asyncdist.store.messages import Encoder
 from asyncdist.store.operations import Op

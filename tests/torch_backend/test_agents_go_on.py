@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 
-from asyncdist.runtime import runtime
+from asyncdist.base.background_loop import runtime
 from asyncdist.store import StoreServer, TCPStore, operations
 from asyncdist.testing.daemon import started
 from asyncdist.testing.faults import Proxy

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 
+from asyncdist.base.topology import is_loopback
 from asyncdist.config import Config
 from asyncdist.rendezvous.address import outward
 from asyncdist.store import TCPStore
 from asyncdist.testing.daemon import started
-from asyncdist.topology import is_loopback
 from asyncdist.torchrun import handler
 
 pytestmark = pytest.mark.processes

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncdist.runtime import runtime
+from asyncdist.base.background_loop import runtime
 from asyncdist.store import StoreServer, TCPStore
 
 pytestmark = pytest.mark.processes

@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from asyncdist.base.ops import ReduceOp
 from asyncdist.buffers import Blocks, Memory
 from asyncdist.collectives.schedule import Schedule
 from asyncdist.devices.courier import Courier
@@ -26,7 +27,6 @@ from asyncdist.devices.ensemble import Ensemble, Site, nothing
 from asyncdist.devices.staged import Staged
 from asyncdist.errors import MismatchError, TransportUnavailableError
 from asyncdist.native import MemoryBlocks
-from asyncdist.ops import ReduceOp
 from asyncdist.reduce import Arithmetic
 from asyncdist_transports.cuda_ipc.courier import CudaIpcCourier
 from asyncdist_transports.cuda_ipc.driver import Driver

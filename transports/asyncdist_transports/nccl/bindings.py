@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from asyncdist.base.ops import ReduceOp
 from asyncdist.config import NcclSettings
 from asyncdist.devices.streams import cuda_missing
 from asyncdist.errors import TransportUnavailableError
-from asyncdist.ops import ReduceOp
 
 UNIQUE_ID_NBYTES = 128
 

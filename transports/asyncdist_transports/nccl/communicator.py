@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Any
 
-from asyncdist import lifetime
+from asyncdist.base import lifecycle
 from asyncdist.devices.streams import Mark, Streams
 from asyncdist.errors import GroupAbortedError, TransportUnavailableError
 from asyncdist.work import Work
@@ -210,4 +210,4 @@ def _abort_all() -> None:
         time.sleep(_GLANCE)
 
 
-lifetime.at_exit(lifetime.Stage.COMMUNICATORS, _abort_all)
+lifecycle.at_exit(lifecycle.Stage.COMMUNICATORS, _abort_all)

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from asyncdist.base.ops import ReduceOp
 from asyncdist.buffers import Memory
 from asyncdist.collectives.schedule import Schedule
 from asyncdist.devices.courier import Courier
@@ -23,7 +24,6 @@ from asyncdist.devices.ensemble import Ensemble, Site, nothing
 from asyncdist.devices.streams import passed_within
 from asyncdist.errors import GroupAbortedError, TransportUnavailableError
 from asyncdist.native import MemoryBlocks
-from asyncdist.ops import ReduceOp
 from asyncdist.reduce import Arithmetic, arithmetic, divide
 from asyncdist_transports.nccl.bindings import BYTES, SUM, UNIQUE_ID_NBYTES, Bindings, load, numbers_of, written
 from asyncdist_transports.nccl.communicator import Call, Communicator

@@ -11,10 +11,10 @@ from collections.abc import Callable, Hashable, Sequence
 
 import torch
 
+from asyncdist.base.ops import Collective
 from asyncdist.buffers import Memory, apart
 from asyncdist.collectives.schedule import Schedule
 from asyncdist.native import Kind, MemoryBlocks, Native, Quick
-from asyncdist.ops import Collective
 from asyncdist.reduce import Arithmetic
 from asyncdist_transports.shm import direct
 from asyncdist_transports.shm.large import Large

@@ -15,8 +15,8 @@ import threading
 import weakref
 from collections.abc import Sequence
 
-from asyncdist import lifetime
 from asyncdist.arena import Block, Mapping
+from asyncdist.base import lifecycle
 from asyncdist.errors import ranks
 from asyncdist_transports.shm.board import OwnBoard
 from asyncdist_transports.shm.neighbour import READABLE, Neighbour
@@ -120,4 +120,4 @@ def _in_child() -> None:
     _boards.clear()
 
 
-lifetime.after_fork(_in_child)
+lifecycle.after_fork(_in_child)

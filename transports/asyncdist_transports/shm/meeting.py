@@ -26,12 +26,12 @@ import threading
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from asyncdist import lifetime
 from asyncdist.arena import Arena
 from asyncdist.arena import Mapping as Memory
+from asyncdist.base import lifecycle
+from asyncdist.base.auth import Handshake, accept, dial
+from asyncdist.base.interfaces import machine_name
 from asyncdist.errors import AsyncdistError, ProtocolError
-from asyncdist.handshake import Handshake, accept, dial
-from asyncdist.interfaces import machine_name
 from asyncdist.transport import Host
 from asyncdist_transports.shm.board import Board
 
@@ -115,7 +115,7 @@ class Porch:
                 for sock in self._sockets:
                     with contextlib.suppress(BlockingIOError):
                         accepted, _ = sock.accept()
-                        lifetime.close_in_children(accepted)
+                        lifecycle.close_in_children(accepted)
                         accepted.setblocking(False)
                         return accepted
                 await _any_ready(self._sockets)
@@ -179,7 +179,7 @@ def _remove_dead(path: str) -> None:
 
 def _listening(address: str) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    lifetime.close_in_children(sock)
+    lifecycle.close_in_children(sock)
     try:
         sock.setblocking(False)
         sock.bind(address)
@@ -245,7 +245,7 @@ async def _dialled(address: Mapping[str, Any]) -> socket.socket:
     same_network = address["net"] == _namespace("net")
     where = f"\0{_PREFIX}{address['name']}" if same_network else f"/proc/{address['pid']}/fd/{address['door']}"
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    lifetime.close_in_children(sock)
+    lifecycle.close_in_children(sock)
     sock.setblocking(False)
     try:
         while True:

@@ -12,8 +12,8 @@ import socket
 from collections import deque
 from collections.abc import Callable
 
-from asyncdist import lifetime
 from asyncdist.arena import Arena, Mapping
+from asyncdist.base import lifecycle
 from asyncdist.errors import ProtocolError
 from asyncdist.framing import HEADER_NBYTES, KEY_NBYTES, unpack_tail
 from asyncdist.transport import Host, Outgoing
@@ -170,7 +170,7 @@ class Neighbour:
         self.hang_up()
         if not self._over:
             self._kept = self.sock.dup()  # the socket itself may be watched by a loop
-            lifetime.close_in_children(self._kept)
+            lifecycle.close_in_children(self._kept)
         self._host.retire(self.sock)
         self._writer = self._reader = self._ring = None
         self.queue.clear()

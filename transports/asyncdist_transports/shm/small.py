@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from asyncdist.base.ops import Collective
 from asyncdist.native import Kind, Quick
-from asyncdist.ops import Collective
 from asyncdist_transports.shm.pieces import head_nbytes
 from asyncdist_transports.shm.rounds import POSTED, STAGED
 from asyncdist_transports.shm.swap import Moves, Swap, Unlike

@@ -15,10 +15,10 @@ from collections.abc import Callable
 from time import monotonic
 from typing import cast
 
-from asyncdist import lifetime
+from asyncdist.base import lifecycle
+from asyncdist.base.auth import NONCE_NBYTES, Pushed, accept, dial
+from asyncdist.base.tls import TlsSocket
 from asyncdist.errors import UNREACHED, ProtocolError
-from asyncdist.handshake import NONCE_NBYTES, Pushed, accept, dial
-from asyncdist.tls import TlsSocket
 from asyncdist.transport import Host, Outgoing
 from asyncdist_transports.stream import Ended, Reader, Writer
 
@@ -284,7 +284,7 @@ def _new_socket(address: str) -> socket.socket:
 
 def prepare(sock: socket.socket) -> None:
     """Set the options that every connection has, and keep it from forked children."""
-    lifetime.close_in_children(sock)
+    lifecycle.close_in_children(sock)
     sock.setblocking(False)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

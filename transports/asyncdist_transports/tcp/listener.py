@@ -9,7 +9,7 @@ import socket
 from collections.abc import Iterator
 from time import monotonic
 
-from asyncdist import lifetime
+from asyncdist.base import lifecycle
 from asyncdist.descriptors import is_exhausted, is_gone
 from asyncdist.errors import AddressError
 from asyncdist.transport import Host
@@ -26,7 +26,7 @@ class Listener:
 
     def __init__(self, where: str) -> None:
         self._socket = sock = socket.socket(socket.AF_INET6 if ":" in where else socket.AF_INET, socket.SOCK_STREAM)
-        lifetime.close_in_children(sock)
+        lifecycle.close_in_children(sock)
         try:
             sock.setblocking(False)
             sock.bind((where, 0))

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from time import monotonic
 from typing import Any, ClassVar
 
-from asyncdist import tls
+from asyncdist.base import tls
 from asyncdist.errors import AsyncdistError, PeerLostError
 from asyncdist.framing import KEY
 from asyncdist.transport import Address, Host, Link, Outgoing, Transport, Wait

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
-from asyncdist import lifetime
+from asyncdist.base import lifecycle
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -116,4 +116,4 @@ def _at_exit() -> None:
     concurrent.futures.wait([future for errands in list(_all) for future in errands.open], timeout=_AT_EXIT)
 
 
-lifetime.at_exit(lifetime.Stage.ERRANDS, _at_exit)
+lifecycle.at_exit(lifecycle.Stage.ERRANDS, _at_exit)

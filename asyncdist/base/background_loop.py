@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from asyncdist import lifetime
+from asyncdist.base import lifecycle
 from asyncdist.errors import LoopThreadError, UsageError
 
 T = TypeVar("T")
@@ -43,7 +43,7 @@ class Runtime:
             self._thread.start()
         except RuntimeError:
             self.loop.close()
-            if not lifetime.ending():
+            if not lifecycle.ending():
                 raise  # else this is Python 3.12.0 or 3.12.1, which start no thread for a process that ends
 
     def _main(self) -> None:
@@ -133,7 +133,7 @@ def runtime() -> Runtime:
     """
     global _current
     with _lock:
-        if _current is None or (_current.closed and not lifetime.ending()):
+        if _current is None or (_current.closed and not lifecycle.ending()):
             _current = Runtime()
         return _current
 
@@ -146,4 +146,4 @@ def close_runtime(timeout: float | None = None) -> None:
         current.close(timeout)
 
 
-lifetime.at_exit(lifetime.Stage.LOOP, lambda: close_runtime(_AT_EXIT))
+lifecycle.at_exit(lifecycle.Stage.LOOP, lambda: close_runtime(_AT_EXIT))

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from asyncdist.topology import InterfaceAddress
+from asyncdist.base.topology import InterfaceAddress
 
 _LINUX = sys.platform.startswith("linux")
 _GET_ADDRESS = 0x8915 if _LINUX else 0xC0206921  # SIOCGIFADDR

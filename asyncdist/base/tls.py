@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from asyncdist import lifetime
+from asyncdist.base import lifecycle
 from asyncdist.config import Config
 from asyncdist.errors import CertificateError, UsageError
 
@@ -124,7 +124,7 @@ class TlsSocket:
                 self._sock, server_side=self._serves, do_handshake_on_connect=False, server_hostname=self._name
             )
             self._sock = self._tls
-            lifetime.close_in_children(self._tls)
+            lifecycle.close_in_children(self._tls)
         try:
             self._tls.do_handshake()
         except ssl.SSLWantReadError:
