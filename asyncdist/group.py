@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 import torch
 
 from asyncdist import registry
+from asyncdist.algorithms.schedule import Schedule
+from asyncdist.algorithms.selection import Model, forced_by
 from asyncdist.base.deadline import Timeout, seconds
 from asyncdist.buffers import Scratch, in_order
 from asyncdist.calls import Calls, How, checked_tag
 from asyncdist.collectives import exchanges, plans
-from asyncdist.collectives.choose import Model, forced_by
 from asyncdist.collectives.islands import Islands
 from asyncdist.collectives.operation import Channel, Operation, Plan
-from asyncdist.collectives.schedule import Schedule
 from asyncdist.compiling import left_alone
 from asyncdist.errors import GroupAbortedError, NotInitializedError, SharedMemoryError, UsageError
 from asyncdist.framing import channel_of

@@ -20,9 +20,9 @@ from typing import Protocol
 
 import torch
 
+from asyncdist.algorithms.schedule import Schedule
 from asyncdist.base.ops import Collective
 from asyncdist.buffers import Memory
-from asyncdist.collectives.schedule import Schedule
 from asyncdist.reduce import Arithmetic
 
 

@@ -31,8 +31,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from time import monotonic
 
+from asyncdist.algorithms.schedule import Schedule
 from asyncdist.bell import Bell
-from asyncdist.collectives.schedule import Schedule
 from asyncdist.errors import LoopThreadError
 from asyncdist.home import Home
 from asyncdist.idle import IdleWatch

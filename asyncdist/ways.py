@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from asyncdist.collectives.hierarchy import Layout, layout
+from asyncdist.algorithms.hierarchy import Layout, layout
 from asyncdist.collectives.operation import Channel
 from asyncdist.errors import TransportUnavailableError
 from asyncdist.native import Native

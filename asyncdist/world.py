@@ -17,8 +17,8 @@ from typing import Any
 import msgpack
 
 from asyncdist import __version__, registry
+from asyncdist.algorithms.selection import forced_by
 from asyncdist.base.deadline import Timeout, seconds
-from asyncdist.collectives.choose import forced_by
 from asyncdist.config import Config, Launch, shared_settings
 from asyncdist.errors import NotInitializedError, RendezvousError, UsageError
 from asyncdist.group import Group

@@ -5,8 +5,8 @@ from __future__ import annotations
 import click
 from click.core import ParameterSource
 
+from asyncdist.algorithms.selection import CANDIDATES
 from asyncdist.cli import several
-from asyncdist.collectives.choose import CANDIDATES
 
 _SIZES = "4,1K,16K,64K,256K,1M,4M,25M,100M"
 

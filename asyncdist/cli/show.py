@@ -10,10 +10,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from asyncdist import registry
+from asyncdist.algorithms import selection
 from asyncdist.base.interfaces import interface_addresses
 from asyncdist.bench.machine import machine
 from asyncdist.bench.table import size
-from asyncdist.collectives import choose
 from asyncdist.config import Config
 from asyncdist.config import settings as settings_of
 from asyncdist.errors import AddressError, TransportUnavailableError, UsageError
@@ -107,7 +107,7 @@ def settings(console: Console, config: Config) -> None:
 
 def _complaints(config: Config) -> Iterator[str]:
     """Yield what init_process_group would say to settings that name what there is not."""
-    for look in (choose.forced_by, registry.set_by):
+    for look in (selection.forced_by, registry.set_by):
         try:
             look(config)
         except (UsageError, TransportUnavailableError) as error:
@@ -122,10 +122,10 @@ def _text(value: object) -> str:
 
 def choice(console: Console, config: Config, collective: str, ranks: int, sizes: Sequence[int]) -> None:
     """Show the cost model's prediction for every schedule of a collective; UsageError for a bad ASYNCDIST_ALGORITHM."""
-    forced = choose.forced_by(config)
-    model = choose.Model(segment_nbytes=config.segment_nbytes)
-    rows = choose.explain(collective, ranks, sizes, model=model, forced=forced)
-    names = [candidate.name for candidate in choose.candidates(collective)]
+    forced = selection.forced_by(config)
+    model = selection.Model(segment_nbytes=config.segment_nbytes)
+    rows = selection.explain(collective, ranks, sizes, model=model, forced=forced)
+    names = [candidate.name for candidate in selection.candidates(collective)]
     table = _table(f"{collective} among {ranks} ranks: predicted time", "size", "runs", *names)
     for row in rows:
         table.add_row(size(row.nbytes), f"[bold]{row.chosen}[/]", *(_predicted(row, name) for name in names))
@@ -145,7 +145,7 @@ def choice(console: Console, config: Config, collective: str, ranks: int, sizes:
     )
 
 
-def _predicted(row: choose.Row, name: str) -> str:
+def _predicted(row: selection.Row, name: str) -> str:
     microseconds = row.microseconds[name]
     if microseconds is None:
         return "[dim]cannot run[/]"

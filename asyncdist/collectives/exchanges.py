@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
+from asyncdist.algorithms import pairwise, ring, tree
+from asyncdist.algorithms.schedule import Recv, Schedule, Send
 from asyncdist.base.ops import Collective
 from asyncdist.buffers import DTYPE_NUMBERS, Blocks, Memory, Target, to_read
-from asyncdist.collectives import pairwise, ring, tree
 from asyncdist.collectives.arguments import check_length
 from asyncdist.collectives.operation import Plan, RecvAny
 from asyncdist.collectives.plans import Member
-from asyncdist.collectives.schedule import Recv, Schedule, Send
 from asyncdist.errors import UsageError
 from asyncdist.framing import Fingerprint
 from asyncdist.objects import pack, unpack

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any, Protocol
 
+from asyncdist.algorithms.schedule import Combine, Recv, Reduce, Schedule, Send
 from asyncdist.buffers import Scratch
 from asyncdist.collectives.operation import (
     AnyReceive,
@@ -23,7 +24,6 @@ from asyncdist.collectives.operation import (
     senders,
     waiting_for,
 )
-from asyncdist.collectives.schedule import Combine, Recv, Reduce, Schedule, Send
 from asyncdist.errors import AsyncdistError, GroupError, OperationTimeoutError, TransportUnavailableError
 from asyncdist.observe.recorder import Entry
 from asyncdist.transport import Inbox, Link, Outgoing, Receive

@@ -33,12 +33,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from asyncdist.algorithms import pairwise, recursive_doubling, ring, tree
+from asyncdist.algorithms.hierarchy import Layout, among, gather_runs, part_count, slices_pay
+from asyncdist.algorithms.schedule import Reduce, Schedule, Send
+from asyncdist.algorithms.selection import Model, choose
 from asyncdist.base.ops import Reduction
 from asyncdist.buffers import NOTHING, Blocks, Memory, Scratch
-from asyncdist.collectives import doubling, pairwise, ring, tree
-from asyncdist.collectives.choose import Model, choose
-from asyncdist.collectives.hierarchy import Layout, among, gather_runs, part_count, slices_pay
-from asyncdist.collectives.schedule import Reduce, Schedule, Send
 from asyncdist.native import Native
 from asyncdist.reduce import Arithmetic, arithmetic, divide
 
@@ -124,7 +124,7 @@ class Islands:
         place, hosts = self._where.island, self._hosts
         if choose("all_reduce", own.nbytes, hosts, model=self._model) == "doubling":
             scratch = self._scratch.take(own.count, own.dtype)
-            yield from doubling.all_reduce(place, hosts, own, scratch)
+            yield from recursive_doubling.all_reduce(place, hosts, own, scratch)
             self._scratch.give(scratch)
             self._settle(own, result, how)
             return
@@ -274,7 +274,7 @@ class Islands:
             if native is not None:
                 yield from among(where.members, native.barrier(number, call))
             if where.carries:
-                rail = doubling.barrier(where.island, self._hosts, NOTHING, NOTHING)
+                rail = recursive_doubling.barrier(where.island, self._hosts, NOTHING, NOTHING)
                 yield from among(where.rail(where.place), rail)
             if native is not None and not all_carry:
                 yield from among(where.members, native.barrier(number + 1, call))

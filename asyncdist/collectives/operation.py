@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Any, NamedTuple
 
+from asyncdist.algorithms.schedule import Schedule
 from asyncdist.buffers import Memory
-from asyncdist.collectives.schedule import Schedule
 from asyncdist.errors import GroupError, ranks
 from asyncdist.framing import pack_key
 from asyncdist.native import Kind

@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 
+from asyncdist.algorithms import pairwise, recursive_doubling, ring, tree
+from asyncdist.algorithms.schedule import Recv, Schedule, Send
+from asyncdist.algorithms.selection import Model, choose
 from asyncdist.base.ops import Collective, ReduceOp, Reduction
 from asyncdist.buffers import DTYPE_NUMBERS, NOTHING, Blocks, Memory, Scratch, Target, apart, to_read
-from asyncdist.collectives import arguments, doubling, pairwise, ring, tree
-from asyncdist.collectives.choose import Model, choose
+from asyncdist.collectives import arguments
 from asyncdist.collectives.islands import Islands
 from asyncdist.collectives.operation import Plan
-from asyncdist.collectives.schedule import Recv, Schedule, Send
 from asyncdist.config import Config
 from asyncdist.errors import UsageError
 from asyncdist.framing import Fingerprint, shape_checksum
@@ -206,7 +207,9 @@ def all_gather(
     dtype = pairs[0][1].dtype
 
     def part(blocks: list[Memory] | Blocks, algorithm: str) -> Schedule:
-        run = {"ring": ring.all_gather, "doubling": doubling.all_gather, "direct": pairwise.all_gather}[algorithm]
+        run = {"ring": ring.all_gather, "doubling": recursive_doubling.all_gather, "direct": pairwise.all_gather}[
+            algorithm
+        ]
         yield from run(who.rank, who.size, blocks)
 
     def parts() -> Iterator[Schedule]:
@@ -355,7 +358,7 @@ def barrier(who: Member) -> Plan:
     islands = who.islands_for("barrier")
     if islands is not None:
         return Plan(islands.barrier(call), call)
-    return Plan((doubling.barrier(who.rank, who.size, NOTHING, NOTHING),), call)
+    return Plan((recursive_doubling.barrier(who.rank, who.size, NOTHING, NOTHING),), call)
 
 
 def monitored_barrier(who: Member) -> Plan:

@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 
+from asyncdist.algorithms import pairwise, recursive_doubling, ring, tree
+from asyncdist.algorithms.schedule import Schedule
 from asyncdist.base.ops import Collective, PremulSum, Reduction
 from asyncdist.buffers import Blocks, Memory, Target, apart, to_read
-from asyncdist.collectives import arguments, doubling, pairwise, ring, sparse, tree
+from asyncdist.collectives import arguments, sparse
 from asyncdist.collectives.arguments import reduction
 from asyncdist.collectives.operation import Plan
 from asyncdist.collectives.plans import Member, fingerprint, segments, striped_blocks, stripes
-from asyncdist.collectives.schedule import Schedule
 from asyncdist.errors import UsageError
 from asyncdist.native import Kind
 from asyncdist.reduce import Arithmetic, accumulator, arithmetic, divide, has_arithmetic
@@ -125,13 +126,13 @@ def _all_reduce(who: Member, memory: Memory, how: Arithmetic, algorithm: str) ->
     rank, size = who.rank, who.size
     if algorithm == "doubling":
         scratch = who.scratch.take(memory.count, memory.dtype)
-        yield from doubling.all_reduce(rank, size, memory, scratch)
+        yield from recursive_doubling.all_reduce(rank, size, memory, scratch)
         who.scratch.give(scratch)
         if how.averages:
             divide(memory.tensor, size)
     elif algorithm == "halving":
-        blocks = Blocks.split(memory, doubling.floor_power_of_two(size))
-        yield from doubling.halving_all_reduce(rank, size, blocks)
+        blocks = Blocks.split(memory, recursive_doubling.floor_power_of_two(size))
+        yield from recursive_doubling.halving_all_reduce(rank, size, blocks)
         if how.averages:
             divide(memory.tensor, size)
     else:
@@ -153,7 +154,7 @@ def _all_reduce_wide(who: Member, memory: Memory, how: Arithmetic, algorithm: st
     mine = blocks[0 if small else rank]
     own = Memory(mine.tensor.to(how.accumulator), wire=None if small else memory.dtype)
     if small:
-        yield from doubling.all_reduce(rank, size, own, Memory(torch.empty_like(own.tensor)))
+        yield from recursive_doubling.all_reduce(rank, size, own, Memory(torch.empty_like(own.tensor)))
     else:
         yield from pairwise.reduce_scatter(rank, size, blocks, own)
     if how.averages:

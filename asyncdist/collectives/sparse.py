@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from asyncdist.algorithms import pairwise, ring
+from asyncdist.algorithms.schedule import Schedule
 from asyncdist.base.ops import Collective, ReduceOp, Reduction
 from asyncdist.buffers import DTYPE_NUMBERS, Blocks, Memory, to_read
-from asyncdist.collectives import pairwise, ring
 from asyncdist.collectives.operation import Plan
 from asyncdist.collectives.plans import Member, fingerprint
-from asyncdist.collectives.schedule import Schedule
 from asyncdist.errors import UnsupportedError
 from asyncdist.reduce import check, divide
 

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from asyncdist.algorithms.schedule import Schedule
 from asyncdist.base.interfaces import machine_name
-from asyncdist.collectives.schedule import Schedule
 from asyncdist.devices.streams import Streams
 from asyncdist.native import Native
 

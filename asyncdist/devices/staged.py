@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 
 import torch
 
+from asyncdist.algorithms.schedule import Schedule
 from asyncdist.buffers import Memory
-from asyncdist.collectives.schedule import Schedule
 from asyncdist.devices.ensemble import Ensemble, Site, nothing
 from asyncdist.devices.streams import Mark, cuda_missing
 from asyncdist.native import MemoryBlocks

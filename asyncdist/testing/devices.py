@@ -12,8 +12,8 @@ from contextlib import AbstractContextManager
 
 import torch
 
+from asyncdist.algorithms.schedule import Schedule
 from asyncdist.buffers import Memory
-from asyncdist.collectives.schedule import Schedule
 from asyncdist.config import Config
 from asyncdist.devices.ensemble import Ensemble, nothing
 from asyncdist.devices.group import DeviceGroup

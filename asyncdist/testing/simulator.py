@@ -5,7 +5,7 @@ ends here needs no buffer, and what it cost can be compared with what its author
 everything, lets ranks run ahead of or behind each other, overwrites memory that is waiting to be received into and
 swaps the operands of `Reduce`; so what gives the same result here relies on nothing that the rules do not grant.
 
-Both check the rules of `asyncdist.collectives.schedule` and say in words what was broken::
+Both check the rules of `asyncdist.algorithms.schedule` and say in words what was broken::
 
     tensors = [numpy.full(10, rank) for rank in range(3)]
     trace = lock_step([ring.all_reduce(rank, 3, ArrayBlocks(tensors[rank], 3)) for rank in range(3)])
@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncdist.collectives.cost import Cost
-from asyncdist.collectives.schedule import Action, Combine, Recv, Reduce, Schedule, Send, Step
+from asyncdist.algorithms.cost import Cost
+from asyncdist.algorithms.schedule import Action, Combine, Recv, Reduce, Schedule, Send, Step
 
 Array = NDArray[Any]
 Fold = Callable[[Array, Array], Array]

@@ -10,8 +10,8 @@ import torch
 from click.testing import CliRunner
 
 from asyncdist import registry
+from asyncdist.algorithms.selection import Model, explain
 from asyncdist.cli import main
-from asyncdist.collectives.choose import Model, explain
 from asyncdist.config import Config
 from asyncdist.devices.staged import Staged
 from asyncdist.errors import TransportUnavailableError

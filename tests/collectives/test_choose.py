@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncdist.collectives import doubling, ring
-from asyncdist.collectives.choose import CANDIDATES, DEFAULT, Model, candidates, choose, explain, parse_forced
-from asyncdist.collectives.cost import Cost
+from asyncdist.algorithms import recursive_doubling, ring
+from asyncdist.algorithms.cost import Cost
+from asyncdist.algorithms.selection import CANDIDATES, DEFAULT, Model, candidates, choose, explain, parse_forced
 
 collectives = st.sampled_from(sorted(CANDIDATES))
 world_sizes = st.integers(1, 64)
@@ -78,9 +78,9 @@ def test_the_model_weighs_what_it_is_given() -> None:
 def test_seconds_are_the_sum_of_what_a_schedule_promises() -> None:
     model = Model(alpha=1, beta=10, gamma=100, overhead=1000)
     assert model.seconds(Cost(rounds=1, messages=2, nbytes=3, reduced=4)) == 1 + 2000 + 30 + 400
-    assert doubling.all_reduce_cost(4, 100) == Cost(rounds=2, messages=2, nbytes=200, reduced=200)
-    assert doubling.all_reduce_cost(5, 100) == Cost(rounds=4, messages=4, nbytes=400, reduced=300)
-    assert doubling.halving_all_reduce_cost(4, 100) == Cost(rounds=4, messages=4, nbytes=150, reduced=75)
+    assert recursive_doubling.all_reduce_cost(4, 100) == Cost(rounds=2, messages=2, nbytes=200, reduced=200)
+    assert recursive_doubling.all_reduce_cost(5, 100) == Cost(rounds=4, messages=4, nbytes=400, reduced=300)
+    assert recursive_doubling.halving_all_reduce_cost(4, 100) == Cost(rounds=4, messages=4, nbytes=150, reduced=75)
     assert ring.all_reduce_cost(5, 100) == Cost(rounds=8, messages=8, nbytes=160, reduced=80)
 
 

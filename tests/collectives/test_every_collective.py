@@ -8,7 +8,7 @@ import itertools
 import pytest
 import torch
 
-from asyncdist.collectives.choose import CANDIDATES
+from asyncdist.algorithms.selection import CANDIDATES
 from asyncdist.config import Config
 from asyncdist.testing.cluster import world_of
 from asyncdist.testing.drills import between_two, drills, moving, reducing

@@ -11,11 +11,11 @@ import torch
 
 import asyncdist
 from asyncdist import registry
+from asyncdist.algorithms.hierarchy import gather_runs, layout, part_count, slices_pay
+from asyncdist.algorithms.schedule import Recv, Send
+from asyncdist.algorithms.selection import DEFAULT
 from asyncdist.base.ops import PremulSum, ReduceOp
-from asyncdist.collectives.choose import DEFAULT
-from asyncdist.collectives.hierarchy import gather_runs, layout, part_count, slices_pay
 from asyncdist.collectives.islands import Islands
-from asyncdist.collectives.schedule import Recv, Send
 from asyncdist.config import Config
 from asyncdist.errors import GroupError, MismatchError, PeerLostError
 from asyncdist.testing.cluster import world_of

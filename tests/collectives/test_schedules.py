@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncdist.collectives import doubling, pairwise, ring, tree
-from asyncdist.collectives.cost import Cost
-from asyncdist.collectives.schedule import Schedule
+from asyncdist.algorithms import pairwise, recursive_doubling, ring, tree
+from asyncdist.algorithms.cost import Cost
+from asyncdist.algorithms.schedule import Schedule
 from asyncdist.testing.simulator import Array, ArrayBlocks, adversary, lock_step
 
 SIZES = range(1, 17)
@@ -57,15 +57,21 @@ def ring_all_reduce(inputs: list[Array], root: int) -> Trial:
 
 def doubling_all_reduce(inputs: list[Array], root: int) -> Trial:
     size, data = len(inputs), [each.copy() for each in inputs]
-    schedules = [doubling.all_reduce(rank, size, data[rank], np.zeros_like(data[rank])) for rank in range(size)]
-    return Trial(schedules, data, [total(inputs)] * size, priced(doubling.all_reduce_cost, inputs))
+    schedules = [
+        recursive_doubling.all_reduce(rank, size, data[rank], np.zeros_like(data[rank])) for rank in range(size)
+    ]
+    return Trial(schedules, data, [total(inputs)] * size, priced(recursive_doubling.all_reduce_cost, inputs))
 
 
 def halving_all_reduce(inputs: list[Array], root: int) -> Trial:
     size, data = len(inputs), [each.copy() for each in inputs]
-    core = doubling.floor_power_of_two(size)
-    schedules = [doubling.halving_all_reduce(rank, size, ArrayBlocks(data[rank], core)) for rank in range(size)]
-    return Trial(schedules, data, [total(inputs)] * size, priced(doubling.halving_all_reduce_cost, inputs), core)
+    core = recursive_doubling.floor_power_of_two(size)
+    schedules = [
+        recursive_doubling.halving_all_reduce(rank, size, ArrayBlocks(data[rank], core)) for rank in range(size)
+    ]
+    return Trial(
+        schedules, data, [total(inputs)] * size, priced(recursive_doubling.halving_all_reduce_cost, inputs), core
+    )
 
 
 def ring_reduce_scatter(inputs: list[Array], root: int) -> Trial:
@@ -183,7 +189,9 @@ ROOTED: dict[str, Maker] = {
     "pairwise.gather": gather,
     "pairwise.scatter": scatter,
 }
-POWERS_OF_TWO: dict[str, Maker] = {"doubling.all_gather": gathering(doubling.all_gather, doubling.all_gather_cost)}
+POWERS_OF_TWO: dict[str, Maker] = {
+    "doubling.all_gather": gathering(recursive_doubling.all_gather, recursive_doubling.all_gather_cost)
+}
 MAKERS = {**ANY_SIZE, **ROOTED, **POWERS_OF_TWO}
 
 
@@ -273,7 +281,9 @@ def test_recursive_doubling_keeps_the_order_of_ranks(size: int) -> None:
     """In a power of two, operands stand in the order of the ranks; so what only associates is right, too."""
     matrices = [np.random.default_rng(rank).integers(0, 9, (2, 2), np.uint64) for rank in range(size)]
     data = [matrix.copy() for matrix in matrices]
-    schedules = [doubling.all_reduce(rank, size, data[rank], np.zeros_like(data[rank])) for rank in range(size)]
+    schedules = [
+        recursive_doubling.all_reduce(rank, size, data[rank], np.zeros_like(data[rank])) for rank in range(size)
+    ]
     lock_step(schedules, fold=np.matmul)
     product = matrices[0]
     for matrix in matrices[1:]:
@@ -324,10 +334,10 @@ def test_nobody_leaves_a_barrier_before_everybody_came(size: int) -> None:
 
     def pass_through(rank: int) -> Schedule:
         came.add(rank)
-        yield from doubling.barrier(rank, size, np.empty(0), np.empty(0))
+        yield from recursive_doubling.barrier(rank, size, np.empty(0), np.empty(0))
         assert len(came) == size
 
-    assert lock_step([pass_through(rank) for rank in range(size)]).cost == doubling.barrier_cost(size)
+    assert lock_step([pass_through(rank) for rank in range(size)]).cost == recursive_doubling.barrier_cost(size)
     for seed in range(5):
         came.clear()
         adversary([pass_through(rank) for rank in range(size)], seed=seed)
@@ -335,14 +345,14 @@ def test_nobody_leaves_a_barrier_before_everybody_came(size: int) -> None:
 
 def test_recursive_doubling_gathers_among_powers_of_two_only() -> None:
     with pytest.raises(ValueError, match="power of two of ranks, not 6"):
-        next(doubling.all_gather(0, 6, ArrayBlocks(np.zeros(6), 6)))
+        next(recursive_doubling.all_gather(0, 6, ArrayBlocks(np.zeros(6), 6)))
 
 
 def test_one_rank_alone_says_nothing() -> None:
     for make in MAKERS.values():
         (schedule,) = make(numbers(1, 4), 0).schedules
         assert list(schedule) == []
-    assert list(doubling.barrier(0, 1, None, None)) == []
+    assert list(recursive_doubling.barrier(0, 1, None, None)) == []
 
 
 class Optional(ArrayBlocks):

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from asyncdist.collectives.cost import Cost
-from asyncdist.collectives.schedule import Action, Combine, Recv, Reduce, Schedule, Send
+from asyncdist.algorithms.cost import Cost
+from asyncdist.algorithms.schedule import Action, Combine, Recv, Reduce, Schedule, Send
 from asyncdist.testing.simulator import (
     ArrayBlocks,
     DeadlockError,

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from asyncdist.collectives.schedule import Schedule
+from asyncdist.algorithms.schedule import Schedule
 from asyncdist.config import Config
 from asyncdist.group import Group
 from asyncdist.testing.cluster import world_of

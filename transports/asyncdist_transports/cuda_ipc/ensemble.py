@@ -19,9 +19,9 @@ from typing import Any, ClassVar
 
 import torch
 
+from asyncdist.algorithms.schedule import Schedule
 from asyncdist.base.ops import ReduceOp
 from asyncdist.buffers import Blocks, Memory
-from asyncdist.collectives.schedule import Schedule
 from asyncdist.devices.courier import Courier
 from asyncdist.devices.ensemble import Ensemble, Site, nothing
 from asyncdist.devices.staged import Staged

@@ -11,9 +11,9 @@ from collections.abc import Callable, Hashable, Sequence
 
 import torch
 
+from asyncdist.algorithms.schedule import Schedule
 from asyncdist.base.ops import Collective
 from asyncdist.buffers import Memory, apart
-from asyncdist.collectives.schedule import Schedule
 from asyncdist.native import Kind, MemoryBlocks, Native, Quick
 from asyncdist.reduce import Arithmetic
 from asyncdist_transports.shm import direct

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from asyncdist.algorithms.schedule import Schedule
 from asyncdist.buffers import Blocks, Memory
-from asyncdist.collectives.schedule import Schedule
 from asyncdist.errors import MismatchError
 from asyncdist.native import MemoryBlocks
 from asyncdist.reduce import Arithmetic

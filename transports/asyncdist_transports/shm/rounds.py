@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from asyncdist.collectives.schedule import Schedule
+from asyncdist.algorithms.schedule import Schedule
 from asyncdist_transports.shm.window import DONE, FINISHED, Member, Window
 
 POSTED, STAGED = 1, 2

@@ -19,7 +19,7 @@ from collections import defaultdict, deque
 from collections.abc import Hashable, Sequence
 from time import perf_counter
 
-from asyncdist.collectives.schedule import Schedule
+from asyncdist.algorithms.schedule import Schedule
 from asyncdist.errors import SharedMemoryError
 from asyncdist_transports.shm.rounds import Piece, Turn
 from asyncdist_transports.shm.window import STREAM_PIECES, Member

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from asyncdist.collectives.schedule import Schedule
+from asyncdist.algorithms.schedule import Schedule
 from asyncdist.native import Quick
 from asyncdist_transports.shm.window import CALL, DONE, LINE, PLACE, SHIFT, SLOTS, Member, Window
 

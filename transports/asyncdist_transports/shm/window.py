@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 import torch
 
+from asyncdist.algorithms.schedule import Schedule
 from asyncdist.arena import PAGE_NBYTES, Arena, Mapping
-from asyncdist.collectives.schedule import Schedule
 from asyncdist.errors import SharedMemoryError
 from asyncdist_transports.shm.order import Fence
 

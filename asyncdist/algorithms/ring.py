@@ -19,8 +19,8 @@ Comput. 69 (2009). Each block's sum is made on one path and then copied, so all 
 
 from __future__ import annotations
 
-from asyncdist.collectives.cost import Cost
-from asyncdist.collectives.schedule import Blocks, Recv, Reduce, Schedule, Send
+from asyncdist.algorithms.cost import Cost
+from asyncdist.algorithms.schedule import Blocks, Recv, Reduce, Schedule, Send
 
 
 def reduce_scatter(rank: int, size: int, blocks: Blocks) -> Schedule:

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from asyncdist.collectives import doubling, pairwise, ring, tree
-from asyncdist.collectives.cost import Cost
+from asyncdist.algorithms import pairwise, recursive_doubling, ring, tree
+from asyncdist.algorithms.cost import Cost
 from asyncdist.config import Config
 from asyncdist.errors import UsageError
 
@@ -67,7 +67,7 @@ class Candidate:
         """Say whether it can run among ``size`` ranks over such blocks."""
         if self.contiguous and not contiguous:
             return False
-        return not self.power_of_two or size == doubling.floor_power_of_two(size)
+        return not self.power_of_two or size == recursive_doubling.floor_power_of_two(size)
 
 
 def _priced(cost: Callable[[int, int], Cost]) -> Callable[[int, int, Model], Cost]:
@@ -81,22 +81,22 @@ def _chain_cost(size: int, nbytes: int, model: Model) -> Cost:
 # Of equals the first is chosen; and the first of each applies always.
 CANDIDATES: Mapping[str, tuple[Candidate, ...]] = {
     "all_reduce": (
-        Candidate("doubling", _priced(doubling.all_reduce_cost)),
+        Candidate("doubling", _priced(recursive_doubling.all_reduce_cost)),
         Candidate("ring", _priced(ring.all_reduce_cost)),
-        Candidate("halving", _priced(doubling.halving_all_reduce_cost), contiguous=True),
+        Candidate("halving", _priced(recursive_doubling.halving_all_reduce_cost), contiguous=True),
     ),
     "broadcast": (Candidate("tree", _priced(tree.broadcast_cost)), Candidate("chain", _chain_cost)),
     "reduce": (Candidate("tree", _priced(tree.reduce_cost)), Candidate("pairwise", _priced(pairwise.reduce_cost))),
     "all_gather": (
         Candidate("direct", _priced(pairwise.all_gather_cost)),
         Candidate("ring", _priced(ring.all_gather_cost)),
-        Candidate("doubling", _priced(doubling.all_gather_cost), contiguous=True, power_of_two=True),
+        Candidate("doubling", _priced(recursive_doubling.all_gather_cost), contiguous=True, power_of_two=True),
     ),
     "reduce_scatter": (Candidate("pairwise", _priced(pairwise.reduce_scatter_cost)),),
     "all_to_all": (Candidate("pairwise", _priced(pairwise.all_to_all_cost)),),
     "gather": (Candidate("star", _priced(pairwise.gather_cost)),),
     "scatter": (Candidate("star", _priced(pairwise.scatter_cost)),),
-    "barrier": (Candidate("dissemination", _priced(doubling.barrier_cost)),),
+    "barrier": (Candidate("dissemination", _priced(recursive_doubling.barrier_cost)),),
 }
 
 

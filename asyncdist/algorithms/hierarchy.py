@@ -18,10 +18,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from asyncdist.collectives import doubling, ring
-from asyncdist.collectives.choose import Model
-from asyncdist.collectives.cost import Cost
-from asyncdist.collectives.schedule import Action, Combine, Place, Recv, Schedule, Send, Step
+from asyncdist.algorithms import recursive_doubling, ring
+from asyncdist.algorithms.cost import Cost
+from asyncdist.algorithms.schedule import Action, Combine, Place, Recv, Schedule, Send, Step
+from asyncdist.algorithms.selection import Model
 
 _FEWEST_PARTS = 8
 _LEAST_SLICE_NBYTES = 256 << 10
@@ -148,7 +148,10 @@ def slices_pay(nbytes: int, where: Layout, model: Model) -> bool:
     hosts, rails = len(where.islands), where.rails
 
     def exchange(nbytes: float) -> float:
-        costs: list[Cost] = [doubling.all_reduce_cost(hosts, int(nbytes)), ring.all_reduce_cost(hosts, int(nbytes))]
+        costs: list[Cost] = [
+            recursive_doubling.all_reduce_cost(hosts, int(nbytes)),
+            ring.all_reduce_cost(hosts, int(nbytes)),
+        ]
         return min(model.seconds(cost) + model.beta * cost.nbytes * (rails - 1) for cost in costs)  # a link in common
 
     whole = exchange(nbytes)

@@ -20,8 +20,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
-from asyncdist.collectives.cost import Cost
-from asyncdist.collectives.schedule import Blocks, Combine, Place, Recv, Reduce, Schedule, Send
+from asyncdist.algorithms.cost import Cost
+from asyncdist.algorithms.schedule import Blocks, Combine, Place, Recv, Reduce, Schedule, Send
 
 
 def floor_power_of_two(size: int) -> int:

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from asyncdist.collectives.cost import Cost
-from asyncdist.collectives.schedule import Action, Blocks, Place, Recv, Reduce, Schedule, Send, Step
+from asyncdist.algorithms.cost import Cost
+from asyncdist.algorithms.schedule import Action, Blocks, Place, Recv, Reduce, Schedule, Send, Step
 
 
 def all_to_all(rank: int, size: int, outgoing: Blocks, incoming: Blocks) -> Schedule:

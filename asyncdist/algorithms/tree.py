@@ -15,8 +15,8 @@ meshes", Parallel Process. Lett. 5 (1995).
 
 from __future__ import annotations
 
-from asyncdist.collectives.cost import Cost
-from asyncdist.collectives.schedule import Place, Recv, Reduce, Schedule, Send
+from asyncdist.algorithms.cost import Cost
+from asyncdist.algorithms.schedule import Place, Recv, Reduce, Schedule, Send
 
 
 def broadcast(rank: int, size: int, root: int, data: Place) -> Schedule:
