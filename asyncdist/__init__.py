@@ -47,7 +47,7 @@ _NAMES: dict[str, tuple[str, str]] = {
     "ProcessGroup": ("asyncdist.group", "Group"),  # torch's name, for annotations
     "ReduceOp": ("asyncdist.base.ops", "ReduceOp"),
     "Work": ("asyncdist.work", "Work"),
-    "empty": ("asyncdist.registered", "empty"),
+    "empty": ("asyncdist.memory.registered", "empty"),
     "premul_sum": ("asyncdist.base.ops", "premul_sum"),
 }
 
@@ -119,7 +119,7 @@ if TYPE_CHECKING:
     from asyncdist.ddp import DistributedDataParallel as DistributedDataParallel
     from asyncdist.face import P2POp as P2POp
     from asyncdist.group import Group as Group
-    from asyncdist.registered import empty as empty
+    from asyncdist.memory.registered import empty as empty
     from asyncdist.sampler import DistributedSampler as DistributedSampler
     from asyncdist.store import FileStore as FileStore
     from asyncdist.store import HashStore as HashStore

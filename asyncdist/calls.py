@@ -14,8 +14,8 @@ from asyncdist.base.deadline import Timeout
 from asyncdist.base.ops import ReduceOp, Reduction
 from asyncdist.collectives import plans, reductions
 from asyncdist.collectives.operation import Plan
-from asyncdist.compiling import left_alone
 from asyncdist.errors import UsageError
+from asyncdist.memory.torch_compile import left_alone
 from asyncdist.work import Work
 
 T = TypeVar("T")

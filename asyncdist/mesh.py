@@ -19,7 +19,6 @@ from typing import Any
 
 from asyncdist.base import lifecycle
 from asyncdist.base.timers import Reminders
-from asyncdist.buffers import Scratch
 from asyncdist.collectives.executor import Executor
 from asyncdist.collectives.operation import Channel, Operation
 from asyncdist.comparison import Comparison
@@ -27,6 +26,7 @@ from asyncdist.config import Config
 from asyncdist.errors import GroupAbortedError, GroupError, MismatchError, PeerLostError, TransportUnavailableError
 from asyncdist.framing import ABORT, CALLED, GOODBYE
 from asyncdist.machine import Until, Wait
+from asyncdist.memory.buffers import Scratch
 from asyncdist.notices import ENDED, LEFT, abort, called, last_words, to_tell, unspell
 from asyncdist.observe.recorder import Recorder
 from asyncdist.progress import Progress

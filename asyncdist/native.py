@@ -22,8 +22,8 @@ import torch
 
 from asyncdist.algorithms.schedule import Schedule
 from asyncdist.base.ops import Collective
-from asyncdist.buffers import Memory
-from asyncdist.reduce import Arithmetic
+from asyncdist.memory.buffers import Memory
+from asyncdist.memory.reduce_kernels import Arithmetic
 
 
 class MemoryBlocks(Protocol):

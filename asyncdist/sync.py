@@ -39,7 +39,7 @@ from asyncdist.base.deadline import Timeout
 from asyncdist.base.ops import ReduceOp, premul_sum
 from asyncdist.face import Face, P2POp
 from asyncdist.group import Group
-from asyncdist.registered import empty
+from asyncdist.memory.registered import empty
 from asyncdist.store import FileStore, HashStore, PrefixStore, TCPStore
 from asyncdist.work import Work
 from asyncdist.world import World, open_world

@@ -23,8 +23,8 @@ import hypothesis
 import pytest
 import pytest_asyncio
 
-from asyncdist.arena import arena
 from asyncdist.base.background_loop import runtime
+from asyncdist.memory.shared_arena import arena
 from asyncdist.testing.cluster import run_ranks
 from asyncdist.testing.stopwatch import Stopwatch
 

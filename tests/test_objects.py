@@ -14,9 +14,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncdist.buffers import DTYPES
 from asyncdist.errors import ProtocolError, UsageError
-from asyncdist.objects import pack, unpack
+from asyncdist.memory.buffers import DTYPES
+from asyncdist.memory.serialization import pack, unpack
 from asyncdist.testing.arithmetic import noise, same
 
 pytestmark = pytest.mark.filterwarnings("ignore:(ComplexHalf|BComplex32) support is experimental:UserWarning")
@@ -198,7 +198,7 @@ def test_what_may_execute_is_neither_sent_nor_read_with_weights_only(value, monk
     pickled = pack([value], allow_pickle=True)
     with pytest.raises(ProtocolError, match="a peer sent a pickle, and weights_only=True was given here"):
         unpack(pickled, allow_pickle=True, weights_only=True)
-    monkeypatch.setattr("asyncdist.objects._load", lambda saved: None)  # a sender that does not look
+    monkeypatch.setattr("asyncdist.memory.serialization._load", lambda saved: None)  # a sender that does not look
     forged = pack([value], allow_pickle=False, weights_only=True)
     monkeypatch.undo()
     with pytest.raises(ProtocolError, match=r"weights_only=True refuses it: .*not an allowed global"):

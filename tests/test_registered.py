@@ -15,9 +15,9 @@ import pytest
 import torch
 
 import asyncdist
-from asyncdist import registered
-from asyncdist.arena import PAGE_NBYTES, arena, unavailable
 from asyncdist.errors import SharedMemoryError, UnsupportedError, UsageError
+from asyncdist.memory import registered
+from asyncdist.memory.shared_arena import PAGE_NBYTES, arena, unavailable
 from asyncdist.testing.cluster import run_ranks
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=f"no shared memory: {unavailable()}")

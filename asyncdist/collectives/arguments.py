@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from asyncdist.base.ops import PremulSum, ReduceOp, Reduction
-from asyncdist.buffers import Blocks, Memory, Target, to_read
 from asyncdist.errors import UsageError
+from asyncdist.memory.buffers import Blocks, Memory, Target, to_read
 
 
 def reduction(op: object) -> Reduction:

@@ -13,13 +13,13 @@ import torch
 from asyncdist.algorithms import pairwise, ring, tree
 from asyncdist.algorithms.schedule import Recv, Schedule, Send
 from asyncdist.base.ops import Collective
-from asyncdist.buffers import DTYPE_NUMBERS, Blocks, Memory, Target, to_read
 from asyncdist.collectives.arguments import check_length
 from asyncdist.collectives.operation import Plan, RecvAny
 from asyncdist.collectives.plans import Member
 from asyncdist.errors import UsageError
 from asyncdist.framing import Fingerprint
-from asyncdist.objects import pack, unpack
+from asyncdist.memory.buffers import DTYPE_NUMBERS, Blocks, Memory, Target, to_read
+from asyncdist.memory.serialization import pack, unpack
 
 Conversation = Generator[Any, Any, None]
 """A schedule that may also yield `RecvAny`, and is sent who answered."""

@@ -13,7 +13,6 @@ from collections.abc import Iterable
 from typing import Any, Protocol
 
 from asyncdist.algorithms.schedule import Combine, Recv, Reduce, Schedule, Send
-from asyncdist.buffers import Scratch
 from asyncdist.collectives.operation import (
     AnyReceive,
     Channel,
@@ -25,6 +24,7 @@ from asyncdist.collectives.operation import (
     waiting_for,
 )
 from asyncdist.errors import AsyncdistError, GroupError, OperationTimeoutError, TransportUnavailableError
+from asyncdist.memory.buffers import Scratch
 from asyncdist.observe.recorder import Entry
 from asyncdist.transport import Inbox, Link, Outgoing, Receive
 from asyncdist.work import Work

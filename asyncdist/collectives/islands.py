@@ -38,9 +38,9 @@ from asyncdist.algorithms.hierarchy import Layout, among, gather_runs, part_coun
 from asyncdist.algorithms.schedule import Reduce, Schedule, Send
 from asyncdist.algorithms.selection import Model, choose
 from asyncdist.base.ops import Reduction
-from asyncdist.buffers import NOTHING, Blocks, Memory, Scratch
+from asyncdist.memory.buffers import NOTHING, Blocks, Memory, Scratch
+from asyncdist.memory.reduce_kernels import Arithmetic, arithmetic, divide
 from asyncdist.native import Native
-from asyncdist.reduce import Arithmetic, arithmetic, divide
 
 Part = Callable[[int], Schedule]
 """Makes the schedule of a part, given the first of its numbers."""

@@ -14,12 +14,12 @@ from time import monotonic
 from typing import Any, NamedTuple
 
 from asyncdist.algorithms.schedule import Schedule
-from asyncdist.buffers import Memory
 from asyncdist.errors import GroupError, ranks
 from asyncdist.framing import pack_key
+from asyncdist.memory.buffers import Memory
+from asyncdist.memory.reduce_kernels import Fold
 from asyncdist.native import Kind
 from asyncdist.observe.recorder import Entry
-from asyncdist.reduce import Fold
 from asyncdist.transport import Outgoing, Receive
 from asyncdist.work import Work
 

@@ -19,13 +19,13 @@ from asyncdist.algorithms import pairwise, recursive_doubling, ring, tree
 from asyncdist.algorithms.schedule import Recv, Schedule, Send
 from asyncdist.algorithms.selection import Model, choose
 from asyncdist.base.ops import Collective, ReduceOp, Reduction
-from asyncdist.buffers import DTYPE_NUMBERS, NOTHING, Blocks, Memory, Scratch, Target, apart, to_read
 from asyncdist.collectives import arguments
 from asyncdist.collectives.islands import Islands
 from asyncdist.collectives.operation import Plan
 from asyncdist.config import Config
 from asyncdist.errors import UsageError
 from asyncdist.framing import Fingerprint, shape_checksum
+from asyncdist.memory.buffers import DTYPE_NUMBERS, NOTHING, Blocks, Memory, Scratch, Target, apart, to_read
 from asyncdist.native import Kind, Native
 
 _KEPT_CHOICES = 4096

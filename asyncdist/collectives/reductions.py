@@ -16,14 +16,14 @@ import torch
 from asyncdist.algorithms import pairwise, recursive_doubling, ring, tree
 from asyncdist.algorithms.schedule import Schedule
 from asyncdist.base.ops import Collective, PremulSum, Reduction
-from asyncdist.buffers import Blocks, Memory, Target, apart, to_read
 from asyncdist.collectives import arguments, sparse
 from asyncdist.collectives.arguments import reduction
 from asyncdist.collectives.operation import Plan
 from asyncdist.collectives.plans import Member, fingerprint, segments, striped_blocks, stripes
 from asyncdist.errors import UsageError
+from asyncdist.memory.buffers import Blocks, Memory, Target, apart, to_read
+from asyncdist.memory.reduce_kernels import Arithmetic, accumulator, arithmetic, divide, has_arithmetic
 from asyncdist.native import Kind
-from asyncdist.reduce import Arithmetic, accumulator, arithmetic, divide, has_arithmetic
 
 _SEGMENT_COUNT = 1 << 20  # elements of a segment that is accumulated in memory of its own
 

@@ -7,11 +7,11 @@ import torch
 from asyncdist.algorithms import pairwise, ring
 from asyncdist.algorithms.schedule import Schedule
 from asyncdist.base.ops import Collective, ReduceOp, Reduction
-from asyncdist.buffers import DTYPE_NUMBERS, Blocks, Memory, to_read
 from asyncdist.collectives.operation import Plan
 from asyncdist.collectives.plans import Member, fingerprint
 from asyncdist.errors import UnsupportedError
-from asyncdist.reduce import check, divide
+from asyncdist.memory.buffers import DTYPE_NUMBERS, Blocks, Memory, to_read
+from asyncdist.memory.reduce_kernels import check, divide
 
 
 def all_reduce(who: Member, tensor: torch.Tensor, op: Reduction) -> Plan:

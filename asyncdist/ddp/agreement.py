@@ -9,9 +9,9 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from asyncdist.base.ops import ReduceOp
-from asyncdist.buffers import flat
 from asyncdist.errors import MismatchError
 from asyncdist.group import Group
+from asyncdist.memory.buffers import flat
 
 PACK_NBYTES = 1 << 20
 

@@ -29,7 +29,7 @@ from asyncdist.ddp import buckets
 from asyncdist.ddp.uneven import Joining
 from asyncdist.errors import GradientError, SharedMemoryError, UnsupportedError
 from asyncdist.group import Group
-from asyncdist.registered import empty
+from asyncdist.memory.registered import empty
 from asyncdist.work import Work
 
 _SPENT_NBYTES = 256 << 20

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from asyncdist.base.deadline import seconds
-from asyncdist.buffers import Target, to_read
 from asyncdist.calls import Calls, How, checked_tag
 from asyncdist.collectives import exchanges
 from asyncdist.collectives.operation import Plan
@@ -37,6 +36,7 @@ from asyncdist.errors import (
     UnsupportedError,
     UsageError,
 )
+from asyncdist.memory.buffers import Target, to_read
 from asyncdist.native import Native
 from asyncdist.observe.recorder import Entry
 from asyncdist.work import Work

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from asyncdist.buffers import Memory, Target
 from asyncdist.collectives import exchanges
 from asyncdist.devices.beside import Beside
 from asyncdist.devices.courier import LETTER_NBYTES, NUMBERS, REFUSED, Conversation, Courier, Letter, Refused, Talk
@@ -26,6 +25,7 @@ from asyncdist.devices.line import Line
 from asyncdist.devices.streams import Mark
 from asyncdist.devices.watch import Pending, Watch
 from asyncdist.errors import MismatchError
+from asyncdist.memory.buffers import Memory, Target
 from asyncdist.work import Work
 
 log = logging.getLogger("asyncdist")

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from asyncdist.reduce import divide
+from asyncdist.memory.reduce_kernels import divide
 from asyncdist_transports.nccl import Nccl
 from asyncdist_transports.nccl.bindings import Bindings
 

@@ -14,8 +14,8 @@ from weakref import WeakSet
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from asyncdist import registered
 from asyncdist.errors import SharedMemoryError
+from asyncdist.memory import registered
 from asyncdist.torch_backend.process_group import ProcessGroup
 
 LEAST_NBYTES = 32 << 10

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from asyncdist import registered
+from asyncdist.memory import registered
 
 _REST_NBYTES = 16 << 20
 """How much is lent before what came back is lent again."""

@@ -19,10 +19,10 @@ from asyncdist import work as started
 from asyncdist.api import SAME_RANKS
 from asyncdist.base import background_loop
 from asyncdist.base.deadline import Timeout
-from asyncdist.compiling import left_alone
 from asyncdist.devices.work import DeviceWork
 from asyncdist.errors import SharedMemoryError, UnsupportedError
 from asyncdist.group import Group
+from asyncdist.memory.torch_compile import left_alone
 from asyncdist.torch_backend.memory_pool import MemoryPool
 from asyncdist.torch_backend.reductions import reduction_of
 from asyncdist.torch_backend.work import DONE, Work, make_work

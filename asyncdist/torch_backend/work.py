@@ -10,8 +10,8 @@ import torch
 import torch.distributed as torch_distributed
 
 from asyncdist import work as started
-from asyncdist.compiling import left_alone
 from asyncdist.devices.work import DeviceWork
+from asyncdist.memory.torch_compile import left_alone
 from asyncdist.work import call_apart
 
 _NONE = timedelta(0)  # how torch spells "no timeout"

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from asyncdist.base.ops import ReduceOp, premul_sum
-from asyncdist.buffers import DTYPES
 from asyncdist.collectives.arguments import reduction
 from asyncdist.config import Config
 from asyncdist.errors import UnsupportedError
+from asyncdist.memory.buffers import DTYPES
 from asyncdist.testing.arithmetic import UNREDUCED, reductions, same
 from asyncdist.testing.cluster import world_of
 from asyncdist.testing.drills import moving, reducing

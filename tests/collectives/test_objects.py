@@ -16,7 +16,7 @@ from asyncdist import sync as dist
 from asyncdist.collectives import exchanges
 from asyncdist.config import Config
 from asyncdist.errors import GroupError, UsageError
-from asyncdist.objects import pack
+from asyncdist.memory.serialization import pack
 from asyncdist.testing.cluster import world_of
 
 PLAIN = [
@@ -165,7 +165,7 @@ def sent_without_a_look(call, by, forger):
     if by == "a pickle":
         forger.setattr(exchanges, "pack", lambda value, **_: pack(value, allow_pickle=True))
     else:
-        forger.setattr("asyncdist.objects._load", lambda saved: None)
+        forger.setattr("asyncdist.memory.serialization._load", lambda saved: None)
     return call()
 
 

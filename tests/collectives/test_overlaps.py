@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from asyncdist import registry
-from asyncdist.arena import unavailable
-from asyncdist.buffers import Blocks, Memory, apart
-from asyncdist.registered import register
+from asyncdist.memory.buffers import Blocks, Memory, apart
+from asyncdist.memory.registered import register
+from asyncdist.memory.shared_arena import unavailable
 from asyncdist.testing.arithmetic import noise
 from asyncdist.testing.cluster import world_of
 from asyncdist_transports.shm.small import MOST_NBYTES

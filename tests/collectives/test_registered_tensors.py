@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import asyncdist
-from asyncdist.arena import unavailable
-from asyncdist.registered import register
+from asyncdist.memory.registered import register
+from asyncdist.memory.shared_arena import unavailable
 from asyncdist.testing.cluster import run_ranks, world_of
 from asyncdist.testing.drills import drills
 from asyncdist_transports.shm.direct import MIN_NBYTES

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from asyncdist.arena import arena, unavailable
 from asyncdist.ddp import DistributedDataParallel, in_place, reducer
+from asyncdist.memory.shared_arena import arena, unavailable
 
 without_memory = pytest.mark.skipif(unavailable() is not None, reason=f"no shared memory: {unavailable()}")
 

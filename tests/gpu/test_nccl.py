@@ -10,7 +10,7 @@ import torch
 from asyncdist.base.ops import PremulSum
 from asyncdist.devices.group import DeviceGroup
 from asyncdist.errors import GroupAbortedError
-from asyncdist.reduce import arithmetic
+from asyncdist.memory.reduce_kernels import arithmetic
 from asyncdist.testing.arithmetic import numbers, reduced, reductions, same
 from asyncdist.testing.cluster import run_ranks
 from asyncdist_transports.nccl import Nccl, communicator, ensemble

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from asyncdist.base.ops import Collective, ReduceOp
-from asyncdist.buffers import DTYPE_NUMBERS
 from asyncdist.errors import UsageError
 from asyncdist.framing import Fingerprint
+from asyncdist.memory.buffers import DTYPE_NUMBERS
 from asyncdist.observe import story
 from asyncdist.observe.recorder import Entry, Recorder
 

@@ -12,8 +12,9 @@ import types
 import torch
 
 import asyncdist
-from asyncdist import arena, sync
+from asyncdist import sync
 from asyncdist.errors import AsyncdistError
+from asyncdist.memory import shared_arena
 from asyncdist_transports.shm import limbo, meeting
 
 torch.set_num_threads(1)
@@ -148,4 +149,4 @@ def left():
             kinds.append(os.readlink(f"/proc/self/fd/{name}"))
     sockets = sum("socket:" in kind for kind in kinds)
     segments = sum("memfd:asyncdist" in kind for kind in kinds)
-    return sockets, segments, arena.arena().used_nbytes
+    return sockets, segments, shared_arena.arena().used_nbytes

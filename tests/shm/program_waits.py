@@ -15,9 +15,10 @@ import time
 import torch
 
 import asyncdist
-from asyncdist import arena, sync
+from asyncdist import sync
 from asyncdist.collectives.operation import Plan
 from asyncdist.errors import AsyncdistError
+from asyncdist.memory import shared_arena
 
 torch.set_num_threads(1)
 NOBODY = 65534
@@ -156,7 +157,7 @@ HOW = {
 @contextlib.contextmanager
 def full():
     """Fill the file system that our segment lies in, but for 64 KiB."""
-    there = os.fstatvfs(arena.arena().descriptor)
+    there = os.fstatvfs(shared_arena.arena().descriptor)
     filling = asyncdist.empty(there.f_bavail * there.f_bsize - (64 << 10), dtype=torch.uint8, shared=True)
     yield
     del filling

@@ -9,7 +9,7 @@ import types
 
 import pytest
 
-from asyncdist.arena import Block, arena
+from asyncdist.memory.shared_arena import Block, arena
 from asyncdist_transports.shm import limbo
 from asyncdist_transports.shm.board import OwnBoard
 from asyncdist_transports.shm.neighbour import Neighbour

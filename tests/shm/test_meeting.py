@@ -14,7 +14,7 @@ import types
 import pytest
 import torch
 
-from asyncdist.arena import arena
+from asyncdist.memory.shared_arena import arena
 from asyncdist.store import HashStore
 from asyncdist.testing.cluster import world_of
 from asyncdist.testing.faults import cancelled_at

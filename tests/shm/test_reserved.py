@@ -11,8 +11,8 @@ import threading
 import pytest
 import torch
 
-from asyncdist.arena import arena
 from asyncdist.errors import AsyncdistError, GroupAbortedError, SharedMemoryError
+from asyncdist.memory.shared_arena import arena
 from asyncdist.testing.cluster import run_ranks, world_of
 from asyncdist_transports.shm import board
 

@@ -9,10 +9,10 @@ from collections import defaultdict
 import pytest
 import torch
 
-from asyncdist.arena import Arena
 from asyncdist.base.ops import ReduceOp
 from asyncdist.config import Config
 from asyncdist.errors import SharedMemoryError
+from asyncdist.memory.shared_arena import Arena
 from asyncdist.testing.cluster import world_of
 from asyncdist_transports.shm import stream
 from asyncdist_transports.shm.window import SLOTS, STREAM_PIECES

@@ -9,7 +9,7 @@ import torch
 
 from asyncdist.base.ops import premul_sum
 from asyncdist.errors import MismatchError
-from asyncdist.reduce import Arithmetic
+from asyncdist.memory.reduce_kernels import Arithmetic
 from asyncdist.testing.cluster import run_ranks, world_of
 from asyncdist_transports.shm.small import MOST_NBYTES
 from asyncdist_transports.shm.transport import ShmTransport

@@ -315,7 +315,7 @@ def zero_redundancy_joined(rank, world):
 
 def where_buckets_lie(rank, world):
     """Large buckets are registered where the ranks share memory, also those that are dealt after the first step."""
-    from asyncdist.arena import arena
+    from asyncdist.memory.shared_arena import arena
 
     def noting(found, bucket):
         buffer = bucket.buffer()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from asyncdist import registered
-from asyncdist.arena import arena
 from asyncdist.errors import SharedMemoryError
+from asyncdist.memory import registered
+from asyncdist.memory.shared_arena import arena
 from asyncdist.torch_backend.bucket_memory import _Registered
 
 COUNT = 10_000

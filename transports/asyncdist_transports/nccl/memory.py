@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from asyncdist.buffers import Memory
+from asyncdist.memory.buffers import Memory
 from asyncdist_transports.nccl.bindings import BYTES
 from asyncdist_transports.nccl.communicator import Call
 

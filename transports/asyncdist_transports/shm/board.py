@@ -12,8 +12,8 @@ A pair becomes visible by its first word, which is written last.
 
 from __future__ import annotations
 
-from asyncdist.arena import Arena, Block, Mapping
 from asyncdist.errors import SharedMemoryError
+from asyncdist.memory.shared_arena import Arena, Block, Mapping
 from asyncdist_transports.shm.order import Fence
 
 LINE = 8

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from asyncdist.algorithms.schedule import Schedule
-from asyncdist.arena import Mapping
+from asyncdist.memory.shared_arena import Mapping
 from asyncdist.native import Kind
 from asyncdist_transports.shm.rounds import POSTED, Turn
 from asyncdist_transports.shm.window import CALL, DONE, FINISHED, LINE, PLACE, SHIFT, SLOTS, Window

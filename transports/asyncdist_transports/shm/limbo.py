@@ -15,9 +15,9 @@ import threading
 import weakref
 from collections.abc import Sequence
 
-from asyncdist.arena import Block, Mapping
 from asyncdist.base import lifecycle
 from asyncdist.errors import ranks
+from asyncdist.memory.shared_arena import Block, Mapping
 from asyncdist_transports.shm.board import OwnBoard
 from asyncdist_transports.shm.neighbour import READABLE, Neighbour
 from asyncdist_transports.shm.window import Window

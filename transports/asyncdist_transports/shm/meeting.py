@@ -26,12 +26,12 @@ import threading
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from asyncdist.arena import Arena
-from asyncdist.arena import Mapping as Memory
 from asyncdist.base import lifecycle
 from asyncdist.base.auth import Handshake, accept, dial
 from asyncdist.base.interfaces import machine_name
 from asyncdist.errors import AsyncdistError, ProtocolError
+from asyncdist.memory.shared_arena import Arena
+from asyncdist.memory.shared_arena import Mapping as Memory
 from asyncdist.transport import Host
 from asyncdist_transports.shm.board import Board
 

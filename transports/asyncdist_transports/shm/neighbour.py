@@ -12,10 +12,10 @@ import socket
 from collections import deque
 from collections.abc import Callable
 
-from asyncdist.arena import Arena, Mapping
 from asyncdist.base import lifecycle
 from asyncdist.errors import ProtocolError
 from asyncdist.framing import HEADER_NBYTES, KEY_NBYTES, unpack_tail
+from asyncdist.memory.shared_arena import Arena, Mapping
 from asyncdist.transport import Host, Outgoing
 from asyncdist_transports.shm.board import RING, Board, OwnBoard
 from asyncdist_transports.shm.order import Fence

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from asyncdist.buffers import Memory
+from asyncdist.memory.buffers import Memory
 from asyncdist_transports.shm.rounds import Turn
 
 _LINE_NBYTES = 64

@@ -11,10 +11,10 @@ import socket
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
-from asyncdist import arena as shared
-from asyncdist.arena import Arena, Block
 from asyncdist.errors import AsyncdistError, SharedMemoryError, ranks
 from asyncdist.framing import DATA
+from asyncdist.memory import shared_arena as shared
+from asyncdist.memory.shared_arena import Arena, Block
 from asyncdist.native import Native
 from asyncdist.transport import Address, Host, Link, Outgoing, Transport, Wait
 from asyncdist_transports.shm import limbo

@@ -20,8 +20,8 @@ from typing import NamedTuple
 import torch
 
 from asyncdist.algorithms.schedule import Schedule
-from asyncdist.arena import PAGE_NBYTES, Arena, Mapping
 from asyncdist.errors import SharedMemoryError
+from asyncdist.memory.shared_arena import PAGE_NBYTES, Arena, Mapping
 from asyncdist_transports.shm.order import Fence
 
 SLOTS = 8

@@ -1,6 +1,6 @@
 """Tensors in mapped memory, for users: collectives on them read and write them where they lie.
 
-A registered tensor is an ordinary tensor whose storage lies in this process's arena (`asyncdist.arena`), which every rank
+A registered tensor is an ordinary tensor whose storage lies in this process's arena (`asyncdist.memory.shared_arena`), which every rank
 of the host has mapped. Nothing remembers it: what lies in the arena is registered, slices and views too, for all groups.
 The memory is given back with the last tensor that shares it.
 """
@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from asyncdist.arena import ALIGNMENT, arena, carve, tensor_of_block, unavailable
-from asyncdist.buffers import tensor_of
 from asyncdist.errors import UnsupportedError, UsageError
+from asyncdist.memory.buffers import tensor_of
+from asyncdist.memory.shared_arena import ALIGNMENT, arena, carve, tensor_of_block, unavailable
 
 T = TypeVar("T", bound="torch.Tensor | nn.Module")
 

@@ -20,8 +20,8 @@ import msgpack
 import numpy as np
 import torch
 
-from asyncdist.buffers import DTYPE_NUMBERS, DTYPES, to_read
 from asyncdist.errors import ProtocolError, UsageError
+from asyncdist.memory.buffers import DTYPE_NUMBERS, DTYPES, to_read
 
 _DEPTH = 32  # of tuples and sets inside one another: each takes 40 KB of the stack to read
 _TENSOR, _ARRAY, _TUPLE, _SET, _COMPLEX, _INTEGER, _PICKLE, _SAVED = range(1, 9)
