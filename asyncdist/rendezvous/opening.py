@@ -28,10 +28,10 @@ from asyncdist.rendezvous.place import (
     RecordFile,
     StorePlace,
 )
+from asyncdist.store.base import AsyncFace, Store
 from asyncdist.store.c10d_ping import takes_torchs_clients
 from asyncdist.store.client import AsyncStore
 from asyncdist.store.dialling import describe, first_line
-from asyncdist.store.faces import AsyncFace, Store
 from asyncdist.store.listen import unguarded
 
 _PAUSE = 0.1

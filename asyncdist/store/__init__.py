@@ -5,10 +5,10 @@ Read in this order: `operations` (what can be asked), `state` (what happens then
 `blocking`, `local`, `files` (by torch's names), `prefix`. Nothing here imports torch.
 """
 
+from asyncdist.store.base import AsyncFace, AsyncSubscription, Store, Subscription
 from asyncdist.store.blocking import TCPStore
 from asyncdist.store.client import AsyncStore
 from asyncdist.store.daemon import serve
-from asyncdist.store.faces import AsyncFace, AsyncSubscription, Store, Subscription
 from asyncdist.store.files import FileStore
 from asyncdist.store.local import HashStore
 from asyncdist.store.prefix import AsyncPrefixStore, PrefixStore

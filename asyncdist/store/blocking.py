@@ -9,9 +9,9 @@ from asyncdist.base.deadline import Timeout, seconds
 from asyncdist.config import Config
 from asyncdist.errors import AddressError, StoreTimeoutError
 from asyncdist.store import operations
+from asyncdist.store.base import Store, Stream, Subscription, Watch
 from asyncdist.store.desk import Arrivals, Changes, DeskStream, Messages
 from asyncdist.store.embedded import Embedded
-from asyncdist.store.faces import Store, Stream, Subscription, Watch
 from asyncdist.store.operations import Command
 from asyncdist.store.threads import Connection
 

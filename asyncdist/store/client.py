@@ -16,9 +16,9 @@ from asyncdist.config import Config
 from asyncdist.errors import AsyncdistError, StoreConnectionError, UsageError
 from asyncdist.store import operations
 from asyncdist.store.asked import Asked, Limits
+from asyncdist.store.base import AsyncFace
 from asyncdist.store.conversation import IDENTITY_NBYTES, Conversation
 from asyncdist.store.dialling import FIRST_PAUSE, Persistence, Redial, closed
-from asyncdist.store.faces import AsyncFace
 from asyncdist.store.link import Link, reach
 from asyncdist.store.operations import Command
 from asyncdist.store.pieces import Parcel

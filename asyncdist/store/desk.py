@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 from asyncdist.base.deadline import Deadline, Timeout, seconds
 from asyncdist.errors import StoreTimeoutError
 from asyncdist.store import operations
-from asyncdist.store.faces import Stream
+from asyncdist.store.base import Stream
 from asyncdist.store.operations import Command, Op
 
 T = TypeVar("T")

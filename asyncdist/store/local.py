@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 from asyncdist.base.deadline import Deadline, Timeout, seconds
 from asyncdist.errors import StoreConnectionError
 from asyncdist.store import operations
+from asyncdist.store.base import Store, Subscription, Watch
 from asyncdist.store.conversation import refusal
 from asyncdist.store.desk import Changes, Desk, DeskStream, Messages, Ticket
-from asyncdist.store.faces import Store, Subscription, Watch
 from asyncdist.store.operations import BLOCKING, STREAMS, Client, Command, Kind, Op, Reply
 from asyncdist.store.state import StoreState
 

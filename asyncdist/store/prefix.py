@@ -6,7 +6,7 @@ import asyncio
 from typing import Any, TypeVar, cast
 
 from asyncdist.base.deadline import Timeout
-from asyncdist.store.faces import AsyncFace, AsyncSubscription, AsyncWatch, Store, Subscription, Watch
+from asyncdist.store.base import AsyncFace, AsyncSubscription, AsyncWatch, Store, Subscription, Watch
 from asyncdist.store.operations import Command, Op
 
 T = TypeVar("T")

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as torch_distributed
 
 from asyncdist.base.deadline import Timeout
-from asyncdist.store import faces
+from asyncdist.store import base as faces
 
 _ENDLESS = timedelta(days=10_000)
 """No limit, as far as torch can count."""

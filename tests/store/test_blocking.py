@@ -29,7 +29,7 @@ from asyncdist.errors import (
     UsageError,
 )
 from asyncdist.store import TCPStore
-from asyncdist.store.faces import Subscription
+from asyncdist.store.base import Subscription
 from asyncdist.store.pieces import Parcel
 from asyncdist.store.server import StoreServer
 from asyncdist.store.threads import Connection
