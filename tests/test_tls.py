@@ -21,7 +21,7 @@ from asyncdist.base.tls import TlsSocket, client_context, rank_contexts, server_
 from asyncdist.config import Config
 from asyncdist.errors import AuthenticationError, CertificateError, PeerLostError, ProtocolError, StoreError, UsageError
 from asyncdist.store import AsyncStore, StoreServer, TCPStore
-from asyncdist.store.c10d_wire import Code
+from asyncdist.store.protocol.c10d import Code
 from asyncdist.testing.c10d import Peer
 from asyncdist.testing.cluster import world_of
 

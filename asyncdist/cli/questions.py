@@ -102,7 +102,7 @@ def status(ctx: click.Context, as_json: bool, **given: Any) -> None:
     """Show how the store is: connections, keys, bytes, what it has done."""
     import json
 
-    from asyncdist.store import operations
+    from asyncdist.store.protocol import operations
 
     async def ask(store: AsyncStore) -> None:
         found = await store.request(operations.status())

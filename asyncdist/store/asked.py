@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from math import inf
 from typing import Any, Protocol, TypeVar
 
-from asyncdist.store.operations import Command
+from asyncdist.store.protocol.operations import Command
 
 T = TypeVar("T")
 

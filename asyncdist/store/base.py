@@ -14,8 +14,8 @@ from types import TracebackType
 from typing import Generic, Protocol, Self, TypeVar
 
 from asyncdist.base.deadline import Timeout, seconds
-from asyncdist.store import operations
-from asyncdist.store.operations import Command, Value
+from asyncdist.store.protocol import operations
+from asyncdist.store.protocol.operations import Command, Value
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)

@@ -8,11 +8,11 @@ from typing import Any, TypeVar
 from asyncdist.base.deadline import Timeout, seconds
 from asyncdist.config import Config
 from asyncdist.errors import AddressError, StoreTimeoutError
-from asyncdist.store import operations
 from asyncdist.store.base import Store, Stream, Subscription, Watch
 from asyncdist.store.desk import Arrivals, Changes, DeskStream, Messages
 from asyncdist.store.embedded import Embedded
-from asyncdist.store.operations import Command
+from asyncdist.store.protocol import operations
+from asyncdist.store.protocol.operations import Command
 from asyncdist.store.threads import Connection
 
 T = TypeVar("T")

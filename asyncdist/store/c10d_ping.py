@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 
-from asyncdist.store.c10d_wire import MAGIC, U32, Code
+from asyncdist.store.protocol.c10d import MAGIC, U32, Code
 
 _PING = bytes([Code.VALIDATE]) + U32.pack(MAGIC) + bytes([Code.PING]) + U32.pack(MAGIC)
 

@@ -12,11 +12,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from asyncdist.errors import ProtocolError
-from asyncdist.store import c10d_wire
-from asyncdist.store.c10d_wire import I64, U32, U64, Answer, Code, Decoder, Request, vector
 from asyncdist.store.connection import BATCH_NBYTES, Connection
 from asyncdist.store.entries import BLOCKED, Refused
-from asyncdist.store.operations import Op, Reply
+from asyncdist.store.protocol import c10d
+from asyncdist.store.protocol.c10d import I64, U32, U64, Answer, Code, Decoder, Request, vector
+from asyncdist.store.protocol.operations import Op, Reply
 from asyncdist.store.state import HANDLERS, StoreState
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class C10dSession(Connection):
     def answer(self, reply: Reply) -> None:
         # Both what waits for keys and what stands in a barrier is released by the same byte.
         self._waiting.discard(reply.request)
-        self.put(c10d_wire.STOP_WAITING)
+        self.put(c10d.STOP_WAITING)
 
     def refuse(self, why: str) -> None:
         self._todo.clear()
@@ -102,7 +102,7 @@ class C10dSession(Connection):
     # -- requests: each returns its reply, None if it has none or has to wait ----------------------
 
     def _validate(self, request: Request) -> None:
-        if request[1] != c10d_wire.MAGIC:
+        if request[1] != c10d.MAGIC:
             raise ProtocolError(f"a client of torch's TCPStore with another magic number: {request[1]:#x}")
 
     def _ping(self, request: Request) -> bytes:
@@ -132,20 +132,20 @@ class C10dSession(Connection):
         # Measured before it is built: one value may have been asked for a hundred thousand times over.
         if sum(map(len, values)) > self._server.limit:
             raise ProtocolError(f"a multi_get of more than the store's {self._server.limit} bytes: ask for fewer keys")
-        return c10d_wire.vectors(values)
+        return c10d.vectors(values)
 
     def _delete_key(self, request: Request) -> bytes:
         return I64.pack(_DELETE_KEY(self._state, _NOBODY, request[1]))
 
     def _check(self, request: Request) -> bytes:
-        return c10d_wire.READY if _CHECK(self._state, _NOBODY, request[1]) else c10d_wire.NOT_READY
+        return c10d.READY if _CHECK(self._state, _NOBODY, request[1]) else c10d.NOT_READY
 
     def _num_keys(self, request: Request) -> bytes:
         return I64.pack(_NUM_KEYS(self._state, _NOBODY))
 
     def _list_keys(self, request: Request) -> bytes:
-        keys = [c10d_wire.raw_key(key) for key in _LIST_KEYS(self._state, _NOBODY, "")]
-        return U64.pack(len(keys)) + c10d_wire.vectors(keys)
+        keys = [c10d.raw_key(key) for key in _LIST_KEYS(self._state, _NOBODY, "")]
+        return U64.pack(len(keys)) + c10d.vectors(keys)
 
     def _queue_push(self, request: Request) -> None:
         _QUEUE_PUSH(self._state, _NOBODY, request[1], request[2])
@@ -161,7 +161,7 @@ class C10dSession(Connection):
 
     def _wait(self, request: Request) -> bytes | None:
         if _CHECK(self._state, _NOBODY, request[1]):
-            return c10d_wire.STOP_WAITING
+            return c10d.STOP_WAITING
         number = self._last = self._last + 1
         _WAIT(self._state, (self, number), request[1])
         self._waiting.add(number)
@@ -170,7 +170,7 @@ class C10dSession(Connection):
     def _barrier(self, request: Request) -> bytes | None:
         number = self._last = self._last + 1
         if _BARRIER(self._state, (self, number), request[1], request[2]) is not BLOCKED:
-            return c10d_wire.STOP_WAITING
+            return c10d.STOP_WAITING
         self._waiting.add(number)  # and if it was the last to come, its answer is due already
         return None
 
@@ -180,7 +180,7 @@ class C10dSession(Connection):
         for number in waiting:
             _CANCEL(self._state, (self, 0), number)
         self._state.forgo(self)
-        return c10d_wire.WAIT_CANCELED
+        return c10d.WAIT_CANCELED
 
 
 ANSWERS: Final[dict[int, Callable[[C10dSession, Request], bytes | None]]] = {
@@ -228,9 +228,9 @@ def at_once(state: StoreState) -> dict[int, Callable[..., Answer]]:
 
     def wait(keys: list[str]) -> Answer:
         (key,) = keys
-        return lambda: None if peek(key) is None else c10d_wire.STOP_WAITING
+        return lambda: None if peek(key) is None else c10d.STOP_WAITING
 
     def check(keys: list[str]) -> Answer:
-        return lambda: c10d_wire.READY if _CHECK(state, _NOBODY, keys) else c10d_wire.NOT_READY
+        return lambda: c10d.READY if _CHECK(state, _NOBODY, keys) else c10d.NOT_READY
 
     return {Code.GET: get, Code.ADD: add, Code.WAIT: wait, Code.CHECK: check}

@@ -27,8 +27,8 @@ import msgpack
 
 from asyncdist.errors import ProtocolError
 from asyncdist.store.entries import ENTRY_NBYTES, Contents, Refused, cost_of, extend, growth
-from asyncdist.store.operations import Kind, Reason, Reply
-from asyncdist.store.pieces import LONG_NBYTES
+from asyncdist.store.protocol.chunking import LONG_NBYTES
+from asyncdist.store.protocol.operations import Kind, Reason, Reply
 
 _CHUNK_COUNT, _CHUNK_NBYTES = 500, 1 << 20
 _BIN32 = b"\xc6"

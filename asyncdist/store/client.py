@@ -14,14 +14,14 @@ from asyncdist.base.deadline import Timeout, seconds
 from asyncdist.base.tls import client_context
 from asyncdist.config import Config
 from asyncdist.errors import AsyncdistError, StoreConnectionError, UsageError
-from asyncdist.store import operations
 from asyncdist.store.asked import Asked, Limits
 from asyncdist.store.base import AsyncFace
-from asyncdist.store.conversation import IDENTITY_NBYTES, Conversation
 from asyncdist.store.dialling import FIRST_PAUSE, Persistence, Redial, closed
 from asyncdist.store.link import Link, reach
-from asyncdist.store.operations import Command
-from asyncdist.store.pieces import Parcel
+from asyncdist.store.protocol import operations
+from asyncdist.store.protocol.chunking import Parcel
+from asyncdist.store.protocol.client_protocol import IDENTITY_NBYTES, Conversation
+from asyncdist.store.protocol.operations import Command
 
 T = TypeVar("T")
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from asyncdist.base import lifecycle
 from asyncdist.errors import AuthenticationError, ProtocolError
-from asyncdist.store.operations import Reply
+from asyncdist.store.protocol.operations import Reply
 
 if TYPE_CHECKING:
     from asyncdist.store.server import StoreServer

@@ -14,9 +14,9 @@ from typing import Any, Generic, TypeVar
 
 from asyncdist.base.deadline import Deadline, Timeout, seconds
 from asyncdist.errors import StoreTimeoutError
-from asyncdist.store import operations
 from asyncdist.store.base import Stream
-from asyncdist.store.operations import Command, Op
+from asyncdist.store.protocol import operations
+from asyncdist.store.protocol.operations import Command, Op
 
 T = TypeVar("T")
 

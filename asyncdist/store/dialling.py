@@ -13,7 +13,7 @@ from asyncdist.base import lifecycle
 from asyncdist.base.deadline import Deadline, Timeout
 from asyncdist.base.tls import refused
 from asyncdist.errors import AddressError, AsyncdistError, CertificateError, StoreConnectionError
-from asyncdist.store.conversation import Conversation
+from asyncdist.store.protocol.client_protocol import Conversation
 
 log = logging.getLogger("asyncdist")
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from asyncdist.errors import AddressError
 from asyncdist.store.connection import Connection
-from asyncdist.store.operations import Kind, Reason, Reply
+from asyncdist.store.protocol.operations import Kind, Reason, Reply
 
 if TYPE_CHECKING:
     from asyncdist.store.server import StoreServer

@@ -22,7 +22,7 @@ from asyncdist.store.changes import Book
 from asyncdist.store.entries import Contents
 from asyncdist.store.journal import Journal
 from asyncdist.store.members import Member
-from asyncdist.store.messages import message_limit
+from asyncdist.store.protocol.codec import message_limit
 
 if TYPE_CHECKING:
     from asyncdist.store.connection import Connection

@@ -7,7 +7,7 @@ from io import SEEK_END, BytesIO
 from itertools import chain
 from typing import Any, Final, NamedTuple, Protocol
 
-from asyncdist.store.operations import Client, Op, Reason, Reply
+from asyncdist.store.protocol.operations import Client, Op, Reason, Reply
 
 Place = tuple[Client, int]
 """A client and its request."""

@@ -27,7 +27,7 @@ from asyncdist.store import log
 from asyncdist.store.desk import Ticket
 from asyncdist.store.local import DEFAULT_TIMEOUT, LocalDesk, LocalStore
 from asyncdist.store.log import Record
-from asyncdist.store.operations import Client, Op, Reply
+from asyncdist.store.protocol.operations import Client, Op, Reply
 from asyncdist.store.shared_file import SharedFile
 
 _READ_ONLY = frozenset((Op.GET, Op.WAIT, Op.CHECK, Op.NUM_KEYS, Op.MULTI_GET, Op.LIST_KEYS, Op.QUEUE_LEN, Op.WATCH))

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, cast
 from asyncdist.base.auth import NONCE_NBYTES, WANTS_TLS, Pushed, accept
 from asyncdist.base.topology import is_loopback
 from asyncdist.errors import ProtocolError
-from asyncdist.store import c10d_wire
 from asyncdist.store.c10d_policy import C10d
 from asyncdist.store.c10d_session import C10dSession
 from asyncdist.store.connection import Connection, name_of
 from asyncdist.store.dialling import tune
-from asyncdist.store.messages import hello
-from asyncdist.store.operations import Reply
+from asyncdist.store.protocol import c10d as c10d_wire
+from asyncdist.store.protocol.codec import hello
+from asyncdist.store.protocol.operations import Reply
 from asyncdist.store.session import Session
 
 if TYPE_CHECKING:

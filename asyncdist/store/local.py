@@ -7,11 +7,11 @@ from typing import Any, TypeVar
 
 from asyncdist.base.deadline import Deadline, Timeout, seconds
 from asyncdist.errors import StoreConnectionError
-from asyncdist.store import operations
 from asyncdist.store.base import Store, Subscription, Watch
-from asyncdist.store.conversation import refusal
 from asyncdist.store.desk import Changes, Desk, DeskStream, Messages, Ticket
-from asyncdist.store.operations import BLOCKING, STREAMS, Client, Command, Kind, Op, Reply
+from asyncdist.store.protocol import operations
+from asyncdist.store.protocol.client_protocol import refusal
+from asyncdist.store.protocol.operations import BLOCKING, STREAMS, Client, Command, Kind, Op, Reply
 from asyncdist.store.state import StoreState
 
 DEFAULT_TIMEOUT = 300.0

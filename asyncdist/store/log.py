@@ -21,8 +21,8 @@ from zlib import crc32
 import msgpack
 
 from asyncdist.errors import ProtocolError, UsageError
-from asyncdist.store.messages import decode_request, messages_in
-from asyncdist.store.operations import Op
+from asyncdist.store.protocol.codec import decode_request, messages_in
+from asyncdist.store.protocol.operations import Op
 
 MAGIC = b"asyncdist store log 3\n"
 SALT_NBYTES = 8

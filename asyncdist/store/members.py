@@ -14,7 +14,7 @@ import math
 from typing import Protocol
 
 from asyncdist.store.entries import KEPT_ANSWERS, KEPT_NBYTES, MemberContents, cost_of
-from asyncdist.store.operations import Client, Kind, Reply
+from asyncdist.store.protocol.operations import Client, Kind, Reply
 
 
 class MembersLedger(Protocol):

@@ -7,7 +7,7 @@ from typing import Any, TypeVar, cast
 
 from asyncdist.base.deadline import Timeout
 from asyncdist.store.base import AsyncFace, AsyncSubscription, AsyncWatch, Store, Subscription, Watch
-from asyncdist.store.operations import Command, Op
+from asyncdist.store.protocol.operations import Command, Op
 
 T = TypeVar("T")
 

@@ -7,7 +7,7 @@ from collections import deque
 from typing import Any
 
 from asyncdist.store.entries import BLOCKED, ENTRY_NBYTES, Holding, Item, Place, Refused, Table, Taking, Waiting, named
-from asyncdist.store.operations import Client, Kind, Reason, Reply
+from asyncdist.store.protocol.operations import Client, Kind, Reason, Reply
 
 
 class Queues(Table):

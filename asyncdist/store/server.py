@@ -29,7 +29,6 @@ from asyncdist.store import listen
 from asyncdist.store.attention import Attention
 from asyncdist.store.c10d_policy import policy
 from asyncdist.store.c10d_session import at_once
-from asyncdist.store.c10d_wire import Phrases
 from asyncdist.store.changes import Book
 from asyncdist.store.connection import Connection
 from asyncdist.store.doors import Doors
@@ -37,9 +36,10 @@ from asyncdist.store.durability import Durability, Fsync
 from asyncdist.store.gate import Gate
 from asyncdist.store.lobby import Lobby
 from asyncdist.store.members import Members
-from asyncdist.store.messages import Encoder, message_limit
-from asyncdist.store.operations import Kind, Reason, Reply
-from asyncdist.store.pieces import LONG_NBYTES, Parcel, answer_piece, weight
+from asyncdist.store.protocol.c10d import Phrases
+from asyncdist.store.protocol.chunking import LONG_NBYTES, Parcel, answer_piece, weight
+from asyncdist.store.protocol.codec import Encoder, message_limit
+from asyncdist.store.protocol.operations import Kind, Reason, Reply
 from asyncdist.store.session import Session
 from asyncdist.store.shortcut import Shortcuts
 from asyncdist.store.state import StoreState

@@ -14,13 +14,23 @@ from collections import Counter, deque
 from typing import TYPE_CHECKING, Any
 
 from asyncdist.errors import ProtocolError
-from asyncdist.store.carrier import Carrier
 from asyncdist.store.connection import BACKLOG_NBYTES, Connection
 from asyncdist.store.entries import Refused
 from asyncdist.store.members import Member
-from asyncdist.store.messages import TOGETHER_NBYTES, FrameParser, decode_request, framed, messages_in
-from asyncdist.store.operations import CHANGING, EPHEMERAL, REPEATABLE, SERVERS, SWEEPING, Kind, Op, Reason, Reply
-from asyncdist.store.pieces import FRAME_NBYTES, LONG_NBYTES, Arriving, Parcel, answer_piece
+from asyncdist.store.protocol.chunk_sender import Carrier
+from asyncdist.store.protocol.chunking import FRAME_NBYTES, LONG_NBYTES, Arriving, Parcel, answer_piece
+from asyncdist.store.protocol.codec import TOGETHER_NBYTES, FrameParser, decode_request, framed, messages_in
+from asyncdist.store.protocol.operations import (
+    CHANGING,
+    EPHEMERAL,
+    REPEATABLE,
+    SERVERS,
+    SWEEPING,
+    Kind,
+    Op,
+    Reason,
+    Reply,
+)
 from asyncdist.store.status import status
 
 if TYPE_CHECKING:

@@ -41,7 +41,7 @@ from asyncdist.store.entries import (
     growth,
     named,
 )
-from asyncdist.store.operations import SERVERS, Client, Kind, Op, Reason, Reply
+from asyncdist.store.protocol.operations import SERVERS, Client, Kind, Op, Reason, Reply
 from asyncdist.store.queues import drop_from
 from asyncdist.store.ties import Ties
 

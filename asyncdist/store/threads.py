@@ -20,9 +20,9 @@ from asyncdist.config import Config
 from asyncdist.errors import ProtocolError, StoreConnectionError, UsageError
 from asyncdist.store.desk import Arrivals, Ticket, acquire
 from asyncdist.store.dialling import broken, closed, describe
-from asyncdist.store.messages import framed
-from asyncdist.store.operations import Command
-from asyncdist.store.pieces import Parcel
+from asyncdist.store.protocol.chunking import Parcel
+from asyncdist.store.protocol.codec import framed
+from asyncdist.store.protocol.operations import Command
 from asyncdist.store.reconnecting import Reconnecting
 from asyncdist.store.wire import Wire
 

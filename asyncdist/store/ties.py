@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from asyncdist.store.entries import Observing, Place, Refused, Surveying, named
-from asyncdist.store.operations import CHANGED, GONE, Client, Kind, Reason, Reply
+from asyncdist.store.protocol.operations import CHANGED, GONE, Client, Kind, Reason, Reply
 from asyncdist.store.queues import Queues
 
 _LODGING = "\0here/"

@@ -14,7 +14,7 @@ import socket
 import struct
 from typing import Any, Self
 
-from asyncdist.store.c10d_wire import MAGIC, Code
+from asyncdist.store.protocol.c10d import MAGIC, Code
 
 PATIENCE = 20.0
 """Seconds after which a server that says nothing is an error."""

@@ -20,8 +20,9 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from asyncdist.errors import AsyncdistError, StoreConnectionError
-from asyncdist.store import PrefixStore, TCPStore, operations
+from asyncdist.store import PrefixStore, TCPStore
 from asyncdist.store.c10d_ping import takes_torchs_clients
+from asyncdist.store.protocol import operations
 from asyncdist.torch_backend.lodger import Lodger, reach
 from asyncdist.torch_backend.store import Store
 

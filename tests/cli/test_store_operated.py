@@ -21,8 +21,8 @@ from pathlib import Path
 import pytest
 
 from asyncdist.errors import StoreConnectionError
-from asyncdist.store import operations
-from asyncdist.store.c10d_wire import MAGIC, Code
+from asyncdist.store.protocol import operations
+from asyncdist.store.protocol.c10d import MAGIC, Code
 from asyncdist.testing.c10d import encode
 from asyncdist.testing.daemon import LIMIT, Daemon, asked, command, ended, environment, started
 from asyncdist.testing.ports import free_port

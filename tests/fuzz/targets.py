@@ -12,13 +12,14 @@ from msgpack import ExtType, packb
 
 from asyncdist.base.auth import MAGIC, Pushed, accept, dial
 from asyncdist.errors import AuthenticationError, ProtocolError
-from asyncdist.store import c10d_wire, log
+from asyncdist.store import log
 from asyncdist.store.c10d_session import at_once
 from asyncdist.store.changes import Book, replay
 from asyncdist.store.entries import Contents
-from asyncdist.store.messages import LENGTH, Encoder, FrameParser, decode_answer, decode_request, hello
-from asyncdist.store.operations import SERVERS, Kind, Op, Reply
-from asyncdist.store.pieces import Arriving
+from asyncdist.store.protocol import c10d as c10d_wire
+from asyncdist.store.protocol.chunking import Arriving
+from asyncdist.store.protocol.codec import LENGTH, Encoder, FrameParser, decode_answer, decode_request, hello
+from asyncdist.store.protocol.operations import SERVERS, Kind, Op, Reply
 from asyncdist.store.state import StoreState
 
 LIMIT = 1 << 16

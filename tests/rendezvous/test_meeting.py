@@ -33,7 +33,7 @@ from asyncdist.store import (
     TCPStore,
     dialling,
 )
-from asyncdist.store.c10d_wire import Code
+from asyncdist.store.protocol.c10d import Code
 from asyncdist.testing.c10d import Peer
 from asyncdist.testing.faults import Proxy
 from asyncdist.testing.ports import free_port

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from asyncdist.base.background_loop import runtime
 from asyncdist.config import Config
 from asyncdist.store import StoreServer, TCPStore
-from asyncdist.store.c10d_wire import Code
+from asyncdist.store.protocol.c10d import Code
 from asyncdist.testing.c10d import Peer
 from asyncdist.testing.ports import free_port
 

@@ -15,7 +15,7 @@ from asyncdist.base.background_loop import runtime
 from asyncdist.config import Config
 from asyncdist.store import AsyncStore, StoreServer, TCPStore, lobby
 from asyncdist.store.c10d_ping import takes_torchs_clients
-from asyncdist.store.c10d_wire import MAGIC, STOP_WAITING, Code
+from asyncdist.store.protocol.c10d import MAGIC, STOP_WAITING, Code
 from asyncdist.testing.c10d import Peer, encode
 
 LONG, UNIT = 10.0, 0.05

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncdist.errors import ProtocolError
-from asyncdist.store.c10d_wire import (
+from asyncdist.store.protocol.c10d import (
     MAGIC,
     MAX_KEY_NBYTES,
     MAX_KEYS,

@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
-from asyncdist.store.carrier import Carrier
-from asyncdist.store.messages import Encoder, framed
-from asyncdist.store.operations import Op
-from asyncdist.store.pieces import PIECE_NBYTES, Parcel, request_piece
+from asyncdist.store.protocol.chunk_sender import Carrier
+from asyncdist.store.protocol.chunking import PIECE_NBYTES, Parcel, request_piece
+from asyncdist.store.protocol.codec import Encoder, framed
+from asyncdist.store.protocol.operations import Op
 
 
 def parcel(request: int, pieces: int = 3) -> Parcel:

@@ -18,12 +18,12 @@ from asyncdist.config import Config
 from asyncdist.errors import JournalError, StoreConnectionError, StoreError
 from asyncdist.store import AsyncStore, StoreServer, TCPStore
 from asyncdist.store.c10d_session import C10dSession
-from asyncdist.store.c10d_wire import MAGIC, Code
 from asyncdist.store.changes import replay, snapshot
 from asyncdist.store.durability import Durability, Fsync
 from asyncdist.store.entries import Contents
 from asyncdist.store.journal import Journal
-from asyncdist.store.operations import Op
+from asyncdist.store.protocol.c10d import MAGIC, Code
+from asyncdist.store.protocol.operations import Op
 from asyncdist.testing.c10d import Peer, encode
 
 TOKEN = "a token for tests"

@@ -22,8 +22,8 @@ from asyncdist.store import changes, log
 from asyncdist.store.changes import Book, replay, snapshot
 from asyncdist.store.entries import Contents
 from asyncdist.store.journal import Journal
-from asyncdist.store.operations import Op
-from asyncdist.store.pieces import LONG_NBYTES
+from asyncdist.store.protocol.chunking import LONG_NBYTES
+from asyncdist.store.protocol.operations import Op
 from asyncdist.store.state import StoreState
 
 MANY = 1 << 30

@@ -20,8 +20,8 @@ import pytest
 from asyncdist.config import Config
 from asyncdist.errors import AsyncdistError
 from asyncdist.store import AsyncStore
-from asyncdist.store.c10d_wire import I64, MAGIC, Code
 from asyncdist.store.durability import Fsync
+from asyncdist.store.protocol.c10d import I64, MAGIC, Code
 from asyncdist.testing.c10d import encode
 from asyncdist.testing.processes import Nursery, RankEndedError, RankProcess
 

@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 
 from asyncdist.config import Config
 from asyncdist.errors import StoreError
-from asyncdist.store import AsyncStore, StoreServer, TCPStore, conversation
+from asyncdist.store import AsyncStore, StoreServer, TCPStore
 from asyncdist.store.changes import Book, replay
 from asyncdist.store.entries import Contents, Refused
 from asyncdist.store.members import Members
-from asyncdist.store.operations import Kind, Op, Reason, Reply
+from asyncdist.store.protocol import client_protocol
+from asyncdist.store.protocol.operations import Kind, Op, Reason, Reply
 from asyncdist.store.state import StoreState
 
 LONGEST = 100
@@ -204,7 +205,7 @@ def test_long_answers_are_kept_up_to_a_limit_and_the_last_in_any_case(monkeypatc
 
 
 async def test_a_client_that_never_says_what_has_arrived_fills_its_server(monkeypatch):
-    monkeypatch.setattr(conversation, "_TELL_AFTER_NBYTES", 1 << 60)
+    monkeypatch.setattr(client_protocol, "_TELL_AFTER_NBYTES", 1 << 60)
     config = Config(token="token", store_max_nbytes=1 << 20)
     async with await StoreServer.start("127.0.0.1", 0, token="token", config=config) as server:
         store = await AsyncStore.connect("127.0.0.1", server.port, token="token", config=config)

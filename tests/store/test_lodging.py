@@ -8,7 +8,7 @@ from asyncdist.base.background_loop import runtime
 from asyncdist.config import Config
 from asyncdist.errors import StoreConnectionError
 from asyncdist.store import AsyncStore, StoreServer, TCPStore
-from asyncdist.store.operations import CHANGED, GONE, Op
+from asyncdist.store.protocol.operations import CHANGED, GONE, Op
 from asyncdist.store.state import StoreState
 from asyncdist.store.ties import lodging
 from asyncdist.testing.faults import Proxy

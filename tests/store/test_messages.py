@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncdist.errors import ProtocolError, QueueEmptyError, StoreConnectionError, StoreError, UsageError
-from asyncdist.store import operations
-from asyncdist.store.conversation import Conversation
-from asyncdist.store.messages import (
+from asyncdist.store.protocol import operations
+from asyncdist.store.protocol.client_protocol import Conversation
+from asyncdist.store.protocol.codec import (
     HELLO,
     TOGETHER_NBYTES,
     VERSION,
@@ -26,7 +26,7 @@ from asyncdist.store.messages import (
     hello,
     messages_in,
 )
-from asyncdist.store.operations import ARGUMENTS, FLAG, KEY, KEYS, NUMBER, VALUE, VALUES, Kind, Op, Reason
+from asyncdist.store.protocol.operations import ARGUMENTS, FLAG, KEY, KEYS, NUMBER, VALUE, VALUES, Kind, Op, Reason
 
 LIMIT = 1000
 

@@ -19,10 +19,8 @@ from asyncdist.base.background_loop import runtime
 from asyncdist.config import Config
 from asyncdist.errors import ProtocolError, StoreError, StoreTimeoutError, UsageError
 from asyncdist.store import AsyncStore, StoreServer, TCPStore
-from asyncdist.store.carrier import Carrier
-from asyncdist.store.messages import Encoder, FrameParser, framed
-from asyncdist.store.operations import Kind, Op
-from asyncdist.store.pieces import (
+from asyncdist.store.protocol.chunk_sender import Carrier
+from asyncdist.store.protocol.chunking import (
     FRAME_NBYTES,
     LONG_NBYTES,
     PIECE_NBYTES,
@@ -31,6 +29,8 @@ from asyncdist.store.pieces import (
     answer_piece,
     request_piece,
 )
+from asyncdist.store.protocol.codec import Encoder, FrameParser, framed
+from asyncdist.store.protocol.operations import Kind, Op
 from asyncdist.store.session import Session
 from asyncdist.store.wire import Wire
 from asyncdist.testing.faults import Proxy

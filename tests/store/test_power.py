@@ -15,7 +15,7 @@ from asyncdist.store import log
 from asyncdist.store.changes import Book
 from asyncdist.store.entries import Contents
 from asyncdist.store.journal import Journal
-from asyncdist.store.operations import Op
+from asyncdist.store.protocol.operations import Op
 from asyncdist.store.state import StoreState
 
 Names = dict[str, "File"]

@@ -24,14 +24,15 @@ from asyncdist.base.background_loop import runtime
 from asyncdist.base.deadline import Deadline
 from asyncdist.config import Config
 from asyncdist.errors import ProtocolError, StoreConnectionError, StoreError, StoreTimeoutError
-from asyncdist.store import AsyncStore, StoreServer, TCPStore, dialling, operations, reconnecting
+from asyncdist.store import AsyncStore, StoreServer, TCPStore, dialling, reconnecting
 from asyncdist.store.changes import Book, replay
-from asyncdist.store.conversation import Conversation
 from asyncdist.store.desk import Ticket
 from asyncdist.store.entries import KEPT_ANSWERS, Contents
 from asyncdist.store.members import Member, Members
-from asyncdist.store.messages import Encoder, Request, decode_request, hello, messages_in
-from asyncdist.store.operations import Kind, Op, Reason, Reply
+from asyncdist.store.protocol import operations
+from asyncdist.store.protocol.client_protocol import Conversation
+from asyncdist.store.protocol.codec import Encoder, Request, decode_request, hello, messages_in
+from asyncdist.store.protocol.operations import Kind, Op, Reason, Reply
 from asyncdist.store.wire import Wire
 from asyncdist.testing.faults import Proxy
 from asyncdist.testing.ports import free_port

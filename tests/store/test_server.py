@@ -21,9 +21,9 @@ from asyncdist.errors import AddressError, StoreConnectionError, UsageError
 from asyncdist.store import AsyncStore, StoreServer, TCPStore, listen
 from asyncdist.store.dialling import Persistence
 from asyncdist.store.lobby import Lobby
-from asyncdist.store.messages import Encoder, FrameParser
-from asyncdist.store.operations import Kind, Op
-from asyncdist.store.pieces import FRAME_NBYTES, LONG_NBYTES, Arriving
+from asyncdist.store.protocol.chunking import FRAME_NBYTES, LONG_NBYTES, Arriving
+from asyncdist.store.protocol.codec import Encoder, FrameParser
+from asyncdist.store.protocol.operations import Kind, Op
 from asyncdist.store.session import Session
 
 UNIT, LONG = 0.05, 10.0

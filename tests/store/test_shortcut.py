@@ -12,7 +12,7 @@ import pytest
 from asyncdist.base.background_loop import runtime
 from asyncdist.store import StoreServer
 from asyncdist.store.c10d_session import C10dSession
-from asyncdist.store.c10d_wire import Code
+from asyncdist.store.protocol.c10d import Code
 from asyncdist.store.shortcut import Shortcut
 from asyncdist.testing.c10d import Peer, encode
 

@@ -10,8 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from asyncdist.store import operations
-from asyncdist.store.operations import Kind, Op, Reason, Reply
+from asyncdist.store.protocol import operations
+from asyncdist.store.protocol.operations import Kind, Op, Reason, Reply
 from asyncdist.store.state import StoreState
 
 INT64_MAX = (1 << 63) - 1

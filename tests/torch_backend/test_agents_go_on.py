@@ -9,7 +9,8 @@ import pytest
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 
 from asyncdist.base.background_loop import runtime
-from asyncdist.store import StoreServer, TCPStore, operations
+from asyncdist.store import StoreServer, TCPStore
+from asyncdist.store.protocol import operations
 from asyncdist.testing.daemon import started
 from asyncdist.testing.faults import Proxy
 from asyncdist.torch_backend.init_method import rendezvous

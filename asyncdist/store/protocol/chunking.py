@@ -21,8 +21,8 @@ from typing import Any
 from msgpack import ExtType
 
 from asyncdist.errors import ProtocolError
-from asyncdist.store.messages import TOGETHER_NBYTES, messages_in
-from asyncdist.store.operations import Kind, Op
+from asyncdist.store.protocol.codec import TOGETHER_NBYTES, messages_in
+from asyncdist.store.protocol.operations import Kind, Op
 
 LONG_NBYTES = TOGETHER_NBYTES
 """What goes in one frame, with others perhaps."""

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import msgpack
 
 from asyncdist.errors import ProtocolError
-from asyncdist.store.operations import ARGUMENTS, FLAG, KEY, KEYS, NUMBER, VALUE, VALUES, Kind, Op
+from asyncdist.store.protocol.operations import ARGUMENTS, FLAG, KEY, KEYS, NUMBER, VALUE, VALUES, Kind, Op
 
 VERSION = 2
 HELLO = 3

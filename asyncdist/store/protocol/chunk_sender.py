@@ -6,8 +6,8 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
-from asyncdist.store.messages import framed
-from asyncdist.store.pieces import Parcel
+from asyncdist.store.protocol.chunking import Parcel
+from asyncdist.store.protocol.codec import framed
 
 Done = Callable[[Parcel], object]
 

@@ -1,0 +1,1 @@
+"""The store's wire protocols without I/O: operations, codec, chunking, client state machine, torch's c10d format."""
