@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Final
 
 from asyncdist.errors import ProtocolError
 from asyncdist.store.connection import BATCH_NBYTES, Connection
-from asyncdist.store.entries import BLOCKED, Refused
 from asyncdist.store.protocol import c10d
 from asyncdist.store.protocol.c10d import I64, U32, U64, Answer, Code, Decoder, Request, vector
 from asyncdist.store.protocol.operations import Op, Reply
-from asyncdist.store.state import HANDLERS, StoreState
+from asyncdist.store.state.machine import HANDLERS, StoreState
+from asyncdist.store.state.model import BLOCKED, Refused
 
 if TYPE_CHECKING:
     from asyncdist.store.server import StoreServer

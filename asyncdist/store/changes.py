@@ -26,9 +26,9 @@ from typing import Any
 import msgpack
 
 from asyncdist.errors import ProtocolError
-from asyncdist.store.entries import ENTRY_NBYTES, Contents, Refused, cost_of, extend, growth
 from asyncdist.store.protocol.chunking import LONG_NBYTES
 from asyncdist.store.protocol.operations import Kind, Reason, Reply
+from asyncdist.store.state.model import ENTRY_NBYTES, Contents, Refused, cost_of, extend, growth
 
 _CHUNK_COUNT, _CHUNK_NBYTES = 500, 1 << 20
 _BIN32 = b"\xc6"

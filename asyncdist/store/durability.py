@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 from asyncdist.errors import JournalError
 from asyncdist.store.changes import Book
-from asyncdist.store.entries import Contents
 from asyncdist.store.journal import Journal
-from asyncdist.store.members import Member
 from asyncdist.store.protocol.codec import message_limit
+from asyncdist.store.state.model import Contents
+from asyncdist.store.state.sessions import Member
 
 if TYPE_CHECKING:
     from asyncdist.store.connection import Connection

@@ -27,7 +27,7 @@ from asyncdist.base import lifecycle
 from asyncdist.errors import JournalError, ProtocolError
 from asyncdist.store import log
 from asyncdist.store.changes import replay, snapshot
-from asyncdist.store.entries import Contents
+from asyncdist.store.state.model import Contents
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from asyncdist.store.desk import Changes, Desk, DeskStream, Messages, Ticket
 from asyncdist.store.protocol import operations
 from asyncdist.store.protocol.client_protocol import refusal
 from asyncdist.store.protocol.operations import BLOCKING, STREAMS, Client, Command, Kind, Op, Reply
-from asyncdist.store.state import StoreState
+from asyncdist.store.state.machine import StoreState
 
 DEFAULT_TIMEOUT = 300.0
 T = TypeVar("T")

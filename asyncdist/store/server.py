@@ -35,14 +35,14 @@ from asyncdist.store.doors import Doors
 from asyncdist.store.durability import Durability, Fsync
 from asyncdist.store.gate import Gate
 from asyncdist.store.lobby import Lobby
-from asyncdist.store.members import Members
 from asyncdist.store.protocol.c10d import Phrases
 from asyncdist.store.protocol.chunking import LONG_NBYTES, Parcel, answer_piece, weight
 from asyncdist.store.protocol.codec import Encoder, message_limit
 from asyncdist.store.protocol.operations import Kind, Reason, Reply
 from asyncdist.store.session import Session
 from asyncdist.store.shortcut import Shortcuts
-from asyncdist.store.state import StoreState
+from asyncdist.store.state.machine import StoreState
+from asyncdist.store.state.sessions import Members
 
 logger = logging.getLogger(__name__)
 

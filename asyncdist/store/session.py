@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from asyncdist.errors import ProtocolError
 from asyncdist.store.connection import BACKLOG_NBYTES, Connection
-from asyncdist.store.entries import Refused
-from asyncdist.store.members import Member
 from asyncdist.store.protocol.chunk_sender import Carrier
 from asyncdist.store.protocol.chunking import FRAME_NBYTES, LONG_NBYTES, Arriving, Parcel, answer_piece
 from asyncdist.store.protocol.codec import TOGETHER_NBYTES, FrameParser, decode_request, framed, messages_in
@@ -31,6 +29,8 @@ from asyncdist.store.protocol.operations import (
     Reason,
     Reply,
 )
+from asyncdist.store.state.model import Refused
+from asyncdist.store.state.sessions import Member
 from asyncdist.store.status import status
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from asyncdist.base.deadline import Timeout
 from asyncdist.config import Config
 from asyncdist.errors import AsyncdistError
 from asyncdist.store import TCPStore
-from asyncdist.store.ties import lodging
+from asyncdist.store.state.ownership import lodging
 
 
 def reach(host: str, port: int, timeout: Timeout) -> TCPStore:

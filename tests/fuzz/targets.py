@@ -15,12 +15,12 @@ from asyncdist.errors import AuthenticationError, ProtocolError
 from asyncdist.store import log
 from asyncdist.store.c10d_session import at_once
 from asyncdist.store.changes import Book, replay
-from asyncdist.store.entries import Contents
 from asyncdist.store.protocol import c10d as c10d_wire
 from asyncdist.store.protocol.chunking import Arriving
 from asyncdist.store.protocol.codec import LENGTH, Encoder, FrameParser, decode_answer, decode_request, hello
 from asyncdist.store.protocol.operations import SERVERS, Kind, Op, Reply
-from asyncdist.store.state import StoreState
+from asyncdist.store.state.machine import StoreState
+from asyncdist.store.state.model import Contents
 
 LIMIT = 1 << 16
 NONCE = bytes(32)

@@ -20,10 +20,10 @@ from asyncdist.store import AsyncStore, StoreServer, TCPStore
 from asyncdist.store.c10d_session import C10dSession
 from asyncdist.store.changes import replay, snapshot
 from asyncdist.store.durability import Durability, Fsync
-from asyncdist.store.entries import Contents
 from asyncdist.store.journal import Journal
 from asyncdist.store.protocol.c10d import MAGIC, Code
 from asyncdist.store.protocol.operations import Op
+from asyncdist.store.state.model import Contents
 from asyncdist.testing.c10d import Peer, encode
 
 TOKEN = "a token for tests"
@@ -513,7 +513,7 @@ async def test_what_is_not_known_any_more_is_not_done_again(
     tmp_path, disk, monkeypatch, eventually: Eventually, restarted
 ):
     """More replies are lost with the connection than the store keeps."""
-    monkeypatch.setattr("asyncdist.store.members.KEPT_ANSWERS", 10)
+    monkeypatch.setattr("asyncdist.store.state.sessions.KEPT_ANSWERS", 10)
     server = await started(tmp_path, 0)
     store = await AsyncStore.connect("127.0.0.1", server.port, token=TOKEN, timeout=LONG, config=PATIENT)
     try:
@@ -540,7 +540,7 @@ async def test_what_is_not_known_any_more_is_not_done_again(
 
 async def test_a_change_that_comes_late_is_no_repeated_one(tmp_path, monkeypatch):
     """What is long takes longer than many that were asked later, and were answered."""
-    monkeypatch.setattr("asyncdist.store.members.KEPT_ANSWERS", 2)
+    monkeypatch.setattr("asyncdist.store.state.sessions.KEPT_ANSWERS", 2)
     server = await started(tmp_path, 0)
     store = await AsyncStore.connect("127.0.0.1", server.port, token=TOKEN, timeout=LONG, config=PATIENT)
     pushing = store.queue_push("q", bytes(1 << 20))

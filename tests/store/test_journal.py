@@ -20,11 +20,11 @@ from hypothesis import strategies as st
 from asyncdist.errors import JournalError, ProtocolError
 from asyncdist.store import changes, log
 from asyncdist.store.changes import Book, replay, snapshot
-from asyncdist.store.entries import Contents
 from asyncdist.store.journal import Journal
 from asyncdist.store.protocol.chunking import LONG_NBYTES
 from asyncdist.store.protocol.operations import Op
-from asyncdist.store.state import StoreState
+from asyncdist.store.state.machine import StoreState
+from asyncdist.store.state.model import Contents
 
 MANY = 1 << 30
 BODIES = [b"\x93\x01\xa1a\xc4\x01" + bytes([number]) for number in range(4)]  # set a to 0, 1, 2, 3

@@ -12,11 +12,11 @@ from asyncdist.config import Config
 from asyncdist.errors import StoreError
 from asyncdist.store import AsyncStore, StoreServer, TCPStore
 from asyncdist.store.changes import Book, replay
-from asyncdist.store.entries import Contents, Refused
-from asyncdist.store.members import Members
 from asyncdist.store.protocol import client_protocol
 from asyncdist.store.protocol.operations import Kind, Op, Reason, Reply
-from asyncdist.store.state import StoreState
+from asyncdist.store.state.machine import StoreState
+from asyncdist.store.state.model import Contents, Refused
+from asyncdist.store.state.sessions import Members
 
 LONGEST = 100
 
@@ -187,7 +187,7 @@ ANSWERS = [(Kind.RESULT, None), (Kind.RESULT, 5), (Kind.RESULT, bytes(LONGEST)),
 
 
 def test_long_answers_are_kept_up_to_a_limit_and_the_last_in_any_case(monkeypatch):
-    monkeypatch.setattr("asyncdist.store.members.KEPT_NBYTES", 5 * LONGEST)
+    monkeypatch.setattr("asyncdist.store.state.sessions.KEPT_NBYTES", 5 * LONGEST)
     book, contents = Book(wake=lambda: None), Contents()
     members = Members()
     members.ledger = book

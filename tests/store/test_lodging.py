@@ -9,8 +9,8 @@ from asyncdist.config import Config
 from asyncdist.errors import StoreConnectionError
 from asyncdist.store import AsyncStore, StoreServer, TCPStore
 from asyncdist.store.protocol.operations import CHANGED, GONE, Op
-from asyncdist.store.state import StoreState
-from asyncdist.store.ties import lodging
+from asyncdist.store.state.machine import StoreState
+from asyncdist.store.state.ownership import lodging
 from asyncdist.testing.faults import Proxy
 
 LONG = 10.0

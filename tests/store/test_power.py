@@ -13,10 +13,10 @@ import pytest
 
 from asyncdist.store import log
 from asyncdist.store.changes import Book
-from asyncdist.store.entries import Contents
 from asyncdist.store.journal import Journal
 from asyncdist.store.protocol.operations import Op
-from asyncdist.store.state import StoreState
+from asyncdist.store.state.machine import StoreState
+from asyncdist.store.state.model import Contents
 
 Names = dict[str, "File"]
 

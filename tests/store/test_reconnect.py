@@ -27,12 +27,12 @@ from asyncdist.errors import ProtocolError, StoreConnectionError, StoreError, St
 from asyncdist.store import AsyncStore, StoreServer, TCPStore, dialling, reconnecting
 from asyncdist.store.changes import Book, replay
 from asyncdist.store.desk import Ticket
-from asyncdist.store.entries import KEPT_ANSWERS, Contents
-from asyncdist.store.members import Member, Members
 from asyncdist.store.protocol import operations
 from asyncdist.store.protocol.client_protocol import Conversation
 from asyncdist.store.protocol.codec import Encoder, Request, decode_request, hello, messages_in
 from asyncdist.store.protocol.operations import Kind, Op, Reason, Reply
+from asyncdist.store.state.model import KEPT_ANSWERS, Contents
+from asyncdist.store.state.sessions import Member, Members
 from asyncdist.store.wire import Wire
 from asyncdist.testing.faults import Proxy
 from asyncdist.testing.ports import free_port

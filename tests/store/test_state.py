@@ -12,7 +12,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from asyncdist.store.protocol import operations
 from asyncdist.store.protocol.operations import Kind, Op, Reason, Reply
-from asyncdist.store.state import StoreState
+from asyncdist.store.state.machine import StoreState
 
 INT64_MAX = (1 << 63) - 1
 

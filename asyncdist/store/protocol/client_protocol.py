@@ -20,11 +20,11 @@ from collections.abc import Collection
 from typing import Any, Protocol
 
 from asyncdist.errors import ProtocolError, QueueEmptyError, StoreConnectionError, StoreError, UsageError
-from asyncdist.store.entries import cost_of, named
 from asyncdist.store.protocol.chunking import FRAME_NBYTES, LONG_NBYTES, Arriving, Parcel, request_piece, weight
 from asyncdist.store.protocol.codec import HELLO, VERSION, Encoder, FrameParser, decode_answer, message_limit
 from asyncdist.store.protocol.operations import BLOCKING, CHANGING, REPEATABLE, STREAMS, Command, Kind, Op, Reason
-from asyncdist.store.ties import lodged_under
+from asyncdist.store.state.model import cost_of, named
+from asyncdist.store.state.ownership import lodged_under
 
 log = logging.getLogger("asyncdist")
 

@@ -23,7 +23,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from asyncdist.store.entries import (
+from asyncdist.store.protocol.operations import SERVERS, Client, Kind, Op, Reason, Reply
+from asyncdist.store.state.model import (
     BLOCKED,
     SILENT,
     Contents,
@@ -41,9 +42,8 @@ from asyncdist.store.entries import (
     growth,
     named,
 )
-from asyncdist.store.protocol.operations import SERVERS, Client, Kind, Op, Reason, Reply
-from asyncdist.store.queues import drop_from
-from asyncdist.store.ties import Ties
+from asyncdist.store.state.ownership import Ties
+from asyncdist.store.state.queues import drop_from
 
 
 class StoreState(Ties):

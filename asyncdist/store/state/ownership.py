@@ -11,9 +11,9 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterable
 
-from asyncdist.store.entries import Observing, Place, Refused, Surveying, named
 from asyncdist.store.protocol.operations import CHANGED, GONE, Client, Kind, Reason, Reply
-from asyncdist.store.queues import Queues
+from asyncdist.store.state.model import Observing, Place, Refused, Surveying, named
+from asyncdist.store.state.queues import Queues
 
 _LODGING = "\0here/"
 

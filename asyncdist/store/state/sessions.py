@@ -13,8 +13,8 @@ import heapq
 import math
 from typing import Protocol
 
-from asyncdist.store.entries import KEPT_ANSWERS, KEPT_NBYTES, MemberContents, cost_of
 from asyncdist.store.protocol.operations import Client, Kind, Reply
+from asyncdist.store.state.model import KEPT_ANSWERS, KEPT_NBYTES, MemberContents, cost_of
 
 
 class MembersLedger(Protocol):

@@ -6,8 +6,19 @@ from abc import abstractmethod
 from collections import deque
 from typing import Any
 
-from asyncdist.store.entries import BLOCKED, ENTRY_NBYTES, Holding, Item, Place, Refused, Table, Taking, Waiting, named
 from asyncdist.store.protocol.operations import Client, Kind, Reason, Reply
+from asyncdist.store.state.model import (
+    BLOCKED,
+    ENTRY_NBYTES,
+    Holding,
+    Item,
+    Place,
+    Refused,
+    Table,
+    Taking,
+    Waiting,
+    named,
+)
 
 
 class Queues(Table):
