@@ -28,8 +28,8 @@ from asyncdist.bench.store_server import HOST
 from asyncdist.config import Config
 from asyncdist.errors import BenchmarkError
 from asyncdist.store import TCPStore
-from asyncdist.store.changes import Book
-from asyncdist.store.journal import Journal
+from asyncdist.store.persistence.change_log import Book
+from asyncdist.store.persistence.journal import Journal
 
 OURS, TORCHS = "asyncdist", "torch"
 PARTS = ("theirs", "ours", "crowd", "memory", "restart")

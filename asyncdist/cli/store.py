@@ -137,7 +137,7 @@ def _serve(ctx: click.Context, given: dict[str, Any]) -> None:
     from asyncdist.config import Service
     from asyncdist.errors import JournalError
     from asyncdist.store.daemon import Options, serve
-    from asyncdist.store.durability import Fsync
+    from asyncdist.store.persistence.group_commit import Fsync
 
     config = _settings(given)
     begun = False

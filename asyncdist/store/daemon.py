@@ -15,8 +15,8 @@ from typing import Any
 from asyncdist.config import Config, Service
 from asyncdist.store import listen, systemd
 from asyncdist.store.attention import Attention
-from asyncdist.store.durability import Fsync
 from asyncdist.store.metrics import Metrics, check_available
+from asyncdist.store.persistence.group_commit import Fsync
 from asyncdist.store.server import StoreServer
 
 logger = logging.getLogger(__name__)

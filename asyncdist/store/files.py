@@ -23,10 +23,10 @@ from typing import Any
 
 from asyncdist.base.deadline import Deadline
 from asyncdist.errors import ProtocolError, StoreError, UsageError
-from asyncdist.store import log
 from asyncdist.store.desk import Ticket
 from asyncdist.store.local import DEFAULT_TIMEOUT, LocalDesk, LocalStore
-from asyncdist.store.log import Record
+from asyncdist.store.persistence import log_format
+from asyncdist.store.persistence.log_format import Record
 from asyncdist.store.protocol.operations import Client, Op, Reply
 from asyncdist.store.shared_file import SharedFile
 
@@ -56,9 +56,9 @@ class FileDesk(LocalDesk):
             with self._file.locked():
                 self._read()
                 if self._offset == 0:
-                    self._salt = secrets.token_bytes(log.SALT_NBYTES)
-                    self._file.write_at(0, log.header(self._salt))
-                    self._offset = log.HEADER_NBYTES
+                    self._salt = secrets.token_bytes(log_format.SALT_NBYTES)
+                    self._file.write_at(0, log_format.header(self._salt))
+                    self._offset = log_format.HEADER_NBYTES
         except BaseException:
             self._file.close()
             raise
@@ -107,10 +107,10 @@ class FileDesk(LocalDesk):
             self._read()
 
     def _log(self, record: Record) -> list[Reply]:
-        body = log.encode_record(record)
+        body = log_format.encode_record(record)
         with self._file.locked():
             self._read()
-            frame = log.frame_head(self._salt, self._number, body) + body
+            frame = log_format.frame_head(self._salt, self._number, body) + body
             self._file.write_at(self._offset, frame)
             self._offset += len(frame)
             self._number += 1
@@ -123,19 +123,19 @@ class FileDesk(LocalDesk):
         start = 0
         try:
             if self._offset == 0:
-                if len(data) < log.HEADER_NBYTES and data.startswith(log.MAGIC[: len(data)]):
+                if len(data) < log_format.HEADER_NBYTES and data.startswith(log_format.MAGIC[: len(data)]):
                     return
-                self._salt, self._number = log.read_header(data)
-                self._offset = start = log.HEADER_NBYTES
-            while body := log.next_frame(data, start, self._salt, self._number):
-                record = log.decode_record(data[slice(*body)])
+                self._salt, self._number = log_format.read_header(data)
+                self._offset = start = log_format.HEADER_NBYTES
+            while body := log_format.next_frame(data, start, self._salt, self._number):
+                record = log_format.decode_record(data[slice(*body)])
                 self._offset += body[1] - start
                 start = body[1]
                 self._number += 1
                 self.deliver(self._replay(record))
-        except log.DamagedError as error:
-            misplaced = isinstance(error, log.MisplacedError)
-            if self._salt and not misplaced and not log.has_frame_after(data, start, self._salt):
+        except log_format.DamagedError as error:
+            misplaced = isinstance(error, log_format.MisplacedError)
+            if self._salt and not misplaced and not log_format.has_frame_after(data, start, self._salt):
                 return  # what a dead writer left, to be cut off
             raise self._damaged(str(error.after(base))) from None
         except ProtocolError as error:

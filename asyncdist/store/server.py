@@ -29,12 +29,12 @@ from asyncdist.store import listen
 from asyncdist.store.attention import Attention
 from asyncdist.store.c10d_policy import policy
 from asyncdist.store.c10d_session import at_once
-from asyncdist.store.changes import Book
 from asyncdist.store.connection import Connection
 from asyncdist.store.doors import Doors
-from asyncdist.store.durability import Durability, Fsync
 from asyncdist.store.gate import Gate
 from asyncdist.store.lobby import Lobby
+from asyncdist.store.persistence.change_log import Book
+from asyncdist.store.persistence.group_commit import Durability, Fsync
 from asyncdist.store.protocol.c10d import Phrases
 from asyncdist.store.protocol.chunking import LONG_NBYTES, Parcel, answer_piece, weight
 from asyncdist.store.protocol.codec import Encoder, message_limit

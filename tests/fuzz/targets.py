@@ -12,9 +12,9 @@ from msgpack import ExtType, packb
 
 from asyncdist.base.auth import MAGIC, Pushed, accept, dial
 from asyncdist.errors import AuthenticationError, ProtocolError
-from asyncdist.store import log
 from asyncdist.store.c10d_session import at_once
-from asyncdist.store.changes import Book, replay
+from asyncdist.store.persistence import log_format
+from asyncdist.store.persistence.change_log import Book, replay
 from asyncdist.store.protocol import c10d as c10d_wire
 from asyncdist.store.protocol.chunking import Arriving
 from asyncdist.store.protocol.codec import LENGTH, Encoder, FrameParser, decode_answer, decode_request, hello
@@ -97,14 +97,14 @@ def frames(data: bytes) -> None:
     """A log on disk."""
     start = number = 0
     with contextlib.suppress(ProtocolError):
-        log.read_header(data)
+        log_format.read_header(data)
     with contextlib.suppress(ProtocolError):
-        while body := log.next_frame(data, start, SALT, number):
-            log.decode_record(data[slice(*body)])
+        while body := log_format.next_frame(data, start, SALT, number):
+            log_format.decode_record(data[slice(*body)])
             assert start < body[1] <= len(data)
             start = body[1]
             number += 1
-    log.has_frame_after(data, start, SALT)
+    log_format.has_frame_after(data, start, SALT)
 
 
 def changes(data: bytes) -> None:
@@ -113,7 +113,7 @@ def changes(data: bytes) -> None:
     with contextlib.suppress(ProtocolError):
         replay(data, contents)
     with contextlib.suppress(ProtocolError):
-        log.decode_record(data)
+        log_format.decode_record(data)
 
 
 def _pieces(data: bytes) -> list[bytes]:
@@ -145,7 +145,7 @@ def _of_a_client() -> bytes:
 _FRAME = Encoder().frame
 _VALUE, _MESSAGE = ExtType(1, bytes(4)), LENGTH.pack(6) + packb(ExtType(2, bytes(4)))
 _CHANGES = _kept((Op.SET, ("k", b"v")), (Op.APPEND, ("k", b"w")), (Op.QUEUE_PUSH, ("q", b"i")), (Op.DELETE_KEY, ("k",)))
-_RECORD = log.encode_record(log.Record(("host", "1", "2", "3"), 1, Op.SET, ("k", b"v")))
+_RECORD = log_format.encode_record(log_format.Record(("host", "1", "2", "3"), 1, Op.SET, ("k", b"v")))
 
 TARGETS: dict[str, Callable[[bytes], None]] = {
     each.__name__: each for each in (requests, answers, c10d, phrases, greeting, frames, changes)
@@ -173,8 +173,8 @@ SEEDS: dict[str, list[bytes]] = {
     ],
     "greeting": [b"\x05" + MAGIC + NONCE + bytes(33)],
     "frames": [
-        log.frame_head(SALT, 0, _RECORD) + _RECORD + log.frame_head(SALT, 1, _CHANGES) + _CHANGES,
-        log.header(SALT, 7),
+        log_format.frame_head(SALT, 0, _RECORD) + _RECORD + log_format.frame_head(SALT, 1, _CHANGES) + _CHANGES,
+        log_format.header(SALT, 7),
     ],
     "changes": [_CHANGES, _RECORD, _of_a_client()],
 }

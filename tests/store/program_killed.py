@@ -7,12 +7,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from asyncdist.config import Config
-from asyncdist.store import StoreServer, durability
-from asyncdist.store.durability import Fsync
+from asyncdist.store import StoreServer
+from asyncdist.store.persistence import group_commit
+from asyncdist.store.persistence.group_commit import Fsync
 
 
 def serve(test: Connection, folder: str, compact_nbytes: int, fsync: Fsync) -> None:
-    durability.INTERVAL = 0.01
+    group_commit.INTERVAL = 0.01
 
     async def main() -> None:
         config = Config(store_compact_nbytes=compact_nbytes)

@@ -18,9 +18,9 @@ from asyncdist.config import Config
 from asyncdist.errors import JournalError, StoreConnectionError, StoreError
 from asyncdist.store import AsyncStore, StoreServer, TCPStore
 from asyncdist.store.c10d_session import C10dSession
-from asyncdist.store.changes import replay, snapshot
-from asyncdist.store.durability import Durability, Fsync
-from asyncdist.store.journal import Journal
+from asyncdist.store.persistence.change_log import replay, snapshot
+from asyncdist.store.persistence.group_commit import Durability, Fsync
+from asyncdist.store.persistence.journal import Journal
 from asyncdist.store.protocol.c10d import MAGIC, Code
 from asyncdist.store.protocol.operations import Op
 from asyncdist.store.state.model import Contents
@@ -198,7 +198,7 @@ async def test_who_only_reads_waits_for_no_disk_when_all_is_there(tmp_path, disk
 
 @pytest.mark.parametrize("fsync", [Fsync.INTERVAL, Fsync.NEVER])
 async def test_the_other_policies_wait_for_no_disk(tmp_path, disk, monkeypatch, fsync, eventually: Eventually):
-    monkeypatch.setattr("asyncdist.store.durability.INTERVAL", 0.01)
+    monkeypatch.setattr("asyncdist.store.persistence.group_commit.INTERVAL", 0.01)
     async with served(tmp_path, fsync) as (_, store):
         disk.stop()
         for number in range(100):
@@ -226,7 +226,7 @@ async def test_what_changes_while_the_disk_syncs_is_written(
 ):
     data, config, fsync = tmp_path / "data", CONFIG, Fsync.INTERVAL
     if reason == "interval":
-        monkeypatch.setattr("asyncdist.store.durability.INTERVAL", 0.01)
+        monkeypatch.setattr("asyncdist.store.persistence.group_commit.INTERVAL", 0.01)
     else:
         config, fsync = CONFIG.with_(store_compact_nbytes=1000), Fsync.NEVER
     async with served(data, fsync, config) as (server, store):
@@ -273,7 +273,7 @@ async def test_a_long_value_is_written_while_the_loop_goes_on(tmp_path, monkeypa
 async def test_what_takes_longer_to_write_than_the_interval_is_synced_after_it(
     tmp_path, disk, monkeypatch, eventually: Eventually
 ):
-    monkeypatch.setattr("asyncdist.store.durability.INTERVAL", 0.01)
+    monkeypatch.setattr("asyncdist.store.persistence.group_commit.INTERVAL", 0.01)
     go, turns = threading.Event(), []
     commit, in_turn = Journal.commit, Durability._sync_in_turn
 
@@ -331,8 +331,8 @@ async def test_replies_that_wait_are_not_kept_without_limit(tmp_path, disk, even
 
 
 async def test_nobody_is_read_from_while_the_disk_cannot_keep_up(tmp_path, disk, monkeypatch, eventually: Eventually):
-    monkeypatch.setattr("asyncdist.store.durability.PENDING_NBYTES", 1 << 20)
-    monkeypatch.setattr("asyncdist.store.durability.LOOK", 0.001)
+    monkeypatch.setattr("asyncdist.store.persistence.group_commit.PENDING_NBYTES", 1 << 20)
+    monkeypatch.setattr("asyncdist.store.persistence.group_commit.LOOK", 0.001)
     async with served(tmp_path) as (server, _):
         peer = await asyncio.to_thread(Peer, server.port)
         disk.stop()
@@ -387,7 +387,7 @@ async def test_who_comes_after_the_disk_has_failed_is_told_nothing(tmp_path, mon
 
 
 async def test_a_sync_that_fails_later_is_said_to_have_lost_something_perhaps(tmp_path, monkeypatch):
-    monkeypatch.setattr("asyncdist.store.durability.INTERVAL", 0.01)
+    monkeypatch.setattr("asyncdist.store.persistence.group_commit.INTERVAL", 0.01)
     async with served(tmp_path, Fsync.INTERVAL) as (server, store):
         with monkeypatch.context() as broken:
             broken.setattr(os, "fdatasync", _full)

@@ -18,9 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncdist.errors import JournalError, ProtocolError
-from asyncdist.store import changes, log
-from asyncdist.store.changes import Book, replay, snapshot
-from asyncdist.store.journal import Journal
+from asyncdist.store.persistence import change_log, log_format
+from asyncdist.store.persistence.change_log import Book, replay, snapshot
+from asyncdist.store.persistence.journal import Journal
 from asyncdist.store.protocol.chunking import LONG_NBYTES
 from asyncdist.store.protocol.operations import Op
 from asyncdist.store.state.machine import StoreState
@@ -77,7 +77,7 @@ REQUESTS = st.one_of(
     st.sampled_from([0, 2, LONG_NBYTES]),
 )
 def test_the_changes_of_any_requests_make_the_same_store(requests, compacted, long_nbytes):
-    with mock.patch.object(changes, "LONG_NBYTES", long_nbytes):
+    with mock.patch.object(change_log, "LONG_NBYTES", long_nbytes):
         the_changes_make_the_same_store(requests, compacted)
 
 
@@ -213,7 +213,7 @@ def test_a_damaged_byte_is_refused_with_its_place(tmp_path):
 
 def test_segment_of_a_header_with_a_wrong_checksum_is_begun_anew_with_a_warning(tmp_path, caplog):
     written(tmp_path, [])
-    (tmp_path / "log-1").write_bytes(bytes(log.HEADER_NBYTES))
+    (tmp_path / "log-1").write_bytes(bytes(log_format.HEADER_NBYTES))
     with caplog.at_level(logging.WARNING):
         opened(tmp_path)[0].close()
     assert f"begin {tmp_path}/log-1 anew, which has {log.HEADER_NBYTES} bytes and no whole header" in caplog.text
@@ -241,7 +241,7 @@ def test_removed_doubled_or_swapped_frame_in_the_last_segment_is_refused_with_it
 
 
 def test_removed_doubled_or_swapped_frame_of_a_snapshot_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(changes, "_CHUNK_NBYTES", 1)
+    monkeypatch.setattr(change_log, "_CHUNK_NBYTES", 1)
     journal, state, _ = filled(tmp_path)
     for number in range(3):
         state.execute("c", number, Op.SET, (f"k{number}", b"v"))
@@ -286,7 +286,7 @@ def test_frame_numbers_go_on_after_a_restart(tmp_path):
     journal.commit(BODIES[2], sync=False)
     journal.close()
     assert contents.values == {"a": b"\1"}
-    assert log.read_header((tmp_path / "log-2").read_bytes())[1] == 2
+    assert log_format.read_header((tmp_path / "log-2").read_bytes())[1] == 2
     journal, contents = opened(tmp_path)
     journal.close()
     assert contents.values == {"a": b"\2"}
@@ -294,9 +294,9 @@ def test_frame_numbers_go_on_after_a_restart(tmp_path):
 
 def frame_ends(content: bytes) -> list[int]:
     """Return where the header of a log ends, and where each of its frames does."""
-    salt, number = log.read_header(content)
-    ends = [log.HEADER_NBYTES]
-    while body := log.next_frame(content, ends[-1], salt, number):
+    salt, number = log_format.read_header(content)
+    ends = [log_format.HEADER_NBYTES]
+    while body := log_format.next_frame(content, ends[-1], salt, number):
         ends.append(body[1])
         number += 1
     return ends
@@ -307,7 +307,7 @@ def test_a_log_inside_a_value_is_not_taken_for_frames(tmp_path, harm):
     written(tmp_path / "other")
     stored = (tmp_path / "other" / "log-1").read_bytes()
     state, book = kept_state()
-    state.execute("c", 1, Op.SET, ("k", stored + log.frame_head(bytes(8), 0)[:5]))
+    state.execute("c", 1, Op.SET, ("k", stored + log_format.frame_head(bytes(8), 0)[:5]))
     body = b"".join(book.take())
     ends = written(tmp_path / "data", [*BODIES, body])
     path = tmp_path / "data" / "log-1"
@@ -315,14 +315,16 @@ def test_a_log_inside_a_value_is_not_taken_for_frames(tmp_path, harm):
     if harm == "cut":
         path.write_bytes(content[:-20])  # in the value, behind frames of another log
     else:
-        path.write_bytes(content[: ends[-2]] + bytes(log.FRAME_NBYTES) + content[ends[-2] + log.FRAME_NBYTES :])
+        path.write_bytes(
+            content[: ends[-2]] + bytes(log_format.FRAME_NBYTES) + content[ends[-2] + log_format.FRAME_NBYTES :]
+        )
     journal, contents = opened(tmp_path / "data")
     assert contents.values == {"a": b"\3"}
     journal.close()
     assert path.stat().st_size == ends[-2]
 
 
-@pytest.mark.parametrize("content", [bytes(100), b"%PDF-1.7" + bytes(100), log.MAGIC[:-2] + b"1\n" + bytes(100)])
+@pytest.mark.parametrize("content", [bytes(100), b"%PDF-1.7" + bytes(100), log_format.MAGIC[:-2] + b"1\n" + bytes(100)])
 def test_a_file_of_something_else(tmp_path, content):
     (tmp_path / "log-1").write_bytes(content)
     with pytest.raises(JournalError, match="does not begin like a store's log"):
@@ -331,8 +333,8 @@ def test_a_file_of_something_else(tmp_path, content):
 
 
 def test_a_header_has_its_whole_salt():
-    with pytest.raises(log.DamagedError, match="does not begin like"):
-        log.read_header(log.header(bytes(log.SALT_NBYTES - 1)))
+    with pytest.raises(log_format.DamagedError, match="does not begin like"):
+        log_format.read_header(log_format.header(bytes(log_format.SALT_NBYTES - 1)))
 
 
 def test_a_name_that_was_cut_short_is_given_anew(tmp_path):
@@ -377,7 +379,7 @@ def test_a_long_value_is_written_from_where_it_is(tmp_path):
     assert book.pending_nbytes == 0
     journal, _ = opened(tmp_path)
     journal.commit(*body, sync=True)
-    assert journal.nbytes == (tmp_path / "log-1").stat().st_size - log.HEADER_NBYTES
+    assert journal.nbytes == (tmp_path / "log-1").stat().st_size - log_format.HEADER_NBYTES
     journal.close()
     journal, contents = opened(tmp_path)
     assert contents == state.contents()

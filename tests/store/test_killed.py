@@ -20,7 +20,7 @@ import pytest
 from asyncdist.config import Config
 from asyncdist.errors import AsyncdistError
 from asyncdist.store import AsyncStore
-from asyncdist.store.durability import Fsync
+from asyncdist.store.persistence.group_commit import Fsync
 from asyncdist.store.protocol.c10d import I64, MAGIC, Code
 from asyncdist.testing.c10d import encode
 from asyncdist.testing.processes import Nursery, RankEndedError, RankProcess
@@ -33,7 +33,7 @@ PATIENCE = 30.0
 
 @pytest.fixture
 def nursery() -> Iterator[Nursery]:
-    with Nursery(preload=("asyncdist.store", "asyncdist.store.durability")) as nursery:
+    with Nursery(preload=("asyncdist.store", "asyncdist.store.persistence.group_commit")) as nursery:
         yield nursery
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from asyncdist.config import Config
 from asyncdist.errors import StoreError
 from asyncdist.store import AsyncStore, StoreServer, TCPStore
-from asyncdist.store.changes import Book, replay
+from asyncdist.store.persistence.change_log import Book, replay
 from asyncdist.store.protocol import client_protocol
 from asyncdist.store.protocol.operations import Kind, Op, Reason, Reply
 from asyncdist.store.state.machine import StoreState

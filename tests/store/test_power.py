@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from asyncdist.store import log
-from asyncdist.store.changes import Book
-from asyncdist.store.journal import Journal
+from asyncdist.store.persistence import log_format
+from asyncdist.store.persistence.change_log import Book
+from asyncdist.store.persistence.journal import Journal
 from asyncdist.store.protocol.operations import Op
 from asyncdist.store.state.machine import StoreState
 from asyncdist.store.state.model import Contents
@@ -181,7 +181,7 @@ def test_nothing_acknowledged_is_lost_with_the_power(tmp_path, sync):
     (tmp_path / "again").mkdir()
     program = Program(tmp_path / "new" / "data", tmp_path / "again", sync=sync)
     with program.disk.watched():
-        for torn in (b"", bytes(10), log.frame_head(bytes(8), 0, b"body")):
+        for torn in (b"", bytes(10), log_format.frame_head(bytes(8), 0, b"body")):
             program.begin()
             program.commit()
             program.compact()

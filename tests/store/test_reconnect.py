@@ -25,8 +25,8 @@ from asyncdist.base.deadline import Deadline
 from asyncdist.config import Config
 from asyncdist.errors import ProtocolError, StoreConnectionError, StoreError, StoreTimeoutError
 from asyncdist.store import AsyncStore, StoreServer, TCPStore, dialling, reconnecting
-from asyncdist.store.changes import Book, replay
 from asyncdist.store.desk import Ticket
+from asyncdist.store.persistence.change_log import Book, replay
 from asyncdist.store.protocol import operations
 from asyncdist.store.protocol.client_protocol import Conversation
 from asyncdist.store.protocol.codec import Encoder, Request, decode_request, hello, messages_in

@@ -14,7 +14,7 @@ import pytest
 
 from asyncdist.errors import AddressError, StoreError
 from asyncdist.store import FileStore, files, shared_file
-from asyncdist.store.log import frame_head, read_header
+from asyncdist.store.persistence.log_format import frame_head, read_header
 from asyncdist.store.shared_file import SharedFile
 
 LONG, UNIT = 20.0, 0.05

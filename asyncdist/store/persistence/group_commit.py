@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncdist.errors import JournalError
-from asyncdist.store.changes import Book
-from asyncdist.store.journal import Journal
+from asyncdist.store.persistence.change_log import Book
+from asyncdist.store.persistence.journal import Journal
 from asyncdist.store.protocol.codec import message_limit
 from asyncdist.store.state.model import Contents
 from asyncdist.store.state.sessions import Member

@@ -25,8 +25,8 @@ from typing import BinaryIO
 
 from asyncdist.base import lifecycle
 from asyncdist.errors import JournalError, ProtocolError
-from asyncdist.store import log
-from asyncdist.store.changes import replay, snapshot
+from asyncdist.store.persistence import log_format
+from asyncdist.store.persistence.change_log import replay, snapshot
 from asyncdist.store.state.model import Contents
 
 logger = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ class Journal:
 
     def commit(self, *body: bytes, sync: bool) -> None:
         """Append a frame, whose body may come in pieces; with ``sync``, it is on disk when this returns."""
-        self._nbytes += _write(self._fd, log.frame_head(self._salt, self._next_frame, *body), *body)
+        self._nbytes += _write(self._fd, log_format.frame_head(self._salt, self._next_frame, *body), *body)
         self._next_frame += 1
         if sync:
             self.sync()
@@ -134,10 +134,10 @@ class Journal:
 
     def _begin(self, number: int) -> None:
         self._number = number
-        self._salt = secrets.token_bytes(log.SALT_NBYTES)
+        self._salt = secrets.token_bytes(log_format.SALT_NBYTES)
         path = self.folder / f"log-{number}"
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        _write(self._fd, log.header(self._salt, self._next_frame))
+        _write(self._fd, log_format.header(self._salt, self._next_frame))
         os.fsync(self._fd)
         _sync_folder(self.folder)
 
@@ -190,17 +190,17 @@ class Journal:
             self._snapshot_nbytes = reader.size
             try:
                 ended = reader.replay(contents)
-            except log.DamagedError as error:
+            except log_format.DamagedError as error:
                 raise _damaged(path, error) from None
             if not ended or reader.end != reader.size:
-                raise _damaged(path, log.DamagedError(reader.end, "the snapshot's end is not there"))
+                raise _damaged(path, log_format.DamagedError(reader.end, "the snapshot's end is not there"))
 
     def _read_segment(self, path: Path, contents: Contents, before: _Reader | None, *, last: bool) -> _Reader | None:
         """Replay a segment that follows ``before``; return its reader, or None where the segment was begun anew."""
         try:
             file = path.open("rb")
         except FileNotFoundError:
-            raise _damaged(path, log.DamagedError(0, "the file is missing")) from None
+            raise _damaged(path, log_format.DamagedError(0, "the file is missing")) from None
         with file:
             if last and _lacks_header(file):
                 logger.warning(
@@ -213,14 +213,14 @@ class Journal:
             reader = _Reader(path, file)
             if before is not None and reader.number != before.number:
                 why = f"frame {before.number} belongs here, and {path.name} begins with frame {reader.number}"
-                raise _damaged(before.path, log.DamagedError(before.end, why))
+                raise _damaged(before.path, log_format.DamagedError(before.end, why))
             try:
                 reader.replay(contents)
                 whole = reader.end == reader.size
                 if not whole and not last:
-                    raise log.DamagedError(reader.end, "its end is missing, and later segments are there")
-            except log.DamagedError as error:
-                if not last or isinstance(error, log.MisplacedError) or reader.has_frame_after(reader.end):
+                    raise log_format.DamagedError(reader.end, "its end is missing, and later segments are there")
+            except log_format.DamagedError as error:
+                if not last or isinstance(error, log_format.MisplacedError) or reader.has_frame_after(reader.end):
                     raise _damaged(path, error) from None
                 whole = False
         self._nbytes += reader.end
@@ -249,10 +249,10 @@ class _Reader:
         self.size = os.fstat(file.fileno()).st_size
         self.end = 0
         try:
-            self.salt, self.number = log.read_header(file.read(log.HEADER_NBYTES))
-        except log.DamagedError as error:
+            self.salt, self.number = log_format.read_header(file.read(log_format.HEADER_NBYTES))
+        except log_format.DamagedError as error:
             raise _damaged(path, error) from None
-        self.end = log.HEADER_NBYTES
+        self.end = log_format.HEADER_NBYTES
 
     def replay(self, contents: Contents) -> bool:
         """Make the changes of all frames that are whole; return whether the last one ends a snapshot.
@@ -261,34 +261,36 @@ class _Reader:
         """
         ended = False
         while True:
-            head = self._file.read(log.FRAME_NBYTES)
-            if len(head) < log.FRAME_NBYTES:
+            head = self._file.read(log_format.FRAME_NBYTES)
+            if len(head) < log_format.FRAME_NBYTES:
                 return ended
-            nbytes, checksum = log.read_head(head, self.end, self.salt, self.number)
-            begin = self.end + log.FRAME_NBYTES
+            nbytes, checksum = log_format.read_head(head, self.end, self.salt, self.number)
+            begin = self.end + log_format.FRAME_NBYTES
             if begin + nbytes > self.size:
                 return ended
             body = self._file.read(nbytes)
-            log.check_body(body, checksum, self.end)
+            log_format.check_body(body, checksum, self.end)
             try:
                 ended = replay(body, contents)
             except ProtocolError as error:  # which no checksum explains: another version wrote it
-                raise _damaged(self.path, log.DamagedError(self.end, f"its checksum is right: {error}")) from None
+                raise _damaged(
+                    self.path, log_format.DamagedError(self.end, f"its checksum is right: {error}")
+                ) from None
             self.end = begin + nbytes
             self.number += 1
 
     def has_frame_after(self, offset: int) -> bool:
         self._file.seek(0)
-        return log.has_frame_after(self._file.read(), offset, self.salt)
+        return log_format.has_frame_after(self._file.read(), offset, self.salt)
 
 
 def _lacks_header(file: BinaryIO) -> bool:
     """Return whether a segment ends before its header does, or at its end with a wrong checksum; read from its start."""
-    if os.fstat(file.fileno()).st_size > log.HEADER_NBYTES:
+    if os.fstat(file.fileno()).st_size > log_format.HEADER_NBYTES:
         return False
     try:
-        log.read_header(file.read())
-    except log.DamagedError:
+        log_format.read_header(file.read())
+    except log_format.DamagedError:
         return True
     file.seek(0)
     return False
@@ -315,10 +317,10 @@ def _write_snapshot(path: Path, contents: Contents, pause: Callable[[], bool]) -
     """Have a snapshot on disk and return its length; 0 if it was given up."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        salt = secrets.token_bytes(log.SALT_NBYTES)
-        nbytes = _write(fd, log.header(salt))
+        salt = secrets.token_bytes(log_format.SALT_NBYTES)
+        nbytes = _write(fd, log_format.header(salt))
         for number, body in enumerate(snapshot(contents)):
-            nbytes += _write(fd, log.frame_head(salt, number, *body), *body)
+            nbytes += _write(fd, log_format.frame_head(salt, number, *body), *body)
             if not pause():
                 return 0
         os.fsync(fd)
@@ -347,7 +349,7 @@ def _write(fd: int, *pieces: bytes) -> int:
     return nbytes
 
 
-def _damaged(path: Path, error: log.DamagedError) -> JournalError:
+def _damaged(path: Path, error: log_format.DamagedError) -> JournalError:
     return JournalError(
         f"{path} is damaged at offset {error.offset} ({error.why}), and the store does not start on less than it has "
         "acknowledged: restore the folder from a copy, or begin with an empty one"

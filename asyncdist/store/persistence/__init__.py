@@ -1,0 +1,1 @@
+"""The store's data on disk: log format, journal with snapshots, group commit."""
