@@ -15,7 +15,7 @@ import torch
 from asyncdist.base.background_loop import new_loop, runtime
 from asyncdist.config import Config
 from asyncdist.store import AsyncStore, FileStore, StoreServer, TCPStore
-from asyncdist.store.listen import unix_socket
+from asyncdist.store.server.listener import unix_socket
 from asyncdist.testing.cluster import world_of
 
 FILES = Path(__file__).parent / "tls"

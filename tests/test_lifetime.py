@@ -62,7 +62,7 @@ for module in sys.argv[1:]:
     importlib.import_module(module)
 """
 
-IN_ORDER = ["asyncdist_transports.nccl.communicator", "asyncdist.store.embedded", "mesh", "asyncdist.base.daemon_threads",
+IN_ORDER = ["asyncdist_transports.nccl.communicator", "asyncdist.store.server.embedded", "mesh", "asyncdist.base.daemon_threads",
             "asyncdist.base.background_loop"]  # fmt: skip
 
 

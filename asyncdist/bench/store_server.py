@@ -24,7 +24,7 @@ def main(whose: str, data: str | None = None) -> None:
         return
     from asyncdist.base.background_loop import new_loop
     from asyncdist.config import Config
-    from asyncdist.store.daemon import Options, serve
+    from asyncdist.store.server.daemon import Options, serve
 
     options = Options(data=Path(data) if data is not None else None)
     with asyncio.Runner(loop_factory=new_loop) as runner:

@@ -136,8 +136,8 @@ def _serve(ctx: click.Context, given: dict[str, Any]) -> None:
     from asyncdist.base.background_loop import new_loop
     from asyncdist.config import Service
     from asyncdist.errors import JournalError
-    from asyncdist.store.daemon import Options, serve
     from asyncdist.store.persistence.group_commit import Fsync
+    from asyncdist.store.server.daemon import Options, serve
 
     config = _settings(given)
     begun = False

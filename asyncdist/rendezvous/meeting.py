@@ -31,7 +31,7 @@ from asyncdist.errors import (
 from asyncdist.rendezvous.place import Place, Record
 from asyncdist.store.client import AsyncStore
 from asyncdist.store.prefix import AsyncPrefixStore
-from asyncdist.store.server import StoreServer
+from asyncdist.store.server.server import StoreServer
 
 T = TypeVar("T")
 FAREWELL = 5.0

@@ -32,7 +32,7 @@ from asyncdist.store.base import AsyncFace, Store
 from asyncdist.store.c10d_ping import takes_torchs_clients
 from asyncdist.store.client import AsyncStore
 from asyncdist.store.dialling import describe, first_line
-from asyncdist.store.listen import unguarded
+from asyncdist.store.server.listener import unguarded
 
 _PAUSE = 0.1
 _HEAD_START = 0.25

@@ -13,7 +13,7 @@ from asyncdist.base.background_loop import on_loop, runtime
 from asyncdist.config import Config
 from asyncdist.errors import AddressError
 from asyncdist.store.c10d_policy import for_ranks
-from asyncdist.store.server import StoreServer
+from asyncdist.store.server.server import StoreServer
 
 
 @dataclass

@@ -10,9 +10,9 @@ from asyncdist.config import Config
 from asyncdist.errors import AddressError, StoreTimeoutError
 from asyncdist.store.base import Store, Stream, Subscription, Watch
 from asyncdist.store.desk import Arrivals, Changes, DeskStream, Messages
-from asyncdist.store.embedded import Embedded
 from asyncdist.store.protocol import operations
 from asyncdist.store.protocol.operations import Command
+from asyncdist.store.server.embedded import Embedded
 from asyncdist.store.threads import Connection
 
 T = TypeVar("T")

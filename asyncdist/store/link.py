@@ -12,12 +12,12 @@ from asyncdist.base import lifecycle
 from asyncdist.base.auth import NONCE_NBYTES, Pushed, dial
 from asyncdist.base.tls import refused
 from asyncdist.errors import AuthenticationError, ProtocolError
-from asyncdist.store.connection import descriptor_of
 from asyncdist.store.dialling import Persistence, describe, hung_up, tune, unknown
 from asyncdist.store.protocol.chunk_sender import Carrier
 from asyncdist.store.protocol.chunking import Parcel
 from asyncdist.store.protocol.client_protocol import Conversation
 from asyncdist.store.protocol.codec import framed
+from asyncdist.store.server.connection import descriptor_of
 
 _CLOSE_TIMEOUT = 5.0
 """Seconds that a store may take to accept our last bytes before we hang up all the same."""

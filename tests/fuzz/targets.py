@@ -12,13 +12,13 @@ from msgpack import ExtType, packb
 
 from asyncdist.base.auth import MAGIC, Pushed, accept, dial
 from asyncdist.errors import AuthenticationError, ProtocolError
-from asyncdist.store.c10d_session import at_once
 from asyncdist.store.persistence import log_format
 from asyncdist.store.persistence.change_log import Book, replay
 from asyncdist.store.protocol import c10d as c10d_wire
 from asyncdist.store.protocol.chunking import Arriving
 from asyncdist.store.protocol.codec import LENGTH, Encoder, FrameParser, decode_answer, decode_request, hello
 from asyncdist.store.protocol.operations import SERVERS, Kind, Op, Reply
+from asyncdist.store.server.c10d_session import at_once
 from asyncdist.store.state.machine import StoreState
 from asyncdist.store.state.model import Contents
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from asyncdist.config import Config
-from asyncdist.store import attention
-from asyncdist.store.attention import Attention
+from asyncdist.store.server import busy_poll
+from asyncdist.store.server.busy_poll import Attention
 
 
 class Turns:
@@ -34,7 +34,7 @@ class Turns:
 @pytest.fixture
 def loop(monkeypatch) -> Turns:
     turns = Turns()
-    monkeypatch.setattr(attention, "time", turns)
+    monkeypatch.setattr(busy_poll, "time", turns)
     return turns
 
 
@@ -99,5 +99,5 @@ def test_staying_awake_in_vain_takes_a_longer_row_the_next_time_and_success_a_sh
 
 @pytest.mark.parametrize(("spin", "cores", "made"), [(300.0, 2, True), (0.0, 2, False), (300.0, 1, False)])
 def test_it_is_made_where_it_pays(loop, monkeypatch, spin, cores, made):
-    monkeypatch.setattr(attention.os, "cpu_count", lambda: cores)
+    monkeypatch.setattr(busy_poll.os, "cpu_count", lambda: cores)
     assert (Attention.where_it_pays(loop, Config(spin_us=spin)) is not None) is made

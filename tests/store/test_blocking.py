@@ -31,7 +31,7 @@ from asyncdist.errors import (
 from asyncdist.store import TCPStore
 from asyncdist.store.base import Subscription
 from asyncdist.store.protocol.chunking import Parcel
-from asyncdist.store.server import StoreServer
+from asyncdist.store.server.server import StoreServer
 from asyncdist.store.threads import Connection
 from asyncdist.testing.faults import Proxy
 from asyncdist.testing.ports import free_port

@@ -13,14 +13,15 @@ import pytest
 
 from asyncdist.base.background_loop import runtime
 from asyncdist.config import Config
-from asyncdist.store import AsyncStore, StoreServer, TCPStore, lobby
+from asyncdist.store import AsyncStore, StoreServer, TCPStore
 from asyncdist.store.c10d_ping import takes_torchs_clients
 from asyncdist.store.protocol.c10d import MAGIC, STOP_WAITING, Code
+from asyncdist.store.server import accept
 from asyncdist.testing.c10d import Peer, encode
 
 LONG, UNIT = 10.0, 0.05
 TOKEN = "a token for tests"
-LOGGER = "asyncdist.store.server"
+LOGGER = "asyncdist.store.server.server"
 CERTIFICATES = Path(__file__).parent.parent / "tls"
 HELLO = struct.pack("<BIBI", 0, MAGIC, 0x0D, 1234)
 
@@ -152,7 +153,7 @@ def test_store_that_a_rank_serves_takes_c10d_only_where_the_setting_says_so(said
 
 @pytest.mark.parametrize("allowed", [False, True], ids=["not allowed", "allowed"])
 async def test_torchs_clients_of_other_machines_are_refused_unless_allowed(caplog, monkeypatch, allowed):
-    monkeypatch.setattr(lobby, "is_loopback", lambda host: False)  # as the peer's address would say there
+    monkeypatch.setattr(accept, "is_loopback", lambda host: False)  # as the peer's address would say there
     config = Config(store_c10d="any" if allowed else "loopback")
     async with await StoreServer.start("127.0.0.1", 0, token=TOKEN, config=config) as server:
         caller = Caller(*await asyncio.open_connection("127.0.0.1", server.port))
@@ -191,7 +192,7 @@ def reset(port: int, said: bytes) -> None:
 
 async def test_what_others_said_before_they_reset_their_connection_is_not_done(server, store, monkeypatch, eventually):
     """Some loops do not know any more by then where it came from."""
-    monkeypatch.setattr(lobby, "is_loopback", lambda host: False)
+    monkeypatch.setattr(accept, "is_loopback", lambda host: False)
     for _ in range(20):
         reset(server.port, HELLO[:5] + encode(Code.SET, b"/k", b"v"))
     await eventually(lambda: server.num_refused == 20)
@@ -212,7 +213,7 @@ class Unknown(asyncio.Transport):
 async def test_a_connection_of_which_nobody_knows_where_it_comes_from_is_dropped(server):
     with socket.socket() as unconnected:
         transport = Unknown({"socket": unconnected, "peername": None})
-        stranger = lobby.Lobby(server)
+        stranger = accept.Lobby(server)
         try:
             stranger.connection_made(transport)
             assert transport.ended
@@ -328,7 +329,7 @@ async def test_one_who_asks_and_does_not_read_is_made_to_wait(server, store, cal
 async def test_one_who_asks_for_much_is_not_dropped_when_what_it_waits_for_comes(
     server, store, call, monkeypatch, eventually
 ):
-    monkeypatch.setattr("asyncdist.store.connection.BACKLOG_NBYTES", 1 << 10)
+    monkeypatch.setattr("asyncdist.store.server.connection.BACKLOG_NBYTES", 1 << 10)
     count, name_nbytes = 1 << 12, 4000
     await asyncio.gather(*(store.set(f"{number:0{name_nbytes}}", b"") for number in range(count)))
     async with call() as caller:

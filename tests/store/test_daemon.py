@@ -20,7 +20,7 @@ CONFIG = Config(token="a token for tests", store_reconnect=0.0)
 PROGRAM = """
 import asyncio
 from asyncdist.config import Config
-from asyncdist.store.daemon import serve
+from asyncdist.store.server.daemon import serve
 
 def ready(host, port):
     print(port, flush=True)

@@ -17,12 +17,12 @@ import pytest
 from asyncdist.config import Config
 from asyncdist.errors import JournalError, StoreConnectionError, StoreError
 from asyncdist.store import AsyncStore, StoreServer, TCPStore
-from asyncdist.store.c10d_session import C10dSession
 from asyncdist.store.persistence.change_log import replay, snapshot
 from asyncdist.store.persistence.group_commit import Durability, Fsync
 from asyncdist.store.persistence.journal import Journal
 from asyncdist.store.protocol.c10d import MAGIC, Code
 from asyncdist.store.protocol.operations import Op
+from asyncdist.store.server.c10d_session import C10dSession
 from asyncdist.store.state.model import Contents
 from asyncdist.testing.c10d import Peer, encode
 

@@ -31,7 +31,7 @@ from asyncdist.store.protocol.chunking import (
 )
 from asyncdist.store.protocol.codec import Encoder, FrameParser, framed
 from asyncdist.store.protocol.operations import Kind, Op
-from asyncdist.store.session import Session
+from asyncdist.store.server.session import Session
 from asyncdist.store.wire import Wire
 from asyncdist.testing.faults import Proxy
 

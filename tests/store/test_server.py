@@ -18,18 +18,19 @@ from asyncdist.base.auth import MAGIC, NONCE_NBYTES, PROOF_NBYTES, Pushed, dial
 from asyncdist.base.deadline import Deadline
 from asyncdist.config import Config
 from asyncdist.errors import AddressError, StoreConnectionError, UsageError
-from asyncdist.store import AsyncStore, StoreServer, TCPStore, listen
+from asyncdist.store import AsyncStore, StoreServer, TCPStore
 from asyncdist.store.dialling import Persistence
-from asyncdist.store.lobby import Lobby
 from asyncdist.store.protocol.chunking import FRAME_NBYTES, LONG_NBYTES, Arriving
 from asyncdist.store.protocol.codec import Encoder, FrameParser
 from asyncdist.store.protocol.operations import Kind, Op
-from asyncdist.store.session import Session
+from asyncdist.store.server import listener
+from asyncdist.store.server.accept import Lobby
+from asyncdist.store.server.session import Session
 
 UNIT, LONG = 0.05, 10.0
 TOKEN = "a token for tests"
 
-LOGGER = "asyncdist.store.server"
+LOGGER = "asyncdist.store.server.server"
 SO_ATTACH_FILTER = 26  # of Linux, on the processors that torch runs on
 
 
@@ -391,7 +392,7 @@ async def test_one_who_asks_for_much_is_not_dropped_when_others_have_news_for_it
     server, store, connect, monkeypatch, eventually, nbytes
 ):
     """Neither what it asks for once it is there, nor what it has waited for."""
-    monkeypatch.setattr("asyncdist.store.connection.BACKLOG_NBYTES", 1 << 10)
+    monkeypatch.setattr("asyncdist.store.server.connection.BACKLOG_NBYTES", 1 << 10)
     other, count = await connect(), (24 << 20) // nbytes
     await other.set("there", bytes(nbytes))
     async with store.watch("heartbeat") as heartbeat:
@@ -413,7 +414,7 @@ async def test_one_who_asks_for_much_is_not_dropped_when_others_have_news_for_it
 
 @pytest.mark.parametrize("nbytes", [LONG_NBYTES - 100, 1 << 19])
 async def test_a_subscriber_that_does_not_read_is_dropped(server, store, connect, caplog, monkeypatch, nbytes):
-    monkeypatch.setattr("asyncdist.store.connection.BACKLOG_NBYTES", 1 << 20)
+    monkeypatch.setattr("asyncdist.store.server.connection.BACKLOG_NBYTES", 1 << 20)
     deaf, fine = await connect(), await connect()
     lost = await deaf.subscribe("news")
     heard = await fine.subscribe("news")
@@ -485,7 +486,7 @@ def test_a_look_up_that_takes_long_keeps_nobody(monkeypatch, new_loop):
         starting.cancel()
         await asyncio.wait([starting])
 
-    monkeypatch.setattr(listen, "resolve", look_up)
+    monkeypatch.setattr(listener, "resolve", look_up)
     with asyncio.Runner(loop_factory=new_loop) as runner:
         runner.run(give_up())
     assert not ended.is_set()

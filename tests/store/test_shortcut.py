@@ -11,9 +11,9 @@ import pytest
 
 from asyncdist.base.background_loop import runtime
 from asyncdist.store import StoreServer
-from asyncdist.store.c10d_session import C10dSession
 from asyncdist.store.protocol.c10d import Code
-from asyncdist.store.shortcut import Shortcut
+from asyncdist.store.server.c10d_session import C10dSession
+from asyncdist.store.server.fast_path import Shortcut
 from asyncdist.testing.c10d import Peer, encode
 
 LARGE = bytes(range(256)) * (32 << 10)

@@ -25,8 +25,8 @@ from asyncdist.store.state.model import Contents
 from asyncdist.store.state.sessions import Member
 
 if TYPE_CHECKING:
-    from asyncdist.store.connection import Connection
-    from asyncdist.store.server import StoreServer
+    from asyncdist.store.server.connection import Connection
+    from asyncdist.store.server.server import StoreServer
 
 logger = logging.getLogger(__name__)
 

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from asyncdist.base import lifecycle
 from asyncdist.errors import UsageError
-from asyncdist.store import listen
-from asyncdist.store.status import MEANINGS, figures
+from asyncdist.store.server import listener
+from asyncdist.store.server.status import MEANINGS, figures
 
 if TYPE_CHECKING:
-    from asyncdist.store.server import StoreServer
+    from asyncdist.store.server.server import StoreServer
 
 TIMEOUT = 10.0
 """Seconds that one who connects has for its request, and for taking the answer."""
@@ -45,7 +45,7 @@ class Metrics:
         registry = CollectorRegistry(auto_describe=False)
         metrics = cls(store, registry, generate_latest)
         registry.register(_Collector(store))
-        sockets = listen.listening_sockets(host, port, listen.resolve(host, port))
+        sockets = listener.listening_sockets(host, port, listener.resolve(host, port))
         lifecycle.close_in_children(sockets[0])
         metrics.port = sockets[0].getsockname()[1]
         metrics._server = await asyncio.start_server(metrics._visit, sock=sockets[0], limit=_REQUEST_NBYTES)

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING
 from asyncdist.base import lifecycle
 from asyncdist.base.tls import refused
 from asyncdist.descriptors import is_gone
-from asyncdist.store.connection import name_of
+from asyncdist.store.server.connection import name_of
 
 if TYPE_CHECKING:
-    from asyncdist.store.server import StoreServer
+    from asyncdist.store.server.server import StoreServer
 
-logger = logging.getLogger("asyncdist.store.server")
+logger = logging.getLogger("asyncdist.store.server.server")
 
 _TLS_HANDSHAKE = b"\x16"
 _AT_ONCE = 100

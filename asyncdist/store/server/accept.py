@@ -16,16 +16,16 @@ from asyncdist.base.auth import NONCE_NBYTES, WANTS_TLS, Pushed, accept
 from asyncdist.base.topology import is_loopback
 from asyncdist.errors import ProtocolError
 from asyncdist.store.c10d_policy import C10d
-from asyncdist.store.c10d_session import C10dSession
-from asyncdist.store.connection import Connection, name_of
 from asyncdist.store.dialling import tune
 from asyncdist.store.protocol import c10d as c10d_wire
 from asyncdist.store.protocol.codec import hello
 from asyncdist.store.protocol.operations import Reply
-from asyncdist.store.session import Session
+from asyncdist.store.server.c10d_session import C10dSession
+from asyncdist.store.server.connection import Connection, name_of
+from asyncdist.store.server.session import Session
 
 if TYPE_CHECKING:
-    from asyncdist.store.server import StoreServer
+    from asyncdist.store.server.server import StoreServer
 
 _C10D_OPENING = bytes([c10d_wire.Code.VALIDATE]) + c10d_wire.U32.pack(c10d_wire.MAGIC)
 

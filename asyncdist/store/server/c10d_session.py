@@ -12,15 +12,15 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from asyncdist.errors import ProtocolError
-from asyncdist.store.connection import BATCH_NBYTES, Connection
 from asyncdist.store.protocol import c10d
 from asyncdist.store.protocol.c10d import I64, U32, U64, Answer, Code, Decoder, Request, vector
 from asyncdist.store.protocol.operations import Op, Reply
+from asyncdist.store.server.connection import BATCH_NBYTES, Connection
 from asyncdist.store.state.machine import HANDLERS, StoreState
 from asyncdist.store.state.model import BLOCKED, Refused
 
 if TYPE_CHECKING:
-    from asyncdist.store.server import StoreServer
+    from asyncdist.store.server.server import StoreServer
 
 _SET, _MULTI_SET, _APPEND = HANDLERS[Op.SET], HANDLERS[Op.MULTI_SET], HANDLERS[Op.APPEND]
 _ADD, _COMPARE_SET, _DELETE_KEY = HANDLERS[Op.ADD], HANDLERS[Op.COMPARE_SET], HANDLERS[Op.DELETE_KEY]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from asyncdist import __version__
 
 if TYPE_CHECKING:
-    from asyncdist.store.server import StoreServer
+    from asyncdist.store.server.server import StoreServer
 
 MEANINGS = {
     "uptime_seconds": "seconds since the server was started",

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from asyncdist.config import Config, Service
-from asyncdist.store import listen, systemd
-from asyncdist.store.attention import Attention
-from asyncdist.store.metrics import Metrics, check_available
 from asyncdist.store.persistence.group_commit import Fsync
-from asyncdist.store.server import StoreServer
+from asyncdist.store.server import listener, systemd
+from asyncdist.store.server.busy_poll import Attention
+from asyncdist.store.server.metrics import Metrics, check_available
+from asyncdist.store.server.server import StoreServer
 
 logger = logging.getLogger(__name__)
 
@@ -90,10 +90,10 @@ async def serve(
 
 def _beside(ends: contextlib.AsyncExitStack, unix: Path, host: str | None, port: int) -> list[socket.socket]:
     """Listen at a socket file, which goes in the end, and, if there is a host, at the address too."""
-    sockets = [ends.enter_context(listen.unix_socket(unix))]
+    sockets = [ends.enter_context(listener.unix_socket(unix))]
     ends.callback(unix.unlink, missing_ok=True)
     if host is not None:
-        sockets += listen.listening_sockets(host, port, listen.resolve(host, port))
+        sockets += listener.listening_sockets(host, port, listener.resolve(host, port))
     return sockets
 
 

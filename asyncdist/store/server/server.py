@@ -25,22 +25,22 @@ from asyncdist.base.daemon_threads import apart
 from asyncdist.base.tls import server_context
 from asyncdist.base.topology import is_address
 from asyncdist.config import Config
-from asyncdist.store import listen
-from asyncdist.store.attention import Attention
 from asyncdist.store.c10d_policy import policy
-from asyncdist.store.c10d_session import at_once
-from asyncdist.store.connection import Connection
-from asyncdist.store.doors import Doors
-from asyncdist.store.gate import Gate
-from asyncdist.store.lobby import Lobby
 from asyncdist.store.persistence.change_log import Book
 from asyncdist.store.persistence.group_commit import Durability, Fsync
 from asyncdist.store.protocol.c10d import Phrases
 from asyncdist.store.protocol.chunking import LONG_NBYTES, Parcel, answer_piece, weight
 from asyncdist.store.protocol.codec import Encoder, message_limit
 from asyncdist.store.protocol.operations import Kind, Reason, Reply
-from asyncdist.store.session import Session
-from asyncdist.store.shortcut import Shortcuts
+from asyncdist.store.server import listener
+from asyncdist.store.server.accept import Lobby
+from asyncdist.store.server.busy_poll import Attention
+from asyncdist.store.server.c10d_session import at_once
+from asyncdist.store.server.connection import Connection
+from asyncdist.store.server.fast_path import Shortcuts
+from asyncdist.store.server.scoped_ports import Doors
+from asyncdist.store.server.session import Session
+from asyncdist.store.server.tls_sniffing import Gate
 from asyncdist.store.state.machine import StoreState
 from asyncdist.store.state.sessions import Members
 
@@ -114,12 +114,12 @@ class StoreServer:
         bound = [*sockets, *([sock] if sock is not None else [])]
         try:
             if bound:
-                listen.check_guarded([_address(each) for each in bound if _is_tcp(each)], token, server.config)
+                listener.check_guarded([_address(each) for each in bound if _is_tcp(each)], token, server.config)
             else:
                 # Names are looked up in a thread only where a lookup could take time.
                 addresses = await _resolve(host, port)
-                listen.check_guarded(addresses, token, server.config)
-                bound = listen.listening_sockets(host, port, addresses)
+                listener.check_guarded(addresses, token, server.config)
+                bound = listener.listening_sockets(host, port, addresses)
             server._know_address(host, bound)
             await server._remember(data, fsync)
             for each in bound:
@@ -145,11 +145,11 @@ class StoreServer:
         lifecycle.close_in_children(sock)
         sock.setblocking(False)
         if self.tls is not None and _is_tcp(sock):
-            sock.listen(listen.BACKLOG)
+            sock.listen(listener.BACKLOG)
             self._servers.append(Gate(self, sock, self.tls, lambda: Lobby(self)))
             return
         make = self._loop.create_server if _is_tcp(sock) else self._loop.create_unix_server
-        made = await make(lambda: Lobby(self), sock=sock, backlog=listen.BACKLOG)
+        made = await make(lambda: Lobby(self), sock=sock, backlog=listener.BACKLOG)
         self._servers.append(made)
 
     async def close(self) -> None:
@@ -379,4 +379,4 @@ def _address(sock: socket.socket) -> tuple[socket.AddressFamily, str]:
 
 async def _resolve(host: str, port: int) -> list[Any]:
     literal = not host or is_address(host)
-    return listen.resolve(host, port) if literal else await apart(lambda: listen.resolve(host, port))
+    return listener.resolve(host, port) if literal else await apart(lambda: listener.resolve(host, port))

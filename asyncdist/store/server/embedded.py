@@ -10,9 +10,9 @@ from asyncdist.base import lifecycle
 from asyncdist.base.background_loop import Runtime, runtime
 from asyncdist.base.topology import is_loopback
 from asyncdist.config import Config
-from asyncdist.store import listen
 from asyncdist.store.c10d_policy import for_ranks
-from asyncdist.store.server import StoreServer
+from asyncdist.store.server import listener
+from asyncdist.store.server.server import StoreServer
 
 _AT_EXIT = 1.0
 """Seconds that a process that ends waits for its connections to be gone."""
@@ -68,9 +68,9 @@ def _bind_to(host: str, port: int, token: str | None, config: Config) -> str:
     A name that others resolve to our network address may resolve to loopback here (many an /etc/hosts says so): with a
     token, listen everywhere then. Without one the server itself sees to it that only loopback is listened on.
     """
-    if is_loopback(host) or listen.unguarded([host], token, config):
+    if is_loopback(host) or listener.unguarded([host], token, config):
         return host
-    listen.resolve(host, port)  # a misspelt name fails here, not at the other ranks
+    listener.resolve(host, port)  # a misspelt name fails here, not at the other ranks
     return ""
 
 

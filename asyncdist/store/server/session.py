@@ -14,7 +14,6 @@ from collections import Counter, deque
 from typing import TYPE_CHECKING, Any
 
 from asyncdist.errors import ProtocolError
-from asyncdist.store.connection import BACKLOG_NBYTES, Connection
 from asyncdist.store.protocol.chunk_sender import Carrier
 from asyncdist.store.protocol.chunking import FRAME_NBYTES, LONG_NBYTES, Arriving, Parcel, answer_piece
 from asyncdist.store.protocol.codec import TOGETHER_NBYTES, FrameParser, decode_request, framed, messages_in
@@ -29,12 +28,13 @@ from asyncdist.store.protocol.operations import (
     Reason,
     Reply,
 )
+from asyncdist.store.server.connection import BACKLOG_NBYTES, Connection
+from asyncdist.store.server.status import status
 from asyncdist.store.state.model import Refused
 from asyncdist.store.state.sessions import Member
-from asyncdist.store.status import status
 
 if TYPE_CHECKING:
-    from asyncdist.store.server import StoreServer
+    from asyncdist.store.server.server import StoreServer
 
 
 class Session(Connection):

@@ -17,9 +17,9 @@ from asyncdist.errors import AuthenticationError, ProtocolError
 from asyncdist.store.protocol.operations import Reply
 
 if TYPE_CHECKING:
-    from asyncdist.store.server import StoreServer
+    from asyncdist.store.server.server import StoreServer
 
-logger = logging.getLogger("asyncdist.store.server")
+logger = logging.getLogger("asyncdist.store.server.server")
 
 BATCH_NBYTES = 256 << 10
 """Replies are handed to the socket at the latest when there are so many bytes of them."""

@@ -12,11 +12,11 @@ from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
 from asyncdist.errors import AddressError
-from asyncdist.store.connection import Connection
 from asyncdist.store.protocol.operations import Kind, Reason, Reply
+from asyncdist.store.server.connection import Connection
 
 if TYPE_CHECKING:
-    from asyncdist.store.server import StoreServer
+    from asyncdist.store.server.server import StoreServer
 
 
 class Doors:

@@ -1,0 +1,1 @@
+"""The store server: listeners, connections, sessions, limits, the daemon and its status."""
