@@ -17,7 +17,7 @@ from asyncdist.base.interfaces import address_towards, interface_addresses, is_l
 from asyncdist.base.topology import choose, is_address, is_loopback, named
 from asyncdist.config import Config
 from asyncdist.errors import AddressError, LookUpTimeoutError
-from asyncdist.store.dialling import Persistence, unknown, unresolved
+from asyncdist.store.client.connect import Persistence, unknown, unresolved
 
 _OUTSIDE = ("198.51.100.1", "2001:db8::1")  # documentation addresses: only the route to them is looked up
 

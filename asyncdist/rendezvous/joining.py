@@ -34,8 +34,8 @@ from asyncdist.rendezvous.meeting import Keys, Limit, Meeting
 from asyncdist.rendezvous.method import url_of
 from asyncdist.rendezvous.place import OwnPlace, Place, Record
 from asyncdist.rendezvous.serving import Lease
-from asyncdist.store.client import AsyncStore
-from asyncdist.store.dialling import describe
+from asyncdist.store.client.aio import AsyncStore
+from asyncdist.store.client.connect import describe
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.2
 _FIRST_TRY, _LONGEST_TRY = 0.4, 8.0

@@ -29,7 +29,7 @@ from asyncdist.errors import (
     StoreTimeoutError,
 )
 from asyncdist.rendezvous.place import Place, Record
-from asyncdist.store.client import AsyncStore
+from asyncdist.store.client.aio import AsyncStore
 from asyncdist.store.prefix import AsyncPrefixStore
 from asyncdist.store.server.server import StoreServer
 

@@ -29,9 +29,9 @@ from asyncdist.rendezvous.place import (
     StorePlace,
 )
 from asyncdist.store.base import AsyncFace, Store
-from asyncdist.store.c10d_ping import takes_torchs_clients
-from asyncdist.store.client import AsyncStore
-from asyncdist.store.dialling import describe, first_line
+from asyncdist.store.client.aio import AsyncStore
+from asyncdist.store.client.c10d_probe import takes_torchs_clients
+from asyncdist.store.client.connect import describe, first_line
 from asyncdist.store.server.listener import unguarded
 
 _PAUSE = 0.1

@@ -27,7 +27,7 @@ from asyncdist.base.background_loop import on_loop
 from asyncdist.base.daemon_threads import Errands
 from asyncdist.errors import AddressError, AsyncdistError, RendezvousError
 from asyncdist.store.base import AsyncFace
-from asyncdist.store.dialling import first_line
+from asyncdist.store.client.connect import first_line
 
 T = TypeVar("T")
 

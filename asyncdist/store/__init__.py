@@ -6,10 +6,10 @@ Read in this order: `operations` (what can be asked), `state` (what happens then
 """
 
 from asyncdist.store.base import AsyncFace, AsyncSubscription, Store, Subscription
-from asyncdist.store.blocking import TCPStore
-from asyncdist.store.client import AsyncStore
-from asyncdist.store.files import FileStore
-from asyncdist.store.local import HashStore
+from asyncdist.store.client.aio import AsyncStore
+from asyncdist.store.client.file import FileStore
+from asyncdist.store.client.local import HashStore
+from asyncdist.store.client.tcp_store import TCPStore
 from asyncdist.store.prefix import AsyncPrefixStore, PrefixStore
 from asyncdist.store.server.daemon import serve
 from asyncdist.store.server.server import StoreServer

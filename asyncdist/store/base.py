@@ -1,7 +1,7 @@
 """The two faces of a store: the same operations, awaited or blocking, each one line over a single ``request``.
 
 A store of either kind says how a `Command` is carried out, and has every operation from here. `AsyncFace` is that of
-`asyncdist.store.client`; `Store` is that of torch's names, TCPStore, FileStore, HashStore and PrefixStore.
+`asyncdist.store.client.aio`; `Store` is that of torch's names, TCPStore, FileStore, HashStore and PrefixStore.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from asyncdist.errors import AsyncdistError, StoreConnectionError
 from asyncdist.store import PrefixStore, TCPStore
-from asyncdist.store.c10d_ping import takes_torchs_clients
+from asyncdist.store.client.c10d_probe import takes_torchs_clients
 from asyncdist.store.protocol import operations
 from asyncdist.torch_backend.lodger import Lodger, reach
 from asyncdist.torch_backend.store import Store

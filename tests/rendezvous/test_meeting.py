@@ -23,16 +23,8 @@ from asyncdist.errors import (
 from asyncdist.rendezvous import address, joining, meet
 from asyncdist.rendezvous.meeting import Limit
 from asyncdist.rendezvous.place import Record
-from asyncdist.store import (
-    AsyncPrefixStore,
-    AsyncStore,
-    FileStore,
-    HashStore,
-    PrefixStore,
-    StoreServer,
-    TCPStore,
-    dialling,
-)
+from asyncdist.store import AsyncPrefixStore, AsyncStore, FileStore, HashStore, PrefixStore, StoreServer, TCPStore
+from asyncdist.store.client import connect as dialling
 from asyncdist.store.protocol.c10d import Code
 from asyncdist.testing.c10d import Peer
 from asyncdist.testing.faults import Proxy

@@ -30,9 +30,9 @@ from asyncdist.errors import (
 )
 from asyncdist.store import TCPStore
 from asyncdist.store.base import Subscription
+from asyncdist.store.client.blocking import Connection
 from asyncdist.store.protocol.chunking import Parcel
 from asyncdist.store.server.server import StoreServer
-from asyncdist.store.threads import Connection
 from asyncdist.testing.faults import Proxy
 from asyncdist.testing.ports import free_port
 
@@ -402,7 +402,7 @@ def test_connections_are_closed_when_an_attempt_fails(master, monkeypatch):
     def broken(*_: object) -> None:
         raise OSError("no luck")
 
-    monkeypatch.setattr("asyncdist.store.reconnecting.shake_hands", broken)
+    monkeypatch.setattr("asyncdist.store.client.reconnecting.shake_hands", broken)
     with pytest.raises(StoreConnectionError, match="no luck"):
         Connection.open("127.0.0.1", master.port, "t", UNIT)
     gc.collect()

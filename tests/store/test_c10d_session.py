@@ -14,7 +14,7 @@ import pytest
 from asyncdist.base.background_loop import runtime
 from asyncdist.config import Config
 from asyncdist.store import AsyncStore, StoreServer, TCPStore
-from asyncdist.store.c10d_ping import takes_torchs_clients
+from asyncdist.store.client.c10d_probe import takes_torchs_clients
 from asyncdist.store.protocol.c10d import MAGIC, STOP_WAITING, Code
 from asyncdist.store.server import accept
 from asyncdist.testing.c10d import Peer, encode

@@ -23,7 +23,8 @@ from asyncdist.errors import (
     StoreTimeoutError,
     UsageError,
 )
-from asyncdist.store import AsyncPrefixStore, AsyncStore, StoreServer, TCPStore, dialling
+from asyncdist.store import AsyncPrefixStore, AsyncStore, StoreServer, TCPStore
+from asyncdist.store.client import connect as dialling
 from asyncdist.store.protocol import operations
 from asyncdist.testing.ports import free_port
 

@@ -227,7 +227,7 @@ def test_limits_that_nobody_will_reach(store, threads, timeout):
 
 
 def test_a_wait_that_one_poll_cannot_last_is_polled_again(monkeypatch):
-    monkeypatch.setattr("asyncdist.store.wire._LONGEST_POLL", 1)
+    monkeypatch.setattr("asyncdist.store.client.blocking_socket._LONGEST_POLL", 1)
     with TCPStore("127.0.0.1", 0, is_master=True, timeout=LONG, config=Config(token="t")) as store:
         threading.Timer(UNIT, store.set, ("k", "1")).start()
         assert store.get("k") == b"1"

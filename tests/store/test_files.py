@@ -15,7 +15,7 @@ import pytest
 
 from asyncdist.errors import AddressError, ProtocolError, QueueEmptyError, StoreTimeoutError, UsageError
 from asyncdist.store import FileStore
-from asyncdist.store.files import FileDesk
+from asyncdist.store.client.file import FileDesk
 from asyncdist.store.persistence.log_format import MAGIC, frame_head, read_header
 
 UNIT, LONG = 0.05, 20.0

@@ -18,10 +18,11 @@ import pytest
 from asyncdist.base.deadline import Deadline
 from asyncdist.config import Config
 from asyncdist.errors import StoreConnectionError, UsageError
-from asyncdist.store import TCPStore, desk, reconnecting, threads, wire
+from asyncdist.store import TCPStore
+from asyncdist.store.client import blocking, blocking_socket, pending, reconnecting
 
 LONG, CONFIG = 10.0, Config()
-FILES = {module.__file__ for module in (desk, reconnecting, threads, wire)}
+FILES = {module.__file__ for module in (pending, reconnecting, blocking, blocking_socket)}
 
 
 @cache
@@ -181,7 +182,7 @@ def test_a_signal_handler_that_calls_while_its_thread_waits_is_told(monkeypatch)
         master.subscribe("news") as news,
     ):
 
-        def interrupts(connection: threads.Connection, call: Callable[[], object]) -> None:
+        def interrupts(connection: blocking.Connection, call: Callable[[], object]) -> None:
             wait = connection._wire.wait
 
             def interrupted(deadline: Deadline) -> None:

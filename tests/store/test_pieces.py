@@ -19,6 +19,7 @@ from asyncdist.base.background_loop import runtime
 from asyncdist.config import Config
 from asyncdist.errors import ProtocolError, StoreError, StoreTimeoutError, UsageError
 from asyncdist.store import AsyncStore, StoreServer, TCPStore
+from asyncdist.store.client.blocking_socket import Wire
 from asyncdist.store.protocol.chunk_sender import Carrier
 from asyncdist.store.protocol.chunking import (
     FRAME_NBYTES,
@@ -32,7 +33,6 @@ from asyncdist.store.protocol.chunking import (
 from asyncdist.store.protocol.codec import Encoder, FrameParser, framed
 from asyncdist.store.protocol.operations import Kind, Op
 from asyncdist.store.server.session import Session
-from asyncdist.store.wire import Wire
 from asyncdist.testing.faults import Proxy
 
 TOKEN, LONG = "a token for tests", 20.0

@@ -24,8 +24,11 @@ from asyncdist.base.background_loop import runtime
 from asyncdist.base.deadline import Deadline
 from asyncdist.config import Config
 from asyncdist.errors import ProtocolError, StoreConnectionError, StoreError, StoreTimeoutError
-from asyncdist.store import AsyncStore, StoreServer, TCPStore, dialling, reconnecting
-from asyncdist.store.desk import Ticket
+from asyncdist.store import AsyncStore, StoreServer, TCPStore
+from asyncdist.store.client import connect as dialling
+from asyncdist.store.client import reconnecting
+from asyncdist.store.client.blocking_socket import Wire
+from asyncdist.store.client.pending import Ticket
 from asyncdist.store.persistence.change_log import Book, replay
 from asyncdist.store.protocol import operations
 from asyncdist.store.protocol.client_protocol import Conversation
@@ -33,7 +36,6 @@ from asyncdist.store.protocol.codec import Encoder, Request, decode_request, hel
 from asyncdist.store.protocol.operations import Kind, Op, Reason, Reply
 from asyncdist.store.state.model import KEPT_ANSWERS, Contents
 from asyncdist.store.state.sessions import Member, Members
-from asyncdist.store.wire import Wire
 from asyncdist.testing.faults import Proxy
 from asyncdist.testing.ports import free_port
 

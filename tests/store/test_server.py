@@ -19,7 +19,7 @@ from asyncdist.base.deadline import Deadline
 from asyncdist.config import Config
 from asyncdist.errors import AddressError, StoreConnectionError, UsageError
 from asyncdist.store import AsyncStore, StoreServer, TCPStore
-from asyncdist.store.dialling import Persistence
+from asyncdist.store.client.connect import Persistence
 from asyncdist.store.protocol.chunking import FRAME_NBYTES, LONG_NBYTES, Arriving
 from asyncdist.store.protocol.codec import Encoder, FrameParser
 from asyncdist.store.protocol.operations import Kind, Op
@@ -240,7 +240,7 @@ def deafen(sock):
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux's packet filters")
 async def test_one_whose_host_is_gone_is_missed_and_others_are_served_meanwhile(server, store, monkeypatch, eventually):
     at_once = (("TCP_KEEPIDLE", 1), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 1))
-    monkeypatch.setattr("asyncdist.store.dialling.KEEPALIVE", at_once)
+    monkeypatch.setattr("asyncdist.store.client.connect.KEEPALIVE", at_once)
     gone = await Peer.proven(server)
     encoder = Encoder()
     await gone.send(encoder.frame(1, Op.SET_EPHEMERAL, "its", b"v") + encoder.frame(2, Op.BARRIER, "b", 2))

@@ -13,9 +13,11 @@ from pathlib import Path
 import pytest
 
 from asyncdist.errors import AddressError, StoreError
-from asyncdist.store import FileStore, files, shared_file
+from asyncdist.store import FileStore
+from asyncdist.store.client import file as files
+from asyncdist.store.client import locked_file
+from asyncdist.store.client.locked_file import SharedFile
 from asyncdist.store.persistence.log_format import frame_head, read_header
-from asyncdist.store.shared_file import SharedFile
 
 LONG, UNIT = 20.0, 0.05
 
@@ -75,9 +77,9 @@ class Network:
 @pytest.fixture
 def network(monkeypatch) -> Network:
     network = Network()
-    monkeypatch.setattr(shared_file, "os", network)
-    monkeypatch.setattr(shared_file, "fcntl", network)
-    monkeypatch.setattr(shared_file, "_mount", lambda path: ("nfs4", frozenset({"rw", "local_lock=none"})))
+    monkeypatch.setattr(locked_file, "os", network)
+    monkeypatch.setattr(locked_file, "fcntl", network)
+    monkeypatch.setattr(locked_file, "_mount", lambda path: ("nfs4", frozenset({"rw", "local_lock=none"})))
     return network
 
 
@@ -113,7 +115,7 @@ def test_on_a_disk_nothing_waits_for_it(path, monkeypatch):
         raise AssertionError("flushed")
 
     monkeypatch.setattr(os, "fsync", fsync)
-    monkeypatch.setattr(shared_file, "_mount", lambda path: ("ext4", frozenset()))
+    monkeypatch.setattr(locked_file, "_mount", lambda path: ("ext4", frozenset()))
     with FileStore(path) as store:
         store.set("k", "v")
 
@@ -190,7 +192,7 @@ def test_a_lock_that_another_holds_for_a_while(path):
 
 def test_a_lock_that_nobody_lets_go_of(path, monkeypatch):
     with FileStore(path) as store:
-        monkeypatch.setattr(shared_file, "PATIENCE", UNIT)
+        monkeypatch.setattr(locked_file, "PATIENCE", UNIT)
         other = SharedFile(path)
         with other.locked(), pytest.raises(StoreError, match="held by another process"):
             store.set("k", "v")
@@ -203,7 +205,7 @@ def test_a_lock_that_nobody_lets_go_of(path, monkeypatch):
 )
 def test_locks_that_other_hosts_do_not_heed(path, monkeypatch, options, works):
     """On one host they do."""
-    monkeypatch.setattr(shared_file, "_mount", lambda path: ("nfs", frozenset(options.split(","))))
+    monkeypatch.setattr(locked_file, "_mount", lambda path: ("nfs", frozenset(options.split(","))))
     with FileStore(path) as first, FileStore(path) as second:
         first.set("k", "v")
         assert second.get("k") == b"v"
@@ -348,16 +350,16 @@ MOUNTS = """\
 )
 def test_which_file_system_holds_a_file(monkeypatch, name, kind):
     mounts = types.SimpleNamespace(read_text=lambda **how: MOUNTS)
-    monkeypatch.setattr(shared_file, "Path", lambda name: mounts)
+    monkeypatch.setattr(locked_file, "Path", lambda name: mounts)
     path = Path(name)
     monkeypatch.setattr(Path, "resolve", lambda path: path)
-    found, options = shared_file._mount(path)
+    found, options = locked_file._mount(path)
     assert found == kind
     assert ("nolock" in options) is (name == "/home/a b/x")
 
 
 def test_where_mounts_are_not_known_a_network_is_assumed(monkeypatch, path):
-    monkeypatch.setattr(shared_file, "_mount", lambda path: ("", frozenset()))
+    monkeypatch.setattr(locked_file, "_mount", lambda path: ("", frozenset()))
     file = SharedFile(path)
     assert file.on_a_network
     assert file.locks_reach_other_hosts

@@ -16,7 +16,7 @@ from asyncdist.base.auth import NONCE_NBYTES, WANTS_TLS, Pushed, accept
 from asyncdist.base.topology import is_loopback
 from asyncdist.errors import ProtocolError
 from asyncdist.store.c10d_policy import C10d
-from asyncdist.store.dialling import tune
+from asyncdist.store.client.connect import tune
 from asyncdist.store.protocol import c10d as c10d_wire
 from asyncdist.store.protocol.codec import hello
 from asyncdist.store.protocol.operations import Reply

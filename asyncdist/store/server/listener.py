@@ -11,7 +11,7 @@ from pathlib import Path
 from asyncdist.base.topology import is_loopback
 from asyncdist.config import Config
 from asyncdist.errors import AddressError, UsageError
-from asyncdist.store.dialling import unresolved
+from asyncdist.store.client.connect import unresolved
 
 BACKLOG = 4096
 """Connections that may wait to be accepted: a whole world arrives within a second. The kernel caps it."""

@@ -18,13 +18,13 @@ from typing import Any, TypeVar
 from asyncdist.base.deadline import Deadline, Timeout
 from asyncdist.config import Config
 from asyncdist.errors import ProtocolError, StoreConnectionError, UsageError
-from asyncdist.store.desk import Arrivals, Ticket, acquire
-from asyncdist.store.dialling import broken, closed, describe
+from asyncdist.store.client.blocking_socket import Wire
+from asyncdist.store.client.connect import broken, closed, describe
+from asyncdist.store.client.pending import Arrivals, Ticket, acquire
+from asyncdist.store.client.reconnecting import Reconnecting
 from asyncdist.store.protocol.chunking import Parcel
 from asyncdist.store.protocol.codec import framed
 from asyncdist.store.protocol.operations import Command
-from asyncdist.store.reconnecting import Reconnecting
-from asyncdist.store.wire import Wire
 
 T = TypeVar("T")
 _MOMENT, _GOODBYE_TIMEOUT = 0.05, 1.0

@@ -23,12 +23,12 @@ from typing import Any
 
 from asyncdist.base.deadline import Deadline
 from asyncdist.errors import ProtocolError, StoreError, UsageError
-from asyncdist.store.desk import Ticket
-from asyncdist.store.local import DEFAULT_TIMEOUT, LocalDesk, LocalStore
+from asyncdist.store.client.local import DEFAULT_TIMEOUT, LocalDesk, LocalStore
+from asyncdist.store.client.locked_file import SharedFile
+from asyncdist.store.client.pending import Ticket
 from asyncdist.store.persistence import log_format
 from asyncdist.store.persistence.log_format import Record
 from asyncdist.store.protocol.operations import Client, Op, Reply
-from asyncdist.store.shared_file import SharedFile
 
 _READ_ONLY = frozenset((Op.GET, Op.WAIT, Op.CHECK, Op.NUM_KEYS, Op.MULTI_GET, Op.LIST_KEYS, Op.QUEUE_LEN, Op.WATCH))
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05

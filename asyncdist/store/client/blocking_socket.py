@@ -11,7 +11,7 @@ import ssl
 from asyncdist.base.auth import NONCE_NBYTES, Pushed, dial
 from asyncdist.base.deadline import Deadline
 from asyncdist.base.tls import TlsSocket
-from asyncdist.store.dialling import connect, hung_up, tune, unknown
+from asyncdist.store.client.connect import connect, hung_up, tune, unknown
 from asyncdist.store.protocol.chunking import Parcel
 
 _READ_NBYTES, _LONG_READ_NBYTES = 64 << 10, 1 << 20

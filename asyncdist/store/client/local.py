@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from asyncdist.base.deadline import Deadline, Timeout, seconds
 from asyncdist.errors import StoreConnectionError
 from asyncdist.store.base import Store, Subscription, Watch
-from asyncdist.store.desk import Changes, Desk, DeskStream, Messages, Ticket
+from asyncdist.store.client.pending import Changes, Desk, DeskStream, Messages, Ticket
 from asyncdist.store.protocol import operations
 from asyncdist.store.protocol.client_protocol import refusal
 from asyncdist.store.protocol.operations import BLOCKING, STREAMS, Client, Command, Kind, Op, Reply

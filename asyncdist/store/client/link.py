@@ -12,7 +12,7 @@ from asyncdist.base import lifecycle
 from asyncdist.base.auth import NONCE_NBYTES, Pushed, dial
 from asyncdist.base.tls import refused
 from asyncdist.errors import AuthenticationError, ProtocolError
-from asyncdist.store.dialling import Persistence, describe, hung_up, tune, unknown
+from asyncdist.store.client.connect import Persistence, describe, hung_up, tune, unknown
 from asyncdist.store.protocol.chunk_sender import Carrier
 from asyncdist.store.protocol.chunking import Parcel
 from asyncdist.store.protocol.client_protocol import Conversation

@@ -16,11 +16,11 @@ from asyncdist.base.deadline import Deadline, Timeout
 from asyncdist.base.tls import client_context
 from asyncdist.config import Config
 from asyncdist.errors import AsyncdistError, StoreConnectionError
-from asyncdist.store.desk import Desk
-from asyncdist.store.dialling import Persistence, Redial
+from asyncdist.store.client.blocking_socket import Wire, open_wire, shake_hands
+from asyncdist.store.client.connect import Persistence, Redial
+from asyncdist.store.client.pending import Desk
 from asyncdist.store.protocol.client_protocol import IDENTITY_NBYTES, Conversation
 from asyncdist.store.protocol.codec import framed
-from asyncdist.store.wire import Wire, open_wire, shake_hands
 
 T = TypeVar("T")
 

@@ -9,11 +9,11 @@ from asyncdist.base.deadline import Timeout, seconds
 from asyncdist.config import Config
 from asyncdist.errors import AddressError, StoreTimeoutError
 from asyncdist.store.base import Store, Stream, Subscription, Watch
-from asyncdist.store.desk import Arrivals, Changes, DeskStream, Messages
+from asyncdist.store.client.blocking import Connection
+from asyncdist.store.client.pending import Arrivals, Changes, DeskStream, Messages
 from asyncdist.store.protocol import operations
 from asyncdist.store.protocol.operations import Command
 from asyncdist.store.server.embedded import Embedded
-from asyncdist.store.threads import Connection
 
 T = TypeVar("T")
 

@@ -14,10 +14,10 @@ from asyncdist.base.deadline import Timeout, seconds
 from asyncdist.base.tls import client_context
 from asyncdist.config import Config
 from asyncdist.errors import AsyncdistError, StoreConnectionError, UsageError
-from asyncdist.store.asked import Asked, Limits
 from asyncdist.store.base import AsyncFace
-from asyncdist.store.dialling import FIRST_PAUSE, Persistence, Redial, closed
-from asyncdist.store.link import Link, reach
+from asyncdist.store.client.connect import FIRST_PAUSE, Persistence, Redial, closed
+from asyncdist.store.client.link import Link, reach
+from asyncdist.store.client.request_future import Asked, Limits
 from asyncdist.store.protocol import operations
 from asyncdist.store.protocol.chunking import Parcel
 from asyncdist.store.protocol.client_protocol import IDENTITY_NBYTES, Conversation

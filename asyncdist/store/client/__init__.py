@@ -1,0 +1,1 @@
+"""The store's clients: awaited, blocking, in-process and file-based."""
