@@ -6,11 +6,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from asyncdist import registry
 from asyncdist.base.deadline import Timeout
 from asyncdist.config import Launch
 from asyncdist.errors import AlreadyInitializedError, NotInitializedError, UsageError
 from asyncdist.group import Group
+from asyncdist.transport import registry
 from asyncdist.world import World
 
 # -- state ------------------------------------------------------------------------------------------

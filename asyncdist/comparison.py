@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 
 from asyncdist.collectives.operation import Channel, Operation
 from asyncdist.errors import GroupError, MismatchError
-from asyncdist.framing import Fingerprint
 from asyncdist.mismatch import describe
 from asyncdist.observe.recorder import Recorder
+from asyncdist.transport.wire_format import Fingerprint
 
 
 class Comparison:

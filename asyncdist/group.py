@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 import torch
 
-from asyncdist import registry
 from asyncdist.algorithms.schedule import Schedule
 from asyncdist.algorithms.selection import Model, forced_by
 from asyncdist.base.deadline import Timeout, seconds
@@ -25,13 +24,14 @@ from asyncdist.collectives import exchanges, plans
 from asyncdist.collectives.islands import Islands
 from asyncdist.collectives.operation import Channel, Operation, Plan
 from asyncdist.errors import GroupAbortedError, NotInitializedError, SharedMemoryError, UsageError
-from asyncdist.framing import channel_of
 from asyncdist.memory.buffers import Scratch, in_order
 from asyncdist.memory.registered import T, register
 from asyncdist.memory.torch_compile import left_alone
 from asyncdist.mesh import Mesh
-from asyncdist.native import Kind, Quick, announced, raising
 from asyncdist.observe.recorder import Entry
+from asyncdist.transport import registry
+from asyncdist.transport.native import Kind, Quick, announced, raising
+from asyncdist.transport.wire_format import channel_of
 from asyncdist.work import Work, completed
 
 if TYPE_CHECKING:

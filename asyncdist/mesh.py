@@ -24,13 +24,13 @@ from asyncdist.collectives.operation import Channel, Operation
 from asyncdist.comparison import Comparison
 from asyncdist.config import Config
 from asyncdist.errors import GroupAbortedError, GroupError, MismatchError, PeerLostError, TransportUnavailableError
-from asyncdist.framing import ABORT, CALLED, GOODBYE
 from asyncdist.machine import Until, Wait
 from asyncdist.memory.buffers import Scratch
 from asyncdist.notices import ENDED, LEFT, abort, called, last_words, to_tell, unspell
 from asyncdist.observe.recorder import Recorder
 from asyncdist.progress import Progress
-from asyncdist.transport import Discard, Inbox, Link, Outgoing, Receive, Transport
+from asyncdist.transport.base import Discard, Inbox, Link, Outgoing, Receive, Transport
+from asyncdist.transport.wire_format import ABORT, CALLED, GOODBYE
 from asyncdist.ways import Addresses, Ways
 from asyncdist.work import Work
 

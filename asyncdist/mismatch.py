@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from asyncdist.base.ops import Collective, ReduceOp
-from asyncdist.framing import Fingerprint
 from asyncdist.memory.buffers import DTYPES
+from asyncdist.transport.wire_format import Fingerprint
 
 
 def describe(ours: Fingerprint, rank: int, theirs: Fingerprint, peer: int) -> str:

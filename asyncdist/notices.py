@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 import msgpack
 
 from asyncdist.errors import GroupAbortedError, GroupError, MismatchError, OperationTimeoutError, PeerLostError
-from asyncdist.framing import ABORT, CALLED, GOODBYE, pack_header, pack_key
-from asyncdist.inbox import Outgoing
+from asyncdist.transport.matching import Outgoing
+from asyncdist.transport.wire_format import ABORT, CALLED, GOODBYE, pack_header, pack_key
 
 LEFT = "it has destroyed its process group"
 ENDED = "its process has ended"

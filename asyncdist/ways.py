@@ -14,8 +14,8 @@ from typing import Any
 from asyncdist.algorithms.hierarchy import Layout, layout
 from asyncdist.collectives.operation import Channel
 from asyncdist.errors import TransportUnavailableError
-from asyncdist.native import Native
-from asyncdist.transport import Inbox, Link, Transport
+from asyncdist.transport.base import Inbox, Link, Transport
+from asyncdist.transport.native import Native
 
 _MOST_LOOKS = 64  # at what has always something more
 

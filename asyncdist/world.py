@@ -16,7 +16,7 @@ from typing import Any
 
 import msgpack
 
-from asyncdist import __version__, registry
+from asyncdist import __version__
 from asyncdist.algorithms.selection import forced_by
 from asyncdist.base.deadline import Timeout, seconds
 from asyncdist.config import Config, Launch, shared_settings
@@ -25,6 +25,7 @@ from asyncdist.group import Group
 from asyncdist.mesh import LAST_WORDS, Mesh
 from asyncdist.observe import on_demand
 from asyncdist.rendezvous import Meeting, meet
+from asyncdist.transport import registry
 
 _PAUSE = 1e-3  # seconds between two looks whether peers have been told
 

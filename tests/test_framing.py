@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncdist.framing import (
+from asyncdist.transport.wire_format import (
     ABORT,
     HEADER_NBYTES,
     KEY_NBYTES,

@@ -13,13 +13,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from asyncdist import registry
 from asyncdist.errors import PeerLostError
-from asyncdist.framing import HEADER_NBYTES
 from asyncdist.testing import promises
 from asyncdist.testing.cluster import world_of
 from asyncdist.testing.drills import between_two
 from asyncdist.testing.promises import PROMISES
+from asyncdist.transport import registry
+from asyncdist.transport.wire_format import HEADER_NBYTES
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "writing-a-transport.md"
 

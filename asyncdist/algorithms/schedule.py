@@ -7,7 +7,7 @@ A *place* is a piece of memory, opaque to the schedule: a driver's business. *Bl
 ``blocks[i]`` is one, and where a schedule says so ``blocks[lo:hi]`` is the run of them as one place. Peers are ranks in
 the group. Between two ranks, messages of one generator are matched in the order in which both yield them.
 
-A schedule that moves data itself (`asyncdist.native`) yields steps without actions: ``()`` when it has done a piece of its
+A schedule that moves data itself (`asyncdist.transport.native`) yields steps without actions: ``()`` when it has done a piece of its
 work and would go on, or the number of the member for whom it waits. It is resumed to look again.
 
 The rules that make a step safe, which the simulator in `asyncdist.testing` checks:

@@ -18,12 +18,13 @@ from typing import Any, NamedTuple
 import torch
 
 import asyncdist
-from asyncdist import registry, sync
+from asyncdist import sync
 from asyncdist.bench.contenders import TIMEOUT, awaited_world
 from asyncdist.bench.pace import Pace
 from asyncdist.bench.plan import Plan
 from asyncdist.bench.result import DeviceRow, DeviceTiming, Timing
 from asyncdist.errors import BenchmarkError, GroupError, TransportUnavailableError
+from asyncdist.transport import registry
 
 _TICK = 0.5e-3  # seconds between two ticks of the loop that must go on
 

@@ -186,7 +186,7 @@ def _on_devices(
     if others:
         raise click.BadParameter(f"on devices only {', '.join(ON_DEVICES)} are measured, not {others[0]}")
     from asyncdist.bench.processes import run
-    from asyncdist.devices.streams import cuda_missing
+    from asyncdist.transport.device_streams import cuda_missing
 
     missing = cuda_missing()
     if missing is not None:

@@ -9,7 +9,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from asyncdist import registry
 from asyncdist.algorithms import selection
 from asyncdist.base.interfaces import interface_addresses
 from asyncdist.bench.machine import machine
@@ -18,6 +17,7 @@ from asyncdist.config import Config
 from asyncdist.config import settings as settings_of
 from asyncdist.errors import AddressError, TransportUnavailableError, UsageError
 from asyncdist.rendezvous.address import outward
+from asyncdist.transport import registry
 
 
 def _table(title: str, *columns: str) -> Table:
@@ -45,7 +45,7 @@ def transports(console: Console) -> None:
 
 def devices(console: Console) -> None:
     """Show every way between devices and whether it can be gone here, and the devices that torch sees."""
-    from asyncdist.devices.streams import cuda_missing
+    from asyncdist.transport.device_streams import cuda_missing
 
     title = "Ways between CUDA devices (the preferred first that all ranks can go)"
     _announced(console, title, registry.ENSEMBLES)

@@ -17,9 +17,9 @@ from asyncdist.collectives.arguments import check_length
 from asyncdist.collectives.operation import Plan, RecvAny
 from asyncdist.collectives.plans import Member
 from asyncdist.errors import UsageError
-from asyncdist.framing import Fingerprint
 from asyncdist.memory.buffers import DTYPE_NUMBERS, Blocks, Memory, Target, to_read
 from asyncdist.memory.serialization import pack, unpack
+from asyncdist.transport.wire_format import Fingerprint
 
 Conversation = Generator[Any, Any, None]
 """A schedule that may also yield `RecvAny`, and is sent who answered."""

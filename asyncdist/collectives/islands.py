@@ -40,7 +40,7 @@ from asyncdist.algorithms.selection import Model, choose
 from asyncdist.base.ops import Reduction
 from asyncdist.memory.buffers import NOTHING, Blocks, Memory, Scratch
 from asyncdist.memory.reduce_kernels import Arithmetic, arithmetic, divide
-from asyncdist.native import Native
+from asyncdist.transport.native import Native
 
 Part = Callable[[int], Schedule]
 """Makes the schedule of a part, given the first of its numbers."""

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 
 from asyncdist.algorithms.schedule import Schedule
 from asyncdist.errors import GroupError, ranks
-from asyncdist.framing import pack_key
 from asyncdist.memory.buffers import Memory
 from asyncdist.memory.reduce_kernels import Fold
-from asyncdist.native import Kind
 from asyncdist.observe.recorder import Entry
-from asyncdist.transport import Outgoing, Receive
+from asyncdist.transport.base import Outgoing, Receive
+from asyncdist.transport.native import Kind
+from asyncdist.transport.wire_format import pack_key
 from asyncdist.work import Work
 
 

@@ -24,9 +24,9 @@ from asyncdist.collectives.islands import Islands
 from asyncdist.collectives.operation import Plan
 from asyncdist.config import Config
 from asyncdist.errors import UsageError
-from asyncdist.framing import Fingerprint, shape_checksum
 from asyncdist.memory.buffers import DTYPE_NUMBERS, NOTHING, Blocks, Memory, Scratch, Target, apart, to_read
-from asyncdist.native import Kind, Native
+from asyncdist.transport.native import Kind, Native
+from asyncdist.transport.wire_format import Fingerprint, shape_checksum
 
 _KEPT_CHOICES = 4096
 

@@ -23,7 +23,7 @@ from asyncdist.collectives.plans import Member, fingerprint, segments, striped_b
 from asyncdist.errors import UsageError
 from asyncdist.memory.buffers import Blocks, Memory, Target, apart, to_read
 from asyncdist.memory.reduce_kernels import Arithmetic, accumulator, arithmetic, divide, has_arithmetic
-from asyncdist.native import Kind
+from asyncdist.transport.native import Kind
 
 _SEGMENT_COUNT = 1 << 20  # elements of a segment that is accumulated in memory of its own
 

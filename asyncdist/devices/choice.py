@@ -10,8 +10,8 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from asyncdist.devices.ensemble import Ensemble, Site
 from asyncdist.errors import TransportUnavailableError
+from asyncdist.transport.device_collectives import Ensemble, Site
 
 log = logging.getLogger("asyncdist")
 

@@ -21,11 +21,9 @@ from asyncdist.calls import Calls, How, checked_tag
 from asyncdist.collectives import exchanges
 from asyncdist.collectives.operation import Plan
 from asyncdist.devices.choice import settle
-from asyncdist.devices.ensemble import Ensemble, Site
 from asyncdist.devices.line import Line
 from asyncdist.devices.messages import Messages
 from asyncdist.devices.rollcall import RollCall
-from asyncdist.devices.streams import CudaStreams, Mark, Streams
 from asyncdist.devices.watch import Pending, Watch
 from asyncdist.devices.work import DeviceWork
 from asyncdist.errors import (
@@ -37,8 +35,10 @@ from asyncdist.errors import (
     UsageError,
 )
 from asyncdist.memory.buffers import Target, to_read
-from asyncdist.native import Native
 from asyncdist.observe.recorder import Entry
+from asyncdist.transport.device_collectives import Ensemble, Site
+from asyncdist.transport.device_streams import CudaStreams, Mark, Streams
+from asyncdist.transport.native import Native
 from asyncdist.work import Work
 
 if TYPE_CHECKING:

@@ -19,13 +19,22 @@ import torch
 
 from asyncdist.collectives import exchanges
 from asyncdist.devices.beside import Beside
-from asyncdist.devices.courier import LETTER_NBYTES, NUMBERS, REFUSED, Conversation, Courier, Letter, Refused, Talk
-from asyncdist.devices.ensemble import Ensemble, Site
 from asyncdist.devices.line import Line
-from asyncdist.devices.streams import Mark
 from asyncdist.devices.watch import Pending, Watch
 from asyncdist.errors import MismatchError
 from asyncdist.memory.buffers import Memory, Target
+from asyncdist.transport.device_collectives import Ensemble, Site
+from asyncdist.transport.device_p2p import (
+    LETTER_NBYTES,
+    NUMBERS,
+    REFUSED,
+    Conversation,
+    Courier,
+    Letter,
+    Refused,
+    Talk,
+)
+from asyncdist.transport.device_streams import Mark
 from asyncdist.work import Work
 
 log = logging.getLogger("asyncdist")

@@ -10,9 +10,9 @@ from time import monotonic
 from typing import Any
 
 from asyncdist.collectives.operation import Plan
-from asyncdist.devices.streams import Mark
 from asyncdist.devices.work import DeviceWork
 from asyncdist.observe.recorder import Entry
+from asyncdist.transport.device_streams import Mark
 from asyncdist.work import Work
 
 log = logging.getLogger("asyncdist")

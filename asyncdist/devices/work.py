@@ -10,9 +10,9 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from asyncdist.base.deadline import Timeout, seconds
-from asyncdist.devices.streams import Mark, Streams
 from asyncdist.errors import UsageError, WaitTimeoutError
 from asyncdist.memory.torch_compile import left_alone
+from asyncdist.transport.device_streams import Mark, Streams
 from asyncdist.work import Work
 
 if TYPE_CHECKING:

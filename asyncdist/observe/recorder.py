@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 from torch.autograd import profiler
 
 from asyncdist.base.ops import is_message
-from asyncdist.framing import Fingerprint
 from asyncdist.mismatch import call_in_words
 from asyncdist.observe import spans
+from asyncdist.transport.wire_format import Fingerprint
 
 log = logging.getLogger("asyncdist")
 

@@ -14,14 +14,14 @@ import torch
 
 from asyncdist.algorithms.schedule import Schedule
 from asyncdist.config import Config
-from asyncdist.devices.ensemble import Ensemble, nothing
 from asyncdist.devices.group import DeviceGroup
 from asyncdist.devices.staged import Staged
-from asyncdist.devices.streams import Mark, Streams
 from asyncdist.group import Group
 from asyncdist.memory.buffers import Memory
 from asyncdist.memory.reduce_kernels import Arithmetic
 from asyncdist.testing.cluster import world_of
+from asyncdist.transport.device_collectives import Ensemble, nothing
+from asyncdist.transport.device_streams import Mark, Streams
 
 
 class PretendMark:

@@ -27,12 +27,12 @@ from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
 
-from asyncdist import registry
 from asyncdist.base.auth import Handshake, dial
 from asyncdist.config import Config
 from asyncdist.group import Group
 from asyncdist.mesh import Mesh
 from asyncdist.testing.stopwatch import Stopwatch
+from asyncdist.transport import registry
 
 T = TypeVar("T")
 

@@ -1,4 +1,4 @@
-"""What `asyncdist.transport` promises beside the outcome of a collective, each on a world that would show it broken.
+"""What `asyncdist.transport.base` promises beside the outcome of a collective, each on a world that would show it broken.
 
 The `drills` see to it that bytes arrive; these, that they do so in their order, from memory that is still the sender's,
 into memory that is still the receiver's, and that whoever waits hears of an end:

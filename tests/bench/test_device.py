@@ -65,7 +65,7 @@ def test_the_table_shows_them(report):
 
 def test_the_command_plans_shows_and_writes(report, monkeypatch, tmp_path):
     plans = []
-    monkeypatch.setattr("asyncdist.devices.streams.cuda_missing", lambda: None)
+    monkeypatch.setattr("asyncdist.transport.device_streams.cuda_missing", lambda: None)
     monkeypatch.setattr("asyncdist.bench.processes.run", lambda plan, progress: plans.append(plan) or report)
     said = CliRunner().invoke(
         main, ["bench", "--device", "cuda", "--ranks", "1", "--output", str(tmp_path), "--repeat", "3"]

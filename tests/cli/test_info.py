@@ -9,12 +9,12 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from asyncdist import registry
 from asyncdist.algorithms.selection import Model, explain
 from asyncdist.cli import main
 from asyncdist.config import Config
 from asyncdist.devices.staged import Staged
 from asyncdist.errors import TransportUnavailableError
+from asyncdist.transport import registry
 
 DEVICES = torch.cuda.is_available()
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import asyncdist
-from asyncdist import registry
 from asyncdist.algorithms.hierarchy import gather_runs, layout, part_count, slices_pay
 from asyncdist.algorithms.schedule import Recv, Send
 from asyncdist.algorithms.selection import DEFAULT
@@ -20,6 +19,7 @@ from asyncdist.config import Config
 from asyncdist.errors import GroupError, MismatchError, PeerLostError
 from asyncdist.testing.cluster import world_of
 from asyncdist.testing.drills import drills, reducing
+from asyncdist.transport import registry
 from asyncdist_transports.stream import Writer
 
 HOSTS = {

@@ -7,12 +7,12 @@ import asyncio
 import pytest
 import torch
 
-from asyncdist import registry
 from asyncdist.memory.buffers import Blocks, Memory, apart
 from asyncdist.memory.registered import register
 from asyncdist.memory.shared_arena import unavailable
 from asyncdist.testing.arithmetic import noise
 from asyncdist.testing.cluster import world_of
+from asyncdist.transport import registry
 from asyncdist_transports.shm.small import MOST_NBYTES
 
 pytestmark = pytest.mark.one_loop

@@ -9,9 +9,9 @@ import logging
 import pytest
 import torch
 
-from asyncdist import registry
 from asyncdist.errors import OperationTimeoutError, TransportUnavailableError
 from asyncdist.testing.devices import PretendStaged, devices_of
+from asyncdist.transport import registry
 
 made = []
 

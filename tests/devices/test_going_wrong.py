@@ -10,11 +10,11 @@ import weakref
 import pytest
 import torch
 
-from asyncdist.devices.streams import CudaStreams
 from asyncdist.errors import GroupAbortedError, GroupError, PeerLostError
 from asyncdist.testing.cluster import run_ranks, world_of
 from asyncdist.testing.cuda import cuda_ipc_over
 from asyncdist.testing.devices import PretendStreams, device_group, devices_of
+from asyncdist.transport.device_streams import CudaStreams
 from asyncdist_transports.cuda_ipc import leaving
 
 LARGE = 100_000

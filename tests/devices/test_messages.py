@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from asyncdist.config import Config
-from asyncdist.devices.courier import CONTENT_NBYTES, Letter, Refused, Talk
 from asyncdist.errors import (
     GroupAbortedError,
     GroupError,
@@ -30,6 +29,7 @@ from asyncdist.testing.cuda import PretendDriver, cuda_ipc_over
 from asyncdist.testing.devices import PretendStreams, device_group, devices_of
 from asyncdist.testing.drills import between_two
 from asyncdist.testing.nccl import PretendNccl, nccl_over
+from asyncdist.transport.device_p2p import CONTENT_NBYTES, Letter, Refused, Talk
 from asyncdist.work import Work, joined
 
 WAYS = ["cuda_ipc", "nccl", "staged"]

@@ -24,7 +24,6 @@ from asyncdist import sync
 from asyncdist.base.ops import ReduceOp, premul_sum
 from asyncdist.config import NcclSettings
 from asyncdist.devices.group import DeviceGroup
-from asyncdist.devices.streams import cuda_missing
 from asyncdist.errors import (
     AsyncdistError,
     GroupAbortedError,
@@ -39,6 +38,7 @@ from asyncdist.testing.cluster import run_ranks
 from asyncdist.testing.devices import PretendStreams, device_group
 from asyncdist.testing.drills import drills, moving, reducing
 from asyncdist.testing.nccl import PretendNccl, nccl_over
+from asyncdist.transport.device_streams import cuda_missing
 from asyncdist_transports.nccl import Nccl, bindings, communicator, ensemble
 from asyncdist_transports.nccl.bindings import Bindings, Numbers, numbers_of
 

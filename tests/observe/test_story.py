@@ -10,10 +10,10 @@ import torch
 
 from asyncdist.base.ops import Collective, ReduceOp
 from asyncdist.errors import UsageError
-from asyncdist.framing import Fingerprint
 from asyncdist.memory.buffers import DTYPE_NUMBERS
 from asyncdist.observe import story
 from asyncdist.observe.recorder import Entry, Recorder
+from asyncdist.transport.wire_format import Fingerprint
 
 SUM = Fingerprint(
     Collective.all_reduce, dtype=DTYPE_NUMBERS[torch.float32], reduction=ReduceOp.SUM.value, count=8

@@ -13,8 +13,8 @@ import os
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
-from asyncdist.framing import DATA, GOODBYE, KEY_NBYTES, pack_key, unpack_tail
-from asyncdist.transport import Address, Host, Link, Outgoing, Receive, Transport, Wait, pour
+from asyncdist.transport.base import Address, Host, Link, Outgoing, Receive, Transport, Wait, pour
+from asyncdist.transport.wire_format import DATA, GOODBYE, KEY_NBYTES, pack_key, unpack_tail
 
 _mailboxes: dict[int, InprocTransport] = {}
 _numbers = itertools.count(1)

@@ -6,8 +6,8 @@ from collections import deque
 from typing import Any, Protocol
 
 from asyncdist.errors import ProtocolError
-from asyncdist.framing import DATA, HEADER_NBYTES, KEY_NBYTES, KINDS, unpack_tail
-from asyncdist.transport import Discard, Host, Inbox, Outgoing, Receive
+from asyncdist.transport.base import Discard, Host, Inbox, Outgoing, Receive
+from asyncdist.transport.wire_format import DATA, HEADER_NBYTES, KEY_NBYTES, KINDS, unpack_tail
 
 QUANTUM = 1 << 20  # bytes moved one way before the other way gets its turn
 NOTICE_NBYTES = 1 << 16  # longest body of an abort or goodbye

@@ -20,9 +20,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from asyncdist.devices.courier import CONTENT_NBYTES, Conversation, Courier, Refused, Talk
-from asyncdist.devices.ensemble import Site
-from asyncdist.devices.streams import Mark
+from asyncdist.transport.device_collectives import Site
+from asyncdist.transport.device_p2p import CONTENT_NBYTES, Conversation, Courier, Refused, Talk
+from asyncdist.transport.device_streams import Mark
 from asyncdist_transports.cuda_ipc.driver import HANDLE_NBYTES, Driver
 from asyncdist_transports.cuda_ipc.handles import SHOWN_NBYTES, Exports, Imports, Shown
 from asyncdist_transports.cuda_ipc.leaving import leave, quiet

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from asyncdist.devices.streams import cuda_missing
 from asyncdist.errors import TransportUnavailableError
+from asyncdist.transport.device_streams import cuda_missing
 
 HANDLE_NBYTES = 64
 _BUFFER_ID, _LEGACY_IPC_CAPABLE = 7, 10  # of CUpointer_attribute

@@ -21,13 +21,13 @@ import torch
 
 from asyncdist.algorithms.schedule import Schedule
 from asyncdist.base.ops import ReduceOp
-from asyncdist.devices.courier import Courier
-from asyncdist.devices.ensemble import Ensemble, Site, nothing
 from asyncdist.devices.staged import Staged
 from asyncdist.errors import MismatchError, TransportUnavailableError
 from asyncdist.memory.buffers import Blocks, Memory
 from asyncdist.memory.reduce_kernels import Arithmetic
-from asyncdist.native import MemoryBlocks
+from asyncdist.transport.device_collectives import Ensemble, Site, nothing
+from asyncdist.transport.device_p2p import Courier
+from asyncdist.transport.native import MemoryBlocks
 from asyncdist_transports.cuda_ipc.courier import CudaIpcCourier
 from asyncdist_transports.cuda_ipc.driver import Driver
 from asyncdist_transports.cuda_ipc.handles import SHOWN_NBYTES, Exports, Imports, Shown

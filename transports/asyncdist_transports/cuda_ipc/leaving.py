@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
-from asyncdist.devices.streams import Streams, passed_within
 from asyncdist.errors import TransportUnavailableError
+from asyncdist.transport.device_streams import Streams, passed_within
 from asyncdist_transports.cuda_ipc.driver import Driver
 from asyncdist_transports.cuda_ipc.handles import Exports, Imports
 

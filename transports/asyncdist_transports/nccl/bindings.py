@@ -13,8 +13,8 @@ import torch
 
 from asyncdist.base.ops import ReduceOp
 from asyncdist.config import NcclSettings
-from asyncdist.devices.streams import cuda_missing
 from asyncdist.errors import TransportUnavailableError
+from asyncdist.transport.device_streams import cuda_missing
 
 UNIQUE_ID_NBYTES = 128
 

@@ -13,8 +13,8 @@ from time import monotonic
 from typing import Any
 
 from asyncdist.base import lifecycle
-from asyncdist.devices.streams import Mark, Streams
 from asyncdist.errors import GroupAbortedError, TransportUnavailableError
+from asyncdist.transport.device_streams import Mark, Streams
 from asyncdist.work import Work
 from asyncdist_transports.nccl.bindings import Bindings
 

@@ -18,13 +18,13 @@ import torch
 
 from asyncdist.algorithms.schedule import Schedule
 from asyncdist.base.ops import ReduceOp
-from asyncdist.devices.courier import Courier
-from asyncdist.devices.ensemble import Ensemble, Site, nothing
-from asyncdist.devices.streams import passed_within
 from asyncdist.errors import GroupAbortedError, TransportUnavailableError
 from asyncdist.memory.buffers import Memory
 from asyncdist.memory.reduce_kernels import Arithmetic, arithmetic, divide
-from asyncdist.native import MemoryBlocks
+from asyncdist.transport.device_collectives import Ensemble, Site, nothing
+from asyncdist.transport.device_p2p import Courier
+from asyncdist.transport.device_streams import passed_within
+from asyncdist.transport.native import MemoryBlocks
 from asyncdist_transports.nccl.bindings import BYTES, SUM, UNIQUE_ID_NBYTES, Bindings, load, numbers_of, written
 from asyncdist_transports.nccl.communicator import Call, Communicator
 from asyncdist_transports.nccl.courier import NcclCourier

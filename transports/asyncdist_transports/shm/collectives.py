@@ -15,7 +15,7 @@ from asyncdist.algorithms.schedule import Schedule
 from asyncdist.base.ops import Collective
 from asyncdist.memory.buffers import Memory, apart
 from asyncdist.memory.reduce_kernels import Arithmetic
-from asyncdist.native import Kind, MemoryBlocks, Native, Quick
+from asyncdist.transport.native import Kind, MemoryBlocks, Native, Quick
 from asyncdist_transports.shm import direct
 from asyncdist_transports.shm.large import Large
 from asyncdist_transports.shm.rounds import Turn

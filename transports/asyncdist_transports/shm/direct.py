@@ -18,7 +18,7 @@ import torch
 
 from asyncdist.algorithms.schedule import Schedule
 from asyncdist.memory.shared_arena import Mapping
-from asyncdist.native import Kind
+from asyncdist.transport.native import Kind
 from asyncdist_transports.shm.rounds import POSTED, Turn
 from asyncdist_transports.shm.window import CALL, DONE, FINISHED, LINE, PLACE, SHIFT, SLOTS, Window
 

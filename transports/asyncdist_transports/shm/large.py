@@ -15,7 +15,7 @@ from asyncdist.algorithms.schedule import Schedule
 from asyncdist.errors import MismatchError
 from asyncdist.memory.buffers import Blocks, Memory
 from asyncdist.memory.reduce_kernels import Arithmetic
-from asyncdist.native import MemoryBlocks
+from asyncdist.transport.native import MemoryBlocks
 from asyncdist_transports.shm import direct
 from asyncdist_transports.shm.pieces import Pieces, head_nbytes
 from asyncdist_transports.shm.rounds import Piece, Turn

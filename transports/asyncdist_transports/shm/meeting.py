@@ -32,7 +32,7 @@ from asyncdist.base.interfaces import machine_name
 from asyncdist.errors import AsyncdistError, ProtocolError
 from asyncdist.memory.shared_arena import Arena
 from asyncdist.memory.shared_arena import Mapping as Memory
-from asyncdist.transport import Host
+from asyncdist.transport.base import Host
 from asyncdist_transports.shm.board import Board
 
 _INTRODUCTION = struct.Struct("<IQQ")  # rank, bytes of the arena, offset of the board

@@ -14,9 +14,9 @@ from collections.abc import Callable
 
 from asyncdist.base import lifecycle
 from asyncdist.errors import ProtocolError
-from asyncdist.framing import HEADER_NBYTES, KEY_NBYTES, unpack_tail
 from asyncdist.memory.shared_arena import Arena, Mapping
-from asyncdist.transport import Host, Outgoing
+from asyncdist.transport.base import Host, Outgoing
+from asyncdist.transport.wire_format import HEADER_NBYTES, KEY_NBYTES, unpack_tail
 from asyncdist_transports.shm.board import RING, Board, OwnBoard
 from asyncdist_transports.shm.order import Fence
 from asyncdist_transports.shm.ring import NBYTES, RingIn, RingOut

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from asyncdist.base.ops import Collective
-from asyncdist.native import Kind, Quick
+from asyncdist.transport.native import Kind, Quick
 from asyncdist_transports.shm.pieces import head_nbytes
 from asyncdist_transports.shm.rounds import POSTED, STAGED
 from asyncdist_transports.shm.swap import Moves, Swap, Unlike

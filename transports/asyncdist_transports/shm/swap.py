@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from asyncdist.algorithms.schedule import Schedule
-from asyncdist.native import Quick
+from asyncdist.transport.native import Quick
 from asyncdist_transports.shm.window import CALL, DONE, LINE, PLACE, SHIFT, SLOTS, Member, Window
 
 _SLOTS_AGO = (SLOTS << SHIFT) - DONE  # between this collective's first word and the last one of the collective before

@@ -12,11 +12,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from asyncdist.errors import AsyncdistError, SharedMemoryError, ranks
-from asyncdist.framing import DATA
 from asyncdist.memory import shared_arena as shared
 from asyncdist.memory.shared_arena import Arena, Block
-from asyncdist.native import Native
-from asyncdist.transport import Address, Host, Link, Outgoing, Transport, Wait
+from asyncdist.transport.base import Address, Host, Link, Outgoing, Transport, Wait
+from asyncdist.transport.native import Native
+from asyncdist.transport.wire_format import DATA
 from asyncdist_transports.shm import limbo
 from asyncdist_transports.shm.board import Board, OwnBoard
 from asyncdist_transports.shm.collectives import ShmNative

@@ -19,7 +19,7 @@ from asyncdist.base import lifecycle
 from asyncdist.base.auth import NONCE_NBYTES, Pushed, accept, dial
 from asyncdist.base.tls import TlsSocket
 from asyncdist.errors import UNREACHED, ProtocolError
-from asyncdist.transport import Host, Outgoing
+from asyncdist.transport.base import Host, Outgoing
 from asyncdist_transports.stream import Ended, Reader, Writer
 
 Connected = socket.socket | TlsSocket

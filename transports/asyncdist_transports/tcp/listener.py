@@ -12,7 +12,7 @@ from time import monotonic
 from asyncdist.base import lifecycle
 from asyncdist.descriptors import is_exhausted, is_gone
 from asyncdist.errors import AddressError
-from asyncdist.transport import Host
+from asyncdist.transport.base import Host
 
 log = logging.getLogger("asyncdist.tcp")
 

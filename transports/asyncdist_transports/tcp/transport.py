@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 
 from asyncdist.base import tls
 from asyncdist.errors import AsyncdistError, PeerLostError
-from asyncdist.framing import KEY
-from asyncdist.transport import Address, Host, Link, Outgoing, Transport, Wait
+from asyncdist.transport.base import Address, Host, Link, Outgoing, Transport, Wait
+from asyncdist.transport.wire_format import KEY
 from asyncdist_transports.stream import Ended
 from asyncdist_transports.tcp.connection import READ, Inbound, Outbound, prepare
 from asyncdist_transports.tcp.listener import Listener

@@ -27,12 +27,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from asyncdist.base.timers import Reminders
 from asyncdist.config import Config
-from asyncdist.inbox import Blocked, Discard, Inbox, Outgoing, Owner, PutAside, Receive, pour
+from asyncdist.transport.matching import Blocked, Discard, Inbox, Outgoing, Owner, PutAside, Receive, pour
 
 if TYPE_CHECKING:
     import socket
 
-    from asyncdist.native import Native
+    from asyncdist.transport.native import Native
 
 __all__ = [
     "Address", "Blocked", "Discard", "Host", "Inbox", "Link", "Outgoing", "Owner", "PutAside", "Receive", "Transport",

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from asyncdist.config import Config
 from asyncdist.errors import TransportUnavailableError, UsageError
-from asyncdist.transport import Transport
+from asyncdist.transport.base import Transport
 
 if TYPE_CHECKING:
-    from asyncdist.devices.ensemble import Ensemble
+    from asyncdist.transport.device_collectives import Ensemble
 
 log = logging.getLogger("asyncdist")
 

@@ -1,14 +1,14 @@
-"""Where messages meet the receives that were posted for them; see `asyncdist.transport`, which hands all of this on."""
+"""Where messages meet the receives that were posted for them; see `asyncdist.transport.base`, which hands all of this on."""
 
 from __future__ import annotations
 
 from collections import deque
 from typing import TYPE_CHECKING, Protocol
 
-from asyncdist.framing import pack_header
+from asyncdist.transport.wire_format import pack_header
 
 if TYPE_CHECKING:
-    from asyncdist.transport import Host
+    from asyncdist.transport.base import Host
 
 
 # -- what is moved --------------------------------------------------------------------------------

@@ -23,12 +23,12 @@ import torch
 
 from asyncdist.algorithms.schedule import Schedule
 from asyncdist.base.interfaces import machine_name
-from asyncdist.devices.streams import Streams
-from asyncdist.native import Native
+from asyncdist.transport.device_streams import Streams
+from asyncdist.transport.native import Native
 
 if TYPE_CHECKING:
-    from asyncdist.devices.courier import Courier
     from asyncdist.group import Group
+    from asyncdist.transport.device_p2p import Courier
 
 Card = Mapping[str, Any]
 

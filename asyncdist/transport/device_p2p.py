@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeVar
 
 import torch
 
-from asyncdist.devices.streams import Mark
+from asyncdist.transport.device_streams import Mark
 from asyncdist.work import Work
 
 if TYPE_CHECKING:

@@ -1,0 +1,1 @@
+"""The contract between the engine and a transport, for hosts and for devices, and the registry of transports."""
