@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 
 from asyncdist.collectives.operation import Channel, Operation
 from asyncdist.errors import GroupError, MismatchError
-from asyncdist.mismatch import describe
-from asyncdist.observe.recorder import Recorder
+from asyncdist.tracing.call_text import describe
+from asyncdist.tracing.recorder import Recorder
 from asyncdist.transport.wire_format import Fingerprint
 
 

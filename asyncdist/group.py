@@ -28,7 +28,7 @@ from asyncdist.memory.buffers import Scratch, in_order
 from asyncdist.memory.registered import T, register
 from asyncdist.memory.torch_compile import left_alone
 from asyncdist.mesh import Mesh
-from asyncdist.observe.recorder import Entry
+from asyncdist.tracing.recorder import Entry
 from asyncdist.transport import registry
 from asyncdist.transport.native import Kind, Quick, announced, raising
 from asyncdist.transport.wire_format import channel_of

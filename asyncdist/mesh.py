@@ -27,8 +27,8 @@ from asyncdist.errors import GroupAbortedError, GroupError, MismatchError, PeerL
 from asyncdist.machine import Until, Wait
 from asyncdist.memory.buffers import Scratch
 from asyncdist.notices import ENDED, LEFT, abort, called, last_words, to_tell, unspell
-from asyncdist.observe.recorder import Recorder
 from asyncdist.progress import Progress
+from asyncdist.tracing.recorder import Recorder
 from asyncdist.transport.base import Discard, Inbox, Link, Outgoing, Receive, Transport
 from asyncdist.transport.wire_format import ABORT, CALLED, GOODBYE
 from asyncdist.ways import Addresses, Ways

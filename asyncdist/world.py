@@ -23,8 +23,8 @@ from asyncdist.config import Config, Launch, shared_settings
 from asyncdist.errors import NotInitializedError, RendezvousError, UsageError
 from asyncdist.group import Group
 from asyncdist.mesh import LAST_WORDS, Mesh
-from asyncdist.observe import on_demand
 from asyncdist.rendezvous import Meeting, meet
+from asyncdist.tracing import dump_signal
 from asyncdist.transport import registry
 
 _PAUSE = 1e-3  # seconds between two looks whether peers have been told
@@ -115,7 +115,7 @@ def open_world(
     None takes the runtime's. Raises RendezvousError, AuthenticationError, TransportUnavailableError, UsageError.
     """
     config = config or Config.from_environment()
-    on_demand.listen(config)  # on the caller's thread, which may be the main one; the loop's is not always
+    dump_signal.listen(config)  # on the caller's thread, which may be the main one; the loop's is not always
     limit = seconds(timeout, config.timeout)
     meeting = functools.partial(
         meet,
@@ -146,7 +146,7 @@ async def _open(
         config = config.with_(token=meeting.token)
         mesh = Mesh(meeting.rank, meeting.world_size, meeting.world_id, config, kinds, home)
         mesh.backend = backend or config.transport
-        on_demand.offer(mesh.recorder, config)
+        dump_signal.offer(mesh.recorder, config)
         try:
             runs = {"version": __version__, "settings": shared_settings(config)}
             ours = {"addresses": mesh.listen(meeting.listen_host), **runs}

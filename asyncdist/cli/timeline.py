@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncdist.bench.plot import require as require
-from asyncdist.observe.story import Call, Record, name_of
+from asyncdist.tracing.desync_report import Call, Record, name_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from asyncdist.observe.story import Call, Pace, Record, Standing
+    from asyncdist.tracing.desync_report import Call, Pace, Record, Standing
 
 _GROUPS = 8  # groups that get a table, those that are held up first
 
@@ -42,12 +42,12 @@ def trace(folder: Path, calls: int, plot: Path | None, seconds: float, perfetto:
     asyncdist trace /tmp/dumps --plot timeline.png
     """
     from asyncdist.cli import timeline
-    from asyncdist.observe import story
+    from asyncdist.tracing import desync_report
 
     if plot is not None:
         timeline.require(plot)
-    found = story.read(folder)
-    worlds = story.recent(found)
+    found = desync_report.read(folder)
+    worlds = desync_report.recent(found)
     console = screen()
     for records in worlds:
         if len(worlds) > 1:
@@ -69,13 +69,13 @@ def trace(folder: Path, calls: int, plot: Path | None, seconds: float, perfetto:
 
 def _show(records: Sequence[Record], calls: int, console: Console) -> None:
     """Print what is to be said of one world."""
-    from asyncdist.observe import story
+    from asyncdist.tracing import desync_report
 
-    for sentence in story.tell(records):
+    for sentence in desync_report.tell(records):
         console.print(sentence, markup=False)
-    standings = story.standings(records)
+    standings = desync_report.standings(records)
     for standing in standings[:_GROUPS]:
-        console.print(_table(standing, records, story.paces(records, standing.group, standing.ranks)))
+        console.print(_table(standing, records, desync_report.paces(records, standing.group, standing.ranks)))
         table = _last_calls(standing, records, calls)
         if table.row_count:
             console.print(table)

@@ -25,7 +25,7 @@ from asyncdist.collectives.operation import (
 )
 from asyncdist.errors import AsyncdistError, GroupError, OperationTimeoutError, TransportUnavailableError
 from asyncdist.memory.buffers import Scratch
-from asyncdist.observe.recorder import Entry
+from asyncdist.tracing.recorder import Entry
 from asyncdist.transport.base import Inbox, Link, Outgoing, Receive
 from asyncdist.work import Work
 

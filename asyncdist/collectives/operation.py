@@ -17,7 +17,7 @@ from asyncdist.algorithms.schedule import Schedule
 from asyncdist.errors import GroupError, ranks
 from asyncdist.memory.buffers import Memory
 from asyncdist.memory.reduce_kernels import Fold
-from asyncdist.observe.recorder import Entry
+from asyncdist.tracing.recorder import Entry
 from asyncdist.transport.base import Outgoing, Receive
 from asyncdist.transport.native import Kind
 from asyncdist.transport.wire_format import pack_key

@@ -35,7 +35,7 @@ from asyncdist.errors import (
     UsageError,
 )
 from asyncdist.memory.buffers import Target, to_read
-from asyncdist.observe.recorder import Entry
+from asyncdist.tracing.recorder import Entry
 from asyncdist.transport.device_collectives import Ensemble, Site
 from asyncdist.transport.device_streams import CudaStreams, Mark, Streams
 from asyncdist.transport.native import Native

@@ -11,7 +11,7 @@ from typing import Any
 
 from asyncdist.collectives.operation import Plan
 from asyncdist.devices.work import DeviceWork
-from asyncdist.observe.recorder import Entry
+from asyncdist.tracing.recorder import Entry
 from asyncdist.transport.device_streams import Mark
 from asyncdist.work import Work
 

@@ -18,8 +18,8 @@ from asyncdist.devices import watch as watch_module
 from asyncdist.devices.line import Line
 from asyncdist.devices.watch import Pending, Watch
 from asyncdist.devices.work import DeviceWork
-from asyncdist.observe.recorder import Entry
 from asyncdist.testing.devices import PretendStreams
+from asyncdist.tracing.recorder import Entry
 
 # -- the line ---------------------------------------------------------------------------------------
 

@@ -14,10 +14,11 @@ import torch
 
 from asyncdist.config import Config
 from asyncdist.errors import GroupError, UsageError
-from asyncdist.observe import on_demand, story
-from asyncdist.observe.recorder import Recorder
 from asyncdist.testing.cluster import world_of
 from asyncdist.testing.devices import devices_of
+from asyncdist.tracing import desync_report
+from asyncdist.tracing import dump_signal as on_demand
+from asyncdist.tracing.recorder import Recorder
 
 
 async def test_a_group_that_fails_is_written(tmp_path, transport):
@@ -30,11 +31,11 @@ async def test_a_group_that_fails_is_written(tmp_path, transport):
         groups[1].abort("enough")
         with pytest.raises(GroupError):
             await pending
-        (records,) = story.read(folder)
+        (records,) = desync_report.read(folder)
     assert [record.rank for record in records] == [0, 1]
     assert [record.groups["world"] for record in records] == [(0, 1)] * 2
     assert all("enough" in record.reason for record in records)
-    (standing,) = story.standings(records)
+    (standing,) = desync_report.standings(records)
     assert (standing.number, list(standing.waiting), list(standing.behind)) == (2, [0], [1])
     assert standing.calls == {0: "all_reduce(3 x float32, SUM)"}
 
@@ -45,7 +46,7 @@ async def test_messages_are_written_with_their_peers(tmp_path, transport):
         pending = part[2].recv(torch.ones(5), 0, tag=7)
         asked = part[1].recv_object_list([None], None, tag=8)
         groups[2].mesh.recorder.dump(str(tmp_path), "as a test")
-        ((record,),) = story.read(tmp_path)
+        ((record,),) = desync_report.read(tmp_path)
         (call,) = record.calls
         assert (call.words, record.groups[call.group][call.peer]) == ("recv(5 x float32)", 1)
         await asyncio.gather(part[1].send(torch.ones(5), 1, tag=7), pending)
@@ -63,9 +64,9 @@ async def test_what_is_pending_is_written_however_much_came_after_it(tmp_path, t
             await asyncio.gather(groups[0].send(torch.ones(1), 1), groups[1].recv(torch.ones(1), 0))
         for group in groups:
             group.mesh.recorder.dump(str(tmp_path), "as a test")
-        (records,) = story.read(tmp_path)
+        (records,) = desync_report.read(tmp_path)
         assert [len(record.calls) for record in records] == [6, 5]
-        (standing,) = story.standings(records)
+        (standing,) = desync_report.standings(records)
         assert (standing.number, list(standing.waiting), standing.behind) == (4, [0], {1: 3})
         await asyncio.gather(groups[1].all_reduce(torch.ones(3)), pending)
         assert len(list(groups[0].mesh.recorder)) == 5
@@ -134,7 +135,7 @@ def test_the_oldest_groups_are_forgotten(tmp_path):
     for number in range(5):
         recorder.add_group(f"group {number}", (0, 1), itertools.count(1))
     recorder.dump(str(tmp_path), "why")
-    ((record,),) = story.read(tmp_path)
+    ((record,),) = desync_report.read(tmp_path)
     assert list(record.groups) == ["group 2", "group 3", "group 4"]
 
 
@@ -161,7 +162,7 @@ def test_a_signal_writes_and_does_what_it_did_before(tmp_path):
         "asyncdist-one-rank0.json",
         "asyncdist-other-rank0.json",
     ]
-    worlds = story.recent(story.read(tmp_path))
+    worlds = desync_report.recent(desync_report.read(tmp_path))
     assert {record.world: record.reason for (record,) in worlds} == dict.fromkeys(
         ["one", "other"], "asked for by signal USR1"
     )

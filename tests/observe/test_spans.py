@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from asyncdist.observe import spans
 from asyncdist.testing.cluster import run_ranks, world_of
 from asyncdist.testing.devices import devices_of
+from asyncdist.tracing import profiler as spans
 
 
 def profiled():
@@ -99,5 +99,5 @@ async def test_operations_of_a_device_are_seen():
 
 
 def test_nothing_is_begun_where_nobody_looks(monkeypatch):
-    monkeypatch.setattr("asyncdist.observe.spans.begin", None)
+    monkeypatch.setattr("asyncdist.tracing.profiler.begin", None)
     run_ranks(2, lambda group: group.all_reduce(torch.ones(4), background=False).wait())

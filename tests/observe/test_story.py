@@ -11,8 +11,8 @@ import torch
 from asyncdist.base.ops import Collective, ReduceOp
 from asyncdist.errors import UsageError
 from asyncdist.memory.buffers import DTYPE_NUMBERS
-from asyncdist.observe import story
-from asyncdist.observe.recorder import Entry, Recorder
+from asyncdist.tracing import desync_report
+from asyncdist.tracing.recorder import Entry, Recorder
 from asyncdist.transport.wire_format import Fingerprint
 
 SUM = Fingerprint(
@@ -64,7 +64,7 @@ class Ranks:
         for rank in writing or range(len(self.recorders)):
             assert self.recorders[rank].dump(str(self.folder), "because") is not None
         self._monkeypatch.undo()
-        return story.read(self.folder)[0]
+        return desync_report.read(self.folder)[0]
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def ranks(tmp_path, monkeypatch):
 
 
 def told(records):
-    return "\n".join(story.tell(records))
+    return "\n".join(desync_report.tell(records))
 
 
 def test_all_is_well(ranks):
@@ -85,7 +85,7 @@ def test_all_is_well(ranks):
     assert (
         told(records) == "No collective is held up: every one that was called is over on all ranks that have written."
     )
-    (standing,) = story.standings(records)
+    (standing,) = desync_report.standings(records)
     assert standing.number is None
 
 
@@ -113,9 +113,9 @@ def test_who_has_gone_on_from_what_another_has_not_called(ranks):
     for number in (1, 2):
         two.call(0, number, number, number + 0.5, op="broadcast")
     two.call(0, 3, 3)
-    (standing,) = story.standings(two.records())
+    (standing,) = desync_report.standings(two.records())
     assert (standing.number, standing.through, standing.behind) == (1, [0], {1: 0})
-    assert "rank 1 has called nothing in this group" in told(story.read(two.folder)[0])
+    assert "rank 1 has called nothing in this group" in told(desync_report.read(two.folder)[0])
 
 
 def test_different_calls(ranks):
@@ -149,7 +149,7 @@ def test_what_is_over_and_forgotten_is_no_call_that_was_not_made(ranks):
         two.call(0, 0, 2, 3, op="send", fingerprint=0)
     records = two.records()
     assert "No collective is held up" in told(records)
-    (standing,) = story.standings(records)
+    (standing,) = desync_report.standings(records)
     assert standing.number is None
 
 
@@ -164,7 +164,7 @@ def test_who_is_in_a_call_is_known_whatever_came_after_it(ranks):
         three.call(1, 0, 2, 3, op="recv", fingerprint=0)
         three.call(2, 0, 2, 3, op="recv", fingerprint=0)
     records = three.records()
-    (standing,) = story.standings(records)
+    (standing,) = desync_report.standings(records)
     assert (standing.number, list(standing.waiting), standing.through, standing.behind) == (3, [0], [2], {1: 2})
     assert told(records).splitlines() == [
         "group 'world', collective #3: all_reduce(8 x float32, SUM) is not over.",
@@ -179,7 +179,7 @@ def test_groups_that_are_held_up_come_first(ranks):
     for rank in range(4):
         four.call(rank, 1, 0, 1)
     four.call(1, 1, group="pair")
-    first, second = story.standings(four.records())
+    first, second = desync_report.standings(four.records())
     assert (first.group, first.ranks, first.number, list(first.behind)) == ("pair", (1, 2), 1, [2])
     assert (second.group, second.number) == ("world", None)
 
@@ -190,7 +190,7 @@ def test_groups_of_one_name_are_told_apart_by_their_ranks(ranks):
     four.group("half", (2, 3))
     for rank in range(3):
         four.call(rank, 1, 0, 1 if rank < 2 else None, group="half")
-    held_up = [one for one in story.standings(four.records()) if one.number is not None]
+    held_up = [one for one in desync_report.standings(four.records()) if one.number is not None]
     assert [(one.group, one.ranks, list(one.waiting), list(one.behind)) for one in held_up] == [
         ("half", (2, 3), [2], [3])
     ]
@@ -220,8 +220,8 @@ def test_who_comes_last(ranks):
         late = number != 5
         two.call(0, number, number + (0.0 if late else 0.25), number + 0.5)
         two.call(1, number, number + (0.125 if late else 0.0), number + 0.5)
-    (standing,) = story.standings(two.records())
-    paces = story.paces(story.read(two.folder)[0], standing.group, standing.ranks)
+    (standing,) = desync_report.standings(two.records())
+    paces = desync_report.paces(desync_report.read(two.folder)[0], standing.group, standing.ranks)
     assert (paces[0].last, paces[1].last) == (0.1, 0.9)
     assert (paces[0].lateness, paces[1].lateness) == pytest.approx((0.0, 0.125))
     assert paces[1].duration == pytest.approx(0.375)
@@ -232,9 +232,9 @@ def test_of_several_worlds_those_that_wrote_at_about_the_same_time(ranks):
     ranks(1, "other").records(at=95.0)
     two = ranks(2, "new")
     two.records(at=100.0)
-    worlds = story.read(two.folder)
-    assert [story.name_of(records) for records in worlds] == ["world new", "world other", "world old"]
-    assert [[record.rank for record in records] for records in story.recent(worlds)] == [[0, 1], [0]]
+    worlds = desync_report.read(two.folder)
+    assert [desync_report.name_of(records) for records in worlds] == ["world new", "world other", "world old"]
+    assert [[record.rank for record in records] for records in desync_report.recent(worlds)] == [[0, 1], [0]]
 
 
 def test_a_later_dump_takes_the_place_of_the_one_before(ranks):
@@ -247,14 +247,14 @@ def test_a_later_dump_takes_the_place_of_the_one_before(ranks):
 
 def test_an_empty_folder(tmp_path):
     with pytest.raises(UsageError, match="ASYNCDIST_DUMP_DIR"):
-        story.read(tmp_path)
+        desync_report.read(tmp_path)
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", json.dumps({"time": 1, "clock": 1, "groups": {}, "entries": 5})])
 def test_what_is_no_flight_recorder(tmp_path, content):
     (tmp_path / "asyncdist-w-rank0.json").write_text(content)
     with pytest.raises(UsageError, match=r"rank0\.json is no flight recorder"):
-        story.read(tmp_path)
+        desync_report.read(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,7 @@ def test_facts_of_another_type(ranks, tmp_path, fact, value):
     (path,) = tmp_path.iterdir()
     path.write_text(json.dumps(json.loads(path.read_text()) | {fact: value}))
     with pytest.raises(UsageError, match=r"rank0\.json is no flight recorder"):
-        story.read(tmp_path)
+        desync_report.read(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -280,4 +280,4 @@ def test_entries_of_another_type(ranks, tmp_path, fact, value):
     content["entries"][0][fact] = value
     path.write_text(json.dumps(content))
     with pytest.raises(UsageError, match=r"rank0\.json is no flight recorder"):
-        story.read(tmp_path)
+        desync_report.read(tmp_path)

@@ -14,7 +14,7 @@ import pytest
 
 from asyncdist.cli.trace import trace
 from asyncdist.errors import UsageError
-from asyncdist.observe import story
+from asyncdist.tracing import desync_report
 
 pytestmark = pytest.mark.processes
 
@@ -29,8 +29,8 @@ def test_a_signal_asks_who_is_not_in_the_call(job, until, tmp_path, face):
         for told in ranks:
             os.kill(told.process.pid, signal.SIGUSR2)
         with contextlib.suppress(UsageError):  # nobody has written yet
-            (records,) = story.read(tmp_path / "dumps")
-            standing = story.standings(records)[0]
+            (records,) = desync_report.read(tmp_path / "dumps")
+            standing = desync_report.standings(records)[0]
             return len(records) == 3 and set(standing.waiting) == {0, 1} and set(standing.behind) == {2}
 
     until(two_are_in_it)
@@ -47,9 +47,9 @@ def test_a_killed_rank_is_the_one_that_left_nothing(job, all_do, tmp_path):
     ranks[1].process.kill()
     for told in (ranks[0], ranks[2]):
         assert told.hear().kind == "PeerLostError"
-    (records,) = story.read(tmp_path / "dumps")
+    (records,) = desync_report.read(tmp_path / "dumps")
     assert [record.rank for record in records] == [0, 2]
-    assert "rank 1 left no flight recorder" in next(iter(story.tell(records)))
+    assert "rank 1 left no flight recorder" in next(iter(desync_report.tell(records)))
 
 
 WAITS = """

@@ -18,7 +18,7 @@ from typing import Any
 
 from asyncdist.base.ops import is_message
 from asyncdist.errors import UsageError
-from asyncdist.observe.recorder import FILE_NAMES
+from asyncdist.tracing.recorder import FILE_NAMES
 
 _ABOUT_NOW = 0.05  # seconds by which a call may be older than the dump and yet not count as waiting
 _AT_ONCE = 30.0  # seconds within which worlds have written that were asked, or failed, together

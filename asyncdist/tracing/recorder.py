@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 from torch.autograd import profiler
 
 from asyncdist.base.ops import is_message
-from asyncdist.mismatch import call_in_words
-from asyncdist.observe import spans
+from asyncdist.tracing import profiler as spans
+from asyncdist.tracing.call_text import call_in_words
 from asyncdist.transport.wire_format import Fingerprint
 
 log = logging.getLogger("asyncdist")

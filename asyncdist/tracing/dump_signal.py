@@ -14,7 +14,7 @@ from typing import Any
 
 from asyncdist.config import Config
 from asyncdist.errors import UsageError
-from asyncdist.observe.recorder import Recorder
+from asyncdist.tracing.recorder import Recorder
 
 log = logging.getLogger("asyncdist")
 
