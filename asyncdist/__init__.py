@@ -46,7 +46,7 @@ _NAMES: dict[str, tuple[str, str]] = {
     "P2POp": ("asyncdist.face", "P2POp"),
     "ProcessGroup": ("asyncdist.group", "Group"),  # torch's name, for annotations
     "ReduceOp": ("asyncdist.base.ops", "ReduceOp"),
-    "Work": ("asyncdist.work", "Work"),
+    "Work": ("asyncdist.engine.work", "Work"),
     "empty": ("asyncdist.memory.registered", "empty"),
     "premul_sum": ("asyncdist.base.ops", "premul_sum"),
 }
@@ -117,6 +117,7 @@ if TYPE_CHECKING:
     from asyncdist.base.ops import premul_sum as premul_sum
     from asyncdist.config import Config as Config
     from asyncdist.ddp import DistributedDataParallel as DistributedDataParallel
+    from asyncdist.engine.work import Work as Work
     from asyncdist.face import P2POp as P2POp
     from asyncdist.group import Group as Group
     from asyncdist.memory.registered import empty as empty
@@ -125,7 +126,6 @@ if TYPE_CHECKING:
     from asyncdist.store import HashStore as HashStore
     from asyncdist.store import PrefixStore as PrefixStore
     from asyncdist.store import TCPStore as TCPStore
-    from asyncdist.work import Work as Work
 
     ProcessGroup = Group
 

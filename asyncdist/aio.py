@@ -13,9 +13,9 @@ from typing import Any
 
 from asyncdist import api
 from asyncdist.base.deadline import Timeout
+from asyncdist.engine.work import Work
 from asyncdist.face import Face
 from asyncdist.group import Group
-from asyncdist.work import Work
 from asyncdist.world import World, open_world
 
 

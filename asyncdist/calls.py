@@ -13,10 +13,10 @@ from typing import Any, TypedDict, TypeVar, Unpack
 from asyncdist.base.deadline import Timeout
 from asyncdist.base.ops import ReduceOp, Reduction
 from asyncdist.collectives import plans, reductions
-from asyncdist.collectives.operation import Plan
+from asyncdist.engine.operation import Plan
+from asyncdist.engine.work import Work
 from asyncdist.errors import UsageError
 from asyncdist.memory.torch_compile import left_alone
-from asyncdist.work import Work
 
 T = TypeVar("T")
 

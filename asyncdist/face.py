@@ -13,10 +13,10 @@ from typing import Any, Generic, TypeVar
 from asyncdist.api import AnyGroup, resolve
 from asyncdist.base.deadline import Timeout
 from asyncdist.base.ops import ReduceOp, Reduction
+from asyncdist.engine.work import Work
 from asyncdist.errors import UsageError
 from asyncdist.group import Group
 from asyncdist.memory.torch_compile import left_alone
-from asyncdist.work import Work
 
 R = TypeVar("R")
 V = TypeVar("V")

@@ -22,17 +22,17 @@ from asyncdist.base.deadline import Timeout, seconds
 from asyncdist.calls import Calls, How, checked_tag
 from asyncdist.collectives import exchanges, plans
 from asyncdist.collectives.islands import Islands
-from asyncdist.collectives.operation import Channel, Operation, Plan
+from asyncdist.engine.endpoint import Mesh
+from asyncdist.engine.operation import Channel, Operation, Plan
+from asyncdist.engine.work import Work, completed
 from asyncdist.errors import GroupAbortedError, NotInitializedError, SharedMemoryError, UsageError
 from asyncdist.memory.buffers import Scratch, in_order
 from asyncdist.memory.registered import T, register
 from asyncdist.memory.torch_compile import left_alone
-from asyncdist.mesh import Mesh
 from asyncdist.tracing.recorder import Entry
 from asyncdist.transport import registry
 from asyncdist.transport.native import Kind, Quick, announced, raising
 from asyncdist.transport.wire_format import channel_of
-from asyncdist.work import Work, completed
 
 if TYPE_CHECKING:
     from asyncdist.devices.group import DeviceGroup

@@ -7,8 +7,8 @@ import threading
 from collections.abc import Callable
 from time import monotonic
 
-from asyncdist.lookout import Lookout
-from asyncdist.machine import Machine
+from asyncdist.engine.loop_watcher import Lookout
+from asyncdist.engine.machine import Machine
 
 PERIOD = 0.3
 """Seconds between two checks for calls. After one period without a call the loop watches the descriptors."""

@@ -37,11 +37,11 @@ from asyncdist.api import (
 from asyncdist.base.background_loop import runtime
 from asyncdist.base.deadline import Timeout
 from asyncdist.base.ops import ReduceOp, premul_sum
+from asyncdist.engine.work import Work
 from asyncdist.face import Face, P2POp
 from asyncdist.group import Group
 from asyncdist.memory.registered import empty
 from asyncdist.store import FileStore, HashStore, PrefixStore, TCPStore
-from asyncdist.work import Work
 from asyncdist.world import World, open_world
 
 

@@ -20,9 +20,9 @@ from asyncdist import __version__
 from asyncdist.algorithms.selection import forced_by
 from asyncdist.base.deadline import Timeout, seconds
 from asyncdist.config import Config, Launch, shared_settings
+from asyncdist.engine.endpoint import LAST_WORDS, Mesh
 from asyncdist.errors import NotInitializedError, RendezvousError, UsageError
 from asyncdist.group import Group
-from asyncdist.mesh import LAST_WORDS, Mesh
 from asyncdist.rendezvous import Meeting, meet
 from asyncdist.tracing import dump_signal
 from asyncdist.transport import registry

@@ -31,6 +31,7 @@ import torch
 
 import asyncdist
 from asyncdist.config import Config
+from asyncdist.engine.work import Work
 from asyncdist.errors import (
     GroupAbortedError,
     GroupError,
@@ -42,7 +43,6 @@ from asyncdist.errors import (
 from asyncdist.group import Group
 from asyncdist.testing.cluster import world_of
 from asyncdist.testing.ports import free_port
-from asyncdist.work import Work
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = {

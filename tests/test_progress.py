@@ -13,11 +13,11 @@ from time import monotonic
 import pytest
 import torch
 
-from asyncdist import bell
-from asyncdist import progress as progress_module
 from asyncdist.base.background_loop import runtime
-from asyncdist.machine import READ
-from asyncdist.progress import Progress
+from asyncdist.engine import progress as progress_module
+from asyncdist.engine import waker
+from asyncdist.engine.machine import READ
+from asyncdist.engine.progress import Progress
 from asyncdist.testing.cluster import world_of
 
 PATIENCE = 10.0
@@ -109,7 +109,7 @@ def asleep(monkeypatch):
             asleep.set()
             return self._poll.poll(timeout)
 
-    monkeypatch.setattr(bell, "select", type("select", (), {"poll": Poll}))
+    monkeypatch.setattr(waker, "select", type("select", (), {"poll": Poll}))
     return asleep
 
 

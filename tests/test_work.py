@@ -10,9 +10,9 @@ from datetime import timedelta
 import pytest
 import torch
 
+from asyncdist.engine.work import Work, _Several, completed, joined
 from asyncdist.errors import GroupAbortedError, GroupError, LoopThreadError, MismatchError, UsageError, WaitTimeoutError
 from asyncdist.testing.cluster import world_of
-from asyncdist.work import Work, _Several, completed, joined
 
 LARGE = 300_000
 

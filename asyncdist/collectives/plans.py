@@ -21,8 +21,8 @@ from asyncdist.algorithms.selection import Model, choose
 from asyncdist.base.ops import Collective, ReduceOp, Reduction
 from asyncdist.collectives import arguments
 from asyncdist.collectives.islands import Islands
-from asyncdist.collectives.operation import Plan
 from asyncdist.config import Config
+from asyncdist.engine.operation import Plan
 from asyncdist.errors import UsageError
 from asyncdist.memory.buffers import DTYPE_NUMBERS, NOTHING, Blocks, Memory, Scratch, Target, apart, to_read
 from asyncdist.transport.native import Kind, Native

@@ -18,8 +18,8 @@ from asyncdist.algorithms.schedule import Schedule
 from asyncdist.base.ops import Collective, PremulSum, Reduction
 from asyncdist.collectives import arguments, sparse
 from asyncdist.collectives.arguments import reduction
-from asyncdist.collectives.operation import Plan
 from asyncdist.collectives.plans import Member, fingerprint, segments, striped_blocks, stripes
+from asyncdist.engine.operation import Plan
 from asyncdist.errors import UsageError
 from asyncdist.memory.buffers import Blocks, Memory, Target, apart, to_read
 from asyncdist.memory.reduce_kernels import Arithmetic, accumulator, arithmetic, divide, has_arithmetic

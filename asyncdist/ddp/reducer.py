@@ -27,10 +27,10 @@ import torch
 from asyncdist.base.ops import ReduceOp, Reduction
 from asyncdist.ddp import buckets
 from asyncdist.ddp.uneven import Joining
+from asyncdist.engine.work import Work
 from asyncdist.errors import GradientError, SharedMemoryError, UnsupportedError
 from asyncdist.group import Group
 from asyncdist.memory.registered import empty
-from asyncdist.work import Work
 
 _SPENT_NBYTES = 256 << 20
 _LINE_NBYTES = 64  # where gradients begin: a product that is written across lines takes half as long again

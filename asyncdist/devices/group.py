@@ -19,13 +19,14 @@ import torch
 from asyncdist.base.deadline import seconds
 from asyncdist.calls import Calls, How, checked_tag
 from asyncdist.collectives import exchanges
-from asyncdist.collectives.operation import Plan
 from asyncdist.devices.choice import settle
 from asyncdist.devices.line import Line
 from asyncdist.devices.messages import Messages
 from asyncdist.devices.rollcall import RollCall
 from asyncdist.devices.watch import Pending, Watch
 from asyncdist.devices.work import DeviceWork
+from asyncdist.engine.operation import Plan
+from asyncdist.engine.work import Work
 from asyncdist.errors import (
     GroupAbortedError,
     GroupError,
@@ -39,7 +40,6 @@ from asyncdist.tracing.recorder import Entry
 from asyncdist.transport.device_collectives import Ensemble, Site
 from asyncdist.transport.device_streams import CudaStreams, Mark, Streams
 from asyncdist.transport.native import Native
-from asyncdist.work import Work
 
 if TYPE_CHECKING:
     from asyncdist.group import Group

@@ -21,6 +21,7 @@ from asyncdist.collectives import exchanges
 from asyncdist.devices.beside import Beside
 from asyncdist.devices.line import Line
 from asyncdist.devices.watch import Pending, Watch
+from asyncdist.engine.work import Work
 from asyncdist.errors import MismatchError
 from asyncdist.memory.buffers import Memory, Target
 from asyncdist.transport.device_collectives import Ensemble, Site
@@ -35,7 +36,6 @@ from asyncdist.transport.device_p2p import (
     Talk,
 )
 from asyncdist.transport.device_streams import Mark
-from asyncdist.work import Work
 
 log = logging.getLogger("asyncdist")
 

@@ -21,9 +21,9 @@ from time import monotonic
 import torch
 
 from asyncdist.devices.beside import Beside
+from asyncdist.engine.work import Work
 from asyncdist.errors import NotInitializedError
 from asyncdist.transport.device_collectives import Site
-from asyncdist.work import Work
 
 _WORDS = struct.Struct("<QQ")  # the number of a call, and its fingerprint
 _TAG = 0

@@ -15,12 +15,12 @@ from typing import Any, ClassVar
 import torch
 
 from asyncdist.algorithms.schedule import Schedule
+from asyncdist.engine.work import Work
 from asyncdist.memory.buffers import Memory
 from asyncdist.memory.reduce_kernels import Arithmetic
 from asyncdist.transport.device_collectives import Ensemble, Site, nothing
 from asyncdist.transport.device_streams import Mark, cuda_missing
 from asyncdist.transport.native import MemoryBlocks
-from asyncdist.work import Work
 
 _UNDER_WAY = 3  # pieces at once: coming, with the others, going
 _KEPT_NBYTES = 64 << 20

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Any
 
-from asyncdist.collectives.operation import Plan
 from asyncdist.devices.work import DeviceWork
+from asyncdist.engine.operation import Plan
+from asyncdist.engine.work import Work
 from asyncdist.tracing.recorder import Entry
 from asyncdist.transport.device_streams import Mark
-from asyncdist.work import Work
 
 log = logging.getLogger("asyncdist")
 

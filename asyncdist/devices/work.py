@@ -10,13 +10,13 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from asyncdist.base.deadline import Timeout, seconds
+from asyncdist.engine.work import Work
 from asyncdist.errors import UsageError, WaitTimeoutError
 from asyncdist.memory.torch_compile import left_alone
 from asyncdist.transport.device_streams import Mark, Streams
-from asyncdist.work import Work
 
 if TYPE_CHECKING:
-    from asyncdist.progress import Progress
+    from asyncdist.engine.progress import Progress
 
 
 _MOMENT = 5.0  # seconds; it takes milliseconds

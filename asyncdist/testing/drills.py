@@ -20,9 +20,9 @@ from typing import Any, TypeVar
 import torch
 
 from asyncdist.base.ops import ReduceOp, Reduction
+from asyncdist.engine.work import Work
 from asyncdist.group import Group
 from asyncdist.testing.arithmetic import UNREDUCED, noise, numbers, reduced, same
-from asyncdist.work import Work
 
 T = TypeVar("T")
 

@@ -29,8 +29,8 @@ from typing import Any, Self, TypeVar
 
 from asyncdist.base.auth import Handshake, dial
 from asyncdist.config import Config
+from asyncdist.engine.endpoint import Mesh
 from asyncdist.group import Group
-from asyncdist.mesh import Mesh
 from asyncdist.testing.stopwatch import Stopwatch
 from asyncdist.transport import registry
 

@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
+from asyncdist.engine.work import Work
 from asyncdist.errors import GroupError, PeerLostError
 from asyncdist.group import Group
 from asyncdist.testing.cluster import world_of
-from asyncdist.work import Work
 
 _LARGE = 2_000_000  # elements of 4 bytes: more than what lies between two ranks holds
 _PATIENCE = 10.0  # seconds for what takes milliseconds

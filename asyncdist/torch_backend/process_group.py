@@ -15,11 +15,11 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as torch_distributed
 
-from asyncdist import work as started
 from asyncdist.api import SAME_RANKS
 from asyncdist.base import background_loop
 from asyncdist.base.deadline import Timeout
 from asyncdist.devices.work import DeviceWork
+from asyncdist.engine import work as started
 from asyncdist.errors import SharedMemoryError, UnsupportedError
 from asyncdist.group import Group
 from asyncdist.memory.torch_compile import left_alone

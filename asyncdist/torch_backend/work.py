@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as torch_distributed
 
-from asyncdist import work as started
 from asyncdist.devices.work import DeviceWork
+from asyncdist.engine import work as started
+from asyncdist.engine.work import call_apart
 from asyncdist.memory.torch_compile import left_alone
-from asyncdist.work import call_apart
 
 _NONE = timedelta(0)  # how torch spells "no timeout"
 

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeVar
 
 import torch
 
+from asyncdist.engine.work import Work
 from asyncdist.transport.device_streams import Mark
-from asyncdist.work import Work
 
 if TYPE_CHECKING:
     from asyncdist.group import Group

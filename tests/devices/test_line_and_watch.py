@@ -12,12 +12,12 @@ from time import monotonic
 import pytest
 import torch
 
-from asyncdist.collectives.operation import Plan
 from asyncdist.devices import line as line_module
 from asyncdist.devices import watch as watch_module
 from asyncdist.devices.line import Line
 from asyncdist.devices.watch import Pending, Watch
 from asyncdist.devices.work import DeviceWork
+from asyncdist.engine.operation import Plan
 from asyncdist.testing.devices import PretendStreams
 from asyncdist.tracing.recorder import Entry
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from asyncdist.config import Config
+from asyncdist.engine.work import Work, joined
 from asyncdist.errors import (
     GroupAbortedError,
     GroupError,
@@ -30,7 +31,6 @@ from asyncdist.testing.devices import PretendStreams, device_group, devices_of
 from asyncdist.testing.drills import between_two
 from asyncdist.testing.nccl import PretendNccl, nccl_over
 from asyncdist.transport.device_p2p import CONTENT_NBYTES, Letter, Refused, Talk
-from asyncdist.work import Work, joined
 
 WAYS = ["cuda_ipc", "nccl", "staged"]
 LONG = 60.0  # seconds

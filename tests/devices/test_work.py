@@ -9,6 +9,7 @@ import threading
 import pytest
 import torch
 
+from asyncdist.engine.work import joined
 from asyncdist.errors import (
     GroupAbortedError,
     LoopThreadError,
@@ -19,7 +20,6 @@ from asyncdist.errors import (
     WaitTimeoutError,
 )
 from asyncdist.testing.devices import PretendStreams, Queued, device_group, devices_of
-from asyncdist.work import joined
 
 
 @pytest.fixture

@@ -49,7 +49,7 @@ async def test_a_world_that_is_cancelled_at_any_step_of_opening_leaves_nothing_a
 ):
     gc.collect()  # what works of other tests have to say, they say now
     caplog.clear()
-    monkeypatch.setattr("asyncdist.mesh._BENEFIT", 0.05)
+    monkeypatch.setattr("asyncdist.engine.endpoint._BENEFIT", 0.05)
     outcomes = set()
     for number in itertools.count():
         if way == "file":

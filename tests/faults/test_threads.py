@@ -132,7 +132,7 @@ def test_cuts_anywhere_at_any_time_end_every_operation_soon_with_the_right_value
     threads, monkeypatch, seed
 ):
     """Random collectives of three blocking ranks, a random connection cut at a random byte."""
-    monkeypatch.setattr("asyncdist.mesh._BENEFIT", 0.05)
+    monkeypatch.setattr("asyncdist.engine.endpoint._BENEFIT", 0.05)
     chance = random.Random(seed)
     with proxied_world(3, timeout=30) as world:
         calls = [chance.choice(["all_reduce", "barrier", "broadcast", "all_gather"]) for _ in range(40)]

@@ -13,7 +13,7 @@ import time
 import torch
 
 from asyncdist import sync
-from asyncdist.collectives.executor import Executor
+from asyncdist.engine.executor import Executor
 
 _NEW_NETWORK = 0x40000000
 torch.set_num_threads(1)

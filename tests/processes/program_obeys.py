@@ -17,7 +17,7 @@ import torch
 
 import asyncdist
 from asyncdist import sync
-from asyncdist.collectives.executor import Executor
+from asyncdist.engine.executor import Executor
 
 torch.set_num_threads(1)
 

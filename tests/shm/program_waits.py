@@ -16,7 +16,7 @@ import torch
 
 import asyncdist
 from asyncdist import sync
-from asyncdist.collectives.operation import Plan
+from asyncdist.engine.operation import Plan
 from asyncdist.errors import AsyncdistError
 from asyncdist.memory import shared_arena
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import asyncdist
+from asyncdist.engine.progress import Progress
 from asyncdist.errors import GroupAbortedError, GroupError, OperationTimeoutError
-from asyncdist.progress import Progress
 from asyncdist.testing.cluster import run_ranks
 
 PATIENCE = 30.0

@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from asyncdist.engine.work import joined
 from asyncdist.errors import GroupAbortedError
 from asyncdist.testing.devices import PretendStreams, Queued, device_group
 from asyncdist.torch_backend import ProcessGroup
 from asyncdist.torch_backend.work import Work
-from asyncdist.work import joined
 
 
 @pytest.fixture

@@ -13,9 +13,9 @@ from time import monotonic
 from typing import Any
 
 from asyncdist.base import lifecycle
+from asyncdist.engine.work import Work
 from asyncdist.errors import GroupAbortedError, TransportUnavailableError
 from asyncdist.transport.device_streams import Mark, Streams
-from asyncdist.work import Work
 from asyncdist_transports.nccl.bindings import Bindings
 
 Call = tuple[Any, ...]

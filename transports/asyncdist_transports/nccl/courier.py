@@ -22,10 +22,10 @@ from typing import ClassVar
 
 import torch
 
+from asyncdist.engine.work import Work
 from asyncdist.transport.device_collectives import Site
 from asyncdist.transport.device_p2p import Conversation, Courier, Refused, Talk
 from asyncdist.transport.device_streams import Mark
-from asyncdist.work import Work
 from asyncdist_transports.nccl.bindings import BYTES, UNIQUE_ID_NBYTES, Bindings, written
 from asyncdist_transports.nccl.communicator import Call, Communicator
 

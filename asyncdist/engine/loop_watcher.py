@@ -8,7 +8,7 @@ import socket
 from collections.abc import Callable
 from time import monotonic
 
-from asyncdist.machine import READ, WRITE
+from asyncdist.engine.machine import READ, WRITE
 
 
 class Lookout:

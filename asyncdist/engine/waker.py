@@ -8,7 +8,7 @@ import os
 import select
 from collections.abc import Iterable
 
-from asyncdist.machine import READ, Wait
+from asyncdist.engine.machine import READ, Wait
 
 
 class Bell:

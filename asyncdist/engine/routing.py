@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from asyncdist.algorithms.hierarchy import Layout, layout
-from asyncdist.collectives.operation import Channel
+from asyncdist.engine.operation import Channel
 from asyncdist.errors import TransportUnavailableError
 from asyncdist.transport.base import Inbox, Link, Transport
 from asyncdist.transport.native import Native

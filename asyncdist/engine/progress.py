@@ -32,12 +32,12 @@ from collections.abc import Callable, Iterable
 from time import monotonic
 
 from asyncdist.algorithms.schedule import Schedule
-from asyncdist.bell import Bell
+from asyncdist.engine.driver_loop import Home
+from asyncdist.engine.loop_watcher import Lookout
+from asyncdist.engine.machine import Failing, Finishable, Machine, Wait
+from asyncdist.engine.waker import Bell
 from asyncdist.errors import LoopThreadError
-from asyncdist.home import Home
 from asyncdist.idle import IdleWatch
-from asyncdist.lookout import Lookout
-from asyncdist.machine import Failing, Finishable, Machine, Wait
 
 _yield_core: Callable[[], None] = getattr(os, "sched_yield", lambda: None)
 _SLICE = 1e-3  # seconds for which the loop driver goes on before it lets the loop's other callbacks run

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from typing import Any, Protocol
 
 from asyncdist.algorithms.schedule import Combine, Recv, Reduce, Schedule, Send
-from asyncdist.collectives.operation import (
+from asyncdist.engine.operation import (
     AnyReceive,
     Channel,
     FoldingReceive,
@@ -23,11 +23,11 @@ from asyncdist.collectives.operation import (
     senders,
     waiting_for,
 )
+from asyncdist.engine.work import Work
 from asyncdist.errors import AsyncdistError, GroupError, OperationTimeoutError, TransportUnavailableError
 from asyncdist.memory.buffers import Scratch
 from asyncdist.tracing.recorder import Entry
 from asyncdist.transport.base import Inbox, Link, Outgoing, Receive
-from asyncdist.work import Work
 
 
 class Peers(Protocol):

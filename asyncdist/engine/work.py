@@ -22,7 +22,7 @@ from asyncdist.errors import UsageError, WaitTimeoutError
 if TYPE_CHECKING:
     import torch
 
-    from asyncdist.progress import Progress
+    from asyncdist.engine.progress import Progress
 
 log = logging.getLogger("asyncdist")
 

@@ -14,6 +14,7 @@ from time import monotonic
 from typing import Any, NamedTuple
 
 from asyncdist.algorithms.schedule import Schedule
+from asyncdist.engine.work import Work
 from asyncdist.errors import GroupError, ranks
 from asyncdist.memory.buffers import Memory
 from asyncdist.memory.reduce_kernels import Fold
@@ -21,7 +22,6 @@ from asyncdist.tracing.recorder import Entry
 from asyncdist.transport.base import Outgoing, Receive
 from asyncdist.transport.native import Kind
 from asyncdist.transport.wire_format import pack_key
-from asyncdist.work import Work
 
 
 class RecvAny(NamedTuple):

@@ -19,20 +19,20 @@ from typing import Any
 
 from asyncdist.base import lifecycle
 from asyncdist.base.timers import Reminders
-from asyncdist.collectives.executor import Executor
-from asyncdist.collectives.operation import Channel, Operation
-from asyncdist.comparison import Comparison
 from asyncdist.config import Config
+from asyncdist.engine.call_checker import Comparison
+from asyncdist.engine.control_messages import ENDED, LEFT, abort, called, last_words, to_tell, unspell
+from asyncdist.engine.executor import Executor
+from asyncdist.engine.machine import Until, Wait
+from asyncdist.engine.operation import Channel, Operation
+from asyncdist.engine.progress import Progress
+from asyncdist.engine.routing import Addresses, Ways
+from asyncdist.engine.work import Work
 from asyncdist.errors import GroupAbortedError, GroupError, MismatchError, PeerLostError, TransportUnavailableError
-from asyncdist.machine import Until, Wait
 from asyncdist.memory.buffers import Scratch
-from asyncdist.notices import ENDED, LEFT, abort, called, last_words, to_tell, unspell
-from asyncdist.progress import Progress
 from asyncdist.tracing.recorder import Recorder
 from asyncdist.transport.base import Discard, Inbox, Link, Outgoing, Receive, Transport
 from asyncdist.transport.wire_format import ABORT, CALLED, GOODBYE
-from asyncdist.ways import Addresses, Ways
-from asyncdist.work import Work
 
 log = logging.getLogger("asyncdist")
 

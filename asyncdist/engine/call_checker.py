@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from asyncdist.collectives.operation import Channel, Operation
+from asyncdist.engine.operation import Channel, Operation
 from asyncdist.errors import GroupError, MismatchError
 from asyncdist.tracing.call_text import describe
 from asyncdist.tracing.recorder import Recorder
