@@ -19,9 +19,9 @@ import torch
 from asyncdist.algorithms.schedule import Schedule
 from asyncdist.algorithms.selection import Model, forced_by
 from asyncdist.base.deadline import Timeout, seconds
-from asyncdist.calls import Calls, How, checked_tag
-from asyncdist.collectives import exchanges, plans
-from asyncdist.collectives.islands import Islands
+from asyncdist.collectives import data_movement, p2p
+from asyncdist.collectives.hierarchical import Islands
+from asyncdist.collectives.operations import Calls, How, checked_tag
 from asyncdist.engine.endpoint import Mesh
 from asyncdist.engine.operation import Channel, Operation, Plan
 from asyncdist.engine.work import Work, completed
@@ -98,7 +98,7 @@ class Group(Calls):
             mesh.refuse(self._channel, cause)
             raise
         self._islands = None if lies is None else Islands(*lies, model, Scratch())
-        self._who = plans.Member(
+        self._who = data_movement.Member(
             self._rank, len(self.ranks), mesh.config, model, forced, Scratch(), max(2, mesh.config.lanes),
             native=self._native, islands=self._islands,
         )  # fmt: skip
@@ -203,10 +203,10 @@ class Group(Calls):
         return self._start(self._messages, name, checked_tag(tag), make(self._who, *args), **how)
 
     def _send(self, name: str, tensor: Any, peer: int, tag: int, how: How) -> Work:
-        return self._message(name, exchanges.send, (tensor, peer), tag, how)
+        return self._message(name, p2p.send, (tensor, peer), tag, how)
 
     def _receive(self, name: str, tensor: Any, peer: int | None, tag: int, how: How) -> Work:
-        return self._message(name, exchanges.receive, (tensor, peer, self.ranks), tag, how)
+        return self._message(name, p2p.receive, (tensor, peer, self.ranks), tag, how)
 
     def _start(
         self,
@@ -319,7 +319,7 @@ class Group(Calls):
         name = "monitored_barrier"
         if self._rank != 0:
             how["timeout"] = 2 * self._named(self._limit, name, True, how.get("timeout"))
-        return self._named(self._begin, name, None, plans.monitored_barrier, (), how)
+        return self._named(self._begin, name, None, data_movement.monitored_barrier, (), how)
 
     # -- objects -------------------------------------------------------------------------------
     # With ``weights_only``, on every rank, they carry what torch.load(weights_only=True) reads, and no pickle in any case.
@@ -327,42 +327,42 @@ class Group(Calls):
     def all_gather_object(self, output: list[Any], value: Any, weights_only: bool = False, **how: Unpack[How]) -> Work:
         """Gather every rank's object into every rank's list."""
         args = output, value, weights_only
-        return self._named(self._begin, "all_gather_object", None, exchanges.all_gather_object, args, how)
+        return self._named(self._begin, "all_gather_object", None, p2p.all_gather_object, args, how)
 
     def gather_object(
         self, value: Any, output: list[Any] | None, dst: int, weights_only: bool = False, **how: Unpack[How]
     ) -> Work:
         """Gather every rank's object into the list of rank ``dst``; None elsewhere."""
         args = value, output, dst, weights_only
-        return self._named(self._begin, "gather_object", None, exchanges.gather_object, args, how)
+        return self._named(self._begin, "gather_object", None, p2p.gather_object, args, how)
 
     def scatter_object_list(
         self, output: list[Any], values: Sequence[Any] | None, src: int, weights_only: bool = False, **how: Unpack[How]
     ) -> Work:
         """Put the ``i``-th object of rank ``src``'s list into rank ``i``'s ``output[0]``."""
         args = output, values, src, weights_only
-        return self._named(self._begin, "scatter_object_list", None, exchanges.scatter_objects, args, how)
+        return self._named(self._begin, "scatter_object_list", None, p2p.scatter_objects, args, how)
 
     def broadcast_object_list(
         self, values: list[Any], src: int, weights_only: bool = False, **how: Unpack[How]
     ) -> Work:
         """Replace every rank's list by that of rank ``src``."""
         args = values, src, weights_only
-        return self._named(self._begin, "broadcast_object_list", None, exchanges.broadcast_objects, args, how)
+        return self._named(self._begin, "broadcast_object_list", None, p2p.broadcast_objects, args, how)
 
     def send_object_list(
         self, values: Sequence[Any], dst: int, tag: int = 0, weights_only: bool = False, **how: Unpack[How]
     ) -> Work:
         """Send a list of objects to rank ``dst``."""
         args = values, dst, weights_only
-        return self._named(self._message, "send_object_list", exchanges.send_objects, args, tag, how)
+        return self._named(self._message, "send_object_list", p2p.send_objects, args, tag, how)
 
     def recv_object_list(
         self, values: list[Any], src: int | None = None, tag: int = 0, weights_only: bool = False, **how: Unpack[How]
     ) -> Work:
         """Receive a list of objects of the same length; the value is the sender's global rank."""
         args = values, src, self.ranks, weights_only
-        return self._named(self._message, "recv_object_list", exchanges.receive_objects, args, tag, how)
+        return self._named(self._message, "recv_object_list", p2p.receive_objects, args, tag, how)
 
     # -- the end -------------------------------------------------------------------------------
 

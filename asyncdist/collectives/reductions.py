@@ -16,9 +16,9 @@ import torch
 from asyncdist.algorithms import pairwise, recursive_doubling, ring, tree
 from asyncdist.algorithms.schedule import Schedule
 from asyncdist.base.ops import Collective, PremulSum, Reduction
-from asyncdist.collectives import arguments, sparse
-from asyncdist.collectives.arguments import reduction
-from asyncdist.collectives.plans import Member, fingerprint, segments, striped_blocks, stripes
+from asyncdist.collectives import sparse, validation
+from asyncdist.collectives.data_movement import Member, fingerprint, segments, striped_blocks, stripes
+from asyncdist.collectives.validation import reduction
 from asyncdist.engine.operation import Plan
 from asyncdist.errors import UsageError
 from asyncdist.memory.buffers import Blocks, Memory, Target, apart, to_read
@@ -85,12 +85,12 @@ def all_reduce_coalesced(who: Member, tensors: Sequence[Any], op: Reduction) -> 
     if not tensors:
         raise UsageError("at least one tensor is needed")
     targets = [Target(tensor) for tensor in tensors]
-    memories = arguments.one_dtype([target.memory for target in targets], "tensors")
+    memories = validation.one_dtype([target.memory for target in targets], "tensors")
     how = arithmetic(op, memories[0].dtype)
     counts = tuple(memory.count for memory in memories)
     count = sum(counts)
     call = fingerprint(Collective.all_reduce_coalesced, memories[0].dtype, count, op, None, counts)
-    finish, nbytes = arguments.storing(targets, list(tensors)), count * memories[0].itemsize
+    finish, nbytes = validation.storing(targets, list(tensors)), count * memories[0].itemsize
     native = who.native_for("all_reduce")
     if native is not None:
         for memory in memories:
@@ -231,12 +231,12 @@ def _reduce_scattered(who: Member, memory: Memory, root: int, op: Reduction, how
 
 def reduce_scatter_list(who: Member, output: Any, input_list: Sequence[Any], op: Reduction) -> Plan:
     """Reduce ``input_list[i]`` over the ranks into rank ``i``'s output."""
-    return reduce_scatter(who, output, arguments.listed(input_list, who.size, "input_list"), op)
+    return reduce_scatter(who, output, validation.listed(input_list, who.size, "input_list"), op)
 
 
 def reduce_scatter_single(who: Member, output: Any, tensor: Any, op: Reduction) -> Plan:
     """Reduce the ``i``-th equal part of a tensor over the ranks into rank ``i``'s output."""
-    return reduce_scatter(who, output, arguments.even(to_read(tensor), who.size, "input"), op)
+    return reduce_scatter(who, output, validation.even(to_read(tensor), who.size, "input"), op)
 
 
 def reduce_scatter(who: Member, output: Any, inputs: Sequence[Memory] | Blocks, op: Reduction) -> Plan:
@@ -261,14 +261,14 @@ def reduce_scatter(who: Member, output: Any, inputs: Sequence[Memory] | Blocks, 
     native = who.native_for("reduce_scatter")
     if native is not None:
         start = functools.partial(native.reduce_scatter, inputs=inputs, own=memory, how=how)
-        finish = arguments.storing([target], output)
+        finish = validation.storing([target], output)
         alike = total == memory.count * who.size == max(counts) * who.size
         kind = _kind(Collective.reduce_scatter, call, target.tensor, op, how) if alike else None
         return Plan(native=start, fingerprint=call, finish=finish, nbytes=total * dtype.itemsize, kind=kind)
     islands = who.islands_for("reduce_scatter")
     if islands is not None:
         parts = islands.reduce_scatter(inputs, memory, op, call)
-        finish = arguments.storing([target], output)
+        finish = validation.storing([target], output)
         return Plan(parts, call, how.fold, finish, islands.window, total * dtype.itemsize)
     own = Memory(own_input.tensor.to(how.accumulator), wire=dtype) if how.widens else memory
     if own is memory:

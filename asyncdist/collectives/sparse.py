@@ -7,7 +7,7 @@ import torch
 from asyncdist.algorithms import pairwise, ring
 from asyncdist.algorithms.schedule import Schedule
 from asyncdist.base.ops import Collective, ReduceOp, Reduction
-from asyncdist.collectives.plans import Member, fingerprint
+from asyncdist.collectives.data_movement import Member, fingerprint
 from asyncdist.engine.operation import Plan
 from asyncdist.errors import UnsupportedError
 from asyncdist.memory.buffers import DTYPE_NUMBERS, Blocks, Memory, to_read

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from asyncdist.base.deadline import seconds
-from asyncdist.calls import Calls, How, checked_tag
-from asyncdist.collectives import exchanges
+from asyncdist.collectives import p2p
+from asyncdist.collectives.operations import Calls, How, checked_tag
 from asyncdist.devices.choice import settle
 from asyncdist.devices.line import Line
 from asyncdist.devices.messages import Messages
@@ -212,7 +212,7 @@ class DeviceGroup(Calls):
 
     def _send(self, name: str, tensor: Any, peer: int, tag: int, how: How) -> Work:
         memory = to_read(tensor)
-        plan = Plan((), exchanges.send(self._who, memory.tensor, peer).fingerprint, nbytes=memory.nbytes, peer=peer)
+        plan = Plan((), p2p.send(self._who, memory.tensor, peer).fingerprint, nbytes=memory.nbytes, peer=peer)
         begin = self._messages.send(memory, peer, checked_tag(tag), plan.fingerprint)
         return self._start(name, tag, plan, how, self._messages.line, begin, held=memory)
 
@@ -220,7 +220,7 @@ class DeviceGroup(Calls):
         target = Target(tensor)
         plan = Plan(
             (),
-            exchanges.receive(self._who, target.memory.tensor, peer, self.ranks).fingerprint,
+            p2p.receive(self._who, target.memory.tensor, peer, self.ranks).fingerprint,
             nbytes=target.memory.nbytes,
             peer=peer,
         )

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from asyncdist.collectives import exchanges
+from asyncdist.collectives import p2p
 from asyncdist.devices.beside import Beside
 from asyncdist.devices.line import Line
 from asyncdist.devices.watch import Pending, Watch
@@ -107,7 +107,7 @@ class Messages:
         host, data = self._site.host, memory.raw
 
         def first(letter: torch.Tensor) -> Work:
-            plan = exchanges.send(host._who, letter, peer)
+            plan = p2p.send(host._who, letter, peer)
             plan.fingerprint = fingerprint
             return host._start(host._messages, "send", tag, plan, timeout=max(0.0, deadline - monotonic()))
 
@@ -152,7 +152,7 @@ class Messages:
     ) -> Conversation[Arrival]:
         host, data = self._site.host, target.memory.raw
         room = torch.empty(LETTER_NBYTES, dtype=torch.uint8, device="cpu")
-        plan = exchanges.receive(host._who, room, peer, host.ranks)
+        plan = p2p.receive(host._who, room, peer, host.ranks)
         plan.fingerprint = fingerprint
         came = host._start(host._messages, "recv", tag, plan, timeout=max(0.0, deadline - monotonic()))
         yield came

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from asyncdist.base.ops import ReduceOp, premul_sum
-from asyncdist.collectives.arguments import reduction
+from asyncdist.collectives.validation import reduction
 from asyncdist.config import Config
 from asyncdist.errors import UnsupportedError
 from asyncdist.memory.buffers import DTYPES

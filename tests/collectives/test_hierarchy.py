@@ -14,7 +14,7 @@ from asyncdist.algorithms.hierarchy import gather_runs, layout, part_count, slic
 from asyncdist.algorithms.schedule import Recv, Send
 from asyncdist.algorithms.selection import DEFAULT
 from asyncdist.base.ops import PremulSum, ReduceOp
-from asyncdist.collectives.islands import Islands
+from asyncdist.collectives.hierarchical import Islands
 from asyncdist.config import Config
 from asyncdist.errors import GroupError, MismatchError, PeerLostError
 from asyncdist.testing.cluster import world_of

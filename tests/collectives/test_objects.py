@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from asyncdist import sync as dist
-from asyncdist.collectives import exchanges
+from asyncdist.collectives import p2p
 from asyncdist.config import Config
 from asyncdist.errors import GroupError, UsageError
 from asyncdist.memory.serialization import pack
@@ -163,7 +163,7 @@ async def test_what_weights_are_made_of_needs_no_pickle(transport, call):
 def sent_without_a_look(call, by, forger):
     """Send, as a rank would that does not care, what executes where it is read."""
     if by == "a pickle":
-        forger.setattr(exchanges, "pack", lambda value, **_: pack(value, allow_pickle=True))
+        forger.setattr(p2p, "pack", lambda value, **_: pack(value, allow_pickle=True))
     else:
         forger.setattr("asyncdist.memory.serialization._load", lambda saved: None)
     return call()

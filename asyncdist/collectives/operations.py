@@ -12,7 +12,7 @@ from typing import Any, TypedDict, TypeVar, Unpack
 
 from asyncdist.base.deadline import Timeout
 from asyncdist.base.ops import ReduceOp, Reduction
-from asyncdist.collectives import plans, reductions
+from asyncdist.collectives import data_movement, reductions
 from asyncdist.engine.operation import Plan
 from asyncdist.engine.work import Work
 from asyncdist.errors import UsageError
@@ -44,7 +44,7 @@ class Calls(ABC):
     ranks: tuple[int, ...]
     timeout: float
     _rank: int
-    _who: plans.Member
+    _who: data_movement.Member
 
     # -- who we are ----------------------------------------------------------------------------
 
@@ -132,41 +132,41 @@ class Calls(ABC):
 
     def broadcast(self, tensor: Any, src: int, **how: Unpack[How]) -> Work:
         """Copy rank ``src``'s tensor into every rank's."""
-        return self._call("broadcast", tensor, plans.broadcast, (tensor,), how, src)
+        return self._call("broadcast", tensor, data_movement.broadcast, (tensor,), how, src)
 
     def all_gather(self, tensor_list: Sequence[Any], tensor: Any, **how: Unpack[How]) -> Work:
         """Gather every rank's ``tensor`` into ``tensor_list``, by rank; sizes may differ by rank."""
-        return self._call("all_gather", tensor, plans.all_gather_list, (tensor_list, tensor), how)
+        return self._call("all_gather", tensor, data_movement.all_gather_list, (tensor_list, tensor), how)
 
     def all_gather_coalesced(
         self, tensor_lists: Sequence[Sequence[Any]], tensors: Sequence[Any], **how: Unpack[How]
     ) -> Work:
         """Gather several tensors as one operation: rank ``r``'s ``tensors[i]`` into ``tensor_lists[r][i]``."""
         args = tensor_lists, tensors
-        return self._named(self._begin, "all_gather_coalesced", tensors, plans.all_gather_coalesced, args, how)
+        return self._named(self._begin, "all_gather_coalesced", tensors, data_movement.all_gather_coalesced, args, how)
 
     def all_gather_single(self, output: Any, input: Any, **how: Unpack[How]) -> Work:
         """Gather every rank's ``input`` into ``output``, one after the other in its memory."""
-        return self._call("all_gather_into_tensor", output, plans.all_gather_single, (output, input), how)
+        return self._call("all_gather_into_tensor", output, data_movement.all_gather_single, (output, input), how)
 
     def gather(self, tensor: Any, gather_list: Sequence[Any] | None, dst: int, **how: Unpack[How]) -> Work:
         """Gather every rank's tensor into ``gather_list`` on rank ``dst``; None elsewhere."""
-        return self._call("gather", tensor, plans.gather, (gather_list, tensor), how, dst)
+        return self._call("gather", tensor, data_movement.gather, (gather_list, tensor), how, dst)
 
     def gather_single(self, tensor: Any, output: Any, dst: int, **how: Unpack[How]) -> Work:
         """Gather every rank's tensor into rank ``dst``'s ``output``, one after the other; None elsewhere."""
         into = output if dst == self.rank() else None
         tensors = into, tensor
-        return self._call("gather_into_tensor", tensor, plans.gather_single, tensors, how, dst)
+        return self._call("gather_into_tensor", tensor, data_movement.gather_single, tensors, how, dst)
 
     def scatter(self, tensor: Any, scatter_list: Sequence[Any] | None, src: int, **how: Unpack[How]) -> Work:
         """Give rank ``i`` the ``i``-th tensor of rank ``src``'s ``scatter_list``; None elsewhere."""
-        return self._call("scatter", tensor, plans.scatter, (tensor, scatter_list), how, src)
+        return self._call("scatter", tensor, data_movement.scatter, (tensor, scatter_list), how, src)
 
     def all_to_all(self, output_list: Sequence[Any], input_list: Sequence[Any], **how: Unpack[How]) -> Work:
         """Send ``input_list[i]`` to rank ``i``, and receive from it into ``output_list[i]``; any sizes."""
         tensors = output_list, input_list
-        return self._call("all_to_all", output_list, plans.all_to_all_lists, tensors, how)
+        return self._call("all_to_all", output_list, data_movement.all_to_all_lists, tensors, how)
 
     def all_to_all_single(
         self,
@@ -178,11 +178,11 @@ class Calls(ABC):
     ) -> Work:
         """Exchange parts of one tensor; split sizes count along the first dimension, equal parts if not given."""
         sizes = _hashable(output_split_sizes), _hashable(input_split_sizes)
-        return self._call("all_to_all_single", output, plans.all_to_all_single, (output, input), how, *sizes)
+        return self._call("all_to_all_single", output, data_movement.all_to_all_single, (output, input), how, *sizes)
 
     def barrier(self, **how: Unpack[How]) -> Work:
         """Complete when every rank has called it."""
-        return self._call("barrier", None, plans.barrier, (), how)
+        return self._call("barrier", None, data_movement.barrier, (), how)
 
     # -- between two ranks ---------------------------------------------------------------------
 

@@ -13,8 +13,8 @@ import torch
 from asyncdist.algorithms import pairwise, ring, tree
 from asyncdist.algorithms.schedule import Recv, Schedule, Send
 from asyncdist.base.ops import Collective
-from asyncdist.collectives.arguments import check_length
-from asyncdist.collectives.plans import Member
+from asyncdist.collectives.data_movement import Member
+from asyncdist.collectives.validation import check_length
 from asyncdist.engine.operation import Plan, RecvAny
 from asyncdist.errors import UsageError
 from asyncdist.memory.buffers import DTYPE_NUMBERS, Blocks, Memory, Target, to_read

@@ -19,8 +19,8 @@ from asyncdist.algorithms import pairwise, recursive_doubling, ring, tree
 from asyncdist.algorithms.schedule import Recv, Schedule, Send
 from asyncdist.algorithms.selection import Model, choose
 from asyncdist.base.ops import Collective, ReduceOp, Reduction
-from asyncdist.collectives import arguments
-from asyncdist.collectives.islands import Islands
+from asyncdist.collectives import validation
+from asyncdist.collectives.hierarchical import Islands
 from asyncdist.config import Config
 from asyncdist.engine.operation import Plan
 from asyncdist.errors import UsageError
@@ -160,8 +160,8 @@ def all_gather_lists(
     who: Member, pairs: Sequence[tuple[Sequence[Any], Any]], value: Any, what: str = "tensor_list"
 ) -> Plan:
     """Gather each pair's tensor into its list, one entry a rank; several pairs are coalesced."""
-    rows = [(arguments.targets(outputs, who.size, what), to_read(tensor)) for outputs, tensor in pairs]
-    finish = arguments.storing([target for row, _ in rows for target in row], value)
+    rows = [(validation.targets(outputs, who.size, what), to_read(tensor)) for outputs, tensor in pairs]
+    finish = validation.storing([target for row, _ in rows for target in row], value)
     return all_gather(who, [([target.memory for target in row], own) for row, own in rows], finish)
 
 
@@ -172,7 +172,7 @@ def all_gather_list(who: Member, outputs: Sequence[Any], tensor: Any) -> Plan:
 
 def all_gather_coalesced(who: Member, tensor_lists: Sequence[Sequence[Any]], tensors: Sequence[Any]) -> Plan:
     """Gather several tensors as one operation: rank ``r``'s ``tensors[i]`` into ``tensor_lists[r][i]``."""
-    arguments.check_length(tensor_lists, who.size, "output_tensor_lists")
+    validation.check_length(tensor_lists, who.size, "output_tensor_lists")
     if not tensors or any(len(row) != len(tensors) for row in tensor_lists):
         raise UsageError(f"each of output_tensor_lists needs {len(tensors)} tensors, and one at least, as the input")
     pairs = [([row[place] for row in tensor_lists], tensor) for place, tensor in enumerate(tensors)]
@@ -182,8 +182,8 @@ def all_gather_coalesced(who: Member, tensor_lists: Sequence[Sequence[Any]], ten
 def all_gather_single(who: Member, output: Any, tensor: Any) -> Plan:
     """Gather every rank's tensor into one, one after the other in its memory."""
     target = Target(output)
-    blocks = arguments.even(target.memory, who.size, "output")
-    return all_gather(who, [(blocks, to_read(tensor))], arguments.storing([target], output))
+    blocks = validation.even(target.memory, who.size, "output")
+    return all_gather(who, [(blocks, to_read(tensor))], validation.storing([target], output))
 
 
 def all_gather(
@@ -241,11 +241,11 @@ def gather(who: Member, gather_list: Sequence[Any] | None, tensor: Any, root: in
     own = to_read(tensor)
     written: list[Target] = []
     if who.rank == root:
-        written = arguments.targets(gather_list, who.size, "gather_list on the destination rank")
-        arguments.same_sizes([target.memory for target in written], own, "gather_list")
+        written = validation.targets(gather_list, who.size, "gather_list on the destination rank")
+        validation.same_sizes([target.memory for target in written], own, "gather_list")
     elif gather_list:
         raise UsageError(f"gather_list belongs to the destination, rank {root} of the group: pass None elsewhere")
-    plan = _gather(who, own, [target.memory for target in written], root, arguments.storing(written, gather_list))
+    plan = _gather(who, own, [target.memory for target in written], root, validation.storing(written, gather_list))
     plan.kind = Kind(Collective.gather, plan.fingerprint, own.dtype, (own.count,), root=root)
     return plan
 
@@ -255,14 +255,14 @@ def gather_single(who: Member, output: Any, tensor: Any, root: int) -> Plan:
     who.peer(root, "dst")
     own = to_read(tensor)
     if who.rank != root:
-        return _gather(who, own, [], root, arguments.storing([], None))
+        return _gather(who, own, [], root, validation.storing([], None))
     if output is None:
         raise UsageError("gather_tensor on the destination rank is missing")
     target = Target(output)
-    parts = arguments.even(target.memory, who.size, "gather_tensor")
+    parts = validation.even(target.memory, who.size, "gather_tensor")
     blocks = [parts[rank] for rank in range(who.size)]
-    arguments.same_sizes(blocks, own, "gather_tensor")
-    return _gather(who, own, blocks, root, arguments.storing([target], output))
+    validation.same_sizes(blocks, own, "gather_tensor")
+    return _gather(who, own, blocks, root, validation.storing([target], output))
 
 
 def _gather(who: Member, own: Memory, blocks: list[Memory], root: int, finish: Callable[[], Any]) -> Plan:
@@ -284,14 +284,14 @@ def scatter(who: Member, tensor: Any, scatter_list: Sequence[Any] | None, root: 
     target = Target(tensor)
     memory, blocks = target.memory, []
     if who.rank == root:
-        blocks = arguments.listed(scatter_list, who.size, "scatter_list on the source rank")
-        arguments.same_sizes(blocks, memory, "scatter_list")
+        blocks = validation.listed(scatter_list, who.size, "scatter_list on the source rank")
+        validation.same_sizes(blocks, memory, "scatter_list")
         blocks = apart(blocks, [memory], {root: 0})
         memory.tensor.copy_(blocks[who.rank].tensor)
     elif scatter_list:
         raise UsageError(f"scatter_list belongs to the source, rank {root} of the group: pass None elsewhere")
     call = fingerprint(Collective.scatter, memory.dtype, (memory.count,), None, root)
-    finish, nbytes = arguments.storing([target], tensor), memory.nbytes * who.size
+    finish, nbytes = validation.storing([target], tensor), memory.nbytes * who.size
     native = who.native_for("scatter")
     if native is not None:
         start = functools.partial(native.scatter, own=memory, blocks=blocks, root=root)
@@ -302,10 +302,10 @@ def scatter(who: Member, tensor: Any, scatter_list: Sequence[Any] | None, root: 
 
 def all_to_all_lists(who: Member, output_list: Sequence[Any], input_list: Sequence[Any]) -> Plan:
     """Send ``input_list[i]`` to rank ``i``, and receive from it into ``output_list[i]``."""
-    written = arguments.targets(output_list, who.size, "output_tensor_list")
-    outgoing = arguments.listed(input_list, who.size, "input_tensor_list")
+    written = validation.targets(output_list, who.size, "output_tensor_list")
+    outgoing = validation.listed(input_list, who.size, "input_tensor_list")
     incoming = [target.memory for target in written]
-    return all_to_all(who, incoming, outgoing, arguments.storing(written, output_list))
+    return all_to_all(who, incoming, outgoing, validation.storing(written, output_list))
 
 
 def all_to_all_single(
@@ -313,9 +313,9 @@ def all_to_all_single(
 ) -> Plan:
     """Exchange parts of one tensor, cut along the first dimension."""
     target = Target(output)
-    incoming = arguments.split_by(target.memory, output, output_sizes, who.size, "output")
-    outgoing = arguments.split_by(to_read(tensor), tensor, input_sizes, who.size, "input")
-    return all_to_all(who, incoming, outgoing, arguments.storing([target], output))
+    incoming = validation.split_by(target.memory, output, output_sizes, who.size, "output")
+    outgoing = validation.split_by(to_read(tensor), tensor, input_sizes, who.size, "input")
+    return all_to_all(who, incoming, outgoing, validation.storing([target], output))
 
 
 def all_to_all(who: Member, incoming: Sequence[Memory], outgoing: Sequence[Memory], finish: Callable[[], Any]) -> Plan:
