@@ -16,7 +16,7 @@ from asyncdist.bench.table import size
 from asyncdist.config import Config
 from asyncdist.config import settings as settings_of
 from asyncdist.errors import AddressError, TransportUnavailableError, UsageError
-from asyncdist.rendezvous.address import outward
+from asyncdist.rendezvous.addresses import outward
 from asyncdist.transport import registry
 
 

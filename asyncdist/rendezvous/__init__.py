@@ -12,11 +12,11 @@ from typing import Any
 
 from asyncdist.base.deadline import Deadline, Timeout, seconds
 from asyncdist.config import Config, Launch
-from asyncdist.rendezvous.address import advertised, outward, reachable, to_listen_on
-from asyncdist.rendezvous.joining import World, by_address, by_record, follow, lead
-from asyncdist.rendezvous.meeting import Limit, Meeting
-from asyncdist.rendezvous.method import Method, url_of
-from asyncdist.rendezvous.opening import check_token, host_of, open_place
+from asyncdist.rendezvous.addresses import advertised, outward, reachable, to_listen_on
+from asyncdist.rendezvous.init_method import Method, url_of
+from asyncdist.rendezvous.join import World, by_address, by_record, follow, lead
+from asyncdist.rendezvous.session import Limit, Meeting
+from asyncdist.rendezvous.sources import check_token, host_of, open_place
 
 __all__ = ["Meeting", "meet"]
 

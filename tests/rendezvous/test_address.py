@@ -8,7 +8,7 @@ from asyncdist.base.deadline import Deadline
 from asyncdist.base.topology import InterfaceAddress, is_loopback
 from asyncdist.config import Config, Launch
 from asyncdist.errors import AddressError, LookUpTimeoutError, RendezvousTimeoutError
-from asyncdist.rendezvous import address
+from asyncdist.rendezvous import addresses
 from asyncdist.testing.ports import free_port
 
 OURS = "10.0.0.7"
@@ -25,11 +25,11 @@ def host(monkeypatch):
     def route(to):
         return "127.0.0.1" if is_loopback(to) else "fd00::7" if ":" in to else OURS
 
-    monkeypatch.setattr(address, "_look_up", look_up)
-    monkeypatch.setattr(address, "address_towards", route)
-    monkeypatch.setattr(address, "is_local", lambda one: is_loopback(one) or one in (OURS, "fd00::7"))
+    monkeypatch.setattr(addresses, "_look_up", look_up)
+    monkeypatch.setattr(addresses, "address_towards", route)
+    monkeypatch.setattr(addresses, "is_local", lambda one: is_loopback(one) or one in (OURS, "fd00::7"))
     cards = [InterfaceAddress("lo", "127.0.0.1"), InterfaceAddress("eth0", OURS), InterfaceAddress("ib0", "10.9.0.7")]
-    monkeypatch.setattr(address, "interface_addresses", lambda: cards)
+    monkeypatch.setattr(addresses, "interface_addresses", lambda: cards)
 
 
 def soon():
@@ -38,72 +38,72 @@ def soon():
 
 @pytest.mark.usefixtures("host")
 async def test_a_name_that_means_loopback_here_means_this_hosts_outward_address():
-    assert await address.reachable("debian", Config(), soon()) == [OURS]
-    assert await address.to_listen_on("debian", Config(), soon()) == (OURS, True)
+    assert await addresses.reachable("debian", Config(), soon()) == [OURS]
+    assert await addresses.to_listen_on("debian", Config(), soon()) == (OURS, True)
 
 
 @pytest.mark.usefixtures("host")
 async def test_an_address_that_the_name_or_the_user_has_chosen_is_no_guess():
-    assert await address.to_listen_on("debian", Config(interface="eth0"), soon()) == (OURS, False)
-    assert await address.to_listen_on("dual", Config(), soon()) == (OURS, False)
-    assert await address.to_listen_on(OURS, Config(), soon()) == (OURS, False)
+    assert await addresses.to_listen_on("debian", Config(interface="eth0"), soon()) == (OURS, False)
+    assert await addresses.to_listen_on("dual", Config(), soon()) == (OURS, False)
+    assert await addresses.to_listen_on(OURS, Config(), soon()) == (OURS, False)
 
 
 @pytest.mark.usefixtures("host")
 async def test_loopback_by_spelling_stays_loopback():
     for spelling in ("localhost", "127.0.0.1"):
-        assert await address.to_listen_on(spelling, Config(), soon()) == ("127.0.0.1", False)
-    assert address.advertised("127.0.0.1", Config()) == "127.0.0.1"
-    assert await address.to_listen_on("127.3.2.1", Config(), soon()) == ("127.3.2.1", False)
+        assert await addresses.to_listen_on(spelling, Config(), soon()) == ("127.0.0.1", False)
+    assert addresses.advertised("127.0.0.1", Config()) == "127.0.0.1"
+    assert await addresses.to_listen_on("127.3.2.1", Config(), soon()) == ("127.3.2.1", False)
 
 
 @pytest.mark.usefixtures("host")
 async def test_ipv4_first_on_every_host():
-    assert await address.reachable("dual", Config(), soon()) == [OURS, "fd00::7"]
+    assert await addresses.reachable("dual", Config(), soon()) == [OURS, "fd00::7"]
 
 
 @pytest.mark.usefixtures("host")
 async def test_rank_0_on_the_wrong_host():
     with pytest.raises(AddressError, match=r"at node0 \(10\.0\.0\.1\), which is no address of this host: .*eth0 \(10"):
-        await address.to_listen_on("node0", Config(), soon())
+        await addresses.to_listen_on("node0", Config(), soon())
 
 
 @pytest.mark.usefixtures("host")
 def test_the_route_to_the_store_is_advertised():
-    assert address.advertised("10.0.0.1", Config()) == OURS
-    assert address.advertised("fd00::1", Config()) == "fd00::7"
+    assert addresses.advertised("10.0.0.1", Config()) == OURS
+    assert addresses.advertised("fd00::1", Config()) == "fd00::7"
 
 
 def test_loopback_is_never_told_to_another_host(host, monkeypatch):
-    monkeypatch.setattr(address, "address_towards", lambda to: "127.0.0.1")
-    assert address.advertised("10.0.0.1", Config()) == OURS
+    monkeypatch.setattr(addresses, "address_towards", lambda to: "127.0.0.1")
+    assert addresses.advertised("10.0.0.1", Config()) == OURS
 
 
 def test_without_any_network_only_loopback_is_left(host, monkeypatch):
-    monkeypatch.setattr(address, "address_towards", lambda to: None)
-    monkeypatch.setattr(address, "interface_addresses", lambda: [InterfaceAddress("lo", "127.0.0.1")])
-    assert address.outward(Config()) == "127.0.0.1"
+    monkeypatch.setattr(addresses, "address_towards", lambda to: None)
+    monkeypatch.setattr(addresses, "interface_addresses", lambda: [InterfaceAddress("lo", "127.0.0.1")])
+    assert addresses.outward(Config()) == "127.0.0.1"
 
 
 @pytest.mark.usefixtures("host")
 def test_the_users_interface_goes_before_the_route():
-    assert address.advertised("10.0.0.1", Config(interface="ib")) == "10.9.0.7"
-    assert address.advertised("10.0.0.1", Config(interface="^lo,ib")) == OURS
-    assert address.advertised("127.0.0.1", Config(interface="=eth0")) == OURS
-    assert address.outward(Config(interface="ib")) == "10.9.0.7"
+    assert addresses.advertised("10.0.0.1", Config(interface="ib")) == "10.9.0.7"
+    assert addresses.advertised("10.0.0.1", Config(interface="^lo,ib")) == OURS
+    assert addresses.advertised("127.0.0.1", Config(interface="=eth0")) == OURS
+    assert addresses.outward(Config(interface="ib")) == "10.9.0.7"
 
 
 @pytest.mark.usefixtures("host")
 @pytest.mark.parametrize("rule", ["wlan", "=eth", "^lo,eth,ib"])
 def test_an_unknown_interface_lists_those_that_exist(rule):
     with pytest.raises(AddressError, match=r"matches no usable interface .* has lo \(127.*eth0 \(10.*ib0 \(10"):
-        address.advertised("10.0.0.1", Config(interface=rule))
+        addresses.advertised("10.0.0.1", Config(interface=rule))
 
 
 @pytest.mark.usefixtures("no_such_name")
 async def test_a_host_that_does_not_resolve():
     with pytest.raises(AddressError, match=r"host 'no-such-host\.invalid' does not resolve"):
-        await address.resolve("no-such-host.invalid", Deadline.after(0.1))
+        await addresses.resolve("no-such-host.invalid", Deadline.after(0.1))
 
 
 async def test_a_host_that_resolves_after_a_while(monkeypatch, caplog):
@@ -116,8 +116,8 @@ async def test_a_host_that_resolves_after_a_while(monkeypatch, caplog):
             raise answer
         return answer
 
-    monkeypatch.setattr(address, "_look_up", look_up)
-    assert await address.resolve("late", Deadline.after(10)) == ["10.0.0.7"]
+    monkeypatch.setattr(addresses, "_look_up", look_up)
+    assert await addresses.resolve("late", Deadline.after(10)) == ["10.0.0.7"]
     assert [record.getMessage() for record in caplog.records] == [
         "host 'late' does not resolve (not known): trying on for up to 30 s"
     ]
@@ -132,14 +132,14 @@ async def test_a_look_up_that_the_deadline_cuts_short_tells_nothing_of_the_name(
             await asyncio.Event().wait()
         return answers.pop()
 
-    monkeypatch.setattr(address, "_look_up", look_up)
-    monkeypatch.setattr(address, "outward", lambda config: "127.0.0.1")
+    monkeypatch.setattr(addresses, "_look_up", look_up)
+    monkeypatch.setattr(addresses, "outward", lambda config: "127.0.0.1")
     port = free_port()
     where = Launch(rank=1, world_size=2, master_addr="debian", master_port=port, agent_store=agent_store)
     with pytest.raises(RendezvousTimeoutError, match=r"had not found rank 0 .*Connect(ion refused| call failed)"):
         await meet_as(launch=where, config=Config(token="secret"), timeout=0.5)
     with pytest.raises(LookUpTimeoutError, match="nobody said in time where host 'debian' is"):
-        await address.resolve("debian", Deadline.after(0.01))
+        await addresses.resolve("debian", Deadline.after(0.01))
 
 
 async def test_a_loop_whose_clock_runs_ahead_cuts_a_look_up_short_as_well(meet_as, monkeypatch):
@@ -150,7 +150,7 @@ async def test_a_loop_whose_clock_runs_ahead_cuts_a_look_up_short_as_well(meet_a
             raise LookUpTimeoutError("cut short")  # and the deadline has not come
         return answers.pop()
 
-    monkeypatch.setattr("asyncdist.rendezvous.joining.reachable", reachable)
+    monkeypatch.setattr("asyncdist.rendezvous.join.reachable", reachable)
     where = Launch(rank=1, world_size=2, master_addr="debian", master_port=free_port())
     with pytest.raises(RendezvousTimeoutError, match=r"had not found rank 0 .*Connect(ion refused| call failed)"):
         await meet_as(launch=where, config=Config(token="secret"), timeout=0.5)
@@ -161,8 +161,8 @@ async def test_rank_0_says_at_which_address_it_serves_where_that_is_a_guess(meet
     async def look_up(_):
         return ["127.0.1.1"]
 
-    monkeypatch.setattr(address, "_look_up", look_up)
-    monkeypatch.setattr(address, "outward", lambda config: "127.0.0.1")
+    monkeypatch.setattr(addresses, "_look_up", look_up)
+    monkeypatch.setattr(addresses, "outward", lambda config: "127.0.0.1")
     launch = Launch(rank=0, world_size=2, master_addr="debian", master_port=free_port())
     meeting = await meet_as(launch=launch, config=Config(token="secret", interface=interface))
     with pytest.raises(RendezvousTimeoutError) as late:

@@ -8,8 +8,8 @@ from asyncdist.base.deadline import Deadline
 from asyncdist.base.topology import is_loopback
 from asyncdist.config import Config, Launch
 from asyncdist.errors import AuthenticationError, RendezvousError, RendezvousTimeoutError
-from asyncdist.rendezvous import address, opening
-from asyncdist.rendezvous.address import outward
+from asyncdist.rendezvous import addresses, sources
+from asyncdist.rendezvous.addresses import outward
 from asyncdist.store import StoreServer
 from asyncdist.testing.ports import free_port
 
@@ -66,10 +66,10 @@ async def test_an_agent_that_never_comes(meet_as, monkeypatch):
     async def probe(*where):
         tries.append(where)
         if len(tries) == 2:
-            monkeypatch.setattr(opening, "_PAUSE", 10.0)  # there is not that much left for another try
-        await address.probe(*where)
+            monkeypatch.setattr(sources, "_PAUSE", 10.0)  # there is not that much left for another try
+        await addresses.probe(*where)
 
-    monkeypatch.setattr(opening, "probe", probe)
+    monkeypatch.setattr(sources, "probe", probe)
     with pytest.raises(RendezvousTimeoutError, match=r"rank 1 of 2 .*agent's store does not answer: Connection ref"):
         await meet_as(world_size=None, launch=launched(1, free_port()))
     assert len(tries) == 2
@@ -77,13 +77,13 @@ async def test_an_agent_that_never_comes(meet_as, monkeypatch):
 
 @pytest.mark.parametrize("token", [None, "the user's own"])
 async def test_what_is_no_agent(meet_as, monkeypatch, token):
-    until_served = opening._until_served
+    until_served = sources._until_served
 
     async def briefly(method, where, limit):
         await until_served(method, where, limit)
         object.__setattr__(limit, "deadline", Deadline.after(0.3))  # only now, when it has taken a connection
 
-    monkeypatch.setattr(opening, "_until_served", briefly)
+    monkeypatch.setattr(sources, "_until_served", briefly)
     listener = await asyncio.start_server(lambda reader, writer: writer.close(), HOST, 0)
     port = listener.sockets[0].getsockname()[1]
     try:
@@ -111,9 +111,9 @@ async def test_no_token_is_left_where_other_hosts_can_read_it(meet_as):
 def outside():
     """This host's address towards the outside, from which a store takes no clients of torch's."""
     address = outward(Config())
-    if is_loopback(address):
+    if is_loopback(addresses):
         pytest.skip("this machine has no address but loopback")
-    return address
+    return addresses
 
 
 async def test_an_agents_store_that_is_ours_and_on_another_host(meet_as, outside, caplog):
@@ -135,7 +135,7 @@ async def test_ranks_with_our_client_and_with_torchs_find_each_other_at_one_agen
     served = await StoreServer.start(HOST, 0, token="secret", config=config)
     try:
         first = await meet_as(world_size=None, launch=launched(0, served.port), config=config)
-        monkeypatch.setattr(opening, "_HEAD_START", 0.0)
+        monkeypatch.setattr(sources, "_HEAD_START", 0.0)
         second = await meet_as(world_size=None, launch=launched(1, served.port), config=config)
         assert second.world_id == first.world_id
         await asyncio.gather(first.close(), second.close())

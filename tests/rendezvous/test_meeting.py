@@ -20,9 +20,10 @@ from asyncdist.errors import (
     RendezvousTimeoutError,
     UsageError,
 )
-from asyncdist.rendezvous import address, joining, meet
-from asyncdist.rendezvous.meeting import Limit
-from asyncdist.rendezvous.place import Record
+from asyncdist.rendezvous import addresses, meet
+from asyncdist.rendezvous import join as joining
+from asyncdist.rendezvous.record_store import Record
+from asyncdist.rendezvous.session import Limit
 from asyncdist.store import AsyncPrefixStore, AsyncStore, FileStore, HashStore, PrefixStore, StoreServer, TCPStore
 from asyncdist.store.client import connect as dialling
 from asyncdist.store.protocol.c10d import Code
@@ -382,7 +383,7 @@ async def test_a_rank_0_that_is_slow_to_answer_is_not_replaced(meet_as, monkeypa
             tries.append(where)
             if len(tries) == 2:
                 await asyncio.to_thread(proxy.unclog)
-            await address.probe(*where)
+            await addresses.probe(*where)
 
         monkeypatch.setattr(joining, "_PREDECESSOR_TRIES", (0.1, 10.0))
         monkeypatch.setattr(joining, "probe", probe)

@@ -2,7 +2,7 @@ import pytest
 
 from asyncdist.config import Launch
 from asyncdist.errors import UsageError
-from asyncdist.rendezvous.method import Method, url_of
+from asyncdist.rendezvous.init_method import Method, url_of
 
 TORCHRUN = Launch(rank=1, world_size=4, master_addr="node0", master_port=29500, agent_store=True, run_id="job")
 

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from asyncdist.errors import AddressError, RendezvousError
-from asyncdist.rendezvous.place import BlockingPlace, Record, RecordFile
+from asyncdist.rendezvous.record_store import BlockingPlace, Record, RecordFile
 from asyncdist.store import FileStore, HashStore, PrefixStore, StoreServer, TCPStore
 
 ONE = Record("10.0.0.1", 4000, "secret", "aa", 2)

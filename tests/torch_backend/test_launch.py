@@ -14,7 +14,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 
 from asyncdist.base.topology import is_loopback
 from asyncdist.config import Config
-from asyncdist.rendezvous.address import outward
+from asyncdist.rendezvous.addresses import outward
 from asyncdist.store import TCPStore
 from asyncdist.testing.daemon import started
 from asyncdist.torchrun import handler

@@ -29,11 +29,11 @@ from asyncdist.errors import (
     RendezvousTimeoutError,
     StoreError,
 )
-from asyncdist.rendezvous.address import advertised, probe, reachable
-from asyncdist.rendezvous.meeting import Keys, Limit, Meeting
-from asyncdist.rendezvous.method import url_of
-from asyncdist.rendezvous.place import OwnPlace, Place, Record
-from asyncdist.rendezvous.serving import Lease
+from asyncdist.rendezvous.addresses import advertised, probe, reachable
+from asyncdist.rendezvous.host_store import Lease
+from asyncdist.rendezvous.init_method import url_of
+from asyncdist.rendezvous.record_store import OwnPlace, Place, Record
+from asyncdist.rendezvous.session import Keys, Limit, Meeting
 from asyncdist.store.client.aio import AsyncStore
 from asyncdist.store.client.connect import describe
 

@@ -16,10 +16,9 @@ from asyncdist.errors import (
     RendezvousTimeoutError,
     UsageError,
 )
-from asyncdist.rendezvous.address import probe, resolve
-from asyncdist.rendezvous.meeting import Limit
-from asyncdist.rendezvous.method import Method
-from asyncdist.rendezvous.place import (
+from asyncdist.rendezvous.addresses import probe, resolve
+from asyncdist.rendezvous.init_method import Method
+from asyncdist.rendezvous.record_store import (
     BlockingPlace,
     BlockingStore,
     Caller,
@@ -28,6 +27,7 @@ from asyncdist.rendezvous.place import (
     RecordFile,
     StorePlace,
 )
+from asyncdist.rendezvous.session import Limit
 from asyncdist.store.base import AsyncFace, Store
 from asyncdist.store.client.aio import AsyncStore
 from asyncdist.store.client.c10d_probe import takes_torchs_clients

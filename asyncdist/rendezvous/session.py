@@ -28,7 +28,7 @@ from asyncdist.errors import (
     StoreError,
     StoreTimeoutError,
 )
-from asyncdist.rendezvous.place import Place, Record
+from asyncdist.rendezvous.record_store import Place, Record
 from asyncdist.store.client.aio import AsyncStore
 from asyncdist.store.prefix import AsyncPrefixStore
 from asyncdist.store.server.server import StoreServer
