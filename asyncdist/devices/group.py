@@ -19,11 +19,11 @@ import torch
 from asyncdist.base.deadline import seconds
 from asyncdist.collectives import p2p
 from asyncdist.collectives.operations import Calls, How, checked_tag
-from asyncdist.devices.choice import settle
-from asyncdist.devices.line import Line
-from asyncdist.devices.messages import Messages
-from asyncdist.devices.rollcall import RollCall
-from asyncdist.devices.watch import Pending, Watch
+from asyncdist.devices.completion_watcher import Pending, Watch
+from asyncdist.devices.desync_detector import RollCall
+from asyncdist.devices.negotiate import settle
+from asyncdist.devices.p2p import Messages
+from asyncdist.devices.serial_executor import Line
 from asyncdist.devices.work import DeviceWork
 from asyncdist.engine.operation import Plan
 from asyncdist.engine.work import Work

@@ -12,10 +12,10 @@ from time import monotonic
 import pytest
 import torch
 
-from asyncdist.devices import line as line_module
-from asyncdist.devices import watch as watch_module
-from asyncdist.devices.line import Line
-from asyncdist.devices.watch import Pending, Watch
+from asyncdist.devices import completion_watcher as watch_module
+from asyncdist.devices import serial_executor as line_module
+from asyncdist.devices.completion_watcher import Pending, Watch
+from asyncdist.devices.serial_executor import Line
 from asyncdist.devices.work import DeviceWork
 from asyncdist.engine.operation import Plan
 from asyncdist.testing.devices import PretendStreams

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 import torch
 
-from asyncdist.devices import rollcall
+from asyncdist.devices import desync_detector
 from asyncdist.errors import GroupError, MismatchError, PeerLostError
 from asyncdist.testing.devices import PretendStreams, Queued, devices_of
 
@@ -24,7 +24,7 @@ class Silent(Queued):
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch):
-    monkeypatch.setattr(rollcall, "_FIRST", 0.1)
+    monkeypatch.setattr(desync_detector, "_FIRST", 0.1)
 
 
 async def held(size):
@@ -128,7 +128,7 @@ async def test_a_call_that_is_refused_takes_no_number():
 
 
 async def test_only_the_last_calls_are_remembered(monkeypatch):
-    monkeypatch.setattr(rollcall, "_KEPT", 5)
+    monkeypatch.setattr(desync_detector, "_KEPT", 5)
     async with devices_of(1, [Silent]) as [group]:
         for _ in range(20):
             await group.all_reduce(torch.ones(4))
@@ -148,7 +148,7 @@ def test_telling_grows_rarer():
 
     host = type("Host", (), {"beside": lambda what: Letters()})
     site = type("Site", (), {"rank": 0, "size": 3, "host": host})
-    call = rollcall.RollCall(site, told.append)
+    call = desync_detector.RollCall(site, told.append)
     for number in range(1, 200):
         call.tell(number, 7, 0.0)
     assert sorted(told) == [1, 2], "once to each neighbour, and then not for some time"

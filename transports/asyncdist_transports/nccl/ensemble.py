@@ -39,7 +39,7 @@ class Nccl(Ensemble):
     """Ranks that have a device each. Its calls only put something into a queue.
 
     But where NCCL has not spoken with a peer yet, or not in that way, a call lasts until the peer has made it too. And
-    nobody compares what the ranks have called: calls that do not fit together just last, see `asyncdist.devices.rollcall`.
+    nobody compares what the ranks have called: calls that do not fit together just last, see `asyncdist.devices.desync_detector`.
     """
 
     name: ClassVar[str] = "nccl"

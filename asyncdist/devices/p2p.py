@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import torch
 
 from asyncdist.collectives import p2p
-from asyncdist.devices.beside import Beside
-from asyncdist.devices.line import Line
-from asyncdist.devices.watch import Pending, Watch
+from asyncdist.devices.completion_watcher import Pending, Watch
+from asyncdist.devices.serial_executor import Line
+from asyncdist.devices.side_group import Beside
 from asyncdist.engine.work import Work
 from asyncdist.errors import MismatchError
 from asyncdist.memory.buffers import Memory, Target

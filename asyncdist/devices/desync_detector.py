@@ -20,7 +20,7 @@ from time import monotonic
 
 import torch
 
-from asyncdist.devices.beside import Beside
+from asyncdist.devices.side_group import Beside
 from asyncdist.engine.work import Work
 from asyncdist.errors import NotInitializedError
 from asyncdist.transport.device_collectives import Site
