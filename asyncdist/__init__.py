@@ -26,13 +26,16 @@ send_object_list""".split()
 
 # Where each public name lives: (module, attribute).
 _NAMES: dict[str, tuple[str, str]] = {
-    **{name: ("asyncdist.aio", f"face.{name}") for name in _FACE},
-    "all_gather_into_tensor": ("asyncdist.aio", "face.all_gather_single"),
-    "gather_into_tensor": ("asyncdist.aio", "face.gather_single"),
-    "reduce_scatter_tensor": ("asyncdist.aio", "face.reduce_scatter_single"),
-    **{name: ("asyncdist.aio", name) for name in ("destroy_process_group", "init_process_group", "process_group")},
+    **{name: ("asyncdist.groups.aio", f"face.{name}") for name in _FACE},
+    "all_gather_into_tensor": ("asyncdist.groups.aio", "face.all_gather_single"),
+    "gather_into_tensor": ("asyncdist.groups.aio", "face.gather_single"),
+    "reduce_scatter_tensor": ("asyncdist.groups.aio", "face.reduce_scatter_single"),
     **{
-        name: ("asyncdist.api", name)
+        name: ("asyncdist.groups.aio", name)
+        for name in ("destroy_process_group", "init_process_group", "process_group")
+    },
+    **{
+        name: ("asyncdist.groups.default_world", name)
         for name in """GroupMember get_backend get_global_rank get_group_rank get_node_local_rank
         get_process_group_ranks get_rank get_world_size group is_available is_backend_available is_gloo_available
         is_initialized is_mpi_available is_nccl_available is_torchelastic_launched new_group new_subgroups
@@ -42,9 +45,9 @@ _NAMES: dict[str, tuple[str, str]] = {
     "Config": ("asyncdist.config", "Config"),
     "DistributedDataParallel": ("asyncdist.ddp", "DistributedDataParallel"),
     "DistributedSampler": ("asyncdist.sampler", "DistributedSampler"),
-    "Group": ("asyncdist.group", "Group"),
-    "P2POp": ("asyncdist.face", "P2POp"),
-    "ProcessGroup": ("asyncdist.group", "Group"),  # torch's name, for annotations
+    "Group": ("asyncdist.groups.group", "Group"),
+    "P2POp": ("asyncdist.groups.collectives_api", "P2POp"),
+    "ProcessGroup": ("asyncdist.groups.group", "Group"),  # torch's name, for annotations
     "ReduceOp": ("asyncdist.base.ops", "ReduceOp"),
     "Work": ("asyncdist.engine.work", "Work"),
     "empty": ("asyncdist.memory.registered", "empty"),
@@ -88,38 +91,38 @@ sys.modules[__name__].__class__ = _Package
 
 
 if TYPE_CHECKING:
-    from asyncdist.aio import destroy_process_group as destroy_process_group
-    from asyncdist.aio import face
-    from asyncdist.aio import init_process_group as init_process_group
-    from asyncdist.aio import process_group as process_group
-    from asyncdist.api import GroupMember as GroupMember
-    from asyncdist.api import get_backend as get_backend
-    from asyncdist.api import get_global_rank as get_global_rank
-    from asyncdist.api import get_group_rank as get_group_rank
-    from asyncdist.api import get_node_local_rank as get_node_local_rank
-    from asyncdist.api import get_process_group_ranks as get_process_group_ranks
-    from asyncdist.api import get_rank as get_rank
-    from asyncdist.api import get_world_size as get_world_size
-    from asyncdist.api import group as group
-    from asyncdist.api import is_available as is_available
-    from asyncdist.api import is_backend_available as is_backend_available
-    from asyncdist.api import is_gloo_available as is_gloo_available
-    from asyncdist.api import is_initialized as is_initialized
-    from asyncdist.api import is_mpi_available as is_mpi_available
-    from asyncdist.api import is_nccl_available as is_nccl_available
-    from asyncdist.api import is_torchelastic_launched as is_torchelastic_launched
-    from asyncdist.api import new_group as new_group
-    from asyncdist.api import new_subgroups as new_subgroups
-    from asyncdist.api import new_subgroups_by_enumeration as new_subgroups_by_enumeration
-    from asyncdist.api import set_timeout as set_timeout
-    from asyncdist.api import split_group as split_group
     from asyncdist.base.ops import ReduceOp as ReduceOp
     from asyncdist.base.ops import premul_sum as premul_sum
     from asyncdist.config import Config as Config
     from asyncdist.ddp import DistributedDataParallel as DistributedDataParallel
     from asyncdist.engine.work import Work as Work
-    from asyncdist.face import P2POp as P2POp
-    from asyncdist.group import Group as Group
+    from asyncdist.groups.aio import destroy_process_group as destroy_process_group
+    from asyncdist.groups.aio import face
+    from asyncdist.groups.aio import init_process_group as init_process_group
+    from asyncdist.groups.aio import process_group as process_group
+    from asyncdist.groups.collectives_api import P2POp as P2POp
+    from asyncdist.groups.default_world import GroupMember as GroupMember
+    from asyncdist.groups.default_world import get_backend as get_backend
+    from asyncdist.groups.default_world import get_global_rank as get_global_rank
+    from asyncdist.groups.default_world import get_group_rank as get_group_rank
+    from asyncdist.groups.default_world import get_node_local_rank as get_node_local_rank
+    from asyncdist.groups.default_world import get_process_group_ranks as get_process_group_ranks
+    from asyncdist.groups.default_world import get_rank as get_rank
+    from asyncdist.groups.default_world import get_world_size as get_world_size
+    from asyncdist.groups.default_world import group as group
+    from asyncdist.groups.default_world import is_available as is_available
+    from asyncdist.groups.default_world import is_backend_available as is_backend_available
+    from asyncdist.groups.default_world import is_gloo_available as is_gloo_available
+    from asyncdist.groups.default_world import is_initialized as is_initialized
+    from asyncdist.groups.default_world import is_mpi_available as is_mpi_available
+    from asyncdist.groups.default_world import is_nccl_available as is_nccl_available
+    from asyncdist.groups.default_world import is_torchelastic_launched as is_torchelastic_launched
+    from asyncdist.groups.default_world import new_group as new_group
+    from asyncdist.groups.default_world import new_subgroups as new_subgroups
+    from asyncdist.groups.default_world import new_subgroups_by_enumeration as new_subgroups_by_enumeration
+    from asyncdist.groups.default_world import set_timeout as set_timeout
+    from asyncdist.groups.default_world import split_group as split_group
+    from asyncdist.groups.group import Group as Group
     from asyncdist.memory.registered import empty as empty
     from asyncdist.sampler import DistributedSampler as DistributedSampler
     from asyncdist.store import FileStore as FileStore

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sized
 import torch
 from torch.utils.data import Sampler
 
-from asyncdist.api import default_group
 from asyncdist.errors import UsageError
+from asyncdist.groups.default_world import default_group
 
 
 class DistributedSampler(Sampler[int]):

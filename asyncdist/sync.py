@@ -10,8 +10,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from asyncdist import api
-from asyncdist.api import (
+from asyncdist.base.background_loop import runtime
+from asyncdist.base.deadline import Timeout
+from asyncdist.base.ops import ReduceOp, premul_sum
+from asyncdist.engine.work import Work
+from asyncdist.groups import default_world
+from asyncdist.groups.collectives_api import Face, P2POp
+from asyncdist.groups.default_world import (
     GroupMember,
     get_backend,
     get_global_rank,
@@ -34,15 +39,10 @@ from asyncdist.api import (
     set_timeout,
     split_group,
 )
-from asyncdist.base.background_loop import runtime
-from asyncdist.base.deadline import Timeout
-from asyncdist.base.ops import ReduceOp, premul_sum
-from asyncdist.engine.work import Work
-from asyncdist.face import Face, P2POp
-from asyncdist.group import Group
+from asyncdist.groups.group import Group
+from asyncdist.groups.world import World, open_world
 from asyncdist.memory.registered import empty
 from asyncdist.store import FileStore, HashStore, PrefixStore, TCPStore
-from asyncdist.world import World, open_world
 
 
 def init_process_group(
@@ -66,7 +66,7 @@ def init_process_group(
     ``enable_reconfigure=True`` is a UsageError that says what to do instead. Raises RendezvousTimeoutError, which names
     who is missing, AddressError, AuthenticationError, TransportUnavailableError, AlreadyInitializedError.
     """
-    api.begin_initialization(enable_reconfigure)
+    default_world.begin_initialization(enable_reconfigure)
     world: World | None = None
     try:
         world = runtime().run(
@@ -81,15 +81,15 @@ def init_process_group(
             )
         )
     finally:
-        api.end_initialization(world)
+        default_world.end_initialization(world)
 
 
-def destroy_process_group(group: api.AnyGroup = None) -> None:
+def destroy_process_group(group: default_world.AnyGroup = None) -> None:
     """Destroy a group; the default one with everything that stands on it. What is pending fails."""
-    if isinstance(group, Group) and group is not api.default_group():
+    if isinstance(group, Group) and group is not default_world.default_group():
         group.close()
     elif group is None or isinstance(group, Group):
-        _close(api.take_world())
+        _close(default_world.take_world())
 
 
 def _close(world: World) -> None:

@@ -40,7 +40,7 @@ from asyncdist.errors import (
     PeerLostError,
     UsageError,
 )
-from asyncdist.group import Group
+from asyncdist.groups.group import Group
 from asyncdist.testing.cluster import world_of
 from asyncdist.testing.ports import free_port
 

@@ -73,7 +73,7 @@ def test_what_torchs_programs_ask_before_they_choose(monkeypatch):
 
 async def test_ranks_of_a_group_are_sorted_as_torchs_unless_told_otherwise(monkeypatch):
     async with world_of(4) as groups:
-        monkeypatch.setattr("asyncdist.api._world", groups[3].world)
+        monkeypatch.setattr("asyncdist.groups.default_world._world", groups[3].world)
         assert asyncdist.new_group([3, 0, 2]).ranks == (0, 2, 3)
         backwards = asyncdist.new_group([3, 0, 2], sort_ranks=False)
         assert backwards.ranks == (3, 0, 2)
@@ -82,7 +82,7 @@ async def test_ranks_of_a_group_are_sorted_as_torchs_unless_told_otherwise(monke
 
 
 def test_submodules_do_not_hide_public_names():
-    for name in ("asyncdist.group", "asyncdist.memory.reduce_kernels", "asyncdist.store"):
+    for name in ("asyncdist.groups.group", "asyncdist.memory.reduce_kernels", "asyncdist.store"):
         assert isinstance(importlib.import_module(name), ModuleType)
     hidden = [name for name in asyncdist.__all__ if isinstance(getattr(asyncdist, name), ModuleType)]
     assert hidden == []

@@ -13,9 +13,9 @@ import torch
 import asyncdist
 from asyncdist.config import Config
 from asyncdist.errors import OperationTimeoutError, RendezvousError, TransportUnavailableError, UsageError
+from asyncdist.groups.world import open_world
 from asyncdist.store import HashStore
 from asyncdist.testing.cluster import world_of
-from asyncdist.world import open_world
 
 
 async def refused(*opened):
@@ -28,7 +28,7 @@ async def refused(*opened):
 @pytest.mark.parametrize("transport", ["inproc", "shm", "tcp"])
 async def test_a_timeout_that_is_set_counts_for_what_is_called_from_then_on(transport, monkeypatch):
     async with world_of(2, transport=transport, timeout=20) as (ours, _):
-        monkeypatch.setattr("asyncdist.api._world", ours.world)
+        monkeypatch.setattr("asyncdist.groups.default_world._world", ours.world)
         apart = ours.world.new_group([0, 1])
         before = ours.recv(torch.ones(1), 1)
         asyncdist.set_timeout(timedelta(seconds=0.2))

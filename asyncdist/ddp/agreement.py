@@ -10,7 +10,7 @@ import torch
 
 from asyncdist.base.ops import ReduceOp
 from asyncdist.errors import MismatchError
-from asyncdist.group import Group
+from asyncdist.groups.group import Group
 from asyncdist.memory.buffers import flat
 
 PACK_NBYTES = 1 << 20

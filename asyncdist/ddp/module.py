@@ -11,12 +11,12 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from asyncdist.api import AnyGroup, is_initialized, resolve
 from asyncdist.ddp import agreement, buckets, in_place
 from asyncdist.ddp.reducer import Reducer, StepTimes
 from asyncdist.ddp.uneven import Joining
 from asyncdist.errors import UnsupportedError, UsageError
-from asyncdist.group import Group
+from asyncdist.groups.default_world import AnyGroup, is_initialized, resolve
+from asyncdist.groups.group import Group
 
 _NOT_COPIED = ("process_group", "_joining", "_reducer")
 

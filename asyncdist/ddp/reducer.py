@@ -29,7 +29,7 @@ from asyncdist.ddp import buckets
 from asyncdist.ddp.uneven import Joining
 from asyncdist.engine.work import Work
 from asyncdist.errors import GradientError, SharedMemoryError, UnsupportedError
-from asyncdist.group import Group
+from asyncdist.groups.group import Group
 from asyncdist.memory.registered import empty
 
 _SPENT_NBYTES = 256 << 20

@@ -19,7 +19,7 @@ import torch
 
 from asyncdist.base.ops import ReduceOp, Reduction, premul_sum
 from asyncdist.errors import MismatchError, UnevenInputsError
-from asyncdist.group import Group
+from asyncdist.groups.group import Group
 
 
 class Deed(IntEnum):

@@ -42,7 +42,7 @@ from asyncdist.transport.device_streams import CudaStreams, Mark, Streams
 from asyncdist.transport.native import Native
 
 if TYPE_CHECKING:
-    from asyncdist.group import Group
+    from asyncdist.groups.group import Group
 
 log = logging.getLogger("asyncdist")
 

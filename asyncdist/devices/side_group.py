@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from asyncdist.errors import NotInitializedError
 
 if TYPE_CHECKING:
-    from asyncdist.group import Group
+    from asyncdist.groups.group import Group
 
 
 class Beside:

@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 
 from asyncdist.base.background_loop import runtime
 from asyncdist.config import Config
-from asyncdist.group import Group
+from asyncdist.groups.group import Group
+from asyncdist.groups.world import World, open_world
 from asyncdist.store import HashStore
-from asyncdist.world import World, open_world
 
 T = TypeVar("T")
 

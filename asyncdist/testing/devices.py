@@ -16,7 +16,7 @@ from asyncdist.algorithms.schedule import Schedule
 from asyncdist.config import Config
 from asyncdist.devices.group import DeviceGroup
 from asyncdist.devices.staged import Staged
-from asyncdist.group import Group
+from asyncdist.groups.group import Group
 from asyncdist.memory.buffers import Memory
 from asyncdist.memory.reduce_kernels import Arithmetic
 from asyncdist.testing.cluster import world_of

@@ -21,7 +21,7 @@ import torch
 
 from asyncdist.base.ops import ReduceOp, Reduction
 from asyncdist.engine.work import Work
-from asyncdist.group import Group
+from asyncdist.groups.group import Group
 from asyncdist.testing.arithmetic import UNREDUCED, noise, numbers, reduced, same
 
 T = TypeVar("T")

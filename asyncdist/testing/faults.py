@@ -30,7 +30,7 @@ from typing import Any, Self, TypeVar
 from asyncdist.base.auth import Handshake, dial
 from asyncdist.config import Config
 from asyncdist.engine.endpoint import Mesh
-from asyncdist.group import Group
+from asyncdist.groups.group import Group
 from asyncdist.testing.stopwatch import Stopwatch
 from asyncdist.transport import registry
 

@@ -21,7 +21,7 @@ import torch
 
 from asyncdist.engine.work import Work
 from asyncdist.errors import GroupError, PeerLostError
-from asyncdist.group import Group
+from asyncdist.groups.group import Group
 from asyncdist.testing.cluster import world_of
 
 _LARGE = 2_000_000  # elements of 4 bytes: more than what lies between two ranks holds

@@ -15,18 +15,18 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as torch_distributed
 
-from asyncdist.api import SAME_RANKS
 from asyncdist.base import background_loop
 from asyncdist.base.deadline import Timeout
 from asyncdist.devices.work import DeviceWork
 from asyncdist.engine import work as started
 from asyncdist.errors import SharedMemoryError, UnsupportedError
-from asyncdist.group import Group
+from asyncdist.groups.default_world import SAME_RANKS
+from asyncdist.groups.group import Group
+from asyncdist.groups.world import World
 from asyncdist.memory.torch_compile import left_alone
 from asyncdist.torch_backend.memory_pool import MemoryPool
 from asyncdist.torch_backend.reductions import reduction_of
 from asyncdist.torch_backend.work import DONE, Work, make_work
-from asyncdist.world import World
 
 NAME = "asyncdist"
 

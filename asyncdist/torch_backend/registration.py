@@ -11,9 +11,9 @@ from torch.distributed import distributed_c10d
 
 from asyncdist.base.background_loop import runtime
 from asyncdist.ddp.reducer import has_free_cores
-from asyncdist.group import Group
+from asyncdist.groups.group import Group
+from asyncdist.groups.world import World, open_world
 from asyncdist.torch_backend.process_group import NAME, ProcessGroup
-from asyncdist.world import World, open_world
 
 c10d: Any = distributed_c10d
 

@@ -27,7 +27,7 @@ from asyncdist.transport.device_streams import Streams
 from asyncdist.transport.native import Native
 
 if TYPE_CHECKING:
-    from asyncdist.group import Group
+    from asyncdist.groups.group import Group
     from asyncdist.transport.device_p2p import Courier
 
 Card = Mapping[str, Any]

@@ -25,7 +25,7 @@ from asyncdist.engine.work import Work
 from asyncdist.transport.device_streams import Mark
 
 if TYPE_CHECKING:
-    from asyncdist.group import Group
+    from asyncdist.groups.group import Group
 
 T = TypeVar("T")
 Conversation = Generator[Work, None, T]

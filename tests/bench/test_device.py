@@ -17,7 +17,7 @@ from asyncdist.bench.result import DeviceRow, DeviceTiming, Report, Timing
 from asyncdist.cli import main
 from asyncdist.devices.staged import Staged
 from asyncdist.errors import BenchmarkError
-from asyncdist.group import Group
+from asyncdist.groups.group import Group
 
 
 def timing(there, returns):

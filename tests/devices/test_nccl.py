@@ -31,7 +31,7 @@ from asyncdist.errors import (
     TransportUnavailableError,
     UnsupportedError,
 )
-from asyncdist.group import Group
+from asyncdist.groups.group import Group
 from asyncdist.store import HashStore
 from asyncdist.testing.arithmetic import UNREDUCED, reductions
 from asyncdist.testing.cluster import run_ranks

@@ -10,8 +10,8 @@ import torch
 
 from asyncdist.base.background_loop import runtime
 from asyncdist.errors import OperationTimeoutError
+from asyncdist.groups.world import open_world
 from asyncdist.store import HashStore
-from asyncdist.world import open_world
 
 
 class Two:

@@ -14,11 +14,11 @@ import types
 import pytest
 import torch
 
+from asyncdist.groups.world import open_world
 from asyncdist.memory.shared_arena import arena
 from asyncdist.store import HashStore
 from asyncdist.testing.cluster import world_of
 from asyncdist.testing.faults import cancelled_at
-from asyncdist.world import open_world
 from asyncdist_transports.shm import meeting, transport
 from asyncdist_transports.shm.meeting import Porch, out_of_reach
 

@@ -16,7 +16,7 @@ import torch
 
 from asyncdist.algorithms.schedule import Schedule
 from asyncdist.config import Config
-from asyncdist.group import Group
+from asyncdist.groups.group import Group
 from asyncdist.testing.cluster import world_of
 from asyncdist.testing.drills import Drill, moving, reducing
 from asyncdist_transports.shm.window import SLOTS

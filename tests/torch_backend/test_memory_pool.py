@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import asyncdist.torch_backend  # noqa: F401 - registers the back end "asyncdist"
 from asyncdist.errors import SharedMemoryError
-from asyncdist.group import Group
+from asyncdist.groups.group import Group
 from asyncdist.memory import registered
 from asyncdist.memory.shared_arena import arena
 from asyncdist.torch_backend.memory_pool import MemoryPool

@@ -22,7 +22,7 @@ from asyncdist.base.deadline import Timeout, seconds
 from asyncdist.config import Config, Launch, shared_settings
 from asyncdist.engine.endpoint import LAST_WORDS, Mesh
 from asyncdist.errors import NotInitializedError, RendezvousError, UsageError
-from asyncdist.group import Group
+from asyncdist.groups.group import Group
 from asyncdist.rendezvous import Meeting, meet
 from asyncdist.tracing import dump_signal
 from asyncdist.transport import registry

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
-from asyncdist.api import AnyGroup, resolve
 from asyncdist.base.deadline import Timeout
 from asyncdist.base.ops import ReduceOp, Reduction
 from asyncdist.engine.work import Work
 from asyncdist.errors import UsageError
-from asyncdist.group import Group
+from asyncdist.groups.default_world import AnyGroup, resolve
+from asyncdist.groups.group import Group
 from asyncdist.memory.torch_compile import left_alone
 
 R = TypeVar("R")

@@ -9,9 +9,9 @@ from typing import Any
 from asyncdist.base.deadline import Timeout
 from asyncdist.config import Launch
 from asyncdist.errors import AlreadyInitializedError, NotInitializedError, UsageError
-from asyncdist.group import Group
+from asyncdist.groups.group import Group
+from asyncdist.groups.world import World
 from asyncdist.transport import registry
-from asyncdist.world import World
 
 # -- state ------------------------------------------------------------------------------------------
 

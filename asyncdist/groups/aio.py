@@ -11,12 +11,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from asyncdist import api
 from asyncdist.base.deadline import Timeout
 from asyncdist.engine.work import Work
-from asyncdist.face import Face
-from asyncdist.group import Group
-from asyncdist.world import World, open_world
+from asyncdist.groups import default_world
+from asyncdist.groups.collectives_api import Face
+from asyncdist.groups.group import Group
+from asyncdist.groups.world import World, open_world
 
 
 async def init_process_group(
@@ -35,7 +35,7 @@ async def init_process_group(
 
     The running loop becomes the one that drives operations which nobody blocks on.
     """
-    api.begin_initialization(enable_reconfigure)
+    default_world.begin_initialization(enable_reconfigure)
     world: World | None = None
     try:
         world = await open_world(
@@ -49,15 +49,15 @@ async def init_process_group(
             home=asyncio.get_running_loop(),
         )
     finally:
-        api.end_initialization(world)
+        default_world.end_initialization(world)
 
 
-async def destroy_process_group(group: api.AnyGroup = None) -> None:
+async def destroy_process_group(group: default_world.AnyGroup = None) -> None:
     """Destroy a group; the default one with everything that stands on it. What is pending fails."""
-    if isinstance(group, Group) and group is not api.default_group():
+    if isinstance(group, Group) and group is not default_world.default_group():
         group.close()
     elif group is None or isinstance(group, Group):
-        await api.take_world().close()
+        await default_world.take_world().close()
 
 
 @asynccontextmanager

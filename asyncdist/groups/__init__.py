@@ -1,0 +1,1 @@
+"""Process groups, the world they belong to, and the awaited and default-group interfaces to them."""
