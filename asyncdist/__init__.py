@@ -44,7 +44,7 @@ _NAMES: dict[str, tuple[str, str]] = {
     **{name: ("asyncdist.store", name) for name in ("FileStore", "HashStore", "PrefixStore", "TCPStore")},
     "Config": ("asyncdist.config", "Config"),
     "DistributedDataParallel": ("asyncdist.ddp", "DistributedDataParallel"),
-    "DistributedSampler": ("asyncdist.sampler", "DistributedSampler"),
+    "DistributedSampler": ("asyncdist.ddp.sampler", "DistributedSampler"),
     "Group": ("asyncdist.groups.group", "Group"),
     "P2POp": ("asyncdist.groups.collectives_api", "P2POp"),
     "ProcessGroup": ("asyncdist.groups.group", "Group"),  # torch's name, for annotations
@@ -95,6 +95,7 @@ if TYPE_CHECKING:
     from asyncdist.base.ops import premul_sum as premul_sum
     from asyncdist.config import Config as Config
     from asyncdist.ddp import DistributedDataParallel as DistributedDataParallel
+    from asyncdist.ddp.sampler import DistributedSampler as DistributedSampler
     from asyncdist.engine.work import Work as Work
     from asyncdist.groups.aio import destroy_process_group as destroy_process_group
     from asyncdist.groups.aio import face
@@ -124,7 +125,6 @@ if TYPE_CHECKING:
     from asyncdist.groups.default_world import split_group as split_group
     from asyncdist.groups.group import Group as Group
     from asyncdist.memory.registered import empty as empty
-    from asyncdist.sampler import DistributedSampler as DistributedSampler
     from asyncdist.store import FileStore as FileStore
     from asyncdist.store import HashStore as HashStore
     from asyncdist.store import PrefixStore as PrefixStore

@@ -31,7 +31,7 @@ from torch import nn
 
 import asyncdist.sync as dist
 from asyncdist.ddp import DistributedDataParallel, StepTimes
-from asyncdist.sampler import DistributedSampler
+from asyncdist.ddp.sampler import DistributedSampler
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt

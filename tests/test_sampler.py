@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler as TorchSampler
 
+from asyncdist.ddp.sampler import DistributedSampler
 from asyncdist.errors import UsageError
-from asyncdist.sampler import DistributedSampler
 
 
 @given(

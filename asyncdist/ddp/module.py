@@ -11,9 +11,9 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from asyncdist.ddp import agreement, buckets, in_place
+from asyncdist.ddp import buckets, direct_gradients, model_sync
 from asyncdist.ddp.reducer import Reducer, StepTimes
-from asyncdist.ddp.uneven import Joining
+from asyncdist.ddp.uneven_inputs import Joining
 from asyncdist.errors import UnsupportedError, UsageError
 from asyncdist.groups.default_world import AnyGroup, is_initialized, resolve
 from asyncdist.groups.group import Group
@@ -110,8 +110,8 @@ class DistributedDataParallel(nn.Module):
         self._has_buffers = bool(buffers_to_sync)
         if init_sync:
             shared = buffers_to_sync if self.broadcast_buffers else []
-            agreement.verify(self.process_group, parameters, shared)
-            agreement.broadcast_values(self.process_group, [tensor for _, tensor in [*parameters, *shared]])
+            model_sync.verify(self.process_group, parameters, shared)
+            model_sync.broadcast_values(self.process_group, [tensor for _, tensor in [*parameters, *shared]])
         self._limits = [buckets.caps(cap)[1] for cap in bucket_cap_mb_list or ()] or buckets.caps(bucket_cap_mb)
         self._average_over(self.process_group)
 
@@ -122,7 +122,7 @@ class DistributedDataParallel(nn.Module):
         trained = [(name, parameter) for name, parameter in self._parameters_to_sync() if parameter.requires_grad]
         self._reducer = Reducer(group, trained, self._limits, gradient_as_bucket_view=self.gradient_as_bucket_view)
         if self.gradient_as_bucket_view:
-            in_place.adopt(self.module, self._reducer)
+            direct_gradients.adopt(self.module, self._reducer)
 
     # -- copies -----------------------------------------------------------------------------------
 
@@ -207,7 +207,7 @@ class DistributedDataParallel(nn.Module):
 
     def _refresh(self, src: int) -> None:
         # `data`, which has a version of its own: the backward of an earlier forward may still be to come.
-        agreement.broadcast_values(self.process_group, (buffer.data for _, buffer in self._buffers_to_sync()), src)
+        model_sync.broadcast_values(self.process_group, (buffer.data for _, buffer in self._buffers_to_sync()), src)
 
     def _entered(self, _: torch.Tensor) -> None:
         self._reducer.begin()
@@ -264,7 +264,7 @@ class DistributedDataParallel(nn.Module):
             joining.stand_in(self._refresh, self._reducer.stand_in)
             if not joining.is_even:
                 shared = [*self._parameters_to_sync(), *(self._buffers_to_sync() if self.broadcast_buffers else ())]
-                agreement.broadcast_values(self.process_group, [tensor for _, tensor in shared], joining.going[0])
+                model_sync.broadcast_values(self.process_group, [tensor for _, tensor in shared], joining.going[0])
         finally:
             self._joining = self._reducer.joining = None
             self._require_forward_buffer_sync = True  # ranks that left after different forwards go on alike

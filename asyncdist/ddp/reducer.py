@@ -26,7 +26,7 @@ import torch
 
 from asyncdist.base.ops import ReduceOp, Reduction
 from asyncdist.ddp import buckets
-from asyncdist.ddp.uneven import Joining
+from asyncdist.ddp.uneven_inputs import Joining
 from asyncdist.engine.work import Work
 from asyncdist.errors import GradientError, SharedMemoryError, UnsupportedError
 from asyncdist.groups.group import Group

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from asyncdist.ddp import in_place
+from asyncdist.ddp import direct_gradients
 
 
 class Counting:
@@ -73,7 +73,7 @@ def loss_of(module, inputs, targets):
 @pytest.fixture(autouse=True)
 def toys_are_large_enough(monkeypatch):
     """Have gradients of the toys' weights written in place, as those of real models are."""
-    monkeypatch.setattr(in_place, "LEAST_NBYTES", 0)
+    monkeypatch.setattr(direct_gradients, "LEAST_NBYTES", 0)
 
 
 @pytest.fixture(scope="session")

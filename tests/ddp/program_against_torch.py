@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import asyncdist.sync as dist
-from asyncdist.ddp import DistributedDataParallel, in_place
+from asyncdist.ddp import DistributedDataParallel, direct_gradients
 
 torch.set_num_threads(1)
 torch.distributed.init_process_group("gloo")
@@ -20,7 +20,7 @@ layers = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Lin
 base = nn.Sequential(*layers, nn.Linear(300, 5), nn.LayerNorm(5))
 theirs = TorchDDP(copy.deepcopy(base), bucket_cap_mb=1)
 ours = DistributedDataParallel(copy.deepcopy(base), bucket_cap_mb=0.01)
-assert [type(layer) is in_place.Linear for layer in (ours.module[4], ours.module[6])] == [True, False]
+assert [type(layer) is direct_gradients.Linear for layer in (ours.module[4], ours.module[6])] == [True, False]
 optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in (theirs, ours)]
 for _ in range(3):
     inputs, labels = torch.randn(4, 3, 8, 8), torch.randint(5, (4,))

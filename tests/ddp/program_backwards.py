@@ -7,7 +7,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
 import asyncdist.sync as dist
-from asyncdist.ddp import DistributedDataParallel, in_place
+from asyncdist.ddp import DistributedDataParallel, direct_gradients
 
 
 class Layers(nn.Module):
@@ -292,7 +292,7 @@ UNLIKE_TORCH = (
 def compare(test, rank, where):
     """Say of each case what both saw."""
     torch.set_num_threads(1)
-    in_place.LEAST_NBYTES = 0
+    direct_gradients.LEAST_NBYTES = 0
     torch.distributed.init_process_group("gloo", init_method=f"{where}-gloo", rank=rank, world_size=2)
     with dist.process_group(init_method=where, rank=rank, world_size=2, timeout=30) as group:
         for name in test.recv():

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import asyncdist.sync as dist
-from asyncdist.ddp import DistributedDataParallel, in_place
+from asyncdist.ddp import DistributedDataParallel, direct_gradients
 from asyncdist.errors import UsageError
 
 
@@ -20,7 +20,7 @@ def gradient_of(model, rank):
 def train(test, rank, where):
     """Say that gradients of the loaded models are those of the saved one, and what loading says without a group."""
     torch.set_num_threads(1)
-    in_place.LEAST_NBYTES = 0
+    direct_gradients.LEAST_NBYTES = 0
     dist.init_process_group(init_method=where, rank=rank, world_size=2, timeout=30)
     model = DistributedDataParallel(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 1)))
     expected = gradient_of(model, rank).clone()
@@ -29,7 +29,7 @@ def train(test, rank, where):
     file.seek(0)
     for loaded in (torch.load(file, weights_only=False), pickle.loads(pickle.dumps(model))):
         assert torch.equal(gradient_of(loaded, rank), expected)
-        assert type(loaded.module[0]) is in_place.Linear
+        assert type(loaded.module[0]) is direct_gradients.Linear
     saved = pickle.dumps(model)
     dist.destroy_process_group()
     for act in (lambda: pickle.loads(saved), lambda: pickle.dumps(model)):

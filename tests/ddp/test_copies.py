@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from asyncdist.ddp import DistributedDataParallel, in_place
+from asyncdist.ddp import DistributedDataParallel, direct_gradients
 from asyncdist.errors import UsageError
 from asyncdist.testing.processes import Nursery
 
@@ -30,7 +30,7 @@ def test_a_deep_copy_averages_over_the_same_group(together, toy, as_view):
         expected = toy.gradients(model)
         copied = copy.deepcopy(model)
         assert toy.gradients(copied) == [None] * 6
-        assert (type(copied.module[0]) is in_place.Linear) == as_view
+        assert (type(copied.module[0]) is direct_gradients.Linear) == as_view
         assert len(copied.bucket_parameters) == 2
         with torch.no_grad():
             for parameter in model.parameters():

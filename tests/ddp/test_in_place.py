@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from asyncdist.ddp import DistributedDataParallel, in_place
+from asyncdist.ddp import DistributedDataParallel, direct_gradients
 from asyncdist.errors import GradientError
 
 
@@ -270,7 +270,7 @@ def test_layers_stay_what_they_were_to_everybody_else(together, toy):
         module = toy.seeded(nn.Sequential(*layers()))
         looks = repr(module)
         model = DistributedDataParallel(module, process_group=group)
-        assert type(module[0]) is in_place.Linear
+        assert type(module[0]) is direct_gradients.Linear
         assert isinstance(module[0], nn.Linear)
         assert repr(module) == looks
         inputs, targets = toy.samples()
@@ -317,7 +317,7 @@ def test_what_is_not_torchs_own_layer_is_left_alone(together, toy):
         module = toy.seeded(nn.Sequential(Other(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)))
         module[1].weight.requires_grad_(False)
         DistributedDataParallel(module, process_group=group)
-        return [type(layer) for layer in module] == [Other, nn.Linear, in_place.Linear]
+        return [type(layer) for layer in module] == [Other, nn.Linear, direct_gradients.Linear]
 
     assert together(2, rank) == [True, True]
 
@@ -328,9 +328,9 @@ def test_small_weights_are_copied(together, monkeypatch):
     def rank(group):
         module = nn.Sequential(nn.Linear(255, 256), nn.Linear(256, 256))
         DistributedDataParallel(module, process_group=group)
-        return [type(layer) for layer in module] == [nn.Linear, in_place.Linear]
+        return [type(layer) for layer in module] == [nn.Linear, direct_gradients.Linear]
 
-    assert in_place.LEAST_NBYTES == 256 << 10
+    assert direct_gradients.LEAST_NBYTES == 256 << 10
     assert together(2, rank) == [True, True]
 
 

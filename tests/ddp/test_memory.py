@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from asyncdist.ddp import DistributedDataParallel, in_place, reducer
+from asyncdist.ddp import DistributedDataParallel, direct_gradients, reducer
 from asyncdist.memory.shared_arena import arena, unavailable
 
 without_memory = pytest.mark.skipif(unavailable() is not None, reason=f"no shared memory: {unavailable()}")
@@ -125,7 +125,7 @@ def test_gradients_begin_at_lines_of_the_cache(together, dtype):
 def test_copied_gradients_are_kept_until_the_next_forward_up_to_a_limit(together, toy, monkeypatch):
     """So that one gradient's memory need not be given back to the system before the next is made."""
     monkeypatch.setattr(reducer, "_SPENT_NBYTES", 600)
-    monkeypatch.setattr(in_place, "LEAST_NBYTES", 1 << 30)
+    monkeypatch.setattr(direct_gradients, "LEAST_NBYTES", 1 << 30)
 
     def rank(group):
         ours = train(toy, group, toy.network(), steps=1)
