@@ -16,6 +16,6 @@ def handler() -> Callable[[Any], Any]:
 
 
 def _make(parameters: Any) -> Any:
-    from asyncdist.torch_backend.torchrun import make
+    from asyncdist.torch_backend.rendezvous_handler import make
 
     return make(parameters)

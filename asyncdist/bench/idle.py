@@ -6,7 +6,7 @@ from typing import Any
 
 from asyncdist.torch_backend import registration
 from asyncdist.torch_backend.process_group import ProcessGroup
-from asyncdist.torch_backend.work import DONE, Work
+from asyncdist.torch_backend.torch_work import DONE, Work
 
 NAME = "asyncdist_idle"
 

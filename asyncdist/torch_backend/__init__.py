@@ -13,14 +13,14 @@ Read in this order: `process_group` (torch's methods, and what they are here), `
 buckets lie), `store`, `init_method` and `torchrun` (how a job finds a store daemon).
 """
 
-from asyncdist.torch_backend import init_method, kernels, patches, registration
+from asyncdist.torch_backend import kernels, patches, registration, url_handler
 from asyncdist.torch_backend.process_group import ProcessGroup
-from asyncdist.torch_backend.store import Store
-from asyncdist.torch_backend.work import Work
+from asyncdist.torch_backend.torch_store import Store
+from asyncdist.torch_backend.torch_work import Work
 
 __all__ = ["ProcessGroup", "Store", "Work"]
 
 registration.register()
 kernels.register()
 patches.register()
-init_method.register()
+url_handler.register()

@@ -12,7 +12,7 @@ import torch
 import torch.distributed._functional_collectives  # defines the operators
 from torch.distributed import distributed_c10d
 
-from asyncdist.torch_backend.keep_alive import wait_tensor_waits_for
+from asyncdist.torch_backend.held_references import wait_tensor_waits_for
 
 c10d: Any = distributed_c10d
 

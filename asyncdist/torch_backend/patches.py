@@ -15,7 +15,7 @@ import torch.distributed as torch_distributed
 from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
-from asyncdist.torch_backend import bucket_memory, keep_alive
+from asyncdist.torch_backend import bucket_memory, held_references
 from asyncdist.torch_backend.process_group import ProcessGroup
 
 _bindings: Any = torch._C._distributed_c10d
@@ -75,7 +75,7 @@ _REPLACED: list[tuple[Any, str, Instead]] = [
     # These hooks are written in C++, and read the futures of C++ back ends only; torch has both in Python too.
     (DistributedDataParallel, "_register_builtin_comm_hook", _hook),
     # Keeps the C++ half of a Work only.
-    (_bindings.Reducer, "_set_forward_pass_work_handle", keep_alive.set_forward_pass_work_handle),
+    (_bindings.Reducer, "_set_forward_pass_work_handle", held_references.set_forward_pass_work_handle),
     # Make buckets in ordinary memory, unless the back end is written in C++.
     (_bindings.Reducer, "__init__", bucket_memory.make_reducer),
     (_bindings.Reducer, "_rebuild_buckets", bucket_memory.rebuild_buckets),

@@ -25,8 +25,8 @@ from asyncdist.groups.group import Group
 from asyncdist.groups.world import World
 from asyncdist.memory.torch_compile import left_alone
 from asyncdist.torch_backend.memory_pool import MemoryPool
-from asyncdist.torch_backend.reductions import reduction_of
-from asyncdist.torch_backend.work import DONE, Work, make_work
+from asyncdist.torch_backend.reduce_ops import reduction_of
+from asyncdist.torch_backend.torch_work import DONE, Work, make_work
 
 NAME = "asyncdist"
 

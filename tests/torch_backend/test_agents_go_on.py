@@ -13,7 +13,7 @@ from asyncdist.store import StoreServer, TCPStore
 from asyncdist.store.protocol import operations
 from asyncdist.testing.daemon import started
 from asyncdist.testing.faults import Proxy
-from asyncdist.torch_backend.init_method import rendezvous
+from asyncdist.torch_backend.url_handler import rendezvous
 from asyncdist.torchrun import handler
 
 pytestmark = pytest.mark.processes

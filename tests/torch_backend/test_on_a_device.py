@@ -12,7 +12,7 @@ from asyncdist.engine.work import joined
 from asyncdist.errors import GroupAbortedError
 from asyncdist.testing.devices import PretendStreams, Queued, device_group
 from asyncdist.torch_backend import ProcessGroup
-from asyncdist.torch_backend.work import Work
+from asyncdist.torch_backend.torch_work import Work
 
 
 @pytest.fixture

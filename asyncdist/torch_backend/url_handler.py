@@ -16,8 +16,8 @@ from asyncdist.base.deadline import Timeout, seconds
 from asyncdist.config import Config
 from asyncdist.rendezvous import meet
 from asyncdist.store import PrefixStore
-from asyncdist.torch_backend.lodger import Lodger, reach
-from asyncdist.torch_backend.store import Store
+from asyncdist.torch_backend.lease_keep_alive import Lodger, reach
+from asyncdist.torch_backend.torch_store import Store
 
 SCHEME = "asyncdist"
 

@@ -23,8 +23,8 @@ from asyncdist.errors import AsyncdistError, StoreConnectionError
 from asyncdist.store import PrefixStore, TCPStore
 from asyncdist.store.client.c10d_probe import takes_torchs_clients
 from asyncdist.store.protocol import operations
-from asyncdist.torch_backend.lodger import Lodger, reach
-from asyncdist.torch_backend.store import Store
+from asyncdist.torch_backend.lease_keep_alive import Lodger, reach
+from asyncdist.torch_backend.torch_store import Store
 
 log = logging.getLogger("asyncdist")
 

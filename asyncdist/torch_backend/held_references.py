@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from asyncdist.torch_backend.work import Work
+from asyncdist.torch_backend.torch_work import Work
 
 _c10d: Any = torch._C._distributed_c10d
 _of_reducer: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
