@@ -20,8 +20,8 @@ from asyncdist.bench.plan import (
     Plan,
     left_out,
 )
-from asyncdist.cli import several
-from asyncdist.cli.values import NewFile, NewFolder, written
+from asyncdist.cli import list_options
+from asyncdist.cli.option_types import NewFile, NewFolder, written
 from asyncdist.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ _AVAILABLE = "available"
 
 def _rivals(ctx: click.Context, param: click.Parameter, value: str) -> tuple[str, ...]:
     """Read names of rivals; "available" stands for all that are installed, and says who is not."""
-    asked = several.names((*RIVALS, _AVAILABLE))(ctx, param, value)
+    asked = list_options.names((*RIVALS, _AVAILABLE))(ctx, param, value)
     if _AVAILABLE not in asked:
         return asked
     from asyncdist.bench.launch import mpi_missing
@@ -46,12 +46,12 @@ def _rivals(ctx: click.Context, param: click.Parameter, value: str) -> tuple[str
 
 
 def _given_sizes(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...] | None:
-    return None if value is None else several.sizes(ctx, param, value)
+    return None if value is None else list_options.sizes(ctx, param, value)
 
 
 def _transports(ctx: click.Context, param: click.Parameter, value: str) -> tuple[str, ...]:
     """Read names of transports, each of which is a key of the results."""
-    asked = several.words(value)
+    asked = list_options.words(value)
     taken = [name for name in asked[1:] if name in CONTENDERS]
     if not asked or taken:
         raise click.BadParameter(f"{taken[0]!r} is no transport" if taken else "name at least one")
@@ -92,7 +92,7 @@ def _transports(ctx: click.Context, param: click.Parameter, value: str) -> tuple
 @click.option(
     "--through",
     default="",
-    callback=several.names(WAYS),
+    callback=list_options.names(WAYS),
     help="`torch`: measure stock PyTorch on our back end and on gloo too, its calls and whole training steps (DDP, FSDP2, "
     "tensor parallel).",
 )
@@ -142,7 +142,7 @@ def bench(
     asyncdist bench store --help           # the store beside torch's TCPStore
     """
     from asyncdist.bench.processes import run
-    from asyncdist.cli.screen import configured
+    from asyncdist.cli.console import configured
 
     configured()
     if device == "cuda":
@@ -156,7 +156,7 @@ def bench(
     _check_before_measuring(plot_file, output)
     plan = Plan(
         collectives=tuple(dict.fromkeys(collectives)) or (THROUGH_TORCH if through else ("all_reduce",)),
-        sizes=sizes or several.read_sizes(_SIZES),
+        sizes=sizes or list_options.read_sizes(_SIZES),
         ranks=ranks,
         against=tuple(dict.fromkeys((*against, *(("gloo",) if through else ())))),
         awaited=awaited,
@@ -193,7 +193,7 @@ def _on_devices(
         raise UnsupportedError(f"nothing was measured, as there is no CUDA device: {missing}")
     possible = tuple(name for name in ON_DEVICES if name != "send" or ranks > 1)
     wanted = tuple(dict.fromkeys(collectives)) or possible
-    plan = Plan(wanted, sizes or several.read_sizes(_SIZES_ON_DEVICES), ranks, repeat=repeat, device="cuda")
+    plan = Plan(wanted, sizes or list_options.read_sizes(_SIZES_ON_DEVICES), ranks, repeat=repeat, device="cuda")
     with _Progress() as progress:
         report = run(plan, progress.update)
     _tell_of_devices(report, json_file, output)
@@ -202,7 +202,7 @@ def _on_devices(
 def _tell_of_devices(report: Report, json_file: Path | None, output: Path | None) -> None:
     from asyncdist.bench import device_table
     from asyncdist.bench.table import about
-    from asyncdist.cli.screen import screen
+    from asyncdist.cli.console import screen
 
     console = screen(stderr=str(json_file) == "-")
     words = f"{report.device_rows[0].device}; {about(report)}"
@@ -248,7 +248,7 @@ class _Progress:
     def __init__(self) -> None:
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-        from asyncdist.cli.screen import screen
+        from asyncdist.cli.console import screen
 
         console = screen(stderr=True)
         columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f} %"))
@@ -284,7 +284,7 @@ class _Progress:
 
 def _print(report: Report, *, to_stderr: bool) -> None:
     from asyncdist.bench.table import about, tables
-    from asyncdist.cli.screen import screen
+    from asyncdist.cli.console import screen
 
     console = screen(stderr=to_stderr)
     console.print(about(report), style="dim", soft_wrap=True, markup=False)

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import click
 
-from asyncdist.cli import several
-from asyncdist.cli.values import NewFolder, Seconds, written
+from asyncdist.cli import list_options
+from asyncdist.cli.option_types import NewFolder, Seconds, written
 
 
 def _parts(ctx: click.Context, param: click.Parameter, value: str) -> tuple[str, ...]:
     """Read what is to be measured; all of it where nothing is named."""
     from asyncdist.bench.store import PARTS
 
-    return several.names(PARTS)(ctx, param, value) or PARTS
+    return list_options.names(PARTS)(ctx, param, value) or PARTS
 
 
 @click.command("bench store")
@@ -24,7 +24,7 @@ def _parts(ctx: click.Context, param: click.Parameter, value: str) -> tuple[str,
 @click.option("--crowd", default=8192, show_default=True, type=click.IntRange(4), help="Connections at a time.")
 @click.option("--in-flight", default=1000, show_default=True, type=click.IntRange(1), help="Calls of one client.")
 @click.option(
-    "--clients", default="1,8", show_default=True, callback=several.counts, help="Numbers of torch's clients."
+    "--clients", default="1,8", show_default=True, callback=list_options.counts, help="Numbers of torch's clients."
 )
 @click.option("--only", "parts", default="", callback=_parts, help="Some of theirs, ours, crowd, memory, restart.")
 @click.option("--output", type=NewFolder(), help="Write store.json and store.md there.")
@@ -49,7 +49,7 @@ def bench_store(
     """
     from asyncdist.bench.store import StorePlan, run
     from asyncdist.bench.store_table import about, left_out, markdown, table
-    from asyncdist.cli.screen import screen
+    from asyncdist.cli.console import screen
 
     err = screen(stderr=True)
     plan = StorePlan(

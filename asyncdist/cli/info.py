@@ -6,7 +6,7 @@ import click
 from click.core import ParameterSource
 
 from asyncdist.algorithms.selection import CANDIDATES
-from asyncdist.cli import several
+from asyncdist.cli import list_options
 
 _SIZES = "4,1K,16K,64K,256K,1M,4M,25M,100M"
 
@@ -16,7 +16,9 @@ _SIZES = "4,1K,16K,64K,256K,1M,4M,25M,100M"
     "--collective", type=click.Choice(list(CANDIDATES)), help="Explain which schedule this collective runs, and why."
 )
 @click.option("--ranks", default=2, show_default=True, type=click.IntRange(1), help="Ranks to explain it for.")
-@click.option("--sizes", default=_SIZES, show_default=True, callback=several.sizes, help="Bytes to explain it for.")
+@click.option(
+    "--sizes", default=_SIZES, show_default=True, callback=list_options.sizes, help="Bytes to explain it for."
+)
 @click.pass_context
 def info(ctx: click.Context, collective: str | None, ranks: int, sizes: tuple[int, ...]) -> None:
     """Show versions, transports, ways between devices, addresses and settings; or explain the choice of schedules.
@@ -27,19 +29,19 @@ def info(ctx: click.Context, collective: str | None, ranks: int, sizes: tuple[in
 
     ASYNCDIST_ALGORITHM forces schedules, for instance all_reduce=ring,broadcast=tree: give it to every rank alike.
     """
-    from asyncdist.cli import show
-    from asyncdist.cli.screen import configured, screen
+    from asyncdist.cli import tables
+    from asyncdist.cli.console import configured, screen
 
     config, console = configured(), screen()
     if collective is not None:
-        show.choice(console, config, collective, ranks, sizes)
+        tables.choice(console, config, collective, ranks, sizes)
         return
     for option in ("ranks", "sizes"):
         if ctx.get_parameter_source(option) is ParameterSource.COMMANDLINE:
             raise click.UsageError(f"--{option} is for --collective: name the one to explain")
-    show.versions(console)
-    show.transports(console)
-    show.devices(console)
-    show.addresses(console, config)
-    show.settings(console, config)
+    tables.versions(console)
+    tables.transports(console)
+    tables.devices(console)
+    tables.addresses(console, config)
+    tables.settings(console, config)
     console.print("Which schedule runs at which size: [bold]asyncdist info --collective all_reduce --ranks 4[/]")

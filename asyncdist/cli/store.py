@@ -10,8 +10,8 @@ import click
 from click.core import ParameterSource
 
 from asyncdist.cli.logs import FORMATS, LEVELS, log_to_stderr
-from asyncdist.cli.questions import QUESTIONS, Target
-from asyncdist.cli.values import Seconds, SocketFile
+from asyncdist.cli.option_types import Seconds, SocketFile
+from asyncdist.cli.store_commands import QUESTIONS, Target
 from asyncdist.config import Config, whole_number
 
 
@@ -117,7 +117,7 @@ def _tls(given: dict[str, Any]) -> dict[str, str]:
 
 
 def _settings(given: dict[str, Any]) -> Config:
-    from asyncdist.cli.screen import configured
+    from asyncdist.cli.console import configured
 
     config = configured().with_(**_tls(given))
     if given["allow_unauthenticated_c10d"]:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from asyncdist.cli.screen import screen
-from asyncdist.cli.values import NewFile, Seconds, written
+from asyncdist.cli.console import screen
+from asyncdist.cli.option_types import NewFile, Seconds, written
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from asyncdist.cli.values import Seconds, SocketFile
+from asyncdist.cli.option_types import Seconds, SocketFile
 
 if TYPE_CHECKING:
     from asyncdist.store import AsyncStore
@@ -54,7 +54,7 @@ def _run(ctx: click.Context, given: dict[str, Any], ask: Callable[[AsyncStore], 
 async def _asked(
     host: str, port: int, timeout: float, tls: dict[str, str], ask: Callable[[AsyncStore], Awaitable[None]]
 ) -> None:
-    from asyncdist.cli.screen import configured
+    from asyncdist.cli.console import configured
     from asyncdist.store import AsyncStore
 
     config = configured().with_(**tls)
