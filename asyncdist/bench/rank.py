@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
 
-from asyncdist.bench import sockets
+from asyncdist.bench import pacing_sockets
 from asyncdist.bench.launch import BY_MPI
 from asyncdist.bench.plan import Plan
 from asyncdist.errors import AsyncdistError, UnsupportedError
@@ -32,11 +32,11 @@ def main(folder: str, number: str) -> None:
     rank = _rank(number)
     pipe = Client(str(Path(folder) / MEETING), "AF_UNIX")
     try:
-        with sockets.listen() as server:
+        with pacing_sockets.listen() as server:
             pipe.send((rank, server.getsockname()[1]))
             plan, ports, token = pipe.recv()
             threading.Thread(target=_end_with, args=(pipe,), daemon=True).start()
-            table = sockets.connect(rank, server, ports, token)
+            table = pacing_sockets.connect(rank, server, ports, token)
         _run(plan, rank, table, Path(folder), pipe)
     except BaseException as error:
         details = str(error) if isinstance(error, AsyncdistError) else traceback.format_exc()

@@ -15,8 +15,8 @@ from asyncdist.bench import raw
 from asyncdist.bench.contenders import Blocking, Copy, Ours, Raw, Registered
 from asyncdist.bench.measure import entered, measure
 from asyncdist.bench.pace import Pace
+from asyncdist.bench.pacing_sockets import connect, listen
 from asyncdist.bench.plan import COLLECTIVES, Plan, in_turns, rounds
-from asyncdist.bench.sockets import connect, listen
 from asyncdist.bench.table import size
 from asyncdist.bench.traffic import traffic
 from asyncdist.errors import BenchmarkError
