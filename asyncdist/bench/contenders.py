@@ -22,7 +22,7 @@ from asyncdist.base.background_loop import new_loop
 from asyncdist.bench import mpi, raw
 from asyncdist.bench.pace import Pace
 from asyncdist.bench.plan import THROUGH_TORCH, Plan
-from asyncdist.bench.traffic import Traffic
+from asyncdist.bench.workloads.collectives import Traffic
 from asyncdist.errors import BenchmarkError
 
 TIMEOUT = 60.0

@@ -9,7 +9,7 @@ from typing import Any
 from asyncdist.bench.contenders import Contender, Start
 from asyncdist.bench.plan import Plan, in_turns, rounds
 from asyncdist.bench.result import Timing
-from asyncdist.bench.traffic import Traffic, traffic
+from asyncdist.bench.workloads.collectives import Traffic, traffic
 
 # From this size on ranks start every call together: restoring the tensor takes them unequally long. Smaller ones run back
 # to back, as collectives benchmarks do: pacing spins, which starves contenders that have an I/O thread of their own

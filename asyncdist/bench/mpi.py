@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from asyncdist.bench.traffic import Traffic
+from asyncdist.bench.workloads.collectives import Traffic
 
 Call = Callable[[], object]
 

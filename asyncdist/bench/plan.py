@@ -33,7 +33,7 @@ THROUGH_TORCH = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all
 """The collectives that training with torch.distributed stands on."""
 
 STEPS = ("ddp", "fsdp2", "tensor_parallel")
-"""The training steps: see `asyncdist.bench.models`."""
+"""The training steps: see `asyncdist.bench.workloads.models`."""
 HEADS = 4
 """Of the transformer: so many ranks, or as divide them, can share a block."""
 

@@ -84,7 +84,7 @@ def _run(plan: Plan, rank: int, table: Sequence[socket.socket | None], folder: P
         return Row(collective, entries[0][1].nbytes if nbytes else 0, plan.ranks, timings)
 
     if plan.device != "cpu":
-        from asyncdist.bench import device
+        from asyncdist.bench.workloads import device
 
         for each in device.measure(plan, rank, folder, pace, tell):
             if progress is not None:
@@ -98,7 +98,7 @@ def _run(plan: Plan, rank: int, table: Sequence[socket.socket | None], folder: P
                 pipe.send(("row", found))
                 progress.next()
         for step in plan.steps:
-            from asyncdist.bench.training import train
+            from asyncdist.bench.workloads.training import train
 
             trained = train(step, plan, torch_groups(contenders), rank, pace, tell)
             if progress is not None:

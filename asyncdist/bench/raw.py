@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from asyncdist.bench.traffic import Traffic
+from asyncdist.bench.workloads.collectives import Traffic
 
 _ONE_ROUND_NBYTES = 64 << 10
 _SEND_NBYTES = 1 << 20

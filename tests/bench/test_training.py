@@ -8,10 +8,10 @@ import torch.distributed
 
 import asyncdist.torch_backend  # noqa: F401 - registers the back end "asyncdist"
 from asyncdist import sync
-from asyncdist.bench import models, training
-from asyncdist.bench.models import STEPS
 from asyncdist.bench.plan import STEPS as NAMES
 from asyncdist.bench.plan import Plan
+from asyncdist.bench.workloads import models, training
+from asyncdist.bench.workloads.models import STEPS
 from asyncdist.errors import BenchmarkError
 
 # What torch 2.6 says of every mesh of CPUs.

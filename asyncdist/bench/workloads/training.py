@@ -12,10 +12,10 @@ from torch.distributed.tensor import DTensor
 
 from asyncdist import sync
 from asyncdist.bench.contenders import Start
-from asyncdist.bench.models import STEPS, Batch, Step, loss_of
 from asyncdist.bench.plan import Plan, in_turns
 from asyncdist.bench.result import Timing, Training
-from asyncdist.bench.traffic import newer
+from asyncdist.bench.workloads.collectives import newer
+from asyncdist.bench.workloads.models import STEPS, Batch, Step, loss_of
 from asyncdist.ddp import DistributedDataParallel
 from asyncdist.errors import BenchmarkError
 
