@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from asyncdist.bench.contenders import Contender, Start
+from asyncdist.bench.contenders.contenders import Contender, Start
 from asyncdist.bench.plan import Plan, in_turns, rounds
 from asyncdist.bench.result import Timing
 from asyncdist.bench.workloads.collectives import Traffic, traffic

@@ -48,7 +48,7 @@ def main(folder: str, number: str) -> None:
 def _rank(number: str) -> int:
     if number != BY_MPI:
         return int(number)
-    from asyncdist.bench.mpi import communicator
+    from asyncdist.bench.contenders.mpi import communicator
 
     rank: int = communicator().Get_rank()
     return rank
@@ -65,8 +65,8 @@ def _end_with(pipe: Connection) -> None:
 def _run(plan: Plan, rank: int, table: Sequence[socket.socket | None], folder: Path, pipe: Connection) -> None:
     import torch
 
-    from asyncdist.bench import raw
-    from asyncdist.bench.contenders import Contender, open_contenders, torch_groups
+    from asyncdist.bench.contenders import plain_sockets
+    from asyncdist.bench.contenders.contenders import Contender, open_contenders, torch_groups
     from asyncdist.bench.measure import entered, measure
     from asyncdist.bench.pace import Pace
     from asyncdist.bench.result import Row
@@ -91,7 +91,7 @@ def _run(plan: Plan, rank: int, table: Sequence[socket.socket | None], folder: P
                 pipe.send(("device_row", each))
                 progress.next()
         return
-    with open_contenders(plan, rank, folder, raw.Sockets(rank, table), pace) as contenders:
+    with open_contenders(plan, rank, folder, plain_sockets.Sockets(rank, table), pace) as contenders:
         for collective, nbytes in plan.cases:
             found = row(contenders, collective, nbytes)
             if progress is not None:

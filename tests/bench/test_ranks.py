@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import asyncdist
-from asyncdist.bench import raw
-from asyncdist.bench.contenders import Blocking, Copy, Ours, Raw, Registered
+from asyncdist.bench.contenders import plain_sockets
+from asyncdist.bench.contenders.contenders import Blocking, Copy, Ours, Raw, Registered
 from asyncdist.bench.measure import entered, measure
 from asyncdist.bench.pace import Pace
 from asyncdist.bench.pacing_sockets import connect, listen
@@ -57,7 +57,7 @@ def in_ranks(ranks, program):
 def test_plain_sockets_compute_what_is_asked(collective, ranks, nbytes):
     def program(rank, sockets):
         case = traffic(collective, rank, ranks, nbytes)
-        call = raw.prepare(raw.Sockets(rank, sockets), case)
+        call = plain_sockets.prepare(plain_sockets.Sockets(rank, sockets), case)
         case.load()
         call()
         case.check("raw")

@@ -19,7 +19,7 @@ import torch
 
 import asyncdist
 from asyncdist import sync
-from asyncdist.bench.contenders import TIMEOUT, awaited_world
+from asyncdist.bench.contenders.contenders import TIMEOUT, awaited_world
 from asyncdist.bench.pace import Pace
 from asyncdist.bench.plan import Plan
 from asyncdist.bench.result import DeviceRow, DeviceTiming, Timing

@@ -11,7 +11,7 @@ from torch import distributed, nn
 from torch.distributed.tensor import DTensor
 
 from asyncdist import sync
-from asyncdist.bench.contenders import Start
+from asyncdist.bench.contenders.contenders import Start
 from asyncdist.bench.plan import Plan, in_turns
 from asyncdist.bench.result import Timing, Training
 from asyncdist.bench.workloads.collectives import newer

@@ -19,7 +19,7 @@ import torch
 import asyncdist
 from asyncdist import sync
 from asyncdist.base.background_loop import new_loop
-from asyncdist.bench import mpi, raw
+from asyncdist.bench.contenders import mpi, plain_sockets
 from asyncdist.bench.pace import Pace
 from asyncdist.bench.plan import THROUGH_TORCH, Plan
 from asyncdist.bench.workloads.collectives import Traffic
@@ -115,7 +115,7 @@ class Torch(Blocking):
 
 
 class Idle(Blocking):
-    """The calls of torch.distributed on a back end that does nothing: see `asyncdist.bench.idle`."""
+    """The calls of torch.distributed on a back end that does nothing: see `asyncdist.bench.contenders.null_backend`."""
 
     name = "idle"
 
@@ -138,22 +138,22 @@ class Idle(Blocking):
 
 
 class Raw(Blocking):
-    """Plain sockets: see `asyncdist.bench.raw`."""
+    """Plain sockets: see `asyncdist.bench.contenders.plain_sockets`."""
 
     name = "raw"
 
-    def __init__(self, sockets: raw.Sockets) -> None:
+    def __init__(self, sockets: plain_sockets.Sockets) -> None:
         self._sockets = sockets
         self._prepared: tuple[Traffic, Callable[[], object]] | None = None
 
     def prepare(self, case: Traffic) -> Callable[[], object]:
         if self._prepared is None or self._prepared[0] is not case:
-            self._prepared = case, raw.prepare(self._sockets, case)
+            self._prepared = case, plain_sockets.prepare(self._sockets, case)
         return self._prepared[1]
 
 
 class Mpi(Blocking):
-    """Open MPI through mpi4py: see `asyncdist.bench.mpi`."""
+    """Open MPI through mpi4py: see `asyncdist.bench.contenders.mpi`."""
 
     name = "mpi"
 
@@ -226,7 +226,9 @@ class Awaited(Contender):
 
 
 @contextlib.contextmanager
-def open_contenders(plan: Plan, rank: int, folder: Path, sockets: raw.Sockets, pace: Pace) -> Iterator[list[Contender]]:
+def open_contenders(
+    plan: Plan, rank: int, folder: Path, sockets: plain_sockets.Sockets, pace: Pace
+) -> Iterator[list[Contender]]:
     """Open everybody whom the plan asks for; ours is the first. ``folder`` is one that all ranks see."""
     with contextlib.ExitStack() as stack:
 
@@ -288,10 +290,10 @@ def _torch(plan: Plan, rank: int, folder: Path) -> Iterator[list[Torch | Idle]]:
                 )
             torchs.append(Torch(name, group))
         if "idle" in plan.contenders:
-            from asyncdist.bench import idle
+            from asyncdist.bench.contenders import null_backend
 
-            idle.register()
-            torchs.append(Idle(distributed.new_group(backend=idle.NAME, timeout=timeout)))
+            null_backend.register()
+            torchs.append(Idle(distributed.new_group(backend=null_backend.NAME, timeout=timeout)))
         yield torchs
     finally:
         if torchs:
