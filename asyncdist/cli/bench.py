@@ -200,8 +200,8 @@ def _on_devices(
 
 
 def _tell_of_devices(report: Report, json_file: Path | None, output: Path | None) -> None:
-    from asyncdist.bench import device_table
-    from asyncdist.bench.table import about
+    from asyncdist.bench.report import device_table
+    from asyncdist.bench.report.table import about
     from asyncdist.cli.console import screen
 
     console = screen(stderr=str(json_file) == "-")
@@ -237,7 +237,7 @@ def _steps(ranks: int) -> tuple[str, ...]:
 def _check_before_measuring(plot_file: Path | None, output: Path | None) -> None:
     """Fail now rather than after minutes of measuring."""
     if plot_file is not None or output is not None:
-        from asyncdist.bench.plot import require
+        from asyncdist.bench.report.plot import require
 
         require(plot_file)
 
@@ -273,7 +273,7 @@ class _Progress:
 
     def update(self, done: float, row: Row | None) -> None:
         """Draw what share is done and the newest figure."""
-        from asyncdist.bench.table import duration, size
+        from asyncdist.bench.report.table import duration, size
 
         said = "measuring"
         if row is not None:
@@ -283,7 +283,7 @@ class _Progress:
 
 
 def _print(report: Report, *, to_stderr: bool) -> None:
-    from asyncdist.bench.table import about, tables
+    from asyncdist.bench.report.table import about, tables
     from asyncdist.cli.console import screen
 
     console = screen(stderr=to_stderr)
@@ -297,7 +297,7 @@ def _write(report: Report, json_file: Path | None, plot_file: Path | None, outpu
     if plot_file is not None:
         _plot(report, plot_file)
     if output is not None:
-        from asyncdist.bench.page import markdown
+        from asyncdist.bench.report.markdown_page import markdown
 
         with written(output):
             (output / "bench.md").write_text(markdown(report), encoding="utf-8")
@@ -306,7 +306,7 @@ def _write(report: Report, json_file: Path | None, plot_file: Path | None, outpu
 
 
 def _plot(report: Report, path: Path) -> None:
-    from asyncdist.bench.plot import draw
+    from asyncdist.bench.report.plot import draw
 
     with written(path):
         draw(report, path)

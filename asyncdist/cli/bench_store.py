@@ -47,8 +47,8 @@ def bench_store(
     asyncdist bench store --output docs/bench
     asyncdist bench store --only theirs --clients 8
     """
+    from asyncdist.bench.report.store_table import about, left_out, markdown, table
     from asyncdist.bench.store import StorePlan, run
-    from asyncdist.bench.store_table import about, left_out, markdown, table
     from asyncdist.cli.console import screen
 
     err = screen(stderr=True)

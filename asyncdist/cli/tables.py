@@ -12,7 +12,7 @@ from rich.table import Table
 from asyncdist.algorithms import selection
 from asyncdist.base.interfaces import interface_addresses
 from asyncdist.bench.machine import machine
-from asyncdist.bench.table import size
+from asyncdist.bench.report.table import size
 from asyncdist.config import Config
 from asyncdist.config import settings as settings_of
 from asyncdist.errors import AddressError, TransportUnavailableError, UsageError

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from asyncdist.bench.plot import require as require
+from asyncdist.bench.report.plot import require as require
 from asyncdist.tracing.desync_report import Call, Record, name_of
 
 if TYPE_CHECKING:

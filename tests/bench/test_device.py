@@ -9,10 +9,10 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from asyncdist.bench import device_table
 from asyncdist.bench.machine import machine
 from asyncdist.bench.pace import Pace
 from asyncdist.bench.plan import ON_DEVICES, Plan
+from asyncdist.bench.report import device_table
 from asyncdist.bench.result import DeviceRow, DeviceTiming, Report, Timing
 from asyncdist.bench.workloads import device
 from asyncdist.cli import main

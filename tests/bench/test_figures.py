@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from asyncdist.bench import plot
-from asyncdist.bench.page import digest, markdown
 from asyncdist.bench.plan import COLLECTIVES, CONTENDERS, RIVALS, STEPS, WAYS, Plan
+from asyncdist.bench.report import plot
+from asyncdist.bench.report.markdown_page import digest, markdown
+from asyncdist.bench.report.table import bandwidth, duration, sections, size, training_cells
 from asyncdist.bench.result import Report, Row, Timing, Training
-from asyncdist.bench.table import bandwidth, duration, sections, size, training_cells
 
 MACHINE = dict.fromkeys(["processor", "cores", "system", "load", "python", "torch", "asyncdist"], "?")
 

@@ -17,7 +17,7 @@ from asyncdist.bench.measure import entered, measure
 from asyncdist.bench.pace import Pace
 from asyncdist.bench.pacing_sockets import connect, listen
 from asyncdist.bench.plan import COLLECTIVES, Plan, in_turns, rounds
-from asyncdist.bench.table import size
+from asyncdist.bench.report.table import size
 from asyncdist.bench.workloads.collectives import traffic
 from asyncdist.errors import BenchmarkError
 

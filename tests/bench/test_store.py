@@ -10,8 +10,8 @@ from click.testing import CliRunner
 
 from asyncdist.bench import store as bench
 from asyncdist.bench import store_client
+from asyncdist.bench.report.store_table import markdown
 from asyncdist.bench.store import Case, Field, StorePlan, StoreReport, run
-from asyncdist.bench.store_table import markdown
 from asyncdist.cli import main
 from asyncdist.errors import BenchmarkError
 
@@ -102,7 +102,7 @@ def test_the_command_line_shows_and_writes_what_was_found(monkeypatch, tmp_path)
 def test_parts_can_be_measured_by_themselves(monkeypatch):
     asked: list[StorePlan] = []
     monkeypatch.setattr(bench, "run", lambda plan, tell: asked.append(plan) or StoreReport(plan, {}))
-    monkeypatch.setattr("asyncdist.bench.store_table.about", lambda report: "")
+    monkeypatch.setattr("asyncdist.bench.report.store_table.about", lambda report: "")
     shown = CliRunner().invoke(main, ["bench", "store", "--only", "theirs,crowd", "--clients", "8"])
     assert shown.exit_code == 0, shown.output
     assert asked == [StorePlan(parts=("theirs", "crowd"), clients=(8,))]

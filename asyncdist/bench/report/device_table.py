@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from asyncdist.bench.report.table import bandwidth, duration, grid, markdown_of, size, times
 from asyncdist.bench.result import DeviceRow, Report
-from asyncdist.bench.table import bandwidth, duration, grid, markdown_of, size, times
 
 if TYPE_CHECKING:
     from rich.table import Table

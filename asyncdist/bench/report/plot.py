@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncdist.bench.plan import Plan
+from asyncdist.bench.report.table import about, size
 from asyncdist.bench.result import Report, Row
-from asyncdist.bench.table import about, size
 from asyncdist.errors import UsageError
 
 if TYPE_CHECKING:

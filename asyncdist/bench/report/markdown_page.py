@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from asyncdist.bench.plan import Plan
-from asyncdist.bench.result import Report, Row, Training
-from asyncdist.bench.table import (
+from asyncdist.bench.report.table import (
     TRAINING_HEADINGS,
     Column,
     about,
@@ -19,6 +18,7 @@ from asyncdist.bench.table import (
     training_cells,
     training_title,
 )
+from asyncdist.bench.result import Report, Row, Training
 
 _COMPARED_AT = (64 << 10, 1 << 20, 25 << 20)
 """Bytes at which the digest compares collectives, beside the fewest that were measured."""

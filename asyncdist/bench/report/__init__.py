@@ -1,0 +1,1 @@
+"""How benchmark results are shown: tables, a Markdown page and a plot."""
