@@ -18,11 +18,11 @@ import pytest
 import torch
 
 from asyncdist.base.tls import TlsSocket, client_context, rank_contexts, server_context
+from asyncdist.bench.store.c10d_peer import Peer
 from asyncdist.config import Config
 from asyncdist.errors import AuthenticationError, CertificateError, PeerLostError, ProtocolError, StoreError, UsageError
 from asyncdist.store import AsyncStore, StoreServer, TCPStore
 from asyncdist.store.protocol.c10d import Code
-from asyncdist.testing.c10d import Peer
 from asyncdist.testing.cluster import world_of
 
 FILES = Path(__file__).parent / "tls"

@@ -13,7 +13,7 @@ from asyncdist.cli.option_types import NewFolder, Seconds, written
 
 def _parts(ctx: click.Context, param: click.Parameter, value: str) -> tuple[str, ...]:
     """Read what is to be measured; all of it where nothing is named."""
-    from asyncdist.bench.store import PARTS
+    from asyncdist.bench.store.benchmark import PARTS
 
     return list_options.names(PARTS)(ctx, param, value) or PARTS
 
@@ -48,7 +48,7 @@ def bench_store(
     asyncdist bench store --only theirs --clients 8
     """
     from asyncdist.bench.report.store_table import about, left_out, markdown, table
-    from asyncdist.bench.store import StorePlan, run
+    from asyncdist.bench.store.benchmark import StorePlan, run
     from asyncdist.cli.console import screen
 
     err = screen(stderr=True)

@@ -8,10 +8,10 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from asyncdist.bench import store as bench
-from asyncdist.bench import store_client
 from asyncdist.bench.report.store_table import markdown
-from asyncdist.bench.store import Case, Field, StorePlan, StoreReport, run
+from asyncdist.bench.store import benchmark as bench
+from asyncdist.bench.store import client_process
+from asyncdist.bench.store.benchmark import Case, Field, StorePlan, StoreReport, run
 from asyncdist.cli import main
 from asyncdist.errors import BenchmarkError
 
@@ -65,7 +65,7 @@ def test_a_client_process_that_dies_is_an_error_that_says_what_it_said():
 
 
 def test_a_client_that_is_held_up_from_the_beginning_has_made_calls_all_the_same():
-    assert store_client._rate(lambda: None, 1e-9) > 0
+    assert client_process._rate(lambda: None, 1e-9) > 0
 
 
 def test_better_is_more_calls_and_less_time_and_a_bar_is_reached_or_not():

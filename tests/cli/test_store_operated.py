@@ -20,10 +20,10 @@ from pathlib import Path
 
 import pytest
 
+from asyncdist.bench.store.c10d_peer import encode
 from asyncdist.errors import StoreConnectionError
 from asyncdist.store.protocol import operations
 from asyncdist.store.protocol.c10d import MAGIC, Code
-from asyncdist.testing.c10d import encode
 from asyncdist.testing.daemon import LIMIT, Daemon, asked, command, ended, environment, started
 from asyncdist.testing.ports import free_port
 

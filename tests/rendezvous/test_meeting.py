@@ -12,6 +12,7 @@ import pytest
 from asyncdist import rendezvous
 from asyncdist.base.background_loop import runtime
 from asyncdist.base.deadline import Deadline
+from asyncdist.bench.store.c10d_peer import Peer
 from asyncdist.config import Config, Launch
 from asyncdist.errors import (
     AddressError,
@@ -27,7 +28,6 @@ from asyncdist.rendezvous.session import Limit
 from asyncdist.store import AsyncPrefixStore, AsyncStore, FileStore, HashStore, PrefixStore, StoreServer, TCPStore
 from asyncdist.store.client import connect as dialling
 from asyncdist.store.protocol.c10d import Code
-from asyncdist.testing.c10d import Peer
 from asyncdist.testing.faults import Proxy
 from asyncdist.testing.ports import free_port
 from asyncdist.testing.stopwatch import Stopwatch

@@ -21,10 +21,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncdist.base.background_loop import runtime
+from asyncdist.bench.store.c10d_peer import Peer
 from asyncdist.config import Config
 from asyncdist.store import StoreServer, TCPStore
 from asyncdist.store.protocol.c10d import Code
-from asyncdist.testing.c10d import Peer
 from asyncdist.testing.ports import free_port
 
 OURS, TORCHS = "asyncdist", "torch"

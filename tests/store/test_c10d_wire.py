@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncdist.bench.store.c10d_peer import encode
 from asyncdist.errors import ProtocolError
 from asyncdist.store.protocol.c10d import (
     MAGIC,
@@ -21,7 +22,6 @@ from asyncdist.store.protocol.c10d import (
     vector,
     vectors,
 )
-from asyncdist.testing.c10d import encode
 
 MOST, LIMIT = 1000, 4000
 

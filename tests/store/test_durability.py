@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from asyncdist.bench.store.c10d_peer import Peer, encode
 from asyncdist.config import Config
 from asyncdist.errors import JournalError, StoreConnectionError, StoreError
 from asyncdist.store import AsyncStore, StoreServer, TCPStore
@@ -24,7 +25,6 @@ from asyncdist.store.protocol.c10d import MAGIC, Code
 from asyncdist.store.protocol.operations import Op
 from asyncdist.store.server.c10d_session import C10dSession
 from asyncdist.store.state.model import Contents
-from asyncdist.testing.c10d import Peer, encode
 
 TOKEN = "a token for tests"
 LONG = 10.0

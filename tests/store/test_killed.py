@@ -17,12 +17,12 @@ from pathlib import Path
 
 import pytest
 
+from asyncdist.bench.store.c10d_peer import encode
 from asyncdist.config import Config
 from asyncdist.errors import AsyncdistError
 from asyncdist.store import AsyncStore
 from asyncdist.store.persistence.group_commit import Fsync
 from asyncdist.store.protocol.c10d import I64, MAGIC, Code
-from asyncdist.testing.c10d import encode
 from asyncdist.testing.processes import Nursery, RankEndedError, RankProcess
 
 pytestmark = pytest.mark.processes

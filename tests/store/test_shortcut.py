@@ -10,11 +10,11 @@ import struct
 import pytest
 
 from asyncdist.base.background_loop import runtime
+from asyncdist.bench.store.c10d_peer import Peer, encode
 from asyncdist.store import StoreServer
 from asyncdist.store.protocol.c10d import Code
 from asyncdist.store.server.c10d_session import C10dSession
 from asyncdist.store.server.fast_path import Shortcut
-from asyncdist.testing.c10d import Peer, encode
 
 LARGE = bytes(range(256)) * (32 << 10)
 

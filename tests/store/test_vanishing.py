@@ -9,11 +9,11 @@ import os
 import pytest
 
 from asyncdist.base.auth import NONCE_NBYTES, Pushed, dial
+from asyncdist.bench.store.c10d_peer import encode
 from asyncdist.store.protocol.c10d import MAGIC, Code
 from asyncdist.store.protocol.chunking import LONG_NBYTES
 from asyncdist.store.protocol.codec import Encoder
 from asyncdist.store.protocol.operations import Op
-from asyncdist.testing.c10d import encode
 
 TOKEN = "a token for tests"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from asyncdist.bench.store import Case, StoreReport
+from asyncdist.bench.store.benchmark import Case, StoreReport
 
 if TYPE_CHECKING:
     from rich.table import Table

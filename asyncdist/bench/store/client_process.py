@@ -22,9 +22,9 @@ from datetime import timedelta
 from typing import Any
 
 from asyncdist.base.background_loop import new_loop
+from asyncdist.bench.store.c10d_peer import Peer
 from asyncdist.config import Config
 from asyncdist.store import AsyncStore, TCPStore
-from asyncdist.testing.c10d import Peer
 
 _HOST = "127.0.0.1"
 _PATIENCE = 240.0

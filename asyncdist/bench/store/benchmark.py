@@ -24,7 +24,7 @@ from statistics import median
 from typing import Any
 
 from asyncdist.bench.machine import machine
-from asyncdist.bench.store_server import HOST
+from asyncdist.bench.store.server_process import HOST
 from asyncdist.config import Config
 from asyncdist.errors import BenchmarkError
 from asyncdist.store import TCPStore
@@ -162,7 +162,7 @@ class Field:
     @contextmanager
     def server(self, whose: str, *data: str) -> Iterator[Server]:
         """Start a server, with the data of a folder if there is one, and end it."""
-        with self._process("asyncdist.bench.store_server", whose, *data) as process:
+        with self._process("asyncdist.bench.store.server_process", whose, *data) as process:
             assert process.stdout is not None
             port = process.stdout.readline()
             if not port:
@@ -175,7 +175,10 @@ class Field:
 
     def workers(self, count: int) -> list[Worker]:
         """Start processes of clients for the whole run."""
-        return [Worker(self._stack.enter_context(self._process("asyncdist.bench.store_client"))) for _ in range(count)]
+        return [
+            Worker(self._stack.enter_context(self._process("asyncdist.bench.store.client_process")))
+            for _ in range(count)
+        ]
 
     @contextmanager
     def _process(self, module: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:

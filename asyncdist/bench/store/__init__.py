@@ -1,0 +1,1 @@
+"""The store benchmark: server and client processes, measurements, and torch's wire format."""
