@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from asyncdist.errors import PeerLostError
-from asyncdist.testing import promises
+from asyncdist.testing import conformance
 from asyncdist.testing.cluster import world_of
-from asyncdist.testing.drills import between_two
-from asyncdist.testing.promises import PROMISES
+from asyncdist.testing.collective_cases import between_two
+from asyncdist.testing.conformance import PROMISES
 from asyncdist.transport import registry
 from asyncdist.transport.wire_format import HEADER_NBYTES
 
@@ -26,7 +26,7 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "writing-a-transport.md
 
 @pytest.mark.parametrize("promise", PROMISES, ids=lambda promise: promise.__name__)
 async def test_ours_keep_their_promises(transport, promise):
-    if transport == "inproc" and promise is promises.who_is_lost_is_told_so_if_it_is_alive:
+    if transport == "inproc" and promise is conformance.who_is_lost_is_told_so_if_it_is_alive:
         pytest.skip("nothing lies between ranks of one process that could break")
     await promise(transport)
 
@@ -96,15 +96,15 @@ def never_forgets(pair):
 
 
 FAULTS = {
-    overtakes: (promises.messages_queue_in_order, "message 2 of one tag came as"),
-    finishes_before_it_has_left: (promises.messages_queue_in_order, r"message 1 of one tag came as \[-1.0"),
+    overtakes: (conformance.messages_queue_in_order, "message 2 of one tag came as"),
+    finishes_before_it_has_left: (conformance.messages_queue_in_order, r"message 1 of one tag came as \[-1.0"),
     writes_on_into_what_was_given_up: (
-        promises.memory_of_a_receive_that_was_given_up_is_left_alone,
+        conformance.memory_of_a_receive_that_was_given_up_is_left_alone,
         "was written on into",
     ),
-    never_opens: (promises.who_only_receives_is_told_of_an_end, "nobody said that the peer is gone"),
-    never_says_goodbye: (promises.who_leaves_in_order_is_missed_by_nobody_else, "rank 1 was lost"),
-    never_forgets: (promises.who_is_lost_is_told_so_if_it_is_alive, "nobody said that the peer is gone"),
+    never_opens: (conformance.who_only_receives_is_told_of_an_end, "nobody said that the peer is gone"),
+    never_says_goodbye: (conformance.who_leaves_in_order_is_missed_by_nobody_else, "rank 1 was lost"),
+    never_forgets: (conformance.who_is_lost_is_told_so_if_it_is_alive, "nobody said that the peer is gone"),
 }
 
 
@@ -115,7 +115,7 @@ async def test_the_transport_of_the_page_keeps_them(pair, promise):
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 async def test_a_fault_is_found_out(pair, fault, monkeypatch):
-    monkeypatch.setattr(promises, "_PATIENCE", 1.0)  # which is waited out where nobody is told of an end
+    monkeypatch.setattr(conformance, "_PATIENCE", 1.0)  # which is waited out where nobody is told of an end
     promise, words = FAULTS[fault]
     fault(pair)
     with pytest.raises((AssertionError, PeerLostError), match=words):

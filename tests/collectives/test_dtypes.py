@@ -15,7 +15,7 @@ from asyncdist.errors import UnsupportedError
 from asyncdist.memory.buffers import DTYPES
 from asyncdist.testing.arithmetic import UNREDUCED, reductions, same
 from asyncdist.testing.cluster import world_of
-from asyncdist.testing.drills import moving, reducing
+from asyncdist.testing.collective_cases import moving, reducing
 
 NAMES = [str(dtype).removeprefix("torch.") for dtype in DTYPES.values()]
 REDUCED = [name for name in NAMES if getattr(torch, name) not in UNREDUCED]

@@ -11,7 +11,7 @@ import torch
 from asyncdist.algorithms.selection import CANDIDATES
 from asyncdist.config import Config
 from asyncdist.testing.cluster import world_of
-from asyncdist.testing.drills import between_two, drills, moving, reducing
+from asyncdist.testing.collective_cases import between_two, drills, moving, reducing
 from asyncdist_transports.shm.collectives import ShmNative
 
 SIZES = [1, 2, 3, 4, 5, 8]

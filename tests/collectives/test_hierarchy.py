@@ -18,7 +18,7 @@ from asyncdist.collectives.hierarchical import Islands
 from asyncdist.config import Config
 from asyncdist.errors import GroupError, MismatchError, PeerLostError
 from asyncdist.testing.cluster import world_of
-from asyncdist.testing.drills import drills, reducing
+from asyncdist.testing.collective_cases import drills, reducing
 from asyncdist.transport import registry
 from asyncdist_transports.stream import Writer
 

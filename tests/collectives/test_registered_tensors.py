@@ -13,7 +13,7 @@ import asyncdist
 from asyncdist.memory.registered import register
 from asyncdist.memory.shared_arena import unavailable
 from asyncdist.testing.cluster import run_ranks, world_of
-from asyncdist.testing.drills import drills
+from asyncdist.testing.collective_cases import drills
 from asyncdist_transports.shm.direct import MIN_NBYTES
 from asyncdist_transports.shm.small import MOST_NBYTES
 from asyncdist_transports.shm.window import Window

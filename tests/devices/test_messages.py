@@ -26,9 +26,9 @@ from asyncdist.errors import (
     UsageError,
 )
 from asyncdist.testing.cluster import run_ranks
+from asyncdist.testing.collective_cases import between_two
 from asyncdist.testing.cuda import PretendDriver, cuda_ipc_over
 from asyncdist.testing.devices import PretendStreams, device_group, devices_of
-from asyncdist.testing.drills import between_two
 from asyncdist.testing.nccl import PretendNccl, nccl_over
 from asyncdist.transport.device_p2p import CONTENT_NBYTES, Letter, Refused, Talk
 

@@ -35,8 +35,8 @@ from asyncdist.groups.group import Group
 from asyncdist.store import HashStore
 from asyncdist.testing.arithmetic import UNREDUCED, reductions
 from asyncdist.testing.cluster import run_ranks
+from asyncdist.testing.collective_cases import drills, moving, reducing
 from asyncdist.testing.devices import PretendStreams, device_group
-from asyncdist.testing.drills import drills, moving, reducing
 from asyncdist.testing.nccl import PretendNccl, nccl_over
 from asyncdist.transport.device_streams import cuda_missing
 from asyncdist_transports.nccl import Nccl, bindings, communicator, ensemble

@@ -13,7 +13,7 @@ import asyncdist
 from asyncdist import sync
 from asyncdist.errors import PeerLostError
 from asyncdist.testing.arithmetic import reductions, same
-from asyncdist.testing.drills import drills, reducing
+from asyncdist.testing.collective_cases import drills, reducing
 
 DTYPES = [
     torch.float32,

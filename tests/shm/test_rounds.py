@@ -18,7 +18,7 @@ from asyncdist.algorithms.schedule import Schedule
 from asyncdist.config import Config
 from asyncdist.groups.group import Group
 from asyncdist.testing.cluster import world_of
-from asyncdist.testing.drills import Drill, moving, reducing
+from asyncdist.testing.collective_cases import Drill, moving, reducing
 from asyncdist_transports.shm.window import SLOTS
 
 SMALL = Config().with_(shm_area_nbytes=4096)

@@ -13,7 +13,7 @@ import asyncdist
 from asyncdist.config import Config
 from asyncdist.errors import PeerLostError
 from asyncdist.testing.cluster import run_ranks, world_of
-from asyncdist.testing.drills import drills
+from asyncdist.testing.collective_cases import drills
 from asyncdist_transports.shm import order, small
 from asyncdist_transports.shm.order import Fence
 from asyncdist_transports.shm.window import DONE, LINE, STEP, TAKEN
