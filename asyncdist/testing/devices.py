@@ -15,13 +15,13 @@ import torch
 from asyncdist.algorithms.schedule import Schedule
 from asyncdist.config import Config
 from asyncdist.devices.group import DeviceGroup
-from asyncdist.devices.staged import Staged
 from asyncdist.groups.group import Group
 from asyncdist.memory.buffers import Memory
 from asyncdist.memory.reduce_kernels import Arithmetic
 from asyncdist.testing.cluster import world_of
 from asyncdist.transport.device_collectives import Ensemble, nothing
 from asyncdist.transport.device_streams import Mark, Streams
+from asyncdist_transports.staged import Staged
 
 
 class PretendMark:

@@ -16,9 +16,9 @@ from asyncdist.bench.report import device_table
 from asyncdist.bench.result import DeviceRow, DeviceTiming, Report, Timing
 from asyncdist.bench.workloads import device
 from asyncdist.cli import main
-from asyncdist.devices.staged import Staged
 from asyncdist.errors import BenchmarkError
 from asyncdist.groups.group import Group
+from asyncdist_transports.staged import Staged
 
 
 def timing(there, returns):

@@ -12,9 +12,9 @@ from click.testing import CliRunner
 from asyncdist.algorithms.selection import Model, explain
 from asyncdist.cli import main
 from asyncdist.config import Config
-from asyncdist.devices.staged import Staged
 from asyncdist.errors import TransportUnavailableError
 from asyncdist.transport import registry
+from asyncdist_transports.staged import Staged
 
 DEVICES = torch.cuda.is_available()
 
@@ -41,7 +41,7 @@ def test_versions_transports_and_addresses():
 
 def test_each_way_between_devices_says_why_it_cannot_be_gone():
     said = info()
-    assert row(said, "staged")[1:3] == (["yes", "asyncdist.devices.staged.Staged"] if DEVICES else ["no:", "torch"])
+    assert row(said, "staged")[1:3] == (["yes", "asyncdist_transports.staged.Staged"] if DEVICES else ["no:", "torch"])
     for name in registry.names(registry.ENSEMBLES):
         reason = registry.load(name, registry.ENSEMBLES).probe()
         assert " ".join(row(said, name)[1:]).startswith("yes" if reason is None else f"no: {reason[:40]}")

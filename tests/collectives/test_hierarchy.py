@@ -20,7 +20,7 @@ from asyncdist.errors import GroupError, MismatchError, PeerLostError
 from asyncdist.testing.cluster import world_of
 from asyncdist.testing.collective_cases import drills, reducing
 from asyncdist.transport import registry
-from asyncdist_transports.stream import Writer
+from asyncdist_transports.byte_stream import Writer
 
 HOSTS = {
     "2 x 2": "aabb",

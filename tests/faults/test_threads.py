@@ -13,7 +13,7 @@ import torch
 from asyncdist.errors import AsyncdistError, GroupAbortedError, GroupError, NotInitializedError, PeerLostError
 from asyncdist.testing.faults import proxied_world
 from asyncdist.testing.stopwatch import Stopwatch
-from asyncdist_transports.stream import Reader, Writer
+from asyncdist_transports.byte_stream import Reader, Writer
 
 SOON = 2.5
 

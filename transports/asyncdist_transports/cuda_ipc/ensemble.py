@@ -21,7 +21,6 @@ import torch
 
 from asyncdist.algorithms.schedule import Schedule
 from asyncdist.base.ops import ReduceOp
-from asyncdist.devices.staged import Staged
 from asyncdist.errors import MismatchError, TransportUnavailableError
 from asyncdist.memory.buffers import Blocks, Memory
 from asyncdist.memory.reduce_kernels import Arithmetic
@@ -32,6 +31,7 @@ from asyncdist_transports.cuda_ipc.courier import CudaIpcCourier
 from asyncdist_transports.cuda_ipc.driver import Driver
 from asyncdist_transports.cuda_ipc.handles import SHOWN_NBYTES, Exports, Imports, Shown
 from asyncdist_transports.cuda_ipc.leaving import leave, quiet
+from asyncdist_transports.staged import Staged
 
 _SMALL_NBYTES = 64 << 10
 _HEAD = struct.Struct("<Q")  # the fingerprint of the call

@@ -17,10 +17,10 @@ from asyncdist.errors import ProtocolError
 from asyncdist.memory.shared_arena import Arena, Mapping
 from asyncdist.transport.base import Host, Outgoing
 from asyncdist.transport.wire_format import HEADER_NBYTES, KEY_NBYTES, unpack_tail
+from asyncdist_transports.byte_stream import Reader, Writer
 from asyncdist_transports.shm.board import RING, Board, OwnBoard
 from asyncdist_transports.shm.order import Fence
 from asyncdist_transports.shm.ring import NBYTES, RingIn, RingOut
-from asyncdist_transports.stream import Reader, Writer
 
 PACKET_NBYTES = 1 << 17
 BELL = b"!"

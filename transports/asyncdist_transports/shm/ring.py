@@ -1,7 +1,7 @@
 """A stream of bytes from one rank to another through a ring in the sender's memory: two copies, no system call.
 
 The sender owns the ring and the count of bytes written, the receiver the count of bytes read; both only grow. Each end
-looks like a non-blocking socket, so that messages go over it as they go over one (`asyncdist_transports.stream`).
+looks like a non-blocking socket, so that messages go over it as they go over one (`asyncdist_transports.byte_stream`).
 """
 
 from __future__ import annotations

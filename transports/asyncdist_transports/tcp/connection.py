@@ -20,7 +20,7 @@ from asyncdist.base.auth import NONCE_NBYTES, Pushed, accept, dial
 from asyncdist.base.tls import TlsSocket
 from asyncdist.errors import UNREACHED, ProtocolError
 from asyncdist.transport.base import Host, Outgoing
-from asyncdist_transports.stream import Ended, Reader, Writer
+from asyncdist_transports.byte_stream import Ended, Reader, Writer
 
 Connected = socket.socket | TlsSocket
 READ, WRITE = select.POLLIN, select.POLLOUT

@@ -12,7 +12,7 @@ from asyncdist.base import tls
 from asyncdist.errors import AsyncdistError, PeerLostError
 from asyncdist.transport.base import Address, Host, Link, Outgoing, Transport, Wait
 from asyncdist.transport.wire_format import KEY
-from asyncdist_transports.stream import Ended
+from asyncdist_transports.byte_stream import Ended
 from asyncdist_transports.tcp.connection import READ, Inbound, Outbound, prepare
 from asyncdist_transports.tcp.listener import Listener
 
