@@ -15,7 +15,7 @@ from asyncdist.testing.cluster import run_ranks, world_of
 from asyncdist.testing.cuda import cuda_ipc_over
 from asyncdist.testing.devices import PretendStreams, device_group, devices_of
 from asyncdist.transport.device_streams import CudaStreams
-from asyncdist_transports.cuda_ipc import leaving
+from asyncdist_transports.cuda_ipc import release as leaving
 
 LARGE = 100_000
 

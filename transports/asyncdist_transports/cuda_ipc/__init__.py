@@ -7,6 +7,6 @@ courier     the messages, each between two letters on the host
 leaving     how mapped memory is let go of
 """
 
-from asyncdist_transports.cuda_ipc.ensemble import CudaIpc
+from asyncdist_transports.cuda_ipc.collectives import CudaIpc
 
 __all__ = ["CudaIpc"]

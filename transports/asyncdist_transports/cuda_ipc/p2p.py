@@ -25,7 +25,7 @@ from asyncdist.transport.device_p2p import CONTENT_NBYTES, Conversation, Courier
 from asyncdist.transport.device_streams import Mark
 from asyncdist_transports.cuda_ipc.driver import HANDLE_NBYTES, Driver
 from asyncdist_transports.cuda_ipc.handles import SHOWN_NBYTES, Exports, Imports, Shown
-from asyncdist_transports.cuda_ipc.leaving import leave, quiet
+from asyncdist_transports.cuda_ipc.release import leave, quiet
 
 _BEACON_NBYTES = 16
 _OFFER = struct.Struct(f"<16s{SHOWN_NBYTES}s{_BEACON_NBYTES}s{SHOWN_NBYTES}s{HANDLE_NBYTES}s")

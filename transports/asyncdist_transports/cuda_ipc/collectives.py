@@ -27,10 +27,10 @@ from asyncdist.memory.reduce_kernels import Arithmetic
 from asyncdist.transport.device_collectives import Ensemble, Site, nothing
 from asyncdist.transport.device_p2p import Courier
 from asyncdist.transport.native import MemoryBlocks
-from asyncdist_transports.cuda_ipc.courier import CudaIpcCourier
 from asyncdist_transports.cuda_ipc.driver import Driver
 from asyncdist_transports.cuda_ipc.handles import SHOWN_NBYTES, Exports, Imports, Shown
-from asyncdist_transports.cuda_ipc.leaving import leave, quiet
+from asyncdist_transports.cuda_ipc.p2p import CudaIpcCourier
+from asyncdist_transports.cuda_ipc.release import leave, quiet
 from asyncdist_transports.staged import Staged
 
 _SMALL_NBYTES = 64 << 10
