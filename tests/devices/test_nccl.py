@@ -39,7 +39,7 @@ from asyncdist.testing.collective_cases import drills, moving, reducing
 from asyncdist.testing.devices import PretendStreams, device_group
 from asyncdist.testing.nccl import PretendNccl, nccl_over
 from asyncdist.transport.device_streams import cuda_missing
-from asyncdist_transports.nccl import Nccl, bindings, communicator, ensemble
+from asyncdist_transports.nccl import Nccl, bindings, collectives, communicator
 from asyncdist_transports.nccl.bindings import Bindings, Numbers, numbers_of
 
 REDUCED = [
@@ -150,7 +150,7 @@ def test_alone_too(dtype, run):
 
 
 def test_contributions_go_in_pieces_where_they_find_no_room(run, monkeypatch):
-    monkeypatch.setattr(ensemble, "_SCRATCH_NBYTES", 3 * 2 * 16)  # 16 elements of three ranks
+    monkeypatch.setattr(collectives, "_SCRATCH_NBYTES", 3 * 2 * 16)  # 16 elements of three ranks
     for count in (1, 15, 16, 17, 100):
         drilled(reducing(3, count, torch.int16, ReduceOp.BXOR), run, 3)
 
@@ -394,7 +394,7 @@ def failing(nccl, rank, before=lambda: None):
 
 def test_what_fails_on_one_rank_is_left_by_all(run, monkeypatch):
     # The others wait in NCCL for the one that has failed, until their patience ends; then they are left to themselves.
-    monkeypatch.setattr(ensemble, "_PATIENCE", 0.3)
+    monkeypatch.setattr(collectives, "_PATIENCE", 0.3)
     nccl = PretendNccl()
     failing(nccl, 1)
 
@@ -784,7 +784,7 @@ def test_calls_that_do_not_wait_are_refused(cuda, value, blocking):
 
 
 def test_nothing_imports_cupy_by_being_imported():
-    for module in (bindings, communicator, ensemble):
+    for module in (bindings, communicator, collectives):
         tree = ast.parse(Path(module.__file__).read_text())
         imports = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
         assert "cupy" not in " ".join(map(ast.unparse, imports))

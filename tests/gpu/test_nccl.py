@@ -13,7 +13,7 @@ from asyncdist.errors import GroupAbortedError
 from asyncdist.memory.reduce_kernels import arithmetic
 from asyncdist.testing.arithmetic import numbers, reduced, reductions, same
 from asyncdist.testing.cluster import run_ranks
-from asyncdist_transports.nccl import Nccl, communicator, ensemble
+from asyncdist_transports.nccl import Nccl, collectives, communicator
 from asyncdist_transports.nccl.bindings import BYTES, SUM, UNIQUE_ID_NBYTES, load, numbers_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:ComplexHalf support")]
@@ -90,7 +90,7 @@ def test_the_device_reduces_what_nccl_cannot(dtype, size):
             continue
         inputs = [numbers(1000, dtype, seed=rank) for rank in range(size)]
         out = torch.empty(1000, dtype=dtype, device=CUDA)
-        ensemble._reduce(arithmetic(op, dtype), [each.to(CUDA) for each in inputs], out)
+        collectives._reduce(arithmetic(op, dtype), [each.to(CUDA) for each in inputs], out)
         assert same(out.cpu(), reduced(inputs, op)), op
 
 

@@ -7,6 +7,6 @@ ensemble       the collectives
 courier        the messages: a communicator for each two ranks that have any
 """
 
-from asyncdist_transports.nccl.ensemble import Nccl
+from asyncdist_transports.nccl.collectives import Nccl
 
 __all__ = ["Nccl"]

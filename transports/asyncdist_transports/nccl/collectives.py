@@ -27,8 +27,8 @@ from asyncdist.transport.device_streams import passed_within
 from asyncdist.transport.native import MemoryBlocks
 from asyncdist_transports.nccl.bindings import BYTES, SUM, UNIQUE_ID_NBYTES, Bindings, load, numbers_of, written
 from asyncdist_transports.nccl.communicator import Call, Communicator
-from asyncdist_transports.nccl.courier import NcclCourier
 from asyncdist_transports.nccl.memory import even, in_one, receive, send
+from asyncdist_transports.nccl.p2p import NcclCourier
 
 _SCRATCH_NBYTES = 64 << 20  # for everybody's contributions to what NCCL cannot reduce
 _PATIENCE = 120.0  # seconds within which NCCL must have brought the ranks together; else another way is taken
