@@ -15,7 +15,7 @@ import asyncdist
 from asyncdist import sync
 from asyncdist.errors import AsyncdistError
 from asyncdist.memory import shared_arena
-from asyncdist_transports.shm import limbo, meeting
+from asyncdist_transports.shm import deferred_free, local_listener
 
 torch.set_num_threads(1)
 COUNTS = (1, 5, 1000, 9000, 70_000, 200_000)
@@ -50,7 +50,7 @@ def dies_at_its_door(test):
 
 
 def opens_its_door(test):
-    porch = meeting.Porch(types.SimpleNamespace(config=types.SimpleNamespace(host="here")))
+    porch = local_listener.Porch(types.SimpleNamespace(config=types.SimpleNamespace(host="here")))
     porch.open_door()
     porch.close()
     test.send("opened")
@@ -71,7 +71,7 @@ def until_it_fails(group, chance, steps):
 def await_freed():
     """Wait until nothing of a world is kept for others: a peer that has not left yet may still look at it."""
     until = time.monotonic() + 5
-    while kept := limbo.kept():
+    while kept := deferred_free.kept():
         assert time.monotonic() < until, f"still kept: {kept}"
         time.sleep(0.001)  # a thread of the transport hears of it, and tells nobody
 

@@ -10,10 +10,10 @@ import types
 import pytest
 
 from asyncdist.memory.shared_arena import Block, arena
-from asyncdist_transports.shm import limbo
-from asyncdist_transports.shm.board import OwnBoard
-from asyncdist_transports.shm.neighbour import Neighbour
-from asyncdist_transports.shm.order import Fence
+from asyncdist_transports.shm import deferred_free
+from asyncdist_transports.shm.control_block import OwnBoard
+from asyncdist_transports.shm.local_peer import Neighbour
+from asyncdist_transports.shm.memory_order import Fence
 from asyncdist_transports.shm.window import Sharer, Window
 
 NUMBER = 7  # of the group
@@ -51,10 +51,10 @@ class Rank:
             peer.hang_up()
 
     def leave(self):
-        limbo.leave(self.window, self.board)
+        deferred_free.leave(self.window, self.board)
         for peer in self.neighbours.values():
             peer.leave()
-        limbo.leave_board(self.board, [], list(self.neighbours.values()))
+        deferred_free.leave_board(self.board, [], list(self.neighbours.values()))
 
 
 def world(size):

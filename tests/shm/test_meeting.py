@@ -19,8 +19,8 @@ from asyncdist.memory.shared_arena import arena
 from asyncdist.store import HashStore
 from asyncdist.testing.cluster import world_of
 from asyncdist.testing.faults import cancelled_at
-from asyncdist_transports.shm import meeting, transport
-from asyncdist_transports.shm.meeting import Porch, out_of_reach
+from asyncdist_transports.shm import local_listener, transport
+from asyncdist_transports.shm.local_listener import Porch, out_of_reach
 
 
 async def check_sums(groups):
@@ -70,7 +70,7 @@ def test_who_opens_a_door_removes_no_names_but_of_dead_ones(monkeypatch, tmp_pat
 
 def test_a_door_whose_name_is_swept_away_before_it_is_open_is_opened_again(monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    porch, listening, swept = porch_here(), meeting._listening, []
+    porch, listening, swept = porch_here(), local_listener._listening, []
 
     def listening_too_late(path):
         sock = listening(path)
@@ -79,7 +79,7 @@ def test_a_door_whose_name_is_swept_away_before_it_is_open_is_opened_again(monke
             os.unlink(path)
         return sock
 
-    monkeypatch.setattr(meeting, "_listening", listening_too_late)
+    monkeypatch.setattr(local_listener, "_listening", listening_too_late)
     porch.open_door()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as visitor:
         visitor.connect(f"/proc/self/fd/{porch.address()['door']}")
@@ -115,9 +115,11 @@ async def test_strangers_at_the_door_neither_come_in_nor_keep_anybody_out(monkey
 
 async def test_another_user_is_turned_away_by_who_is_visited(monkeypatch):
     """The kernel says who is at the other end; the address says nothing of it here."""
-    true = meeting.os.getuid()
+    true = local_listener.os.getuid()
     monkeypatch.setattr("asyncdist_transports.shm.transport._PATIENCE", 0.5)
-    monkeypatch.setattr(meeting, "os", types.SimpleNamespace(**{**vars(meeting.os), "getuid": lambda: true + 1}))
+    monkeypatch.setattr(
+        local_listener, "os", types.SimpleNamespace(**{**vars(local_listener.os), "getuid": lambda: true + 1})
+    )
     began = time.monotonic()
     with pytest.raises(Exception, match="no transport reaches rank"):
         async with world_of(2, transport="shm") as groups:

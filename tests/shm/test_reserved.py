@@ -14,7 +14,7 @@ import torch
 from asyncdist.errors import AsyncdistError, GroupAbortedError, SharedMemoryError
 from asyncdist.memory.shared_arena import arena
 from asyncdist.testing.cluster import run_ranks, world_of
-from asyncdist_transports.shm import board
+from asyncdist_transports.shm import control_block
 
 COUNT = 300_000  # several pieces, also of a third of it
 LARGE = {
@@ -84,7 +84,7 @@ def test_whichever_request_for_memory_is_refused_nothing_has_been_touched_by_oth
 
 
 async def test_more_groups_than_a_board_has_places_harm_none_of_the_others(monkeypatch):
-    monkeypatch.setattr(board, "_PAIRS", 3)
+    monkeypatch.setattr(control_block, "_PAIRS", 3)
     async with world_of(2, transport="shm") as groups:
         used = arena().used_nbytes
         more = [[group.world.new_group(None) for group in groups] for _ in range(2)]

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from asyncdist.testing.processes import Nursery
-from asyncdist_transports.shm import spread
-from asyncdist_transports.shm.spread import Spread
+from asyncdist_transports.shm import core_placement
+from asyncdist_transports.shm.core_placement import Spread
 
 PROGRAM = Path(__file__).parent / "program_waits.py"
 
@@ -28,10 +28,10 @@ class System:
         self.core, self.allowed, self.now = core, set(allowed), 100.0
         self.asked = []
         self.taken_away = None
-        monkeypatch.setattr(spread.os, "sched_getaffinity", lambda thread: set(self.allowed))
-        monkeypatch.setattr(spread.os, "sched_setaffinity", self._allow)
-        monkeypatch.setattr(spread, "monotonic", lambda: self.now)
-        monkeypatch.setattr(spread, "_core_finder", lambda: lambda: self.core)
+        monkeypatch.setattr(core_placement.os, "sched_getaffinity", lambda thread: set(self.allowed))
+        monkeypatch.setattr(core_placement.os, "sched_setaffinity", self._allow)
+        monkeypatch.setattr(core_placement, "monotonic", lambda: self.now)
+        monkeypatch.setattr(core_placement, "_core_finder", lambda: lambda: self.core)
 
     def _allow(self, thread, cores):
         assert thread == 0
@@ -103,7 +103,7 @@ def test_a_core_that_is_taken_away_meanwhile_changes_nothing(system):
 
 def test_where_nobody_can_say_its_core_nothing_happens(system, monkeypatch):
     seen, own = system(core=0), board(-1)
-    monkeypatch.setattr(spread, "_core_finder", lambda: None)
+    monkeypatch.setattr(core_placement, "_core_finder", lambda: None)
     Spread(2, own)([(0, board(0)), (1, board(0))])
     assert (seen.asked, own.core) == ([], -1)
 

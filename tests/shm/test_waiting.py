@@ -14,8 +14,8 @@ from asyncdist.config import Config
 from asyncdist.errors import PeerLostError
 from asyncdist.testing.cluster import run_ranks, world_of
 from asyncdist.testing.collective_cases import drills
-from asyncdist_transports.shm import order, small
-from asyncdist_transports.shm.order import Fence
+from asyncdist_transports.shm import memory_order, small
+from asyncdist_transports.shm.memory_order import Fence
 from asyncdist_transports.shm.window import DONE, LINE, STEP, TAKEN
 
 COUNTS = [1, 20_000, 1_000_001]  # one line; an area; several pieces
@@ -100,7 +100,7 @@ def test_nobody_looks_who_sleeps_before_a_full_barrier_behind_the_last_word(name
 @pytest.fixture
 def arm64(monkeypatch):
     """Fences as on arm64, where a light one is a full one; x86 does without it."""
-    monkeypatch.setattr(order, "_KEEPS_STORES_IN_ORDER", False)
+    monkeypatch.setattr(memory_order, "_KEEPS_STORES_IN_ORDER", False)
 
 
 @pytest.mark.parametrize("count", [7, 20_000])

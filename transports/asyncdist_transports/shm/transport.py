@@ -17,14 +17,14 @@ from asyncdist.memory.shared_arena import Arena, Block
 from asyncdist.transport.base import Address, Host, Link, Outgoing, Transport, Wait
 from asyncdist.transport.native import Native
 from asyncdist.transport.wire_format import DATA
-from asyncdist_transports.shm import limbo
-from asyncdist_transports.shm.board import Board, OwnBoard
+from asyncdist_transports.shm import deferred_free
+from asyncdist_transports.shm.byte_ring import NBYTES as RING_NBYTES
 from asyncdist_transports.shm.collectives import ShmNative
-from asyncdist_transports.shm.meeting import Introduction, Porch, Refused, out_of_reach, receive, visit
-from asyncdist_transports.shm.neighbour import Gone, Neighbour
-from asyncdist_transports.shm.order import Fence
-from asyncdist_transports.shm.ring import NBYTES as RING_NBYTES
-from asyncdist_transports.shm.spread import Spread
+from asyncdist_transports.shm.control_block import Board, OwnBoard
+from asyncdist_transports.shm.core_placement import Spread
+from asyncdist_transports.shm.local_listener import Introduction, Porch, Refused, out_of_reach, receive, visit
+from asyncdist_transports.shm.local_peer import Gone, Neighbour
+from asyncdist_transports.shm.memory_order import Fence
 from asyncdist_transports.shm.window import Sharer, Window
 
 log = logging.getLogger("asyncdist.shm")
@@ -235,7 +235,7 @@ class ShmTransport(Transport):
 
     def _hide(self, window: Window) -> None:
         if self._windows.pop(window.number, None) is not None and self._arena.pid == os.getpid():
-            limbo.leave(window, self._board)
+            deferred_free.leave(window, self._board)
 
     # -- links ---------------------------------------------------------------------------------
 
@@ -346,7 +346,7 @@ class ShmTransport(Transport):
         self._by_descriptor.clear()
         for neighbour in self._neighbours.values():
             neighbour.leave()
-        limbo.leave_board(self._board, self._rings, list(self._neighbours.values()))
+        deferred_free.leave_board(self._board, self._rings, list(self._neighbours.values()))
 
 
 class ShmLink(Link):

@@ -22,7 +22,7 @@ import torch
 from asyncdist.algorithms.schedule import Schedule
 from asyncdist.errors import SharedMemoryError
 from asyncdist.memory.shared_arena import PAGE_NBYTES, Arena, Mapping
-from asyncdist_transports.shm.order import Fence
+from asyncdist_transports.shm.memory_order import Fence
 
 SLOTS = 8
 STEP, CALL, PLACE = 0, 1, 2

@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from asyncdist.base import lifecycle
 from asyncdist.errors import ranks
 from asyncdist.memory.shared_arena import Block, Mapping
-from asyncdist_transports.shm.board import OwnBoard
-from asyncdist_transports.shm.neighbour import READABLE, Neighbour
+from asyncdist_transports.shm.control_block import OwnBoard
+from asyncdist_transports.shm.local_peer import READABLE, Neighbour
 from asyncdist_transports.shm.window import Window
 
 _lock = threading.Lock()

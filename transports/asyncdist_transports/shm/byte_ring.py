@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
-from asyncdist_transports.shm.board import READ, WRITTEN
-from asyncdist_transports.shm.order import Fence
+from asyncdist_transports.shm.control_block import READ, WRITTEN
+from asyncdist_transports.shm.memory_order import Fence
 
 NBYTES = 1 << 20
 """Size of a ring: what may be under way, and stays in the cache."""

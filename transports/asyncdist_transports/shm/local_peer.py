@@ -18,9 +18,9 @@ from asyncdist.memory.shared_arena import Arena, Mapping
 from asyncdist.transport.base import Host, Outgoing
 from asyncdist.transport.wire_format import HEADER_NBYTES, KEY_NBYTES, unpack_tail
 from asyncdist_transports.byte_stream import Reader, Writer
-from asyncdist_transports.shm.board import RING, Board, OwnBoard
-from asyncdist_transports.shm.order import Fence
-from asyncdist_transports.shm.ring import NBYTES, RingIn, RingOut
+from asyncdist_transports.shm.byte_ring import NBYTES, RingIn, RingOut
+from asyncdist_transports.shm.control_block import RING, Board, OwnBoard
+from asyncdist_transports.shm.memory_order import Fence
 
 PACKET_NBYTES = 1 << 17
 BELL = b"!"

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from asyncdist.errors import SharedMemoryError
 from asyncdist.memory.shared_arena import Arena, Block, Mapping
-from asyncdist_transports.shm.order import Fence
+from asyncdist_transports.shm.memory_order import Fence
 
 LINE = 8
 _ASLEEP, _USED, _CORE, _PEERS = 0, LINE, LINE + 1, 2 * LINE

@@ -33,7 +33,7 @@ from asyncdist.errors import AsyncdistError, ProtocolError
 from asyncdist.memory.shared_arena import Arena
 from asyncdist.memory.shared_arena import Mapping as Memory
 from asyncdist.transport.base import Host
-from asyncdist_transports.shm.board import Board
+from asyncdist_transports.shm.control_block import Board
 
 _INTRODUCTION = struct.Struct("<IQQ")  # rank, bytes of the arena, offset of the board
 _PREFIX = "asyncdist-"

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from time import monotonic
 
-from asyncdist_transports.shm.board import Board
+from asyncdist_transports.shm.control_block import Board
 
 _REST = 0.02  # seconds after a move, which takes some 50 µs and which the scheduler may have reasons to undo
 
