@@ -12,7 +12,7 @@ from asyncdist.algorithms.selection import CANDIDATES
 from asyncdist.config import Config
 from asyncdist.testing.cluster import world_of
 from asyncdist.testing.collective_cases import between_two, drills, moving, reducing
-from asyncdist_transports.shm.collectives import ShmNative
+from asyncdist_transports.shm.collectives.native import ShmNative
 
 SIZES = [1, 2, 3, 4, 5, 8]
 LARGE = 300_007

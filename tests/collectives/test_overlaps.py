@@ -13,7 +13,7 @@ from asyncdist.memory.shared_arena import unavailable
 from asyncdist.testing.arithmetic import noise
 from asyncdist.testing.cluster import world_of
 from asyncdist.transport import registry
-from asyncdist_transports.shm.small import MOST_NBYTES
+from asyncdist_transports.shm.collectives.small import MOST_NBYTES
 
 pytestmark = pytest.mark.one_loop
 

@@ -14,9 +14,9 @@ from asyncdist.memory.registered import register
 from asyncdist.memory.shared_arena import unavailable
 from asyncdist.testing.cluster import run_ranks, world_of
 from asyncdist.testing.collective_cases import drills
-from asyncdist_transports.shm.direct import MIN_NBYTES
-from asyncdist_transports.shm.small import MOST_NBYTES
-from asyncdist_transports.shm.window import Window
+from asyncdist_transports.shm.collectives.slot_table import Window
+from asyncdist_transports.shm.collectives.small import MOST_NBYTES
+from asyncdist_transports.shm.collectives.zero_copy import MIN_NBYTES
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=f"no shared memory: {unavailable()}")
 

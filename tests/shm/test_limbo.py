@@ -11,10 +11,10 @@ import pytest
 
 from asyncdist.memory.shared_arena import Block, arena
 from asyncdist_transports.shm import deferred_free
+from asyncdist_transports.shm.collectives.slot_table import Sharer, Window
 from asyncdist_transports.shm.control_block import OwnBoard
 from asyncdist_transports.shm.local_peer import Neighbour
 from asyncdist_transports.shm.memory_order import Fence
-from asyncdist_transports.shm.window import Sharer, Window
 
 NUMBER = 7  # of the group
 

@@ -19,7 +19,7 @@ from asyncdist.config import Config
 from asyncdist.groups.group import Group
 from asyncdist.testing.cluster import world_of
 from asyncdist.testing.collective_cases import Drill, moving, reducing
-from asyncdist_transports.shm.window import SLOTS
+from asyncdist_transports.shm.collectives.slot_table import SLOTS
 
 SMALL = Config().with_(shm_area_nbytes=4096)
 PIECE = 1024  # float32 elements of a small area

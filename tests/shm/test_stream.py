@@ -14,8 +14,8 @@ from asyncdist.config import Config
 from asyncdist.errors import SharedMemoryError
 from asyncdist.memory.shared_arena import Arena
 from asyncdist.testing.cluster import world_of
-from asyncdist_transports.shm import stream
-from asyncdist_transports.shm.window import SLOTS, STREAM_PIECES
+from asyncdist_transports.shm.collectives import streaming
+from asyncdist_transports.shm.collectives.slot_table import SLOTS, STREAM_PIECES
 
 SMALL = Config().with_(shm_area_nbytes=4096)
 PIECE = 1024  # float32 elements of a small area
@@ -41,10 +41,10 @@ async def check(groups, *counts):
 
 def stage(group, far):
     """Have a member stage so far ahead, always."""
-    group._native._stream._tried = defaultdict(type("Decided", (stream._Tried,), {"choose": lambda tried: far}))
+    group._native._stream._tried = defaultdict(type("Decided", (streaming._Tried,), {"choose": lambda tried: far}))
 
 
-@pytest.mark.parametrize("ahead", [[0, 0], [stream.AHEAD] * 2, [0, stream.AHEAD], [stream.AHEAD, 1], [2, 0]])
+@pytest.mark.parametrize("ahead", [[0, 0], [streaming.AHEAD] * 2, [0, streaming.AHEAD], [streaming.AHEAD, 1], [2, 0]])
 async def test_members_may_stage_as_far_ahead_as_they_like(ahead):
     async with world_of(2, transport="shm", config=SMALL) as groups:
         for group, far in zip(groups, ahead, strict=True):
@@ -110,8 +110,8 @@ async def test_without_memory_to_stage_ahead_pieces_are_staged_at_once(monkeypat
 
 
 def test_both_are_tried_and_the_faster_is_kept_until_it_is_the_slower():
-    tried = stream._Tried()
-    far = stream.AHEAD
+    tried = streaming._Tried()
+    far = streaming.AHEAD
     speed = {0: 5.0, far: 2.0}
 
     def turns(count):
@@ -147,7 +147,7 @@ def pieces_of(group):
 async def test_calls_go_on_in_the_stream_where_the_one_before_has_left_off():
     async with world_of(2, transport="shm", config=SMALL) as groups:
         for group in groups:
-            stage(group, stream.AHEAD)
+            stage(group, streaming.AHEAD)
         pieces = [pieces_of(group) for group in groups]
         for _ in range(5):
             await check(groups, 5 * PIECE, 2 * PIECE)
@@ -161,7 +161,7 @@ async def test_calls_go_on_in_the_stream_where_the_one_before_has_left_off():
 async def test_a_piece_of_a_call_before_is_kept_until_it_has_been_taken(eventually):
     """The root of two broadcasts may stage as much as there is room for before anybody takes; not one piece more."""
     async with world_of(2, transport="shm", config=SMALL) as groups:
-        stage(groups[0], stream.AHEAD)
+        stage(groups[0], streaming.AHEAD)
         pieces = pieces_of(groups[0])
         given = [numbers(groups[0], 10 * PIECE) + call for call in range(3)]
         sends = [groups[0].broadcast(tensor, 0) for tensor in given]
@@ -202,7 +202,7 @@ async def check_exchanges(groups, *counts):
 
 
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("ahead", [[0] * 3, [stream.AHEAD] * 3, [stream.AHEAD, 0, 3]])
+@pytest.mark.parametrize("ahead", [[0] * 3, [streaming.AHEAD] * 3, [streaming.AHEAD, 0, 3]])
 async def test_every_exchange_may_be_staged_ahead(ahead, size):
     async with world_of(size, transport="shm", config=SMALL) as groups:
         for group in groups:
@@ -231,7 +231,7 @@ def sent(group, count):
 
 
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("ahead", [0, stream.AHEAD, 3])
+@pytest.mark.parametrize("ahead", [0, streaming.AHEAD, 3])
 async def test_who_only_sends_may_stage_ahead(ahead, size):
     async with world_of(size, transport="shm", config=SMALL) as groups:
         for group in groups:

@@ -11,9 +11,9 @@ from asyncdist.base.ops import premul_sum
 from asyncdist.errors import MismatchError
 from asyncdist.memory.reduce_kernels import Arithmetic
 from asyncdist.testing.cluster import run_ranks, world_of
-from asyncdist_transports.shm.small import MOST_NBYTES
+from asyncdist_transports.shm.collectives.slot_table import SLOTS
+from asyncdist_transports.shm.collectives.small import MOST_NBYTES
 from asyncdist_transports.shm.transport import ShmTransport
-from asyncdist_transports.shm.window import SLOTS
 
 CALLS = 2 * SLOTS + 3
 

@@ -14,9 +14,10 @@ from asyncdist.config import Config
 from asyncdist.errors import PeerLostError
 from asyncdist.testing.cluster import run_ranks, world_of
 from asyncdist.testing.collective_cases import drills
-from asyncdist_transports.shm import memory_order, small
+from asyncdist_transports.shm import memory_order
+from asyncdist_transports.shm.collectives import small
+from asyncdist_transports.shm.collectives.slot_table import DONE, LINE, STEP, TAKEN
 from asyncdist_transports.shm.memory_order import Fence
-from asyncdist_transports.shm.window import DONE, LINE, STEP, TAKEN
 
 COUNTS = [1, 20_000, 1_000_001]  # one line; an area; several pieces
 CALLS = {

@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from asyncdist.base import lifecycle
 from asyncdist.errors import ranks
 from asyncdist.memory.shared_arena import Block, Mapping
+from asyncdist_transports.shm.collectives.slot_table import Window
 from asyncdist_transports.shm.control_block import OwnBoard
 from asyncdist_transports.shm.local_peer import READABLE, Neighbour
-from asyncdist_transports.shm.window import Window
 
 _lock = threading.Lock()
 _windows: list[tuple[Window, OwnBoard]] = []

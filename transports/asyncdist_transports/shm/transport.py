@@ -19,13 +19,13 @@ from asyncdist.transport.native import Native
 from asyncdist.transport.wire_format import DATA
 from asyncdist_transports.shm import deferred_free
 from asyncdist_transports.shm.byte_ring import NBYTES as RING_NBYTES
-from asyncdist_transports.shm.collectives import ShmNative
+from asyncdist_transports.shm.collectives.native import ShmNative
+from asyncdist_transports.shm.collectives.slot_table import Sharer, Window
 from asyncdist_transports.shm.control_block import Board, OwnBoard
 from asyncdist_transports.shm.core_placement import Spread
 from asyncdist_transports.shm.local_listener import Introduction, Porch, Refused, out_of_reach, receive, visit
 from asyncdist_transports.shm.local_peer import Gone, Neighbour
 from asyncdist_transports.shm.memory_order import Fence
-from asyncdist_transports.shm.window import Sharer, Window
 
 log = logging.getLogger("asyncdist.shm")
 

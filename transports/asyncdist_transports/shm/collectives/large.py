@@ -16,12 +16,12 @@ from asyncdist.errors import MismatchError
 from asyncdist.memory.buffers import Blocks, Memory
 from asyncdist.memory.reduce_kernels import Arithmetic
 from asyncdist.transport.native import MemoryBlocks
-from asyncdist_transports.shm import direct
-from asyncdist_transports.shm.pieces import Pieces, head_nbytes
-from asyncdist_transports.shm.rounds import Piece, Turn
-from asyncdist_transports.shm.small import exchanges
-from asyncdist_transports.shm.stream import Stream
-from asyncdist_transports.shm.window import DONE, Member, Window
+from asyncdist_transports.shm.collectives import zero_copy
+from asyncdist_transports.shm.collectives.piece_layout import Pieces, head_nbytes
+from asyncdist_transports.shm.collectives.slot_table import DONE, Member, Window
+from asyncdist_transports.shm.collectives.small import exchanges
+from asyncdist_transports.shm.collectives.staging import Piece, Turn
+from asyncdist_transports.shm.collectives.streaming import Stream
 
 Taker = Callable[[Pieces, int, int], None]
 """``take(pieces, k, turn)`` takes the k-th piece of everything, in the areas of that round."""
@@ -30,7 +30,7 @@ Taker = Callable[[Pieces, int, int], None]
 class Large:
     """Collectives in rounds; what they are called with is what `Native` says."""
 
-    def __init__(self, window: Window, views: direct.Views, stream: Stream) -> None:
+    def __init__(self, window: Window, views: zero_copy.Views, stream: Stream) -> None:
         self._window, self._views, self._stream = window, views, stream
         self._rank, self._size = window.rank, window.size
         self._others = window.others
@@ -128,7 +128,7 @@ class Large:
         """Move data between the root and all others: who sends hands out a memory, all of which each taker takes."""
         peers = self._others if self._rank == root else [self._window.by_rank[root]]
         sends = outward == (self._rank == root)
-        turn = Turn(self._window, number, fingerprint, direct.place_of(self._window, memory.tensor) if sends else 0)
+        turn = Turn(self._window, number, fingerprint, zero_copy.place_of(self._window, memory.tensor) if sends else 0)
         pieces = Pieces(turn, 1, memory.dtype)
         count = 1 if turn.place else pieces.rounds(memory.count)
         yield from self._window.enter(number)
@@ -176,7 +176,7 @@ class Large:
     def _showing(self, number: int, fingerprint: int, blocks: Sequence[Memory], behind: int = 0) -> Schedule:
         """Enter the slot, and show where blocks lie; they are staged unless all lie open: see `direct.show`."""
         yield from self._window.enter(number)
-        place = direct.show(self._window, number, [block.tensor for block in blocks], behind)
+        place = zero_copy.show(self._window, number, [block.tensor for block in blocks], behind)
         return Turn(self._window, number, fingerprint, place)
 
     def _ours(self, pieces: Pieces, member: Member, k: int, count: int, at: int, behind: int = 0) -> torch.Tensor:

@@ -14,10 +14,10 @@ import torch
 
 from asyncdist.base.ops import Collective
 from asyncdist.transport.native import Kind, Quick
-from asyncdist_transports.shm.pieces import head_nbytes
-from asyncdist_transports.shm.rounds import POSTED, STAGED
-from asyncdist_transports.shm.swap import Moves, Swap, Unlike
-from asyncdist_transports.shm.window import DONE, LINE, PLACE, RESULT, SLOTS, Window
+from asyncdist_transports.shm.collectives.piece_layout import head_nbytes
+from asyncdist_transports.shm.collectives.slot_table import DONE, LINE, PLACE, RESULT, SLOTS, Window
+from asyncdist_transports.shm.collectives.small_exchange import Moves, Swap, Unlike
+from asyncdist_transports.shm.collectives.staging import POSTED, STAGED
 
 MOST_NBYTES = 256 << 10
 """What a member stages at most, but in an all-reduce; more goes in rounds, or is taken from where it lies open.

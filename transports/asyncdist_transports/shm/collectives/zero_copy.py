@@ -19,8 +19,8 @@ import torch
 from asyncdist.algorithms.schedule import Schedule
 from asyncdist.memory.shared_arena import Mapping
 from asyncdist.transport.native import Kind
-from asyncdist_transports.shm.rounds import POSTED, Turn
-from asyncdist_transports.shm.window import CALL, DONE, FINISHED, LINE, PLACE, SHIFT, SLOTS, Window
+from asyncdist_transports.shm.collectives.slot_table import CALL, DONE, FINISHED, LINE, PLACE, SHIFT, SLOTS, Window
+from asyncdist_transports.shm.collectives.staging import POSTED, Turn
 
 MIN_NBYTES = 32 << 10
 """Smaller messages are staged: two copies that stay in the cache cost less than a second meeting."""

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from asyncdist.algorithms.schedule import Schedule
-from asyncdist_transports.shm.window import DONE, FINISHED, Member, Window
+from asyncdist_transports.shm.collectives.slot_table import DONE, FINISHED, Member, Window
 
 POSTED, STAGED = 1, 2
 Piece = Callable[[int, int], None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from asyncdist.memory.buffers import Memory
-from asyncdist_transports.shm.rounds import Turn
+from asyncdist_transports.shm.collectives.staging import Turn
 
 _LINE_NBYTES = 64
 

@@ -21,8 +21,8 @@ from time import perf_counter
 
 from asyncdist.algorithms.schedule import Schedule
 from asyncdist.errors import SharedMemoryError
-from asyncdist_transports.shm.rounds import Piece, Turn
-from asyncdist_transports.shm.window import STREAM_PIECES, Member
+from asyncdist_transports.shm.collectives.slot_table import STREAM_PIECES, Member
+from asyncdist_transports.shm.collectives.staging import Piece, Turn
 
 AHEAD = STREAM_PIECES // 2 - 1
 _TRY_EVERY = 32

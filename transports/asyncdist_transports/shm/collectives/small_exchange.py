@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from asyncdist.algorithms.schedule import Schedule
 from asyncdist.transport.native import Quick
-from asyncdist_transports.shm.window import CALL, DONE, LINE, PLACE, SHIFT, SLOTS, Member, Window
+from asyncdist_transports.shm.collectives.slot_table import CALL, DONE, LINE, PLACE, SHIFT, SLOTS, Member, Window
 
 _SLOTS_AGO = (SLOTS << SHIFT) - DONE  # between this collective's first word and the last one of the collective before
 

@@ -16,12 +16,12 @@ from asyncdist.base.ops import Collective
 from asyncdist.memory.buffers import Memory, apart
 from asyncdist.memory.reduce_kernels import Arithmetic
 from asyncdist.transport.native import Kind, MemoryBlocks, Native, Quick
-from asyncdist_transports.shm import direct
-from asyncdist_transports.shm.large import Large
-from asyncdist_transports.shm.rounds import Turn
-from asyncdist_transports.shm.small import Blocks, swap_of
-from asyncdist_transports.shm.stream import Stream
-from asyncdist_transports.shm.window import DONE, Window
+from asyncdist_transports.shm.collectives import zero_copy
+from asyncdist_transports.shm.collectives.large import Large
+from asyncdist_transports.shm.collectives.slot_table import DONE, Window
+from asyncdist_transports.shm.collectives.small import Blocks, swap_of
+from asyncdist_transports.shm.collectives.staging import Turn
+from asyncdist_transports.shm.collectives.streaming import Stream
 
 _KEPT_KINDS = 512
 
@@ -44,7 +44,7 @@ class ShmNative(Native):
         self._piece_nbytes = piece_nbytes
         self._show, self._hide = show, hide
         self._ranks = range(window.size)
-        self._views, self._stream = direct.Views(window), Stream()
+        self._views, self._stream = zero_copy.Views(window), Stream()
         self._large = Large(window, self._views, self._stream)
         self._kept: dict[Hashable, Quick | None] = {}
 
@@ -82,12 +82,12 @@ class ShmNative(Native):
             yield from finish_staged(Turn(window, number, kind.fingerprint), tensor)
 
         start = swap or stage
-        if kind.nbytes < direct.MIN_NBYTES:
+        if kind.nbytes < zero_copy.MIN_NBYTES:
             return start
-        push = direct.Push(window, self._views, kind, self._piece_nbytes, finish_staged)
+        push = zero_copy.Push(window, self._views, kind, self._piece_nbytes, finish_staged)
 
         def open_or_staged(number: int, tensor: torch.Tensor) -> Schedule:
-            place = direct.place_of(window, tensor)
+            place = zero_copy.place_of(window, tensor)
             return push(number, tensor, place) if place else start(number, tensor)
 
         return open_or_staged
@@ -163,13 +163,13 @@ class ShmNative(Native):
     def _all_reduce_of_several(self, number: int, call: int, memories: Sequence[Memory], how: Arithmetic) -> Schedule:
         window, large, tensors = self._window, self._large, [memory.tensor for memory in memories]
         yield from window.enter(number)
-        place = direct.show(window, number, tensors) if direct.lie_apart(tensors) else 0
+        place = zero_copy.show(window, number, tensors) if zero_copy.lie_apart(tensors) else 0
         if not place:
             yield from large.all_staged(Turn(window, number, call), memories, how)
             return
         counts = [memory.count for memory in memories]
         kind = Kind(Collective.all_reduce_coalesced, call, memories[0].dtype, (sum(counts),), how)
-        push = direct.PushOfSeveral(
+        push = zero_copy.PushOfSeveral(
             window, self._views, kind, self._piece_nbytes, lambda turn, _: large.all_staged(turn, memories, how), counts
         )
         yield from push(number, tensors, place)

@@ -1,0 +1,1 @@
+"""Collectives over mapped memory: slot tables, staging, streaming and zero-copy schedules."""
