@@ -42,7 +42,7 @@ from asyncdist.errors import (
 )
 from asyncdist.groups.group import Group
 from asyncdist.testing.cluster import world_of
-from asyncdist.testing.ports import free_port
+from tests.support.ports import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = {

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from asyncdist.errors import AuthenticationError
-from asyncdist.testing.daemon import Daemon, ended, started
+from tests.support.daemon import Daemon, ended, started
 
 pytestmark = pytest.mark.processes
 

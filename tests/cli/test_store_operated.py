@@ -24,8 +24,8 @@ from asyncdist.bench.store.c10d_peer import encode
 from asyncdist.errors import StoreConnectionError
 from asyncdist.store.protocol import operations
 from asyncdist.store.protocol.c10d import MAGIC, Code
-from asyncdist.testing.daemon import LIMIT, Daemon, asked, command, ended, environment, started
-from asyncdist.testing.ports import free_port
+from tests.support.daemon import LIMIT, Daemon, asked, command, ended, environment, started
+from tests.support.ports import free_port
 
 pytestmark = pytest.mark.processes
 TLS = Path(__file__).parents[1] / "tls"

@@ -6,7 +6,7 @@ import torch
 
 from asyncdist import sync
 from asyncdist.errors import PeerLostError
-from asyncdist.testing.devices import PretendStreams, device_group
+from tests.support.devices import PretendStreams, device_group
 
 
 def lose_a_peer(test, rank, size, meeting, transport, message):

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from asyncdist.errors import OperationTimeoutError, TransportUnavailableError
-from asyncdist.testing.devices import PretendStaged, devices_of
 from asyncdist.transport import registry
+from tests.support.devices import PretendStaged, devices_of
 
 made = []
 

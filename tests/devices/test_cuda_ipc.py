@@ -12,12 +12,12 @@ from asyncdist.base.ops import ReduceOp
 from asyncdist.errors import AsyncdistError, GroupError, MismatchError
 from asyncdist.testing.cluster import run_ranks
 from asyncdist.testing.collective_cases import drills
-from asyncdist.testing.cuda import HANDLE, PretendDriver, cuda_ipc_over
-from asyncdist.testing.devices import PretendStreams, device_group
 from asyncdist.transport.device_streams import cuda_missing
 from asyncdist_transports.cuda_ipc import collectives as module
 from asyncdist_transports.cuda_ipc.driver import Driver
 from asyncdist_transports.cuda_ipc.handles import NOTHING, Exports, Imports, Shown
+from tests.support.cuda import HANDLE, PretendDriver, cuda_ipc_over
+from tests.support.devices import PretendStreams, device_group
 
 
 @pytest.fixture

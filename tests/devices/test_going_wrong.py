@@ -12,10 +12,10 @@ import torch
 
 from asyncdist.errors import GroupAbortedError, GroupError, PeerLostError
 from asyncdist.testing.cluster import run_ranks, world_of
-from asyncdist.testing.cuda import cuda_ipc_over
-from asyncdist.testing.devices import PretendStreams, device_group, devices_of
 from asyncdist.transport.device_streams import CudaStreams
 from asyncdist_transports.cuda_ipc import release as leaving
+from tests.support.cuda import cuda_ipc_over
+from tests.support.devices import PretendStreams, device_group, devices_of
 
 LARGE = 100_000
 

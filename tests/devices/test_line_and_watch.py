@@ -18,8 +18,8 @@ from asyncdist.devices.completion_watcher import Pending, Watch
 from asyncdist.devices.serial_executor import Line
 from asyncdist.devices.work import DeviceWork
 from asyncdist.engine.operation import Plan
-from asyncdist.testing.devices import PretendStreams
 from asyncdist.tracing.recorder import Entry
+from tests.support.devices import PretendStreams
 
 # -- the line ---------------------------------------------------------------------------------------
 

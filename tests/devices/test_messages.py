@@ -27,10 +27,10 @@ from asyncdist.errors import (
 )
 from asyncdist.testing.cluster import run_ranks
 from asyncdist.testing.collective_cases import between_two
-from asyncdist.testing.cuda import PretendDriver, cuda_ipc_over
-from asyncdist.testing.devices import PretendStreams, device_group, devices_of
-from asyncdist.testing.nccl import PretendNccl, nccl_over
 from asyncdist.transport.device_p2p import CONTENT_NBYTES, Letter, Refused, Talk
+from tests.support.cuda import PretendDriver, cuda_ipc_over
+from tests.support.devices import PretendStreams, device_group, devices_of
+from tests.support.nccl import PretendNccl, nccl_over
 
 WAYS = ["cuda_ipc", "nccl", "staged"]
 LONG = 60.0  # seconds

@@ -36,11 +36,11 @@ from asyncdist.store import HashStore
 from asyncdist.testing.arithmetic import UNREDUCED, reductions
 from asyncdist.testing.cluster import run_ranks
 from asyncdist.testing.collective_cases import drills, moving, reducing
-from asyncdist.testing.devices import PretendStreams, device_group
-from asyncdist.testing.nccl import PretendNccl, nccl_over
 from asyncdist.transport.device_streams import cuda_missing
 from asyncdist_transports.nccl import Nccl, bindings, collectives, communicator
 from asyncdist_transports.nccl.bindings import Bindings, Numbers, numbers_of
+from tests.support.devices import PretendStreams, device_group
+from tests.support.nccl import PretendNccl, nccl_over
 
 REDUCED = [
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64,

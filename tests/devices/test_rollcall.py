@@ -9,7 +9,7 @@ import torch
 
 from asyncdist.devices import desync_detector
 from asyncdist.errors import GroupError, MismatchError, PeerLostError
-from asyncdist.testing.devices import PretendStreams, Queued, devices_of
+from tests.support.devices import PretendStreams, Queued, devices_of
 
 
 class Silent(Queued):

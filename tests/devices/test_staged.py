@@ -14,7 +14,7 @@ from asyncdist.config import Config
 from asyncdist.errors import UsageError
 from asyncdist.testing.arithmetic import reductions
 from asyncdist.testing.collective_cases import between_two, drills, reducing
-from asyncdist.testing.devices import device_group, devices_of
+from tests.support.devices import device_group, devices_of
 
 MOVED = [torch.uint8, torch.bool, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.complex64]
 

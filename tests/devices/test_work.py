@@ -19,7 +19,7 @@ from asyncdist.errors import (
     UsageError,
     WaitTimeoutError,
 )
-from asyncdist.testing.devices import PretendStreams, Queued, device_group, devices_of
+from tests.support.devices import PretendStreams, Queued, device_group, devices_of
 
 
 @pytest.fixture

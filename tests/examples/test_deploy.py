@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from asyncdist.testing.ports import free_port
+from tests.support.ports import free_port
 
 pytestmark = pytest.mark.processes
 DEPLOY = Path(__file__).parents[2] / "examples" / "deploy"

@@ -15,7 +15,7 @@ from asyncdist.errors import RendezvousError, WaitTimeoutError
 from asyncdist.store import HashStore, StoreServer
 from asyncdist.testing.cluster import world_of
 from asyncdist.testing.faults import cancelled_at
-from asyncdist.testing.ports import free_port
+from tests.support.ports import free_port
 
 PATIENCE = 20.0
 

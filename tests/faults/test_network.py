@@ -20,8 +20,8 @@ from asyncdist.config import Config
 from asyncdist.errors import GroupAbortedError, OperationTimeoutError, PeerLostError
 from asyncdist.testing.cluster import world_of
 from asyncdist.testing.faults import proxied_world
-from asyncdist.testing.ports import free_port
 from asyncdist.testing.stopwatch import Stopwatch
+from tests.support.ports import free_port
 
 GREETING = 12 + 32  # magic and nonce
 PROOF = GREETING + 32

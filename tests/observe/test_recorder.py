@@ -15,10 +15,10 @@ import torch
 from asyncdist.config import Config
 from asyncdist.errors import GroupError, UsageError
 from asyncdist.testing.cluster import world_of
-from asyncdist.testing.devices import devices_of
 from asyncdist.tracing import desync_report
 from asyncdist.tracing import dump_signal as on_demand
 from asyncdist.tracing.recorder import Recorder
+from tests.support.devices import devices_of
 
 
 async def test_a_group_that_fails_is_written(tmp_path, transport):

@@ -11,8 +11,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from asyncdist.testing.cluster import run_ranks, world_of
-from asyncdist.testing.devices import devices_of
 from asyncdist.tracing import profiler as spans
+from tests.support.devices import devices_of
 
 
 def profiled():

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncdist.testing.ports import free_port
+from tests.support.ports import free_port
 
 pytestmark = pytest.mark.processes
 PROGRAM = Path(__file__).parent / "program_launched.py"

@@ -9,7 +9,7 @@ from asyncdist.base.topology import InterfaceAddress, is_loopback
 from asyncdist.config import Config, Launch
 from asyncdist.errors import AddressError, LookUpTimeoutError, RendezvousTimeoutError
 from asyncdist.rendezvous import addresses
-from asyncdist.testing.ports import free_port
+from tests.support.ports import free_port
 
 OURS = "10.0.0.7"
 

@@ -11,7 +11,7 @@ from asyncdist.errors import AuthenticationError, RendezvousError, RendezvousTim
 from asyncdist.rendezvous import addresses, sources
 from asyncdist.rendezvous.addresses import outward
 from asyncdist.store import StoreServer
-from asyncdist.testing.ports import free_port
+from tests.support.ports import free_port
 
 HOST = "127.0.0.1"
 

@@ -29,8 +29,8 @@ from asyncdist.store import AsyncPrefixStore, AsyncStore, FileStore, HashStore, 
 from asyncdist.store.client import connect as dialling
 from asyncdist.store.protocol.c10d import Code
 from asyncdist.testing.faults import Proxy
-from asyncdist.testing.ports import free_port
 from asyncdist.testing.stopwatch import Stopwatch
+from tests.support.ports import free_port
 
 
 async def world_of(meet_as, size, init_method=None, **arguments):

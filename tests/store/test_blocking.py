@@ -34,7 +34,7 @@ from asyncdist.store.client.blocking import Connection
 from asyncdist.store.protocol.chunking import Parcel
 from asyncdist.store.server.server import StoreServer
 from asyncdist.testing.faults import Proxy
-from asyncdist.testing.ports import free_port
+from tests.support.ports import free_port
 
 UNIT, LONG = 0.05, 10.0
 CONFIG = Config(token="a token for tests")

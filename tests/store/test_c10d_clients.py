@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from asyncdist.store import TCPStore
-from asyncdist.testing.daemon import started
+from tests.support.daemon import started
 
 pytestmark = pytest.mark.processes
 

@@ -25,7 +25,7 @@ from asyncdist.bench.store.c10d_peer import Peer
 from asyncdist.config import Config
 from asyncdist.store import StoreServer, TCPStore
 from asyncdist.store.protocol.c10d import Code
-from asyncdist.testing.ports import free_port
+from tests.support.ports import free_port
 
 OURS, TORCHS = "asyncdist", "torch"
 

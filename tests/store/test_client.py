@@ -26,7 +26,7 @@ from asyncdist.errors import (
 from asyncdist.store import AsyncPrefixStore, AsyncStore, StoreServer, TCPStore
 from asyncdist.store.client import connect as dialling
 from asyncdist.store.protocol import operations
-from asyncdist.testing.ports import free_port
+from tests.support.ports import free_port
 
 UNIT, LONG = 0.05, 10.0
 """Seconds: a limit that is to pass, and one that must not."""

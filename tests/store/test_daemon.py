@@ -13,7 +13,7 @@ import pytest
 from asyncdist.config import Config
 from asyncdist.errors import StoreConnectionError
 from asyncdist.store import TCPStore
-from asyncdist.testing.ports import free_port
+from tests.support.ports import free_port
 
 LONG = 20.0
 CONFIG = Config(token="a token for tests", store_reconnect=0.0)

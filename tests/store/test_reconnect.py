@@ -37,7 +37,7 @@ from asyncdist.store.protocol.operations import Kind, Op, Reason, Reply
 from asyncdist.store.state.model import KEPT_ANSWERS, Contents
 from asyncdist.store.state.sessions import Member, Members
 from asyncdist.testing.faults import Proxy
-from asyncdist.testing.ports import free_port
+from tests.support.ports import free_port
 
 TOKEN, LONG, SHORT = "a token for tests", 20.0, 0.2
 CONFIG = Config(token=TOKEN)

@@ -11,10 +11,10 @@ from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 from asyncdist.base.background_loop import runtime
 from asyncdist.store import StoreServer, TCPStore
 from asyncdist.store.protocol import operations
-from asyncdist.testing.daemon import started
 from asyncdist.testing.faults import Proxy
 from asyncdist.torch_backend.url_handler import rendezvous
 from asyncdist.torchrun import handler
+from tests.support.daemon import started
 
 pytestmark = pytest.mark.processes
 PROGRAM = Path(__file__).parent / "program_at_daemon.py"

@@ -16,8 +16,8 @@ from asyncdist.base.topology import is_loopback
 from asyncdist.config import Config
 from asyncdist.rendezvous.addresses import outward
 from asyncdist.store import TCPStore
-from asyncdist.testing.daemon import started
 from asyncdist.torchrun import handler
+from tests.support.daemon import started
 
 pytestmark = pytest.mark.processes
 HERE = Path(__file__).parent

@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from asyncdist.engine.work import joined
 from asyncdist.errors import GroupAbortedError
-from asyncdist.testing.devices import PretendStreams, Queued, device_group
 from asyncdist.torch_backend import ProcessGroup
 from asyncdist.torch_backend.torch_work import Work
+from tests.support.devices import PretendStreams, Queued, device_group
 
 
 @pytest.fixture

@@ -67,11 +67,11 @@ class PretendNccl:
         raw = (255 - next(self._numbers) % 256).to_bytes(1, "little") * UNIQUE_ID_NBYTES
         return tuple(np.frombuffer(raw, np.int8).tolist()) if self.signed else raw
 
-    def groupStart(self) -> None:  # noqa: N802
+    def groupStart(self) -> None:
         assert self.calls is None, "groups are not nested here"
         self._group.calls = []
 
-    def groupEnd(self) -> None:  # noqa: N802
+    def groupEnd(self) -> None:
         calls, self._group.calls = self.calls, None
         assert calls is not None, "groupEnd without groupStart"
         _do(calls)
