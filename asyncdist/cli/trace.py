@@ -53,7 +53,7 @@ def trace(folder: Path, calls: int, plot: Path | None, seconds: float, perfetto:
         if len(worlds) > 1:
             size = records[0].world_size
             ranks = f"{size} rank{'s' * (size > 1)}"
-            console.print(f"{story.name_of(records)} of {ranks}", style="bold", markup=False)
+            console.print(f"{desync_report.name_of(records)} of {ranks}", style="bold", markup=False)
         _show(records, calls, console)
     if older := sum(map(len, found[len(worlds) :])):
         console.print(f"{older} file{'s' * (older > 1)} of older worlds in {folder} left out", markup=False)

@@ -37,7 +37,7 @@ from asyncdist.engine.loop_watcher import Lookout
 from asyncdist.engine.machine import Failing, Finishable, Machine, Wait
 from asyncdist.engine.waker import Bell
 from asyncdist.errors import LoopThreadError
-from asyncdist.idle import IdleWatch
+from asyncdist.engine.idle_watch import IdleWatch
 
 _yield_core: Callable[[], None] = getattr(os, "sched_yield", lambda: None)
 _SLICE = 1e-3  # seconds for which the loop driver goes on before it lets the loop's other callbacks run

@@ -49,7 +49,7 @@ def test_stages_are_gone_through_in_order_after_the_programs_own_end_and_whateve
 
 IMPORTS = """
 import importlib, sys
-from asyncdist import lifetime
+from asyncdist.base import lifecycle as lifetime
 
 class Holder:
     def end_with_process(self):
@@ -76,7 +76,7 @@ def test_parts_end_in_one_order_however_they_are_imported(turned):
 CHILDREN = """
 import asyncdist.store
 import multiprocessing, sys
-from asyncdist import lifetime
+from asyncdist.base import lifecycle as lifetime
 
 class Holder:
     def end_with_process(self):
@@ -100,7 +100,7 @@ def test_peers_hear_goodbye_before_children_are_joined():
 
 FORK = """
 import os
-from asyncdist import lifetime
+from asyncdist.base import lifecycle as lifetime
 
 def fail():
     print("fails", flush=True)

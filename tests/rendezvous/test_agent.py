@@ -111,9 +111,9 @@ async def test_no_token_is_left_where_other_hosts_can_read_it(meet_as):
 def outside():
     """This host's address towards the outside, from which a store takes no clients of torch's."""
     address = outward(Config())
-    if is_loopback(addresses):
+    if is_loopback(address):
         pytest.skip("this machine has no address but loopback")
-    return addresses
+    return address
 
 
 async def test_an_agents_store_that_is_ours_and_on_another_host(meet_as, outside, caplog):

@@ -216,7 +216,7 @@ def test_segment_of_a_header_with_a_wrong_checksum_is_begun_anew_with_a_warning(
     (tmp_path / "log-1").write_bytes(bytes(log_format.HEADER_NBYTES))
     with caplog.at_level(logging.WARNING):
         opened(tmp_path)[0].close()
-    assert f"begin {tmp_path}/log-1 anew, which has {log.HEADER_NBYTES} bytes and no whole header" in caplog.text
+    assert f"begin {tmp_path}/log-1 anew, which has {log_format.HEADER_NBYTES} bytes and no whole header" in caplog.text
 
 
 def misplaced(frames: list[bytes]) -> Iterator[tuple[int, list[bytes]]]:
