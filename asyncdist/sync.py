@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from asyncdist.base.background_loop import runtime
+from asyncdist.base.background_loop import background_loop
 from asyncdist.base.deadline import Timeout
 from asyncdist.base.ops import ReduceOp, premul_sum
 from asyncdist.engine.work import Work
 from asyncdist.groups import default_world
-from asyncdist.groups.collectives_api import Face, P2POp
+from asyncdist.groups.collectives_api import CollectivesApi, P2POp
 from asyncdist.groups.default_world import (
     GroupMember,
     get_backend,
@@ -69,7 +69,7 @@ def init_process_group(
     default_world.begin_initialization(enable_reconfigure)
     world: World | None = None
     try:
-        world = runtime().run(
+        world = background_loop().run(
             open_world(
                 backend=backend,
                 init_method=init_method,
@@ -94,7 +94,7 @@ def destroy_process_group(group: default_world.AnyGroup = None) -> None:
 
 def _close(world: World) -> None:
     world.leave()
-    runtime().run(world.close())
+    background_loop().run(world.close())
 
 
 @contextmanager
@@ -108,7 +108,7 @@ def process_group(
     group_name: str = "",
 ) -> Iterator[Group]:
     """Hold a world of its own, independent of the default one: ``with process_group(...) as group:``."""
-    world = runtime().run(
+    world = background_loop().run(
         open_world(
             backend=backend,
             init_method=init_method,
@@ -139,7 +139,7 @@ def _value(work: Work) -> Any:
 
 ProcessGroup = Group  # torch's name, for annotations
 
-_face: Face[Work | None, Any] = Face(_finish, _value, blocking=True)
+_face: CollectivesApi[Work | None, Any] = CollectivesApi(_finish, _value, blocking=True)
 
 all_gather = _face.all_gather
 all_gather_coalesced = _face.all_gather_coalesced

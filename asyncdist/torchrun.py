@@ -16,6 +16,6 @@ def handler() -> Callable[[Any], Any]:
 
 
 def _make(parameters: Any) -> Any:
-    from asyncdist.torch_backend.rendezvous_handler import make
+    from asyncdist.torch_backend.rendezvous_handler import make_handler
 
-    return make(parameters)
+    return make_handler(parameters)

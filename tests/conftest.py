@@ -23,7 +23,7 @@ import hypothesis
 import pytest
 import pytest_asyncio
 
-from asyncdist.base.background_loop import runtime
+from asyncdist.base.background_loop import background_loop
 from asyncdist.memory.shared_arena import arena
 from asyncdist.testing.cluster import run_ranks
 from asyncdist.testing.stopwatch import Stopwatch
@@ -200,7 +200,7 @@ def _left(threads: set[threading.Thread], descriptors: Counter[str], processes: 
 @pytest.fixture(scope="session", autouse=True)
 def _settled() -> None:
     """Start what lives as long as the process, and set aside what the garbage collector need not look at again."""
-    runtime()
+    background_loop()
     arena()
     gc.collect()
     gc.freeze()
@@ -209,11 +209,11 @@ def _settled() -> None:
 @pytest.fixture(autouse=True)
 def nothing_left_over() -> Iterator[None]:
     """Fail the test that leaves something behind."""
-    runtime()
+    background_loop()
     arena()
     before = set(threading.enumerate()), _descriptors(), _processes()
     yield
-    runtime()  # a test may have closed it
+    background_loop()  # a test may have closed it
     since = None
     while left := _left(*before):
         gc.collect()

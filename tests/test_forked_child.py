@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from asyncdist.base.background_loop import new_loop, runtime
+from asyncdist.base.background_loop import background_loop, new_loop
 from asyncdist.config import Config
 from asyncdist.store import AsyncStore, FileStore, StoreServer, TCPStore
 from asyncdist.store.server.listener import unix_socket
@@ -77,7 +77,7 @@ def test_child_keeps_no_socket_of_a_store_and_its_clients(run, secured, tmp_path
     config = Config(token="a token", **(TLS if secured else {}))
 
     async def program():
-        runtime()
+        background_loop()
         with socket.socket() as probe:  # the first socket opens what the process keeps for all
             probe.bind(("127.0.0.1", 0))
         before = set(opened().values())
@@ -110,7 +110,7 @@ def test_child_keeps_no_socket_of_a_store_and_its_clients(run, secured, tmp_path
 @pytest.mark.parametrize(("transport", "more"), [("tcp", {}), ("tcp", TLS), ("shm", {})])
 def test_child_keeps_no_socket_between_ranks(run, transport, more):
     async def program():
-        runtime()
+        background_loop()
         before = set(opened().values())
         config = Config(token="a token", **more)
         async with world_of(3, transport=transport, config=config) as groups:

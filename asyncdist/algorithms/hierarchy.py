@@ -30,7 +30,7 @@ _COPY = 0.2e-9  # seconds a byte that goes through shared memory
 
 
 @dataclass(frozen=True)
-class Layout:
+class NodeLayout:
     """The islands of a group, as seen by one member. Members are ranks in the group, islands in order of their first."""
 
     islands: tuple[tuple[int, ...], ...]
@@ -81,7 +81,7 @@ class Layout:
             yield members[start : start + self.rails]
 
 
-def layout(members: Sequence[int], own: int, shares: Callable[[int, int], bool]) -> Layout | None:
+def layout(members: Sequence[int], own: int, shares: Callable[[int, int], bool]) -> NodeLayout | None:
     """Return how the members of a group lie, from who shares memory with whom; None where that gives no hierarchy.
 
     ``members`` are world ranks by rank in the group, ``own`` is ours. There is none if all or no two share memory, or if
@@ -98,7 +98,7 @@ def layout(members: Sequence[int], own: int, shares: Callable[[int, int], bool])
             homes[0].append(rank)
     if len(islands) < 2 or len(islands) == len(members):
         return None
-    return Layout(tuple(map(tuple, islands)), members.index(own))
+    return NodeLayout(tuple(map(tuple, islands)), members.index(own))
 
 
 def among(members: Sequence[int], schedule: Schedule) -> Schedule:
@@ -137,7 +137,7 @@ def part_count(nbytes: int, rails: int, segment_nbytes: int) -> int:
     )
 
 
-def slices_pay(nbytes: int, where: Layout, model: Model) -> bool:
+def slices_pay(nbytes: int, where: NodeLayout, model: Model) -> bool:
     """Say whether an all-reduce had better go over each rail in slices than whole over all of them at once.
 
     Whole, it is reduced inside once and then known to each carrier, so nothing need be spread: one meeting less, for as

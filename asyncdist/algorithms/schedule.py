@@ -13,7 +13,7 @@ work and would go on, or the number of the member for whom it waits. It is resum
 The rules that make a step safe, which the simulator in `asyncdist.testing` checks:
 
 * no place of a step overlaps another one of it, except that several ``Send`` may share theirs;
-* every ``Send`` has its ``Recv`` or ``Reduce`` of equal size at the peer.
+* every ``Send`` has its ``Recv`` or ``ReduceTraffic`` of equal size at the peer.
 """
 
 from __future__ import annotations

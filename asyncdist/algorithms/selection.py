@@ -164,7 +164,7 @@ def forced_by(config: Config) -> dict[str, str]:
         raise UsageError(f"ASYNCDIST_ALGORITHM={config.algorithm!r}: {error}") from None
 
 
-class Row(NamedTuple):
+class SelectionRow(NamedTuple):
     """What the model thinks of one size. ``microseconds`` by schedule; ``None`` where one cannot run."""
 
     nbytes: int
@@ -179,10 +179,10 @@ def explain(
     *,
     model: Model = DEFAULT,
     forced: Mapping[str, str] | None = None,
-) -> list[Row]:
+) -> list[SelectionRow]:
     """Return what `choose` would say, and why, for each of ``sizes`` in bytes."""
     return [
-        Row(
+        SelectionRow(
             nbytes,
             choose(collective, nbytes, size, model=model, forced=forced),
             {

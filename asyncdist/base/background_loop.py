@@ -31,7 +31,7 @@ except ImportError:  # Windows, or an interpreter that uvloop does not know yet
     from asyncio import new_event_loop as new_loop
 
 
-class Runtime:
+class BackgroundLoop:
     """One event loop in a thread of its own."""
 
     def __init__(self) -> None:
@@ -121,11 +121,11 @@ def on_loop(loop: asyncio.AbstractEventLoop | None, coroutine: Coroutine[Any, An
     return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, loop))
 
 
-_current: Runtime | None = None
+_current: BackgroundLoop | None = None
 _lock = threading.Lock()
 
 
-def runtime() -> Runtime:
+def background_loop() -> BackgroundLoop:
     """Return the process's runtime; start it if there is none (also after a fork, which leaves threads behind).
 
     One that is being closed is still the one, for what is left on its loop; and in a process that ends there is no other
@@ -134,16 +134,16 @@ def runtime() -> Runtime:
     global _current
     with _lock:
         if _current is None or (_current.closed and not lifecycle.ending()):
-            _current = Runtime()
+            _current = BackgroundLoop()
         return _current
 
 
-def close_runtime(timeout: float | None = None) -> None:
-    """Stop the process's runtime if there is one, as `Runtime.close` does; the next `runtime()` starts a new one."""
+def close_background_loop(timeout: float | None = None) -> None:
+    """Stop the process's runtime if there is one, as `BackgroundLoop.close` does; the next `background_loop()` starts a new one."""
     with _lock:
         current = _current
     if current is not None:
         current.close(timeout)
 
 
-lifecycle.at_exit(lifecycle.Stage.LOOP, lambda: close_runtime(_AT_EXIT))
+lifecycle.at_exit(lifecycle.Stage.LOOP, lambda: close_background_loop(_AT_EXIT))

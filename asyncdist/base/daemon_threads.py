@@ -26,7 +26,7 @@ _AT_EXIT = 2.0
 """Seconds that a process that ends leaves to the calls that go on."""
 
 
-class Errands(concurrent.futures.Executor):
+class DaemonThreadPool(concurrent.futures.Executor):
     """Daemon threads that make calls, ``most`` at a time. A thread comes when it is needed, and goes with `shutdown`."""
 
     def __init__(self, name: str, most: int) -> None:
@@ -89,9 +89,11 @@ class Errands(concurrent.futures.Executor):
             del future, call  # or what they hold lives on while we wait
 
 
-async def apart(function: Callable[[], T]) -> T:
+async def run_in_daemon_thread(function: Callable[[], T]) -> T:
     """Make a call that may take long and does nothing but answer, in a thread of its own: who is cancelled leaves it."""
-    errands = Errands("asyncdist-apart", most=1)  # and not the loop's own: those keep their threads, and wait for them
+    errands = DaemonThreadPool(
+        "asyncdist-apart", most=1
+    )  # and not the loop's own: those keep their threads, and wait for them
     try:
         return await asyncio.get_running_loop().run_in_executor(errands, function)
     finally:
@@ -109,7 +111,7 @@ def _make(future: Future[Any], call: Callable[[], Any]) -> None:
         future.set_result(value)
 
 
-_all: weakref.WeakSet[Errands] = weakref.WeakSet()
+_all: weakref.WeakSet[DaemonThreadPool] = weakref.WeakSet()
 
 
 def _at_exit() -> None:

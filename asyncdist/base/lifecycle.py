@@ -35,13 +35,13 @@ class Stage(IntEnum):
     """The background loop is wound down."""
 
 
-class Holder(Protocol):
+class ProcessHooks(Protocol):
     """One who holds connections."""
 
     def end_with_process(self) -> None:
         """Say goodbye for a program that ends without closing us. Must not wait."""
 
-    def leave_to_parent(self) -> None:
+    def after_fork_in_child(self) -> None:
         """Touch the connections no more: this is a forked child. No other thread runs, and locks may be held for ever."""
 
 
@@ -54,7 +54,7 @@ class Descriptor(Protocol):
 
 _at_exit: list[tuple[Stage, Callable[[], object]]] = []
 _after_fork: list[Callable[[], object]] = []
-_holders: weakref.WeakSet[Holder] = weakref.WeakSet()
+_holders: weakref.WeakSet[ProcessHooks] = weakref.WeakSet()
 _descriptors: weakref.WeakSet[Descriptor] = weakref.WeakSet()
 _ending = False
 
@@ -74,12 +74,12 @@ def ending() -> bool:
     return _ending
 
 
-def watch(holder: Holder) -> None:
-    """Have a holder told until `unwatch`, or until it is collected."""
+def register_hooks(holder: ProcessHooks) -> None:
+    """Have a holder told until `unregister_hooks`, or until it is collected."""
     _holders.add(holder)
 
 
-def unwatch(holder: Holder) -> None:
+def unregister_hooks(holder: ProcessHooks) -> None:
     """Tell it no more: it has closed."""
     _holders.discard(holder)
 
@@ -118,7 +118,7 @@ def _say_goodbye() -> None:
 
 def _leave_to_parent() -> None:
     for holder in list(_holders):
-        holder.leave_to_parent()
+        holder.after_fork_in_child()
     _holders.clear()
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 
 
-class Reminders:
+class TimerTable:
     """Actions by what they are about, each with its monotonic time. False while there is none."""
 
     __slots__ = ("_due",)

@@ -50,7 +50,7 @@ def same_family(one: str, other: str) -> bool:
     return (":" in one) == (":" in other)
 
 
-def named(candidates: Iterable[InterfaceAddress], rule: str) -> list[InterfaceAddress]:
+def addresses_of_interface(candidates: Iterable[InterfaceAddress], rule: str) -> list[InterfaceAddress]:
     """Return the candidates whose interface a rule lets through.
 
     ``eth,ib`` lets through names that begin so, ``=eth0,eth1`` exactly these, ``^lo,docker`` and ``^=lo`` all others.
@@ -68,7 +68,7 @@ def named(candidates: Iterable[InterfaceAddress], rule: str) -> list[InterfaceAd
     return [candidate for candidate in candidates if matches(candidate.interface) != excluding]
 
 
-def choose(candidates: Sequence[InterfaceAddress], route: str | None = None) -> str | None:
+def choose_address(candidates: Sequence[InterfaceAddress], route: str | None = None) -> str | None:
     """Return the address to advertise: ``route`` if it is among the candidates, else the most reachable; None of none.
 
     ``route`` is the local end of the way to the store; it also says which family peers can be expected to reach.

@@ -10,13 +10,13 @@ import sys
 from pathlib import Path
 
 from asyncdist.bench.machine import installed
-from asyncdist.bench.plan import Plan
+from asyncdist.bench.plan import BenchPlan
 
 BY_MPI = "mpi"
 """What a rank process is told in place of its rank when it has to ask MPI."""
 
 
-def commands(plan: Plan, folder: Path) -> list[list[str]]:
+def commands(plan: BenchPlan, folder: Path) -> list[list[str]]:
     """Return what to execute: one command a rank, or one for all where they have to speak MPI."""
     program = [sys.executable, "-P", "-m", "asyncdist.bench", str(folder)]
     if plan.through:  # torch.distributed has no word for a transport

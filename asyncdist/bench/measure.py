@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from asyncdist.bench.contenders.contenders import Contender, Start
-from asyncdist.bench.plan import Plan, in_turns, rounds
+from asyncdist.bench.plan import BenchPlan, in_turns, rounds
 from asyncdist.bench.result import Timing
 from asyncdist.bench.workloads.collectives import Traffic, traffic
 
@@ -35,7 +35,9 @@ def entered(contenders: Sequence[Contender], collective: str, rank: int, ranks: 
     return entries
 
 
-def measure(entries: Sequence[Entry], start: Start, plan: Plan, tell: Callable[[float], None]) -> dict[str, Timing]:
+def measure(
+    entries: Sequence[Entry], start: Start, plan: BenchPlan, tell: Callable[[float], None]
+) -> dict[str, Timing]:
     """Check every contender's result once, then time them; call it on every rank with the same plan.
 
     All entries are of one collective at one size. ``tell`` hears how much of the case is done, between 0 and 1. Raises

@@ -13,7 +13,7 @@ _INSTANT = struct.Struct("!q")
 _AHEAD_NS = 40_000
 
 
-class Pace:
+class StartPacer:
     """A barrier after which all ranks go on at the same instant.
 
     Rank 0 hears that everyone is there and names an instant of the clock that processes of one host share; everyone

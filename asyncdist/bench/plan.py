@@ -43,7 +43,7 @@ _CALLS_BEYOND = (12, 1)
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class BenchPlan:
     """One run. ``against`` are names from `RIVALS`, ``through`` from `WAYS`, ``steps`` from `STEPS`.
 
     The first of ``transports`` is that of "asyncdist", "registered", "awaited" and "torch"; each further one is a

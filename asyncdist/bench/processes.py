@@ -16,9 +16,9 @@ from typing import Any
 
 from asyncdist.bench import launch
 from asyncdist.bench.machine import machine
-from asyncdist.bench.plan import Plan
+from asyncdist.bench.plan import BenchPlan
 from asyncdist.bench.rank import MEETING
-from asyncdist.bench.result import Report, Row
+from asyncdist.bench.result import Report, ResultRow
 from asyncdist.errors import BenchmarkError, UnsupportedError
 
 _LOOK_EVERY = 0.2  # seconds between looks whether who has not reported yet still lives
@@ -29,7 +29,7 @@ _TERMINATION = 5.0  # seconds that they get to end when told to
 Program = subprocess.Popen[bytes]
 
 
-def run(plan: Plan, progress: Callable[[float, Row | None], None] = lambda done, row: None) -> Report:
+def run(plan: BenchPlan, progress: Callable[[float, ResultRow | None], None] = lambda done, row: None) -> Report:
     """Measure what the plan says in processes of our own and return the report.
 
     ``progress`` hears what share is done, and each row as it comes. Raises BenchmarkError when a rank fails or a result
@@ -62,7 +62,7 @@ _WORDS = "stderr"  # the file, in the run's folder, of what the processes say on
 
 
 @contextlib.contextmanager
-def _started(plan: Plan, folder: Path) -> Iterator[list[Connection]]:
+def _started(plan: BenchPlan, folder: Path) -> Iterator[list[Connection]]:
     """Start the ranks; yield their pipes, by rank, when all have the plan. None of them outlives the block."""
     programs: list[Program] = []
     with contextlib.ExitStack() as stack:
@@ -93,7 +93,7 @@ def _listen(server: socket.socket, path: Path, ranks: int) -> None:
 
 
 def _met(
-    plan: Plan, server: socket.socket, programs: Sequence[Program], words: Path, stack: contextlib.ExitStack
+    plan: BenchPlan, server: socket.socket, programs: Sequence[Program], words: Path, stack: contextlib.ExitStack
 ) -> list[Connection]:
     """Wait until every rank has reported, tell them the plan and each other's ports, and return their pipes."""
     pipes: dict[int, Connection] = {}

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from asyncdist.bench import pacing_sockets
 from asyncdist.bench.launch import BY_MPI
-from asyncdist.bench.plan import Plan
+from asyncdist.bench.plan import BenchPlan
 from asyncdist.errors import AsyncdistError, UnsupportedError
 
 MEETING = "meeting"
@@ -62,31 +62,31 @@ def _end_with(pipe: Connection) -> None:
         os._exit(1)
 
 
-def _run(plan: Plan, rank: int, table: Sequence[socket.socket | None], folder: Path, pipe: Connection) -> None:
+def _run(plan: BenchPlan, rank: int, table: Sequence[socket.socket | None], folder: Path, pipe: Connection) -> None:
     import torch
 
     from asyncdist.bench.contenders import plain_sockets
     from asyncdist.bench.contenders.contenders import Contender, open_contenders, torch_groups
     from asyncdist.bench.measure import entered, measure
-    from asyncdist.bench.pace import Pace
-    from asyncdist.bench.result import Row
+    from asyncdist.bench.pace import StartPacer
+    from asyncdist.bench.result import ResultRow
 
     torch.set_num_threads(1)
     if plan.pin:
         _pin(rank)
-    pace = Pace(rank, table)
-    progress = _Progress(pipe, plan.parts) if rank == 0 else None
+    pace = StartPacer(rank, table)
+    progress = _RankProgress(pipe, plan.parts) if rank == 0 else None
     tell: Callable[[float], None] = progress or (lambda share: None)
 
-    def row(contenders: Sequence[Contender], collective: str, nbytes: int) -> Row:
+    def row(contenders: Sequence[Contender], collective: str, nbytes: int) -> ResultRow:
         entries = entered(contenders, collective, rank, plan.ranks, nbytes)
         timings = measure(entries, pace, plan, tell)
-        return Row(collective, entries[0][1].nbytes if nbytes else 0, plan.ranks, timings)
+        return ResultRow(collective, entries[0][1].nbytes if nbytes else 0, plan.ranks, timings)
 
     if plan.device != "cpu":
         from asyncdist.bench.workloads import device
 
-        for each in device.measure(plan, rank, folder, pace, tell):
+        for each in device.measure_device(plan, rank, folder, pace, tell):
             if progress is not None:
                 pipe.send(("device_row", each))
                 progress.next()
@@ -115,7 +115,7 @@ def _pin(rank: int) -> None:
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
 
 
-class _Progress:
+class _RankProgress:
     """Tells how much of the run is done, not too often."""
 
     def __init__(self, pipe: Connection, parts: int) -> None:

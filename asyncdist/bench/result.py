@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
-from asyncdist.bench.plan import RIVALS, WAYS, Plan
+from asyncdist.bench.plan import RIVALS, WAYS, BenchPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +28,8 @@ class Timing:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One collective at one size. ``timings`` by contender: see `Plan.contenders`."""
+class ResultRow:
+    """One collective at one size. ``timings`` by contender: see `BenchPlan.contenders`."""
 
     collective: str
     nbytes: int
@@ -131,9 +131,9 @@ class Training:
 class Report:
     """Everything that a run has found."""
 
-    plan: Plan
+    plan: BenchPlan
     machine: dict[str, str]
-    rows: list[Row] = field(default_factory=list)
+    rows: list[ResultRow] = field(default_factory=list)
     device_rows: list[DeviceRow] = field(default_factory=list)
     training: list[Training] = field(default_factory=list)
 
@@ -148,7 +148,7 @@ class Report:
         }
 
 
-def _row(row: Row) -> dict[str, Any]:
+def _row(row: ResultRow) -> dict[str, Any]:
     return {
         "collective": row.collective,
         "nbytes": row.nbytes,

@@ -17,7 +17,7 @@ from asyncdist.bench.plan import (
     STEPS,
     THROUGH_TORCH,
     WAYS,
-    Plan,
+    BenchPlan,
     left_out,
 )
 from asyncdist.cli import list_options
@@ -25,7 +25,7 @@ from asyncdist.cli.option_types import NewFile, NewFolder, written
 from asyncdist.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from asyncdist.bench.result import Report, Row
+    from asyncdist.bench.result import Report, ResultRow
 
 _SIZES = "4,1K,64K,256K,1M,4M,25M,100M"
 _SIZES_ON_DEVICES = "4K,64K,1M,25M,100M,1G"
@@ -154,7 +154,7 @@ def bench(
     if ranks < 2:
         raise click.BadParameter("one rank has nobody to speak with", param_hint="--ranks")
     _check_before_measuring(plot_file, output)
-    plan = Plan(
+    plan = BenchPlan(
         collectives=tuple(dict.fromkeys(collectives)) or (THROUGH_TORCH if through else ("all_reduce",)),
         sizes=sizes or list_options.read_sizes(_SIZES),
         ranks=ranks,
@@ -167,7 +167,7 @@ def bench(
         repeat=repeat,
         pin=pin,
     )
-    with _Progress() as progress:
+    with _ProgressBar() as progress:
         report = run(plan, progress.update)
     _print(report, to_stderr=str(json_file) == "-")
     _write(report, json_file, plot_file, output)
@@ -193,8 +193,8 @@ def _on_devices(
         raise UnsupportedError(f"nothing was measured, as there is no CUDA device: {missing}")
     possible = tuple(name for name in ON_DEVICES if name != "send" or ranks > 1)
     wanted = tuple(dict.fromkeys(collectives)) or possible
-    plan = Plan(wanted, sizes or list_options.read_sizes(_SIZES_ON_DEVICES), ranks, repeat=repeat, device="cuda")
-    with _Progress() as progress:
+    plan = BenchPlan(wanted, sizes or list_options.read_sizes(_SIZES_ON_DEVICES), ranks, repeat=repeat, device="cuda")
+    with _ProgressBar() as progress:
         report = run(plan, progress.update)
     _tell_of_devices(report, json_file, output)
 
@@ -208,12 +208,12 @@ def _tell_of_devices(report: Report, json_file: Path | None, output: Path | None
     words = f"{report.device_rows[0].device}; {about(report)}"
     for line in (words, *device_table.notes(report)):
         console.print(line, style="dim", soft_wrap=True, markup=False)
-    for table in device_table.tables(report):
+    for table in device_table.device_tables(report):
         console.print(table)
     figures = _write_figures(report, json_file)
     if output is not None:
         with written(output):
-            (output / "device.md").write_text(device_table.markdown(report, words), encoding="utf-8")
+            (output / "device.md").write_text(device_table.device_markdown(report, words), encoding="utf-8")
             (output / "device.json").write_text(figures, encoding="utf-8")
 
 
@@ -242,7 +242,7 @@ def _check_before_measuring(plot_file: Path | None, output: Path | None) -> None
         require(plot_file)
 
 
-class _Progress:
+class _ProgressBar:
     """A bar on stderr while ranks measure; nothing where that is no terminal."""
 
     def __init__(self) -> None:
@@ -263,7 +263,7 @@ class _Progress:
         )
         self._task = self._bar.add_task("starting the ranks", total=1.0)
 
-    def __enter__(self) -> _Progress:
+    def __enter__(self) -> _ProgressBar:
         self._bar.start()
         self._bar.refresh()
         return self
@@ -271,7 +271,7 @@ class _Progress:
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
-    def update(self, done: float, row: Row | None) -> None:
+    def update(self, done: float, row: ResultRow | None) -> None:
         """Draw what share is done and the newest figure."""
         from asyncdist.bench.report.table import duration, size
 

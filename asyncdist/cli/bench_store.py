@@ -47,8 +47,8 @@ def bench_store(
     asyncdist bench store --output docs/bench
     asyncdist bench store --only theirs --clients 8
     """
-    from asyncdist.bench.report.store_table import about, left_out, markdown, table
-    from asyncdist.bench.store.benchmark import StorePlan, run
+    from asyncdist.bench.report.store_table import about_store, left_out, store_markdown, table
+    from asyncdist.bench.store.benchmark import StorePlan, run_store_benchmark
     from asyncdist.cli.console import screen
 
     err = screen(stderr=True)
@@ -60,13 +60,13 @@ def bench_store(
         clients=clients,
         parts=parts,
     )
-    report = run(plan, lambda doing: err.print(doing, style="dim"))
+    report = run_store_benchmark(plan, lambda doing: err.print(doing, style="dim"))
     console = screen()
-    for line in (about(report), *left_out(report)):
+    for line in (about_store(report), *left_out(report)):
         console.print(line, style="dim", soft_wrap=True, markup=False)
     console.print(table(report))
     if output is not None:
         figures = json.dumps(report.as_json(), indent=1, ensure_ascii=False)
         with written(output):
-            (output / "store.md").write_text(markdown(report), encoding="utf-8")
+            (output / "store.md").write_text(store_markdown(report), encoding="utf-8")
             (output / "store.json").write_text(figures + "\n", encoding="utf-8")

@@ -11,7 +11,7 @@ from click.core import ParameterSource
 
 from asyncdist.cli.logs import FORMATS, LEVELS, log_to_stderr
 from asyncdist.cli.option_types import Seconds, SocketFile
-from asyncdist.cli.store_commands import QUESTIONS, Target
+from asyncdist.cli.store_commands import QUESTIONS, StoreTarget
 from asyncdist.config import Config, whole_number
 
 
@@ -89,7 +89,7 @@ def store(ctx: click.Context, /, **given: Any) -> None:
     """
     if ctx.invoked_subcommand is not None:
         _check_is_an_address(ctx)
-        ctx.obj = Target(given["host"], given["port"], given["unix"], _tls(given))
+        ctx.obj = StoreTarget(given["host"], given["port"], given["unix"], _tls(given))
         return
     log_to_stderr(given["log_format"], given["log_level"])
     _serve(ctx, given)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from asyncdist.store import AsyncStore
 
 
-class Target(NamedTuple):
+class StoreTarget(NamedTuple):
     """Where the store is that is asked."""
 
     host: str
@@ -42,7 +42,7 @@ def _address(command: Callable[..., None]) -> Callable[..., Any]:
 
 def _run(ctx: click.Context, given: dict[str, Any], ask: Callable[[AsyncStore], Coroutine[Any, Any, None]]) -> None:
     """Connect, ask, hang up."""
-    target: Target = ctx.obj
+    target: StoreTarget = ctx.obj
     host, port = given["host"] or target.host, given["port"] or target.port
     unix = given["unix"] or (None if given["host"] or given["port"] else target.unix)
     try:

@@ -58,7 +58,7 @@ def _announced(console: Console, title: str, group: str) -> None:
     rows = []
     for name in registry.names(group):
         try:
-            kind = registry.load(name, group)
+            kind = registry.load_class(name, group)
         except TransportUnavailableError as error:
             rows.append((0, name, f"[red]no[/]: {escape(str(error))}", ""))
             continue
@@ -145,7 +145,7 @@ def choice(console: Console, config: Config, collective: str, ranks: int, sizes:
     )
 
 
-def _predicted(row: selection.Row, name: str) -> str:
+def _predicted(row: selection.SelectionRow, name: str) -> str:
     microseconds = row.microseconds[name]
     if microseconds is None:
         return "[dim]cannot run[/]"

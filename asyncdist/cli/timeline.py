@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncdist.bench.report.plot import require as require
-from asyncdist.tracing.desync_report import Call, Record, name_of
+from asyncdist.tracing.desync_report import TracedCall, TraceRecord, name_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Worlds = Sequence[Sequence[Record]]
+Worlds = Sequence[Sequence[TraceRecord]]
 
 # Okabe and Ito's colours, which the colour-blind can tell apart; what is commonest in training comes first. They have
 # eight, one of them for what is stuck: a receive has a darker shade of its send.
@@ -63,7 +63,7 @@ def figure_of(worlds: Worlds, seconds: float = 0.0) -> Figure:
     return figure
 
 
-def _draw_world(axes: Axes, records: Sequence[Record], begin: float, end: float) -> dict[str, str]:
+def _draw_world(axes: Axes, records: Sequence[TraceRecord], begin: float, end: float) -> dict[str, str]:
     """Draw the operations of one world between two moments; return the colour of each kind that is seen."""
     shown: dict[str, str] = {}
     for row, record in enumerate(records):
@@ -86,11 +86,11 @@ def _draw_world(axes: Axes, records: Sequence[Record], begin: float, end: float)
     return shown
 
 
-def _all(records: Sequence[Record]) -> Iterator[tuple[Record, Call]]:
+def _all(records: Sequence[TraceRecord]) -> Iterator[tuple[TraceRecord, TracedCall]]:
     return ((record, call) for record in records for call in record.calls)
 
 
-def _look_of(call: Call) -> tuple[str, str]:
+def _look_of(call: TracedCall) -> tuple[str, str]:
     """Return what a call is named in the picture, and its colour."""
     if call.finished is None:
         return "not over", _STUCK
@@ -122,7 +122,7 @@ def export(worlds: Worlds, path: Path) -> None:
     path.write_text(json.dumps({"traceEvents": events}), encoding="utf-8")
 
 
-def _event(process: int, record: Record, call: Call, first: float) -> dict[str, Any]:
+def _event(process: int, record: TraceRecord, call: TracedCall, first: float) -> dict[str, Any]:
     until = record.written if call.finished is None else call.finished
     return {
         "ph": "X",

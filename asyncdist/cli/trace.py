@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from asyncdist.tracing.desync_report import Call, Pace, Record, Standing
+    from asyncdist.tracing.desync_report import RankPace, RankPosition, TracedCall, TraceRecord
 
 _GROUPS = 8  # groups that get a table, those that are held up first
 
@@ -67,7 +67,7 @@ def trace(folder: Path, calls: int, plot: Path | None, seconds: float, perfetto:
         console.print(f"written to {perfetto}: open it at https://ui.perfetto.dev", markup=False)
 
 
-def _show(records: Sequence[Record], calls: int, console: Console) -> None:
+def _show(records: Sequence[TraceRecord], calls: int, console: Console) -> None:
     """Print what is to be said of one world."""
     from asyncdist.tracing import desync_report
 
@@ -83,7 +83,7 @@ def _show(records: Sequence[Record], calls: int, console: Console) -> None:
         console.print(f"and {len(standings) - _GROUPS} more groups, in which nothing is held up longer")
 
 
-def _table(standing: Standing, records: Sequence[Record], paces: dict[int, Pace]) -> Table:
+def _table(standing: RankPosition, records: Sequence[TraceRecord], paces: dict[int, RankPace]) -> Table:
     from rich.markup import escape
     from rich.table import Table
 
@@ -120,7 +120,7 @@ def _table(standing: Standing, records: Sequence[Record], paces: dict[int, Pace]
     return table
 
 
-def _last_calls(standing: Standing, records: Sequence[Record], count: int) -> Table:
+def _last_calls(standing: RankPosition, records: Sequence[TraceRecord], count: int) -> Table:
     from rich.markup import escape
     from rich.table import Table
 
@@ -140,7 +140,7 @@ def _last_calls(standing: Standing, records: Sequence[Record], count: int) -> Ta
     return table
 
 
-def _cell(number: int, call: Call | None, record: Record, group: str) -> str:
+def _cell(number: int, call: TracedCall | None, record: TraceRecord, group: str) -> str:
     if call is None:
         return "[red]not called[/]" if record.last(group) < number else "forgotten"
     if call.finished is None:
@@ -148,7 +148,7 @@ def _cell(number: int, call: Call | None, record: Record, group: str) -> str:
     return _time(call.finished - call.issued)
 
 
-def _named(number: int | None, calls: Mapping[int, Call]) -> str:
+def _named(number: int | None, calls: Mapping[int, TracedCall]) -> str:
     from rich.markup import escape
 
     if number is None:

@@ -1,6 +1,6 @@
 """From a call with tensors to a plan: which schedule, over which memory, with what arithmetic around it.
 
-Each function takes the caller (`Member`) and the call's arguments (peers as ranks in the group), checks them, and
+Each function takes the caller (`GroupContext`) and the call's arguments (peers as ranks in the group), checks them, and
 returns a `Plan`. Large tensors are cut into parts: one a lane where there are several, and segments where a part needs
 memory of its own, of which a window of two is open at a time.
 """
@@ -20,19 +20,28 @@ from asyncdist.algorithms.schedule import Recv, Schedule, Send
 from asyncdist.algorithms.selection import Model, choose
 from asyncdist.base.ops import Collective, ReduceOp, Reduction
 from asyncdist.collectives import validation
-from asyncdist.collectives.hierarchical import Islands
+from asyncdist.collectives.hierarchical import HierarchicalCollectives
 from asyncdist.config import Config
 from asyncdist.engine.operation import Plan
 from asyncdist.errors import UsageError
-from asyncdist.memory.buffers import DTYPE_NUMBERS, NOTHING, Blocks, Memory, Scratch, Target, apart, to_read
-from asyncdist.transport.native import Kind, Native
+from asyncdist.memory.buffers import (
+    DTYPE_NUMBERS,
+    NOTHING,
+    Memory,
+    OutputTensor,
+    Scratch,
+    TensorBlocks,
+    copy_overlapping_inputs,
+    input_memory,
+)
+from asyncdist.transport.native import CallSignature, Native
 from asyncdist.transport.wire_format import Fingerprint, shape_checksum
 
 _KEPT_CHOICES = 4096
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Member:
+class GroupContext:
     """Who calls: rank and size in the group, and the world's settings."""
 
     rank: int
@@ -44,7 +53,7 @@ class Member:
     window: int = 2  # parts that go on at once
     choices: dict[tuple[str, int, bool], str] = field(default_factory=dict)
     native: Native | None = None  # what does whole collectives without links
-    islands: Islands | None = None  # what does them partly so, if the group lies on several hosts
+    islands: HierarchicalCollectives | None = None  # what does them partly so, if the group lies on several hosts
 
     def peer(self, rank: int, what: str) -> int:
         """Return a rank of the group; UsageError if it is none."""
@@ -62,7 +71,7 @@ class Member:
         """Return what runs a whole collective without links, None if it goes over links, as one that is forced does."""
         return None if collective in self.forced else self.native
 
-    def islands_for(self, collective: str) -> Islands | None:
+    def islands_for(self, collective: str) -> HierarchicalCollectives | None:
         """Return what runs a collective over several hosts, None if that goes over links alone."""
         return None if collective in self.forced else self.islands
 
@@ -101,12 +110,12 @@ def fingerprint(
     ).pack()
 
 
-def stripes(who: Member, memory: Memory) -> Iterable[Memory]:
+def stripes(who: GroupContext, memory: Memory) -> Iterable[Memory]:
     """Cut memory into one part a lane if it is large enough for several."""
     lanes = who.config.lanes
     if lanes <= 1 or memory.nbytes < who.config.stripe_nbytes:
         return (memory,)
-    parts = Blocks.split(memory, lanes)
+    parts = TensorBlocks.split(memory, lanes)
     return [parts[lane] for lane in range(lanes)]
 
 
@@ -115,22 +124,22 @@ def segments(memory: Memory, count: int) -> Iterator[Memory]:
         yield memory.slice(start, min(memory.count, start + count))
 
 
-def striped_blocks(who: Member, blocks: Sequence[Memory] | Blocks) -> Iterable[list[Memory] | Blocks]:
+def striped_blocks(who: GroupContext, blocks: Sequence[Memory] | TensorBlocks) -> Iterable[list[Memory] | TensorBlocks]:
     """Cut every block into one part a lane; block ``i`` of each part belongs to rank ``i`` still."""
     lanes = who.config.lanes
     if lanes <= 1 or sum(blocks[rank].nbytes for rank in range(who.size)) < who.config.stripe_nbytes:
-        return (blocks,) if isinstance(blocks, Blocks) else (list(blocks),)
-    cut = [Blocks.split(blocks[rank], lanes) for rank in range(who.size)]
+        return (blocks,) if isinstance(blocks, TensorBlocks) else (list(blocks),)
+    cut = [TensorBlocks.split(blocks[rank], lanes) for rank in range(who.size)]
     return [[block[lane] for block in cut] for lane in range(lanes)]
 
 
 # -- moving ---------------------------------------------------------------------------------------
 
 
-def broadcast(who: Member, tensor: Any, root: int) -> Plan:
+def broadcast(who: GroupContext, tensor: Any, root: int) -> Plan:
     """Copy the root's tensor to every rank."""
     who.peer(root, "src")
-    target = Target(tensor)
+    target = OutputTensor(tensor)
     memory = target.memory
 
     def finish() -> Any:
@@ -141,7 +150,7 @@ def broadcast(who: Member, tensor: Any, root: int) -> Plan:
     native = who.native_for("broadcast")
     if native is not None:
         start = functools.partial(native.broadcast, memory=memory, root=root)
-        kind = Kind(Collective.broadcast, call, memory.dtype, (memory.count,), root=root)
+        kind = CallSignature(Collective.broadcast, call, memory.dtype, (memory.count,), root=root)
         return Plan(native=start, fingerprint=call, finish=finish, nbytes=memory.nbytes, kind=kind)
     islands = who.islands_for("broadcast")
     if islands is not None:
@@ -157,20 +166,20 @@ def broadcast(who: Member, tensor: Any, root: int) -> Plan:
 
 
 def all_gather_lists(
-    who: Member, pairs: Sequence[tuple[Sequence[Any], Any]], value: Any, what: str = "tensor_list"
+    who: GroupContext, pairs: Sequence[tuple[Sequence[Any], Any]], value: Any, what: str = "tensor_list"
 ) -> Plan:
     """Gather each pair's tensor into its list, one entry a rank; several pairs are coalesced."""
-    rows = [(validation.targets(outputs, who.size, what), to_read(tensor)) for outputs, tensor in pairs]
+    rows = [(validation.targets(outputs, who.size, what), input_memory(tensor)) for outputs, tensor in pairs]
     finish = validation.storing([target for row, _ in rows for target in row], value)
     return all_gather(who, [([target.memory for target in row], own) for row, own in rows], finish)
 
 
-def all_gather_list(who: Member, outputs: Sequence[Any], tensor: Any) -> Plan:
+def all_gather_list(who: GroupContext, outputs: Sequence[Any], tensor: Any) -> Plan:
     """Gather every rank's tensor into a list."""
     return all_gather_lists(who, [(outputs, tensor)], outputs)
 
 
-def all_gather_coalesced(who: Member, tensor_lists: Sequence[Sequence[Any]], tensors: Sequence[Any]) -> Plan:
+def all_gather_coalesced(who: GroupContext, tensor_lists: Sequence[Sequence[Any]], tensors: Sequence[Any]) -> Plan:
     """Gather several tensors as one operation: rank ``r``'s ``tensors[i]`` into ``tensor_lists[r][i]``."""
     validation.check_length(tensor_lists, who.size, "output_tensor_lists")
     if not tensors or any(len(row) != len(tensors) for row in tensor_lists):
@@ -179,15 +188,15 @@ def all_gather_coalesced(who: Member, tensor_lists: Sequence[Sequence[Any]], ten
     return all_gather_lists(who, pairs, tensor_lists, "output_tensor_lists")
 
 
-def all_gather_single(who: Member, output: Any, tensor: Any) -> Plan:
+def all_gather_single(who: GroupContext, output: Any, tensor: Any) -> Plan:
     """Gather every rank's tensor into one, one after the other in its memory."""
-    target = Target(output)
+    target = OutputTensor(output)
     blocks = validation.even(target.memory, who.size, "output")
-    return all_gather(who, [(blocks, to_read(tensor))], validation.storing([target], output))
+    return all_gather(who, [(blocks, input_memory(tensor))], validation.storing([target], output))
 
 
 def all_gather(
-    who: Member, pairs: Sequence[tuple[Sequence[Memory] | Blocks, Memory]], finish: Callable[[], Any]
+    who: GroupContext, pairs: Sequence[tuple[Sequence[Memory] | TensorBlocks, Memory]], finish: Callable[[], Any]
 ) -> Plan:
     """Gather every rank's input into the blocks of every rank; pairs of (blocks, own input), several when coalesced."""
     total = 0
@@ -202,11 +211,13 @@ def all_gather(
         total += sum(counts)
         layout += [DTYPE_NUMBERS[own.dtype], *counts]
     places = [blocks[rank] for blocks, _ in pairs for rank in range(who.size)]
-    owns = apart([own for _, own in pairs], places, {row: row * who.size + who.rank for row in range(len(pairs))})
+    owns = copy_overlapping_inputs(
+        [own for _, own in pairs], places, {row: row * who.size + who.rank for row in range(len(pairs))}
+    )
     pairs = [(blocks, owns[row]) for row, (blocks, _) in enumerate(pairs)]
     dtype = pairs[0][1].dtype
 
-    def part(blocks: list[Memory] | Blocks, algorithm: str) -> Schedule:
+    def part(blocks: list[Memory] | TensorBlocks, algorithm: str) -> Schedule:
         run = {"ring": ring.all_gather, "doubling": recursive_doubling.all_gather, "direct": pairwise.all_gather}[
             algorithm
         ]
@@ -216,7 +227,7 @@ def all_gather(
         for blocks, _ in pairs:
             nbytes = sum(blocks[rank].nbytes for rank in range(who.size))
             for stripe in striped_blocks(who, blocks):
-                yield part(stripe, who.choose("all_gather", nbytes, contiguous=isinstance(stripe, Blocks)))
+                yield part(stripe, who.choose("all_gather", nbytes, contiguous=isinstance(stripe, TensorBlocks)))
 
     collective = Collective.all_gather if len(pairs) == 1 else Collective.all_gather_coalesced
     call = fingerprint(collective, dtype, total, None, None, tuple(layout))
@@ -224,7 +235,7 @@ def all_gather(
     if native is not None:
         start = functools.partial(native.all_gather, rows=pairs)
         alike = len(pairs) == 1 and len(set(layout[1:])) == 1
-        kind = Kind(collective, call, dtype, (layout[1],)) if alike else None
+        kind = CallSignature(collective, call, dtype, (layout[1],)) if alike else None
         return Plan(native=start, fingerprint=call, finish=finish, nbytes=total * dtype.itemsize, kind=kind)
     for blocks, own in pairs:
         blocks[who.rank].tensor.copy_(own.tensor)
@@ -235,39 +246,39 @@ def all_gather(
     return Plan(parts(), call, None, finish, window=max(2, who.config.lanes), nbytes=total * dtype.itemsize)
 
 
-def gather(who: Member, gather_list: Sequence[Any] | None, tensor: Any, root: int) -> Plan:
+def gather(who: GroupContext, gather_list: Sequence[Any] | None, tensor: Any, root: int) -> Plan:
     """Gather every rank's tensor in the root's list."""
     who.peer(root, "dst")
-    own = to_read(tensor)
-    written: list[Target] = []
+    own = input_memory(tensor)
+    written: list[OutputTensor] = []
     if who.rank == root:
         written = validation.targets(gather_list, who.size, "gather_list on the destination rank")
         validation.same_sizes([target.memory for target in written], own, "gather_list")
     elif gather_list:
         raise UsageError(f"gather_list belongs to the destination, rank {root} of the group: pass None elsewhere")
     plan = _gather(who, own, [target.memory for target in written], root, validation.storing(written, gather_list))
-    plan.kind = Kind(Collective.gather, plan.fingerprint, own.dtype, (own.count,), root=root)
+    plan.kind = CallSignature(Collective.gather, plan.fingerprint, own.dtype, (own.count,), root=root)
     return plan
 
 
-def gather_single(who: Member, output: Any, tensor: Any, root: int) -> Plan:
+def gather_single(who: GroupContext, output: Any, tensor: Any, root: int) -> Plan:
     """Gather every rank's tensor in the root's output, one after the other in its memory."""
     who.peer(root, "dst")
-    own = to_read(tensor)
+    own = input_memory(tensor)
     if who.rank != root:
         return _gather(who, own, [], root, validation.storing([], None))
     if output is None:
         raise UsageError("gather_tensor on the destination rank is missing")
-    target = Target(output)
+    target = OutputTensor(output)
     parts = validation.even(target.memory, who.size, "gather_tensor")
     blocks = [parts[rank] for rank in range(who.size)]
     validation.same_sizes(blocks, own, "gather_tensor")
     return _gather(who, own, blocks, root, validation.storing([target], output))
 
 
-def _gather(who: Member, own: Memory, blocks: list[Memory], root: int, finish: Callable[[], Any]) -> Plan:
+def _gather(who: GroupContext, own: Memory, blocks: list[Memory], root: int, finish: Callable[[], Any]) -> Plan:
     if who.rank == root:
-        (own,) = apart([own], blocks, {0: root})
+        (own,) = copy_overlapping_inputs([own], blocks, {0: root})
         blocks[root].tensor.copy_(own.tensor)
     call = fingerprint(Collective.gather, own.dtype, (own.count,), None, root)
     nbytes = own.nbytes * who.size
@@ -278,15 +289,15 @@ def _gather(who: Member, own: Memory, blocks: list[Memory], root: int, finish: C
     return Plan((pairwise.gather(who.rank, who.size, root, own, blocks),), call, None, finish, nbytes=nbytes)
 
 
-def scatter(who: Member, tensor: Any, scatter_list: Sequence[Any] | None, root: int) -> Plan:
+def scatter(who: GroupContext, tensor: Any, scatter_list: Sequence[Any] | None, root: int) -> Plan:
     """Give each rank its tensor of the root's list."""
     who.peer(root, "src")
-    target = Target(tensor)
+    target = OutputTensor(tensor)
     memory, blocks = target.memory, []
     if who.rank == root:
         blocks = validation.listed(scatter_list, who.size, "scatter_list on the source rank")
         validation.same_sizes(blocks, memory, "scatter_list")
-        blocks = apart(blocks, [memory], {root: 0})
+        blocks = copy_overlapping_inputs(blocks, [memory], {root: 0})
         memory.tensor.copy_(blocks[who.rank].tensor)
     elif scatter_list:
         raise UsageError(f"scatter_list belongs to the source, rank {root} of the group: pass None elsewhere")
@@ -295,12 +306,12 @@ def scatter(who: Member, tensor: Any, scatter_list: Sequence[Any] | None, root: 
     native = who.native_for("scatter")
     if native is not None:
         start = functools.partial(native.scatter, own=memory, blocks=blocks, root=root)
-        kind = Kind(Collective.scatter, call, memory.dtype, (memory.count,), root=root)
+        kind = CallSignature(Collective.scatter, call, memory.dtype, (memory.count,), root=root)
         return Plan(native=start, fingerprint=call, finish=finish, nbytes=nbytes, kind=kind)
     return Plan((pairwise.scatter(who.rank, who.size, root, memory, blocks),), call, None, finish, nbytes=nbytes)
 
 
-def all_to_all_lists(who: Member, output_list: Sequence[Any], input_list: Sequence[Any]) -> Plan:
+def all_to_all_lists(who: GroupContext, output_list: Sequence[Any], input_list: Sequence[Any]) -> Plan:
     """Send ``input_list[i]`` to rank ``i``, and receive from it into ``output_list[i]``."""
     written = validation.targets(output_list, who.size, "output_tensor_list")
     outgoing = validation.listed(input_list, who.size, "input_tensor_list")
@@ -309,16 +320,18 @@ def all_to_all_lists(who: Member, output_list: Sequence[Any], input_list: Sequen
 
 
 def all_to_all_single(
-    who: Member, output: Any, tensor: Any, output_sizes: Sequence[int] | None, input_sizes: Sequence[int] | None
+    who: GroupContext, output: Any, tensor: Any, output_sizes: Sequence[int] | None, input_sizes: Sequence[int] | None
 ) -> Plan:
     """Exchange parts of one tensor, cut along the first dimension."""
-    target = Target(output)
+    target = OutputTensor(output)
     incoming = validation.split_by(target.memory, output, output_sizes, who.size, "output")
-    outgoing = validation.split_by(to_read(tensor), tensor, input_sizes, who.size, "input")
+    outgoing = validation.split_by(input_memory(tensor), tensor, input_sizes, who.size, "input")
     return all_to_all(who, incoming, outgoing, validation.storing([target], output))
 
 
-def all_to_all(who: Member, incoming: Sequence[Memory], outgoing: Sequence[Memory], finish: Callable[[], Any]) -> Plan:
+def all_to_all(
+    who: GroupContext, incoming: Sequence[Memory], outgoing: Sequence[Memory], finish: Callable[[], Any]
+) -> Plan:
     """Send block ``i`` of ``outgoing`` to rank ``i``, and receive its block for us into ``incoming[i]``."""
     own_in, own_out = incoming[who.rank], outgoing[who.rank]
     if own_in.count != own_out.count or own_in.dtype is not own_out.dtype:
@@ -327,12 +340,12 @@ def all_to_all(who: Member, incoming: Sequence[Memory], outgoing: Sequence[Memor
         )
     call = fingerprint(Collective.all_to_all, own_out.dtype, 0, None, None)
     nbytes = sum(block.nbytes for block in outgoing)
-    outgoing = apart(outgoing, incoming, {who.rank: who.rank})
+    outgoing = copy_overlapping_inputs(outgoing, incoming, {who.rank: who.rank})
     native = who.native_for("all_to_all")
     if native is not None:
         start = functools.partial(native.all_to_all, incoming=incoming, outgoing=outgoing)
         alike = all(block.count == own_out.count for block in (*incoming, *outgoing))
-        kind = Kind(Collective.all_to_all, call, own_out.dtype, (own_out.count,)) if alike else None
+        kind = CallSignature(Collective.all_to_all, call, own_out.dtype, (own_out.count,)) if alike else None
         return Plan(native=start, fingerprint=call, finish=finish, nbytes=nbytes, kind=kind)
     own_in.tensor.copy_(outgoing[who.rank].tensor)
     parts = [
@@ -342,26 +355,28 @@ def all_to_all(who: Member, incoming: Sequence[Memory], outgoing: Sequence[Memor
     return Plan(parts, call, None, finish, window=max(1, len(parts)), nbytes=nbytes)
 
 
-def _split_each(who: Member, blocks: Sequence[Memory]) -> list[list[Memory]]:
+def _split_each(who: GroupContext, blocks: Sequence[Memory]) -> list[list[Memory]]:
     """Cut blocks of any sizes into one part a lane; sizes differ between ranks, so the cut must not depend on them."""
     lanes = max(1, who.config.lanes)
-    cut = [Blocks.split(block, lanes) for block in blocks]
+    cut = [TensorBlocks.split(block, lanes) for block in blocks]
     return [[block[lane] for block in cut] for lane in range(lanes)]
 
 
-def barrier(who: Member) -> Plan:
+def barrier(who: GroupContext) -> Plan:
     """Return when every rank has come."""
     call = fingerprint(Collective.barrier, None, 0, None, None)
     native = who.native_for("barrier")
     if native is not None:
-        return Plan(native=native.barrier, fingerprint=call, kind=Kind(Collective.barrier, call, torch.uint8, (0,)))
+        return Plan(
+            native=native.barrier, fingerprint=call, kind=CallSignature(Collective.barrier, call, torch.uint8, (0,))
+        )
     islands = who.islands_for("barrier")
     if islands is not None:
         return Plan(islands.barrier(call), call)
     return Plan((recursive_doubling.barrier(who.rank, who.size, NOTHING, NOTHING),), call)
 
 
-def monitored_barrier(who: Member) -> Plan:
+def monitored_barrier(who: GroupContext) -> Plan:
     """Have rank 0 hear from everybody before it lets anybody go, so that it can name who did not come."""
 
     def part() -> Schedule:

@@ -34,21 +34,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from asyncdist.algorithms import pairwise, recursive_doubling, ring, tree
-from asyncdist.algorithms.hierarchy import Layout, among, gather_runs, part_count, slices_pay
+from asyncdist.algorithms.hierarchy import NodeLayout, among, gather_runs, part_count, slices_pay
 from asyncdist.algorithms.schedule import Reduce, Schedule, Send
 from asyncdist.algorithms.selection import Model, choose
 from asyncdist.base.ops import Reduction
-from asyncdist.memory.buffers import NOTHING, Blocks, Memory, Scratch
+from asyncdist.memory.buffers import NOTHING, Memory, Scratch, TensorBlocks
 from asyncdist.memory.reduce_kernels import Arithmetic, arithmetic, divide
 from asyncdist.transport.native import Native
 
 Part = Callable[[int], Schedule]
 """Makes the schedule of a part, given the first of its numbers."""
 
-Sources = Sequence[Memory] | Blocks
+Sources = Sequence[Memory] | TensorBlocks
 
 
-class Islands:
+class HierarchicalCollectives:
     """The collectives of one group over its islands; ``native`` does those of ours, None if we are alone there.
 
     ``call`` is the fingerprint of what was called. Methods give the parts of a plan; at most `window` of them go on.
@@ -56,7 +56,7 @@ class Islands:
 
     window = 4
 
-    def __init__(self, where: Layout, native: Native | None, model: Model, scratch: Scratch) -> None:
+    def __init__(self, where: NodeLayout, native: Native | None, model: Model, scratch: Scratch) -> None:
         self._where = where
         self._native = native
         self._model = model
@@ -97,7 +97,7 @@ class Islands:
             for memory in memories:
                 sliced = slices_pay(memory.nbytes, self._where, self._model)
                 run, meetings = (self._all_reduce_slices, 2) if sliced else (self._all_reduce_whole, 1)
-                blocks = Blocks.split(memory, self._cut(memory.nbytes))
+                blocks = TensorBlocks.split(memory, self._cut(memory.nbytes))
                 for part in range(len(blocks)):
                     yield meetings, _bound(run, call, blocks[part], how)
 
@@ -128,7 +128,7 @@ class Islands:
             self._scratch.give(scratch)
             self._settle(own, result, how)
             return
-        blocks, results = Blocks.split(own, hosts), Blocks.split(result, hosts)
+        blocks, results = TensorBlocks.split(own, hosts), TensorBlocks.split(result, hosts)
         yield from ring.reduce_scatter(place, hosts, blocks)
         self._settle(blocks[place], results[place], how)
         yield from ring.all_gather(place, hosts, results)
@@ -160,15 +160,15 @@ class Islands:
                 self._settle(own, piece, how)
 
         # one rail carries all: it is the root's own that everything goes to
-        blocks = Blocks.split(memory, part_count(memory.nbytes, 1, self._model.segment_nbytes))
+        blocks = TensorBlocks.split(memory, part_count(memory.nbytes, 1, self._model.segment_nbytes))
         return self._numbered((1, _bound(part, blocks[place])) for place in range(len(blocks)))
 
     def reduce_scatter(self, inputs: Sources, own: Memory, op: Reduction, call: int) -> Iterator[Schedule]:
         """Leave in ``own`` the reduction of everybody's ``inputs[rank]``; inputs are only read."""
         how = arithmetic(op, own.dtype)
         count = self._cut(sum(inputs[rank].nbytes for rank in range(self._size)))
-        cut = [Blocks.split(inputs[rank], count) for rank in range(self._size)]
-        owns, where = Blocks.split(own, count), self._where
+        cut = [TensorBlocks.split(inputs[rank], count) for rank in range(self._size)]
+        owns, where = TensorBlocks.split(own, count), self._where
         meetings = 1 + sum(len(list(where.turns(other))) for other in range(self._hosts) if other != where.island)
 
         def part(number: int, which: int) -> Schedule:
@@ -214,7 +214,7 @@ class Islands:
         def parts() -> Iterator[tuple[int, Part]]:
             for row in rows:
                 count = self._cut(sum(row[rank].nbytes for rank in range(self._size)))
-                cut = [Blocks.split(row[rank], count) for rank in range(self._size)]
+                cut = [TensorBlocks.split(row[rank], count) for rank in range(self._size)]
                 for which in range(count):
                     yield meetings, _bound(self._gather_row, call, [blocks[which] for blocks in cut])
 
@@ -262,7 +262,7 @@ class Islands:
             if where.island != home:
                 yield from self._all_gather(number, call, [slices])
 
-        blocks = Blocks.split(memory, self._cut(memory.nbytes))
+        blocks = TensorBlocks.split(memory, self._cut(memory.nbytes))
         return self._numbered((1, _bound(part, blocks[place])) for place in range(len(blocks)))
 
     def barrier(self, call: int) -> Iterator[Schedule]:
@@ -299,7 +299,7 @@ class Islands:
 
     def _slices(self, memory: Memory) -> list[Memory]:
         """Cut memory into a slice a rail, and an empty one for each member of our island that is on none."""
-        blocks = Blocks.split(memory, self._where.rails)
+        blocks = TensorBlocks.split(memory, self._where.rails)
         return self._on_rails([blocks[rail] for rail in range(self._where.rails)])
 
     def _on_rails(self, blocks: list[Memory]) -> list[Memory]:

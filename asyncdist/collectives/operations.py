@@ -1,6 +1,6 @@
 """The operations on tensors among some ranks, each one line: a plan, handed to whoever carries it out.
 
-`Calls` is what a `Group` and its part on a device have in common. Ranks in arguments are ranks in the group; the faces
+`CollectiveOps` is what a `Group` and its part on a device have in common. Ranks in arguments are ranks in the group; the faces
 (`asyncdist`, `asyncdist.sync`) translate global ones.
 """
 
@@ -16,12 +16,12 @@ from asyncdist.collectives import data_movement, reductions
 from asyncdist.engine.operation import Plan
 from asyncdist.engine.work import Work
 from asyncdist.errors import UsageError
-from asyncdist.memory.torch_compile import left_alone
+from asyncdist.memory.torch_compile import excluded_from_compile
 
 T = TypeVar("T")
 
 
-class How(TypedDict, total=False):
+class CallOptions(TypedDict, total=False):
     """How an operation is driven.
 
     ``background`` (the default) lets it go on by itself; else the method returns when it is over, well or badly: call
@@ -32,11 +32,11 @@ class How(TypedDict, total=False):
     timeout: Timeout
 
 
-@left_alone
-class Calls(ABC):
+@excluded_from_compile
+class CollectiveOps(ABC):
     """Some ranks of a world, in an order of their own, and the operations among them on tensors.
 
-    ``ranks`` are global ranks, by rank in the group. Methods start an operation and return its `Work`. Each takes `How`
+    ``ranks`` are global ranks, by rank in the group. Methods start an operation and return its `Work`. Each takes `CallOptions`
     as keywords.
     """
 
@@ -44,7 +44,7 @@ class Calls(ABC):
     ranks: tuple[int, ...]
     timeout: float
     _rank: int
-    _who: data_movement.Member
+    _who: data_movement.GroupContext
 
     # -- who we are ----------------------------------------------------------------------------
 
@@ -59,7 +59,7 @@ class Calls(ABC):
     # -- the one path --------------------------------------------------------------------------
 
     @abstractmethod
-    def _at(self, value: Any) -> Calls:
+    def _at(self, value: Any) -> CollectiveOps:
         """Return who carries a tensor, or the first of a list: these ranks where it lies in the host's memory."""
 
     def refused(self, name: str, error: UsageError) -> None:
@@ -75,11 +75,17 @@ class Calls(ABC):
             raise
 
     @abstractmethod
-    def _issue(self, name: str, plan: Plan, how: How) -> Work:
+    def _issue(self, name: str, plan: Plan, how: CallOptions) -> Work:
         """Start a collective."""
 
     def _call(
-        self, name: str, first: Any, make: Callable[..., Plan], tensors: tuple[Any, ...], how: How, *more: Hashable
+        self,
+        name: str,
+        first: Any,
+        make: Callable[..., Plan],
+        tensors: tuple[Any, ...],
+        how: CallOptions,
+        *more: Hashable,
     ) -> Work:
         """Start the collective that ``make(who, *tensors, *more)`` plans, where ``first`` lies, one of the tensors.
 
@@ -87,42 +93,46 @@ class Calls(ABC):
         """
         return self._named(self._begin, name, first, make, (*tensors, *more), how)
 
-    def _begin(self, name: str, first: Any, make: Callable[..., Plan], args: tuple[Any, ...], how: How) -> Work:
+    def _begin(self, name: str, first: Any, make: Callable[..., Plan], args: tuple[Any, ...], how: CallOptions) -> Work:
         at = self._at(first)
         return at._issue(name, make(at._who, *args), how)
 
     @abstractmethod
-    def _send(self, name: str, tensor: Any, peer: int, tag: int, how: How) -> Work:
+    def _send(self, name: str, tensor: Any, peer: int, tag: int, how: CallOptions) -> Work:
         """Start to send."""
 
     @abstractmethod
-    def _receive(self, name: str, tensor: Any, peer: int | None, tag: int, how: How) -> Work:
+    def _receive(self, name: str, tensor: Any, peer: int | None, tag: int, how: CallOptions) -> Work:
         """Start to receive."""
 
     # -- reductions ----------------------------------------------------------------------------
 
-    def all_reduce(self, tensor: Any, op: Reduction = ReduceOp.SUM, **how: Unpack[How]) -> Work:
+    def all_reduce(self, tensor: Any, op: Reduction = ReduceOp.SUM, **how: Unpack[CallOptions]) -> Work:
         """Reduce ``tensor`` over the ranks, in place, with the same bits on every rank."""
         return self._call("all_reduce", tensor, reductions.all_reduce, (tensor,), how, op)
 
-    def all_reduce_coalesced(self, tensors: Sequence[Any], op: Reduction = ReduceOp.SUM, **how: Unpack[How]) -> Work:
+    def all_reduce_coalesced(
+        self, tensors: Sequence[Any], op: Reduction = ReduceOp.SUM, **how: Unpack[CallOptions]
+    ) -> Work:
         """Reduce several tensors of one dtype over the ranks as one operation."""
         make = reductions.all_reduce_coalesced
         return self._named(self._begin, "all_reduce_coalesced", tensors, make, (tensors, op), how)
 
-    def reduce(self, tensor: Any, dst: int, op: Reduction = ReduceOp.SUM, **how: Unpack[How]) -> Work:
+    def reduce(self, tensor: Any, dst: int, op: Reduction = ReduceOp.SUM, **how: Unpack[CallOptions]) -> Work:
         """Reduce ``tensor`` to rank ``dst``; the other ranks' tensors keep their content."""
         return self._call("reduce", tensor, reductions.reduce, (tensor,), how, dst, op)
 
     def reduce_scatter(
-        self, output: Any, input_list: Sequence[Any], op: Reduction = ReduceOp.SUM, **how: Unpack[How]
+        self, output: Any, input_list: Sequence[Any], op: Reduction = ReduceOp.SUM, **how: Unpack[CallOptions]
     ) -> Work:
         """Reduce ``input_list[i]`` over the ranks into rank ``i``'s ``output``; sizes may differ by rank."""
         tensors = output, input_list
         make = reductions.reduce_scatter_list
         return self._call("reduce_scatter", output, make, tensors, how, op)
 
-    def reduce_scatter_single(self, output: Any, input: Any, op: Reduction = ReduceOp.SUM, **how: Unpack[How]) -> Work:
+    def reduce_scatter_single(
+        self, output: Any, input: Any, op: Reduction = ReduceOp.SUM, **how: Unpack[CallOptions]
+    ) -> Work:
         """Reduce the ``i``-th equal part of ``input`` over the ranks into rank ``i``'s ``output``."""
         tensors = output, input
         make = reductions.reduce_scatter_single
@@ -130,40 +140,40 @@ class Calls(ABC):
 
     # -- moving --------------------------------------------------------------------------------
 
-    def broadcast(self, tensor: Any, src: int, **how: Unpack[How]) -> Work:
+    def broadcast(self, tensor: Any, src: int, **how: Unpack[CallOptions]) -> Work:
         """Copy rank ``src``'s tensor into every rank's."""
         return self._call("broadcast", tensor, data_movement.broadcast, (tensor,), how, src)
 
-    def all_gather(self, tensor_list: Sequence[Any], tensor: Any, **how: Unpack[How]) -> Work:
+    def all_gather(self, tensor_list: Sequence[Any], tensor: Any, **how: Unpack[CallOptions]) -> Work:
         """Gather every rank's ``tensor`` into ``tensor_list``, by rank; sizes may differ by rank."""
         return self._call("all_gather", tensor, data_movement.all_gather_list, (tensor_list, tensor), how)
 
     def all_gather_coalesced(
-        self, tensor_lists: Sequence[Sequence[Any]], tensors: Sequence[Any], **how: Unpack[How]
+        self, tensor_lists: Sequence[Sequence[Any]], tensors: Sequence[Any], **how: Unpack[CallOptions]
     ) -> Work:
         """Gather several tensors as one operation: rank ``r``'s ``tensors[i]`` into ``tensor_lists[r][i]``."""
         args = tensor_lists, tensors
         return self._named(self._begin, "all_gather_coalesced", tensors, data_movement.all_gather_coalesced, args, how)
 
-    def all_gather_single(self, output: Any, input: Any, **how: Unpack[How]) -> Work:
+    def all_gather_single(self, output: Any, input: Any, **how: Unpack[CallOptions]) -> Work:
         """Gather every rank's ``input`` into ``output``, one after the other in its memory."""
         return self._call("all_gather_into_tensor", output, data_movement.all_gather_single, (output, input), how)
 
-    def gather(self, tensor: Any, gather_list: Sequence[Any] | None, dst: int, **how: Unpack[How]) -> Work:
+    def gather(self, tensor: Any, gather_list: Sequence[Any] | None, dst: int, **how: Unpack[CallOptions]) -> Work:
         """Gather every rank's tensor into ``gather_list`` on rank ``dst``; None elsewhere."""
         return self._call("gather", tensor, data_movement.gather, (gather_list, tensor), how, dst)
 
-    def gather_single(self, tensor: Any, output: Any, dst: int, **how: Unpack[How]) -> Work:
+    def gather_single(self, tensor: Any, output: Any, dst: int, **how: Unpack[CallOptions]) -> Work:
         """Gather every rank's tensor into rank ``dst``'s ``output``, one after the other; None elsewhere."""
         into = output if dst == self.rank() else None
         tensors = into, tensor
         return self._call("gather_into_tensor", tensor, data_movement.gather_single, tensors, how, dst)
 
-    def scatter(self, tensor: Any, scatter_list: Sequence[Any] | None, src: int, **how: Unpack[How]) -> Work:
+    def scatter(self, tensor: Any, scatter_list: Sequence[Any] | None, src: int, **how: Unpack[CallOptions]) -> Work:
         """Give rank ``i`` the ``i``-th tensor of rank ``src``'s ``scatter_list``; None elsewhere."""
         return self._call("scatter", tensor, data_movement.scatter, (tensor, scatter_list), how, src)
 
-    def all_to_all(self, output_list: Sequence[Any], input_list: Sequence[Any], **how: Unpack[How]) -> Work:
+    def all_to_all(self, output_list: Sequence[Any], input_list: Sequence[Any], **how: Unpack[CallOptions]) -> Work:
         """Send ``input_list[i]`` to rank ``i``, and receive from it into ``output_list[i]``; any sizes."""
         tensors = output_list, input_list
         return self._call("all_to_all", output_list, data_movement.all_to_all_lists, tensors, how)
@@ -174,23 +184,23 @@ class Calls(ABC):
         input: Any,
         output_split_sizes: Sequence[int] | None = None,
         input_split_sizes: Sequence[int] | None = None,
-        **how: Unpack[How],
+        **how: Unpack[CallOptions],
     ) -> Work:
         """Exchange parts of one tensor; split sizes count along the first dimension, equal parts if not given."""
         sizes = _hashable(output_split_sizes), _hashable(input_split_sizes)
         return self._call("all_to_all_single", output, data_movement.all_to_all_single, (output, input), how, *sizes)
 
-    def barrier(self, **how: Unpack[How]) -> Work:
+    def barrier(self, **how: Unpack[CallOptions]) -> Work:
         """Complete when every rank has called it."""
         return self._call("barrier", None, data_movement.barrier, (), how)
 
     # -- between two ranks ---------------------------------------------------------------------
 
-    def send(self, tensor: Any, dst: int, tag: int = 0, **how: Unpack[How]) -> Work:
+    def send(self, tensor: Any, dst: int, tag: int = 0, **how: Unpack[CallOptions]) -> Work:
         """Send ``tensor`` to rank ``dst``, complete when its memory may be changed."""
         return self._named(self._at(tensor)._send, "send", tensor, dst, tag, how)
 
-    def recv(self, tensor: Any, src: int | None = None, tag: int = 0, **how: Unpack[How]) -> Work:
+    def recv(self, tensor: Any, src: int | None = None, tag: int = 0, **how: Unpack[CallOptions]) -> Work:
         """Receive into ``tensor`` from rank ``src``, or from any rank; the value is the sender's global rank."""
         return self._named(self._at(tensor)._receive, "recv", tensor, src, tag, how)
 

@@ -13,11 +13,11 @@ import torch
 from asyncdist.algorithms import pairwise, ring, tree
 from asyncdist.algorithms.schedule import Recv, Schedule, Send
 from asyncdist.base.ops import Collective
-from asyncdist.collectives.data_movement import Member
+from asyncdist.collectives.data_movement import GroupContext
 from asyncdist.collectives.validation import check_length
 from asyncdist.engine.operation import Plan, RecvAny
 from asyncdist.errors import UsageError
-from asyncdist.memory.buffers import DTYPE_NUMBERS, Blocks, Memory, Target, to_read
+from asyncdist.memory.buffers import DTYPE_NUMBERS, Memory, OutputTensor, TensorBlocks, input_memory
 from asyncdist.memory.serialization import pack, unpack
 from asyncdist.transport.wire_format import Fingerprint
 
@@ -32,10 +32,10 @@ def _transfer(dtype: torch.dtype, count: int) -> int:
     return Fingerprint(Collective.send, dtype=DTYPE_NUMBERS[dtype], count=count & 0xFFFFFF).pack()
 
 
-def send(who: Member, tensor: Any, destination: int) -> Plan:
+def send(who: GroupContext, tensor: Any, destination: int) -> Plan:
     """Send a tensor to a member of the group."""
     who.other(destination, "dst")
-    memory = to_read(tensor)
+    memory = input_memory(tensor)
 
     def part() -> Schedule:
         yield (Send(destination, memory),)
@@ -43,11 +43,11 @@ def send(who: Member, tensor: Any, destination: int) -> Plan:
     return Plan((part(),), _transfer(memory.dtype, memory.count), nbytes=memory.nbytes, peer=destination)
 
 
-def receive(who: Member, tensor: Any, source: int | None, members: Sequence[int]) -> Plan:
+def receive(who: GroupContext, tensor: Any, source: int | None, members: Sequence[int]) -> Plan:
     """Receive into a tensor from a member, or from any (None); the value is the sender's world rank."""
     if source is not None:
         who.other(source, "src")
-    target = Target(tensor)
+    target = OutputTensor(tensor)
     memory = target.memory
     found: list[Any] = [None if source is None else members[source]]
 
@@ -75,12 +75,12 @@ def _blob(nbytes: int) -> Memory:
     return Memory(torch.empty(nbytes, dtype=torch.uint8, device="cpu"))
 
 
-def _packed(who: Member, value: Any, weights_only: bool) -> Memory:
+def _packed(who: GroupContext, value: Any, weights_only: bool) -> Memory:
     data = pack(value, allow_pickle=who.config.allow_pickle, weights_only=weights_only)
     return Memory(torch.frombuffer(bytearray(data), dtype=torch.uint8))
 
 
-def _unpacked(who: Member, memory: Memory, weights_only: bool) -> Any:
+def _unpacked(who: GroupContext, memory: Memory, weights_only: bool) -> Any:
     return unpack(memory.view, allow_pickle=who.config.allow_pickle, weights_only=weights_only)
 
 
@@ -91,7 +91,7 @@ def _object_plan(
     return Plan((part,), fingerprint, None, finish)
 
 
-def all_gather_object(who: Member, output: list[Any], value: Any, weights_only: bool) -> Plan:
+def all_gather_object(who: GroupContext, output: list[Any], value: Any, weights_only: bool) -> Plan:
     """Gather every rank's object into every rank's list."""
     check_length(output, who.size, "the output list")
     blobs: list[Memory] = []
@@ -100,7 +100,7 @@ def all_gather_object(who: Member, output: list[Any], value: Any, weights_only: 
     def part() -> Schedule:
         sizes = Memory(torch.zeros(who.size, dtype=torch.int64, device="cpu"))
         sizes.tensor[who.rank] = own.count
-        yield from pairwise.all_gather(who.rank, who.size, Blocks.split(sizes, who.size))
+        yield from pairwise.all_gather(who.rank, who.size, TensorBlocks.split(sizes, who.size))
         blobs.extend(own if rank == who.rank else _blob(int(n)) for rank, n in enumerate(sizes.tensor))
         yield from ring.all_gather(who.rank, who.size, blobs)
 
@@ -111,7 +111,7 @@ def all_gather_object(who: Member, output: list[Any], value: Any, weights_only: 
     return _object_plan(Collective.all_gather_object, part(), finish)
 
 
-def gather_object(who: Member, value: Any, output: list[Any] | None, root: int, weights_only: bool) -> Plan:
+def gather_object(who: GroupContext, value: Any, output: list[Any] | None, root: int, weights_only: bool) -> Plan:
     """Gather every rank's object into the root's list."""
     at_root = who.rank == who.peer(root, "dst")
     if at_root:
@@ -122,7 +122,7 @@ def gather_object(who: Member, value: Any, output: list[Any] | None, root: int, 
     def part() -> Schedule:
         sizes = Memory(torch.zeros(who.size, dtype=torch.int64, device="cpu"))
         sizes.tensor[who.rank] = own.count
-        yield from pairwise.gather(who.rank, who.size, root, _number(own.count), Blocks.split(sizes, who.size))
+        yield from pairwise.gather(who.rank, who.size, root, _number(own.count), TensorBlocks.split(sizes, who.size))
         if at_root:
             blobs.extend(own if rank == who.rank else _blob(int(n)) for rank, n in enumerate(sizes.tensor))
         yield from pairwise.gather(who.rank, who.size, root, own, blobs)
@@ -136,7 +136,7 @@ def gather_object(who: Member, value: Any, output: list[Any] | None, root: int, 
 
 
 def scatter_objects(
-    who: Member, output: list[Any], values: Sequence[Any] | None, root: int, weights_only: bool
+    who: GroupContext, output: list[Any], values: Sequence[Any] | None, root: int, weights_only: bool
 ) -> Plan:
     """Give each rank its object of the root's list, as the first element of ``output``."""
     who.peer(root, "src")
@@ -151,7 +151,7 @@ def scatter_objects(
     def part() -> Schedule:
         sizes = Memory(torch.tensor([blob.count for blob in blobs], dtype=torch.int64, device="cpu"))
         size = _number()
-        yield from pairwise.scatter(who.rank, who.size, root, size, Blocks.split(sizes, who.size))
+        yield from pairwise.scatter(who.rank, who.size, root, size, TensorBlocks.split(sizes, who.size))
         own = blobs[root] if who.rank == root else _blob(int(size.tensor[0]))
         received.append(own)
         yield from pairwise.scatter(who.rank, who.size, root, own, blobs)
@@ -163,7 +163,7 @@ def scatter_objects(
     return _object_plan(Collective.scatter_object_list, part(), finish, root)
 
 
-def broadcast_objects(who: Member, values: list[Any], root: int, weights_only: bool) -> Plan:
+def broadcast_objects(who: GroupContext, values: list[Any], root: int, weights_only: bool) -> Plan:
     """Replace every rank's list of objects by the root's; all lists have one length."""
     who.peer(root, "src")
     own = _packed(who, list(values), weights_only) if who.rank == root else None
@@ -193,7 +193,7 @@ def broadcast_objects(who: Member, values: list[Any], root: int, weights_only: b
 _MESSAGE = Fingerprint(Collective.send).pack()
 
 
-def send_objects(who: Member, values: Sequence[Any], destination: int, weights_only: bool) -> Plan:
+def send_objects(who: GroupContext, values: Sequence[Any], destination: int, weights_only: bool) -> Plan:
     """Send a list of objects to a member of the group."""
     who.other(destination, "dst")
     blob = _packed(who, list(values), weights_only)
@@ -205,7 +205,7 @@ def send_objects(who: Member, values: Sequence[Any], destination: int, weights_o
 
 
 def receive_objects(
-    who: Member, values: list[Any], source: int | None, members: Sequence[int], weights_only: bool
+    who: GroupContext, values: list[Any], source: int | None, members: Sequence[int], weights_only: bool
 ) -> Plan:
     """Receive a list of objects from a member, or from any; the value is the sender's world rank."""
     if source is not None:

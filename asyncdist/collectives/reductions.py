@@ -17,13 +17,13 @@ from asyncdist.algorithms import pairwise, recursive_doubling, ring, tree
 from asyncdist.algorithms.schedule import Schedule
 from asyncdist.base.ops import Collective, PremulSum, Reduction
 from asyncdist.collectives import sparse, validation
-from asyncdist.collectives.data_movement import Member, fingerprint, segments, striped_blocks, stripes
+from asyncdist.collectives.data_movement import GroupContext, fingerprint, segments, striped_blocks, stripes
 from asyncdist.collectives.validation import reduction
 from asyncdist.engine.operation import Plan
 from asyncdist.errors import UsageError
-from asyncdist.memory.buffers import Blocks, Memory, Target, apart, to_read
+from asyncdist.memory.buffers import Memory, OutputTensor, TensorBlocks, copy_overlapping_inputs, input_memory
 from asyncdist.memory.reduce_kernels import Arithmetic, accumulator, arithmetic, divide, has_arithmetic
-from asyncdist.transport.native import Kind
+from asyncdist.transport.native import CallSignature
 
 _SEGMENT_COUNT = 1 << 20  # elements of a segment that is accumulated in memory of its own
 
@@ -43,17 +43,17 @@ def _prescale(memory: Memory, op: Reduction) -> None:
 
 def _kind(
     collective: Collective, call: int, tensor: torch.Tensor, op: Reduction, how: Arithmetic, root: int = -1
-) -> Kind | None:
+) -> CallSignature | None:
     """Return what calls like this one have in common; None if more is to be done for each than to reduce."""
-    return None if type(op) is PremulSum else Kind(collective, call, tensor.dtype, tensor.shape, how, root)
+    return None if type(op) is PremulSum else CallSignature(collective, call, tensor.dtype, tensor.shape, how, root)
 
 
-def all_reduce(who: Member, tensor: Any, op: Reduction) -> Plan:
+def all_reduce(who: GroupContext, tensor: Any, op: Reduction) -> Plan:
     """Reduce a tensor over the ranks, in place, the same bits on every rank."""
     op = reduction(op)
     if isinstance(tensor, torch.Tensor) and tensor.layout is not torch.strided:
         return sparse.all_reduce(who, tensor, op)
-    target = Target(tensor)
+    target = OutputTensor(tensor)
     memory = target.memory
     call, how = _all_reduce_call(memory.dtype, target.tensor.shape, op)
 
@@ -79,12 +79,12 @@ def _all_reduce_call(dtype: torch.dtype, shape: tuple[int, ...], op: Reduction) 
     return fingerprint(Collective.all_reduce, dtype, shape, op, None), arithmetic(op, dtype)
 
 
-def all_reduce_coalesced(who: Member, tensors: Sequence[Any], op: Reduction) -> Plan:
+def all_reduce_coalesced(who: GroupContext, tensors: Sequence[Any], op: Reduction) -> Plan:
     """Reduce several tensors of one dtype over the ranks, in place, as one operation."""
     op = reduction(op)
     if not tensors:
         raise UsageError("at least one tensor is needed")
-    targets = [Target(tensor) for tensor in tensors]
+    targets = [OutputTensor(tensor) for tensor in tensors]
     memories = validation.one_dtype([target.memory for target in targets], "tensors")
     how = arithmetic(op, memories[0].dtype)
     counts = tuple(memory.count for memory in memories)
@@ -113,7 +113,7 @@ def all_reduce_coalesced(who: Member, tensors: Sequence[Any], op: Reduction) -> 
 
 
 def _all_reduce_parts(
-    who: Member, memory: Memory, op: Reduction, how: Arithmetic
+    who: GroupContext, memory: Memory, op: Reduction, how: Arithmetic
 ) -> Sequence[Schedule] | Iterator[Schedule]:
     _prescale(memory, op)
     algorithm = who.choose("all_reduce", memory.nbytes)
@@ -122,7 +122,7 @@ def _all_reduce_parts(
     return [_all_reduce(who, part, how, algorithm) for part in stripes(who, memory)]
 
 
-def _all_reduce(who: Member, memory: Memory, how: Arithmetic, algorithm: str) -> Schedule:
+def _all_reduce(who: GroupContext, memory: Memory, how: Arithmetic, algorithm: str) -> Schedule:
     rank, size = who.rank, who.size
     if algorithm == "doubling":
         scratch = who.scratch.take(memory.count, memory.dtype)
@@ -131,26 +131,26 @@ def _all_reduce(who: Member, memory: Memory, how: Arithmetic, algorithm: str) ->
         if how.averages:
             divide(memory.tensor, size)
     elif algorithm == "halving":
-        blocks = Blocks.split(memory, recursive_doubling.floor_power_of_two(size))
+        blocks = TensorBlocks.split(memory, recursive_doubling.floor_power_of_two(size))
         yield from recursive_doubling.halving_all_reduce(rank, size, blocks)
         if how.averages:
             divide(memory.tensor, size)
     else:
-        blocks = Blocks.split(memory, size)
+        blocks = TensorBlocks.split(memory, size)
         yield from ring.reduce_scatter(rank, size, blocks)
         if how.averages:  # each rank divides its own block, before the others get it
             divide(blocks[rank].tensor, size)
         yield from ring.all_gather(rank, size, blocks)
 
 
-def _all_reduce_wide(who: Member, memory: Memory, how: Arithmetic, algorithm: str) -> Schedule:
+def _all_reduce_wide(who: GroupContext, memory: Memory, how: Arithmetic, algorithm: str) -> Schedule:
     """All-reduce narrow floats with every sum accumulated in float32 and rounded once.
 
     Small ones travel as float32. Large ones travel narrow: each rank receives all contributions to its own block.
     """
     rank, size = who.rank, who.size
     small = algorithm == "doubling"
-    blocks = Blocks.split(memory, 1 if small else size)
+    blocks = TensorBlocks.split(memory, 1 if small else size)
     mine = blocks[0 if small else rank]
     own = Memory(mine.tensor.to(how.accumulator), wire=None if small else memory.dtype)
     if small:
@@ -164,13 +164,13 @@ def _all_reduce_wide(who: Member, memory: Memory, how: Arithmetic, algorithm: st
         yield from ring.all_gather(rank, size, blocks)
 
 
-def reduce(who: Member, tensor: Any, root: int, op: Reduction) -> Plan:
+def reduce(who: GroupContext, tensor: Any, root: int, op: Reduction) -> Plan:
     """Reduce the tensor to ``root``; the others' tensors keep their content."""
     who.peer(root, "dst")
     op = reduction(op)
     at_root = who.rank == root
-    target = Target(tensor) if at_root else None
-    memory = target.memory if target is not None else to_read(tensor)
+    target = OutputTensor(tensor) if at_root else None
+    memory = target.memory if target is not None else input_memory(tensor)
     dtype = memory.dtype
     how = arithmetic(op, dtype)
 
@@ -203,7 +203,7 @@ def reduce(who: Member, tensor: Any, root: int, op: Reduction) -> Plan:
     )
 
 
-def _reduce_tree(who: Member, memory: Memory, root: int, op: Reduction, how: Arithmetic) -> Schedule:
+def _reduce_tree(who: GroupContext, memory: Memory, root: int, op: Reduction, how: Arithmetic) -> Schedule:
     in_place = who.rank == root and not how.widens and not isinstance(op, PremulSum)
     own = memory if in_place else Memory(_scaled(memory.tensor, op).to(how.accumulator, copy=True))
     yield from tree.reduce(who.rank, who.size, root, own)
@@ -214,35 +214,35 @@ def _reduce_tree(who: Member, memory: Memory, root: int, op: Reduction, how: Ari
             memory.tensor.copy_(own.tensor)
 
 
-def _reduce_scattered(who: Member, memory: Memory, root: int, op: Reduction, how: Arithmetic) -> Schedule:
+def _reduce_scattered(who: GroupContext, memory: Memory, root: int, op: Reduction, how: Arithmetic) -> Schedule:
     """Each rank reduces a block of its own, and the root collects them: twice the bytes of a leaf, no hot spot."""
     rank, size = who.rank, who.size
-    blocks = Blocks.split(Memory(_scaled(memory.tensor, op)), size)
+    blocks = TensorBlocks.split(Memory(_scaled(memory.tensor, op)), size)
     own = Memory(blocks[rank].tensor.to(how.accumulator, copy=True), wire=memory.dtype)
     yield from pairwise.reduce_scatter(rank, size, blocks, own)
     if how.averages:
         divide(own.tensor, size)
     result = Memory(own.tensor.to(memory.dtype))
-    results = Blocks.split(memory, size)
+    results = TensorBlocks.split(memory, size)
     if rank == root:
         results[rank].tensor.copy_(result.tensor)
     yield from pairwise.gather(rank, size, root, result, results)
 
 
-def reduce_scatter_list(who: Member, output: Any, input_list: Sequence[Any], op: Reduction) -> Plan:
+def reduce_scatter_list(who: GroupContext, output: Any, input_list: Sequence[Any], op: Reduction) -> Plan:
     """Reduce ``input_list[i]`` over the ranks into rank ``i``'s output."""
     return reduce_scatter(who, output, validation.listed(input_list, who.size, "input_list"), op)
 
 
-def reduce_scatter_single(who: Member, output: Any, tensor: Any, op: Reduction) -> Plan:
+def reduce_scatter_single(who: GroupContext, output: Any, tensor: Any, op: Reduction) -> Plan:
     """Reduce the ``i``-th equal part of a tensor over the ranks into rank ``i``'s output."""
-    return reduce_scatter(who, output, validation.even(to_read(tensor), who.size, "input"), op)
+    return reduce_scatter(who, output, validation.even(input_memory(tensor), who.size, "input"), op)
 
 
-def reduce_scatter(who: Member, output: Any, inputs: Sequence[Memory] | Blocks, op: Reduction) -> Plan:
+def reduce_scatter(who: GroupContext, output: Any, inputs: Sequence[Memory] | TensorBlocks, op: Reduction) -> Plan:
     """Reduce block ``i`` of ``inputs`` to rank ``i``'s output; inputs keep their content."""
     op = reduction(op)
-    target = Target(output)
+    target = OutputTensor(output)
     memory, dtype = target.memory, target.memory.dtype
     how = arithmetic(op, dtype)
     own_input = inputs[who.rank]
@@ -253,7 +253,7 @@ def reduce_scatter(who: Member, output: Any, inputs: Sequence[Memory] | Blocks, 
         )
     if isinstance(op, PremulSum):
         inputs = [Memory(_scaled(inputs[rank].tensor, op)) for rank in range(who.size)]
-    inputs = apart(inputs, [memory], {who.rank: 0})
+    inputs = copy_overlapping_inputs(inputs, [memory], {who.rank: 0})
     own_input = inputs[who.rank]
     counts = tuple(inputs[rank].count for rank in range(who.size))
     total = sum(counts)
@@ -274,7 +274,7 @@ def reduce_scatter(who: Member, output: Any, inputs: Sequence[Memory] | Blocks, 
     if own is memory:
         memory.tensor.copy_(own_input.tensor)
 
-    def part(blocks: list[Memory] | Blocks, accumulated: Memory) -> Schedule:
+    def part(blocks: list[Memory] | TensorBlocks, accumulated: Memory) -> Schedule:
         yield from pairwise.reduce_scatter(who.rank, who.size, blocks, accumulated)
 
     def divided() -> Any:
@@ -286,7 +286,7 @@ def reduce_scatter(who: Member, output: Any, inputs: Sequence[Memory] | Blocks, 
         return output
 
     cut = list(striped_blocks(who, inputs))
-    owns = Blocks.split(own, len(cut))
+    owns = TensorBlocks.split(own, len(cut))
     return Plan(
         (part(blocks, owns[number]) for number, blocks in enumerate(cut)),
         call,

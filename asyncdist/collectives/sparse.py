@@ -7,20 +7,20 @@ import torch
 from asyncdist.algorithms import pairwise, ring
 from asyncdist.algorithms.schedule import Schedule
 from asyncdist.base.ops import Collective, ReduceOp, Reduction
-from asyncdist.collectives.data_movement import Member, fingerprint
+from asyncdist.collectives.data_movement import GroupContext, fingerprint
 from asyncdist.engine.operation import Plan
 from asyncdist.errors import UnsupportedError
-from asyncdist.memory.buffers import DTYPE_NUMBERS, Blocks, Memory, to_read
+from asyncdist.memory.buffers import DTYPE_NUMBERS, Memory, TensorBlocks, input_memory
 from asyncdist.memory.reduce_kernels import check, divide
 
 
-def all_reduce(who: Member, tensor: torch.Tensor, op: Reduction) -> Plan:
+def all_reduce(who: GroupContext, tensor: torch.Tensor, op: Reduction) -> Plan:
     """Sum (or average) a sparse COO tensor over the ranks, in place; it ends up coalesced, the same bits on every rank.
 
     Each rank's indices and values are gathered everywhere, and added up in the order of ranks.
     """
     own = _checked(tensor, op)
-    indices, values = to_read(own.indices()), to_read(own.values())
+    indices, values = input_memory(own.indices()), input_memory(own.values())
     dense_shape = own.shape[own.sparse_dim() :]
     per_index, per_value = own.sparse_dim(), dense_shape.numel()
     gathered: list[tuple[Memory, Memory]] = []
@@ -28,7 +28,7 @@ def all_reduce(who: Member, tensor: torch.Tensor, op: Reduction) -> Plan:
     def part() -> Schedule:
         counts = Memory(torch.zeros(who.size, dtype=torch.int64, device="cpu"))
         counts.tensor[who.rank] = own._nnz()
-        yield from pairwise.all_gather(who.rank, who.size, Blocks.split(counts, who.size))
+        yield from pairwise.all_gather(who.rank, who.size, TensorBlocks.split(counts, who.size))
         for rank, n in enumerate(counts.tensor.tolist()):
             ours = rank == who.rank
             gathered.append(

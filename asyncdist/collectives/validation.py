@@ -7,7 +7,7 @@ from typing import Any
 
 from asyncdist.base.ops import PremulSum, ReduceOp, Reduction
 from asyncdist.errors import UsageError
-from asyncdist.memory.buffers import Blocks, Memory, Target, to_read
+from asyncdist.memory.buffers import Memory, OutputTensor, TensorBlocks, input_memory
 
 
 def reduction(op: object) -> Reduction:
@@ -35,14 +35,14 @@ def check_length(values: Sequence[Any] | None, size: int, what: str) -> None:
 def listed(tensors: Sequence[Any] | None, size: int, what: str) -> list[Memory]:
     """Return the memory of a list of tensors to read, one a rank, all of one dtype."""
     check_length(tensors, size, what)
-    memories = [to_read(tensor) for tensor in tensors or ()]
+    memories = [input_memory(tensor) for tensor in tensors or ()]
     return one_dtype(memories, what)
 
 
-def targets(tensors: Sequence[Any] | None, size: int, what: str) -> list[Target]:
+def targets(tensors: Sequence[Any] | None, size: int, what: str) -> list[OutputTensor]:
     """Return a list of tensors to write into, one a rank, all of one dtype."""
     check_length(tensors, size, what)
-    written = [Target(tensor) for tensor in tensors or ()]
+    written = [OutputTensor(tensor) for tensor in tensors or ()]
     one_dtype([target.memory for target in written], what)
     return written
 
@@ -64,11 +64,11 @@ def same_sizes(memories: Sequence[Memory], own: Memory, what: str) -> None:
             )
 
 
-def even(memory: Memory, size: int, what: str) -> Blocks:
+def even(memory: Memory, size: int, what: str) -> TensorBlocks:
     """Return memory in ``size`` equal blocks."""
     if memory.count % size:
         raise UsageError(f"{what} has {memory.count} elements, which {size} ranks cannot share equally")
-    return Blocks.split(memory, size)
+    return TensorBlocks.split(memory, size)
 
 
 def split_by(memory: Memory, tensor: Any, sizes: Sequence[int] | None, ranks: int, what: str) -> list[Memory]:
@@ -90,7 +90,7 @@ def split_by(memory: Memory, tensor: Any, sizes: Sequence[int] | None, ranks: in
     return blocks
 
 
-def storing(written: Sequence[Target], value: Any) -> Callable[[], Any]:
+def storing(written: Sequence[OutputTensor], value: Any) -> Callable[[], Any]:
     """Return what finishes an operation: every target stored, then its value."""
 
     def finish() -> Any:

@@ -24,7 +24,7 @@ def verify(
     Compared are names, shapes, dtypes, strides and ``requires_grad``. Cost: a broadcast of 16 bytes and an
     all-reduce of 8 bytes a rank; only on disagreement are whole descriptions sent.
     """
-    own = describe("parameter", parameters) + describe("buffer", buffers)
+    own = describe_model("parameter", parameters) + describe_model("buffer", buffers)
     text = json.dumps(own).encode()
     digest = int.from_bytes(hashlib.sha256(text).digest()[:7], "little")
     root = torch.tensor([digest, len(text)], device="cpu")
@@ -52,7 +52,7 @@ def _tell(group: Group, own: bytes, nbytes: int, src: int) -> bytes:
 Description = list[list[object]]
 
 
-def describe(kind: str, named: Iterable[tuple[str, torch.Tensor]]) -> Description:
+def describe_model(kind: str, named: Iterable[tuple[str, torch.Tensor]]) -> Description:
     """Return what must be equal on all ranks, one tensor an entry."""
     return [
         [f"{kind} {name!r}", list(tensor.shape), str(tensor.dtype), list(tensor.stride()), tensor.requires_grad]

@@ -15,7 +15,7 @@ from asyncdist.ddp import buckets, direct_gradients, model_sync
 from asyncdist.ddp.reducer import Reducer, StepTimes
 from asyncdist.ddp.uneven_inputs import Joining
 from asyncdist.errors import UnsupportedError, UsageError
-from asyncdist.groups.default_world import AnyGroup, is_initialized, resolve
+from asyncdist.groups.default_world import AnyGroup, is_initialized, resolve_group
 from asyncdist.groups.group import Group
 
 _NOT_COPIED = ("process_group", "_joining", "_reducer")
@@ -100,7 +100,7 @@ class DistributedDataParallel(nn.Module):
         self.dim = dim
         self.device_ids = device_ids
         self.output_device = output_device
-        self.process_group = resolve(process_group)
+        self.process_group = resolve_group(process_group)
         self.broadcast_buffers = broadcast_buffers is not False
         self.forward_sync_buffers = self.broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
         self.gradient_as_bucket_view = gradient_as_bucket_view
@@ -136,7 +136,7 @@ class DistributedDataParallel(nn.Module):
         return made
 
     def __getstate__(self) -> dict[str, Any]:
-        if not is_initialized() or self.process_group is not resolve(None):
+        if not is_initialized() or self.process_group is not resolve_group(None):
             raise UsageError(
                 "a DistributedDataParallel is pickled without its group and loaded on the default one, and this one's is "
                 "another: pickle its attribute `module`, and wrap that where it is loaded"
@@ -150,7 +150,7 @@ class DistributedDataParallel(nn.Module):
                 "init_process_group() first, or pickle its attribute `module`, which needs none"
             )
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._average_over(resolve(None))
+        self._average_over(resolve_group(None))
 
     @staticmethod
     def _check_parameters(parameters: Sequence[tuple[str, nn.Parameter]]) -> None:

@@ -149,7 +149,7 @@ class Reducer:
         self._placed: set[int] = set()  # parameters whose places have been given out in this backward
         self._works: list[Work] = []  # of the buckets sent so far
         self._reduction: Reduction = ReduceOp.AVG
-        self._spent: list[torch.Tensor] = []
+        self._slice_exhausted: list[torch.Tensor] = []
         self._spent_nbytes = 0
         self._dealt_by_arrival = False
         self._deal(buckets.definition_order(len(named)))
@@ -181,7 +181,7 @@ class Reducer:
         """Make ready for a forward; GradientError if the last backward stopped half-way, and others wait for the rest."""
         if torch._C._current_graph_task_id() >= 0:  # a checkpoint runs it again, in a backward that goes on
             return
-        self._spent.clear()
+        self._slice_exhausted.clear()
         self._spent_nbytes = 0
         self._placed.clear()
         if self._step is not None and self._arrived:
@@ -271,7 +271,7 @@ class Reducer:
         gradient costs more than the copy.
         """
         if gradient.is_cpu and self._spent_nbytes + gradient.nbytes <= _SPENT_NBYTES:
-            self._spent.append(gradient)
+            self._slice_exhausted.append(gradient)
             self._spent_nbytes += gradient.nbytes
 
     def _count(self, bucket: Bucket) -> None:

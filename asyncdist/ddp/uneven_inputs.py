@@ -22,7 +22,7 @@ from asyncdist.errors import MismatchError, UnevenInputsError
 from asyncdist.groups.group import Group
 
 
-class Deed(IntEnum):
+class StepKind(IntEnum):
     """What a rank is about to do; the number is what it says."""
 
     end = 0
@@ -50,18 +50,18 @@ class Joining:
     def check(self) -> None:
         """Raise UnevenInputsError if a rank has run out and that is an error."""
         if self._throws:
-            self._meet(Deed.forward)
+            self._meet(StepKind.forward)
 
     def source(self) -> int:
         """Return the rank in the group whose buffers overwrite the others' now."""
         if not self._throws:  # else all have been seen before this forward
-            self._meet(Deed.refresh)
+            self._meet(StepKind.refresh)
         return self.going[0]
 
     def reduction(self) -> Reduction:
         """Return how this backward's gradients are averaged."""
         if not self._throws:
-            self._meet(Deed.average)
+            self._meet(StepKind.average)
         return self._reduction()
 
     # -- a rank that has run out ----------------------------------------------------------------
@@ -71,26 +71,26 @@ class Joining:
 
         UnevenInputsError at once if others go on and that is an error.
         """
-        while (deed := self._meet(Deed.end)) is not Deed.end:
-            if deed is Deed.refresh:
+        while (deed := self._meet(StepKind.end)) is not StepKind.end:
+            if deed is StepKind.refresh:
                 refresh(self.going[0])
-            elif deed is Deed.average:
+            elif deed is StepKind.average:
                 average(self._reduction())
 
     # -- all ------------------------------------------------------------------------------------
 
-    def _meet(self, deed: Deed) -> Deed:
+    def _meet(self, deed: StepKind) -> StepKind:
         """Say what this rank is about to do; return what those are who have not run out, ``end`` if all have."""
         own = torch.tensor([deed], dtype=torch.uint8, device="cpu")
         said = torch.empty(self._group.size(), dtype=torch.uint8, device="cpu")
         self._group.all_gather_single(said, own, background=False).wait()
-        deeds = [Deed(number) for number in said.tolist()]
-        going = [rank for rank, one in enumerate(deeds) if one is not Deed.end]
+        deeds = [StepKind(number) for number in said.tolist()]
+        going = [rank for rank, one in enumerate(deeds) if one is not StepKind.end]
         if not going:
-            return Deed.end
+            return StepKind.end
         self.going = going
         if self._throws and not self.is_even:
-            ended = [self._group.ranks[rank] for rank, one in enumerate(deeds) if one is Deed.end]
+            ended = [self._group.ranks[rank] for rank, one in enumerate(deeds) if one is StepKind.end]
             raise UnevenInputsError(ended, [self._group.ranks[rank] for rank in going])
         first = deeds[going[0]]
         for rank in going:
@@ -101,7 +101,7 @@ class Joining:
     def _reduction(self) -> Reduction:
         return ReduceOp.AVG if self._divides_by_all or self.is_even else premul_sum(1 / len(self.going))
 
-    def _differ(self, first: int, deed: Deed, peer: int, other: Deed) -> MismatchError:
+    def _differ(self, first: int, deed: StepKind, peer: int, other: StepKind) -> MismatchError:
         ranks = self._group.ranks
         reason = (
             f"inside join() rank {ranks[first]} is at the {_WORDS[deed]}, rank {ranks[peer]} at the {_WORDS[other]}: "
@@ -111,8 +111,8 @@ class Joining:
 
 
 _WORDS = {
-    Deed.end: "end of its inputs",
-    Deed.forward: "beginning of a forward",
-    Deed.refresh: "broadcast of buffers before a forward",
-    Deed.average: "average of a backward's gradients",
+    StepKind.end: "end of its inputs",
+    StepKind.forward: "beginning of a forward",
+    StepKind.refresh: "broadcast of buffers before a forward",
+    StepKind.average: "average of a backward's gradients",
 }

@@ -13,7 +13,7 @@ from asyncdist.devices.work import DeviceWork
 from asyncdist.engine.operation import Plan
 from asyncdist.engine.work import Work
 from asyncdist.tracing.recorder import Entry
-from asyncdist.transport.device_streams import Mark
+from asyncdist.transport.device_streams import DeviceEvent
 
 log = logging.getLogger("asyncdist")
 
@@ -32,19 +32,19 @@ class Pending:
     issued: float
     deadline: float
     numbered: bool = True  # not a message, which has a tag
-    mark: Mark | None = None
+    mark: DeviceEvent | None = None
     value: Any = None
     held: Any = None
     troubled: float = 0.0  # when it was first seen to wait while peers are gone
 
-    def stands(self, value: Any, mark: Mark) -> None:
+    def stands(self, value: Any, mark: DeviceEvent) -> None:
         """Note that all that the device is to do stands in its queues, up to a mark."""
         self.value = value
         self.work.queued(value, mark)
         self.mark = mark
 
 
-class Watch:
+class CompletionWatcher:
     """Looks after pending operations, in a thread that is there while there are any, and some seconds longer.
 
     ``slow(pending)`` is called again and again for the oldest ones when they have lasted for some time; ``late(pending)``
@@ -61,7 +61,7 @@ class Watch:
         self._name = name
         self._slow, self._late, self._broken = slow, late, broken
         self._pending: list[Pending] = []
-        self._steps: list[tuple[Mark, Work]] = []
+        self._steps: list[tuple[DeviceEvent, Work]] = []
         self._changed = threading.Condition()
         self._watched = self._closed = False
         self._pause = _SHORTEST
@@ -81,7 +81,7 @@ class Watch:
         """Return the records of what is pending. From any thread."""
         return [one.entry for one in list(self._pending)]
 
-    def passed(self, mark: Mark) -> Work:
+    def passed(self, mark: DeviceEvent) -> Work:
         """Return a work that ends when the device has passed a mark: a step of a pending operation."""
         step = Work()
         with self._changed:
@@ -174,7 +174,7 @@ def _ended_well(pending: Pending) -> bool:
     return True
 
 
-def _step_ended(mark: Mark, step: Work) -> bool:
+def _step_ended(mark: DeviceEvent, step: Work) -> bool:
     try:
         if not mark.query():
             return False

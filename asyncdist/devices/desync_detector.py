@@ -20,10 +20,10 @@ from time import monotonic
 
 import torch
 
-from asyncdist.devices.side_group import Beside
+from asyncdist.devices.side_group import SideGroup
 from asyncdist.engine.work import Work
 from asyncdist.errors import NotInitializedError
-from asyncdist.transport.device_collectives import Site
+from asyncdist.transport.device_collectives import DeviceContext
 
 _WORDS = struct.Struct("<QQ")  # the number of a call, and its fingerprint
 _TAG = 0
@@ -31,16 +31,16 @@ _KEPT = 1024
 _FIRST, _LAST = 1.0, 300.0  # seconds until one tells, the longer the more often one has told already
 
 
-class RollCall:
+class DesyncDetector:
     """One rank's calls, by number, and what it was told of others'. ``found(error)`` is told of a difference."""
 
-    def __init__(self, site: Site, found: Callable[[Exception], object]) -> None:
+    def __init__(self, site: DeviceContext, found: Callable[[Exception], object]) -> None:
         self._site, self._found = site, found
         self._changing = threading.Lock()
         self._calls: dict[int, int] = {}
         self._numbers: deque[int] = deque()
         self._ahead: dict[int, tuple[int, int]] = {}  # by number: who told of a call before we made ours, and what
-        self._among = Beside(site.host, "roll call")
+        self._among = SideGroup(site.host, "roll call")
         self._ear: Work | None = None
         self._told = 0
         self._until, self._pause = 0.0, _FIRST

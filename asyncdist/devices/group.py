@@ -1,7 +1,7 @@
 """The ranks of a group as they carry tensors on one device.
 
 Made by `Group.on` when the first tensor on that device comes; the ranks meet in its first operation, on the host. From
-then on each operation is a plan like any other, but its native collective is an `Ensemble`'s.
+then on each operation is a plan like any other, but its native collective is an `DeviceCollectives`'s.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import torch
 
 from asyncdist.base.deadline import seconds
 from asyncdist.collectives import p2p
-from asyncdist.collectives.operations import Calls, How, checked_tag
-from asyncdist.devices.completion_watcher import Pending, Watch
-from asyncdist.devices.desync_detector import RollCall
-from asyncdist.devices.negotiate import settle
-from asyncdist.devices.p2p import Messages
-from asyncdist.devices.serial_executor import Line
+from asyncdist.collectives.operations import CallOptions, CollectiveOps, checked_tag
+from asyncdist.devices.completion_watcher import CompletionWatcher, Pending
+from asyncdist.devices.desync_detector import DesyncDetector
+from asyncdist.devices.negotiate import negotiate_backend
+from asyncdist.devices.p2p import DevicePointToPoint
+from asyncdist.devices.serial_executor import SerialExecutor
 from asyncdist.devices.work import DeviceWork
 from asyncdist.engine.operation import Plan
 from asyncdist.engine.work import Work
@@ -35,10 +35,10 @@ from asyncdist.errors import (
     UnsupportedError,
     UsageError,
 )
-from asyncdist.memory.buffers import Target, to_read
+from asyncdist.memory.buffers import OutputTensor, input_memory
 from asyncdist.tracing.recorder import Entry
-from asyncdist.transport.device_collectives import Ensemble, Site
-from asyncdist.transport.device_streams import CudaStreams, Mark, Streams
+from asyncdist.transport.device_collectives import DeviceCollectives, DeviceContext
+from asyncdist.transport.device_streams import CudaStreams, DeviceEvent, Streams
 from asyncdist.transport.native import Native
 
 if TYPE_CHECKING:
@@ -52,14 +52,14 @@ _GRACE = 1.0  # seconds that the device has for what is in its queue when a peer
 class _Later:
     """Stands for the ensemble in plans that are made before the ranks have met."""
 
-    def __init__(self, ensemble: Callable[[], Ensemble]) -> None:
+    def __init__(self, ensemble: Callable[[], DeviceCollectives]) -> None:
         self._ensemble = ensemble
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         return lambda *args, **keywords: getattr(self._ensemble(), name)(*args, **keywords)
 
 
-class DeviceGroup(Calls):
+class DeviceGroup(CollectiveOps):
     """The members of ``host``, a group of its own, for tensors on ``device``.
 
     ``kinds`` are the ways to try, the preferred first. ``whole`` is the group whose
@@ -70,7 +70,7 @@ class DeviceGroup(Calls):
         self,
         host: Group,
         device: torch.device,
-        kinds: Sequence[type[Ensemble]],
+        kinds: Sequence[type[DeviceCollectives]],
         streams: Streams | None = None,
         whole: Group | None = None,
     ) -> None:
@@ -80,16 +80,20 @@ class DeviceGroup(Calls):
         self._host = host
         self._whole = host if whole is None else whole
         self._streams = CudaStreams(device) if streams is None else streams
-        self._site = Site(host, self._streams)
+        self._site = DeviceContext(host, self._streams)
         self._kinds = kinds
-        self._ensemble: Ensemble | None = None
+        self._ensemble: DeviceCollectives | None = None
         native = cast(Native, _Later(self._met))
         self._who = dataclasses.replace(host._who, native=native, islands=None, forced={})  # no schedules of ours here
         self._sequence = itertools.count(1)
-        self._line = Line(f"asyncdist-{device}")
-        self._watch = Watch(f"asyncdist-watch-{device}", self._look_for_trouble, self._too_late, self._broken)
-        self._messages = Messages(Site(host, self._streams.beside()), kinds, self._watch, self._guarded)
-        self._roll_call = RollCall(self._site, self._fail_all)
+        self._line = SerialExecutor(f"asyncdist-{device}")
+        self._watch = CompletionWatcher(
+            f"asyncdist-watch-{device}", self._look_for_trouble, self._too_late, self._broken
+        )
+        self._messages = DevicePointToPoint(
+            DeviceContext(host, self._streams.beside()), kinds, self._watch, self._guarded
+        )
+        self._roll_call = DesyncDetector(self._site, self._fail_all)
         recorder = host.mesh.recorder
         recorder.pending.append(self._watch.entries)
         host.mesh.progress.submit(lambda: recorder.add_group(self.name, self.ranks, self._sequence))
@@ -112,7 +116,7 @@ class DeviceGroup(Calls):
             raise UsageError(f"a tensor on {value.device} among those on {self.device}: one call takes one device")
         return self
 
-    def _issue(self, name: str, plan: Plan, how: How) -> Work:
+    def _issue(self, name: str, plan: Plan, how: CallOptions) -> Work:
         prompt = self._ensemble is not None and not self._ensemble.blocks
         return self._start(name, None, plan, how, self._line, self._do, prompt=prompt)
 
@@ -121,9 +125,9 @@ class DeviceGroup(Calls):
         name: str,
         tag: int | None,
         plan: Plan,
-        how: How,
-        line: Line,
-        do: Callable[[Pending, Mark], None],
+        how: CallOptions,
+        line: SerialExecutor,
+        do: Callable[[Pending, DeviceEvent], None],
         *,
         held: Any = None,
         prompt: bool = False,
@@ -171,7 +175,7 @@ class DeviceGroup(Calls):
         except Exception as cause:
             self._fail(cause, pending)
 
-    def _do(self, pending: Pending, before: Mark) -> None:
+    def _do(self, pending: Pending, before: DeviceEvent) -> None:
         plan, entry = pending.plan, pending.entry
         assert plan.native is not None
         self._site.deadline = pending.deadline
@@ -182,12 +186,12 @@ class DeviceGroup(Calls):
             value = None if plan.finish is None else plan.finish()
             pending.stands(value, self._streams.mark())
 
-    def _met(self) -> Ensemble:
+    def _met(self) -> DeviceCollectives:
         """Return the ensemble; the first time, meet the others. On the line only."""
         if self._ensemble is None:
             if self._splitting is not None:
                 self._splitting._until_queued(self._site.left)
-            self._ensemble = settle(self._site, self._kinds, device=str(self.device))
+            self._ensemble = negotiate_backend(self._site, self._kinds, device=str(self.device))
         return self._ensemble
 
     def split(self, part: DeviceGroup | None, number: int) -> None:
@@ -198,7 +202,7 @@ class DeviceGroup(Calls):
         if not self._begun:
             return
 
-        def do(pending: Pending, before: Mark) -> None:
+        def do(pending: Pending, before: DeviceEvent) -> None:
             self._site.deadline = pending.deadline
             with self._streams.ours():
                 self._met().split(None if part is None else part._site, number)
@@ -210,14 +214,14 @@ class DeviceGroup(Calls):
 
     # -- messages ------------------------------------------------------------------------------
 
-    def _send(self, name: str, tensor: Any, peer: int, tag: int, how: How) -> Work:
-        memory = to_read(tensor)
+    def _send(self, name: str, tensor: Any, peer: int, tag: int, how: CallOptions) -> Work:
+        memory = input_memory(tensor)
         plan = Plan((), p2p.send(self._who, memory.tensor, peer).fingerprint, nbytes=memory.nbytes, peer=peer)
         begin = self._messages.send(memory, peer, checked_tag(tag), plan.fingerprint)
         return self._start(name, tag, plan, how, self._messages.line, begin, held=memory)
 
-    def _receive(self, name: str, tensor: Any, peer: int | None, tag: int, how: How) -> Work:
-        target = Target(tensor)
+    def _receive(self, name: str, tensor: Any, peer: int | None, tag: int, how: CallOptions) -> Work:
+        target = OutputTensor(tensor)
         plan = Plan(
             (),
             p2p.receive(self._who, target.memory.tensor, peer, self.ranks).fingerprint,

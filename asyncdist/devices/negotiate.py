@@ -11,21 +11,23 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from asyncdist.errors import TransportUnavailableError
-from asyncdist.transport.device_collectives import Ensemble, Site
+from asyncdist.transport.device_collectives import DeviceCollectives, DeviceContext
 
 log = logging.getLogger("asyncdist")
 
-Offer = tuple[Ensemble | None, Mapping[str, Any], str]
+Offer = tuple[DeviceCollectives | None, Mapping[str, Any], str]
 """A way, if it could be made here, its card, and why it cannot be gone; empty if it can."""
 
 
-def settle(site: Site, kinds: Sequence[type[Ensemble]], *, device: str) -> Ensemble:
+def negotiate_backend(
+    site: DeviceContext, kinds: Sequence[type[DeviceCollectives]], *, device: str
+) -> DeviceCollectives:
     """Return the first of some ways, the preferred first, that all ranks can go; collective, and blocks.
 
     TransportUnavailableError says why there is none. Those that are not taken are closed.
     """
     offers = {kind.name: _offer(kind, site) for kind in kinds}
-    taken: Ensemble | None = None
+    taken: DeviceCollectives | None = None
     try:
         taken, reasons = _chosen(offers, site)
     finally:
@@ -39,7 +41,7 @@ def settle(site: Site, kinds: Sequence[type[Ensemble]], *, device: str) -> Ensem
     return taken
 
 
-def _chosen(offers: Mapping[str, Offer], site: Site) -> tuple[Ensemble | None, dict[str, str]]:
+def _chosen(offers: Mapping[str, Offer], site: DeviceContext) -> tuple[DeviceCollectives | None, dict[str, str]]:
     """Meet the others; return the way that is taken, and why those before it are not."""
     told = site.tell({name: reason or dict(card) for name, (_, card, reason) in offers.items()})
     reasons: dict[str, str] = {}
@@ -54,12 +56,12 @@ def _chosen(offers: Mapping[str, Offer], site: Site) -> tuple[Ensemble | None, d
     return None, reasons
 
 
-def _offer(kind: type[Ensemble], site: Site) -> Offer:
+def _offer(kind: type[DeviceCollectives], site: DeviceContext) -> Offer:
     """Make a way, and what the others must know of it; or say why it cannot be gone here."""
     reason = kind.probe()
     if reason is not None:
         return None, {}, reason
-    ensemble: Ensemble | None = None
+    ensemble: DeviceCollectives | None = None
     try:
         ensemble = kind(site)
         return ensemble, ensemble.card(), ""
@@ -76,7 +78,7 @@ def _first_refusal(name: str, told: Sequence[Mapping[str, Any]]) -> str | None:
     return None
 
 
-def _opened(ensemble: Ensemble, site: Site, told: Sequence[Mapping[str, Any]]) -> str | None:
+def _opened(ensemble: DeviceCollectives, site: DeviceContext, told: Sequence[Mapping[str, Any]]) -> str | None:
     """Open it here; return why it could not be opened somewhere."""
     try:
         ensemble.start([one[ensemble.name] for one in told])

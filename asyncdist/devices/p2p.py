@@ -18,24 +18,24 @@ from typing import Any, NamedTuple
 import torch
 
 from asyncdist.collectives import p2p
-from asyncdist.devices.completion_watcher import Pending, Watch
-from asyncdist.devices.serial_executor import Line
-from asyncdist.devices.side_group import Beside
+from asyncdist.devices.completion_watcher import CompletionWatcher, Pending
+from asyncdist.devices.serial_executor import SerialExecutor
+from asyncdist.devices.side_group import SideGroup
 from asyncdist.engine.work import Work
 from asyncdist.errors import MismatchError
-from asyncdist.memory.buffers import Memory, Target
-from asyncdist.transport.device_collectives import Ensemble, Site
+from asyncdist.memory.buffers import Memory, OutputTensor
+from asyncdist.transport.device_collectives import DeviceCollectives, DeviceContext
 from asyncdist.transport.device_p2p import (
     LETTER_NBYTES,
     NUMBERS,
     REFUSED,
+    ControlChannel,
+    ControlMessage,
     Conversation,
-    Courier,
-    Letter,
-    Refused,
-    Talk,
+    DeviceP2P,
+    TransferRefused,
 )
-from asyncdist.transport.device_streams import Mark
+from asyncdist.transport.device_streams import DeviceEvent
 
 log = logging.getLogger("asyncdist")
 
@@ -48,26 +48,26 @@ class Arrival(NamedTuple):
     """How a message ended: the value of its work, and where on the device it is over."""
 
     value: Any
-    mark: Mark
+    mark: DeviceEvent
 
 
-class Messages:
+class DevicePointToPoint:
     """What one rank sends and receives. ``guarded`` does something for an operation, and fails the group if that raises."""
 
     def __init__(
         self,
-        site: Site,
-        kinds: Sequence[type[Ensemble]],
-        watch: Watch,
+        site: DeviceContext,
+        kinds: Sequence[type[DeviceCollectives]],
+        watch: CompletionWatcher,
         guarded: Callable[[Pending, Callable[[], None]], None],
     ) -> None:
-        self.line = Line(f"asyncdist-{site.streams.device}-messages")
+        self.line = SerialExecutor(f"asyncdist-{site.streams.device}-messages")
         self._site, self._kinds, self._watch, self._guarded = site, kinds, watch, guarded
         self._numbers = itertools.count()
         self._piece_nbytes = max(1, site.host.mesh.config.device_piece_nbytes)
-        self._couriers: dict[str, Courier] | None = None
+        self._couriers: dict[str, DeviceP2P] | None = None
         self._refused: set[tuple[int, str]] = set()  # ranks in the group, and ways that cannot be gone with them
-        self._letters = Beside(site.host, "letters")  # what ranks tell one another beside the messages' tags
+        self._letters = SideGroup(site.host, "letters")  # what ranks tell one another beside the messages' tags
 
     # -- one step after the other --------------------------------------------------------------
 
@@ -93,16 +93,16 @@ class Messages:
 
     # -- sending -------------------------------------------------------------------------------
 
-    def send(self, memory: Memory, peer: int, tag: int, fingerprint: int) -> Callable[[Pending, Mark], None]:
+    def send(self, memory: Memory, peer: int, tag: int, fingerprint: int) -> Callable[[Pending, DeviceEvent], None]:
         """Return what sends a tensor's elements, to be called on the line."""
 
-        def begin(pending: Pending, before: Mark) -> None:
+        def begin(pending: Pending, before: DeviceEvent) -> None:
             self.go_on(self._sending(memory, peer, tag, fingerprint, pending.deadline, before), pending)
 
         return begin
 
     def _sending(
-        self, memory: Memory, peer: int, tag: int, fingerprint: int, deadline: float, before: Mark
+        self, memory: Memory, peer: int, tag: int, fingerprint: int, deadline: float, before: DeviceEvent
     ) -> Conversation[Arrival]:
         host, data = self._site.host, memory.raw
 
@@ -112,16 +112,16 @@ class Messages:
             return host._start(host._messages, "send", tag, plan, timeout=max(0.0, deadline - monotonic()))
 
         number = next(self._numbers) % NUMBERS
-        talk = Talk(self._letters.group(), peer, number, data.numel(), deadline, first, sends=True)
+        talk = ControlChannel(self._letters.group(), peer, number, data.numel(), deadline, first, sends=True)
         for courier in self._ways_to(peer, data.numel()):
             try:
                 return Arrival(None, (yield from courier.send(data, talk, before)))
-            except Refused as why:
+            except TransferRefused as why:
                 self._refused.add((peer, courier.name))
                 log.info("messages to rank %d do not go by %s: %s", host.ranks[peer], courier.name, why)
         return Arrival(None, (yield from self._send_by_host(data, talk, before)))
 
-    def _send_by_host(self, data: torch.Tensor, talk: Talk, before: Mark) -> Conversation[Mark]:
+    def _send_by_host(self, data: torch.Tensor, talk: ControlChannel, before: DeviceEvent) -> Conversation[DeviceEvent]:
         on_their_way = deque([talk.say(_BY_HOST)])
         streams = self._site.streams
         streams.follow(before)
@@ -139,16 +139,18 @@ class Messages:
 
     # -- receiving -----------------------------------------------------------------------------
 
-    def receive(self, target: Target, peer: int | None, tag: int, fingerprint: int) -> Callable[[Pending, Mark], None]:
+    def receive(
+        self, target: OutputTensor, peer: int | None, tag: int, fingerprint: int
+    ) -> Callable[[Pending, DeviceEvent], None]:
         """Return what receives into a tensor, from any rank if ``peer`` is None; the value is the sender's global rank."""
 
-        def begin(pending: Pending, before: Mark) -> None:
+        def begin(pending: Pending, before: DeviceEvent) -> None:
             self.go_on(self._receiving(target, peer, tag, fingerprint, pending.deadline, before), pending)
 
         return begin
 
     def _receiving(
-        self, target: Target, peer: int | None, tag: int, fingerprint: int, deadline: float, before: Mark
+        self, target: OutputTensor, peer: int | None, tag: int, fingerprint: int, deadline: float, before: DeviceEvent
     ) -> Conversation[Arrival]:
         host, data = self._site.host, target.memory.raw
         room = torch.empty(LETTER_NBYTES, dtype=torch.uint8, device="cpu")
@@ -156,11 +158,11 @@ class Messages:
         plan.fingerprint = fingerprint
         came = host._start(host._messages, "recv", tag, plan, timeout=max(0.0, deadline - monotonic()))
         yield came
-        source, letter = came.result(), Letter.unpacked(room)
+        source, letter = came.result(), ControlMessage.unpacked(room)
         if letter.nbytes != data.numel():  # a fingerprint counts elements modulo some number
             words = f"rank {source} sent {letter.nbytes} bytes where {data.numel()} were expected"
             raise MismatchError(source, words)
-        talk = Talk(
+        talk = ControlChannel(
             self._letters.group(), host.ranks.index(source), letter.number, letter.nbytes, deadline, sends=False
         )
         mark = yield from self._taken(letter, data, talk, before)
@@ -170,17 +172,19 @@ class Messages:
                 mark = self._site.streams.mark()
         return Arrival(source, mark)
 
-    def _taken(self, letter: Letter, data: torch.Tensor, talk: Talk, before: Mark) -> Conversation[Mark]:
+    def _taken(
+        self, letter: ControlMessage, data: torch.Tensor, talk: ControlChannel, before: DeviceEvent
+    ) -> Conversation[DeviceEvent]:
         """Receive by the first offered way that we can go."""
         while letter.word != _BY_HOST:
             try:
                 return (yield from self._courier(letter.word).receive(data, talk, letter.content, before))
-            except Refused as why:
+            except TransferRefused as why:
                 talk.say(REFUSED, str(why).encode()[:400])
                 letter = yield from talk.hear()
         return (yield from self._take_by_host(data, talk, before))
 
-    def _take_by_host(self, data: torch.Tensor, talk: Talk, before: Mark) -> Conversation[Mark]:
+    def _take_by_host(self, data: torch.Tensor, talk: ControlChannel, before: DeviceEvent) -> Conversation[DeviceEvent]:
         streams = self._site.streams
         streams.follow(before)
         coming: deque[tuple[torch.Tensor, torch.Tensor, Work]] = deque()
@@ -197,18 +201,18 @@ class Messages:
 
     # -- ways ----------------------------------------------------------------------------------
 
-    def _ways_to(self, peer: int, nbytes: int) -> Iterator[Courier]:
+    def _ways_to(self, peer: int, nbytes: int) -> Iterator[DeviceP2P]:
         for name, courier in self._all().items():
             if nbytes > courier.least_nbytes and (peer, name) not in self._refused:
                 yield courier
 
-    def _courier(self, name: str) -> Courier:
+    def _courier(self, name: str) -> DeviceP2P:
         courier = self._all().get(name)
         if courier is None:
-            raise Refused(f"rank {self._site.host.ranks[self._site.rank]} cannot go this way")
+            raise TransferRefused(f"rank {self._site.host.ranks[self._site.rank]} cannot go this way")
         return courier
 
-    def _all(self) -> dict[str, Courier]:
+    def _all(self) -> dict[str, DeviceP2P]:
         """Return who carries messages, by name, the preferred first; made when first asked for."""
         if self._couriers is None:
             self._couriers = {}
@@ -250,7 +254,7 @@ class Messages:
             courier.close()
 
 
-def _is_soon_passed(mark: Mark) -> bool:
+def _is_soon_passed(mark: DeviceEvent) -> bool:
     """Look for a moment whether the device passes a mark: a small copy takes less time than being told of it."""
     until = monotonic() + _MOMENT
     while not mark.query():

@@ -18,7 +18,7 @@ _LINGER = 5.0  # seconds for which the thread waits for another call
 Call = Callable[[], None]
 
 
-class Line:
+class SerialExecutor:
     """Does calls in order, never two at a time. Calls report their own failures: what they raise is only logged."""
 
     def __init__(self, name: str) -> None:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from asyncdist.groups.group import Group
 
 
-class Beside:
+class SideGroup:
     """A group beside ``host``; ``what`` tells it from others. One thread at a time asks for it, any may end it."""
 
     def __init__(self, host: Group, what: str) -> None:

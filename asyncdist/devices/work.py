@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from asyncdist.base.deadline import Timeout, seconds
 from asyncdist.engine.work import Work
 from asyncdist.errors import UsageError, WaitTimeoutError
-from asyncdist.memory.torch_compile import left_alone
-from asyncdist.transport.device_streams import Mark, Streams
+from asyncdist.memory.torch_compile import excluded_from_compile
+from asyncdist.transport.device_streams import DeviceEvent, Streams
 
 if TYPE_CHECKING:
     from asyncdist.engine.progress import Progress
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _MOMENT = 5.0  # seconds; it takes milliseconds
 
 
-@left_alone
+@excluded_from_compile
 class DeviceWork(Work):
     """One operation on a device, started and going on by itself.
 
@@ -37,12 +37,12 @@ class DeviceWork(Work):
         self._streams = streams
         self._home = home
         self._queued = threading.Event()
-        self._mark: Mark | None = None
+        self._mark: DeviceEvent | None = None
         self._on_queue: list[Callable[[], object]] | None = []
 
     # -- the line's side -----------------------------------------------------------------------
 
-    def queued(self, value: Any, mark: Mark) -> None:
+    def queued(self, value: Any, mark: DeviceEvent) -> None:
         """Note that everything the device is to do stands in its queues, up to ``mark``."""
         self._value, self._mark = value, mark
         self._set_queued()

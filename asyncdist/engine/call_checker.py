@@ -10,12 +10,12 @@ from collections.abc import Callable, Mapping
 
 from asyncdist.engine.operation import Channel, Operation
 from asyncdist.errors import GroupError, MismatchError
-from asyncdist.tracing.call_text import describe
+from asyncdist.tracing.call_text import describe_call
 from asyncdist.tracing.recorder import Recorder
 from asyncdist.transport.wire_format import Fingerprint
 
 
-class Comparison:
+class CollectiveChecker:
     """Compares what one rank has called with what its peers have. Touched under the lock of their world.
 
     ``channels`` are the groups that there are, by the first 8 bytes of their messages' keys, and ``operations`` what is
@@ -37,7 +37,7 @@ class Comparison:
     def difference(self, peer: int, ours: int, theirs: int) -> MismatchError:
         """Return the error of two ranks whose calls have different fingerprints."""
         rank = self._recorder.rank
-        return MismatchError(peer, describe(Fingerprint.unpack(ours), rank, Fingerprint.unpack(theirs), peer))
+        return MismatchError(peer, describe_call(Fingerprint.unpack(ours), rank, Fingerprint.unpack(theirs), peer))
 
     def begin(self, operation: Operation) -> None:
         """Compare a call of ours with what was heard of it before."""

@@ -15,7 +15,7 @@ ENDED = "its process has ended"
 _MOST = 64  # failures that fit into the last words of a rank
 
 
-def spell(error: GroupError, rank: int) -> bytes:
+def encode_abort(error: GroupError, rank: int) -> bytes:
     """Return a failure as the body of a notice from ``rank``."""
     said = {
         "kind": type(error).__name__,
@@ -29,7 +29,7 @@ def spell(error: GroupError, rank: int) -> bytes:
 
 def abort(peer: int, number: int, error: GroupError, rank: int) -> Outgoing:
     """Return the notice by which ``rank`` tells ``peer`` that a group has failed."""
-    return Outgoing(peer, pack_key(number, 0, 0), 0, memoryview(spell(error, rank)), None, ABORT)
+    return Outgoing(peer, pack_key(number, 0, 0), 0, memoryview(encode_abort(error, rank)), None, ABORT)
 
 
 def called(peer: int, operation: bytes, fingerprint: int) -> Outgoing:
@@ -37,7 +37,7 @@ def called(peer: int, operation: bytes, fingerprint: int) -> Outgoing:
     return Outgoing(peer, operation + bytes(4), 0, memoryview(fingerprint.to_bytes(8, "little")), None, CALLED)
 
 
-def unspell(body: bytes, peer: int, rank: int, trouble: Callable[[Sequence[int]], str]) -> GroupError:
+def decode_abort(body: bytes, peer: int, rank: int, trouble: Callable[[Sequence[int]], str]) -> GroupError:
     """Return the failure that a notice of ``peer`` tells of, from the view of ``rank``, which has ``trouble`` with some."""
     try:
         said = msgpack.unpackb(body)
@@ -72,14 +72,14 @@ def to_tell(members: Sequence[int], rank: int, told_by: int | None) -> list[int]
     return [member for member in others if member not in (rank, told_by)]
 
 
-def last_words(failures: Mapping[int, GroupError], rank: int, reason: str) -> bytes:
+def closing_frames(failures: Mapping[int, GroupError], rank: int, reason: str) -> bytes:
     """Return what ``rank`` writes at the end of a connection: how groups (by number) have failed, then goodbye.
 
     So nobody takes who leaves because of a failure for its cause.
     """
     frames = []
     for number, error in list(failures.items())[-_MOST:]:
-        body = spell(error, rank)
+        body = encode_abort(error, rank)
         frames.append(pack_header(pack_key(number, 0, 0), 0, len(body), ABORT) + body)
     said = reason.encode()
     return b"".join(frames) + pack_header(pack_key(0, 0, 0), 0, len(said), GOODBYE) + said

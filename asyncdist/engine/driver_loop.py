@@ -9,10 +9,10 @@ import warnings
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
-from asyncdist.base.background_loop import runtime
+from asyncdist.base.background_loop import background_loop
 
 
-class Home:
+class DriverLoop:
     """The loop of one machine: ``loop`` until it ends, if there is one, and the runtime's background loop after that.
 
     ``left(loop)`` is called once, when that loop is about to end or was found to be closed.
@@ -26,7 +26,7 @@ class Home:
         self._leaving = threading.Lock()
         self.replaced = False
         """Whether a thread drives just now because it stands still."""
-        self._vigil = Vigil(self._end) if loop is not None and asyncio._get_running_loop() is loop else None
+        self._vigil = LoopShutdownHook(self._end) if loop is not None and asyncio._get_running_loop() is loop else None
 
     def __bool__(self) -> bool:
         """Whether there is a loop of the user's that has not ended."""
@@ -38,7 +38,7 @@ class Home:
         if own is not None and own.is_closed():
             self._leave(own)
             own = None
-        return own or runtime().loop
+        return own or background_loop().loop
 
     @property
     def stands_still(self) -> bool:
@@ -63,7 +63,7 @@ class Home:
             vigil.end()
 
 
-class Vigil:
+class LoopShutdownHook:
     """Calls ``leave`` when the running loop shuts down its asynchronous generators, as `asyncio.run` does at its end.
 
     There is no other sign of that end before the loop is closed, when nothing can be taken back from it any more.

@@ -1,6 +1,6 @@
 """One rank's view of its world: the peers, the ways to them, the groups over them, and what becomes of a failure.
 
-A `Mesh` is the host that transports report to and the machine that `Progress` drives. A failure has two radii: a lost
+A `Endpoint` is the host that transports report to and the machine that `Progress` drives. A failure has two radii: a lost
 peer fails every group that holds it; anything else (a deadline, a mismatch, an abort) fails one group. Either is told to
 the group's members at once, by a notice that each passes on to ranks at distances 1, 2, 4, …, so that it arrives even
 if who noticed first dies while telling.
@@ -18,20 +18,20 @@ from time import monotonic
 from typing import Any
 
 from asyncdist.base import lifecycle
-from asyncdist.base.timers import Reminders
+from asyncdist.base.timers import TimerTable
 from asyncdist.config import Config
-from asyncdist.engine.call_checker import Comparison
-from asyncdist.engine.control_messages import ENDED, LEFT, abort, called, last_words, to_tell, unspell
+from asyncdist.engine.call_checker import CollectiveChecker
+from asyncdist.engine.control_messages import ENDED, LEFT, abort, called, closing_frames, decode_abort, to_tell
 from asyncdist.engine.executor import Executor
 from asyncdist.engine.machine import Until, Wait
 from asyncdist.engine.operation import Channel, Operation
 from asyncdist.engine.progress import Progress
-from asyncdist.engine.routing import Addresses, Ways
+from asyncdist.engine.routing import Addresses, TransportSelector
 from asyncdist.engine.work import Work
 from asyncdist.errors import GroupAbortedError, GroupError, MismatchError, PeerLostError, TransportUnavailableError
 from asyncdist.memory.buffers import Scratch
 from asyncdist.tracing.recorder import Recorder
-from asyncdist.transport.base import Discard, Inbox, Link, Outgoing, Receive, Transport
+from asyncdist.transport.base import DiscardReceive, Link, MatchingQueue, Outgoing, Receive, Transport
 from asyncdist.transport.wire_format import ABORT, CALLED, GOODBYE
 
 log = logging.getLogger("asyncdist")
@@ -42,7 +42,7 @@ _MOST_TROUBLES = 4  # that one sentence has room for
 _BENEFIT = 0.5  # seconds for which a peer that may just have left in order is given the benefit of the doubt
 
 
-class Mesh:
+class Endpoint:
     """The peers of one rank in one world.
 
     ``kinds`` are the transports to use, the preferred first. Call `listen`, exchange what it returns with every rank,
@@ -64,24 +64,24 @@ class Mesh:
         self.config = config
         self.recorder = Recorder(rank, world_size, config.flight_recorder_size, world_id)
         self.progress = Progress(self, home)
-        self.ways = Ways(rank, [kind(self) for kind in kinds])
+        self.ways = TransportSelector(rank, [kind(self) for kind in kinds])
         self.of_parent: tuple[object, ...] = ()  # in a forked child: what only the parent may use
         self._executor = Executor(self, Scratch(), config.piece_nbytes)
         self.recorder.pending.append(self._executor.pending)
         self._links: dict[int, Link] = {}
-        self._inboxes: dict[int, Inbox] = {}
+        self._inboxes: dict[int, MatchingQueue] = {}
         self._channels: dict[bytes, Channel] = {}
         self._ended: dict[bytes, GroupError | None] = {}  # what groups have failed with; None of those we have left
-        self._comparison = Comparison(self.recorder, self._channels, self._executor.operations, self.fail)
+        self._comparison = CollectiveChecker(self.recorder, self._channels, self._executor.operations, self.fail)
         self.difference = self._comparison.difference
         self._leaving: dict[int, str] = {}
         self._gone: dict[int, GroupError] = {}
-        self.reminders = Reminders()
+        self.reminders = TimerTable()
         self._failures: dict[int, GroupError] = {}
         self._goodbye = LEFT
         self.finished: list[Callable[[], None]] = []
         self.backend = "auto"  # what the user asked for
-        lifecycle.watch(self)
+        lifecycle.register_hooks(self)
 
     # -- coming and going ----------------------------------------------------------------------
 
@@ -100,7 +100,7 @@ class Mesh:
         spin, spread = self.ways.spin()
         self.progress.spin_for(spin, min(spin, self.config.await_spin_us * 1e-6), spread)
         self.progress.idle_watch.last_call = lambda: self.recorder.last
-        self.progress.arm()
+        self.progress.ensure_driven()
 
     def told(self) -> Until:
         """Return what is completed once nobody is left to be told of a failure, on connections that open for it too."""
@@ -110,7 +110,7 @@ class Mesh:
 
     def close(self) -> None:
         """Fail what is pending, say goodbye to every peer, and close every connection. Idempotent."""
-        lifecycle.unwatch(self)
+        lifecycle.unregister_hooks(self)
         self._tell_all()
         self.progress.submit(self._close)
         self.progress.close()
@@ -127,7 +127,7 @@ class Mesh:
         if asyncio._get_running_loop() is None:  # where there is one, `World.close` waits
             self.progress.drive(self.told(), monotonic() + LAST_WORDS)
 
-    def leave_to_parent(self) -> None:
+    def after_fork_in_child(self) -> None:
         """Fail everything in a forked child, and keep what is the parent's from being used or collected."""
         self.of_parent = (self.progress, self.ways.transports)
         self.progress, self.ways.transports = Progress(self), []
@@ -224,10 +224,10 @@ class Mesh:
             raise self._gone[peer]
         return link
 
-    def inbox(self, peer: int) -> Inbox:
+    def inbox(self, peer: int) -> MatchingQueue:
         inbox = self._inboxes.get(peer)
         if inbox is None:
-            inbox = self._inboxes[peer] = Inbox(peer, self)
+            inbox = self._inboxes[peer] = MatchingQueue(peer, self)
         return inbox
 
     def trouble(self, peers: Iterable[int]) -> str:
@@ -260,9 +260,9 @@ class Mesh:
             if receive.nbytes == nbytes and receive.fingerprint == fingerprint:
                 return receive
             self.mismatch(peer, receive, fingerprint, nbytes)
-            return Discard(peer, key, nbytes)
+            return DiscardReceive(peer, key, nbytes)
         if key[:8] in self._ended or self._comparison.refuses(peer, key, fingerprint):
-            return Discard(peer, key, nbytes)
+            return DiscardReceive(peer, key, nbytes)
         return None
 
     def mismatch(self, peer: int, receive: Receive, fingerprint: int, nbytes: int) -> None:
@@ -280,7 +280,7 @@ class Mesh:
         if kind == GOODBYE:
             self._leaving[peer] = body.decode(errors="replace") or LEFT
         elif kind == ABORT:
-            error = unspell(body, peer, self.rank, self.trouble)
+            error = decode_abort(body, peer, self.rank, self.trouble)
             channel = self._channels.get(key[:8])
             if channel is not None:
                 self.fail(channel, error, told_by=peer)
@@ -320,7 +320,7 @@ class Mesh:
 
     @property
     def last_words(self) -> bytes:
-        return last_words(self._failures, self.rank, self._goodbye)
+        return closing_frames(self._failures, self.rank, self._goodbye)
 
     def retire(self, sock: Any) -> None:
         self.progress.retire(sock)
@@ -389,4 +389,4 @@ class Mesh:
             return
         self.progress.submit(start)
         if not operation.work.is_completed() or operation.channel.error is not None:
-            self.progress.arm()
+            self.progress.ensure_driven()

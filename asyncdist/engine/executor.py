@@ -27,7 +27,7 @@ from asyncdist.engine.work import Work
 from asyncdist.errors import AsyncdistError, GroupError, OperationTimeoutError, TransportUnavailableError
 from asyncdist.memory.buffers import Scratch
 from asyncdist.tracing.recorder import Entry
-from asyncdist.transport.base import Inbox, Link, Outgoing, Receive
+from asyncdist.transport.base import Link, MatchingQueue, Outgoing, Receive
 
 
 class Peers(Protocol):
@@ -35,7 +35,7 @@ class Peers(Protocol):
 
     def link(self, peer: int) -> Link: ...
 
-    def inbox(self, peer: int) -> Inbox: ...
+    def inbox(self, peer: int) -> MatchingQueue: ...
 
     def trouble(self, peers: Iterable[int]) -> str: ...
 

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from time import monotonic
 
-from asyncdist.engine.loop_watcher import Lookout
+from asyncdist.engine.loop_watcher import LoopWatcher
 from asyncdist.engine.machine import Machine
 
 PERIOD = 0.3
@@ -33,8 +33,8 @@ class IdleWatch:
         last_call: Returns an object that differs from one call to the next. Nothing is watched before it is set.
     """
 
-    def __init__(self, machine: Machine, lock: threading.Lock, seat: threading.Lock, lookout: Lookout) -> None:
-        self._machine, self._lock, self._seat, self._lookout = machine, lock, seat, lookout
+    def __init__(self, machine: Machine, lock: threading.Lock, seat: threading.Lock, lookout: LoopWatcher) -> None:
+        self._machine, self._lock, self._driver_lock, self._lookout = machine, lock, seat, lookout
         self.last_call: Callable[[], object] | None = None
         self._seen: object = None
         self._complete = False
@@ -64,7 +64,7 @@ class IdleWatch:
             return
         before, self._seen = self._seen, self.last_call()
         quiet = self._seen is before
-        driven = self._seat.locked() or self._machine.busy()
+        driven = self._driver_lock.locked() or self._machine.busy()
         # A call may have opened connections that the loop does not watch yet.
         self._complete = self._complete and quiet and bool(self._lookout.watched)
         if quiet and not driven and not self._complete and self._lock.acquire(blocking=False):

@@ -11,7 +11,7 @@ from time import monotonic
 from asyncdist.engine.machine import READ, WRITE
 
 
-class Lookout:
+class LoopWatcher:
     """Has a loop call ``found(descriptor)`` when a watched one is ready, and ``found(None)`` when it is time.
 
     On the loop's thread only, but for `retire`.

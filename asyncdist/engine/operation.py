@@ -20,7 +20,7 @@ from asyncdist.memory.buffers import Memory
 from asyncdist.memory.reduce_kernels import Fold
 from asyncdist.tracing.recorder import Entry
 from asyncdist.transport.base import Outgoing, Receive
-from asyncdist.transport.native import Kind
+from asyncdist.transport.native import CallSignature
 from asyncdist.transport.wire_format import pack_key
 
 
@@ -48,7 +48,7 @@ class Plan:
     window: int = 4
     nbytes: int = 0
     native: Callable[[int, int], Schedule] | None = None
-    kind: Kind | None = None
+    kind: CallSignature | None = None
     peer: int | None = None
 
 

@@ -32,12 +32,12 @@ from collections.abc import Callable, Iterable
 from time import monotonic
 
 from asyncdist.algorithms.schedule import Schedule
-from asyncdist.engine.driver_loop import Home
-from asyncdist.engine.loop_watcher import Lookout
-from asyncdist.engine.machine import Failing, Finishable, Machine, Wait
-from asyncdist.engine.waker import Bell
-from asyncdist.errors import LoopThreadError
+from asyncdist.engine.driver_loop import DriverLoop
 from asyncdist.engine.idle_watch import IdleWatch
+from asyncdist.engine.loop_watcher import LoopWatcher
+from asyncdist.engine.machine import Failing, Finishable, Machine, Wait
+from asyncdist.engine.waker import Waker
+from asyncdist.errors import LoopThreadError
 
 _yield_core: Callable[[], None] = getattr(os, "sched_yield", lambda: None)
 _SLICE = 1e-3  # seconds for which the loop driver goes on before it lets the loop's other callbacks run
@@ -54,17 +54,17 @@ class Progress:
     def __init__(self, machine: Machine, home: asyncio.AbstractEventLoop | None = None) -> None:
         self._machine = machine
         self._spin = self._loop_spin = self._spread_at = 0.0
-        self._polls, self._glances = 512, 1
+        self._polls, self._spins = 512, 1
         self._spread: Callable[[], None] | None = None
-        self.home = Home(home, self._left_home)
+        self.home = DriverLoop(home, self._left_home)
         self._lock = threading.Lock()
         self._inbox: deque[Callable[[], None]] = deque()
-        self._seat = threading.Lock()
-        self._followers: deque[threading.Event] = deque()
-        self._sleeping = self._resting = self._kicked = self._spent = self._closed = False
-        self._bell: Bell | None = None
-        self._lookout = Lookout(self._drive_on_loop)
-        self.idle_watch = IdleWatch(machine, self._lock, self._seat, self._lookout)
+        self._driver_lock = threading.Lock()
+        self._standby: deque[threading.Event] = deque()
+        self._sleeping = self._yielding = self._kicked = self._slice_exhausted = self._closed = False
+        self._bell: Waker | None = None
+        self._lookout = LoopWatcher(self._drive_on_loop)
+        self.idle_watch = IdleWatch(machine, self._lock, self._driver_lock, self._lookout)
 
     def spin_for(self, spin: float, loop_spin: float, spread: Callable[[], None] | None) -> None:
         """Set for how many seconds an inline driver tries again before it sleeps, and the home loop before it turns.
@@ -74,7 +74,7 @@ class Progress:
         self._spread = spread
         self._spin, self._loop_spin = spin, loop_spin if self.home else 0.0
         # Looks before the core is offered; and at the call itself, in less time than making an operation takes.
-        self._polls, self._glances = (2, 1) if spread or not spin else (512, 32)
+        self._polls, self._spins = (2, 1) if spread or not spin else (512, 32)
 
     # -- for everyone --------------------------------------------------------------------------
 
@@ -91,26 +91,26 @@ class Progress:
         else:
             self._lookout.leave(home)
         if not self._closed:
-            self._kick()
+            self._schedule_loop()
 
     def submit(self, action: Callable[[], None]) -> None:
         """Do ``action`` under the lock: now if it is free, else whoever holds it does."""
         self._inbox.append(action)
         while self._inbox and self._lock.acquire(blocking=False):
             self._take_turn()
-        self._rouse()
+        self._wake_idle()
 
     def post(self, action: Callable[[], None]) -> None:
         """Have a driver do ``action`` soon; safe to call while another machine's lock is held."""
         self._inbox.append(action)
         self._wake()
-        if not self._seat.locked() and (self.home or self._lookout.watched or self._machine.busy()):
-            self._kick()
+        if not self._driver_lock.locked() and (self.home or self._lookout.watched or self._machine.busy()):
+            self._schedule_loop()
 
     def retire(self, sock: socket.socket) -> None:
         """Close a socket once no loop watches it. Called under the lock."""
         if self._lookout.retire(sock):
-            self._kick()
+            self._schedule_loop()
 
     def _turn(self, ready: Iterable[int] | None) -> bool:
         inbox, moved = self._inbox, False
@@ -121,7 +121,7 @@ class Progress:
             return self._machine.advance(ready) or moved
         except BaseException as cause:
             self._machine.interrupted(cause)
-            self._kick()  # whoever waits for what has failed by this is to hear of it from another driver
+            self._schedule_loop()  # whoever waits for what has failed by this is to hear of it from another driver
             self._wake()
             raise
 
@@ -169,7 +169,7 @@ class Progress:
         Not begun if its group has failed: where one was destroyed just now, its memory is another's.
         Returns whether it is over; else it is as far as it got, and perhaps not begun: an operation goes on with it.
         """
-        if not self._seat.acquire(False):
+        if not self._driver_lock.acquire(False):
             return False
         try:
             if not self._lock.acquire(False):
@@ -177,13 +177,13 @@ class Progress:
             try:
                 if group.error is not None or self._inbox or not self._machine.idle():
                     return False
-                until, polls, enough = 0.0, 0, self._polls if wait else self._glances
+                until, polls, enough = 0.0, 0, self._polls if wait else self._spins
                 end = 0.0 if wait or not asyncio._get_running_loop() else monotonic() + _SLICE  # a loop is to turn
                 for step in schedule:
                     if step == ():
                         polls, until = 0, 0.0
                         if end and monotonic() >= end:
-                            self._spent = True
+                            self._slice_exhausted = True
                             return False
                         continue
                     polls += 1
@@ -197,23 +197,23 @@ class Progress:
             except BaseException as cause:
                 if not isinstance(cause, Exception):
                     self._machine.interrupted(cause)
-                    self._kick()
+                    self._schedule_loop()
                 raise
             finally:
                 self._lock.release()
         finally:
-            self._seat.release()
-            if self._followers or self._inbox:
+            self._driver_lock.release()
+            if self._standby or self._inbox:
                 self._hand_over()
 
     def drive(self, work: Finishable, until: float) -> None:
         """Block until ``work`` is completed or the monotonic time ``until`` has come, driving meanwhile."""
         while not work.is_completed():
-            if self._seat.acquire(blocking=False):
+            if self._driver_lock.acquire(blocking=False):
                 try:
                     self._drive_seated(work, until)
                 finally:
-                    self._seat.release()
+                    self._driver_lock.release()
                     self._hand_over()
                 return
             if not self._follow(work, until):
@@ -232,7 +232,7 @@ class Progress:
                         spin_until = now + self._spin
                     elif now >= spin_until:
                         waits = self._machine.waits()
-                        self._bell = self._bell or Bell()  # before the word: who reads it finds a bell to ring
+                        self._bell = self._bell or Waker()  # before the word: who reads it finds a bell to ring
                         self._sleeping = waits is not None
                     else:  # a peer may share it; two that both want to run are soon moved apart
                         self._offer_core(now)
@@ -255,7 +255,7 @@ class Progress:
     def _follow(self, work: Finishable, until: float) -> bool:
         """Wait until another driver has completed ``work`` or left its seat; False if time is up."""
         event = threading.Event()
-        self._followers.append(event)
+        self._standby.append(event)
 
         def completed(_: object) -> None:
             event.set()
@@ -263,60 +263,62 @@ class Progress:
         work.add_done_callback(completed)
         try:
             self.submit(lambda: None)  # what `run` has put into the inbox must not wait for the sleeper
-            if self._seat.locked() and not work.is_completed():
+            if self._driver_lock.locked() and not work.is_completed():
                 event.wait(None if until == math.inf else max(0.0, until - monotonic()))
             return monotonic() < until
         finally:
-            self._followers.remove(event)
+            self._standby.remove(event)
             work.remove_done_callback(completed)
 
     def _hand_over(self) -> None:
-        for event in list(self._followers):
+        for event in list(self._standby):
             event.set()
         if self._inbox or self._machine.busy():  # a follower may have what it waits for, and not take the seat
-            self.arm()
+            self.ensure_driven()
 
     def _wake(self) -> None:
         """Wake an inline driver that fell asleep over what it saw before our turn, which may have ended its work."""
         if self._sleeping and (bell := self._bell) is not None:
             bell.ring()
 
-    def _rouse(self) -> None:
+    def _wake_idle(self) -> None:
         """Wake whoever fell asleep before our turn, in which we have told the peers that nobody has to be rung for."""
         self._wake()
-        if self._resting and not self._seat.locked():
-            self._kick()
+        if self._yielding and not self._driver_lock.locked():
+            self._schedule_loop()
 
     # -- the loop driver -----------------------------------------------------------------------
 
-    def arm(self) -> None:
+    def ensure_driven(self) -> None:
         """See that the loop drives what is pending, unless somebody blocks and does it anyway."""
-        if self._seat.locked() or self._closed:
+        if self._driver_lock.locked() or self._closed:
             return
-        if asyncio._get_running_loop() is self.loop and not self._spent:
+        if asyncio._get_running_loop() is self.loop and not self._slice_exhausted:
             self._drive_on_loop()
         else:
-            self._kick()
+            self._schedule_loop()
 
-    def poke(self, work: Finishable) -> None:
+    def try_now(self, work: Finishable) -> None:
         """Try for a moment to complete ``work`` on the spot, unless this turn of the loop has had its slice."""
         now = monotonic()
         until, end = now + self._loop_spin, now + _SLICE
-        while not (self._spent or self._seat.locked()) and self._lock.acquire(blocking=False):
+        while not (self._slice_exhausted or self._driver_lock.locked()) and self._lock.acquire(blocking=False):
             moved = self._take_turn()
             if work.is_completed():
                 break
             now = monotonic()
-            self._spent = now >= end
+            self._slice_exhausted = now >= end
             if now >= until and not moved:
                 break
             if not moved:
                 self._offer_core(now)
-        self._rouse()
-        if self._inbox and not self._seat.locked():  # put there while we held the lock, by who could not wait for it
-            self._kick()
+        self._wake_idle()
+        if (
+            self._inbox and not self._driver_lock.locked()
+        ):  # put there while we held the lock, by who could not wait for it
+            self._schedule_loop()
 
-    def _kick(self) -> None:
+    def _schedule_loop(self) -> None:
         if not self._kicked and not self._closed:
             self._kicked = True
             loop = self.loop
@@ -325,18 +327,18 @@ class Progress:
                 soon(self._kicked_on_loop)
 
     def _kicked_on_loop(self) -> None:
-        self._kicked = self._spent = False
+        self._kicked = self._slice_exhausted = False
         self._drive_on_loop()
 
     def _drive_on_loop(self, descriptor: int | None = None) -> None:
-        self._resting = False
+        self._yielding = False
         if asyncio._get_running_loop() is not self.loop:  # what the home loop had still to call when it was left
             return
-        if self._seat.locked():
+        if self._driver_lock.locked():
             self._lookout.watch(self.loop, {})
             return
         now = monotonic()
-        until, spin_until = now + (0.0 if self._spent else _SLICE), now + self._loop_spin
+        until, spin_until = now + (0.0 if self._slice_exhausted else _SLICE), now + self._loop_spin
         with self._lock:
             if self._closed:  # perhaps while we waited for the lock; the machine's sockets are closed too
                 return
@@ -350,18 +352,18 @@ class Progress:
                 else:
                     self._offer_core(now)
                 moved = self._turn(None)
-            self._spent = now >= until
+            self._slice_exhausted = now >= until
             self._expire()
             wanted = self._machine.waits() if self.home or self._machine.busy() else []
-            self._resting = wanted is not None and self._machine.busy()
+            self._yielding = wanted is not None and self._machine.busy()
             at = self._machine.next_deadline()
             if wanted is not None:  # under the lock: who retires a socket would close it under the loop's eyes
                 self._lookout.watch(self.loop, dict(wanted))
         self._lookout.set_timer(self.loop, at)
         self._deliver()
         self._wake()
-        if moved or wanted is None or self._inbox or self._spent:
-            self._kick()
+        if moved or wanted is None or self._inbox or self._slice_exhausted:
+            self._schedule_loop()
 
     def close(self) -> None:
         """Stop driving; afterwards no loop watches anything of this machine's."""

@@ -11,10 +11,10 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from asyncdist.algorithms.hierarchy import Layout, layout
+from asyncdist.algorithms.hierarchy import NodeLayout, layout
 from asyncdist.engine.operation import Channel
 from asyncdist.errors import TransportUnavailableError
-from asyncdist.transport.base import Inbox, Link, Transport
+from asyncdist.transport.base import Link, MatchingQueue, Transport
 from asyncdist.transport.native import Native
 
 _MOST_LOOKS = 64  # at what has always something more
@@ -22,7 +22,7 @@ _MOST_LOOKS = 64  # at what has always something more
 Addresses = Mapping[str, Mapping[str, Any]]
 
 
-class Ways:
+class TransportSelector:
     """The transports of one rank, the preferred first, and whom they reach."""
 
     def __init__(self, rank: int, transports: Sequence[Transport]) -> None:
@@ -105,7 +105,7 @@ class Ways:
         """Return whether messages are queued that nobody else drives out."""
         return any(transport.busy() for transport in self.transports)
 
-    def look(self, inbox: Inbox) -> None:
+    def look(self, inbox: MatchingQueue) -> None:
         """Take what lies at our descriptors, as who comes from a sleep on them does, also behind what nobody wants."""
         for _ in range(_MOST_LOOKS):
             inbox.unblock()
@@ -134,7 +134,7 @@ class Ways:
                 return self._named(name).native(channel.number, channel.members)
         return None
 
-    def islands(self, channel: Channel) -> tuple[Layout, Native | None] | None:
+    def islands(self, channel: Channel) -> tuple[NodeLayout, Native | None] | None:
         """Return how a group lies on several hosts, with the native collectives of our part of it (None if alone)."""
         members = channel.members
         for name in self._tried:

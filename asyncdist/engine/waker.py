@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from asyncdist.engine.machine import READ, Wait
 
 
-class Bell:
+class Waker:
     """A descriptor that wakes a thread from its poll."""
 
     def __init__(self) -> None:

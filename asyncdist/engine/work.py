@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator, Sequence
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from asyncdist.base.daemon_threads import Errands
+from asyncdist.base.daemon_threads import DaemonThreadPool
 from asyncdist.base.deadline import Timeout, seconds
 from asyncdist.errors import UsageError, WaitTimeoutError
 
@@ -144,7 +144,7 @@ class Work:
 
     def __await__(self) -> Generator[Any, None, Any]:
         if not self._done and self._progress is not None:
-            self._progress.poke(self)
+            self._progress.try_now(self)
         if not self._done and self._progress is not None:
             yield from self._suspend(self._progress)
             _turns.last = monotonic()
@@ -177,7 +177,7 @@ class Work:
             looks = loop.call_later(_LOOK, look_after, progress)
 
         if progress is not None:
-            progress.arm()
+            progress.ensure_driven()
             if progress.home and progress.loop is not loop:
                 look_after(progress)
         try:
@@ -307,7 +307,7 @@ class _Several(Work):
 # -- threads for what may block -----------------------------------------------------------------------
 
 # What is called may wait for another call of its kind, so one thread would not do.
-_apart = Errands("asyncdist-futures", most=32)
+_apart = DaemonThreadPool("asyncdist-futures", most=32)
 
 
 def call_apart(function: Callable[[], object]) -> None:

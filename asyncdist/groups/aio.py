@@ -14,7 +14,7 @@ from typing import Any
 from asyncdist.base.deadline import Timeout
 from asyncdist.engine.work import Work
 from asyncdist.groups import default_world
-from asyncdist.groups.collectives_api import Face
+from asyncdist.groups.collectives_api import CollectivesApi
 from asyncdist.groups.group import Group
 from asyncdist.groups.world import World, open_world
 
@@ -95,4 +95,4 @@ def _value(work: Work) -> Work:
     return work
 
 
-face: Face[Work, Work] = Face(_finish, _value, blocking=False)
+face: CollectivesApi[Work, Work] = CollectivesApi(_finish, _value, blocking=False)

@@ -1,6 +1,6 @@
 """Every collective under torch.distributed's name and argument order, written once for both faces.
 
-`asyncdist` exports a `Face` whose collectives return a `Work` to await, `asyncdist.sync` one whose collectives block
+`asyncdist` exports a `CollectivesApi` whose collectives return a `Work` to await, `asyncdist.sync` one whose collectives block
 unless ``async_op=True``. ``src`` and ``dst`` are global ranks, as in torch; ``group_src`` and ``group_dst`` are ranks in
 the group.
 """
@@ -14,17 +14,17 @@ from asyncdist.base.deadline import Timeout
 from asyncdist.base.ops import ReduceOp, Reduction
 from asyncdist.engine.work import Work
 from asyncdist.errors import UsageError
-from asyncdist.groups.default_world import AnyGroup, resolve
+from asyncdist.groups.default_world import AnyGroup, resolve_group
 from asyncdist.groups.group import Group
-from asyncdist.memory.torch_compile import left_alone
+from asyncdist.memory.torch_compile import excluded_from_compile
 
 R = TypeVar("R")
 V = TypeVar("V")
 
-left_alone(Work)  # whose module needs no torch
+excluded_from_compile(Work)  # whose module needs no torch
 
 
-@left_alone
+@excluded_from_compile
 class P2POp:
     """One send or receive for `batch_isend_irecv`: ``op`` is ``isend`` or ``irecv``, ``peer`` a global rank."""
 
@@ -41,11 +41,11 @@ class P2POp:
         if name not in ("isend", "irecv"):
             raise UsageError(f"P2POp takes isend or irecv, not {op!r}")
         self.op, self.tensor, self.group, self.tag = op, tensor, group, tag
-        self.peer = _member(resolve(group), name, peer, group_peer, "peer")
+        self.peer = _member(resolve_group(group), name, peer, group_peer, "peer")
 
     def start(self) -> Work:
         """Start it."""
-        of = resolve(self.group)
+        of = resolve_group(self.group)
         if getattr(self.op, "__name__", "") == "isend":
             return of.send(self.tensor, self.peer, self.tag)
         return of.recv(self.tensor, self.peer, self.tag)
@@ -71,8 +71,8 @@ def _root(of: Group, op: str, global_rank: int | None, group_rank: int | None, w
     return 0 if global_rank is None and group_rank is None else _member(of, op, global_rank, group_rank, what)
 
 
-@left_alone
-class Face(Generic[R, V]):
+@excluded_from_compile
+class CollectivesApi(Generic[R, V]):
     """The collectives under torch's names.
 
     ``finish(work, async_op)`` makes what collectives return, ``value(work)`` what those return whose result is a value.
@@ -90,14 +90,16 @@ class Face(Generic[R, V]):
         self, tensor: Any, op: Reduction = ReduceOp.SUM, group: AnyGroup = None, async_op: bool = False
     ) -> R:
         """Reduce ``tensor`` (of any shape and layout) over the group, in place; every rank gets the same bits."""
-        work = resolve(group).all_reduce(tensor, op, background=async_op or not self._blocking)
+        work = resolve_group(group).all_reduce(tensor, op, background=async_op or not self._blocking)
         return self._finish(work, async_op)
 
     def all_reduce_coalesced(
         self, tensors: Sequence[Any], op: Reduction = ReduceOp.SUM, group: AnyGroup = None, async_op: bool = False
     ) -> R:
         """Reduce several tensors of one dtype over the group, in place, as one operation."""
-        return self._finish(resolve(group).all_reduce_coalesced(tensors, op, background=self._runs(async_op)), async_op)
+        return self._finish(
+            resolve_group(group).all_reduce_coalesced(tensors, op, background=self._runs(async_op)), async_op
+        )
 
     def reduce(
         self,
@@ -109,7 +111,7 @@ class Face(Generic[R, V]):
         group_dst: int | None = None,
     ) -> R:
         """Reduce ``tensor`` over the group into that of ``dst``; the others keep theirs."""
-        of = resolve(group)
+        of = resolve_group(group)
         to = _member(of, "reduce", dst, group_dst, "dst")
         return self._finish(of.reduce(tensor, to, op, background=self._runs(async_op)), async_op)
 
@@ -122,20 +124,23 @@ class Face(Generic[R, V]):
         group_src: int | None = None,
     ) -> R:
         """Copy ``src``'s ``tensor`` into that of every rank."""
-        of = resolve(group)
+        of = resolve_group(group)
         root = _member(of, "broadcast", src, group_src, "src")
         return self._finish(of.broadcast(tensor, root, background=self._runs(async_op)), async_op)
 
     def all_gather(self, tensor_list: Sequence[Any], tensor: Any, group: AnyGroup = None, async_op: bool = False) -> R:
         """Gather every rank's ``tensor`` into ``tensor_list``, by rank; sizes may differ between ranks."""
-        return self._finish(resolve(group).all_gather(tensor_list, tensor, background=self._runs(async_op)), async_op)
+        return self._finish(
+            resolve_group(group).all_gather(tensor_list, tensor, background=self._runs(async_op)), async_op
+        )
 
     def all_gather_single(
         self, output_tensor: Any, input_tensor: Any, group: AnyGroup = None, async_op: bool = False
     ) -> R:
         """Gather every rank's ``input_tensor`` into ``output_tensor``, concatenated or stacked."""
         return self._finish(
-            resolve(group).all_gather_single(output_tensor, input_tensor, background=self._runs(async_op)), async_op
+            resolve_group(group).all_gather_single(output_tensor, input_tensor, background=self._runs(async_op)),
+            async_op,
         )
 
     def all_gather_coalesced(
@@ -146,7 +151,7 @@ class Face(Generic[R, V]):
         async_op: bool = False,
     ) -> R:
         """Gather several tensors as one operation: rank ``r``'s ``i``-th into ``output_tensor_lists[r][i]``."""
-        of = resolve(group)
+        of = resolve_group(group)
         work = of.all_gather_coalesced(output_tensor_lists, input_tensor_list, background=self._runs(async_op))
         return self._finish(work, async_op)
 
@@ -160,7 +165,7 @@ class Face(Generic[R, V]):
         group_dst: int | None = None,
     ) -> R:
         """Gather every rank's ``tensor`` into ``gather_list`` on ``dst`` (default: rank 0); None elsewhere."""
-        of = resolve(group)
+        of = resolve_group(group)
         to = _root(of, "gather", dst, group_dst, "dst")
         return self._finish(of.gather(tensor, gather_list, to, background=self._runs(async_op)), async_op)
 
@@ -174,7 +179,7 @@ class Face(Generic[R, V]):
         group_dst: int | None = None,
     ) -> R:
         """Gather every rank's ``tensor`` into ``gather_tensor`` on ``dst`` (default: rank 0), one after the other."""
-        of = resolve(group)
+        of = resolve_group(group)
         to = _root(of, "gather_into_tensor", dst, group_dst, "dst")
         return self._finish(of.gather_single(tensor, gather_tensor, to, background=self._runs(async_op)), async_op)
 
@@ -188,7 +193,7 @@ class Face(Generic[R, V]):
         group_src: int | None = None,
     ) -> R:
         """Give rank ``i`` the ``i``-th tensor of ``src``'s ``scatter_list`` (default: rank 0); None elsewhere."""
-        of = resolve(group)
+        of = resolve_group(group)
         root = _root(of, "scatter", src, group_src, "src")
         return self._finish(of.scatter(tensor, scatter_list, root, background=self._runs(async_op)), async_op)
 
@@ -202,7 +207,7 @@ class Face(Generic[R, V]):
     ) -> R:
         """Reduce ``input_list[i]`` over the group into rank ``i``'s ``output``; sizes may differ between ranks."""
         return self._finish(
-            resolve(group).reduce_scatter(output, input_list, op, background=self._runs(async_op)), async_op
+            resolve_group(group).reduce_scatter(output, input_list, op, background=self._runs(async_op)), async_op
         )
 
     def reduce_scatter_single(
@@ -215,7 +220,7 @@ class Face(Generic[R, V]):
     ) -> R:
         """Reduce the ``i``-th equal part of ``input`` over the group into rank ``i``'s ``output``."""
         return self._finish(
-            resolve(group).reduce_scatter_single(output, input, op, background=self._runs(async_op)), async_op
+            resolve_group(group).reduce_scatter_single(output, input, op, background=self._runs(async_op)), async_op
         )
 
     def all_to_all(
@@ -226,7 +231,7 @@ class Face(Generic[R, V]):
         async_op: bool = False,
     ) -> R:
         """Send ``input_tensor_list[i]`` to rank ``i``, receive from it into ``output_tensor_list[i]``; any sizes."""
-        work = resolve(group).all_to_all(output_tensor_list, input_tensor_list, background=self._runs(async_op))
+        work = resolve_group(group).all_to_all(output_tensor_list, input_tensor_list, background=self._runs(async_op))
         return self._finish(work, async_op)
 
     def all_to_all_single(
@@ -239,7 +244,7 @@ class Face(Generic[R, V]):
         async_op: bool = False,
     ) -> R:
         """Exchange parts of one tensor; split sizes count along the first dimension, equal parts if not given."""
-        work = resolve(group).all_to_all_single(
+        work = resolve_group(group).all_to_all_single(
             output, input, output_split_sizes, input_split_sizes, background=self._runs(async_op)
         )
         return self._finish(work, async_op)
@@ -248,14 +253,16 @@ class Face(Generic[R, V]):
         self, group: AnyGroup = None, async_op: bool = False, device_ids: object = None, timeout: Timeout = None
     ) -> R:
         """Return (complete) when every rank of the group has come, within ``timeout``; ``device_ids`` is ignored."""
-        return self._finish(resolve(group).barrier(timeout=timeout, background=self._runs(async_op)), async_op)
+        return self._finish(resolve_group(group).barrier(timeout=timeout, background=self._runs(async_op)), async_op)
 
     def monitored_barrier(self, group: AnyGroup = None, timeout: Timeout = None, wait_all_ranks: bool = False) -> R:
         """Meet like `barrier`; when ``timeout`` passes, rank 0's error names every rank that did not come.
 
         All that are missing are named whether ``wait_all_ranks`` or not.
         """
-        return self._finish(resolve(group).monitored_barrier(timeout=timeout, background=self._runs(False)), False)
+        return self._finish(
+            resolve_group(group).monitored_barrier(timeout=timeout, background=self._runs(False)), False
+        )
 
     # -- objects -------------------------------------------------------------------------------
 
@@ -267,7 +274,7 @@ class Face(Generic[R, V]):
         Objects are plain data, tensors and arrays; in all calls for objects ``weights_only=True``, on every rank, adds what
         ``torch.load(weights_only=True)`` reads, and refuses pickles also where ASYNCDIST_ALLOW_PICKLE allows them.
         """
-        work = resolve(group).all_gather_object(object_list, obj, weights_only, background=self._runs(False))
+        work = resolve_group(group).all_gather_object(object_list, obj, weights_only, background=self._runs(False))
         return self._finish(work, False)
 
     def gather_object(
@@ -280,7 +287,7 @@ class Face(Generic[R, V]):
         weights_only: bool = False,
     ) -> R:
         """Gather every rank's object into ``dst``'s list (default: rank 0); None elsewhere."""
-        of = resolve(group)
+        of = resolve_group(group)
         to = _root(of, "gather_object", dst, group_dst, "dst")
         work = of.gather_object(obj, object_gather_list, to, weights_only, background=self._runs(False))
         return self._finish(work, False)
@@ -295,7 +302,7 @@ class Face(Generic[R, V]):
         weights_only: bool = False,
     ) -> R:
         """Put the ``i``-th object of ``src``'s list into rank ``i``'s ``scatter_object_output_list[0]``."""
-        of = resolve(group)
+        of = resolve_group(group)
         root = _root(of, "scatter_object_list", src, group_src, "src")
         lists = scatter_object_output_list, scatter_object_input_list
         return self._finish(of.scatter_object_list(*lists, root, weights_only, background=self._runs(False)), False)
@@ -310,7 +317,7 @@ class Face(Generic[R, V]):
         weights_only: bool = False,
     ) -> R:
         """Replace every rank's list by ``src``'s (default: rank 0), of the same length."""
-        of = resolve(group)
+        of = resolve_group(group)
         root = _root(of, "broadcast_object_list", src, group_src, "src")
         work = of.broadcast_object_list(object_list, root, weights_only, background=self._runs(False))
         return self._finish(work, False)
@@ -321,7 +328,7 @@ class Face(Generic[R, V]):
         self, tensor: Any, dst: int | None = None, group: AnyGroup = None, tag: int = 0, group_dst: int | None = None
     ) -> R:
         """Send ``tensor`` to ``dst``; over when its memory may be changed."""
-        of = resolve(group)
+        of = resolve_group(group)
         to = _member(of, "send", dst, group_dst, "dst")
         return self._finish(of.send(tensor, to, tag, background=self._runs(False)), False)
 
@@ -340,7 +347,7 @@ class Face(Generic[R, V]):
         self, tensor: Any, dst: int | None = None, group: AnyGroup = None, tag: int = 0, group_dst: int | None = None
     ) -> Work:
         """Start to send ``tensor`` to ``dst``; leave it unchanged until the work is over."""
-        of = resolve(group)
+        of = resolve_group(group)
         return of.send(tensor, _member(of, "send", dst, group_dst, "dst"), tag)
 
     def irecv(
@@ -357,7 +364,7 @@ class Face(Generic[R, V]):
     def _receive(
         self, tensor: Any, src: int | None, group: AnyGroup, tag: int, group_src: int | None, background: bool
     ) -> Work:
-        of = resolve(group)
+        of = resolve_group(group)
         source = None if src is None and group_src is None else _member(of, "recv", src, group_src, "src")
         return of.recv(tensor, source, tag, background=background)
 
@@ -378,7 +385,7 @@ class Face(Generic[R, V]):
         weights_only: bool = False,
     ) -> R:
         """Send a list of objects to ``dst``; ``device`` and ``use_batch`` are ignored."""
-        of = resolve(group)
+        of = resolve_group(group)
         to = _member(of, "send_object_list", dst, group_dst, "dst")
         work = of.send_object_list(object_list, to, weights_only=weights_only, background=self._runs(False))
         return self._finish(work, False)
@@ -394,7 +401,7 @@ class Face(Generic[R, V]):
         weights_only: bool = False,
     ) -> V:
         """Receive a list of objects of the same length from ``src`` or anybody; the result is the sender's global rank."""
-        of = resolve(group)
+        of = resolve_group(group)
         source = None if src is None and group_src is None else _member(of, "recv_object_list", src, group_src, "src")
         work = of.recv_object_list(object_list, source, weights_only=weights_only, background=self._runs(False))
         return self._value(work)

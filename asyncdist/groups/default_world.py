@@ -106,7 +106,7 @@ class GroupMember(metaclass=_WorldMeta):
 AnyGroup = Group | _NonMember | None
 
 
-def resolve(of: AnyGroup) -> Group:
+def resolve_group(of: AnyGroup) -> Group:
     """Return a group argument as a group: None is the default one.
 
     UsageError on a rank outside the group, and for a group of torch.distributed's.
@@ -177,12 +177,12 @@ def is_initialized() -> bool:
 
 def get_rank(group: AnyGroup = None) -> int:
     """Return this process's rank in the group, -1 if it is not in it."""
-    return -1 if isinstance(group, _NonMember) else resolve(group).rank()
+    return -1 if isinstance(group, _NonMember) else resolve_group(group).rank()
 
 
 def get_world_size(group: AnyGroup = None) -> int:
     """Return the number of ranks in the group, -1 if this process is not in it."""
-    return -1 if isinstance(group, _NonMember) else resolve(group).size()
+    return -1 if isinstance(group, _NonMember) else resolve_group(group).size()
 
 
 def get_node_local_rank(fallback_rank: int | None = None) -> int:
@@ -201,23 +201,23 @@ def get_backend(group: AnyGroup = None) -> str:
 
     Of a group of one, what was asked for. `init_process_group` takes what this returns.
     """
-    of = resolve(group)
+    of = resolve_group(group)
     return ",".join(of.mesh.ways.used(of.ranks)) or of.mesh.backend
 
 
 def get_process_group_ranks(group: AnyGroup = None) -> list[int]:
     """Return the global ranks of the group, by rank in the group."""
-    return list(resolve(group).ranks)
+    return list(resolve_group(group).ranks)
 
 
 def get_group_rank(group: AnyGroup, global_rank: int) -> int:
     """Return the rank in the group of a global rank; UsageError if it is not in it."""
-    return resolve(group).group_rank(global_rank)
+    return resolve_group(group).group_rank(global_rank)
 
 
 def get_global_rank(group: AnyGroup, group_rank: int) -> int:
     """Return the global rank of a rank in the group; UsageError if there is none."""
-    ranks = resolve(group).ranks
+    ranks = resolve_group(group).ranks
     if not 0 <= group_rank < len(ranks):
         raise UsageError(f"rank {group_rank} is not in a group of {len(ranks)}")
     return ranks[group_rank]
@@ -228,7 +228,7 @@ def get_global_rank(group: AnyGroup, group_rank: int) -> int:
 
 def set_timeout(timeout: Timeout, group: AnyGroup = None) -> None:
     """Set how long operations of a group that are called from now on may take (seconds or timedelta); on this rank."""
-    resolve(group).set_timeout(timeout)
+    resolve_group(group).set_timeout(timeout)
 
 
 def new_group(
@@ -261,7 +261,7 @@ def new_subgroups(
     group_desc: str | None = None,
 ) -> tuple[Group | _NonMember, list[Group | _NonMember]]:
     """Cut a group into subgroups of ``group_size`` neighbours; return (ours, all)."""
-    parent = resolve(group)
+    parent = resolve_group(group)
     if not group_size or parent.size() % group_size:
         raise UsageError(f"group_size={group_size} does not divide the {parent.size()} ranks of the group")
     cut = [parent.ranks[start : start + group_size] for start in range(0, parent.size(), group_size)]
@@ -303,7 +303,7 @@ def split_group(
     A part's ranks are in the group's order. Costs no communication on the host. All ranks of the group call it, in one
     order with its other calls: where it has carried tensors between devices, what it has there may be split too.
     """
-    parent = resolve(parent_pg)
+    parent = resolve_group(parent_pg)
     if not split_ranks:
         raise UsageError("split_ranks needs at least one list of ranks")
     parts = [[get_global_rank(parent, rank) for rank in sorted(ranks)] for ranks in split_ranks]

@@ -20,18 +20,18 @@ from asyncdist.algorithms.schedule import Schedule
 from asyncdist.algorithms.selection import Model, forced_by
 from asyncdist.base.deadline import Timeout, seconds
 from asyncdist.collectives import data_movement, p2p
-from asyncdist.collectives.hierarchical import Islands
-from asyncdist.collectives.operations import Calls, How, checked_tag
-from asyncdist.engine.endpoint import Mesh
+from asyncdist.collectives.hierarchical import HierarchicalCollectives
+from asyncdist.collectives.operations import CallOptions, CollectiveOps, checked_tag
+from asyncdist.engine.endpoint import Endpoint
 from asyncdist.engine.operation import Channel, Operation, Plan
 from asyncdist.engine.work import Work, completed
 from asyncdist.errors import GroupAbortedError, NotInitializedError, SharedMemoryError, UsageError
 from asyncdist.memory.buffers import Scratch, in_order
 from asyncdist.memory.registered import T, register
-from asyncdist.memory.torch_compile import left_alone
+from asyncdist.memory.torch_compile import excluded_from_compile
 from asyncdist.tracing.recorder import Entry
 from asyncdist.transport import registry
-from asyncdist.transport.native import Kind, Quick, announced, raising
+from asyncdist.transport.native import CallSignature, PreparedCall, announced, raising
 from asyncdist.transport.wire_format import channel_of
 
 if TYPE_CHECKING:
@@ -42,10 +42,10 @@ _Tensor = torch.Tensor
 _coming = threading.Lock()  # to a device: two threads may come at once, with the first tensors there
 
 
-class _Known(NamedTuple):
+class _CachedCall(NamedTuple):
     """How calls of one kind go on from here."""
 
-    start: Quick
+    start: PreparedCall
     fingerprint: int
     nbytes: int
 
@@ -70,15 +70,15 @@ def _looks(key: tuple[Hashable, ...], tensors: Sequence[Any]) -> tuple[Hashable,
     return key
 
 
-@left_alone
-class Group(Calls):
+@excluded_from_compile
+class Group(CollectiveOps):
     """Some ranks of a world, in an order of their own.
 
     Made by `asyncdist.new_group` and its kin, on every rank of the world in the same order. ``ranks`` are global ranks,
-    by rank in the group. Methods start an operation and return its `Work`. Each takes `How` as keywords.
+    by rank in the group. Methods start an operation and return its `Work`. Each takes `CallOptions` as keywords.
     """
 
-    def __init__(self, mesh: Mesh, ranks: Sequence[int], name: str, timeout: float, *, nonce: int = 0) -> None:
+    def __init__(self, mesh: Endpoint, ranks: Sequence[int], name: str, timeout: float, *, nonce: int = 0) -> None:
         self.name = name
         self.ranks = tuple(ranks)
         self.timeout = timeout
@@ -97,13 +97,13 @@ class Group(Calls):
         except SharedMemoryError as cause:
             mesh.refuse(self._channel, cause)
             raise
-        self._islands = None if lies is None else Islands(*lies, model, Scratch())
-        self._who = data_movement.Member(
+        self._islands = None if lies is None else HierarchicalCollectives(*lies, model, Scratch())
+        self._who = data_movement.GroupContext(
             self._rank, len(self.ranks), mesh.config, model, forced, Scratch(), max(2, mesh.config.lanes),
             native=self._native, islands=self._islands,
         )  # fmt: skip
         self._record = mesh.recorder.add
-        self._known: dict[Hashable, _Known] = {}
+        self._known: dict[Hashable, _CachedCall] = {}
         self._closed = False
         self._devices: dict[torch.device, DeviceGroup] = {}
         self.patient = False
@@ -154,7 +154,7 @@ class Group(Calls):
 
     # -- tensors on a device -------------------------------------------------------------------
 
-    def _at(self, value: Any) -> Calls:
+    def _at(self, value: Any) -> CollectiveOps:
         while isinstance(value, (list, tuple)) and value:
             value = value[0]
         return self.on(value.device) if isinstance(value, torch.Tensor) and value.is_cuda else self
@@ -164,7 +164,7 @@ class Group(Calls):
         found = self._devices.get(device)
         if found is None:
             with _coming:
-                found = self._devices.get(device) or self._come_to(device)
+                found = self._devices.get(device) or self._make_device_group(device)
         return found
 
     def set_timeout(self, timeout: Timeout) -> None:
@@ -173,12 +173,12 @@ class Group(Calls):
         for carried in self._devices.values():
             carried.timeout = self.timeout
 
-    def _come_to(self, device: torch.device) -> DeviceGroup:
+    def _make_device_group(self, device: torch.device) -> DeviceGroup:
         from asyncdist.devices.group import DeviceGroup
 
         nonce = self._channel.number + len(self._devices)
         host = Group(self.mesh, self.ranks, f"{self.name} (its {device.type} tensors)", self.timeout, nonce=nonce)
-        kinds = registry.ensembles(self.mesh.backend, device.type)
+        kinds = registry.device_backends(self.mesh.backend, device.type)
         made = self._devices[device] = DeviceGroup(host, device, kinds, whole=self)
         return made
 
@@ -196,16 +196,16 @@ class Group(Calls):
 
     # -- the one path --------------------------------------------------------------------------
 
-    def _issue(self, name: str, plan: Plan, how: How) -> Work:
+    def _issue(self, name: str, plan: Plan, how: CallOptions) -> Work:
         return self._start(self._channel, name, None, plan, **how)
 
-    def _message(self, name: str, make: Callable[..., Plan], args: tuple[Any, ...], tag: int, how: How) -> Work:
+    def _message(self, name: str, make: Callable[..., Plan], args: tuple[Any, ...], tag: int, how: CallOptions) -> Work:
         return self._start(self._messages, name, checked_tag(tag), make(self._who, *args), **how)
 
-    def _send(self, name: str, tensor: Any, peer: int, tag: int, how: How) -> Work:
+    def _send(self, name: str, tensor: Any, peer: int, tag: int, how: CallOptions) -> Work:
         return self._message(name, p2p.send, (tensor, peer), tag, how)
 
-    def _receive(self, name: str, tensor: Any, peer: int | None, tag: int, how: How) -> Work:
+    def _receive(self, name: str, tensor: Any, peer: int | None, tag: int, how: CallOptions) -> Work:
         return self._message(name, p2p.receive, (tensor, peer, self.ranks), tag, how)
 
     def _start(
@@ -263,7 +263,13 @@ class Group(Calls):
     # -- what was called before, in a hurry ------------------------------------------------------
 
     def _call(
-        self, name: str, first: Any, make: Callable[..., Plan], tensors: tuple[Any, ...], how: How, *more: Hashable
+        self,
+        name: str,
+        first: Any,
+        make: Callable[..., Plan],
+        tensors: tuple[Any, ...],
+        how: CallOptions,
+        *more: Hashable,
     ) -> Work:
         key = None if self._native is None else _looks((name, more), tensors)
         try:
@@ -302,16 +308,16 @@ class Group(Calls):
             self._learn(key, plan, plan.kind)
         return plan
 
-    def _learn(self, key: Hashable, plan: Plan, kind: Kind) -> None:
+    def _learn(self, key: Hashable, plan: Plan, kind: CallSignature) -> None:
         quick = None if self._native is None else self._native.quick(kind)
         if quick is not None:
             if len(self._known) >= _KEPT_KINDS:
                 self._known.clear()
-            self._known[key] = _Known(quick, plan.fingerprint, plan.nbytes)
+            self._known[key] = _CachedCall(quick, plan.fingerprint, plan.nbytes)
 
     # -- for people who look for the missing ----------------------------------------------------
 
-    def monitored_barrier(self, **how: Unpack[How]) -> Work:
+    def monitored_barrier(self, **how: Unpack[CallOptions]) -> Work:
         """Complete when every rank has called it; its timeout names, on rank 0, every rank that has not.
 
         The other ranks wait twice as long, so that what they hear is whom rank 0 misses.
@@ -324,41 +330,53 @@ class Group(Calls):
     # -- objects -------------------------------------------------------------------------------
     # With ``weights_only``, on every rank, they carry what torch.load(weights_only=True) reads, and no pickle in any case.
 
-    def all_gather_object(self, output: list[Any], value: Any, weights_only: bool = False, **how: Unpack[How]) -> Work:
+    def all_gather_object(
+        self, output: list[Any], value: Any, weights_only: bool = False, **how: Unpack[CallOptions]
+    ) -> Work:
         """Gather every rank's object into every rank's list."""
         args = output, value, weights_only
         return self._named(self._begin, "all_gather_object", None, p2p.all_gather_object, args, how)
 
     def gather_object(
-        self, value: Any, output: list[Any] | None, dst: int, weights_only: bool = False, **how: Unpack[How]
+        self, value: Any, output: list[Any] | None, dst: int, weights_only: bool = False, **how: Unpack[CallOptions]
     ) -> Work:
         """Gather every rank's object into the list of rank ``dst``; None elsewhere."""
         args = value, output, dst, weights_only
         return self._named(self._begin, "gather_object", None, p2p.gather_object, args, how)
 
     def scatter_object_list(
-        self, output: list[Any], values: Sequence[Any] | None, src: int, weights_only: bool = False, **how: Unpack[How]
+        self,
+        output: list[Any],
+        values: Sequence[Any] | None,
+        src: int,
+        weights_only: bool = False,
+        **how: Unpack[CallOptions],
     ) -> Work:
         """Put the ``i``-th object of rank ``src``'s list into rank ``i``'s ``output[0]``."""
         args = output, values, src, weights_only
         return self._named(self._begin, "scatter_object_list", None, p2p.scatter_objects, args, how)
 
     def broadcast_object_list(
-        self, values: list[Any], src: int, weights_only: bool = False, **how: Unpack[How]
+        self, values: list[Any], src: int, weights_only: bool = False, **how: Unpack[CallOptions]
     ) -> Work:
         """Replace every rank's list by that of rank ``src``."""
         args = values, src, weights_only
         return self._named(self._begin, "broadcast_object_list", None, p2p.broadcast_objects, args, how)
 
     def send_object_list(
-        self, values: Sequence[Any], dst: int, tag: int = 0, weights_only: bool = False, **how: Unpack[How]
+        self, values: Sequence[Any], dst: int, tag: int = 0, weights_only: bool = False, **how: Unpack[CallOptions]
     ) -> Work:
         """Send a list of objects to rank ``dst``."""
         args = values, dst, weights_only
         return self._named(self._message, "send_object_list", p2p.send_objects, args, tag, how)
 
     def recv_object_list(
-        self, values: list[Any], src: int | None = None, tag: int = 0, weights_only: bool = False, **how: Unpack[How]
+        self,
+        values: list[Any],
+        src: int | None = None,
+        tag: int = 0,
+        weights_only: bool = False,
+        **how: Unpack[CallOptions],
     ) -> Work:
         """Receive a list of objects of the same length; the value is the sender's global rank."""
         args = values, src, self.ranks, weights_only
@@ -380,7 +398,7 @@ class Group(Calls):
 
         self.aborted = True
         self.mesh.progress.submit(fail)
-        self.mesh.progress.arm()
+        self.mesh.progress.ensure_driven()
 
     def close(self) -> None:
         """Destroy this group on this rank; what is pending fails. Idempotent, and nothing is said to the others."""

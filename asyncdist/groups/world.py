@@ -20,10 +20,10 @@ from asyncdist import __version__
 from asyncdist.algorithms.selection import forced_by
 from asyncdist.base.deadline import Timeout, seconds
 from asyncdist.config import Config, Launch, shared_settings
-from asyncdist.engine.endpoint import LAST_WORDS, Mesh
+from asyncdist.engine.endpoint import LAST_WORDS, Endpoint
 from asyncdist.errors import NotInitializedError, RendezvousError, UsageError
 from asyncdist.groups.group import Group
-from asyncdist.rendezvous import Meeting, meet
+from asyncdist.rendezvous import RendezvousSession, meet
 from asyncdist.tracing import dump_signal
 from asyncdist.transport import registry
 
@@ -33,7 +33,7 @@ _PAUSE = 1e-3  # seconds between two looks whether peers have been told
 class World:
     """The ranks of one job, or of one part of it. ``group`` is the group of all."""
 
-    def __init__(self, meeting: Meeting, mesh: Mesh, name: str, timeout: float) -> None:
+    def __init__(self, meeting: RendezvousSession, mesh: Endpoint, name: str, timeout: float) -> None:
         self.meeting = meeting
         self.mesh = mesh
         self.name = name
@@ -115,7 +115,9 @@ def open_world(
     None takes the runtime's. Raises RendezvousError, AuthenticationError, TransportUnavailableError, UsageError.
     """
     config = config or Config.from_environment()
-    dump_signal.listen(config)  # on the caller's thread, which may be the main one; the loop's is not always
+    dump_signal.install_signal_handler(
+        config
+    )  # on the caller's thread, which may be the main one; the loop's is not always
     limit = seconds(timeout, config.timeout)
     meeting = functools.partial(
         meet,
@@ -132,7 +134,7 @@ def open_world(
 
 
 async def _open(
-    meet_others: Callable[[], Awaitable[Meeting]],
+    meet_others: Callable[[], Awaitable[RendezvousSession]],
     backend: str | None,
     name: str,
     limit: float,
@@ -144,7 +146,7 @@ async def _open(
     meeting = await meet_others()
     try:
         config = config.with_(token=meeting.token)
-        mesh = Mesh(meeting.rank, meeting.world_size, meeting.world_id, config, kinds, home)
+        mesh = Endpoint(meeting.rank, meeting.world_size, meeting.world_id, config, kinds, home)
         mesh.backend = backend or config.transport
         dump_signal.offer(mesh.recorder, config)
         try:

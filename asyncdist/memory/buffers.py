@@ -1,8 +1,8 @@
 """Memory as the runtime sees it: flat, contiguous, addressable as bytes and as elements, never copied to be looked at.
 
 `Memory` is the place of our schedules: a run of elements of a tensor with two faces, a `memoryview` for the wire and a
-tensor for arithmetic, each made only when asked for. `Blocks` splits one into numbered blocks. `to_read` and `Target` say
-how a user's tensor of any layout becomes a Memory and how the result gets back, `apart` what becomes of tensors that
+tensor for arithmetic, each made only when asked for. `TensorBlocks` splits one into numbered blocks. `input_memory` and `OutputTensor` say
+how a user's tensor of any layout becomes a Memory and how the result gets back, `copy_overlapping_inputs` what becomes of tensors that
 overlap. `Scratch` keeps buffers for reuse.
 """
 
@@ -121,7 +121,7 @@ def _written_anywhere(tensor: torch.Tensor) -> torch.Tensor:
 NOTHING = Memory(torch.empty(0, dtype=torch.uint8, device="cpu"))
 
 
-class Blocks:
+class TensorBlocks:
     """One memory in numbered blocks: ``blocks[i]`` is a block, ``blocks[lo:hi]`` the run of them as one place."""
 
     __slots__ = ("_bounds", "_memory", "_single")
@@ -132,7 +132,7 @@ class Blocks:
         self._single: list[Memory | None] = [None] * (len(bounds) - 1)
 
     @classmethod
-    def split(cls, memory: Memory, parts: int) -> Blocks:
+    def split(cls, memory: Memory, parts: int) -> TensorBlocks:
         """Split into ``parts`` blocks whose sizes differ by one element at most."""
         return cls(memory, [memory.count * part // parts for part in range(parts + 1)])
 
@@ -149,10 +149,12 @@ class Blocks:
         return block
 
 
-Places = TypeVar("Places", bound=Sequence[Memory] | Blocks)
+Places = TypeVar("Places", bound=Sequence[Memory] | TensorBlocks)
 
 
-def apart(read: Places, written: Sequence[Memory] | Blocks, own: Mapping[int, int]) -> Places | list[Memory]:
+def copy_overlapping_inputs(
+    read: Places, written: Sequence[Memory] | TensorBlocks, own: Mapping[int, int]
+) -> Places | list[Memory]:
     """Return what an operation reads, with a copy of each place that it also writes into, as if it had read all first.
 
     Each way reads and writes blocks in an order of its own, and peers may read ours where it lies. ``own[i] = j`` is the
@@ -213,7 +215,7 @@ def _unusable(value: Any) -> UsageError:
     return UnsupportedError(f"tensors of {value.dtype} cannot be communicated")
 
 
-def to_read(value: Any) -> Memory:
+def input_memory(value: Any) -> Memory:
     """Return memory that holds the tensor's elements in order; a copy only if they do not lie so already."""
     return Memory(flat(_in_order(tensor_of(value))))
 
@@ -245,7 +247,7 @@ def _in_order(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.resolve_conj().resolve_neg() if _lazy(tensor) else tensor).contiguous()
 
 
-class Target:
+class OutputTensor:
     """A user's tensor that an operation writes into (and may read first).
 
     ``memory`` is the tensor's own where its elements lie in order, else a copy (``copied``); after the operation the caller

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from asyncdist.errors import ProtocolError, UsageError
-from asyncdist.memory.buffers import DTYPE_NUMBERS, DTYPES, to_read
+from asyncdist.memory.buffers import DTYPE_NUMBERS, DTYPES, input_memory
 
 _DEPTH = 32  # of tuples and sets inside one another: each takes 40 KB of the stack to read
 _TENSOR, _ARRAY, _TUPLE, _SET, _COMPLEX, _INTEGER, _PICKLE, _SAVED = range(1, 9)
@@ -33,7 +33,7 @@ def pack(value: Any, *, allow_pickle: bool, weights_only: bool = False) -> bytes
 
     def extend(part: Any) -> msgpack.ExtType:
         if isinstance(part, torch.Tensor) and (not weights_only or _is_plain(part)):
-            memory = to_read(part)
+            memory = input_memory(part)
             head = (DTYPE_NUMBERS[part.dtype], tuple(part.shape), part.requires_grad, memory.view)
             return msgpack.ExtType(_TENSOR, msgpack.packb(head))
         if isinstance(part, (np.ndarray, np.generic)) and part.dtype.kind in "biufcSUmM":

@@ -46,7 +46,7 @@ def unavailable() -> str | None:
     return None
 
 
-class Mapping:
+class ArenaMapping:
     """A whole arena, ours or another process's, as this process sees it."""
 
     def __init__(self, descriptor: int, nbytes: int) -> None:
@@ -81,7 +81,7 @@ class Mapping:
             self._map.madvise(mmap.MADV_REMOVE, offset, nbytes)
 
 
-class Block:
+class ArenaBlock:
     """A run of reserved pages of this process's arena, ours until `free`."""
 
     __slots__ = ("__weakref__", "_arena", "nbytes", "offset")
@@ -109,13 +109,13 @@ class Arena:
             os.ftruncate(self.descriptor, self.nbytes)
         except OSError as cause:
             raise SharedMemoryError(f"cannot make a shared segment of {self.nbytes >> 20} MiB: {cause}") from cause
-        self.mapping = Mapping(self.descriptor, self.nbytes)
+        self.mapping = ArenaMapping(self.descriptor, self.nbytes)
         self._lock = threading.Lock()
         self._free: list[tuple[int, int]] = [(0, self.nbytes)]  # (offset, nbytes) in order, never two that touch
         self._returned: deque[tuple[int, int]] = deque()  # by finalizers, which may run while we hold the lock
         weakref.finalize(self, os.close, self.descriptor)
 
-    def allocate(self, nbytes: int) -> Block:
+    def allocate(self, nbytes: int) -> ArenaBlock:
         """Return reserved pages for ``nbytes`` bytes, of undefined content. SharedMemoryError if there is no room."""
         block = self.hold(nbytes)
         try:
@@ -125,7 +125,7 @@ class Arena:
             raise
         return block
 
-    def hold(self, nbytes: int) -> Block:
+    def hold(self, nbytes: int) -> ArenaBlock:
         """Return an address range with no memory behind it yet: `reserve` its parts before using them."""
         nbytes = -(-max(1, nbytes) // PAGE_NBYTES) * PAGE_NBYTES
         with self._lock:
@@ -133,7 +133,7 @@ class Arena:
             for place, (offset, free) in enumerate(self._free):
                 if free >= nbytes:
                     self._free[place : place + 1] = [(offset + nbytes, free - nbytes)] if free > nbytes else []
-                    return Block(self, offset, nbytes)
+                    return ArenaBlock(self, offset, nbytes)
         raise SharedMemoryError(
             f"no {nbytes >> 20} MiB in one piece are left in this process's shared segment of {self.nbytes >> 20} MiB: "
             "let go of registered tensors, destroy groups, or lower ASYNCDIST_SHM_AREA_NBYTES, a group takes 32 of them"
@@ -156,7 +156,7 @@ class Arena:
         return offset if 0 <= offset <= self.nbytes - nbytes else None
 
     def take_back(self, offset: int, nbytes: int) -> None:
-        """Take back a block; see `Block.free`."""
+        """Take back a block; see `ArenaBlock.free`."""
         if os.getpid() != self.pid:
             return  # a forked child's copy of a block: the pages are its parent's
         self._returned.append((offset, nbytes))
@@ -226,7 +226,7 @@ def arena() -> Arena:
     return current
 
 
-def tensor_of_block(block: Block, count: int, dtype: torch.dtype) -> torch.Tensor:
+def tensor_of_block(block: ArenaBlock, count: int, dtype: torch.dtype) -> torch.Tensor:
     """Return the first elements of a block as a flat tensor; the block is freed with the last tensor that shares it."""
     return _tensor(_buffer(block), 0, count, dtype)
 
@@ -247,7 +247,7 @@ def carve(counts: Iterable[tuple[int, torch.dtype]]) -> Iterator[torch.Tensor]:
         yield _tensor(whole, start, count, dtype)
 
 
-def _buffer(block: Block) -> ctypes.Array[ctypes.c_char]:
+def _buffer(block: ArenaBlock) -> ctypes.Array[ctypes.c_char]:
     """Return a block as an object that tensors hold, with which it is freed."""
     buffer = (ctypes.c_char * block.nbytes).from_address(arena().mapping.address + block.offset)
     weakref.finalize(buffer, block.free).atexit = False

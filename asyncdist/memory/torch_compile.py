@@ -18,7 +18,7 @@ T = TypeVar("T")
 _frames: Any = torch._C._dynamo.eval_frame
 
 
-def left_alone(owner: type[T]) -> type[T]:
+def excluded_from_compile(owner: type[T]) -> type[T]:
     """Keep the compiler from a class's own methods: they are called, and neither compiled nor inlined where they are."""
     for name, member in list(vars(owner).items()):
         if isinstance(member, FunctionType):

@@ -11,13 +11,13 @@ import asyncio
 import contextlib
 import socket
 
-from asyncdist.base.daemon_threads import apart
+from asyncdist.base.daemon_threads import run_in_daemon_thread
 from asyncdist.base.deadline import Deadline
 from asyncdist.base.interfaces import address_towards, interface_addresses, is_local
-from asyncdist.base.topology import choose, is_address, is_loopback, named
+from asyncdist.base.topology import addresses_of_interface, choose_address, is_address, is_loopback
 from asyncdist.config import Config
 from asyncdist.errors import AddressError, LookUpTimeoutError
-from asyncdist.store.client.connect import Persistence, unknown, unresolved
+from asyncdist.store.client.connect import Backoff, unknown, unresolved
 
 _OUTSIDE = ("198.51.100.1", "2001:db8::1")  # documentation addresses: only the route to them is looked up
 
@@ -32,7 +32,7 @@ async def resolve(host: str, deadline: Deadline) -> list[str]:
         return [host]
     if is_loopback(host):
         return ["127.0.0.1"] if is_local("127.0.0.1") else ["::1"]
-    persistence = Persistence(host, 0, deadline.remaining())
+    persistence = Backoff(host, 0, deadline.remaining())
     answer: socket.gaierror | None = None
     while True:
         try:
@@ -53,7 +53,7 @@ def _unanswered(host: str) -> LookUpTimeoutError:
 
 
 async def _look_up(name: str) -> list[str]:
-    found = await apart(lambda: socket.getaddrinfo(name, None, type=socket.SOCK_STREAM))
+    found = await run_in_daemon_thread(lambda: socket.getaddrinfo(name, None, type=socket.SOCK_STREAM))
     return list(dict.fromkeys(str(address[0]).partition("%")[0] for *_, address in found))
 
 
@@ -103,14 +103,14 @@ def outward(config: Config) -> str:
         local = address_towards(outside)
         if local is not None and not is_loopback(local):
             return local
-    return choose(interface_addresses()) or "127.0.0.1"
+    return choose_address(interface_addresses()) or "127.0.0.1"
 
 
 def by_interface(rule: str, route: str | None) -> str:
     """Return an address of the interfaces that the user's rule lets through; AddressError lists what exists."""
     every = interface_addresses()
     try:
-        chosen = choose(named(every, rule), route)
+        chosen = choose_address(addresses_of_interface(every, rule), route)
     except ValueError as error:
         raise AddressError(f"ASYNCDIST_SOCKET_IFNAME: {error}") from None
     if chosen is None:

@@ -9,7 +9,7 @@ import asyncio
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
-from asyncdist.base.background_loop import on_loop, runtime
+from asyncdist.base.background_loop import background_loop, on_loop
 from asyncdist.config import Config
 from asyncdist.errors import AddressError
 from asyncdist.store.c10d_policy import for_ranks
@@ -34,7 +34,7 @@ class _Servers:
 _servers: WeakKeyDictionary[asyncio.AbstractEventLoop, _Servers] = WeakKeyDictionary()
 
 
-class Lease:
+class ServerHandle:
     """One world's use of a server. Make it, `open` it, and `close` it in any case, also when `open` was cancelled."""
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class Lease:
 
         Raises AddressError when the port is in use by anybody else.
         """
-        self._loop = runtime().loop
+        self._loop = background_loop().loop
         return await on_loop(self._loop, self._open(host, port, token, config))
 
     async def close(self) -> None:

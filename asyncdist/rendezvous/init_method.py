@@ -24,7 +24,7 @@ _SPELLINGS = "env://, tcp://host:port, asyncdist://host:port/job, file:///path, 
 
 
 @dataclass(frozen=True, slots=True)
-class Method:
+class InitMethod:
     """Where to meet and as whom: ``host`` and ``port`` for kinds direct, agent and daemon.
 
     ``path`` is that of the file, or the job's name at the daemon.
@@ -40,7 +40,7 @@ class Method:
     @classmethod
     def read(
         cls, init_method: str | None, *, rank: int | None, world_size: int | None, has_store: bool, launch: Launch
-    ) -> Method:
+    ) -> InitMethod:
         """Put the arguments, the URL and the launcher together; a rank or size of -1 counts as not given.
 
         Raises UsageError that names what is missing and who usually sets it.

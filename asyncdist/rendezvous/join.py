@@ -30,12 +30,12 @@ from asyncdist.errors import (
     StoreError,
 )
 from asyncdist.rendezvous.addresses import advertised, probe, reachable
-from asyncdist.rendezvous.host_store import Lease
+from asyncdist.rendezvous.host_store import ServerHandle
 from asyncdist.rendezvous.init_method import url_of
-from asyncdist.rendezvous.record_store import OwnPlace, Place, Record
-from asyncdist.rendezvous.session import Keys, Limit, Meeting
+from asyncdist.rendezvous.record_store import AddressRecord, OwnedStoreRecords, RecordStore
+from asyncdist.rendezvous.session import Keys, RendezvousSession, TimeLimit
 from asyncdist.store.client.aio import AsyncStore
-from asyncdist.store.client.connect import describe
+from asyncdist.store.client.connect import describe_error
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.2
 _FIRST_TRY, _LONGEST_TRY = 0.4, 8.0
@@ -45,14 +45,14 @@ _TAKE_BACK_TIMEOUT = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class World:
+class WorldSpec:
     """The world that a rank wants to come into."""
 
     name: str
     rank: int
     world_size: int
     config: Config
-    limit: Limit
+    limit: TimeLimit
 
     @property
     def key(self) -> str:
@@ -67,17 +67,17 @@ class World:
         client.set_timeout(left)  # a store that is stopped must not hold us past the deadline
         return client
 
-    def meeting(self, record: Record, client: AsyncStore, token: str | None, where: str) -> Meeting:
+    def meeting(self, record: AddressRecord, client: AsyncStore, token: str | None, where: str) -> RendezvousSession:
         """Make its meeting. Raises AddressError when there is no address to advertise."""
         listen_host = advertised(client.host, self.config)
-        meeting = Meeting(
+        meeting = RendezvousSession(
             record, self.rank, client, token=token, listen_host=listen_host, where=where, limit=self.limit
         )
         meeting.store.set_timeout(self.config.timeout)
         return meeting
 
 
-class NotYet(Exception):
+class RetryLater(Exception):
     """What was read leads nowhere, or there was nothing to read; another look may find more.
 
     ``refusal`` is the error to end with if it stays so for some seconds; ``slow`` says that nothing answered at all,
@@ -97,17 +97,17 @@ class NotYet(Exception):
 # -- rank 0 ---------------------------------------------------------------------------------------
 
 
-async def lead(
+async def host_world(
     stack: AsyncExitStack,
-    world: World,
+    world: WorldSpec,
     host: str,
     port: int,
     *,
     token: str | None,
-    place: Place | None,
+    place: RecordStore | None,
     known_as: str,
     note: str = "",
-) -> Meeting:
+) -> RendezvousSession:
     """Serve the world's store at ``host:port`` and publish it in ``place``; None: all know it as ``known_as:port``.
 
     ``note`` is what errors have to add to that.
@@ -115,7 +115,7 @@ async def lead(
     What is opened is left to the meeting, or on failure to ``stack``. Raises AddressError for a port in use,
     RendezvousError where another rank 0 leads already, and RendezvousTimeoutError.
     """
-    lease = Lease()
+    lease = ServerHandle()
     stack.push_async_callback(lease.close)
     server = await lease.open(host, port, token=token, config=world.config)
     shown = known_as if known_as not in ("0.0.0.0", "::") else advertised(host, world.config)
@@ -124,8 +124,8 @@ async def lead(
         client = await world.connect(host, server.port, token)
         stack.push_async_callback(client.close)
         passed_on = token if place is not None and world.config.token is None else None
-        record = Record(host, server.port, passed_on, secrets.token_hex(8), world.world_size)
-        place = place or OwnPlace(client, world.key, where)
+        record = AddressRecord(host, server.port, passed_on, secrets.token_hex(8), world.world_size)
+        place = place or OwnedStoreRecords(client, world.key, where)
         meeting = world.meeting(record, client, token, where)
         meeting.server = server
         keys = meeting.keys
@@ -139,13 +139,13 @@ async def lead(
     return meeting
 
 
-async def _publish(world: World, place: Place, record: Record) -> None:
+async def _publish(world: WorldSpec, place: RecordStore, record: AddressRecord) -> None:
     """Put our record where an old one may be, unless the rank 0 that left it still leads."""
     encoded = record.encode()
     try:
         while True:
             seen = await place.read()
-            old = Record.decode(seen)
+            old = AddressRecord.decode(seen)
             holder = await _leader(world, old) if old is not None else None
             if holder is not None:
                 raise RendezvousError(_claimed_twice(0, holder, place.where))
@@ -158,7 +158,7 @@ async def _publish(world: World, place: Place, record: Record) -> None:
         raise
 
 
-async def _leader(world: World, old: Record) -> bytes | None:
+async def _leader(world: WorldSpec, old: AddressRecord) -> bytes | None:
     """Return who leads the world of an old record, or None if nobody does any more.
 
     Silence may be no more than a stall, here or there, and has a second and longer try; but it is also all that comes of
@@ -173,10 +173,10 @@ async def _leader(world: World, old: Record) -> bytes | None:
     return None
 
 
-async def _holder(world: World, old: Record, patience: float) -> bytes | None:
+async def _holder(world: WorldSpec, old: AddressRecord, patience: float) -> bytes | None:
     """Return who holds rank 0 in the store that a record leads to; None if that world has ended."""
     token = old.token if old.token is not None else world.config.token
-    await probe(old.host, old.port, patience)  # the way of `World.connect` would be to try on
+    await probe(old.host, old.port, patience)  # the way of `WorldSpec.connect` would be to try on
     client = await world.connect(old.host, old.port, token, patience)
     try:
         client.set_timeout(patience)
@@ -191,19 +191,19 @@ async def _holder(world: World, old: Record, patience: float) -> bytes | None:
 
 # -- the others -----------------------------------------------------------------------------------
 
-Find = Callable[[float], Awaitable[tuple[AsyncStore, Record, str | None]]]
+Find = Callable[[float], Awaitable[tuple[AsyncStore, AddressRecord, str | None]]]
 """Go where the record says, waiting for at most so many seconds; raises NotYet."""
 
 
-def by_address(world: World, host: str, port: int, token: str | None) -> Find:
+def by_address(world: WorldSpec, host: str, port: int, token: str | None) -> Find:
     """Find rank 0's store by the address that everybody was told."""
 
-    async def find(patience: float) -> tuple[AsyncStore, Record, str | None]:
+    async def find(patience: float) -> tuple[AsyncStore, AddressRecord, str | None]:
         error: Exception | None = None
         try:
             addresses = await reachable(host, world.config, world.limit.deadline)
         except LookUpTimeoutError as late:
-            raise NotYet(str(late), cut_short=True) from None
+            raise RetryLater(str(late), cut_short=True) from None
         for address in addresses:
             try:
                 client = await world.connect(address, port, token, patience)
@@ -211,35 +211,35 @@ def by_address(world: World, host: str, port: int, token: str | None) -> Find:
                 error = failed
                 continue
             try:
-                record = Record.decode(await client.get(world.key))
+                record = AddressRecord.decode(await client.get(world.key))
                 if record is None:
-                    raise NotYet("the world served there has ended")
+                    raise RetryLater("the world served there has ended")
                 return client, record, token
             except StoreError as failed:
                 await client.close()
-                raise NotYet(f"rank 0's store answers, but there is no world {world.name!r} in it") from failed
+                raise RetryLater(f"rank 0's store answers, but there is no world {world.name!r} in it") from failed
             except BaseException:
                 await client.close()
                 raise
-        raise NotYet(_why(error), slow=_is_slow(error))
+        raise RetryLater(_why(error), slow=_is_slow(error))
 
     return find
 
 
-def by_record(world: World, place: Place) -> Find:
+def by_record(world: WorldSpec, place: RecordStore) -> Find:
     """Find rank 0's store by the record that it leaves in a place."""
 
-    async def find(patience: float) -> tuple[AsyncStore, Record, str | None]:
-        record = Record.decode(await place.read())
+    async def find(patience: float) -> tuple[AsyncStore, AddressRecord, str | None]:
+        record = AddressRecord.decode(await place.read())
         if record is None:
-            raise NotYet("no address has been left there")
+            raise RetryLater("no address has been left there")
         token = _token(record, world.config)
         try:
             return await world.connect(record.host, record.port, token, patience), record, token
         except AuthenticationError as refusal:
-            raise NotYet(f"the store at {record.host}:{record.port} turned us away", refusal) from None
+            raise RetryLater(f"the store at {record.host}:{record.port} turned us away", refusal) from None
         except (StoreError, ProtocolError, AddressError) as failed:
-            raise NotYet(
+            raise RetryLater(
                 f"the address left there, {record.host}:{record.port}, leads nowhere: {_why(failed)}",
                 slow=_is_slow(failed),
             ) from None
@@ -247,26 +247,26 @@ def by_record(world: World, place: Place) -> Find:
     return find
 
 
-def _token(record: Record, config: Config) -> str | None:
+def _token(record: AddressRecord, config: Config) -> str | None:
     if record.token is not None and config.token is not None:
         text = "rank 0 was started without ASYNCDIST_TOKEN, and this rank with one"
-        raise NotYet(text, AuthenticationError(text))
+        raise RetryLater(text, AuthenticationError(text))
     if record.token is None and config.token is None:
         text = "rank 0 was started with ASYNCDIST_TOKEN, and this rank without one"
-        raise NotYet(text, AuthenticationError(text))
+        raise RetryLater(text, AuthenticationError(text))
     return record.token or config.token
 
 
 def _why(error: Exception | None) -> str:
     """Return the root of a failure to connect in a few words."""
-    return describe(error.__cause__ or error) if error is not None else "it has no address"
+    return describe_error(error.__cause__ or error) if error is not None else "it has no address"
 
 
 def _is_slow(error: Exception | None) -> bool:
     return error is not None and isinstance(error.__cause__, TimeoutError)
 
 
-async def follow(stack: AsyncExitStack, world: World, find: Find, where: str) -> Meeting:
+async def join_world(stack: AsyncExitStack, world: WorldSpec, find: Find, where: str) -> RendezvousSession:
     """Come into the world that rank 0 leads, looking again until there is one.
 
     Raises RendezvousTimeoutError, AuthenticationError, and RendezvousError where the rank is taken or rank 0 was
@@ -287,10 +287,10 @@ async def follow(stack: AsyncExitStack, world: World, find: Find, where: str) ->
             stack.push_async_callback(client.close)
             meeting.own(stack)
             return meeting
-        except NotYet as failed:
+        except RetryLater as failed:
             not_yet = failed
         except StoreError as error:  # it went away under our hands
-            not_yet = NotYet(_why(error))
+            not_yet = RetryLater(_why(error))
         left = world.limit.deadline.remaining()
         # The loop's clock may run ahead of the deadline's by some milliseconds: it may have cut what the deadline did not.
         cut_short = not_yet.cut_short or left <= 0
@@ -311,7 +311,7 @@ async def follow(stack: AsyncExitStack, world: World, find: Find, where: str) ->
             patience = min(2 * patience, _LONGEST_TRY)
 
 
-async def _claim(world: World, record: Record, client: AsyncStore, meeting: Meeting) -> None:
+async def _claim(world: WorldSpec, record: AddressRecord, client: AsyncStore, meeting: RendezvousSession) -> None:
     """Claim our rank, in one flight with the questions whether the world is the one that was published and goes on."""
     keys, rank, process = meeting.keys, world.rank, _this_process()
     claimed = keys("joined", rank)
@@ -323,7 +323,7 @@ async def _claim(world: World, record: Record, client: AsyncStore, meeting: Meet
             client.compare_set(claimed, b"", process),
         )
         if not known or left or led_out:
-            raise NotYet("the world whose address was left there has ended")
+            raise RetryLater("the world whose address was left there has ended")
         if record.world_size != world.world_size:
             reason = (
                 f"rank {rank} was started with world_size {world.world_size}, and rank 0 with {record.world_size}; "

@@ -24,16 +24,16 @@ from typing import Any, Protocol, TypeVar
 from urllib.parse import quote
 
 from asyncdist.base.background_loop import on_loop
-from asyncdist.base.daemon_threads import Errands
+from asyncdist.base.daemon_threads import DaemonThreadPool
 from asyncdist.errors import AddressError, AsyncdistError, RendezvousError
-from asyncdist.store.base import AsyncFace
+from asyncdist.store.base import AsyncStoreBase
 from asyncdist.store.client.connect import first_line
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class AddressRecord:
     """What rank 0 publishes. ``token`` is the one that rank 0 made; None where every rank has it by other means."""
 
     host: str
@@ -46,7 +46,7 @@ class Record:
         return json.dumps({"asyncdist": 1, **asdict(self)}).encode()
 
     @classmethod
-    def decode(cls, data: bytes) -> Record | None:
+    def decode(cls, data: bytes) -> AddressRecord | None:
         """Return the record, or None if these bytes are not one."""
         try:
             fields = json.loads(data)
@@ -60,14 +60,14 @@ class Record:
         return record if words and numbers and isinstance(record.token, str | None) else None
 
 
-class Caller:
+class BlockingCaller:
     """A thread for calls that block, such as those of torch's stores.
 
     A thread cannot be interrupted. A call that is cancelled is waited out, so that nothing goes on afterwards.
     """
 
     def __init__(self) -> None:
-        self._executor = Errands("asyncdist-rendezvous", most=1)
+        self._executor = DaemonThreadPool("asyncdist-rendezvous", most=1)
 
     async def __call__(self, function: Callable[..., T], *args: Any) -> T:
         future = asyncio.get_running_loop().run_in_executor(self._executor, lambda: function(*args))
@@ -84,7 +84,7 @@ class Caller:
         self._executor.shutdown(cancel_futures=True)
 
 
-class Place(ABC):
+class RecordStore(ABC):
     """One value that every rank can see. ``where`` names it in errors."""
 
     def __init__(self, where: str) -> None:
@@ -106,10 +106,12 @@ class Place(ABC):
         """Let go of what was opened to reach the place; the value stays."""
 
 
-class StorePlace(Place):
+class AsyncStoreRecords(RecordStore):
     """A key of an awaited store, on the loop that it lives on: the running one, if none is named."""
 
-    def __init__(self, store: AsyncFace, key: str, where: str, loop: asyncio.AbstractEventLoop | None = None) -> None:
+    def __init__(
+        self, store: AsyncStoreBase, key: str, where: str, loop: asyncio.AbstractEventLoop | None = None
+    ) -> None:
         super().__init__(where)
         self._store = store
         self._key = key
@@ -128,7 +130,7 @@ class StorePlace(Place):
         return await on_loop(self._loop, exchange())
 
 
-class OwnPlace(StorePlace):
+class OwnedStoreRecords(AsyncStoreRecords):
     """A key of rank 0's own store, known by its address alone."""
 
     async def withdraw(self, value: bytes) -> None:
@@ -136,7 +138,7 @@ class OwnPlace(StorePlace):
             await self._store.delete_key(self._key)  # so that whoever comes next waits for the next record
 
 
-class DaemonPlace(OwnPlace):
+class DaemonRecords(OwnedStoreRecords):
     """A key of a store daemon, over a connection of the place's own. A record goes with the rank that left it there."""
 
     async def swap(self, expected: bytes, desired: bytes) -> bytes:
@@ -159,14 +161,14 @@ class BlockingStore(Protocol):
     def compare_set(self, key: str, expected: bytes, desired: bytes, /) -> bytes: ...
 
 
-class BlockingPlace(Place):
+class BlockingStoreRecords(RecordStore):
     """A key of a store whose calls block: torch's, our own by torch's names, or a `RecordFile`."""
 
-    def __init__(self, store: BlockingStore, key: str, where: str, caller: Caller | None = None) -> None:
+    def __init__(self, store: BlockingStore, key: str, where: str, caller: BlockingCaller | None = None) -> None:
         super().__init__(where)
         self._store: BlockingStore | None = store
         self._key = key
-        self._caller = caller or Caller()
+        self._caller = caller or BlockingCaller()
 
     async def read(self) -> bytes:
         return await self._call(lambda store: store.get(self._key) if store.check([self._key]) else b"")
@@ -229,7 +231,7 @@ class RecordFile:
             data = self.path.read_bytes()
         except FileNotFoundError:
             return None
-        if data and Record.decode(data) is None:
+        if data and AddressRecord.decode(data) is None:
             raise AddressError(f"file://{self.path} holds something that is not ours; name another file, or remove it")
         return data
 

@@ -6,7 +6,7 @@ Keys of one world in rank 0's store, all under ``world/<id>/``:
     joined/<rank>      which process claims the rank; the first one keeps it
     left/<rank>        the rank is done with the store
     payload/<n>/<rank> the rank's part of the n-th exchange, or why there will be none
-    kv/                what users of `Meeting.store` keep
+    kv/                what users of `RendezvousSession.store` keep
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from asyncdist.errors import (
     StoreError,
     StoreTimeoutError,
 )
-from asyncdist.rendezvous.record_store import Place, Record
+from asyncdist.rendezvous.record_store import AddressRecord, RecordStore
 from asyncdist.store.client.aio import AsyncStore
 from asyncdist.store.prefix import AsyncPrefixStore
 from asyncdist.store.server.server import StoreServer
@@ -54,14 +54,14 @@ class Keys:
 
 
 @dataclass(frozen=True, slots=True)
-class Limit:
+class TimeLimit:
     """The time that a whole rendezvous has: the seconds that the user gave, and the deadline made of them once."""
 
     timeout: float
     deadline: Deadline
 
 
-class Meeting:
+class RendezvousSession:
     """This rank's place in a world. It belongs to the loop that made it; close it when the world is destroyed.
 
     Attributes: ``rank``, ``world_size``; ``world_id``, the same on every rank and never used twice; ``token`` (None in
@@ -72,14 +72,14 @@ class Meeting:
 
     def __init__(
         self,
-        record: Record,
+        record: AddressRecord,
         rank: int,
         client: AsyncStore,
         *,
         token: str | None,
         listen_host: str,
         where: str,
-        limit: Limit,
+        limit: TimeLimit,
     ) -> None:
         self.rank = rank
         self.world_size = record.world_size
@@ -94,7 +94,7 @@ class Meeting:
         self._client = client
         self._limit = limit
         self._resources = AsyncExitStack()
-        self._place: Place | None = None
+        self._place: RecordStore | None = None
         self._exchanges = 0
         self._promised = [0]  # the exchanges in which others may wait for us
         self._loop = asyncio.get_running_loop()
@@ -103,7 +103,7 @@ class Meeting:
     def __repr__(self) -> str:
         return f"<Meeting rank {self.rank} of {self.world_size} at {self.where}, world {self.world_id}>"
 
-    def own(self, resources: AsyncExitStack, place: Place | None = None) -> None:
+    def own(self, resources: AsyncExitStack, place: RecordStore | None = None) -> None:
         """Take over what `close` shall close, and the place from which rank 0 shall take its record back."""
         self._resources = resources.pop_all()
         self._place = place
@@ -123,7 +123,7 @@ class Meeting:
         Raises RendezvousTimeoutError, on every rank that waits, as soon as the first of them runs out of time; and
         RendezvousError when a rank gave up or rank 0's store is gone. Then close the meeting.
         """
-        limit = self._limit if timeout is None else Limit(timeout, Deadline.after(timeout))
+        limit = self._limit if timeout is None else TimeLimit(timeout, Deadline.after(timeout))
         number, self._exchanges = self._exchanges, self._exchanges + 1
         self._promised = [number, number + 1] if more else [number]
         keys = [self.keys("payload", number, rank) for rank in range(self.world_size)]
@@ -163,7 +163,7 @@ class Meeting:
             "look at rank 0's own log first"
         )
 
-    async def _offer_and_wait(self, keys: list[str], offer: bytes, limit: Limit) -> list[bytes]:
+    async def _offer_and_wait(self, keys: list[str], offer: bytes, limit: TimeLimit) -> list[bytes]:
         # Compare and set, not set: a rank that comes after the others gave up finds their verdict in its place.
         offering = asyncio.ensure_future(self._client.compare_set(keys[self.rank], b"", offer))
         try:
@@ -174,7 +174,7 @@ class Meeting:
             offering.cancel()
             await asyncio.gather(offering, return_exceptions=True)
 
-    async def _give_up(self, keys: list[str], limit: Limit) -> list[bytes]:
+    async def _give_up(self, keys: list[str], limit: TimeLimit) -> list[bytes]:
         """Put the verdict where payloads are missing, so that every waiting rank hears it now; raise it here.
 
         Returns the payloads if the last of them came in just now.

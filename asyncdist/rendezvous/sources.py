@@ -7,7 +7,7 @@ import os
 from datetime import timedelta
 from typing import Any
 
-from asyncdist.base.daemon_threads import apart
+from asyncdist.base.daemon_threads import run_in_daemon_thread
 from asyncdist.config import Config, Launch
 from asyncdist.errors import (
     AuthenticationError,
@@ -17,21 +17,21 @@ from asyncdist.errors import (
     UsageError,
 )
 from asyncdist.rendezvous.addresses import probe, resolve
-from asyncdist.rendezvous.init_method import Method
+from asyncdist.rendezvous.init_method import InitMethod
 from asyncdist.rendezvous.record_store import (
-    BlockingPlace,
+    AsyncStoreRecords,
+    BlockingCaller,
     BlockingStore,
-    Caller,
-    DaemonPlace,
-    Place,
+    BlockingStoreRecords,
+    DaemonRecords,
     RecordFile,
-    StorePlace,
+    RecordStore,
 )
-from asyncdist.rendezvous.session import Limit
-from asyncdist.store.base import AsyncFace, Store
+from asyncdist.rendezvous.session import TimeLimit
+from asyncdist.store.base import AsyncStoreBase, Store
 from asyncdist.store.client.aio import AsyncStore
-from asyncdist.store.client.c10d_probe import takes_torchs_clients
-from asyncdist.store.client.connect import describe, first_line
+from asyncdist.store.client.c10d_probe import accepts_c10d_clients
+from asyncdist.store.client.connect import describe_error, first_line
 from asyncdist.store.server.listener import unguarded
 
 _PAUSE = 0.1
@@ -39,7 +39,9 @@ _HEAD_START = 0.25
 _AGENT_TIMEOUT = 30.0
 
 
-async def open_place(method: Method, store: Any, name: str, config: Config, launch: Launch, limit: Limit) -> Place:
+async def open_place(
+    method: InitMethod, store: Any, name: str, config: Config, launch: Launch, limit: TimeLimit
+) -> RecordStore:
     """Return the place of the world ``name`` that a method other than ``direct`` means."""
     key = f"asyncdist/{name}"
     if method.kind == "agent":
@@ -50,20 +52,20 @@ async def open_place(method: Method, store: Any, name: str, config: Config, laun
             method.host, method.port, token=config.token, timeout=limit.deadline.remaining(), config=config
         )
         where = f"the store daemon at {method.host}:{method.port}, job {method.path!r}"
-        return DaemonPlace(daemon, f"asyncdist/{method.path}/{name}", where)
+        return DaemonRecords(daemon, f"asyncdist/{method.path}/{name}", where)
     if method.kind == "file":
         file = RecordFile(method.path, name)
-        return BlockingPlace(file, key, f"file://{file.path}")
-    if isinstance(store, AsyncFace):
-        return StorePlace(store, key, f"store={store!r}", _innermost(store).loop)
+        return BlockingStoreRecords(file, key, f"file://{file.path}")
+    if isinstance(store, AsyncStoreBase):
+        return AsyncStoreRecords(store, key, f"store={store!r}", _innermost(store).loop)
     if callable(getattr(store, "compare_set", None)):
         if not isinstance(store, Store):
             _check_torchs(host_of(method, store), config, launch)
-        return BlockingPlace(store, key, f"store={type(store).__name__}")
+        return BlockingStoreRecords(store, key, f"store={type(store).__name__}")
     raise UsageError(f"store= takes a store of asyncdist or of torch.distributed, not {type(store).__name__}")
 
 
-def host_of(method: Method, store: Any) -> str | None:
+def host_of(method: InitMethod, store: Any) -> str | None:
     """Return the host of the meeting place, None where it has none."""
     if method.kind in ("agent", "daemon"):
         return method.host
@@ -100,7 +102,7 @@ def _innermost(store: Any) -> Any:
     return store
 
 
-async def _open_agent_store(method: Method, key: str, config: Config, limit: Limit) -> Place:
+async def _open_agent_store(method: InitMethod, key: str, config: Config, limit: TimeLimit) -> RecordStore:
     """Connect to the store of torchrun's agent once it is there: with torch's own client, in a thread, if it is torch's.
 
     That of a daemon of ours on another host takes none of torch's clients.
@@ -110,15 +112,15 @@ async def _open_agent_store(method: Method, key: str, config: Config, limit: Lim
     try:
         ours = await _as_ours(method, config, limit) if config.token or config.allow_unauthenticated else None
         if ours is not None:
-            return DaemonPlace(ours, key, where)
+            return DaemonRecords(ours, key, where)
         left = min(limit.deadline.remaining(), _AGENT_TIMEOUT)
-        if not await apart(lambda: takes_torchs_clients(method.host, method.port, left)):
+        if not await run_in_daemon_thread(lambda: accepts_c10d_clients(method.host, method.port, left)):
             raise RendezvousError(
                 f"{where} hung up on a client of torch's TCPStore: if an asyncdist store is served there, set "
                 "ASYNCDIST_TOKEN on this rank to the store's, or start the store with --c10d loopback; if that is no "
                 "torchrun agent, unset TORCHELASTIC_USE_AGENT_STORE"
             )
-        caller = Caller()
+        caller = BlockingCaller()
         try:
             store = await caller(_torch_client, method.host, method.port, limit.deadline.remaining())
         except BaseException:
@@ -131,10 +133,10 @@ async def _open_agent_store(method: Method, key: str, config: Config, limit: Lim
             f"{where} cannot be used: {first_line(error)}; if that is no torchrun agent, unset "
             "TORCHELASTIC_USE_AGENT_STORE"
         ) from error
-    return BlockingPlace(store, key, where, caller)
+    return BlockingStoreRecords(store, key, where, caller)
 
 
-async def _as_ours(method: Method, config: Config, limit: Limit) -> AsyncStore | None:
+async def _as_ours(method: InitMethod, config: Config, limit: TimeLimit) -> AsyncStore | None:
     """Connect to a store of ours; None where torch's client is taken, and ours was not greeted before that was known.
 
     Torch's server leaves what it does not understand without an answer, so it is asked in its own words too; after
@@ -150,14 +152,16 @@ async def _as_ours(method: Method, config: Config, limit: Limit) -> AsyncStore |
 
     try:
         await asyncio.wait([connecting], timeout=_HEAD_START)
-        theirs = not connected() and await apart(lambda: takes_torchs_clients(method.host, method.port, timeout))
+        theirs = not connected() and await run_in_daemon_thread(
+            lambda: accepts_c10d_clients(method.host, method.port, timeout)
+        )
         return await connecting if connected() or not theirs else None
     finally:
         connecting.cancel()
         await asyncio.wait([connecting])
 
 
-async def _until_served(method: Method, where: str, limit: Limit) -> None:
+async def _until_served(method: InitMethod, where: str, limit: TimeLimit) -> None:
     """Wait until something listens there: torch's own client would wait in a way that nobody can cancel."""
     seen = ""
     while True:
@@ -169,7 +173,7 @@ async def _until_served(method: Method, where: str, limit: Limit) -> None:
             try:
                 await probe(host, method.port, limit.deadline.remaining_or_none())
             except OSError as error:
-                why = os.strerror(error.errno) if error.errno else describe(error)
+                why = os.strerror(error.errno) if error.errno else describe_error(error)
                 seen = f"the agent's store does not answer: {why}"
             else:
                 return

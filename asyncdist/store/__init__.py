@@ -5,7 +5,7 @@ Read in this order: `operations` (what can be asked), `state` (what happens then
 `blocking`, `local`, `files` (by torch's names), `prefix`. Nothing here imports torch.
 """
 
-from asyncdist.store.base import AsyncFace, AsyncSubscription, Store, Subscription
+from asyncdist.store.base import AsyncStoreBase, AsyncSubscription, Store, Subscription
 from asyncdist.store.client.aio import AsyncStore
 from asyncdist.store.client.file import FileStore
 from asyncdist.store.client.local import HashStore
@@ -15,9 +15,9 @@ from asyncdist.store.server.daemon import serve
 from asyncdist.store.server.server import StoreServer
 
 __all__ = [
-    "AsyncFace",
     "AsyncPrefixStore",
     "AsyncStore",
+    "AsyncStoreBase",
     "AsyncSubscription",
     "FileStore",
     "HashStore",

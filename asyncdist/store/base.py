@@ -1,6 +1,6 @@
 """The two faces of a store: the same operations, awaited or blocking, each one line over a single ``request``.
 
-A store of either kind says how a `Command` is carried out, and has every operation from here. `AsyncFace` is that of
+A store of either kind says how a `Command` is carried out, and has every operation from here. `AsyncStoreBase` is that of
 `asyncdist.store.client.aio`; `Store` is that of torch's names, TCPStore, FileStore, HashStore and PrefixStore.
 """
 
@@ -39,7 +39,7 @@ AsyncWatch = AsyncStream[bytes | None]
 """What a key holds, None if it is gone."""
 
 
-class AsyncFace(ABC):
+class AsyncStoreBase(ABC):
     """A store to be awaited.
 
     Each operation begins when it is called and returns a future, to be awaited, gathered or shielded as it is, or given to
@@ -173,7 +173,7 @@ class AsyncFace(ABC):
         await self.close()
 
 
-class Stream(ABC, Generic[T_co]):
+class BlockingStream(ABC, Generic[T_co]):
     """What comes again and again: iterate, or `get` one; `close` it, or use ``with``."""
 
     @abstractmethod
@@ -197,16 +197,16 @@ class Stream(ABC, Generic[T_co]):
         self.close()
 
 
-Subscription = Stream[bytes]
+Subscription = BlockingStream[bytes]
 """Messages of one channel, from when it was made on."""
-Watch = Stream[bytes | None]
+Watch = BlockingStream[bytes | None]
 """What a key holds, at first and whenever that changes, None if it is gone: only the newest that was not returned yet."""
 
 
 class Store(ABC):
     """A store whose calls block, with torch.distributed's method names and arguments.
 
-    Timeouts, errors and each operation's meaning are those of `AsyncFace`. May be called from many threads at once.
+    Timeouts, errors and each operation's meaning are those of `AsyncStoreBase`. May be called from many threads at once.
     """
 
     def __init__(self, timeout: Timeout = None) -> None:

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any, TypeVar, cast
 
 from asyncdist.base.deadline import Timeout
-from asyncdist.store.base import AsyncFace, AsyncSubscription, AsyncWatch, Store, Subscription, Watch
+from asyncdist.store.base import AsyncStoreBase, AsyncSubscription, AsyncWatch, Store, Subscription, Watch
 from asyncdist.store.protocol.operations import Command, Op
 
 T = TypeVar("T")
@@ -46,16 +46,16 @@ class PrefixStore(Store):
         pass
 
 
-class AsyncPrefixStore(AsyncFace):
+class AsyncPrefixStore(AsyncStoreBase):
     """An awaited store with ``prefix/`` before every key: what `PrefixStore` is for the blocking ones."""
 
-    def __init__(self, prefix: str, store: AsyncFace) -> None:
+    def __init__(self, prefix: str, store: AsyncStoreBase) -> None:
         self.timeout = store.timeout
         self._prefix = prefix + "/"
         self._store = store
 
     @property
-    def underlying_store(self) -> AsyncFace:
+    def underlying_store(self) -> AsyncStoreBase:
         return self._store
 
     def request(self, command: Command[T], timeout: Timeout = None) -> asyncio.Future[T]:

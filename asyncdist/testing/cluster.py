@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from asyncdist.base.background_loop import runtime
+from asyncdist.base.background_loop import background_loop
 from asyncdist.config import Config
 from asyncdist.groups.group import Group
 from asyncdist.groups.world import World, open_world
@@ -82,12 +82,12 @@ def run_ranks(
         opening = open_world(
             backend=transport, store=store, rank=rank, world_size=size, timeout=timeout, config=on_host
         )
-        world = runtime().run(opening)
+        world = background_loop().run(opening)
         try:
             return program(world.group)
         finally:
             world.leave()
-            runtime().run(world.close())
+            background_loop().run(world.close())
 
     with ThreadPoolExecutor(size) as threads:
         futures = [threads.submit(rank_main, rank) for rank in range(size)]

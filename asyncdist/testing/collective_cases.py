@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Drill:
+class CollectiveCase:
     """One operation: ``start(group, **how)`` on every rank, then ``check()``, which raises AssertionError.
 
     ``how`` goes to the group's methods.
@@ -57,7 +57,7 @@ def _flat(rows: Iterable[Iterable[T]]) -> list[T]:
 # -- reducing ---------------------------------------------------------------------------------------
 
 
-def reducing(size: int, count: int, dtype: torch.dtype, op: Reduction = ReduceOp.SUM) -> Iterator[Drill]:
+def reducing(size: int, count: int, dtype: torch.dtype, op: Reduction = ReduceOp.SUM) -> Iterator[CollectiveCase]:
     """Yield a drill of every operation that reduces, from and to every rank; ``count`` elements a rank and block."""
     inputs = [numbers(count, dtype, seed=rank) for rank in range(size)]
     yield _all_reduce(inputs, op)
@@ -69,41 +69,41 @@ def reducing(size: int, count: int, dtype: torch.dtype, op: Reduction = ReduceOp
     yield _reduce_scatter_single(size, count, dtype, op)
 
 
-def _all_reduce(inputs: list[torch.Tensor], op: Reduction) -> Drill:
+def _all_reduce(inputs: list[torch.Tensor], op: Reduction) -> CollectiveCase:
     tensors = [tensor.clone() for tensor in inputs]
     name = f"all_reduce({op.name}) of {len(inputs[0])} x {inputs[0].dtype}"
-    return Drill(
+    return CollectiveCase(
         name,
         lambda group, **how: [group.all_reduce(tensors[group.rank()], op, **how)],
         lambda: _check(name, tensors, [reduced(inputs, op)] * len(inputs)),
     )
 
 
-def _reduce(inputs: list[torch.Tensor], op: Reduction, root: int) -> Drill:
+def _reduce(inputs: list[torch.Tensor], op: Reduction, root: int) -> CollectiveCase:
     tensors = [tensor.clone() for tensor in inputs]
     name = f"reduce({op.name}) of {len(inputs[0])} x {inputs[0].dtype} to {root}"
     expected = [reduced(inputs, op) if rank == root else tensor for rank, tensor in enumerate(inputs)]
-    return Drill(
+    return CollectiveCase(
         name,
         lambda group, **how: [group.reduce(tensors[group.rank()], root, op, **how)],
         lambda: _check(name, tensors, expected),
     )
 
 
-def _coalesced_all_reduce(size: int, count: int, dtype: torch.dtype, op: Reduction) -> Drill:
+def _coalesced_all_reduce(size: int, count: int, dtype: torch.dtype, op: Reduction) -> CollectiveCase:
     counts = [count, 1, 0, count + 1]
     inputs = [[numbers(n, dtype, seed=7 * rank + n) for n in counts] for rank in range(size)]
     tensors = [[tensor.clone() for tensor in row] for row in inputs]
     expected = [reduced([row[place] for row in inputs], op) for place in range(len(counts))]
     name = f"all_reduce_coalesced({op.name}) of {counts} x {dtype}"
-    return Drill(
+    return CollectiveCase(
         name,
         lambda group, **how: [group.all_reduce_coalesced(tensors[group.rank()], op, **how)],
         lambda: _check(name, _flat(tensors), expected * size),
     )
 
 
-def _reduce_scatter(size: int, counts: list[int], dtype: torch.dtype, op: Reduction) -> Drill:
+def _reduce_scatter(size: int, counts: list[int], dtype: torch.dtype, op: Reduction) -> CollectiveCase:
     inputs = [[numbers(n, dtype, seed=11 * rank + to) for to, n in enumerate(counts)] for rank in range(size)]
     kept = [[tensor.clone() for tensor in row] for row in inputs]
     outputs = [torch.zeros(n).to(dtype) for n in counts]
@@ -113,14 +113,14 @@ def _reduce_scatter(size: int, counts: list[int], dtype: torch.dtype, op: Reduct
         _check(name, outputs, [reduced([row[rank] for row in kept], op) for rank in range(size)])
         _check(f"the input of {name}", _flat(inputs), _flat(kept))
 
-    return Drill(
+    return CollectiveCase(
         name,
         lambda group, **how: [group.reduce_scatter(outputs[group.rank()], inputs[group.rank()], op, **how)],
         check,
     )
 
 
-def _reduce_scatter_single(size: int, count: int, dtype: torch.dtype, op: Reduction) -> Drill:
+def _reduce_scatter_single(size: int, count: int, dtype: torch.dtype, op: Reduction) -> CollectiveCase:
     inputs = [numbers(count * size, dtype, seed=13 * rank) for rank in range(size)]
     kept = [tensor.clone() for tensor in inputs]
     outputs = [torch.zeros(count).to(dtype) for _ in range(size)]
@@ -131,7 +131,7 @@ def _reduce_scatter_single(size: int, count: int, dtype: torch.dtype, op: Reduct
         _check(name, outputs, _cut(whole, size))
         _check(f"the input of {name}", inputs, kept)
 
-    return Drill(
+    return CollectiveCase(
         name,
         lambda group, **how: [group.reduce_scatter_single(outputs[group.rank()], inputs[group.rank()], op, **how)],
         check,
@@ -141,7 +141,7 @@ def _reduce_scatter_single(size: int, count: int, dtype: torch.dtype, op: Reduct
 # -- moving -----------------------------------------------------------------------------------------
 
 
-def moving(size: int, count: int, dtype: torch.dtype) -> Iterator[Drill]:
+def moving(size: int, count: int, dtype: torch.dtype) -> Iterator[CollectiveCase]:
     """Yield a drill of every operation that moves tensors, from and to every rank; ``count`` elements a block."""
     even, uneven = [count] * size, [(count + 5 * rank) % (2 * count + 1) for rank in range(size)]
     for root in range(size):
@@ -166,18 +166,18 @@ def _room(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [torch.zeros_like(tensor.view(torch.uint8)).view(tensor.dtype) for tensor in tensors]
 
 
-def _broadcast(size: int, count: int, dtype: torch.dtype, root: int) -> Drill:
+def _broadcast(size: int, count: int, dtype: torch.dtype, root: int) -> CollectiveCase:
     tensors = _row(size, [count] * size, dtype, seed=root)
     expected = tensors[root].clone()
     name = f"broadcast of {count} x {dtype} from {root}"
-    return Drill(
+    return CollectiveCase(
         name,
         lambda group, **how: [group.broadcast(tensors[group.rank()], root, **how)],
         lambda: _check(name, tensors, [expected] * size),
     )
 
 
-def _gather(size: int, count: int, dtype: torch.dtype, root: int) -> Drill:
+def _gather(size: int, count: int, dtype: torch.dtype, root: int) -> CollectiveCase:
     inputs = _row(size, [count] * size, dtype, seed=root)
     outputs = _room(inputs)
     name = f"gather of {count} x {dtype} to {root}"
@@ -186,10 +186,10 @@ def _gather(size: int, count: int, dtype: torch.dtype, root: int) -> Drill:
         rank = group.rank()
         return [group.gather(inputs[rank], _on(rank, root, outputs), root, **how)]
 
-    return Drill(name, start, lambda: _check(name, outputs, inputs))
+    return CollectiveCase(name, start, lambda: _check(name, outputs, inputs))
 
 
-def _gather_single(size: int, count: int, dtype: torch.dtype, root: int) -> Drill:
+def _gather_single(size: int, count: int, dtype: torch.dtype, root: int) -> CollectiveCase:
     inputs = _row(size, [count] * size, dtype, seed=root)
     (output,) = _room([noise(count * size, dtype, seed=0)])
     name = f"gather_single of {count} x {dtype} to {root}"
@@ -198,10 +198,10 @@ def _gather_single(size: int, count: int, dtype: torch.dtype, root: int) -> Dril
         rank = group.rank()
         return [group.gather_single(inputs[rank], _on(rank, root, output), root, **how)]
 
-    return Drill(name, start, lambda: _check(name, _cut(output, size), inputs))
+    return CollectiveCase(name, start, lambda: _check(name, _cut(output, size), inputs))
 
 
-def _scatter(size: int, count: int, dtype: torch.dtype, root: int) -> Drill:
+def _scatter(size: int, count: int, dtype: torch.dtype, root: int) -> CollectiveCase:
     inputs = _row(size, [count] * size, dtype, seed=root)
     outputs = _room(inputs)
     name = f"scatter of {count} x {dtype} from {root}"
@@ -210,21 +210,21 @@ def _scatter(size: int, count: int, dtype: torch.dtype, root: int) -> Drill:
         rank = group.rank()
         return [group.scatter(outputs[rank], _on(rank, root, inputs), root, **how)]
 
-    return Drill(name, start, lambda: _check(name, outputs, inputs))
+    return CollectiveCase(name, start, lambda: _check(name, outputs, inputs))
 
 
-def _all_gather(size: int, counts: list[int], dtype: torch.dtype) -> Drill:
+def _all_gather(size: int, counts: list[int], dtype: torch.dtype) -> CollectiveCase:
     inputs = _row(size, counts, dtype, seed=1)
     outputs = [_room(inputs) for _ in range(size)]
     name = f"all_gather of {counts} x {dtype}"
-    return Drill(
+    return CollectiveCase(
         name,
         lambda group, **how: [group.all_gather(outputs[group.rank()], inputs[group.rank()], **how)],
         lambda: _check(name, _flat(outputs), inputs * size),
     )
 
 
-def _all_gather_single(size: int, count: int, dtype: torch.dtype) -> Drill:
+def _all_gather_single(size: int, count: int, dtype: torch.dtype) -> CollectiveCase:
     inputs = _row(size, [count] * size, dtype, seed=2)
     outputs = _room([noise(count * size, dtype, seed=0)] * size)
     name = f"all_gather_single of {count} x {dtype}"
@@ -233,39 +233,39 @@ def _all_gather_single(size: int, count: int, dtype: torch.dtype) -> Drill:
         for output in outputs:
             _check(name, _cut(output, size), inputs)
 
-    return Drill(
+    return CollectiveCase(
         name,
         lambda group, **how: [group.all_gather_single(outputs[group.rank()], inputs[group.rank()], **how)],
         check,
     )
 
 
-def _coalesced_all_gather(size: int, count: int, dtype: torch.dtype) -> Drill:
+def _coalesced_all_gather(size: int, count: int, dtype: torch.dtype) -> CollectiveCase:
     counts = [count, 1, 0, count + 1]
     inputs = [_row(len(counts), counts, dtype, seed=1000 * rank) for rank in range(size)]
     outputs = [[_room(row) for row in inputs] for _ in range(size)]
     name = f"all_gather_coalesced of {counts} x {dtype}"
-    return Drill(
+    return CollectiveCase(
         name,
         lambda group, **how: [group.all_gather_coalesced(outputs[group.rank()], inputs[group.rank()], **how)],
         lambda: _check(name, _flat(map(_flat, outputs)), _flat(inputs) * size),
     )
 
 
-def _all_to_all(size: int, count: int, dtype: torch.dtype) -> Drill:
+def _all_to_all(size: int, count: int, dtype: torch.dtype) -> CollectiveCase:
     sizes = [[(count + 3 * sender + 5 * taker) % (2 * count + 1) for taker in range(size)] for sender in range(size)]
     inputs = [_row(size, sizes[rank], dtype, seed=1000 * rank) for rank in range(size)]
     expected = [[inputs[sender][rank] for sender in range(size)] for rank in range(size)]
     outputs = [_room(row) for row in expected]
     name = f"all_to_all of {sizes} x {dtype}"
-    return Drill(
+    return CollectiveCase(
         name,
         lambda group, **how: [group.all_to_all(outputs[group.rank()], inputs[group.rank()], **how)],
         lambda: _check(name, _flat(outputs), _flat(expected)),
     )
 
 
-def _all_to_all_single(size: int, count: int, dtype: torch.dtype, *, uneven: bool) -> Drill:
+def _all_to_all_single(size: int, count: int, dtype: torch.dtype, *, uneven: bool) -> CollectiveCase:
     """Rows of two elements; how many each sends to each differs, or is ``count``."""
     ranks = range(size)
     rows = [[(count + mine * theirs) % (count + 2) if uneven else count for theirs in ranks] for mine in ranks]
@@ -281,7 +281,7 @@ def _all_to_all_single(size: int, count: int, dtype: torch.dtype, *, uneven: boo
         splits = (incoming[rank], rows[rank]) if uneven else (None, None)
         return [group.all_to_all_single(outputs[rank], inputs[rank], *splits, **how)]
 
-    return Drill(name, start, lambda: _check(name, outputs, expected))
+    return CollectiveCase(name, start, lambda: _check(name, outputs, expected))
 
 
 def _cut(whole: torch.Tensor, size: int) -> list[torch.Tensor]:
@@ -301,7 +301,7 @@ def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 _tag_numbers = itertools.count(1)
 
 
-def between_two(size: int, count: int, dtype: torch.dtype) -> Iterator[Drill]:
+def between_two(size: int, count: int, dtype: torch.dtype) -> Iterator[CollectiveCase]:
     """Yield drills of send and recv: around a circle, one and three of one tag; two tags the other way round; from any."""
     if size > 1:
         yield _circle(size, count, dtype)
@@ -310,7 +310,7 @@ def between_two(size: int, count: int, dtype: torch.dtype) -> Iterator[Drill]:
         yield _from_any(size, count, dtype)
 
 
-def _circle(size: int, count: int, dtype: torch.dtype) -> Drill:
+def _circle(size: int, count: int, dtype: torch.dtype) -> CollectiveCase:
     inputs = _row(size, [count] * size, dtype, seed=3)
     outputs = _room(inputs)
     tag, name = next(_tag_numbers), f"a circle of {count} x {dtype}"
@@ -320,10 +320,10 @@ def _circle(size: int, count: int, dtype: torch.dtype) -> Drill:
         received = group.recv(outputs[rank], (rank - 1) % size, tag)
         return [group.send(inputs[rank], (rank + 1) % size, tag, **how), received]
 
-    return Drill(name, start, lambda: _check(name, outputs, [inputs[rank - 1] for rank in range(size)]))
+    return CollectiveCase(name, start, lambda: _check(name, outputs, [inputs[rank - 1] for rank in range(size)]))
 
 
-def _in_a_row(size: int, count: int, dtype: torch.dtype) -> Drill:
+def _in_a_row(size: int, count: int, dtype: torch.dtype) -> CollectiveCase:
     """Three messages of one tag, whose memory is written over as soon as they are said to have left."""
     inputs = [_row(3, [count] * 3, dtype, seed=5000 * (rank + 1)) for rank in range(size)]
     kept = [[tensor.clone() for tensor in row] for row in inputs]
@@ -340,10 +340,10 @@ def _in_a_row(size: int, count: int, dtype: torch.dtype) -> Drill:
         received = [group.recv(output, (rank - 1) % size, tag) for output in outputs[rank]]
         return [*(send(group, tensor, how) for tensor in inputs[rank]), *received]
 
-    return Drill(name, start, lambda: _check(name, _flat(outputs), kept[-1] + _flat(kept[:-1])))
+    return CollectiveCase(name, start, lambda: _check(name, _flat(outputs), kept[-1] + _flat(kept[:-1])))
 
 
-def _tags(size: int, count: int, dtype: torch.dtype) -> Drill:
+def _tags(size: int, count: int, dtype: torch.dtype) -> CollectiveCase:
     inputs = [_row(2, [count, count], dtype, seed=rank) for rank in range(size)]
     outputs = [_room(row) for row in inputs]
     tags, name = (next(_tag_numbers), next(_tag_numbers)), f"two tags of {count} x {dtype}"
@@ -354,10 +354,10 @@ def _tags(size: int, count: int, dtype: torch.dtype) -> Drill:
         received = [group.recv(outputs[rank][which], left, tags[which]) for which in (1, 0)]
         return [*(group.send(inputs[rank][which], right, tags[which], **how) for which in (0, 1)), *received]
 
-    return Drill(name, start, lambda: _check(name, _flat(outputs), inputs[-1] + _flat(inputs[:-1])))
+    return CollectiveCase(name, start, lambda: _check(name, _flat(outputs), inputs[-1] + _flat(inputs[:-1])))
 
 
-def _from_any(size: int, count: int, dtype: torch.dtype) -> Drill:
+def _from_any(size: int, count: int, dtype: torch.dtype) -> CollectiveCase:
     inputs = _row(size, [count] * size, dtype, seed=4)
     outputs = _room(inputs[1:])
     receipts: list[Work] = []
@@ -376,19 +376,19 @@ def _from_any(size: int, count: int, dtype: torch.dtype) -> Drill:
         assert sorted(senders) == list(range(1, size)), f"{name} came from {senders}"
         _check(name, outputs, [inputs[sender] for sender in senders])
 
-    return Drill(name, start, check)
+    return CollectiveCase(name, start, check)
 
 
 # -- all together -----------------------------------------------------------------------------------
 
 
-def barriers(size: int) -> Iterator[Drill]:
+def barriers(size: int) -> Iterator[CollectiveCase]:
     """Yield both kinds of barrier."""
-    yield Drill("barrier", lambda group, **how: [group.barrier(**how)], lambda: None)
-    yield Drill("monitored_barrier", lambda group, **how: [group.monitored_barrier(**how)], lambda: None)
+    yield CollectiveCase("barrier", lambda group, **how: [group.barrier(**how)], lambda: None)
+    yield CollectiveCase("monitored_barrier", lambda group, **how: [group.monitored_barrier(**how)], lambda: None)
 
 
-def drills(size: int, count: int, dtype: torch.dtype) -> Iterator[Drill]:
+def collective_cases(size: int, count: int, dtype: torch.dtype) -> Iterator[CollectiveCase]:
     """Yield every drill for ``size`` ranks that a dtype allows, reductions by sums."""
     if dtype not in UNREDUCED:
         yield from reducing(size, count, dtype)

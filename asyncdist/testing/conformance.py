@@ -50,7 +50,7 @@ async def messages_queue_in_order(transport: str) -> None:
         await asyncio.gather(*sends, zero.send(torch.ones(3), 1, tag=2), last)
 
 
-async def memory_of_a_receive_that_was_given_up_is_left_alone(transport: str) -> None:
+async def cancelled_receive_leaves_memory_alone(transport: str) -> None:
     """A group fails in the middle of a message; what comes of it still must go nowhere, and hold up nobody behind."""
     async with world_of(2, transport=transport) as (zero, one):
         beside = _groups_beside(zero, one)
@@ -66,7 +66,7 @@ async def memory_of_a_receive_that_was_given_up_is_left_alone(transport: str) ->
         assert torch.equal(room, kept), "a receive that was given up was written on into"
 
 
-async def who_only_receives_is_told_of_an_end(transport: str) -> None:
+async def receiver_learns_of_closed_link(transport: str) -> None:
     """A rank that has never said a word leaves: it is missed by one that waits for it, and has never written to it."""
     async with world_of(2, transport=transport) as (zero, one):
         received = zero.recv(torch.zeros(1), 1, timeout=_PATIENCE)
@@ -75,7 +75,7 @@ async def who_only_receives_is_told_of_an_end(transport: str) -> None:
         await _raises_lost(received)
 
 
-async def who_leaves_in_order_is_missed_by_nobody_else(transport: str) -> None:
+async def orderly_departure_is_not_a_loss(transport: str) -> None:
     """A rank leaves that nobody waits for in a group: the others go on there, although they have seen it leave."""
     async with world_of(3, transport=transport) as groups:
         zero, one, two = groups
@@ -92,7 +92,7 @@ async def who_leaves_in_order_is_missed_by_nobody_else(transport: str) -> None:
         assert bool((room == 1).all())
 
 
-async def who_is_lost_is_told_so_if_it_is_alive(transport: str) -> None:
+async def peer_declared_lost_is_told(transport: str) -> None:
     """One rank has lost another, which waits for it: `Transport.forget` ends what joins them.
 
     For ranks that can lose one another while both are alive, which those of one process cannot by messages in memory.
@@ -101,16 +101,16 @@ async def who_is_lost_is_told_so_if_it_is_alive(transport: str) -> None:
         await asyncio.gather(*(group.all_reduce(torch.ones(3)) for group in (zero, one)))
         received = one.recv(torch.zeros(1), 0, timeout=_PATIENCE)
         zero.mesh.post(lambda: zero.mesh.lost(1, "the connection broke"))
-        zero.mesh.progress.arm()
+        zero.mesh.progress.ensure_driven()
         await _raises_lost(received)
 
 
 PROMISES: tuple[Callable[[str], Awaitable[None]], ...] = (
     messages_queue_in_order,
-    memory_of_a_receive_that_was_given_up_is_left_alone,
-    who_only_receives_is_told_of_an_end,
-    who_leaves_in_order_is_missed_by_nobody_else,
-    who_is_lost_is_told_so_if_it_is_alive,
+    cancelled_receive_leaves_memory_alone,
+    receiver_learns_of_closed_link,
+    orderly_departure_is_not_a_loss,
+    peer_declared_lost_is_told,
 )
 
 

@@ -29,7 +29,7 @@ from typing import Any, Self, TypeVar
 
 from asyncdist.base.auth import Handshake, dial
 from asyncdist.config import Config
-from asyncdist.engine.endpoint import Mesh
+from asyncdist.engine.endpoint import Endpoint
 from asyncdist.groups.group import Group
 from asyncdist.testing.stopwatch import Stopwatch
 from asyncdist.transport import registry
@@ -228,7 +228,7 @@ class ProxiedWorld:
     through: a connection carries messages from who opened it.
     """
 
-    meshes: list[Mesh]
+    meshes: list[Endpoint]
     groups: list[Group]
     proxies: dict[tuple[int, int], Proxy]
     _made: Iterator[int] = field(default_factory=lambda: itertools.count(1))
@@ -251,7 +251,7 @@ def proxied_world(
     kinds = registry.selected("tcp")
     world_id = secrets.token_hex(8)
     with contextlib.ExitStack() as stack:
-        meshes = [Mesh(rank, size, world_id, config, kinds, home) for rank in range(size)]
+        meshes = [Endpoint(rank, size, world_id, config, kinds, home) for rank in range(size)]
         for mesh in meshes:
             stack.callback(mesh.close)
         listening = [mesh.listen("127.0.0.1")["tcp"] for mesh in meshes]

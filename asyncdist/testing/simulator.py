@@ -3,7 +3,7 @@
 `lock_step` moves in rounds, and a message is handed over when both ends have come to it; nothing is buffered. So what
 ends here needs no buffer, and what it cost can be compared with what its author promised. `adversary` buffers
 everything, lets ranks run ahead of or behind each other, overwrites memory that is waiting to be received into and
-swaps the operands of `Reduce`; so what gives the same result here relies on nothing that the rules do not grant.
+swaps the operands of `ReduceTraffic`; so what gives the same result here relies on nothing that the rules do not grant.
 
 Both check the rules of `asyncdist.algorithms.schedule` and say in words what was broken::
 
@@ -165,7 +165,7 @@ class _Task:
         return self.rank, self.part
 
 
-class _End(NamedTuple):
+class _SimulatedEnd(NamedTuple):
     """One end of a message: an open action and whose it is."""
 
     task: _Task
@@ -187,8 +187,8 @@ class _World:
             for rank, given in enumerate(schedules)
             for part, schedule in enumerate(given if isinstance(given, Sequence) else [given])
         ]
-        self.sends: dict[_Channel, deque[_End]] = {}
-        self.receives: dict[_Channel, deque[_End]] = {}
+        self.sends: dict[_Channel, deque[_SimulatedEnd]] = {}
+        self.receives: dict[_Channel, deque[_SimulatedEnd]] = {}
         self.sent_messages = [0] * self.size
         self.sent_nbytes = [0] * self.size
         self._clear_round()
@@ -220,15 +220,19 @@ class _World:
             return
         task.open.append(action)
         if isinstance(action, Send):
-            self.sends.setdefault(_Channel(task.part, task.rank, action.peer), deque()).append(_End(task, action))
+            self.sends.setdefault(_Channel(task.part, task.rank, action.peer), deque()).append(
+                _SimulatedEnd(task, action)
+            )
             return
-        self.receives.setdefault(_Channel(task.part, action.peer, task.rank), deque()).append(_End(task, action))
+        self.receives.setdefault(_Channel(task.part, action.peer, task.rank), deque()).append(
+            _SimulatedEnd(task, action)
+        )
         if isinstance(action, Recv) and self.chance is not None:
             action.place.reshape(-1).view(np.uint8)[...] = self.chance.randrange(256)
 
     # messages
 
-    def meetings(self, ports: int | None) -> Iterator[tuple[_End, _End]]:
+    def meetings(self, ports: int | None) -> Iterator[tuple[_SimulatedEnd, _SimulatedEnd]]:
         """Take out of the channels, and yield, the messages that a round hands over."""
         leaving, coming = [0] * self.size, [0] * self.size
         for channel in sorted(self.sends):
@@ -240,7 +244,7 @@ class _World:
                 coming[channel.target] += 1
                 yield sends.popleft(), receives.popleft()
 
-    def hand_over(self, send: _End | None, receive: _End, data: bytes) -> None:
+    def hand_over(self, send: _SimulatedEnd | None, receive: _SimulatedEnd, data: bytes) -> None:
         """Put a message into its receiver's place and close both ends."""
         action, target = receive.action, receive.task.rank
         if len(data) != action.place.nbytes:
@@ -259,7 +263,7 @@ class _World:
         if send is not None:
             self.close(send)
 
-    def close(self, end: _End) -> None:
+    def close(self, end: _SimulatedEnd) -> None:
         """Count an end of a message as done."""
         if isinstance(end.action, Send):
             self._sent[end.task.rank] += 1, end.action.place.nbytes

@@ -23,7 +23,7 @@ def reach(host: str, port: int, timeout: Timeout) -> TCPStore:
     return TCPStore(host, port, timeout=timeout, config=config.with_(store_lease=lease))
 
 
-class Lodger(threading.Thread):
+class LeaseKeepAlive(threading.Thread):
     """Stays under ``prefix`` from now on; once started, over every connection of ``daemon`` (`reach`) until that is closed.
 
     A blocking client notices only in its next call that its connection is broken, and that may come long after its lease

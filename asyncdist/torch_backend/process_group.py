@@ -23,7 +23,7 @@ from asyncdist.errors import SharedMemoryError, UnsupportedError
 from asyncdist.groups.default_world import SAME_RANKS
 from asyncdist.groups.group import Group
 from asyncdist.groups.world import World
-from asyncdist.memory.torch_compile import left_alone
+from asyncdist.memory.torch_compile import excluded_from_compile
 from asyncdist.torch_backend.memory_pool import MemoryPool
 from asyncdist.torch_backend.reduce_ops import reduction_of
 from asyncdist.torch_backend.torch_work import DONE, Work, make_work
@@ -41,7 +41,7 @@ _UNSET: Any = SimpleNamespace(
 )
 
 
-@left_alone
+@excluded_from_compile
 class ProcessGroup(torch_distributed.ProcessGroup):
     """A `Group` as torch.distributed sees it. Made by ``init_process_group("asyncdist")`` and ``new_group``.
 
@@ -280,7 +280,7 @@ class ProcessGroup(torch_distributed.ProcessGroup):
         world, self._world = self._world, None
         if world is not None:
             world.leave()
-            background_loop.runtime().run(world.close())
+            background_loop.background_loop().run(world.close())
 
     def abort(self) -> None:
         """Fail everything pending on this group, here and on every other rank; with the last one, leave the world.
@@ -290,7 +290,7 @@ class ProcessGroup(torch_distributed.ProcessGroup):
         self.group.abort("torch.distributed aborted the process group")
         if self._world is not None and all(group.aborted for group in self._world.groups):
             self._world.leave()
-            background_loop.runtime().submit(self._world.close())
+            background_loop.background_loop().submit(self._world.close())
 
     def __repr__(self) -> str:
         return f"<asyncdist {self.group!r}>"

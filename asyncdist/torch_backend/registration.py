@@ -9,7 +9,7 @@ import torch
 import torch.distributed as torch_distributed
 from torch.distributed import distributed_c10d
 
-from asyncdist.base.background_loop import runtime
+from asyncdist.base.background_loop import background_loop
 from asyncdist.ddp.reducer import has_free_cores
 from asyncdist.groups.group import Group
 from asyncdist.groups.world import World, open_world
@@ -20,11 +20,11 @@ c10d: Any = distributed_c10d
 
 def register() -> None:
     """Make ``"asyncdist"`` a back end of torch.distributed. Idempotent."""
-    add_backend(NAME, make, ["cpu", "cuda"] if torch.backends.cuda.is_built() else ["cpu"])
+    add_backend(NAME, make_backend, ["cpu", "cuda"] if torch.backends.cuda.is_built() else ["cpu"])
 
 
 def add_backend(name: str, maker: Callable[[Any, object], ProcessGroup], devices: Sequence[str]) -> None:
-    """Have torch.distributed call ``maker``, which is like `make`, for a group over the back end ``name``. Idempotent."""
+    """Have torch.distributed call ``maker``, which is like `make_backend`, for a group over the back end ``name``. Idempotent."""
     backends: Any = torch_distributed.Backend
     if name.upper() not in backends._plugins:
         backends.register_backend(name, maker, extended_api=True, devices=list(devices))
@@ -35,7 +35,7 @@ def add_backend(name: str, maker: Callable[[Any, object], ProcessGroup], devices
         c10d._FR_SELF_RECORDING_BACKENDS = {*recording, name}
 
 
-def make(opts: Any, pg_options: object = None) -> ProcessGroup:
+def make_backend(opts: Any, pg_options: object = None) -> ProcessGroup:
     """Make a process group, as torch asks for it: on every member, in the same order.
 
     A group of ranks of our own default world stands on that world's connections, and costs no communication. Any other
@@ -44,7 +44,7 @@ def make(opts: Any, pg_options: object = None) -> ProcessGroup:
     world = _default_world()
     if world is not None and opts.global_ranks_in_group:
         return _part_of(world, opts.global_ranks_in_group, opts)
-    world = runtime().run(
+    world = background_loop().run(
         open_world(
             store=opts.store,
             rank=opts.group_rank,

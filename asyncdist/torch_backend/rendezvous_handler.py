@@ -21,9 +21,9 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from asyncdist.errors import AsyncdistError, StoreConnectionError
 from asyncdist.store import PrefixStore, TCPStore
-from asyncdist.store.client.c10d_probe import takes_torchs_clients
+from asyncdist.store.client.c10d_probe import accepts_c10d_clients
 from asyncdist.store.protocol import operations
-from asyncdist.torch_backend.lease_keep_alive import Lodger, reach
+from asyncdist.torch_backend.lease_keep_alive import LeaseKeepAlive, reach
 from asyncdist.torch_backend.torch_store import Store
 
 log = logging.getLogger("asyncdist")
@@ -33,13 +33,13 @@ _PAUSE = 0.1
 _ASKED_FOR = 5.0
 
 
-def make(parameters: RendezvousParameters) -> RendezvousHandler:
+def make_handler(parameters: RendezvousParameters) -> RendezvousHandler:
     """Return a handler at the daemon that ``parameters.endpoint`` names; raises StoreConnectionError if none answers."""
     host, port = parse_rendezvous_endpoint(parameters.endpoint, default_port=DEFAULT_PORT)
     daemon = reach(host, port, parameters.get_as_int("read_timeout", 60))
     name = f"torchrun/{quote(parameters.run_id, safe='')}"  # without a slash: no job's keys lie among another's
     # Before anything of the job is read: from now on nothing of it goes before we do.
-    lodger = Lodger(daemon, f"{name}/", secrets.token_hex(8))
+    lodger = LeaseKeepAlive(daemon, f"{name}/", secrets.token_hex(8))
     job = PrefixStore(name, daemon)
     generation, membership = _join_generation(job)
     membership.start()
@@ -143,7 +143,7 @@ class DaemonHandler(RendezvousHandler):
         joined = self._agents.next_rendezvous()
         if joined.rank == 0:
             self._door = TCPStore(self._daemon.host, self._daemon.port, timeout=self._daemon.timeout)
-            joined.store.set("door", str(self._door.request(operations.open_door())))
+            joined.store.set("door", str(self._door.request(operations.open_scoped_store())))
         workers = RendezvousStoreInfo(self._daemon.host, int(joined.store.get("door")))
         if not self._looked:
             self._looked = True
@@ -173,7 +173,7 @@ class DaemonHandler(RendezvousHandler):
     @staticmethod
     def _look_at(workers: RendezvousStoreInfo) -> None:
         """Say what will keep workers that know torch.distributed alone from meeting: they would hardly say it."""
-        if not takes_torchs_clients(workers.master_addr, workers.master_port, _ASKED_FOR):
+        if not accepts_c10d_clients(workers.master_addr, workers.master_port, _ASKED_FOR):
             log.warning(
                 "the daemon at %s takes no clients of torch's TCPStore from here: workers here that call "
                 "asyncdist's init_process_group meet, and those that call torch.distributed's do not, unless they give it "

@@ -12,12 +12,12 @@ import torch.distributed as torch_distributed
 from asyncdist.devices.work import DeviceWork
 from asyncdist.engine import work as started
 from asyncdist.engine.work import call_apart
-from asyncdist.memory.torch_compile import left_alone
+from asyncdist.memory.torch_compile import excluded_from_compile
 
 _NONE = timedelta(0)  # how torch spells "no timeout"
 
 
-@left_alone
+@excluded_from_compile
 class Work(torch_distributed.Work):
     """One operation: wait() on it as torch's code does, or await it.
 
@@ -119,7 +119,7 @@ class Work(torch_distributed.Work):
         return repr(self._work)
 
 
-@left_alone
+@excluded_from_compile
 class HeldWork(Work):
     """A Work that holds itself until it is waited for: for C++ code that keeps no more than its C++ half.
 
@@ -159,7 +159,7 @@ _MOST_HELD = 1024
 make_work: type[Work] = HeldWork if torch.__version__.startswith("2.6.") else Work
 
 
-@left_alone
+@excluded_from_compile
 class _Done(Work):
     def wait(self, timeout: timedelta = _NONE) -> bool:
         return True

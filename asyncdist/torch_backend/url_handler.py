@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
-from asyncdist.base.background_loop import runtime
+from asyncdist.base.background_loop import background_loop
 from asyncdist.base.deadline import Timeout, seconds
 from asyncdist.config import Config
 from asyncdist.rendezvous import meet
 from asyncdist.store import PrefixStore
-from asyncdist.torch_backend.lease_keep_alive import Lodger, reach
+from asyncdist.torch_backend.lease_keep_alive import LeaseKeepAlive, reach
 from asyncdist.torch_backend.torch_store import Store
 
 SCHEME = "asyncdist"
@@ -35,11 +35,11 @@ def rendezvous(url: str, timeout: Timeout = None, **ignored: Any) -> Iterator[tu
     `asyncdist.init_process_group` raises: RendezvousTimeoutError that names who is missing, UsageError,
     AuthenticationError, StoreConnectionError.
     """
-    rank, world_size, world_id = runtime().run(_agree(url, timeout))
+    rank, world_size, world_id = background_loop().run(_agree(url, timeout))
     parts = urlsplit(url)
     daemon = reach(parts.hostname or "", parts.port or 0, seconds(timeout, Config.from_environment().timeout))
     world = f"{parts.path.strip('/')}/{world_id}"
-    Lodger(daemon, f"{world}/", str(rank)).start()
+    LeaseKeepAlive(daemon, f"{world}/", str(rank)).start()
     yield Store(PrefixStore(world, daemon)), rank, world_size
     raise RuntimeError(f"{SCHEME}:// makes one world a call: call init_process_group again")
 

@@ -7,7 +7,7 @@ from asyncdist.memory.buffers import DTYPES
 from asyncdist.transport.wire_format import Fingerprint
 
 
-def describe(ours: Fingerprint, rank: int, theirs: Fingerprint, peer: int) -> str:
+def describe_call(ours: Fingerprint, rank: int, theirs: Fingerprint, peer: int) -> str:
     """Return one sentence: what each of two ranks called, and in what the calls differ."""
     differences = ours.differences(theirs)
     if not ours.collective:

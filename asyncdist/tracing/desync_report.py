@@ -37,7 +37,7 @@ _ENTRY = {
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class TracedCall:
     """One operation on one rank. Times are seconds of the wall clock; ``finished`` is None while it goes on.
 
     A message's ``peer`` is the member that it goes to or comes from, None if that is any.
@@ -60,7 +60,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Record:
+class TraceRecord:
     """What one rank has written, at ``written``.
 
     ``groups`` has the ranks of each group by its name, ``counts`` how many of its collectives this rank has called.
@@ -75,9 +75,9 @@ class Record:
     written: float
     groups: Mapping[str, tuple[int, ...]]
     counts: Mapping[str, int]
-    calls: Sequence[Call]
+    calls: Sequence[TracedCall]
 
-    def collectives(self, group: str) -> dict[int, Call]:
+    def collectives(self, group: str) -> dict[int, TracedCall]:
         """Return the calls of a group's collectives by number, as far as they are not forgotten."""
         return {call.number: call for call in self.calls if call.group == group and not call.is_message}
 
@@ -86,12 +86,12 @@ class Record:
         return max(self.counts.get(group, 0), *self.collectives(group), 0)
 
 
-def read(folder: Path) -> list[list[Record]]:
+def read(folder: Path) -> list[list[TraceRecord]]:
     """Return what the ranks of each world have written to a folder, by rank; first the world that wrote last.
 
     UsageError where there is nothing, or something that is no flight recorder.
     """
-    worlds: dict[str, list[Record]] = {}
+    worlds: dict[str, list[TraceRecord]] = {}
     for record in sorted(map(_record, folder.glob(FILE_NAMES)), key=lambda record: record.rank):
         worlds.setdefault(record.world, []).append(record)
     if not worlds:
@@ -102,27 +102,27 @@ def read(folder: Path) -> list[list[Record]]:
     return sorted(worlds.values(), key=_newest, reverse=True)
 
 
-def recent(worlds: Sequence[list[Record]]) -> list[list[Record]]:
+def recent(worlds: Sequence[list[TraceRecord]]) -> list[list[TraceRecord]]:
     """Return those of `read`'s worlds that wrote at about the time of the first; others may be of jobs long over."""
     return [records for records in worlds if _newest(worlds[0]) - _newest(records) < _AT_ONCE]
 
 
-def _newest(records: Sequence[Record]) -> float:
+def _newest(records: Sequence[TraceRecord]) -> float:
     return max(record.written for record in records)
 
 
-def name_of(records: Sequence[Record]) -> str:
+def name_of(records: Sequence[TraceRecord]) -> str:
     """Return what a world is called among others: as in the names of its files."""
     return f"world {records[0].world[:8]}"
 
 
-def _record(path: Path) -> Record:
+def _record(path: Path) -> TraceRecord:
     try:
         facts = _typed(json.loads(path.read_text(encoding="utf-8")), _RANK)
         groups = {name: _typed(group, _GROUP) for name, group in facts.pop("groups").items()}
         written = facts.pop("time")
         offset = written - facts.pop("clock")  # from the clock of the process to that of the wall
-        return Record(
+        return TraceRecord(
             calls=[_call(_typed(entry, _ENTRY), offset) for entry in facts.pop("entries")],
             written=written,
             groups={name: tuple(operator.index(rank) for rank in group["ranks"]) for name, group in groups.items()},
@@ -141,8 +141,8 @@ def _typed(content: Mapping[str, Any], types: Mapping[str, Any]) -> dict[str, An
     return {name: content[name] for name in types}
 
 
-def _call(entry: Mapping[str, Any], offset: float) -> Call:
-    return Call(
+def _call(entry: Mapping[str, Any], offset: float) -> TracedCall:
+    return TracedCall(
         entry["group"],
         entry["op"],
         entry["seq"],
@@ -160,7 +160,7 @@ def _call(entry: Mapping[str, Any], offset: float) -> Call:
 
 
 @dataclass
-class Standing:
+class RankPosition:
     """Where one group stands: the first collective that is not over on all its ranks, and who is how far with it.
 
     ``number`` is None if all are over everywhere. ``waiting`` are the ranks that are in it, with the seconds since
@@ -180,15 +180,15 @@ class Standing:
     differ: bool = False
 
 
-def standings(records: Sequence[Record]) -> list[Standing]:
+def standings(records: Sequence[TraceRecord]) -> list[RankPosition]:
     """Return where each group stands, those that are held up first."""
     groups = {(name, ranks) for record in records for name, ranks in record.groups.items()}
     found = [_standing(name, ranks, records) for name, ranks in groups]
     return sorted(found, key=lambda one: (one.number is None, -len(one.ranks), one.group))
 
 
-def _standing(group: str, ranks: tuple[int, ...], records: Sequence[Record]) -> Standing:
-    standing = Standing(group, ranks)
+def _standing(group: str, ranks: tuple[int, ...], records: Sequence[TraceRecord]) -> RankPosition:
+    standing = RankPosition(group, ranks)
     members = {record.rank: record for record in records if record.groups.get(group) == ranks}
     standing.silent = [rank for rank in ranks if rank not in members]
     standing.number = _first_open(group, list(members.values()))
@@ -213,7 +213,7 @@ def _standing(group: str, ranks: tuple[int, ...], records: Sequence[Record]) -> 
     return standing
 
 
-def _first_open(group: str, records: Sequence[Record]) -> int | None:
+def _first_open(group: str, records: Sequence[TraceRecord]) -> int | None:
     """Return the lowest number of a collective that is pending somewhere, or missing where others have gone on."""
     last = [record.last(group) for record in records]
     calls = [call for record in records for call in record.collectives(group).values()]
@@ -226,7 +226,7 @@ def _first_open(group: str, records: Sequence[Record]) -> int | None:
 
 
 @dataclass
-class Pace:
+class RankPace:
     """How one rank keeps up: the share of collectives for which it came last, and by how much, in seconds (median).
 
     ``lateness`` is counted from the rank that came first; ``duration`` is that of its own calls.
@@ -238,7 +238,7 @@ class Pace:
     counted: int
 
 
-def paces(records: Sequence[Record], group: str, ranks: tuple[int, ...]) -> dict[int, Pace]:
+def paces(records: Sequence[TraceRecord], group: str, ranks: tuple[int, ...]) -> dict[int, RankPace]:
     """Return how each rank of a group keeps up, over the collectives that all have recorded."""
     issued = {record.rank: record.collectives(group) for record in records if record.groups.get(group) == ranks}
     if not issued:
@@ -249,7 +249,7 @@ def paces(records: Sequence[Record], group: str, ranks: tuple[int, ...]) -> dict
     first = {number: min(calls[number].issued for calls in issued.values()) for number in shared}
     last = [max(issued, key=lambda rank: issued[rank][number].issued) for number in shared]
     return {
-        rank: Pace(
+        rank: RankPace(
             last.count(rank) / len(shared),
             statistics.median(calls[number].issued - first[number] for number in shared),
             statistics.median(_durations(calls, shared)),
@@ -259,14 +259,14 @@ def paces(records: Sequence[Record], group: str, ranks: tuple[int, ...]) -> dict
     }
 
 
-def _durations(calls: Mapping[int, Call], numbers: Sequence[int]) -> list[float]:
+def _durations(calls: Mapping[int, TracedCall], numbers: Sequence[int]) -> list[float]:
     return [end - calls[number].issued for number in numbers if (end := calls[number].finished) is not None] or [0.0]
 
 
 # -- in words -------------------------------------------------------------------------------------------
 
 
-def tell(records: Sequence[Record]) -> Iterator[str]:
+def tell(records: Sequence[TraceRecord]) -> Iterator[str]:
     """Say in sentences what holds which group of a world up, and who is to blame as far as that can be seen."""
     silent = sorted(set(range(records[0].world_size)) - {record.rank for record in records})
     if silent:
@@ -280,7 +280,7 @@ def tell(records: Sequence[Record]) -> Iterator[str]:
         yield "No collective is held up: every one that was called is over on all ranks that have written."
 
 
-def _tell_standing(standing: Standing, records: Mapping[int, Record]) -> Iterator[str]:
+def _tell_standing(standing: RankPosition, records: Mapping[int, TraceRecord]) -> Iterator[str]:
     where = f"group {standing.group!r}, collective #{standing.number}"
     if standing.differ:
         callers: dict[str, list[int]] = {}
@@ -306,12 +306,12 @@ def _tell_standing(standing: Standing, records: Mapping[int, Record]) -> Iterato
         yield f"  {_ranks(standing.silent)} of this group left no recorder."
 
 
-def _in_words(call: Call, written: float) -> str:
+def _in_words(call: TracedCall, written: float) -> str:
     end, since = ("began", call.issued) if call.finished is None else ("ended", call.finished)
     return f"{call.words}, which {end} {written - since:.1f} s before it wrote"
 
 
-def _tell_messages(record: Record) -> Iterator[str]:
+def _tell_messages(record: TraceRecord) -> Iterator[str]:
     pending = [call for call in record.calls if call.is_message and call.finished is None]
     waiting = [call for call in pending if record.written - call.issued > _ABOUT_NOW]
     if waiting:
@@ -323,7 +323,7 @@ def _tell_messages(record: Record) -> Iterator[str]:
         )
 
 
-def _whom(message: Call, record: Record) -> str:
+def _whom(message: TracedCall, record: TraceRecord) -> str:
     way = "to" if message.op.startswith("send") else "from"
     if message.peer is None:
         return f"{way} any rank"

@@ -22,7 +22,7 @@ _recorders: weakref.WeakKeyDictionary[Recorder, str] = weakref.WeakKeyDictionary
 """What is to be written, and into which folder."""
 
 
-def listen(config: Config) -> None:
+def install_signal_handler(config: Config) -> None:
     """Write flight recorders from now on when the configured signal comes, if there is one. Wants the main thread.
 
     What else the program does on that signal goes on being done. UsageError if no program can, or there is no folder.

@@ -2,7 +2,7 @@
 
 A world has one `Transport` of each usable kind. It listens, and makes a `Link` to each peer that is written to. Links
 carry *messages*: a header (`framing`) and a run of bytes, taken straight from the sender's memory. On the other side
-each peer has an `Inbox`, shared by whatever connections that peer has opened to us, in which messages meet the
+each peer has an `MatchingQueue`, shared by whatever connections that peer has opened to us, in which messages meet the
 *receives* that were posted for them:
 
 * posted before the message comes: the bytes go straight into the posted memory;
@@ -25,9 +25,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from asyncdist.base.timers import Reminders
+from asyncdist.base.timers import TimerTable
 from asyncdist.config import Config
-from asyncdist.transport.matching import Blocked, Discard, Inbox, Outgoing, Owner, PutAside, Receive, pour
+from asyncdist.transport.matching import (
+    DiscardReceive,
+    MatchingQueue,
+    Outgoing,
+    Owner,
+    Receive,
+    StalledMessage,
+    UnexpectedMessage,
+    copy_into,
+)
 
 if TYPE_CHECKING:
     import socket
@@ -35,8 +44,19 @@ if TYPE_CHECKING:
     from asyncdist.transport.native import Native
 
 __all__ = [
-    "Address", "Blocked", "Discard", "Host", "Inbox", "Link", "Outgoing", "Owner", "PutAside", "Receive", "Transport",
-    "Wait", "pour",
+    "Address",
+    "DiscardReceive",
+    "Host",
+    "Link",
+    "MatchingQueue",
+    "Outgoing",
+    "Owner",
+    "Receive",
+    "StalledMessage",
+    "Transport",
+    "UnexpectedMessage",
+    "Wait",
+    "copy_into",
 ]  # fmt: skip
 
 Address = Mapping[str, Any]
@@ -47,7 +67,7 @@ Wait = tuple[int, int]
 
 
 class Link(ABC):
-    """The way to one peer: carries our messages there. What the peer sends us comes to its `Inbox`."""
+    """The way to one peer: carries our messages there. What the peer sends us comes to its `MatchingQueue`."""
 
     def __init__(self, peer: int) -> None:
         self.peer = peer
@@ -164,13 +184,13 @@ class Host(Protocol):
     world_size: int
     world_id: str
     config: Config
-    reminders: Reminders  # of what is to be done under the lock at a time
+    reminders: TimerTable  # of what is to be done under the lock at a time
 
     @property
     def expects_anybody(self) -> bool:
         """Whether a receive from any rank is posted, so that no message may hold up those behind it."""
 
-    def inbox(self, peer: int) -> Inbox:
+    def inbox(self, peer: int) -> MatchingQueue:
         """Return the inbox of a peer."""
 
     def unclaimed(self, peer: int, key: bytes, fingerprint: int, nbytes: int) -> Receive | None:

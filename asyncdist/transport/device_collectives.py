@@ -1,6 +1,6 @@
 """What a way between devices offers: whole collectives, put into a device's queues. The contract of such transports.
 
-An `Ensemble` is made on every rank of a group, for one device of each. It says in a *card* what the others must know of
+An `DeviceCollectives` is made on every rank of a group, for one device of each. It says in a *card* what the others must know of
 it; from all cards, which every rank has, each works out whether they fit together (`refusal`: the same answer everywhere);
 then it is opened, on every rank or on none.
 
@@ -8,7 +8,7 @@ Its collectives are those of `native.Native`, but they never wait for the device
 ``streams.ours()``, in the order of the calls, on whatever thread the line has, and have put everything into queues when
 their schedule is over. They may block the host until peers have made the same call.
 
-To write one: implement `Ensemble`, and announce the class under the entry-point group ``asyncdist.ensembles``.
+To write one: implement `DeviceCollectives`, and announce the class under the entry-point group ``asyncdist.ensembles``.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from asyncdist.transport.native import Native
 
 if TYPE_CHECKING:
     from asyncdist.groups.group import Group
-    from asyncdist.transport.device_p2p import Courier
+    from asyncdist.transport.device_p2p import DeviceP2P
 
 Card = Mapping[str, Any]
 
 
-class Site:
+class DeviceContext:
     """Where an ensemble stands: who we are, on which device, and the group by which ranks speak from host to host.
 
     ``deadline`` (monotonic) is that of the call in hand, or of the meeting.
@@ -80,7 +80,7 @@ class Site:
         self.host.barrier(background=False, timeout=self.left).result()
 
 
-class Ensemble(Native):
+class DeviceCollectives(Native):
     """One rank's part in a way between devices. ``name`` is what users select it by; ``preference`` orders choice.
 
     ``blocks`` says that its collectives may keep the host waiting for peers, ``compares`` that ranks whose calls differ
@@ -92,7 +92,7 @@ class Ensemble(Native):
     blocks: ClassVar[bool] = True
     compares: ClassVar[bool] = True
 
-    def __init__(self, site: Site) -> None:
+    def __init__(self, site: DeviceContext) -> None:
         self.site = site
 
     @classmethod
@@ -101,7 +101,7 @@ class Ensemble(Native):
         """Return None if this way can be used in this process, else the reason in words."""
 
     @classmethod
-    def courier(cls, site: Site) -> Courier | None:
+    def courier(cls, site: DeviceContext) -> DeviceP2P | None:
         """Return what carries messages this way, for one rank; None if they had better go another. Meets nobody."""
         return None
 
@@ -125,7 +125,7 @@ class Ensemble(Native):
         """Return what has gone wrong beside any call, None if nothing has. Called now and then, from any thread."""
         return None
 
-    def split(self, site: Site | None, number: int) -> None:
+    def split(self, site: DeviceContext | None, number: int) -> None:
         """Put what a part of these ranks can share with us into the ``inherited`` of its site.
 
         Each rank gives the number of its part; None and -1 if it is in none. Called on all, in the order of the calls; may

@@ -7,7 +7,7 @@ answer: the data follow. A message is over on both sides with its last letter: w
 and there is none that nobody waits for, so either may leave when its own half is over.
 
 Sending and receiving are *conversations*: generators that yield a `Work` and are resumed when it is over. So nobody is held
-up by a message whose peer has not come yet. To write a `Courier`, derive from it, and have the ensemble's
+up by a message whose peer has not come yet. To write a `DeviceP2P`, derive from it, and have the ensemble's
 ``courier`` make one.
 """
 
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeVar
 import torch
 
 from asyncdist.engine.work import Work
-from asyncdist.transport.device_streams import Mark
+from asyncdist.transport.device_streams import DeviceEvent
 
 if TYPE_CHECKING:
     from asyncdist.groups.group import Group
@@ -39,11 +39,11 @@ NUMBERS = 1 << 31
 """How many messages there may be between two ranks at a time: each has two tags among the letters."""
 
 
-class Refused(Exception):
+class TransferRefused(Exception):
     """A way cannot be gone with this peer; says why, in words."""
 
 
-class Letter(NamedTuple):
+class ControlMessage(NamedTuple):
     """What one rank tells another of a message: a ``word`` (the way that is offered, or `REFUSED`), and what goes with it.
 
     ``number`` is the sender's for this message, ``nbytes`` how large it is.
@@ -59,13 +59,13 @@ class Letter(NamedTuple):
         return torch.frombuffer(bytearray((head + self.content).ljust(LETTER_NBYTES, b"\0")), dtype=torch.uint8)
 
     @classmethod
-    def unpacked(cls, room: torch.Tensor) -> Letter:
+    def unpacked(cls, room: torch.Tensor) -> ControlMessage:
         raw = bytes(room.numpy())
         word, number, nbytes, length = _LETTER.unpack_from(raw)
         return cls(word.rstrip(b"\0").decode(errors="replace"), number, nbytes, raw[_LETTER.size :][:length])
 
 
-class Talk:
+class ControlChannel:
     """What two ranks say about one message, on the host; ``peer`` is the other one's rank in the group.
 
     ``first`` sends what the sender says first: under the message's tag. All else goes among the ``letters``.
@@ -89,19 +89,19 @@ class Talk:
     def say(self, word: str = "", content: bytes = b"") -> Work:
         """Send a letter; the work is over when it has left. That it could not is heard of as the group's failure, too."""
         assert len(content) <= CONTENT_NBYTES
-        letter = Letter(word, self.number, self.nbytes, content).packed()
+        letter = ControlMessage(word, self.number, self.nbytes, content).packed()
         first, self._first = self._first, None
         sent = self.put(letter) if first is None else first(letter)
         sent.add_done_callback(lambda work: work.exception())
         return sent
 
-    def hear(self) -> Conversation[Letter]:
-        """Return the peer's next letter. Raises `Refused` if it says so."""
+    def hear(self) -> Conversation[ControlMessage]:
+        """Return the peer's next letter. Raises `TransferRefused` if it says so."""
         room = torch.empty(LETTER_NBYTES, dtype=torch.uint8, device="cpu")
         yield self.take(room)
-        letter = Letter.unpacked(room)
+        letter = ControlMessage.unpacked(room)
         if letter.word == REFUSED:
-            raise Refused(letter.content.decode(errors="replace"))
+            raise TransferRefused(letter.content.decode(errors="replace"))
         return letter
 
     def put(self, data: torch.Tensor) -> Work:
@@ -117,7 +117,7 @@ class Talk:
         return max(0.0, self._deadline - monotonic())
 
 
-class Courier(ABC):
+class DeviceP2P(ABC):
     """One rank's part in a way that carries large messages straight from device to device.
 
     Made for a `Site` of its own when the first one is sent or received; no ranks meet for it, so each message finds out
@@ -130,14 +130,16 @@ class Courier(ABC):
     """What is not larger than this goes through the host."""
 
     @abstractmethod
-    def send(self, data: torch.Tensor, talk: Talk, before: Mark) -> Conversation[Mark]:
-        """Offer what stands behind a mark, and send it; return where on the device that is over. Raises `Refused`."""
+    def send(self, data: torch.Tensor, talk: ControlChannel, before: DeviceEvent) -> Conversation[DeviceEvent]:
+        """Offer what stands behind a mark, and send it; return where on the device that is over. Raises `TransferRefused`."""
 
     @abstractmethod
-    def receive(self, data: torch.Tensor, talk: Talk, offer: bytes, before: Mark) -> Conversation[Mark]:
+    def receive(
+        self, data: torch.Tensor, talk: ControlChannel, offer: bytes, before: DeviceEvent
+    ) -> Conversation[DeviceEvent]:
         """Receive what was offered, behind a mark; return where on the device that is over.
 
-        Raises `Refused`, before anything is said.
+        Raises `TransferRefused`, before anything is said.
         """
 
     def trouble(self) -> Exception | None:

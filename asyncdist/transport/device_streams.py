@@ -17,7 +17,7 @@ import torch
 from asyncdist.errors import UnsupportedError
 
 
-class Mark(Protocol):
+class DeviceEvent(Protocol):
     """A place in a stream."""
 
     def query(self) -> bool:
@@ -32,7 +32,7 @@ log = logging.getLogger("asyncdist")
 _GLANCE = 1e-3
 
 
-def passed_within(mark: Mark, patience: float) -> bool:
+def passed_within(mark: DeviceEvent, patience: float) -> bool:
     """Wait some seconds for the device; return whether it has passed a mark, False also if it has failed."""
     until = monotonic() + patience
     try:
@@ -67,15 +67,15 @@ class Streams(ABC):
         """Put what torch does in this thread meanwhile into our stream."""
 
     @abstractmethod
-    def mark(self) -> Mark:
+    def mark(self) -> DeviceEvent:
         """Mark where the caller's stream is; within `ours`, where ours is."""
 
     @abstractmethod
-    def follow(self, mark: Mark) -> None:
+    def follow(self, mark: DeviceEvent) -> None:
         """Have what comes next in the caller's stream (within `ours`: in ours) wait for a mark."""
 
     @abstractmethod
-    def behind(self, mark: Mark) -> AbstractContextManager[object]:
+    def behind(self, mark: DeviceEvent) -> AbstractContextManager[object]:
         """Put what torch does in this thread meanwhile behind a mark, and behind nothing else."""
 
     @abstractmethod
@@ -119,16 +119,16 @@ class CudaStreams(Streams):
     def ours(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._stream)
 
-    def mark(self) -> Mark:
+    def mark(self) -> DeviceEvent:
         event = torch.cuda.Event(blocking=True)  # who waits for it sleeps
         event.record(torch.cuda.current_stream(self.device))
         return event
 
-    def follow(self, mark: Mark) -> None:
+    def follow(self, mark: DeviceEvent) -> None:
         assert isinstance(mark, torch.cuda.Event)
         torch.cuda.current_stream(self.device).wait_event(mark)
 
-    def behind(self, mark: Mark) -> AbstractContextManager[object]:
+    def behind(self, mark: DeviceEvent) -> AbstractContextManager[object]:
         assert isinstance(mark, torch.cuda.Event)
         stream = torch.cuda.Stream(self.device)  # one of torch's pool: made once, whoever asks
         stream.wait_event(mark)

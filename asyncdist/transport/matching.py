@@ -68,7 +68,7 @@ class Receive:
             self.owner.transferred()
 
 
-class PutAside(Receive):
+class UnexpectedMessage(Receive):
     """An early message, received into memory of its own until somebody posts for it."""
 
     __slots__ = ("bytes", "claimed")
@@ -81,11 +81,11 @@ class PutAside(Receive):
     def finish(self) -> None:
         self.done = True
         if self.claimed is not None and not self.claimed.done:
-            pour(self.bytes, self.claimed)
+            copy_into(self.bytes, self.claimed)
             self.claimed.finish()
 
 
-class Discard(Receive):
+class DiscardReceive(Receive):
     """The bin: takes the bytes of a message that nobody wants any more."""
 
     __slots__ = ("_left",)
@@ -101,7 +101,7 @@ class Discard(Receive):
         return room if room else None
 
 
-def pour(source: memoryview, receive: Receive) -> None:
+def copy_into(source: memoryview, receive: Receive) -> None:
     """Fill a receive from memory."""
     at, room = 0, receive.room if receive.nbytes else None
     while room is not None:
@@ -113,7 +113,7 @@ def pour(source: memoryview, receive: Receive) -> None:
 # -- where messages meet receives -----------------------------------------------------------------
 
 
-class Blocked(Protocol):
+class StalledMessage(Protocol):
     """A connection that has read a header nobody has posted for, and waits with the body on the wire."""
 
     key: bytes
@@ -124,7 +124,7 @@ class Blocked(Protocol):
         """Go on, with the body into ``receive``."""
 
 
-class Inbox:
+class MatchingQueue:
     """The messages from one peer that wait for a receive, and the receives that wait for a message."""
 
     __slots__ = ("_aside", "_aside_nbytes", "_blocked", "_host", "peer", "posted")
@@ -132,9 +132,9 @@ class Inbox:
     def __init__(self, peer: int, host: Host) -> None:
         self.peer = peer
         self.posted: dict[bytes, deque[Receive]] = {}
-        self._aside: dict[bytes, deque[PutAside]] = {}
+        self._aside: dict[bytes, deque[UnexpectedMessage]] = {}
         self._aside_nbytes = 0
-        self._blocked: list[Blocked] = []
+        self._blocked: list[StalledMessage] = []
         self._host = host
 
     def first(self) -> Receive | None:
@@ -194,7 +194,7 @@ class Inbox:
             return self._put_aside(key, fingerprint, nbytes)
         return None
 
-    def block(self, connection: Blocked) -> None:
+    def block(self, connection: StalledMessage) -> None:
         """Remember a connection that waits with a message nobody has posted for."""
         self._blocked.append(connection)
 
@@ -206,20 +206,20 @@ class Inbox:
             self._aside_nbytes -= sum(message.nbytes for message in self._aside.pop(key))
         for blocked in [blocked for blocked in self._blocked if blocked.key.startswith(channel)]:
             self._blocked.remove(blocked)
-            blocked.resume(Discard(self.peer, blocked.key, blocked.nbytes))
+            blocked.resume(DiscardReceive(self.peer, blocked.key, blocked.nbytes))
 
-    def first_early(self, key: bytes) -> PutAside | Blocked | None:
+    def first_early(self, key: bytes) -> UnexpectedMessage | StalledMessage | None:
         """Return the message that waits under ``key``, if one does."""
         queue = self._aside.get(key)
         return queue[0] if queue else next((blocked for blocked in self._blocked if blocked.key == key), None)
 
-    def _put_aside(self, key: bytes, fingerprint: int, nbytes: int) -> PutAside:
-        message = PutAside(self.peer, key, fingerprint, nbytes)
+    def _put_aside(self, key: bytes, fingerprint: int, nbytes: int) -> UnexpectedMessage:
+        message = UnexpectedMessage(self.peer, key, fingerprint, nbytes)
         self._aside_nbytes += nbytes
         self._aside.setdefault(key, deque()).append(message)
         return message
 
-    def _claim(self, early: deque[PutAside], receive: Receive) -> bool:
+    def _claim(self, early: deque[UnexpectedMessage], receive: Receive) -> bool:
         message = early.popleft()
         self._aside_nbytes -= message.nbytes
         if not early:
@@ -229,7 +229,7 @@ class Inbox:
         if not message.done:
             message.claimed = receive
             return False
-        pour(message.bytes, receive)
+        copy_into(message.bytes, receive)
         receive.done = True
         return True
 
@@ -238,4 +238,4 @@ class Inbox:
         if receive.nbytes == nbytes and receive.fingerprint == fingerprint:
             return receive
         self._host.mismatch(self.peer, receive, fingerprint, nbytes)
-        return Discard(self.peer, receive.key, nbytes)
+        return DiscardReceive(self.peer, receive.key, nbytes)

@@ -33,7 +33,7 @@ class MemoryBlocks(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class CallSignature:
     """What calls of a collective that differ in nothing but their memory have in common."""
 
     collective: Collective
@@ -58,7 +58,7 @@ class Kind:
         return self.how
 
 
-Quick = Callable[..., Schedule]
+PreparedCall = Callable[..., Schedule]
 """``quick(number, *tensors)`` is the schedule of one call, on contiguous tensors in the order of the group's method.
 
 They may overlap as the user's tensors do: no plan has looked at them.
@@ -71,7 +71,7 @@ class Native(ABC):
     What is read overlaps nothing that is written (see `apart`), except that a rank's own block may be both.
     """
 
-    def quick(self, kind: Kind) -> Quick | None:
+    def quick(self, kind: CallSignature) -> PreparedCall | None:
         """Return what does calls of one kind in less time than the methods below; None if nothing does.
 
         A call that was made so meets calls of other members that were made by the methods.

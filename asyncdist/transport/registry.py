@@ -19,7 +19,7 @@ from asyncdist.errors import TransportUnavailableError, UsageError
 from asyncdist.transport.base import Transport
 
 if TYPE_CHECKING:
-    from asyncdist.transport.device_collectives import Ensemble
+    from asyncdist.transport.device_collectives import DeviceCollectives
 
 log = logging.getLogger("asyncdist")
 
@@ -28,7 +28,7 @@ ENSEMBLES = "asyncdist.ensembles"
 _WHAT = {TRANSPORTS: "transport", ENSEMBLES: "way between devices"}
 _LAST = "staged"  # of the ways between devices: all ranks can go it
 
-_CHECKOUT = Path(__file__).resolve().parent.parent
+_CHECKOUT = Path(__file__).resolve().parents[2]
 
 # Back ends of torch.distributed, by which old scripts ask for "whatever suits the device".
 _AUTO = frozenset(("auto", "gloo", "mpi", "nccl", "ucc", "xccl", "undefined", "asyncdist"))
@@ -64,7 +64,7 @@ def is_known(name: str) -> bool:
 
 
 @cache
-def load(name: str, group: str = TRANSPORTS) -> type[Any]:
+def load_class(name: str, group: str = TRANSPORTS) -> type[Any]:
     """Return a class that is announced; TransportUnavailableError if there is none of that name or it cannot load."""
     what, point = _WHAT[group], _announced(group).get(name)
     if point is None:
@@ -85,7 +85,7 @@ def selected(backend: str | None) -> list[type[Transport]]:
     """
     named = _named(backend)
     usable: list[type[Transport]] = []
-    for kind in map(load, dict.fromkeys(named or names())):
+    for kind in map(load_class, dict.fromkeys(named or names())):
         reason = kind.probe()
         if reason is None:
             usable.append(kind)
@@ -106,7 +106,7 @@ def set_by(config: Config) -> list[type[Transport]]:
         raise type(error)(f"ASYNCDIST_TRANSPORT={config.transport!r}: {error}") from error
 
 
-def ensembles(backend: str | None, device: str) -> list[type[Ensemble]]:
+def device_backends(backend: str | None, device: str) -> list[type[DeviceCollectives]]:
     """Return the ways between devices of a type that a ``backend`` argument stands for, the preferred first.
 
     The last is the one through the host. Those that cannot be loaded here are left out; ``"cuda:NAME"`` takes that one
@@ -115,14 +115,14 @@ def ensembles(backend: str | None, device: str) -> list[type[Ensemble]]:
     name = _by_device(backend).get(device, "auto")
     announced = names(ENSEMBLES)
     if name in announced:  # torch's name for its back end too: who says nccl for a device means it
-        return [load(one, ENSEMBLES) for one in dict.fromkeys((name, _LAST))]
+        return [load_class(one, ENSEMBLES) for one in dict.fromkeys((name, _LAST))]
     if name not in _AUTO:
         known = ", ".join(announced)
         raise TransportUnavailableError(f"there is no way {name!r} between {device} tensors; there are {known}")
-    loaded: list[type[Ensemble]] = []
+    loaded: list[type[DeviceCollectives]] = []
     for one in announced:
         try:
-            loaded.append(load(one, ENSEMBLES))
+            loaded.append(load_class(one, ENSEMBLES))
         except TransportUnavailableError as cause:
             log.info("%s", cause)
     return sorted(loaded, key=lambda kind: -kind.preference)

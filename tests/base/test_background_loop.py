@@ -12,7 +12,7 @@ import threading
 
 import pytest
 
-from asyncdist.base.background_loop import Runtime, close_runtime, runtime
+from asyncdist.base.background_loop import BackgroundLoop, background_loop, close_background_loop
 from asyncdist.config import Config
 from asyncdist.errors import UsageError
 from asyncdist.store import AsyncStore, StoreServer
@@ -29,7 +29,7 @@ def _collected():
 @pytest.fixture
 def own():
     """A runtime of the test's own."""
-    own = Runtime()
+    own = BackgroundLoop()
     yield own
     own.close()
 
@@ -85,13 +85,13 @@ def test_a_generator_that_is_left_half_way_is_closed_with_what_it_starts(own, ca
 
 
 def test_what_is_left_on_a_loop_that_closes_finds_that_loop_and_no_other():
-    closing, found = runtime(), []
-    closing.submit(sleep_or(lambda: found.append(runtime())))
+    closing, found = background_loop(), []
+    closing.submit(sleep_or(lambda: found.append(background_loop())))
     closing.call(lambda: None)
-    close_runtime()
+    close_background_loop()
     assert found == [closing]
     assert [each.name for each in threading.enumerate() if each.name == "asyncdist-runtime"] == []
-    assert runtime() is not closing
+    assert background_loop() is not closing
 
 
 def test_a_loop_whose_thread_is_held_is_waited_for_no_longer_than_allowed(own):
@@ -145,7 +145,7 @@ def test_a_loop_that_has_been_closed_takes_nothing(own):
 
 
 def test_a_connection_that_breaks_while_the_loop_is_wound_down_leaves_nothing(own, caplog):
-    server = runtime().run(StoreServer.start("127.0.0.1", 0))
+    server = background_loop().run(StoreServer.start("127.0.0.1", 0))
     server.stays = True
     connected, breaks = threading.Event(), threading.Event()
 
@@ -165,17 +165,17 @@ def test_a_connection_that_breaks_while_the_loop_is_wound_down_leaves_nothing(ow
     closing = threading.Thread(target=own.close)
     closing.start()
     breaks.wait(LONG)
-    runtime().call(server.drop_all)
+    background_loop().call(server.drop_all)
     closing.join(LONG)
     assert not closing.is_alive()
-    runtime().run(server.close())
+    background_loop().run(server.close())
     gc.collect()
     assert caplog.records == []
 
 
 def test_a_connection_that_breaks_while_a_programs_own_loop_closes_leaves_nothing(new_loop, caplog):
     """What is started while asynchronous generators are closed is cancelled by nobody, in any program."""
-    server = runtime().run(StoreServer.start("127.0.0.1", 0))
+    server = background_loop().run(StoreServer.start("127.0.0.1", 0))
     server.stays = True
     lines, generators = [], []
 
@@ -183,7 +183,7 @@ def test_a_connection_that_breaks_while_a_programs_own_loop_closes_leaves_nothin
         try:
             yield
         finally:
-            runtime().submit(asyncio.sleep(0)).add_done_callback(lambda _: server.drop_all())
+            background_loop().submit(asyncio.sleep(0)).add_done_callback(lambda _: server.drop_all())
             while lines[0].link is not None:  # noqa: ASYNC110
                 await asyncio.sleep(0)
 
@@ -197,7 +197,7 @@ def test_a_connection_that_breaks_while_a_programs_own_loop_closes_leaves_nothin
         runner.run(program())
     lines.clear()
     generators.clear()
-    runtime().run(server.close())
+    background_loop().run(server.close())
     gc.collect()
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
@@ -212,12 +212,12 @@ atexit.register(last)  # the first to be registered is the last to be called
 
 import asyncdist.sync as dist
 import torch
-from asyncdist.base.background_loop import runtime
+from asyncdist.base.background_loop import background_loop
 
 dist.init_process_group(init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
 if sys.argv[1] == "held":
     held = threading.Event()
-    runtime().loop.call_soon_threadsafe(lambda: (held.set(), time.sleep(60)))
+    background_loop().loop.call_soon_threadsafe(lambda: (held.set(), time.sleep(60)))
     held.wait()
 elif sys.argv[1] == "mistaken":
     raise KeyError("a mistake")
@@ -246,9 +246,9 @@ def test_where_no_thread_can_be_started_the_loop_is_closed_at_the_end_of_the_pro
     monkeypatch.setattr(threading.Thread, "start", refuse)
     monkeypatch.setattr("asyncdist.base.background_loop._current", None)
     with pytest.raises(RuntimeError, match="can't create new thread"):
-        runtime()
+        background_loop()
     monkeypatch.setattr("asyncdist.base.lifecycle._ending", True)
-    last = runtime()
+    last = background_loop()
     assert last.closed
     assert last.loop.is_closed()
-    assert runtime() is last
+    assert background_loop() is last

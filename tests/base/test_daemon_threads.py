@@ -7,14 +7,14 @@ import threading
 
 import pytest
 
-from asyncdist.base.daemon_threads import Errands
+from asyncdist.base.daemon_threads import DaemonThreadPool
 
 LONG = 20.0
 
 
 @pytest.fixture
 def errands():
-    errands = Errands("errand", most=3)
+    errands = DaemonThreadPool("errand", most=3)
     yield errands
     errands.shutdown()
 

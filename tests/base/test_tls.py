@@ -25,7 +25,7 @@ from asyncdist.store import AsyncStore, StoreServer, TCPStore
 from asyncdist.store.protocol.c10d import Code
 from asyncdist.testing.cluster import world_of
 
-FILES = Path(__file__).parent / "tls"
+FILES = Path(__file__).parents[1] / "tls"
 TOKEN = "a token for tests"
 LONG = 10.0
 

@@ -3,7 +3,7 @@ import socket
 import pytest
 
 from asyncdist.base import interfaces
-from asyncdist.base.topology import InterfaceAddress, choose, is_address, is_loopback, named
+from asyncdist.base.topology import InterfaceAddress, addresses_of_interface, choose_address, is_address, is_loopback
 
 LO = InterfaceAddress("lo", "127.0.0.1")
 LO6 = InterfaceAddress("lo", "::1")
@@ -52,30 +52,30 @@ def test_names_are_no_addresses():
     ],
 )
 def test_rules(rule, names):
-    assert {candidate.interface for candidate in named(EVERY, rule)} == names
+    assert {candidate.interface for candidate in addresses_of_interface(EVERY, rule)} == names
 
 
 @pytest.mark.parametrize("rule", ["", "^", "=", "^=,", " , "])
 def test_a_rule_that_names_nothing(rule):
     with pytest.raises(ValueError, match="names no interface"):
-        named(EVERY, rule)
+        addresses_of_interface(EVERY, rule)
 
 
 def test_the_route_wins_if_it_is_let_through():
-    assert choose(EVERY, route="10.1.0.7") == "10.1.0.7"
-    assert choose(named(EVERY, "docker"), route="10.1.0.7") == "172.17.0.1"
+    assert choose_address(EVERY, route="10.1.0.7") == "10.1.0.7"
+    assert choose_address(addresses_of_interface(EVERY, "docker"), route="10.1.0.7") == "172.17.0.1"
 
 
 def test_the_route_says_which_family_peers_reach():
-    assert choose([ETH0, ETH0_6], route="fd00::99") == "fd00::7"
-    assert choose([ETH0_6, ETH0], route="10.0.0.99") == "10.0.0.7"
+    assert choose_address([ETH0, ETH0_6], route="fd00::99") == "fd00::7"
+    assert choose_address([ETH0_6, ETH0], route="10.0.0.99") == "10.0.0.7"
 
 
 def test_loopback_is_the_last_resort_and_link_local_none():
-    assert choose([LO, ETH0_6]) == "fd00::7"
-    assert choose([LO6, LO]) == "127.0.0.1"
-    assert choose([ETH0_LINK]) is None
-    assert choose([]) is None
+    assert choose_address([LO, ETH0_6]) == "fd00::7"
+    assert choose_address([LO6, LO]) == "127.0.0.1"
+    assert choose_address([ETH0_LINK]) is None
+    assert choose_address([]) is None
 
 
 # -- what this host really has --------------------------------------------------------------------

@@ -10,8 +10,8 @@ import torch
 from click.testing import CliRunner
 
 from asyncdist.bench.machine import machine
-from asyncdist.bench.pace import Pace
-from asyncdist.bench.plan import ON_DEVICES, Plan
+from asyncdist.bench.pace import StartPacer
+from asyncdist.bench.plan import ON_DEVICES, BenchPlan
 from asyncdist.bench.report import device_table
 from asyncdist.bench.result import DeviceRow, DeviceTiming, Report, Timing
 from asyncdist.bench.workloads import device
@@ -39,7 +39,7 @@ def row(collective="all_reduce", nbytes=100 << 20, **changed):
 def report():
     rows = [row(), row("broadcast", 1 << 30)]
     rows[0].absent["nccl"] = "two ranks on one device"
-    return Report(Plan(device="cuda"), dict.fromkeys(machine(), "?"), device_rows=rows)
+    return Report(BenchPlan(device="cuda"), dict.fromkeys(machine(), "?"), device_rows=rows)
 
 
 def test_figures_and_ratios(report):
@@ -54,14 +54,14 @@ def test_figures_and_ratios(report):
 
 
 def test_the_table_shows_them(report):
-    page = device_table.markdown(report, "a machine")
+    page = device_table.device_markdown(report, "a machine")
     lines = [line.split(" | ") for line in page.splitlines() if line.startswith("| 100 MiB")]
     assert lines[0][1:] == ["asyncdist (auto)", "1.00 ms", "1.00 ms", "20.0 µs", "105 GB/s", "80.0×", "4.00×", "— |"]
     assert lines[1][-1] == "2.00 ms |"
     assert lines[2][-3] == "—"
     assert "## broadcast, 2 ranks, CUDA tensors" in page
     assert "nccl does not compete: two ranks on one device" in page
-    assert len(device_table.tables(report)) == 2
+    assert len(device_table.device_tables(report)) == 2
 
 
 def test_the_command_plans_shows_and_writes(report, monkeypatch, tmp_path):
@@ -120,9 +120,9 @@ def pretended(monkeypatch):
 
 
 def test_a_rank_measures_everybody_and_says_who_is_absent(pretended, tmp_path):
-    plan = Plan(ON_DEVICES, (4, 4096), ranks=1, repeat=3, device="cpu")
+    plan = BenchPlan(ON_DEVICES, (4, 4096), ranks=1, repeat=3, device="cpu")
     shares = []
-    rows = list(device.measure(plan, 0, tmp_path, Pace(0, [None]), shares.append))
+    rows = list(device.measure_device(plan, 0, tmp_path, StartPacer(0, [None]), shares.append))
     assert [(each.collective, each.nbytes) for each in rows] == plan.cases
     for each in rows:
         assert {"asyncdist", "staged", "awaited", "gloo"} <= set(each.timings)
@@ -176,4 +176,4 @@ def test_copies_alone_read_and_write_what_ranks_would(collective, pretended):
     tensors = [torch.full((4,), float(number + 1)) for number in range(3)]
     device._READS_AND_WRITES[collective](tensors)
     assert all(torch.equal(each, torch.full((4,), 6.0 if collective == "all_reduce" else 1.0)) for each in tensors)
-    assert device._copied(Pace(0, [None]), "cpu", collective, 4, 3, 5).there.calls == 5
+    assert device._copied(StartPacer(0, [None]), "cpu", collective, 4, 3, 5).there.calls == 5

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from asyncdist.bench.plan import COLLECTIVES, CONTENDERS, RIVALS, STEPS, WAYS, Plan
+from asyncdist.bench.plan import COLLECTIVES, CONTENDERS, RIVALS, STEPS, WAYS, BenchPlan
 from asyncdist.bench.report import plot
 from asyncdist.bench.report.markdown_page import digest, markdown
 from asyncdist.bench.report.table import bandwidth, duration, sections, size, training_cells
-from asyncdist.bench.result import Report, Row, Timing, Training
+from asyncdist.bench.result import Report, ResultRow, Timing, Training
 
 MACHINE = dict.fromkeys(["processor", "cores", "system", "load", "python", "torch", "asyncdist"], "?")
 
@@ -25,7 +25,7 @@ TIMINGS |= {
     "idle": timing(0.2),
     "copy": timing(0.4),
 }
-EVERYTHING = Plan(
+EVERYTHING = BenchPlan(
     ("all_reduce",), (4_000_000,), 4, RIVALS, awaited=True, registered=True, through=WAYS, transports=("auto", "tcp")
 )
 
@@ -35,17 +35,17 @@ def shown(plan, row):
 
 
 def test_sizes_that_come_to_the_same_are_measured_once():
-    plan = Plan(("gather", "barrier", "all_reduce"), (0, 1, 7, 1000), ranks=3)
+    plan = BenchPlan(("gather", "barrier", "all_reduce"), (0, 1, 7, 1000), ranks=3)
     assert plan.cases == [("gather", 12), ("gather", 1008), ("barrier", 0), ("all_reduce", 4), ("all_reduce", 1000)]
 
 
 def test_figures():
-    row = Row("all_reduce", 4_000_000, 4, TIMINGS)
+    row = ResultRow("all_reduce", 4_000_000, 4, TIMINGS)
     assert row.algorithm_bandwidth == pytest.approx(4e9)
     assert row.bus_bandwidth == pytest.approx(6e9)
     factors = {"reduce_scatter": 0.75, "all_gather": 0.75, "all_to_all": 0.75, "broadcast": 1, "reduce": 1}
     for collective, factor in factors.items():
-        assert Row(collective, 4_000_000, 4, TIMINGS).bus_bandwidth == pytest.approx(4e9 * factor)
+        assert ResultRow(collective, 4_000_000, 4, TIMINGS).bus_bandwidth == pytest.approx(4e9 * factor)
     assert row.times_faster_than("gloo") == pytest.approx(4)
     assert row.times_faster_than("gloo", "registered") == pytest.approx(8)
     assert row.copies() == pytest.approx(2.5)
@@ -95,7 +95,7 @@ def test_figures():
 
 
 def test_ours_alone_is_one_table():
-    ((title, texts),) = shown(Plan(), Row("barrier", 0, 2, {"asyncdist": timing(1)}))
+    ((title, texts),) = shown(BenchPlan(), ResultRow("barrier", 0, 2, {"asyncdist": timing(1)}))
     assert title == ""
     assert texts == {
         "size": "—",
@@ -115,7 +115,7 @@ def test_training_is_compared_with_gloo_and_with_the_model_alone():
         ["1.00×", "3.00×"],
         ["3.00×", "1.00×"],
     ]
-    (found,) = Report(Plan(), MACHINE, training=[training]).as_json()["training"]
+    (found,) = Report(BenchPlan(), MACHINE, training=[training]).as_json()["training"]
     assert (found["step"], found["parameters"]) == ("ddp", 6_300_000)
     assert found["contenders"]["asyncdist"]["times_alone"] == pytest.approx(1.5)
     assert found["contenders"]["asyncdist"]["times_faster_than_gloo"] == pytest.approx(2)
@@ -129,7 +129,7 @@ def test_training_without_gloo_is_compared_with_the_model_alone_only():
 @pytest.mark.parametrize("step", STEPS)
 def test_every_training_step_has_a_page_of_its_own(step):
     training = Training(step, 3_200_000, {"torch": timing(3), "gloo": timing(6), "alone": timing(2)})
-    page = markdown(Report(Plan(), MACHINE, training=[training]))
+    page = markdown(Report(BenchPlan(), MACHINE, training=[training]))
     assert "3.2 M parameters" in page
     assert "| 3.00 ms | 6.00 ms | 2.00× | 1.50× |" in page
     assert page.count(" on asyncdist |") == page.count(" on gloo |") == 1
@@ -137,13 +137,17 @@ def test_every_training_step_has_a_page_of_its_own(step):
 
 def test_who_cannot_take_a_step_stands_below_with_the_reason():
     training = Training("fsdp2", 3_200_000, {"torch": timing(3), "alone": timing(2)}, {"gloo": "adds up"})
-    page = markdown(Report(Plan(), MACHINE, training=[training]))
+    page = markdown(Report(BenchPlan(), MACHINE, training=[training]))
     assert "| stock FSDP2 on gloo: adds up | — | — | — | — |" in page
 
 
 @pytest.mark.parametrize("collectives", [COLLECTIVES[:1], COLLECTIVES[:5], COLLECTIVES])
 def test_every_contender_is_drawn_and_explained_once(collectives, tmp_path):
-    rows = [Row(name, nbytes, 4, TIMINGS) for name in collectives for nbytes in ((0,) if name == "barrier" else (4, 8))]
+    rows = [
+        ResultRow(name, nbytes, 4, TIMINGS)
+        for name in collectives
+        for nbytes in ((0,) if name == "barrier" else (4, 8))
+    ]
     figure = plot.figure_of(Report(EVERYTHING, {**MACHINE, "processor": "an abacus"}, rows))
     panels = [panel for panel in figure.axes if panel.lines]
     assert len(panels) == len(set(collectives) - {"barrier"})
@@ -158,7 +162,9 @@ def test_every_contender_is_drawn_and_explained_once(collectives, tmp_path):
 
 
 def test_the_page_begins_with_a_digest():
-    rows = [Row(name, nbytes, 4, TIMINGS) for name in ("all_reduce", "broadcast") for nbytes in (4, 65_536, 1 << 20)]
+    rows = [
+        ResultRow(name, nbytes, 4, TIMINGS) for name in ("all_reduce", "broadcast") for nbytes in (4, 65_536, 1 << 20)
+    ]
     training = Training("ddp", 6_300_000, {"torch": timing(3), "gloo": timing(6), "alone": timing(2)})
     _, first, _, others, steps = digest(Report(EVERYTHING, MACHINE, rows, training=[training]))
     assert first.splitlines()[0].startswith("| size | ours | awaited | registered | through torch | gloo | Open MPI |")
@@ -167,8 +173,8 @@ def test_the_page_begins_with_a_digest():
     )
     assert others.splitlines()[2:] == ["| `broadcast` | 4.00× (8.00×) | 4.00× (8.00×) | 4.00× (8.00×) | — |"]
     assert steps.splitlines()[2].endswith("| 3.00 ms | 6.00 ms | 2.00 ms |")
-    few = Plan(("all_reduce",), (4,), 2)
-    assert len(digest(Report(few, MACHINE, [Row("all_reduce", 4, 2, {"asyncdist": timing(1)})]))) == 2
+    few = BenchPlan(("all_reduce",), (4,), 2)
+    assert len(digest(Report(few, MACHINE, [ResultRow("all_reduce", 4, 2, {"asyncdist": timing(1)})]))) == 2
 
 
 def test_summaries():
@@ -196,12 +202,12 @@ def test_words_for_figures(text, expected):
 
 
 def test_a_page_without_sizes_shows_no_picture():
-    report = Report(Plan(), MACHINE, [Row("barrier", 0, 2, {"asyncdist": Timing(1e-5, 1e-5, 1e-5, 1)})])
+    report = Report(BenchPlan(), MACHINE, [ResultRow("barrier", 0, 2, {"asyncdist": Timing(1e-5, 1e-5, 1e-5, 1)})])
     assert "bench.png" not in markdown(report)
     assert "| — | 10.0 µs |" in markdown(report)
 
 
 def test_the_contenders_of_a_plan():
-    plan = Plan(against=RIVALS, awaited=True, registered=True, through=WAYS, transports=("auto", "tcp"))
+    plan = BenchPlan(against=RIVALS, awaited=True, registered=True, through=WAYS, transports=("auto", "tcp"))
     assert set(plan.contenders) == {*CONTENDERS, "tcp"}
-    assert Plan().contenders == ("asyncdist", "copy")
+    assert BenchPlan().contenders == ("asyncdist", "copy")

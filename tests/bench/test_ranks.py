@@ -14,9 +14,9 @@ import asyncdist
 from asyncdist.bench.contenders import plain_sockets
 from asyncdist.bench.contenders.contenders import Blocking, Copy, Ours, Raw, Registered
 from asyncdist.bench.measure import entered, measure
-from asyncdist.bench.pace import Pace
+from asyncdist.bench.pace import StartPacer
 from asyncdist.bench.pacing_sockets import connect, listen
-from asyncdist.bench.plan import COLLECTIVES, Plan, in_turns, rounds
+from asyncdist.bench.plan import COLLECTIVES, BenchPlan, in_turns, rounds
 from asyncdist.bench.report.table import size
 from asyncdist.bench.workloads.collectives import traffic
 from asyncdist.errors import BenchmarkError
@@ -88,7 +88,7 @@ def test_one_works_while_the_others_sleep():
     log = []
 
     def program(rank, table):
-        Pace(rank, table).alone(lambda: log.append("worked"))
+        StartPacer(rank, table).alone(lambda: log.append("worked"))
         log.append(rank)
 
     in_ranks(3, program)
@@ -98,7 +98,7 @@ def test_one_works_while_the_others_sleep():
 
 def test_the_limit_is_a_copy_on_one_rank():
     def program(rank, table):
-        copy = Copy(Pace(rank, table))
+        copy = Copy(StartPacer(rank, table))
         assert not copy.enters("barrier")
         case = traffic("all_gather", rank, 2, 4096)
         copy.verify(case, lambda: None)
@@ -151,7 +151,7 @@ def test_a_wrong_result_is_never_timed(collective, honest, said):
     receives = 1 if collective in ("broadcast", "scatter") else 0
     case = traffic(collective, receives, 2, 64)
     with pytest.raises(BenchmarkError, match=f"idle: {said}" if honest else f"idle: {collective} .* {said}"):
-        measure([(Idle(honest), case)], lambda: None, Plan(repeat=3), lambda share: None)
+        measure([(Idle(honest), case)], lambda: None, BenchPlan(repeat=3), lambda share: None)
 
 
 def test_nobody_always_follows_the_same_one_and_all_ranks_agree():
@@ -173,7 +173,7 @@ def test_all_calls_are_made_in_turns():
     first, second = Noted(), Noted()
     second.name = "second"
     case = traffic("barrier", 0, 2, 0)
-    timings = measure([(first, case), (second, case)], lambda: None, Plan(repeat=250), lambda share: None)
+    timings = measure([(first, case), (second, case)], lambda: None, BenchPlan(repeat=250), lambda share: None)
     names = [contender.name for contender in (first, second)]
     assert turns == [*names, *(name for turn in range(3) for name in in_turns(names, turn))]  # checked, and timed
     assert {name: timing.calls for name, timing in timings.items()} == {"idle": 250, "second": 250}

@@ -8,10 +8,10 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from asyncdist.bench.report.store_table import markdown
+from asyncdist.bench.report.store_table import store_markdown
 from asyncdist.bench.store import benchmark as bench
 from asyncdist.bench.store import client_process
-from asyncdist.bench.store.benchmark import Case, Field, StorePlan, StoreReport, run
+from asyncdist.bench.store.benchmark import Case, Field, StorePlan, StoreReport, run_store_benchmark
 from asyncdist.cli import main
 from asyncdist.errors import BenchmarkError
 
@@ -24,7 +24,7 @@ CROWD = "8 clients connect, authenticate, add, meet at a barrier"
 @pytest.mark.processes
 def test_a_small_run_measures_every_case_and_leaves_nothing():
     heard: list[str] = []
-    report = run(SMALL, heard.append)
+    report = run_store_benchmark(SMALL, heard.append)
     names = [case.name for case in report.cases]
     if not hasattr(torch.distributed.Store, "barrier"):
         (reason,) = report.left_out.values()
@@ -91,9 +91,9 @@ def test_the_command_line_shows_and_writes_what_was_found(monkeypatch, tmp_path)
     assert asked == [StorePlan(rounds=3)]
     assert "1,234" in shown.output
     assert "crowds are left out: they have no time" in shown.output
-    assert "\n\ncrowds are left out: they have no time\n\n" in markdown(report)
-    assert "| get | 1,234 | 1,000 | calls/s | 1.23× | ≥ 1× | yes |" in markdown(report)
-    assert (tmp_path / "out/store.md").read_text() == markdown(report)
+    assert "\n\ncrowds are left out: they have no time\n\n" in store_markdown(report)
+    assert "| get | 1,234 | 1,000 | calls/s | 1.23× | ≥ 1× | yes |" in store_markdown(report)
+    assert (tmp_path / "out/store.md").read_text() == store_markdown(report)
     found = json.loads((tmp_path / "out/store.json").read_text())
     assert [(case["ratio"], case["reached"]) for case in found["cases"]] == [(1.2345, True), (None, True)]
     assert found["left_out"] == report.left_out

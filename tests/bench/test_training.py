@@ -9,7 +9,7 @@ import torch.distributed
 import asyncdist.torch_backend  # noqa: F401 - registers the back end "asyncdist"
 from asyncdist import sync
 from asyncdist.bench.plan import STEPS as NAMES
-from asyncdist.bench.plan import Plan
+from asyncdist.bench.plan import BenchPlan
 from asyncdist.bench.workloads import models, training
 from asyncdist.bench.workloads.models import STEPS
 from asyncdist.errors import BenchmarkError
@@ -46,7 +46,7 @@ def groups(small, tmp_path):
 
 
 def train(name, groups):
-    return training.train(name, Plan(steps=NAMES, repeat=1), groups, 0, lambda: None, lambda share: None)
+    return training.train(name, BenchPlan(steps=NAMES, repeat=1), groups, 0, lambda: None, lambda share: None)
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 from asyncdist.bench import launch, processes
 from asyncdist.bench.machine import machine
-from asyncdist.bench.plan import COLLECTIVES, STEPS, THROUGH_TORCH, Plan
+from asyncdist.bench.plan import COLLECTIVES, STEPS, THROUGH_TORCH, BenchPlan
 from asyncdist.bench.result import Report
 from asyncdist.cli import main
 from asyncdist.errors import BenchmarkError, UnsupportedError
@@ -100,7 +100,7 @@ def test_torch_distributed_is_measured_on_our_back_end_and_on_gloo():
 @pytest.mark.skipif(launch.mpi_missing() is not None, reason=str(launch.mpi_missing()))
 def test_open_mpi_computes_what_is_asked():
     # A contender's wrong result ends a run, so figures mean that all results were right.
-    plan = Plan(COLLECTIVES, (4, 65_540), ranks=3, against=("mpi",), transports=("tcp",), repeat=2)
+    plan = BenchPlan(COLLECTIVES, (4, 65_540), ranks=3, against=("mpi",), transports=("tcp",), repeat=2)
     report = processes.run(plan)
     assert [(row.collective, row.nbytes > 0) for row in report.rows] == [(name, size > 0) for name, size in plan.cases]
     assert all(row.timings["mpi"].median > 0 for row in report.rows)
@@ -109,7 +109,7 @@ def test_open_mpi_computes_what_is_asked():
 
 @pytest.mark.processes
 def test_registered_tensors_compete():
-    report = processes.run(Plan(COLLECTIVES, (4, 65_540), registered=True, repeat=2))
+    report = processes.run(BenchPlan(COLLECTIVES, (4, 65_540), registered=True, repeat=2))
     assert all(row.timings["registered"].median > 0 for row in report.rows)
 
 
@@ -130,7 +130,7 @@ def test_a_folder_too_deep_for_a_socket_is_named(tmp_path, monkeypatch):
     deep.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(deep))
     with pytest.raises(BenchmarkError, match="set TMPDIR to a folder with a short name"):
-        processes.run(Plan())
+        processes.run(BenchPlan())
 
 
 @pytest.mark.processes
@@ -154,7 +154,7 @@ def test_a_rank_that_dies_is_told_of(program, said, monkeypatch):
 
     monkeypatch.setattr(launch, "commands", commands)
     with pytest.raises(BenchmarkError, match=said):
-        processes.run(Plan())
+        processes.run(BenchPlan())
 
 
 def descendants(number):
@@ -211,7 +211,7 @@ def test_no_rank_outlives_the_run(against, how, until):
 
 def test_through_torch_goes_over_the_first_transport(tmp_path):
     program = "from asyncdist.config import Config; print(Config.from_environment().transport)"
-    (first, _) = launch.commands(Plan(through=("torch",), transports=("tcp", "auto")), tmp_path)
+    (first, _) = launch.commands(BenchPlan(through=("torch",), transports=("tcp", "auto")), tmp_path)
     prefix = first[: first.index(sys.executable)]
     said = subprocess.run([*prefix, sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert said.stdout == "tcp\n"
@@ -243,7 +243,7 @@ def test_what_cannot_be_written_is_told_of_before_anything_is_measured(option, n
 
 def test_without_mpi_nothing_is_measured(without_mpi):
     with pytest.raises(UnsupportedError, match=r"pip install 'asyncdist\[mpi\]'"):
-        processes.run(Plan(against=("mpi",)))
+        processes.run(BenchPlan(against=("mpi",)))
 
 
 @pytest.mark.parametrize(("there", "said"), [(None, "install Open MPI"), ("/bin/mpirun", "is not Open MPI's")])

@@ -43,7 +43,7 @@ def test_each_way_between_devices_says_why_it_cannot_be_gone():
     said = info()
     assert row(said, "staged")[1:3] == (["yes", "asyncdist_transports.staged.Staged"] if DEVICES else ["no:", "torch"])
     for name in registry.names(registry.ENSEMBLES):
-        reason = registry.load(name, registry.ENSEMBLES).probe()
+        reason = registry.load_class(name, registry.ENSEMBLES).probe()
         assert " ".join(row(said, name)[1:]).startswith("yes" if reason is None else f"no: {reason[:40]}")
 
 
@@ -77,7 +77,7 @@ def named(group=registry.TRANSPORTS, names=registry.names):
     return [*names(group), *(["broken", "teleport"] if group == registry.ENSEMBLES else [])]
 
 
-def loaded(name, group=registry.TRANSPORTS, load=registry.load):
+def loaded(name, group=registry.TRANSPORTS, load=registry.load_class):
     if name == "broken":
         raise TransportUnavailableError("it broke")
     return Way if name == "teleport" else load(name, group)

@@ -236,7 +236,7 @@ def test_all_of_it_is_where_systemds_socket_is():
         daemon.client() as store,
     ):
         assert (daemon.host, daemon.port) == ours.getsockname()
-        door = store.request(operations.open_door())
+        door = store.request(operations.open_scoped_store())
         socket.create_connection((daemon.host, door), LIMIT).close()
         assert fetched(port, "/healthz", daemon.host) == "ok\n"
 

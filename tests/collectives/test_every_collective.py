@@ -11,7 +11,7 @@ import torch
 from asyncdist.algorithms.selection import CANDIDATES
 from asyncdist.config import Config
 from asyncdist.testing.cluster import world_of
-from asyncdist.testing.collective_cases import between_two, drills, moving, reducing
+from asyncdist.testing.collective_cases import between_two, collective_cases, moving, reducing
 from asyncdist_transports.shm.collectives.native import ShmNative
 
 SIZES = [1, 2, 3, 4, 5, 8]
@@ -27,13 +27,13 @@ async def run(groups, drill):
 async def test_sizes_around_the_splits(transport, size):
     async with world_of(size, transport=transport) as groups:
         for count in sorted({0, 1, size - 1, size, size + 1, 33}):
-            for drill in drills(size, count, torch.float32):
+            for drill in collective_cases(size, count, torch.float32):
                 await run(groups, drill)
 
 
 async def test_large_tensors(transport):
     async with world_of(3, transport=transport) as groups:
-        for drill in drills(3, LARGE, torch.float32):
+        for drill in collective_cases(3, LARGE, torch.float32):
             await run(groups, drill)
 
 
@@ -49,7 +49,7 @@ async def test_sixteen_ranks(transport):
 async def test_all_at_once(transport, size):
     """Every drill is started on every rank before any is awaited; some are awaited in another order."""
     async with world_of(size, transport=transport) as groups:
-        started = [drill for count in (0, 5, 20_000) for drill in drills(size, count, torch.float32)]
+        started = [drill for count in (0, 5, 20_000) for drill in collective_cases(size, count, torch.float32)]
         works = [work for drill in started for group in groups for work in drill.start(group)]
         await asyncio.gather(*reversed(works))
         for drill in started:
@@ -58,7 +58,7 @@ async def test_all_at_once(transport, size):
 
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_blocking_calls(together, transport, size):
-    started = [drill for count in (0, 1, size + 1, 30_000) for drill in drills(size, count, torch.float64)]
+    started = [drill for count in (0, 1, size + 1, 30_000) for drill in collective_cases(size, count, torch.float64)]
 
     def rank(group):
         for drill in started:
@@ -72,7 +72,7 @@ def test_blocking_calls(together, transport, size):
 
 def test_begun_in_the_background_and_waited_for_in_a_thread(together, transport):
     """Works that the runtime's loop drives are waited for, the last first, by the rank's own thread."""
-    started = [drill for count in (1, 300, 30_000) for drill in drills(3, count, torch.float32)]
+    started = [drill for count in (1, 300, 30_000) for drill in collective_cases(3, count, torch.float32)]
 
     def rank(group):
         works = [work for drill in started for work in drill.start(group)]
@@ -85,7 +85,7 @@ def test_begun_in_the_background_and_waited_for_in_a_thread(together, transport)
 
 
 def test_background_and_blocking_calls_take_turns(together, transport):
-    started = [drill for count in (1, 300, 30_000) for drill in drills(4, count, torch.float32)]
+    started = [drill for count in (1, 300, 30_000) for drill in collective_cases(4, count, torch.float32)]
 
     def rank(group):
         open_ = []
@@ -122,7 +122,7 @@ CUTS = {
 async def test_cuts_and_schedules_change_nothing(transport, size, cut):
     async with world_of(size, transport=transport, config=CUTS[cut]) as groups:
         for count, dtype in ((1, torch.bfloat16), (size + 1, torch.uint8), (1000, torch.float32)):
-            started = list(drills(size, count, dtype))
+            started = list(collective_cases(size, count, dtype))
             works = [work for drill in started for group in groups for work in drill.start(group)]
             await asyncio.gather(*works)
             for drill in started:
@@ -137,7 +137,7 @@ async def test_what_is_forced_goes_over_links_also_where_memory_is_shared(monkey
         for name in ("quick", *CANDIDATES):
             monkeypatch.setattr(ShmNative, name, lambda *_, name=name: pytest.fail(f"{name} in shared memory"))
         for _ in range(2):  # what is called again might go on without a plan
-            for drill in drills(2, 1000, torch.float32):
+            for drill in collective_cases(2, 1000, torch.float32):
                 await run(groups, drill)
 
 
@@ -167,7 +167,8 @@ async def test_groups_in_flight_at_once_in_another_order_on_every_rank(transport
         members = [(0, 1, 2, 3), (3, 1), (2, 0, 3), (0, 1), (1, 2, 3, 0)]
         groups = [[group.world.new_group(ranks) for group in world] for ranks in members]
         started = [
-            [drill for count in (3, 2000) for drill in drills(len(ranks), count, torch.float32)] for ranks in members
+            [drill for count in (3, 2000) for drill in collective_cases(len(ranks), count, torch.float32)]
+            for ranks in members
         ]
         works = []
         for rank in range(4):
@@ -184,7 +185,9 @@ async def test_groups_in_flight_at_once_in_another_order_on_every_rank(transport
 
 async def test_independent_worlds_in_one_process(transport):
     async with world_of(3, transport=transport) as first, world_of(2, transport="tcp") as second:
-        for one, other in zip(drills(3, 50, torch.float32), drills(2, 50, torch.float32), strict=False):
+        for one, other in zip(
+            collective_cases(3, 50, torch.float32), collective_cases(2, 50, torch.float32), strict=False
+        ):
             works = [work for group in second for work in other.start(group)]
             await run(first, one)
             await asyncio.gather(*works)

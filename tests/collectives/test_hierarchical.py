@@ -14,11 +14,11 @@ from asyncdist.algorithms.hierarchy import gather_runs, layout, part_count, slic
 from asyncdist.algorithms.schedule import Recv, Send
 from asyncdist.algorithms.selection import DEFAULT
 from asyncdist.base.ops import PremulSum, ReduceOp
-from asyncdist.collectives.hierarchical import Islands
+from asyncdist.collectives.hierarchical import HierarchicalCollectives
 from asyncdist.config import Config
 from asyncdist.errors import GroupError, MismatchError, PeerLostError
 from asyncdist.testing.cluster import world_of
-from asyncdist.testing.collective_cases import drills, reducing
+from asyncdist.testing.collective_cases import collective_cases, reducing
 from asyncdist.transport import registry
 from asyncdist_transports.byte_stream import Writer
 
@@ -125,7 +125,7 @@ def test_small_tensors_go_along_every_rail_whole():
 async def test_every_collective(hosts):
     async with world(hosts) as groups:
         for count in (0, 1, len(hosts) + 1, 1000):
-            for drill in drills(len(hosts), count, torch.float32):
+            for drill in collective_cases(len(hosts), count, torch.float32):
                 await run(groups, drill)
 
 
@@ -136,7 +136,7 @@ async def test_ranks_that_cannot_share_memory_see_where_the_others_do(monkeypatc
     monkeypatch.setattr(registry, "selected", lambda _: kinds("shm,tcp" if next(usable) == "a" else "tcp"))
     async with world_of(len(hosts), transport="auto", hosts=hosts) as groups:
         assert all(group._islands is not None for group in groups)
-        for drill in drills(len(hosts), 1000, torch.float32):
+        for drill in collective_cases(len(hosts), 1000, torch.float32):
             await run(groups, drill)
 
 
@@ -144,7 +144,7 @@ async def test_ranks_that_cannot_share_memory_see_where_the_others_do(monkeypatc
 @lie_well
 async def test_large_tensors_in_several_parts(hosts):
     async with world(hosts, config=Config(segment_nbytes=20_000)) as groups:
-        for drill in drills(len(hosts), 30_001, torch.float32):
+        for drill in collective_cases(len(hosts), 30_001, torch.float32):
             await run(groups, drill)
 
 
@@ -183,7 +183,7 @@ async def test_operations(hosts, op, dtype):
 async def test_all_at_once(hosts):
     """Many operations in flight, more than there are slots in an island's window, awaited the last first."""
     async with world(hosts, config=Config(segment_nbytes=4096)) as groups:
-        started = [drill for count in (0, 5, 6000) for drill in drills(len(hosts), count, torch.float32)]
+        started = [drill for count in (0, 5, 6000) for drill in collective_cases(len(hosts), count, torch.float32)]
         works = [work for drill in started for group in groups for work in drill.start(group)]
         await asyncio.gather(*reversed(works))
         for drill in started:
@@ -256,12 +256,12 @@ async def test_groups_of_some_hosts_and_some_ranks():
     async with world("aabbc") as groups:
         for ranks in ([0, 1], [3, 0, 2], [4, 1, 0], [0, 2, 4], [3, 2, 1, 0]):
             some = [groups[rank].world.new_group(ranks) for rank in ranks]
-            for drill in drills(len(ranks), 1000, torch.float32):
+            for drill in collective_cases(len(ranks), 1000, torch.float32):
                 await run(some, drill)
 
 
 def test_blocking_calls(together):
-    started = [drill for count in (0, 1, 30_000) for drill in drills(4, count, torch.float64)]
+    started = [drill for count in (0, 1, 30_000) for drill in collective_cases(4, count, torch.float64)]
 
     def rank(group):
         for number, drill in enumerate(started):
@@ -274,7 +274,7 @@ def test_blocking_calls(together):
 
 
 async def test_a_forced_schedule_goes_over_links_alone(monkeypatch):
-    monkeypatch.setattr(Islands, "_numbered", lambda *_: pytest.fail("it met inside an island"))
+    monkeypatch.setattr(HierarchicalCollectives, "_numbered", lambda *_: pytest.fail("it met inside an island"))
     async with world("aabb", config=Config(algorithm="all_reduce=ring")) as groups:
         await run(groups, next(reducing(4, 1000, torch.float32)))
 

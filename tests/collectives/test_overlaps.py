@@ -7,7 +7,7 @@ import asyncio
 import pytest
 import torch
 
-from asyncdist.memory.buffers import Blocks, Memory, apart
+from asyncdist.memory.buffers import Memory, TensorBlocks, copy_overlapping_inputs
 from asyncdist.memory.registered import register
 from asyncdist.memory.shared_arena import unavailable
 from asyncdist.testing.arithmetic import noise
@@ -153,15 +153,15 @@ async def test_on_several_hosts(monkeypatch, name, hosts):
 
 def test_only_what_overlaps_is_copied():
     memory, other = Memory(torch.arange(12)), Memory(torch.arange(4))
-    blocks = Blocks.split(memory, 3)
-    assert apart(blocks, [other], {}) is blocks
-    assert apart(blocks, [blocks[1]], {1: 0}) is blocks
-    assert apart([other], blocks, {}) == [other]
-    read = apart(blocks, [blocks[1]], {0: 0})
+    blocks = TensorBlocks.split(memory, 3)
+    assert copy_overlapping_inputs(blocks, [other], {}) is blocks
+    assert copy_overlapping_inputs(blocks, [blocks[1]], {1: 0}) is blocks
+    assert copy_overlapping_inputs([other], blocks, {}) == [other]
+    read = copy_overlapping_inputs(blocks, [blocks[1]], {0: 0})
     assert [place is blocks[number] for number, place in enumerate(read)] == [True, False, True]
     assert torch.equal(read[1].tensor, blocks[1].tensor)
-    read = apart(blocks, [memory.slice(3, 5)], {0: 0, 1: 0})
+    read = copy_overlapping_inputs(blocks, [memory.slice(3, 5)], {0: 0, 1: 0})
     assert [place is blocks[number] for number, place in enumerate(read)] == [False, False, True]
     nothing = memory.slice(5, 5)
-    assert apart([nothing], [memory], {}) == [nothing]
-    assert apart(blocks, [nothing], {}) is blocks
+    assert copy_overlapping_inputs([nothing], [memory], {}) == [nothing]
+    assert copy_overlapping_inputs(blocks, [nothing], {}) is blocks

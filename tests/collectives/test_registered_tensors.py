@@ -13,8 +13,8 @@ import asyncdist
 from asyncdist.memory.registered import register
 from asyncdist.memory.shared_arena import unavailable
 from asyncdist.testing.cluster import run_ranks, world_of
-from asyncdist.testing.collective_cases import drills
-from asyncdist_transports.shm.collectives.slot_table import Window
+from asyncdist.testing.collective_cases import collective_cases
+from asyncdist_transports.shm.collectives.slot_table import SlotTable
 from asyncdist_transports.shm.collectives.small import MOST_NBYTES
 from asyncdist_transports.shm.collectives.zero_copy import MIN_NBYTES
 
@@ -57,7 +57,7 @@ WHO = {"all": lambda rank: True, "some": lambda rank: rank % 2 == 1}
 async def test_every_collective(size, dtype, who):
     async with world_of(size, transport="shm") as groups:
         seen = [Registering(group) if WHO[who](group.rank()) else group for group in groups]
-        for drill in drills(size, MOST_NBYTES // dtype.itemsize + 7, dtype):
+        for drill in collective_cases(size, MOST_NBYTES // dtype.itemsize + 7, dtype):
             await asyncio.gather(*(work for group in seen for work in drill.start(group)))
             drill.check()
 
@@ -71,7 +71,7 @@ def staged(monkeypatch):
     """The bytes of areas that data was staged in, one entry a piece."""
     entries = []
     lock = threading.Lock()
-    reserve = Window._reserve
+    reserve = SlotTable._reserve
 
     def note(window, which, nbytes):
         with lock:
@@ -79,7 +79,7 @@ def staged(monkeypatch):
                 entries.append(nbytes)
         reserve(window, which, nbytes)
 
-    monkeypatch.setattr(Window, "_reserve", note)
+    monkeypatch.setattr(SlotTable, "_reserve", note)
     return entries
 
 

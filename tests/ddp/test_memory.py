@@ -129,9 +129,9 @@ def test_copied_gradients_are_kept_until_the_next_forward_up_to_a_limit(together
 
     def rank(group):
         ours = train(toy, group, toy.network(), steps=1)
-        kept = [tuple(tensor.shape) for tensor in ours._reducer._spent]
+        kept = [tuple(tensor.shape) for tensor in ours._reducer._slice_exhausted]
         ours(toy.samples()[0])
-        return kept, ours._reducer._spent
+        return kept, ours._reducer._slice_exhausted
 
     for kept, after in together(2, rank, transport="shm"):
         assert sorted(kept) == [(3,), (3, 8), (8,), (16,), (16, 6)]  # (8, 16) would exceed it

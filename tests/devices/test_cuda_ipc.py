@@ -11,7 +11,7 @@ import torch
 from asyncdist.base.ops import ReduceOp
 from asyncdist.errors import AsyncdistError, GroupError, MismatchError
 from asyncdist.testing.cluster import run_ranks
-from asyncdist.testing.collective_cases import drills
+from asyncdist.testing.collective_cases import collective_cases
 from asyncdist.transport.device_streams import cuda_missing
 from asyncdist_transports.cuda_ipc import collectives as module
 from asyncdist_transports.cuda_ipc.driver import Driver
@@ -46,7 +46,9 @@ def run(until):
 
 
 def drilled(size, dtype, counts=(1, 300, 40_000)):
-    return [drill for count in counts for drill in drills(size, count, dtype) if drill.name != "monitored_barrier"]
+    return [
+        drill for count in counts for drill in collective_cases(size, count, dtype) if drill.name != "monitored_barrier"
+    ]
 
 
 @pytest.mark.parametrize("small", [0, 64 << 10], ids=["all", "large"])

@@ -148,7 +148,7 @@ def test_telling_grows_rarer():
 
     host = type("Host", (), {"beside": lambda what: Letters()})
     site = type("Site", (), {"rank": 0, "size": 3, "host": host})
-    call = desync_detector.RollCall(site, told.append)
+    call = desync_detector.DesyncDetector(site, told.append)
     for number in range(1, 200):
         call.tell(number, 7, 0.0)
     assert sorted(told) == [1, 2], "once to each neighbour, and then not for some time"

@@ -35,7 +35,7 @@ from asyncdist.groups.group import Group
 from asyncdist.store import HashStore
 from asyncdist.testing.arithmetic import UNREDUCED, reductions
 from asyncdist.testing.cluster import run_ranks
-from asyncdist.testing.collective_cases import drills, moving, reducing
+from asyncdist.testing.collective_cases import collective_cases, moving, reducing
 from asyncdist.transport.device_streams import cuda_missing
 from asyncdist_transports.nccl import Nccl, bindings, collectives, communicator
 from asyncdist_transports.nccl.bindings import Bindings, Numbers, numbers_of
@@ -130,7 +130,7 @@ def drilled(made, run, size, **how):
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_every_collective(size, run):
-    drilled([drill for count in (0, 1, 300) for drill in drills(size, count, torch.float32)], run, size)
+    drilled([drill for count in (0, 1, 300) for drill in collective_cases(size, count, torch.float32)], run, size)
 
 
 @pytest.mark.parametrize("dtype", [*REDUCED, *sorted(UNREDUCED, key=str)], ids=str)
@@ -157,11 +157,11 @@ def test_contributions_go_in_pieces_where_they_find_no_room(run, monkeypatch):
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_over_other_transports_of_the_host(transport, run):
-    drilled(drills(3, 100, torch.float32), run, 3, transport=transport)
+    drilled(collective_cases(3, 100, torch.float32), run, 3, transport=transport)
 
 
 def test_many_in_flight_background_and_blocking_in_turn(run):
-    todo = [d for count in (1, 300) for d in drills(3, count, torch.float32) if d.name != "monitored_barrier"]
+    todo = [d for count in (1, 300) for d in collective_cases(3, count, torch.float32) if d.name != "monitored_barrier"]
 
     def program(group):
         works = [

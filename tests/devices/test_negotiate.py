@@ -122,7 +122,7 @@ async def test_ranks_that_cannot_meet_close_what_they_made(eventually):
 @pytest.fixture
 def checkout(monkeypatch):
     """As in a checkout that was not installed: nothing has metadata."""
-    caches = registry._announced, registry.load
+    caches = registry._announced, registry.load_class
     for cached in caches:
         cached.cache_clear()
     monkeypatch.setattr(registry, "entry_points", lambda group: importlib.metadata.EntryPoints())
@@ -146,7 +146,7 @@ def test_without_a_checkout_nothing_is_announced(checkout, monkeypatch, tmp_path
 
 def test_ways_by_name():
     def of(backend):
-        return [kind.name for kind in registry.ensembles(backend, "cuda")]
+        return [kind.name for kind in registry.device_backends(backend, "cuda")]
 
     assert of("cpu:tcp,cuda:staged") == ["staged"]
     assert of("cpu:tcp,cuda:cuda_ipc") == ["cuda_ipc", "staged"]
@@ -154,16 +154,16 @@ def test_ways_by_name():
     with pytest.raises(
         TransportUnavailableError, match="there is no way 'pigeon' between cuda tensors; there are cuda_ipc"
     ):
-        registry.ensembles("cuda:pigeon", "cuda")
+        registry.device_backends("cuda:pigeon", "cuda")
 
 
 def test_a_way_that_cannot_be_loaded_is_left_out_unless_it_is_asked_for(monkeypatch):
-    def load(name, group, load=registry.load):
+    def load(name, group, load=registry.load_class):
         if name == "staged":
             return load(name, group)
         raise TransportUnavailableError(f"no {name}")
 
     monkeypatch.setattr(registry, "load", load)
-    assert [kind.name for kind in registry.ensembles("auto", "cuda")] == ["staged"]
+    assert [kind.name for kind in registry.device_backends("auto", "cuda")] == ["staged"]
     with pytest.raises(TransportUnavailableError, match="no cuda_ipc"):
-        registry.ensembles("cuda:cuda_ipc", "cuda")
+        registry.device_backends("cuda:cuda_ipc", "cuda")

@@ -27,7 +27,7 @@ from asyncdist.errors import (
 )
 from asyncdist.testing.cluster import run_ranks
 from asyncdist.testing.collective_cases import between_two
-from asyncdist.transport.device_p2p import CONTENT_NBYTES, Letter, Refused, Talk
+from asyncdist.transport.device_p2p import CONTENT_NBYTES, ControlChannel, ControlMessage, TransferRefused
 from tests.support.cuda import PretendDriver, cuda_ipc_over
 from tests.support.devices import PretendStreams, device_group, devices_of
 from tests.support.nccl import PretendNccl, nccl_over
@@ -557,7 +557,7 @@ def test_who_leaves_when_its_messages_are_over_is_missed_by_nobody(way, count, t
 
 @pytest.mark.parametrize("way", ["cuda_ipc", "nccl"])
 def test_no_message_is_over_before_its_letters_have_left(way, until, monkeypatch, run):
-    say, held = Talk.say, ([], [])
+    say, held = ControlChannel.say, ([], [])
 
     def hold(talk, word="", content=b""):
         left = Work()
@@ -569,7 +569,7 @@ def test_no_message_is_over_before_its_letters_have_left(way, until, monkeypatch
         held[1 - talk.peer].append(leave)
         return left
 
-    monkeypatch.setattr(Talk, "say", hold)
+    monkeypatch.setattr(ControlChannel, "say", hold)
 
     def program(group):
         rank, tensor, stands = group.rank(), torch.ones(LARGE), threading.Event()
@@ -723,7 +723,7 @@ async def test_what_a_device_reports_is_told_to_the_other():
 
 
 def test_letters_are_of_one_size_and_keep_what_they_say():
-    for letter in (Letter("cuda_ipc", 7, 1 << 40, b"x" * CONTENT_NBYTES), Letter("", 0, 0)):
+    for letter in (ControlMessage("cuda_ipc", 7, 1 << 40, b"x" * CONTENT_NBYTES), ControlMessage("", 0, 0)):
         assert letter.packed().numel() == 512
-        assert Letter.unpacked(letter.packed()) == letter
-    assert issubclass(Refused, Exception)
+        assert ControlMessage.unpacked(letter.packed()) == letter
+    assert issubclass(TransferRefused, Exception)

@@ -14,8 +14,8 @@ import torch
 
 from asyncdist.devices import completion_watcher as watch_module
 from asyncdist.devices import serial_executor as line_module
-from asyncdist.devices.completion_watcher import Pending, Watch
-from asyncdist.devices.serial_executor import Line
+from asyncdist.devices.completion_watcher import CompletionWatcher, Pending
+from asyncdist.devices.serial_executor import SerialExecutor
 from asyncdist.devices.work import DeviceWork
 from asyncdist.engine.operation import Plan
 from asyncdist.tracing.recorder import Entry
@@ -33,7 +33,7 @@ def _patient(monkeypatch):
 
 @pytest.fixture
 def line():
-    line = Line("line of a test")
+    line = SerialExecutor("line of a test")
     yield line
     line.close(lambda: None)
 
@@ -91,7 +91,7 @@ def test_nothing_of_a_call_lives_on_in_the_line(line, until):
 
 
 def test_the_thread_goes_when_the_line_is_closed_and_its_calls_are_done(until):
-    line, go, done = Line("line that ends"), threading.Event(), []
+    line, go, done = SerialExecutor("line that ends"), threading.Event(), []
     line.put(go.wait)
     line.put(lambda: done.append("call"))
     line.close(lambda: done.append("last"))
@@ -116,7 +116,7 @@ def told():
 
 @pytest.fixture
 def watch(told):
-    watch = Watch("watch of a test", told.tells("slow"), told.tells("late"), told.tells("broken"))
+    watch = CompletionWatcher("watch of a test", told.tells("slow"), told.tells("late"), told.tells("broken"))
     yield watch
     watch.take_all()
     watch.close()
@@ -167,7 +167,7 @@ def test_a_watch_goes_on_after_a_failure_of_who_was_told(until, caplog):
     def fails(pending):
         raise ZeroDivisionError
 
-    watch = Watch("watch that goes on", lambda _: None, fails, lambda *_: None)
+    watch = CompletionWatcher("watch that goes on", lambda _: None, fails, lambda *_: None)
     _, late = pending(limit=0)
     streams, fine = pending()
     watch.add(fine)

@@ -13,7 +13,7 @@ from asyncdist.base.ops import ReduceOp
 from asyncdist.config import Config
 from asyncdist.errors import UsageError
 from asyncdist.testing.arithmetic import reductions
-from asyncdist.testing.collective_cases import between_two, drills, reducing
+from asyncdist.testing.collective_cases import between_two, collective_cases, reducing
 from tests.support.devices import device_group, devices_of
 
 MOVED = [torch.uint8, torch.bool, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.complex64]
@@ -33,14 +33,14 @@ async def run_through(groups, made):
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 async def test_every_operation_over_every_transport(transport, size):
     async with devices_of(size, transport=transport) as groups:
-        await run_through(groups, drills(size, 1000, torch.float32))
+        await run_through(groups, collective_cases(size, 1000, torch.float32))
         assert {group.way for group in groups} == {"staged"}
 
 
 @pytest.mark.parametrize("dtype", MOVED, ids=str)
 async def test_every_dtype(dtype):
     async with devices_of(2, transport="shm") as groups:
-        await run_through(groups, drills(2, 333, dtype))
+        await run_through(groups, collective_cases(2, 333, dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32, torch.complex64], ids=str)
@@ -56,17 +56,19 @@ async def test_large_tensors_go_in_pieces(transport, nbytes):
     config = replace(Config(), device_piece_nbytes=nbytes)
     async with devices_of(2, transport=transport, config=config) as groups:
         for count in (0, 1, 17, 257):
-            await run_through(groups, drills(2, count, torch.float32))
+            await run_through(groups, collective_cases(2, count, torch.float32))
 
 
 async def test_schedules_are_forced_on_the_host_alone():
     async with devices_of(2, transport="shm", config=Config(algorithm="all_reduce=ring,gather=star")) as groups:
-        await run_through(groups, drills(2, 100, torch.float32))
+        await run_through(groups, collective_cases(2, 100, torch.float32))
 
 
 async def test_several_calls_in_flight(transport):
     async with devices_of(3, transport=transport) as groups:
-        made = list(of_a_device(itertools.chain(drills(3, 100, torch.float32), between_two(3, 7, torch.int64))))
+        made = list(
+            of_a_device(itertools.chain(collective_cases(3, 100, torch.float32), between_two(3, 7, torch.int64)))
+        )
         works = [work for drill in made for group in groups for work in drill.start(group)]
         await asyncio.gather(*works)
         for drill in made:
@@ -76,7 +78,7 @@ async def test_several_calls_in_flight(transport):
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_blocking_and_background_in_turn(together, transport, size):
     """All ranks run the same calls; each waits as its turn says, and what one leaves going on the next one follows."""
-    made = list(of_a_device(drills(size, 200, torch.float32)))
+    made = list(of_a_device(collective_cases(size, 200, torch.float32)))
 
     def program(group):
         on = device_group(group)

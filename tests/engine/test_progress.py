@@ -13,7 +13,7 @@ from time import monotonic
 import pytest
 import torch
 
-from asyncdist.base.background_loop import runtime
+from asyncdist.base.background_loop import background_loop
 from asyncdist.engine import progress as progress_module
 from asyncdist.engine import waker
 from asyncdist.engine.machine import READ
@@ -124,7 +124,7 @@ def test_a_loop_that_was_under_way_when_the_seat_was_taken_wakes_the_sleeper(asl
     machine = Dozer(end)
     progress = Progress(machine)
     progress._lock = gate = Gate(machine.dozing)
-    progress.arm()
+    progress.ensure_driven()
     assert gate.reached.wait(PATIENCE)
     until = monotonic() + PATIENCE
     progress.drive(deed, until)
@@ -159,7 +159,7 @@ async def test_what_another_turn_completes_at_once_leaves_nobody_waiting_asleep(
     async with world_of(2, transport="shm", timeout=120) as (first, second):  # no timer is to help
         received, into = [], torch.zeros(1)
         second.recv(into, 0).add_done_callback(received.append)
-        await eventually(lambda: second.mesh.progress._resting)
+        await eventually(lambda: second.mesh.progress._yielding)
         assert second.send(torch.ones(1), 0, tag=1).is_completed()  # into the ring, there and then
         first.send(torch.full((1,), 5.0), 1)
         await eventually(lambda: received)
@@ -213,9 +213,9 @@ async def test_what_goes_on_and_on_has_one_slice_in_a_turn_of_the_loop(monkeypat
     if begins == "at the call":
         assert not progress.attempt(mill.steps(), Well(), wait=False)
     if begins != "awaited":
-        progress.arm()
-    progress.poke(Deed())
-    progress.arm()
+        progress.ensure_driven()
+    progress.try_now(Deed())
+    progress.ensure_driven()
     assert 10 <= mill.turns <= 12
     for _ in range(3):
         before = mill.turns
@@ -290,7 +290,7 @@ def test_a_socket_is_not_closed_under_the_eyes_of_a_loop_that_comes_to_watch_it(
         watch(loop, wanted)
 
     monkeypatch.setattr(progress._lookout, "watch", watch_late)
-    progress.arm()
+    progress.ensure_driven()
     until(lambda: closed)
     assert closed == [False]
     until(lambda: machine.sock.fileno() < 0)
@@ -320,9 +320,9 @@ def test_who_closes_while_a_loop_has_its_turn_leaves_nothing_to_that(door, monke
     ending = threading.Thread(target=end)
     progress._lock = Lock(comes)
     monkeypatch.setattr(machine, "waits", waits)
-    progress.arm()
+    progress.ensure_driven()
     assert comes.wait(PATIENCE)
     ending.join(PATIENCE)
-    runtime().call(lambda: None)  # after that turn
+    background_loop().call(lambda: None)  # after that turn
     assert machine.sock.fileno() < 0
     assert not progress._lookout.looks

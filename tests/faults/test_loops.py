@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from asyncdist.base.background_loop import runtime
+from asyncdist.base.background_loop import background_loop
 from asyncdist.errors import OperationTimeoutError
 from asyncdist.groups.world import open_world
 from asyncdist.store import HashStore
@@ -22,7 +22,7 @@ class Two:
         self._where = {"backend": transport, "store": HashStore(), "world_size": 2}
 
     async def open(self):
-        there = asyncio.to_thread(lambda: runtime().run(open_world(rank=1, **self._where)))
+        there = asyncio.to_thread(lambda: background_loop().run(open_world(rank=1, **self._where)))
         here = open_world(rank=0, home=self.home, **self._where)
         self.world, self.other = await asyncio.gather(here, there)
 
@@ -37,7 +37,7 @@ class Two:
         self.home.run_until_complete(self.home.shutdown_asyncgens())
 
     def close(self):
-        runtime().run(self.other.close())
+        background_loop().run(self.other.close())
         self.home.run_until_complete(self.world.close())
         del self.world, self.other  # which pytest would keep, and with them what they have mapped
 

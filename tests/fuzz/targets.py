@@ -13,11 +13,11 @@ from msgpack import ExtType, packb
 from asyncdist.base.auth import MAGIC, Pushed, accept, dial
 from asyncdist.errors import AuthenticationError, ProtocolError
 from asyncdist.store.persistence import log_format
-from asyncdist.store.persistence.change_log import Book, replay
+from asyncdist.store.persistence.change_log import ChangeLog, replay
 from asyncdist.store.protocol import c10d as c10d_wire
-from asyncdist.store.protocol.chunking import Arriving
+from asyncdist.store.protocol.chunking import Reassembler
 from asyncdist.store.protocol.codec import LENGTH, Encoder, FrameParser, decode_answer, decode_request, hello
-from asyncdist.store.protocol.operations import SERVERS, Kind, Op, Reply
+from asyncdist.store.protocol.operations import SERVERS, Op, OperationKind, Reply
 from asyncdist.store.server.c10d_session import at_once
 from asyncdist.store.state.machine import StoreState
 from asyncdist.store.state.model import Contents
@@ -29,7 +29,7 @@ SALT = bytes(8)
 
 def requests(data: bytes) -> None:
     """A client of ours, at the server: cut where the first byte says, to be resumed."""
-    parser, arriving, state = FrameParser(LIMIT), Arriving(LIMIT), StoreState(LIMIT, 100)
+    parser, arriving, state = FrameParser(LIMIT), Reassembler(LIMIT), StoreState(LIMIT, 100)
     with contextlib.suppress(ProtocolError):
         for message in _messages(parser, arriving, data):
             request, op, args = decode_request(message)
@@ -45,15 +45,15 @@ def requests(data: bytes) -> None:
 
 def answers(data: bytes) -> None:
     """A server of ours, at the client."""
-    parser, arriving = FrameParser(LIMIT), Arriving(LIMIT)
+    parser, arriving = FrameParser(LIMIT), Reassembler(LIMIT)
     with contextlib.suppress(ProtocolError):
         for message in _messages(parser, arriving, data):
             _, kind, value = decode_answer(message)
-            if kind == Kind.PIECE:
+            if kind == OperationKind.PIECE:
                 arriving.add(*value)
 
 
-def _messages(parser: FrameParser, arriving: Arriving, data: bytes) -> Iterator[object]:
+def _messages(parser: FrameParser, arriving: Reassembler, data: bytes) -> Iterator[object]:
     for piece in _pieces(data):
         for frame in parser.feed(piece):
             yield from arriving.messages_in(frame)
@@ -74,7 +74,7 @@ def phrases(data: bytes) -> None:
     def note(code: int) -> Callable[..., c10d_wire.Answer]:
         return lambda *arguments: lambda: found.append((code, *arguments))
 
-    known = c10d_wire.Phrases({code: note(code) for code in at_once(StoreState())})
+    known = c10d_wire.RequestCache({code: note(code) for code in at_once(StoreState())})
     for _ in "12":  # the second time it is known
         known[data]()
     decoder, whole = c10d_wire.Decoder(LIMIT, LIMIT), []
@@ -122,7 +122,7 @@ def _pieces(data: bytes) -> list[bytes]:
 
 
 def _kept(*requests: tuple[Op, tuple[object, ...]]) -> bytes:
-    state, book = StoreState(), Book(wake=lambda: None)
+    state, book = StoreState(), ChangeLog(wake=lambda: None)
     state.ledger = book
     for number, (op, args) in enumerate(requests, 1):
         state.execute("client", number, op, args)
@@ -130,10 +130,10 @@ def _kept(*requests: tuple[Op, tuple[object, ...]]) -> bytes:
 
 
 def _of_a_client() -> bytes:
-    book, identity = Book(wake=lambda: None), bytes(range(16))
+    book, identity = ChangeLog(wake=lambda: None), bytes(range(16))
     book.arrived(identity, 10.0)
     for request in (1, 2, 3):
-        book.answered(identity, Reply(None, request, Kind.RESULT, request))
+        book.answered(identity, Reply(None, request, OperationKind.RESULT, request))
     book.dropped(identity, 1)
     book.received(identity, 3)
     book.owned("k", identity, b"v")
@@ -145,7 +145,7 @@ def _of_a_client() -> bytes:
 _FRAME = Encoder().frame
 _VALUE, _MESSAGE = ExtType(1, bytes(4)), LENGTH.pack(6) + packb(ExtType(2, bytes(4)))
 _CHANGES = _kept((Op.SET, ("k", b"v")), (Op.APPEND, ("k", b"w")), (Op.QUEUE_PUSH, ("q", b"i")), (Op.DELETE_KEY, ("k",)))
-_RECORD = log_format.encode_record(log_format.Record(("host", "1", "2", "3"), 1, Op.SET, ("k", b"v")))
+_RECORD = log_format.encode_record(log_format.LogRecord(("host", "1", "2", "3"), 1, Op.SET, ("k", b"v")))
 
 TARGETS: dict[str, Callable[[bytes], None]] = {
     each.__name__: each for each in (requests, answers, c10d, phrases, greeting, frames, changes)

@@ -13,7 +13,7 @@ import asyncdist
 from asyncdist import sync
 from asyncdist.errors import PeerLostError
 from asyncdist.testing.arithmetic import reductions, same
-from asyncdist.testing.collective_cases import drills, reducing
+from asyncdist.testing.collective_cases import collective_cases, reducing
 
 DTYPES = [
     torch.float32,
@@ -71,7 +71,7 @@ def every_drill(test, where, device, backend):
         counts = (1, 1000, 300_000) if device != "cpu" else (1, 1000)
         cases = [(dtype, count) for dtype in DTYPES for count in counts]
         for dtype, count in cases:
-            made = [itertools.chain(drills(size, count, dtype), *_more(size, count, dtype)) for _ in range(2)]
+            made = [itertools.chain(collective_cases(size, count, dtype), *_more(size, count, dtype)) for _ in range(2)]
             for on_host, on_device in zip(*made, strict=True):
                 if on_host.name == "monitored_barrier":
                     continue

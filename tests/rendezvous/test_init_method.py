@@ -2,23 +2,23 @@ import pytest
 
 from asyncdist.config import Launch
 from asyncdist.errors import UsageError
-from asyncdist.rendezvous.init_method import Method, url_of
+from asyncdist.rendezvous.init_method import InitMethod, url_of
 
 TORCHRUN = Launch(rank=1, world_size=4, master_addr="node0", master_port=29500, agent_store=True, run_id="job")
 
 
 def read(url=None, rank=None, world_size=None, has_store=False, launch=None):
-    return Method.read(url, rank=rank, world_size=world_size, has_store=has_store, launch=launch or Launch())
+    return InitMethod.read(url, rank=rank, world_size=world_size, has_store=has_store, launch=launch or Launch())
 
 
 def test_the_launcher_alone_is_enough():
-    assert read(launch=TORCHRUN) == Method("agent", 1, 4, "node0", 29500)
+    assert read(launch=TORCHRUN) == InitMethod("agent", 1, 4, "node0", 29500)
     assert read("env://", launch=TORCHRUN) == read(launch=TORCHRUN)
 
 
 def test_without_an_agent_the_master_address_is_rank_0s_own():
     launch = Launch(rank=0, world_size=2, master_addr="node0", master_port=29500)
-    assert read(launch=launch) == Method("direct", 0, 2, "node0", 29500)
+    assert read(launch=launch) == InitMethod("direct", 0, 2, "node0", 29500)
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ def test_without_an_agent_the_master_address_is_rank_0s_own():
     ],
 )
 def test_tcp(url, host, port):
-    assert read(url, 0, 2) == Method("direct", 0, 2, host, port)
+    assert read(url, 0, 2) == InitMethod("direct", 0, 2, host, port)
     assert url_of(host, port) == url
 
 
@@ -39,11 +39,11 @@ def test_tcp(url, host, port):
     [("file:///tmp/meet", "/tmp/meet"), ("file:///tmp/a%20b", "/tmp/a b"), ("file://relative/meet", "relative/meet")],
 )
 def test_file(url, path):
-    assert read(url, 1, 2) == Method("file", 1, 2, path=path)
+    assert read(url, 1, 2) == InitMethod("file", 1, 2, path=path)
 
 
 def test_a_store_needs_no_url():
-    assert read(None, 1, 2, has_store=True) == Method("store", 1, 2)
+    assert read(None, 1, 2, has_store=True) == InitMethod("store", 1, 2)
 
 
 def test_arguments_override_the_query_which_overrides_the_launcher():
@@ -53,7 +53,7 @@ def test_arguments_override_the_query_which_overrides_the_launcher():
 
 
 def test_minus_one_is_not_given():
-    assert read("tcp://node0:1", -1, -1, launch=TORCHRUN) == Method("direct", 1, 4, "node0", 1)
+    assert read("tcp://node0:1", -1, -1, launch=TORCHRUN) == InitMethod("direct", 1, 4, "node0", 1)
 
 
 @pytest.mark.parametrize(

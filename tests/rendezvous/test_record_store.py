@@ -6,16 +6,16 @@ import threading
 import pytest
 
 from asyncdist.errors import AddressError, RendezvousError
-from asyncdist.rendezvous.record_store import BlockingPlace, Record, RecordFile
+from asyncdist.rendezvous.record_store import AddressRecord, BlockingStoreRecords, RecordFile
 from asyncdist.store import FileStore, HashStore, PrefixStore, StoreServer, TCPStore
 
-ONE = Record("10.0.0.1", 4000, "secret", "aa", 2)
-TWO = Record("10.0.0.2", 4001, None, "bb", 2)
+ONE = AddressRecord("10.0.0.1", 4000, "secret", "aa", 2)
+TWO = AddressRecord("10.0.0.2", 4001, None, "bb", 2)
 
 
 def test_a_record_comes_back():
-    assert Record.decode(ONE.encode()) == ONE
-    assert Record.decode(TWO.encode()) == TWO
+    assert AddressRecord.decode(ONE.encode()) == ONE
+    assert AddressRecord.decode(TWO.encode()) == TWO
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def test_a_record_comes_back():
     ],
 )
 def test_what_is_no_record_is_none(data):
-    assert Record.decode(data) is None
+    assert AddressRecord.decode(data) is None
 
 
 @pytest.fixture(params=["HashStore", "FileStore", "PrefixStore", "RecordFile", "torch.HashStore", "torch.FileStore"])
@@ -51,7 +51,7 @@ async def place(request, tmp_path):
             "FileStore": lambda: FileStore(str(tmp_path / "store"), 2),
             "PrefixStore": lambda: PrefixStore("part", HashStore()),
         }[request.param]()
-    place = BlockingPlace(store, "key", request.param)
+    place = BlockingStoreRecords(store, "key", request.param)
     yield place
     await place.close()
     if hasattr(store, "close"):
@@ -86,7 +86,7 @@ async def test_a_blocked_store_blocks_no_loop():
         def get(self, key):
             return b"value"
 
-    place = BlockingPlace(Slow(), "key", "slow")
+    place = BlockingStoreRecords(Slow(), "key", "slow")
     reading = asyncio.ensure_future(place.read())
     await entered.wait()
     release.set()
@@ -100,7 +100,7 @@ async def test_a_store_that_has_gone_is_named(in_thread):
     place = None
     try:
         client = await in_thread(TCPStore, "127.0.0.1", server.port)
-        place = BlockingPlace(client, "key", "store=TCPStore")
+        place = BlockingStoreRecords(client, "key", "store=TCPStore")
         assert await place.read() == b""
     finally:
         await server.close()
@@ -115,7 +115,7 @@ async def test_foreign_errors_are_translated():
         def check(self, keys):
             raise RuntimeError("Connection reset by peer\nException raised from …")
 
-    place = BlockingPlace(Broken(), "key", "torchrun's store at node0:1")
+    place = BlockingStoreRecords(Broken(), "key", "torchrun's store at node0:1")
     with pytest.raises(RendezvousError, match="cannot use torchrun's store at node0:1: Connection reset by peer; "):
         await place.read()
     await place.close()
@@ -175,7 +175,7 @@ def test_of_many_writers_one_wins(tmp_path):
     outcomes, start = [], threading.Barrier(8)
 
     def write(number):
-        mine = Record("10.0.0.1", number, None, "aa", 2).encode()
+        mine = AddressRecord("10.0.0.1", number, None, "aa", 2).encode()
         record = RecordFile(str(tmp_path / "meet"), "")
         start.wait()
         outcomes.append((record.compare_set("", b"", mine), mine))

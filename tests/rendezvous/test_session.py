@@ -10,7 +10,7 @@ import time
 import pytest
 
 from asyncdist import rendezvous
-from asyncdist.base.background_loop import runtime
+from asyncdist.base.background_loop import background_loop
 from asyncdist.base.deadline import Deadline
 from asyncdist.bench.store.c10d_peer import Peer
 from asyncdist.config import Config, Launch
@@ -23,8 +23,8 @@ from asyncdist.errors import (
 )
 from asyncdist.rendezvous import addresses, meet
 from asyncdist.rendezvous import join as joining
-from asyncdist.rendezvous.record_store import Record
-from asyncdist.rendezvous.session import Limit
+from asyncdist.rendezvous.record_store import AddressRecord
+from asyncdist.rendezvous.session import TimeLimit
 from asyncdist.store import AsyncPrefixStore, AsyncStore, FileStore, HashStore, PrefixStore, StoreServer, TCPStore
 from asyncdist.store.client import connect as dialling
 from asyncdist.store.protocol.c10d import Code
@@ -56,7 +56,7 @@ async def world_of(meet_as, size, init_method=None, **arguments):
 
 def short():
     """Return the time for a rendezvous that is to end for want of time: it begins to count now."""
-    return Limit(0.1, Deadline.after(0.1))
+    return TimeLimit(0.1, Deadline.after(0.1))
 
 
 async def close_all(meetings):
@@ -136,9 +136,9 @@ async def test_a_store_on_this_machine_is_met_at_on_loopback(meet_as):
 
 async def test_an_awaited_store_that_lives_on_another_loop(meet_as, in_thread):
     async with await StoreServer.start("127.0.0.1", 0) as server:
-        there = await in_thread(runtime().run, AsyncStore.connect("127.0.0.1", server.port))
+        there = await in_thread(background_loop().run, AsyncStore.connect("127.0.0.1", server.port))
         await close_all(await world_of(meet_as, 2, store=there))
-        await in_thread(runtime().run, there.close())
+        await in_thread(background_loop().run, there.close())
 
 
 async def test_no_store_at_all(meet_as):
@@ -248,7 +248,7 @@ class Watched(HashStore):
 
 async def test_a_record_whose_store_is_dead_is_passed_over(meet_as):
     store = Watched()
-    store.set("asyncdist/", Record("127.0.0.1", free_port(), "dead", "0123", 2).encode())
+    store.set("asyncdist/", AddressRecord("127.0.0.1", free_port(), "dead", "0123", 2).encode())
     follower = asyncio.ensure_future(meet_as(rank=1, store=store))
     await store.read_twice.wait()
     leader = await meet_as(rank=0, store=store)
@@ -260,7 +260,7 @@ async def test_a_record_whose_store_is_dead_is_passed_over(meet_as):
 async def test_a_record_whose_port_serves_somebody_else_now(meet_as, token):
     store = Watched()
     async with await StoreServer.start("127.0.0.1", 0, token="another") as stranger:
-        store.set("asyncdist/", Record("127.0.0.1", stranger.port, token, "0123", 2).encode())
+        store.set("asyncdist/", AddressRecord("127.0.0.1", stranger.port, token, "0123", 2).encode())
         follower = asyncio.ensure_future(meet_as(rank=1, store=store))
         await store.read_twice.wait()
         leader = await meet_as(rank=0, store=store)
@@ -271,12 +271,14 @@ async def test_a_record_whose_port_serves_somebody_else_now(meet_as, token):
 async def test_a_record_left_by_a_leader_that_was_killed(meet_as):
     store = HashStore()
     killed = await meet_as(rank=0, store=store)
-    await asyncio.wrap_future(runtime().submit(killed.server.close()))
+    await asyncio.wrap_future(background_loop().submit(killed.server.close()))
     leader, follower = await asyncio.gather(meet_as(rank=0, store=store), meet_as(rank=1, store=store))
     assert leader.world_id == follower.world_id != killed.world_id
     assert await asyncio.gather(leader.exchange(b"a"), follower.exchange(b"b")) == [[b"a", b"b"]] * 2
     await killed.close()
-    assert Record.decode(store.get("asyncdist/")).world_id == leader.world_id, "the dead take back only their own"
+    assert AddressRecord.decode(store.get("asyncdist/")).world_id == leader.world_id, (
+        "the dead take back only their own"
+    )
     store.close()
 
 
@@ -323,7 +325,7 @@ async def test_rank_0_that_has_no_time_left_says_so(meet_as, tmp_path):
 
 async def test_a_world_of_another_name(meet_as, monkeypatch):
     leader = await meet_as("tcp://127.0.0.1:0", 0, name="red")
-    connect = joining.World.connect
+    connect = joining.WorldSpec.connect
 
     async def briefly(world, *where):
         client = await connect(world, *where)
@@ -331,7 +333,7 @@ async def test_a_world_of_another_name(meet_as, monkeypatch):
         client.set_timeout(world.limit.timeout)
         return client
 
-    monkeypatch.setattr(joining.World, "connect", briefly)
+    monkeypatch.setattr(joining.WorldSpec, "connect", briefly)
     monkeypatch.setattr(joining, "_FIRST_TRY", 10.0)
     with pytest.raises(RendezvousTimeoutError, match="there is no world 'blue' in it"):
         await meet_as(leader.where, 1, name="blue")
@@ -399,7 +401,7 @@ async def test_a_rank_0_whose_host_is_gone_is_replaced_long_before_the_time_is_o
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
-        store.set("asyncdist/", Record(*silent.getsockname(), "a token", "0123", 2).encode())
+        store.set("asyncdist/", AddressRecord(*silent.getsockname(), "a token", "0123", 2).encode())
         meetings = await asyncio.gather(*(meet_as(rank=rank, store=store, timeout=60) for rank in range(2)))
     assert await asyncio.gather(*(meeting.exchange(b"") for meeting in meetings)) == [[b"", b""]] * 2
     await close_all(meetings)
@@ -508,7 +510,7 @@ async def test_rank_0_dies_while_the_others_wait(meet_as):
     waiting = asyncio.ensure_future(other.exchange(b""))
     await leader._client.wait([leader.keys("payload", 0, 1)])
     since = Stopwatch()
-    await asyncio.wrap_future(runtime().submit(leader.server.close()))
+    await asyncio.wrap_future(background_loop().submit(leader.server.close()))
     with pytest.raises(RendezvousError, match=r"rank 0 left or died before the world was complete.*hung up"):
         await waiting
     assert since.seconds() < 2
@@ -524,7 +526,7 @@ async def test_what_is_done_before_an_exchange_ends_when_there_will_be_none(meet
     waiting = asyncio.ensure_future(other.before_exchange(doing.wait()))
     since = Stopwatch()
     if end == "dies":
-        await asyncio.wrap_future(runtime().submit(leader.server.close()))
+        await asyncio.wrap_future(background_loop().submit(leader.server.close()))
     closing = asyncio.ensure_future(leader.close())
     with pytest.raises(RendezvousError, match=says):
         await waiting

@@ -13,7 +13,7 @@ import pytest
 
 from asyncdist.config import Config
 from asyncdist.errors import QueueEmptyError, StoreConnectionError, StoreError, StoreTimeoutError, UsageError
-from asyncdist.store import AsyncFace, FileStore, HashStore, PrefixStore, Store, TCPStore
+from asyncdist.store import AsyncStoreBase, FileStore, HashStore, PrefixStore, Store, TCPStore
 
 UNIT, LONG = 0.05, 10.0
 KINDS = ["hash", "file", "tcp", "prefix of hash", "prefix of tcp"]
@@ -255,7 +255,7 @@ PUBLIC = [name for name, value in vars(Store).items() if inspect.isfunction(valu
 
 @pytest.mark.parametrize("name", PUBLIC)
 def test_both_faces_have_the_same_methods_and_arguments(name):
-    blocking, awaited = getattr(Store, name), getattr(AsyncFace, name)
+    blocking, awaited = getattr(Store, name), getattr(AsyncStoreBase, name)
     assert parameters(blocking) == parameters(awaited)
     awaitable = inspect.iscoroutinefunction(awaited) or get_origin(get_type_hints(awaited)["return"]) is Future
     assert awaitable is (name not in ("subscribe", "watch", "set_timeout"))

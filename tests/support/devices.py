@@ -19,8 +19,8 @@ from asyncdist.groups.group import Group
 from asyncdist.memory.buffers import Memory
 from asyncdist.memory.reduce_kernels import Arithmetic
 from asyncdist.testing.cluster import world_of
-from asyncdist.transport.device_collectives import Ensemble, nothing
-from asyncdist.transport.device_streams import Mark, Streams
+from asyncdist.transport.device_collectives import DeviceCollectives, nothing
+from asyncdist.transport.device_streams import DeviceEvent, Streams
 from asyncdist_transports.staged import Staged
 
 
@@ -84,15 +84,15 @@ class PretendStreams(Streams):
     def ours(self) -> AbstractContextManager[object]:
         return self._within()
 
-    def mark(self) -> Mark:
+    def mark(self) -> DeviceEvent:
         self._note("mark")
         return PretendMark(self._passing, self.broken)
 
-    def follow(self, mark: Mark) -> None:
+    def follow(self, mark: DeviceEvent) -> None:
         assert isinstance(mark, PretendMark)
         self._note("follow")
 
-    def behind(self, mark: Mark) -> AbstractContextManager[object]:
+    def behind(self, mark: DeviceEvent) -> AbstractContextManager[object]:
         assert isinstance(mark, PretendMark)
         self._note("behind")
         return self._within()
@@ -126,7 +126,7 @@ class PretendStaged(Staged):
 @contextlib.asynccontextmanager
 async def devices_of(
     size: int,
-    kinds: Sequence[type[Ensemble]] = (),
+    kinds: Sequence[type[DeviceCollectives]] = (),
     streams: Sequence[PretendStreams] | None = None,
     *,
     transport: str = "inproc",
@@ -145,7 +145,10 @@ async def devices_of(
 
 
 def device_group(
-    group: Group, kinds: Sequence[type[Ensemble]] = (), streams: PretendStreams | None = None, name: str = "device"
+    group: Group,
+    kinds: Sequence[type[DeviceCollectives]] = (),
+    streams: PretendStreams | None = None,
+    name: str = "device",
 ) -> DeviceGroup:
     """Return the ranks of a group as if their CPU tensors lay on a device; call it on all of them."""
     host = group.world.new_group(group.ranks, name)

@@ -21,12 +21,12 @@ from asyncdist.testing.conformance import PROMISES
 from asyncdist.transport import registry
 from asyncdist.transport.wire_format import HEADER_NBYTES
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "writing-a-transport.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "writing-a-transport.md"
 
 
 @pytest.mark.parametrize("promise", PROMISES, ids=lambda promise: promise.__name__)
 async def test_ours_keep_their_promises(transport, promise):
-    if transport == "inproc" and promise is conformance.who_is_lost_is_told_so_if_it_is_alive:
+    if transport == "inproc" and promise is conformance.peer_declared_lost_is_told:
         pytest.skip("nothing lies between ranks of one process that could break")
     await promise(transport)
 
@@ -99,12 +99,12 @@ FAULTS = {
     overtakes: (conformance.messages_queue_in_order, "message 2 of one tag came as"),
     finishes_before_it_has_left: (conformance.messages_queue_in_order, r"message 1 of one tag came as \[-1.0"),
     writes_on_into_what_was_given_up: (
-        conformance.memory_of_a_receive_that_was_given_up_is_left_alone,
+        conformance.cancelled_receive_leaves_memory_alone,
         "was written on into",
     ),
-    never_opens: (conformance.who_only_receives_is_told_of_an_end, "nobody said that the peer is gone"),
-    never_says_goodbye: (conformance.who_leaves_in_order_is_missed_by_nobody_else, "rank 1 was lost"),
-    never_forgets: (conformance.who_is_lost_is_told_so_if_it_is_alive, "nobody said that the peer is gone"),
+    never_opens: (conformance.receiver_learns_of_closed_link, "nobody said that the peer is gone"),
+    never_says_goodbye: (conformance.orderly_departure_is_not_a_loss, "rank 1 was lost"),
+    never_forgets: (conformance.peer_declared_lost_is_told, "nobody said that the peer is gone"),
 }
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 
-from asyncdist.base.background_loop import runtime
+from asyncdist.base.background_loop import background_loop
 from asyncdist.store import StoreServer, TCPStore
 from asyncdist.store.protocol import operations
 from asyncdist.testing.faults import Proxy
@@ -107,7 +107,7 @@ def as_an_agent(endpoint):
 @pytest.mark.parametrize("stay", [as_a_rank, as_an_agent])
 def test_what_a_job_keeps_is_there_for_as_long_as_it_tries_to_come_back(stay, monkeypatch, until):
     monkeypatch.setenv("ASYNCDIST_STORE_LEASE", "0")
-    server = runtime().run(StoreServer.start("127.0.0.1", 0))
+    server = background_loop().run(StoreServer.start("127.0.0.1", 0))
     with Proxy("127.0.0.1", server.port) as proxy, TCPStore(*proxy.address) as other:
         host, port = proxy.address
         store, leave = stay(f"{host}:{port}")
@@ -120,4 +120,4 @@ def test_what_a_job_keeps_is_there_for_as_long_as_it_tries_to_come_back(stay, mo
         assert store.add("step", 1) == 42
         leave()
     until(lambda: not server.state.num_keys)
-    runtime().run(server.close())
+    background_loop().run(server.close())

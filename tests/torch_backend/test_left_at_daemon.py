@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncdist.base.background_loop import runtime
+from asyncdist.base.background_loop import background_loop
 from asyncdist.store import StoreServer, TCPStore
 
 pytestmark = pytest.mark.processes
@@ -15,10 +15,10 @@ PROGRAM = Path(__file__).parent / "program_at_daemon.py"
 
 @pytest.fixture
 def daemon():
-    server = runtime().run(StoreServer.start("127.0.0.1", 0))
+    server = background_loop().run(StoreServer.start("127.0.0.1", 0))
     server.stays = True
     yield server
-    runtime().run(server.close())
+    background_loop().run(server.close())
 
 
 def waited_for(lease):

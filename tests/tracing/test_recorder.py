@@ -154,7 +154,7 @@ def test_a_signal_writes_and_does_what_it_did_before(tmp_path):
     config = Config(dump_dir=str(tmp_path), dump_signal="USR1")
     recorders = [Recorder(0, 1, 10, world) for world in ("one", "other")]
     for recorder in recorders:
-        on_demand.listen(config)
+        on_demand.install_signal_handler(config)
         on_demand.offer(recorder, config)
     signal.raise_signal(signal.SIGUSR1)
     assert heard == [signal.SIGUSR1]
@@ -171,7 +171,7 @@ def test_a_signal_writes_and_does_what_it_did_before(tmp_path):
 @pytest.mark.usefixtures("usr1")
 def test_who_is_gone_is_not_written(tmp_path):
     config = Config(dump_dir=str(tmp_path), dump_signal="SIGUSR1")
-    on_demand.listen(config)
+    on_demand.install_signal_handler(config)
     recorder = Recorder(0, 1, 10)
     on_demand.offer(recorder, config)
     del recorder
@@ -182,7 +182,7 @@ def test_who_is_gone_is_not_written(tmp_path):
 @pytest.mark.usefixtures("usr1")
 def test_another_thread_can_only_say_that_it_cannot(tmp_path, caplog):
     config = Config(dump_dir=str(tmp_path), dump_signal="USR1")
-    thread = threading.Thread(target=on_demand.listen, args=(config,))
+    thread = threading.Thread(target=on_demand.install_signal_handler, args=(config,))
     thread.start()
     thread.join()
     assert "only a world made on the main thread" in caplog.text
@@ -198,4 +198,4 @@ def test_another_thread_can_only_say_that_it_cannot(tmp_path, caplog):
 )
 def test_settings_that_do_not_fit(settings, words):
     with pytest.raises(UsageError, match=words):
-        on_demand.listen(Config(**settings))
+        on_demand.install_signal_handler(Config(**settings))

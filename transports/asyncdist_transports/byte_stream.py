@@ -6,7 +6,7 @@ from collections import deque
 from typing import Any, Protocol
 
 from asyncdist.errors import ProtocolError
-from asyncdist.transport.base import Discard, Host, Inbox, Outgoing, Receive
+from asyncdist.transport.base import DiscardReceive, Host, MatchingQueue, Outgoing, Receive
 from asyncdist.transport.wire_format import DATA, HEADER_NBYTES, KEY_NBYTES, KINDS, unpack_tail
 
 QUANTUM = 1 << 20  # bytes moved one way before the other way gets its turn
@@ -17,7 +17,7 @@ class Ended(Exception):
     """The stream is over; ``reason`` in words."""
 
 
-class Sink(Protocol):
+class FrameSink(Protocol):
     """Takes bytes as far as there is room, like a non-blocking socket; BlockingIOError for none, OSError at its end."""
 
     def sendmsg(self, buffers: Any, /) -> int: ...
@@ -38,7 +38,7 @@ class Writer:
 
     __slots__ = ("_sock", "open", "queue")
 
-    def __init__(self, sock: Sink, queue: deque[Outgoing]) -> None:
+    def __init__(self, sock: FrameSink, queue: deque[Outgoing]) -> None:
         self._sock = sock
         self.open = False  # until the peer has proven itself, everything waits in the queue
         self.queue = queue
@@ -120,7 +120,7 @@ class Reader:
         "fingerprint", "key", "nbytes", "peer",
     )  # fmt: skip
 
-    def __init__(self, sock: Source, peer: int, host: Host, inbox: Inbox | None) -> None:
+    def __init__(self, sock: Source, peer: int, host: Host, inbox: MatchingQueue | None) -> None:
         self._sock = sock
         self.peer = peer
         self._host = host
@@ -227,7 +227,7 @@ class Reader:
         receive = self._receive
         assert receive is not None
         if receive.done:  # given up while it came: its memory is no longer ours, the rest goes into the bin
-            self._start(Discard(self.peer, receive.key, self._left))
+            self._start(DiscardReceive(self.peer, receive.key, self._left))
         assert self._room is not None
         count = self._read_into(self._room)
         self._took(count)

@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
-from asyncdist.transport.base import Address, Host, Link, Outgoing, Receive, Transport, Wait, pour
+from asyncdist.transport.base import Address, Host, Link, Outgoing, Receive, Transport, Wait, copy_into
 from asyncdist.transport.wire_format import DATA, GOODBYE, KEY_NBYTES, pack_key, unpack_tail
 
 _mailboxes: dict[int, InprocTransport] = {}
@@ -143,7 +143,7 @@ class Delivery:
     def resume(self, receive: Receive) -> None:
         """Copy the bytes, unless the sender has given the message up meanwhile."""
         if not self.message.done:
-            pour(self.message.body, receive)
+            copy_into(self.message.body, receive)
             if not receive.done:
                 receive.finish()
             self._sender.post(self._taken)

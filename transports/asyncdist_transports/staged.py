@@ -18,8 +18,8 @@ from asyncdist.algorithms.schedule import Schedule
 from asyncdist.engine.work import Work
 from asyncdist.memory.buffers import Memory
 from asyncdist.memory.reduce_kernels import Arithmetic
-from asyncdist.transport.device_collectives import Ensemble, Site, nothing
-from asyncdist.transport.device_streams import Mark, cuda_missing
+from asyncdist.transport.device_collectives import DeviceCollectives, DeviceContext, nothing
+from asyncdist.transport.device_streams import DeviceEvent, cuda_missing
 from asyncdist.transport.native import MemoryBlocks
 
 _UNDER_WAY = 3  # pieces at once: coming, with the others, going
@@ -29,9 +29,9 @@ _KEPT_NBYTES = 64 << 20
 class Pinned:
     """Pinned memory for reuse. What is given back may still be read by copies in the queue, up to a mark."""
 
-    def __init__(self, site: Site) -> None:
+    def __init__(self, site: DeviceContext) -> None:
         self._streams = site.streams
-        self._free: dict[tuple[int, torch.dtype], deque[tuple[torch.Tensor, Mark]]] = defaultdict(deque)
+        self._free: dict[tuple[int, torch.dtype], deque[tuple[torch.Tensor, DeviceEvent]]] = defaultdict(deque)
         self._nbytes = 0
 
     def take(self, count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -43,7 +43,7 @@ class Pinned:
         mark.synchronize()
         return tensor
 
-    def give(self, tensor: torch.Tensor, mark: Mark) -> None:
+    def give(self, tensor: torch.Tensor, mark: DeviceEvent) -> None:
         """Take back memory that is free when ``mark`` has been passed."""
         if self._nbytes + tensor.nbytes > _KEPT_NBYTES:
             mark.synchronize()
@@ -53,13 +53,13 @@ class Pinned:
         self._free[tensor.numel(), tensor.dtype].append((tensor, mark))
 
 
-class Staged(Ensemble):
+class Staged(DeviceCollectives):
     """Collectives by way of the host."""
 
     name: ClassVar[str] = "staged"
     preference: ClassVar[int] = -1
 
-    def __init__(self, site: Site) -> None:
+    def __init__(self, site: DeviceContext) -> None:
         super().__init__(site)
         self._pinned = Pinned(site)
         self._piece_nbytes = site.host.mesh.config.device_piece_nbytes
@@ -85,7 +85,7 @@ class Staged(Ensemble):
 
     # -- between device and host ---------------------------------------------------------------
 
-    def _down(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Mark]:
+    def _down(self, tensor: torch.Tensor) -> tuple[torch.Tensor, DeviceEvent]:
         """Copy a flat tensor into pinned memory; it is there when the mark has been passed."""
         pinned = self._pinned.take(tensor.numel(), tensor.dtype)
         pinned.copy_(tensor, non_blocking=True)
@@ -123,7 +123,7 @@ class Staged(Ensemble):
         ``down`` says whether ours goes into it, ``up`` whether something comes out of it for us.
         """
         pieces = memory.tensor.split(max(1, self._piece_nbytes // memory.itemsize))
-        coming: deque[tuple[torch.Tensor, Mark | None]] = deque()
+        coming: deque[tuple[torch.Tensor, DeviceEvent | None]] = deque()
         with_others: deque[tuple[torch.Tensor, torch.Tensor, Work]] = deque()
         for k in range(len(pieces) + _UNDER_WAY - 1):
             if k < len(pieces):

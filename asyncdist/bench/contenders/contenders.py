@@ -20,8 +20,8 @@ import asyncdist
 from asyncdist import sync
 from asyncdist.base.background_loop import new_loop
 from asyncdist.bench.contenders import mpi, plain_sockets
-from asyncdist.bench.pace import Pace
-from asyncdist.bench.plan import THROUGH_TORCH, Plan
+from asyncdist.bench.pace import StartPacer
+from asyncdist.bench.plan import THROUGH_TORCH, BenchPlan
 from asyncdist.bench.workloads.collectives import Traffic
 from asyncdist.errors import BenchmarkError
 
@@ -169,7 +169,7 @@ class Copy(Contender):
 
     name = "copy"
 
-    def __init__(self, pace: Pace) -> None:
+    def __init__(self, pace: StartPacer) -> None:
         self._pace = pace
         self._tensors: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -227,7 +227,7 @@ class Awaited(Contender):
 
 @contextlib.contextmanager
 def open_contenders(
-    plan: Plan, rank: int, folder: Path, sockets: plain_sockets.Sockets, pace: Pace
+    plan: BenchPlan, rank: int, folder: Path, sockets: plain_sockets.Sockets, pace: StartPacer
 ) -> Iterator[list[Contender]]:
     """Open everybody whom the plan asks for; ours is the first. ``folder`` is one that all ranks see."""
     with contextlib.ExitStack() as stack:
@@ -269,7 +269,7 @@ def awaited_world(**where: Any) -> Iterator[tuple[asyncio.AbstractEventLoop, asy
 
 
 @contextlib.contextmanager
-def _torch(plan: Plan, rank: int, folder: Path) -> Iterator[list[Torch | Idle]]:
+def _torch(plan: BenchPlan, rank: int, folder: Path) -> Iterator[list[Torch | Idle]]:
     """Open torch.distributed on every back end that is asked for; the default group is on ours if that is one."""
     from torch import distributed
 

@@ -11,11 +11,11 @@ from asyncdist.torch_backend.torch_work import DONE, Work
 NAME = "asyncdist_idle"
 
 
-class Idle(ProcessGroup):
+class NullWorkBackend(ProcessGroup):
     """A group as torch sees it, whose collectives are over at once and leave every tensor as it is."""
 
 
-def _nothing(group: Idle, *args: Any, **opts: Any) -> Work:
+def _nothing(group: NullWorkBackend, *args: Any, **opts: Any) -> Work:
     return DONE
 
 
@@ -24,7 +24,7 @@ for _name in (
     "allreduce", "broadcast", "barrier", "all_gather_single", "_allgather_base", "reduce_scatter_single",
     "_reduce_scatter_base", "all_to_all_single", "alltoall_base",
 ):  # fmt: skip
-    setattr(Idle, _name, _nothing)
+    setattr(NullWorkBackend, _name, _nothing)
 
 
 def register() -> None:
@@ -32,5 +32,5 @@ def register() -> None:
     registration.add_backend(NAME, _make, ["cpu"])
 
 
-def _make(opts: Any, pg_options: object = None) -> Idle:
-    return Idle(registration.make(opts).group, None)
+def _make(opts: Any, pg_options: object = None) -> NullWorkBackend:
+    return NullWorkBackend(registration.make_backend(opts).group, None)

@@ -55,12 +55,12 @@ def notes(report: Report) -> list[str]:
     return [f"{name} does not compete: {reason}" for name, reason in absent.items()]
 
 
-def tables(report: Report) -> list[Table]:
+def device_tables(report: Report) -> list[Table]:
     """Return rich tables, one a collective."""
     return [grid(*each) for each in _grids(report)]
 
 
-def markdown(report: Report, about: str) -> str:
+def device_markdown(report: Report, about: str) -> str:
     """Return the report as a Markdown page."""
     parts: list[str] = ["# Benchmark on CUDA devices", about, *notes(report)]
     for title, headings, cells in _grids(report):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncdist.bench.plan import Plan
+from asyncdist.bench.plan import BenchPlan
 from asyncdist.bench.report.table import (
     TRAINING_HEADINGS,
     Column,
@@ -18,7 +18,7 @@ from asyncdist.bench.report.table import (
     training_cells,
     training_title,
 )
-from asyncdist.bench.result import Report, Row, Training
+from asyncdist.bench.result import Report, ResultRow, Training
 
 _COMPARED_AT = (64 << 10, 1 << 20, 25 << 20)
 """Bytes at which the digest compares collectives, beside the fewest that were measured."""
@@ -41,7 +41,7 @@ def markdown(report: Report) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _legend(plan: Plan) -> list[str]:
+def _legend(plan: BenchPlan) -> list[str]:
     """Return what a reader must know about the columns: a paragraph on the run, and a list of the contenders."""
     meanings = {
         "asyncdist": f"our blocking face over the transport `{plan.transports[0]}`, on ordinary tensors",
@@ -72,7 +72,7 @@ def _legend(plan: Plan) -> list[str]:
 
 def digest(report: Report) -> list[str]:
     """Return a few tables: the first collective by size, the others beside gloo, and training steps of stock PyTorch."""
-    rows_of: dict[str, list[Row]] = {}
+    rows_of: dict[str, list[ResultRow]] = {}
     for row in report.rows:
         if row.nbytes:
             rows_of.setdefault(row.collective, []).append(row)
@@ -92,7 +92,7 @@ def digest(report: Report) -> list[str]:
     return parts
 
 
-def _first_columns(row: Row) -> list[Column]:
+def _first_columns(row: ResultRow) -> list[Column]:
     there = row.timings.keys()
     columns: list[Column] = [("size", lambda row: size(row.nbytes)), ("ours", median("asyncdist"))]
     columns += [
@@ -105,7 +105,7 @@ def _first_columns(row: Row) -> list[Column]:
     return columns
 
 
-def _beside_gloo(rows: list[Row]) -> list[str]:
+def _beside_gloo(rows: list[ResultRow]) -> list[str]:
     by_size = {row.nbytes: row for row in rows}
     cells = []
     for row in (rows[0], *map(by_size.get, _COMPARED_AT)):

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from asyncdist.bench.plan import Plan
+from asyncdist.bench.plan import BenchPlan
 from asyncdist.bench.report.table import about, size
-from asyncdist.bench.result import Report, Row
+from asyncdist.bench.result import Report, ResultRow
 from asyncdist.errors import UsageError
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def figure_of(report: Report) -> Figure:
     return figure
 
 
-def _lines(plan: Plan) -> dict[str, Line]:
+def _lines(plan: BenchPlan) -> dict[str, Line]:
     """Return how each contender of the plan is drawn, in the order of drawing."""
     further = {name: (f"asyncdist over {name}", *_FURTHER) for name in plan.transports[1:]}
     behind, front = ("copy", "idle", "raw", "gloo", "mpi"), ("awaited", "torch", "asyncdist", "registered")
@@ -94,7 +94,7 @@ def _legend(figure: Any, panel: Any, spare: Sequence[Any]) -> None:
         figure.legend(handles[::-1], labels[::-1], loc="outside right center", **style)
 
 
-def _panel(panel: Any, rows: Sequence[Row], lines: Mapping[str, Line]) -> None:
+def _panel(panel: Any, rows: Sequence[ResultRow], lines: Mapping[str, Line]) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
     for contender, (label, colour, style, width, marker) in lines.items():

@@ -30,7 +30,7 @@ def _figure(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def about(report: StoreReport) -> str:
+def about_store(report: StoreReport) -> str:
     """Return one line on the machine and the run."""
     machine, plan = report.machine, report.plan
     return (
@@ -58,8 +58,8 @@ def table(report: StoreReport) -> Table:
     return made
 
 
-def markdown(report: StoreReport) -> str:
+def store_markdown(report: StoreReport) -> str:
     """Return the report as a Markdown page."""
     lines = [_HEADINGS, (":--", "--:", "--:", ":--", "--:", "--:", ":--"), *map(cells, report.cases)]
     rows = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    return "\n\n".join(["# The store", about(report), *left_out(report), rows]) + "\n"
+    return "\n\n".join(["# The store", about_store(report), *left_out(report), rows]) + "\n"

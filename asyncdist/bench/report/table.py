@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from asyncdist.bench.plan import RIVALS, Plan
-from asyncdist.bench.result import Report, Row, Training
+from asyncdist.bench.plan import RIVALS, BenchPlan
+from asyncdist.bench.result import Report, ResultRow, Training
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -47,7 +47,7 @@ def _three(value: float) -> str:
     return f"{value:.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
 
 
-Column = tuple[str, Callable[[Row], str]]
+Column = tuple[str, Callable[[ResultRow], str]]
 """A heading, and what makes a row's text."""
 
 _NAMES = {
@@ -65,14 +65,14 @@ def named(contender: str) -> str:
     return _NAMES.get(contender, contender)
 
 
-def _times(plan: Plan) -> list[Column]:
+def _times(plan: BenchPlan) -> list[Column]:
     """Return a column of medians for each contender, with our worst beside ours."""
     columns = [(named(contender), median(contender)) for contender in plan.contenders if contender != "idle"]
     columns.insert(1, ("p99", lambda row: duration(row.ours.p99)))
     return columns
 
 
-def _ratios(plan: Plan) -> list[Column]:
+def _ratios(plan: BenchPlan) -> list[Column]:
     """Return the columns of what follows from the times; a heading may have two lines."""
     columns: list[Column] = []
     for who in ("asyncdist", *(("registered",) if plan.registered else ()), *plan.through):
@@ -89,27 +89,27 @@ def _ratios(plan: Plan) -> list[Column]:
     return columns
 
 
-def median(contender: str) -> Callable[[Row], str]:
+def median(contender: str) -> Callable[[ResultRow], str]:
     return lambda row: duration(row.timings[contender].median) if contender in row.timings else "—"
 
 
-def faster(rival: str, who: str) -> Callable[[Row], str]:
+def faster(rival: str, who: str) -> Callable[[ResultRow], str]:
     return lambda row: times(row.times_faster_than(rival, who))
 
 
-def _copies(who: str) -> Callable[[Row], str]:
+def _copies(who: str) -> Callable[[ResultRow], str]:
     return lambda row: times(row.copies(who))
 
 
-def _above_blocking(who: str) -> Callable[[Row], str]:
-    def text(row: Row) -> str:
+def _above_blocking(who: str) -> Callable[[ResultRow], str]:
+    def text(row: ResultRow) -> str:
         above = row.above_blocking(who)
         return "—" if above is None else f"{above * 1e6:+.1f} µs"
 
     return text
 
 
-def sections(plan: Plan) -> list[tuple[str, list[Column]]]:
+def sections(plan: BenchPlan) -> list[tuple[str, list[Column]]]:
     """Return the tables that each collective gets: what a table's title adds to the collective, and its columns."""
     size_of: Column = ("size", lambda row: size(row.nbytes) if row.nbytes else "—")
     times_, ratios = _times(plan), _ratios(plan)

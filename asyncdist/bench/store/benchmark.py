@@ -28,7 +28,7 @@ from asyncdist.bench.store.server_process import HOST
 from asyncdist.config import Config
 from asyncdist.errors import BenchmarkError
 from asyncdist.store import TCPStore
-from asyncdist.store.persistence.change_log import Book
+from asyncdist.store.persistence.change_log import ChangeLog
 from asyncdist.store.persistence.journal import Journal
 
 OURS, TORCHS = "asyncdist", "torch"
@@ -204,7 +204,7 @@ class Field:
 Tell = Callable[[str], None]
 
 
-def run(plan: StorePlan, tell: Tell = lambda doing: None) -> StoreReport:
+def run_store_benchmark(plan: StorePlan, tell: Tell = lambda doing: None) -> StoreReport:
     """Measure the plan's parts; ``tell`` hears what is being done. Raises BenchmarkError when a process dies."""
     report = StoreReport(plan, machine())
     with Field() as field_:
@@ -343,7 +343,7 @@ def _restart(plan: StorePlan, field_: Field) -> Case:
 
 def _write_log(folder: Path, count: int) -> None:
     """Write what a daemon writes when so many keys are set, each by itself."""
-    journal, book = Journal(folder, compact_nbytes=1 << 62), Book(wake=lambda: None)
+    journal, book = Journal(folder, compact_nbytes=1 << 62), ChangeLog(wake=lambda: None)
     try:
         for number in range(count):
             book.set(f"key {number}", _VALUE, None)

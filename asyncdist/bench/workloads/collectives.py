@@ -108,7 +108,7 @@ class AllReduce(Traffic):
         return torch.stack(contributions).sum(0)
 
 
-class Reduce(AllReduce):
+class ReduceTraffic(AllReduce):
     name = "reduce"
 
     def call(self, face: Any, group: Any = None) -> Any:
@@ -200,7 +200,7 @@ class Barrier(Traffic):
 
 _KINDS: dict[str, type[Traffic]] = {
     kind.name: kind
-    for kind in (AllReduce, Reduce, Broadcast, AllGather, ReduceScatter, AllToAll, Gather, Scatter, Barrier)
+    for kind in (AllReduce, ReduceTraffic, Broadcast, AllGather, ReduceScatter, AllToAll, Gather, Scatter, Barrier)
 }
 
 

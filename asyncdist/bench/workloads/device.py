@@ -20,8 +20,8 @@ import torch
 import asyncdist
 from asyncdist import sync
 from asyncdist.bench.contenders.contenders import TIMEOUT, awaited_world
-from asyncdist.bench.pace import Pace
-from asyncdist.bench.plan import Plan
+from asyncdist.bench.pace import StartPacer
+from asyncdist.bench.plan import BenchPlan
 from asyncdist.bench.result import DeviceRow, DeviceTiming, Timing
 from asyncdist.errors import BenchmarkError, GroupError, TransportUnavailableError
 from asyncdist.transport import registry
@@ -33,7 +33,7 @@ Prepare = Callable[[str, torch.Tensor], Call]
 """Given a collective and a tensor, returns what does one call."""
 
 
-class Contender(NamedTuple):
+class DeviceContender(NamedTuple):
     """``prepare`` gives what calls; ``ticks`` what the latest tick of a loop was since it was asked last."""
 
     name: str
@@ -41,7 +41,9 @@ class Contender(NamedTuple):
     ticks: Callable[[], float] | None = None
 
 
-def measure(plan: Plan, rank: int, folder: Path, pace: Pace, tell: Callable[[float], None]) -> Iterator[DeviceRow]:
+def measure_device(
+    plan: BenchPlan, rank: int, folder: Path, pace: StartPacer, tell: Callable[[float], None]
+) -> Iterator[DeviceRow]:
     """Yield a row for each case, on every rank; what there was to say about who does not compete is in the first."""
     device = torch.device(plan.device, rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
@@ -58,7 +60,7 @@ def measure(plan: Plan, rank: int, folder: Path, pace: Pace, tell: Callable[[flo
 
 
 @contextlib.contextmanager
-def _world(name: str, backend: str | None, plan: Plan, rank: int, folder: Path) -> Iterator[asyncdist.Group]:
+def _world(name: str, backend: str | None, plan: BenchPlan, rank: int, folder: Path) -> Iterator[asyncdist.Group]:
     meeting = (folder / f"device-{name}").as_uri()
     where: dict[str, Any] = {"rank": rank, "world_size": plan.ranks, "init_method": meeting, "timeout": TIMEOUT}
     with sync.process_group(backend=backend, group_name=name, **where) as group:
@@ -66,14 +68,14 @@ def _world(name: str, backend: str | None, plan: Plan, rank: int, folder: Path) 
 
 
 def _open(
-    plan: Plan, rank: int, folder: Path, device: torch.device, stack: contextlib.ExitStack
-) -> tuple[list[Contender], dict[str, str]]:
+    plan: BenchPlan, rank: int, folder: Path, device: torch.device, stack: contextlib.ExitStack
+) -> tuple[list[DeviceContender], dict[str, str]]:
     """Open everybody who can compete, alike on every rank; and say why the others do not."""
-    contenders: list[Contender] = []
+    contenders: list[DeviceContender] = []
     absent: dict[str, str] = {}
     for name in ("asyncdist", *registry.names(registry.ENSEMBLES)):
         try:
-            if name != "asyncdist" and (reason := registry.load(name, registry.ENSEMBLES).probe()) is not None:
+            if name != "asyncdist" and (reason := registry.load_class(name, registry.ENSEMBLES).probe()) is not None:
                 raise TransportUnavailableError(reason)
             backend = None if name == "asyncdist" else f"cpu:auto,cuda:{name}"
             group = stack.enter_context(_world(name, backend, plan, rank, folder))
@@ -84,7 +86,7 @@ def _open(
         except (GroupError, TransportUnavailableError) as error:
             absent[name] = str(error)
         else:
-            contenders.append(Contender(name, functools.partial(_ours, group)))
+            contenders.append(DeviceContender(name, functools.partial(_ours, group)))
     contenders.append(stack.enter_context(_awaited(plan, rank, folder, device)))
     contenders += stack.enter_context(_torch(plan, rank, folder, absent))
     return contenders, absent
@@ -160,18 +162,18 @@ class _Ticking:
 
 
 @contextlib.contextmanager
-def _awaited(plan: Plan, rank: int, folder: Path, device: torch.device) -> Iterator[Contender]:
+def _awaited(plan: BenchPlan, rank: int, folder: Path, device: torch.device) -> Iterator[DeviceContender]:
     meeting = (folder / "device-awaited").as_uri()
     where: dict[str, Any] = {"rank": rank, "world_size": plan.ranks, "init_method": meeting, "timeout": TIMEOUT}
     with awaited_world(**where) as (loop, group):
         ticking = _Ticking(loop, group)
         ticking.prepare("all_reduce", torch.zeros(1, device=device))()
         ticking.ticks()  # what the meeting took is none of them
-        yield Contender("awaited", ticking.prepare, ticking.ticks)
+        yield DeviceContender("awaited", ticking.prepare, ticking.ticks)
 
 
 @contextlib.contextmanager
-def _torch(plan: Plan, rank: int, folder: Path, absent: dict[str, str]) -> Iterator[list[Contender]]:
+def _torch(plan: BenchPlan, rank: int, folder: Path, absent: dict[str, str]) -> Iterator[list[DeviceContender]]:
     """Open torch.distributed on gloo, and on NCCL where each rank has a device."""
     from torch import distributed
 
@@ -179,14 +181,14 @@ def _torch(plan: Plan, rank: int, folder: Path, absent: dict[str, str]) -> Itera
     meeting = (folder / "device-torch").as_uri()
     distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=plan.ranks, timeout=timeout)
     try:
-        contenders = [Contender("gloo", functools.partial(_theirs, None))]
+        contenders = [DeviceContender("gloo", functools.partial(_theirs, None))]
         if plan.ranks > torch.cuda.device_count():
             absent["torch's nccl"] = "it takes a device a rank"
         elif not distributed.is_nccl_available():
             absent["torch's nccl"] = "this torch is built without it"
         else:
             nccl = distributed.new_group(backend="nccl", timeout=timeout)
-            contenders.append(Contender("torch's nccl", functools.partial(_theirs, nccl)))
+            contenders.append(DeviceContender("torch's nccl", functools.partial(_theirs, nccl)))
         yield contenders
     finally:
         distributed.destroy_process_group()
@@ -221,13 +223,13 @@ def _pass_on_by_torch(tensor: torch.Tensor, room: torch.Tensor, group: Any) -> N
 
 
 def _row(
-    plan: Plan,
+    plan: BenchPlan,
     rank: int,
     collective: str,
     nbytes: int,
-    contenders: Sequence[Contender],
+    contenders: Sequence[DeviceContender],
     absent: dict[str, str],
-    pace: Pace,
+    pace: StartPacer,
     host: asyncdist.Group,
     tell: Callable[[float], None],
 ) -> DeviceRow:
@@ -304,7 +306,7 @@ def _glance(name: str, collective: str, tensor: torch.Tensor, ranks: int) -> Non
         raise BenchmarkError(f"{name}: a timed {collective} of {tensor.nbytes} bytes gave {ends} instead of {wanted:g}")
 
 
-def _copied(pace: Pace, device: str, collective: str, count: int, ranks: int, repeat: int) -> DeviceTiming:
+def _copied(pace: StartPacer, device: str, collective: str, count: int, ranks: int, repeat: int) -> DeviceTiming:
     """Time the same reads and writes on rank 0's device, in its process alone."""
     times = [(0.0, 0.0)] * repeat
 

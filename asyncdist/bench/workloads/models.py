@@ -30,7 +30,7 @@ def perceptron() -> nn.Module:
     return nn.Sequential(*layers)
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """Attention and an MLP. Given some of the heads' weights, it computes these heads."""
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class Transformer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.characters, self.places = nn.Embedding(_CHARACTERS, _WIDTH), nn.Embedding(_CONTEXT, _WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(_LAYERS))
+        self.blocks = nn.ModuleList(TransformerBlock() for _ in range(_LAYERS))
         self.norm, self.head = nn.LayerNorm(_WIDTH), nn.Linear(_WIDTH, _CHARACTERS)
 
     def forward(self, characters: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from asyncdist import sync
 from asyncdist.bench.contenders.contenders import Start
-from asyncdist.bench.plan import Plan, in_turns
+from asyncdist.bench.plan import BenchPlan, in_turns
 from asyncdist.bench.result import Timing, Training
 from asyncdist.bench.workloads.collectives import newer
 from asyncdist.bench.workloads.models import STEPS, Batch, Step, loss_of
@@ -43,7 +43,7 @@ class _Trainer:
 
 
 def train(
-    name: str, plan: Plan, groups: Mapping[str, Any], rank: int, start: Start, tell: Callable[[float], None]
+    name: str, plan: BenchPlan, groups: Mapping[str, Any], rank: int, start: Start, tell: Callable[[float], None]
 ) -> Training:
     """Time a training step (from `plan.STEPS`) of every contender.
 

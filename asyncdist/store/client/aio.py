@@ -14,22 +14,22 @@ from asyncdist.base.deadline import Timeout, seconds
 from asyncdist.base.tls import client_context
 from asyncdist.config import Config
 from asyncdist.errors import AsyncdistError, StoreConnectionError, UsageError
-from asyncdist.store.base import AsyncFace
-from asyncdist.store.client.connect import FIRST_PAUSE, Persistence, Redial, closed
-from asyncdist.store.client.link import Link, reach
-from asyncdist.store.client.request_future import Asked, Limits
+from asyncdist.store.base import AsyncStoreBase
+from asyncdist.store.client.connect import FIRST_PAUSE, Backoff, ReconnectPolicy, closed
+from asyncdist.store.client.link import StoreConnection, reach
+from asyncdist.store.client.request_future import DeadlineTimer, RequestFuture
 from asyncdist.store.protocol import operations
-from asyncdist.store.protocol.chunking import Parcel
-from asyncdist.store.protocol.client_protocol import IDENTITY_NBYTES, Conversation
+from asyncdist.store.protocol.chunking import ChunkedMessage
+from asyncdist.store.protocol.client_protocol import IDENTITY_NBYTES, ClientProtocol
 from asyncdist.store.protocol.operations import Command
 
 T = TypeVar("T")
 
 
-class AsyncStore(AsyncFace):
+class AsyncStore(AsyncStoreBase):
     """A store reached over one connection at a time. Make one with `connect`, on the loop that is to use it."""
 
-    def __init__(self, line: _Line, host: str, port: int, timeout: float) -> None:
+    def __init__(self, line: _ReconnectingConnection, host: str, port: int, timeout: float) -> None:
         self.host = host
         self.port = port
         self.timeout = timeout
@@ -50,9 +50,9 @@ class AsyncStore(AsyncFace):
         AuthenticationError at once when the token is refused, and ProtocolError when something else answers. `close` it
         in the end.
         """
-        persistence = Persistence(host, port, timeout)
+        persistence = Backoff(host, port, timeout)
         config = config or Config.from_environment()
-        line = _Line(host, port, config.token if token is None else token, config)
+        line = _ReconnectingConnection(host, port, config.token if token is None else token, config)
         while True:
             try:
                 await line.reach(persistence)
@@ -78,31 +78,31 @@ class AsyncStore(AsyncFace):
         self._line.confirm(popping.number)
         return item
 
-    def _ask(self, command: Command[T], timeout: Timeout) -> Asked[T]:
-        asked = Asked(command, self.timeout if timeout is None else seconds(timeout), self._line, self._loop)
+    def _ask(self, command: Command[T], timeout: Timeout) -> RequestFuture[T]:
+        asked = RequestFuture(command, self.timeout if timeout is None else seconds(timeout), self._line, self._loop)
         self._line.ask(asked)
         return asked
 
-    def subscribe(self, channel: str) -> LineSubscription:
+    def subscribe(self, channel: str) -> RemoteSubscription:
         """Return the messages of a channel: use ``async with``, or ``await`` it, and then ``async for``.
 
         Messages are kept in this process until they are taken. It ends with StoreConnectionError when a connection broke
         and was made again, since messages may have been missed then.
         """
-        return LineSubscription(self._line, operations.subscribe(channel), self.timeout)
+        return RemoteSubscription(self._line, operations.subscribe(channel), self.timeout)
 
-    def watch(self, key: str) -> LineWatch:
+    def watch(self, key: str) -> RemoteKeyWatch:
         """Return what a key holds now, and then each time that it changes: ``async with`` and ``async for``."""
-        return LineWatch(self._line, operations.watch(key), self.timeout)
+        return RemoteKeyWatch(self._line, operations.watch(key), self.timeout)
 
-    def watch_keys(self, prefix: str = "") -> LineSurvey:
+    def watch_keys(self, prefix: str = "") -> RemotePrefixWatch:
         """Return each key that begins with ``prefix`` with its value, and again whenever one comes, changes or goes.
 
         ``async with`` and ``async for key, value in …``; the value is None when the key is gone. It goes on over a
         connection that broke, and then tells what has changed meanwhile. Changes are kept in this process until they
         are taken.
         """
-        return LineSurvey(self._line, operations.watch_keys(prefix), self.timeout)
+        return RemotePrefixWatch(self._line, operations.watch_keys(prefix), self.timeout)
 
     async def close(self) -> None:
         """Hang up; whatever is still awaited fails with StoreConnectionError."""
@@ -115,22 +115,22 @@ class AsyncStore(AsyncFace):
 # -- one connection after the other ------------------------------------------------------------------
 
 
-class _Line:
+class _ReconnectingConnection:
     """A conversation with a store, over one connection, and the next when that breaks."""
 
     def __init__(self, host: str, port: int, token: str | None, config: Config) -> None:
         self.where = f"{host}:{port}"
         self.over: StoreConnectionError | None = None
-        self.link: Link | None = None
+        self.link: StoreConnection | None = None
         self._token = token
         self._tls = client_context(config)
-        self._conversation = Conversation(self.where, config.store_lease, os.urandom(IDENTITY_NBYTES))
-        self._limits = Limits(self._conversation.open_requests)
+        self._conversation = ClientProtocol(self.where, config.store_lease, os.urandom(IDENTITY_NBYTES))
+        self._limits = DeadlineTimer(self._conversation.open_requests)
         self._loop = asyncio.get_running_loop()
-        self._redial = Redial(self._conversation, host, port, config.store_reconnect)
+        self._redial = ReconnectPolicy(self._conversation, host, port, config.store_reconnect)
         self._redialling: asyncio.TimerHandle | asyncio.Task[None] | None = None
 
-    def ask(self, sink: Asked[Any] | _Stream[Any]) -> None:
+    def ask(self, sink: RequestFuture[Any] | _Stream[Any]) -> None:
         """Open a request; one of a line that is over fails. Raises UsageError for what cannot be sent, or not here."""
         here = asyncio._get_running_loop()
         if here is not self._loop and (here is not None or self._loop.is_running() or self._loop.is_closed()):
@@ -140,7 +140,7 @@ class _Line:
             return
         sink.number, message = self._conversation.ask(sink)
         if self._conversation.has_more:
-            for before in self._conversation.take_out():
+            for before in self._conversation.data_to_send():
                 self._send(before)
         self._send(message)
         self._limits.note(sink.deadline)
@@ -160,15 +160,15 @@ class _Line:
     def confirm(self, number: int) -> None:
         self._send(self._conversation.confirm(number))
 
-    def _send(self, message: bytes | Parcel) -> None:
+    def _send(self, message: bytes | ChunkedMessage) -> None:
         if self.link is not None:
             self.link.send(message)
 
-    async def reach(self, persistence: Persistence) -> None:
+    async def reach(self, persistence: Backoff) -> None:
         """Make one attempt to connect."""
         self.link = await reach(self._conversation, self._token, persistence, self._lost, self._tls)
 
-    def _lost(self, link: Link, why: str, for_good: bool) -> None:
+    def _lost(self, link: StoreConnection, why: str, for_good: bool) -> None:
         self.link = None
         over = self._redial.lost(why, for_good=for_good)
         if over is not None:
@@ -216,7 +216,7 @@ class _Stream(ABC, Generic[T]):
 
     deadline = inf
 
-    def __init__(self, line: _Line, command: Command[Any], limit: float) -> None:
+    def __init__(self, line: _ReconnectingConnection, command: Command[Any], limit: float) -> None:
         self._line = line
         self._limit = limit
         self.command = command
@@ -296,7 +296,7 @@ class _Stream(ABC, Generic[T]):
                 wanted.set_result(None)
 
 
-class LineSubscription(_Stream[bytes]):
+class RemoteSubscription(_Stream[bytes]):
     """Messages of one channel over the store's connection."""
 
     def publish(self, message: bytes) -> None:
@@ -304,7 +304,7 @@ class LineSubscription(_Stream[bytes]):
         self._wake()
 
 
-class LineWatch(_Stream[bytes | None]):
+class RemoteKeyWatch(_Stream[bytes | None]):
     """What a key holds, None if it is gone; of what has not been looked at yet only the newest is kept."""
 
     _last: Any = ()
@@ -324,10 +324,10 @@ class LineWatch(_Stream[bytes | None]):
             self._wake()
 
 
-class LineSurvey(_Stream[tuple[str, bytes | None]]):
+class RemotePrefixWatch(_Stream[tuple[str, bytes | None]]):
     """What the keys under a prefix hold, change by change: a key, and its value or None if it is gone."""
 
-    def __init__(self, line: _Line, command: Command[Any], limit: float) -> None:
+    def __init__(self, line: _ReconnectingConnection, command: Command[Any], limit: float) -> None:
         super().__init__(line, command, limit)
         self._known: dict[str, bytes] = {}
 

@@ -18,11 +18,11 @@ from typing import Any, TypeVar
 from asyncdist.base.deadline import Deadline, Timeout
 from asyncdist.config import Config
 from asyncdist.errors import ProtocolError, StoreConnectionError, UsageError
-from asyncdist.store.client.blocking_socket import Wire
-from asyncdist.store.client.connect import broken, closed, describe
-from asyncdist.store.client.pending import Arrivals, Ticket, acquire
+from asyncdist.store.client.blocking_socket import BlockingSocket
+from asyncdist.store.client.connect import broken, closed, describe_error
+from asyncdist.store.client.pending import PendingRequest, StreamBuffer, acquire
 from asyncdist.store.client.reconnecting import Reconnecting
-from asyncdist.store.protocol.chunking import Parcel
+from asyncdist.store.protocol.chunking import ChunkedMessage
 from asyncdist.store.protocol.codec import framed
 from asyncdist.store.protocol.operations import Command
 
@@ -37,7 +37,7 @@ def _handler_called() -> UsageError:
     )
 
 
-class Connection(Reconnecting):
+class BlockingConnection(Reconnecting):
     """A conversation with a store that many threads take part in, over one socket, and the next when that breaks."""
 
     def __init__(self, host: str, port: int, token: str | None, config: Config) -> None:
@@ -45,27 +45,27 @@ class Connection(Reconnecting):
         self._pid = os.getpid()
         self._turn, self._carrying = threading.RLock(), threading.RLock()
         self._led = False
-        self._followers: dict[Ticket[Any], None] = {}
-        self._others: weakref.WeakSet[Connection] = weakref.WeakSet()
+        self._standby: dict[PendingRequest[Any], None] = {}
+        self._others: weakref.WeakSet[BlockingConnection] = weakref.WeakSet()
 
     @classmethod
     def open(
         cls, host: str, port: int, token: str | None, timeout: Timeout, config: Config | None = None
-    ) -> Connection:
+    ) -> BlockingConnection:
         """Connect, trying again while nothing answers, for ``timeout`` seconds; raises what AsyncStore.connect does."""
         connection = cls(host, port, token, config or Config())
         connection.reach(timeout)
         return connection
 
-    def another(self, timeout: Timeout) -> Connection:
+    def another(self, timeout: Timeout) -> BlockingConnection:
         """Open one more to the same store, which is closed with this one."""
         self._be_ours()
-        connection = Connection(self._host, self._port, self._token, self._config)
+        connection = BlockingConnection(self._host, self._port, self._token, self._config)
         self._within(self._add, connection)
         connection._within(connection.reach, timeout)
         return connection
 
-    def _add(self, connection: Connection) -> None:
+    def _add(self, connection: BlockingConnection) -> None:
         with self.lock:
             if self._closing.is_set():
                 raise closed(self.where)
@@ -73,11 +73,11 @@ class Connection(Reconnecting):
 
     # -- asking -----------------------------------------------------------------------------------
 
-    def settle(self, command: Command[Any], ticket: Ticket[Any], limit: float) -> int:
+    def settle(self, command: Command[Any], ticket: PendingRequest[Any], limit: float) -> int:
         self._admit()
         return self._within(super().settle, command, ticket, limit)
 
-    def take(self, arrivals: Arrivals[T], deadline: Deadline) -> T:
+    def take(self, arrivals: StreamBuffer[T], deadline: Deadline) -> T:
         self._admit()
         taken: T = self._within(super().take, arrivals, deadline)
         return taken
@@ -92,14 +92,14 @@ class Connection(Reconnecting):
         if self._pid != os.getpid():
             raise UsageError("this TCPStore was made before a fork, and its connection is the parent's: make a new one")
 
-    def begin(self, command: Command[Any], ticket: Ticket[Any], deadline: Deadline) -> int:
+    def begin(self, command: Command[Any], ticket: PendingRequest[Any], deadline: Deadline) -> int:
         number = 0
         try:
             with self.lock:
                 self._go_on()
                 ticket.command = command
                 number, message = self._conversation.ask(ticket)
-                messages, wire = [*self._conversation.take_out(), message], self._wire
+                messages, wire = [*self._conversation.data_to_send(), message], self._wire
             if wire is not None and message:
                 for each in messages:
                     self._send(wire, each, deadline)
@@ -118,7 +118,7 @@ class Connection(Reconnecting):
             wire, word = self._wire, self._conversation.confirm(number) if self._over is None else b""
         self._say(wire, word)
 
-    def _say(self, wire: Wire | None, word: bytes) -> None:
+    def _say(self, wire: BlockingSocket | None, word: bytes) -> None:
         """Have something sent that has no answer: next of all, and for certain unless the socket breaks first."""
         if wire is None or not word:
             return
@@ -132,7 +132,7 @@ class Connection(Reconnecting):
             if not isinstance(error, TimeoutError):
                 raise
 
-    def _send_words(self, wire: Wire) -> None:
+    def _send_words(self, wire: BlockingSocket) -> None:
         """Send what is to go next of all as soon as there is room for it, in a thread of its own."""
         with self.lock:
             if wire.attended:
@@ -144,9 +144,9 @@ class Connection(Reconnecting):
                 with self.lock:
                     wire.attended = bool(wire.words) and wire is self._wire
 
-    def _send(self, wire: Wire, message: bytes | Parcel, deadline: Deadline) -> None:
+    def _send(self, wire: BlockingSocket, message: bytes | ChunkedMessage, deadline: Deadline) -> None:
         """Send over a socket, if that is still the one: what is open is asked again over the next."""
-        if isinstance(message, Parcel):
+        if isinstance(message, ChunkedMessage):
             acquire(self._carrying, deadline)
             try:
                 self._send_in_pieces(wire, message, deadline)
@@ -155,7 +155,7 @@ class Connection(Reconnecting):
         else:
             self._send_together(wire, [message], deadline)
 
-    def _send_in_pieces(self, wire: Wire, parcel: Parcel, deadline: Deadline) -> None:
+    def _send_in_pieces(self, wire: BlockingSocket, parcel: ChunkedMessage, deadline: Deadline) -> None:
         """Send a long message; what others send passes between its pieces."""
         try:
             self._break_off(wire)  # where an interrupt kept another thread from it
@@ -168,22 +168,22 @@ class Connection(Reconnecting):
         finally:
             self._break_off(wire)
 
-    def _break_off(self, wire: Wire) -> None:
+    def _break_off(self, wire: BlockingSocket) -> None:
         """Have the store forget what it has of a long message, before the next one comes."""
         if wire.parcel is not None:
             self._say(wire, wire.parcel.end)
             wire.parcel = None
 
-    def _send_apart(self, wire: Wire, messages: list[bytes | Parcel]) -> None:
+    def _send_apart(self, wire: BlockingSocket, messages: list[bytes | ChunkedMessage]) -> None:
         """Send what is asked again, in a thread of its own: whoever reads has to read on meanwhile, or has to go."""
         with contextlib.suppress(TimeoutError, StoreConnectionError):  # whoever waits for the answer knows better
             self._send_words(wire)
             for message in messages:
-                if isinstance(message, Parcel):
+                if isinstance(message, ChunkedMessage):
                     self._send(wire, message, Deadline.never())
 
     def _send_together(
-        self, wire: Wire, messages: list[bytes], deadline: Deadline, parcel: Parcel | None = None
+        self, wire: BlockingSocket, messages: list[bytes], deadline: Deadline, parcel: ChunkedMessage | None = None
     ) -> None:
         """Send messages, a piece of ``parcel`` perhaps, behind the words that are to go next; or words alone, in time."""
         # Who has sent a piece and is back with the next waits for its turn behind those who have waited meanwhile.
@@ -202,7 +202,9 @@ class Connection(Reconnecting):
         finally:
             self._sending.release()
 
-    def _put_out(self, wire: Wire, messages: list[bytes], deadline: Deadline, parcel: Parcel | None) -> None:
+    def _put_out(
+        self, wire: BlockingSocket, messages: list[bytes], deadline: Deadline, parcel: ChunkedMessage | None
+    ) -> None:
         """The same for the one thread that sends."""
         try:
             words = list(wire.words)
@@ -212,14 +214,14 @@ class Connection(Reconnecting):
                 wire.parcel = parcel if parcel.is_under_way else None
         except BaseException as error:
             # Nobody knows how much has gone: after half a request, the store could not read another one.
-            self._lose(wire, f"a request could not be sent: {describe(error)}")
+            self._lose(wire, f"a request could not be sent: {describe_error(error)}")
             if not isinstance(error, OSError) or isinstance(error, TimeoutError):
                 raise
             self._go_on()
 
     # -- waiting: one leads, the others follow ------------------------------------------------------
 
-    def wait_for(self, ticket: Ticket[Any], deadline: Deadline) -> None:
+    def wait_for(self, ticket: PendingRequest[Any], deadline: Deadline) -> None:
         leads = False
         try:
             while True:
@@ -232,7 +234,7 @@ class Connection(Reconnecting):
                     else:
                         ticket.event = ticket.event or threading.Event()
                         ticket.event.clear()
-                        self._followers[ticket] = None
+                        self._standby[ticket] = None
                 if leads:
                     self._lead(ticket, deadline)
                     return
@@ -248,7 +250,7 @@ class Connection(Reconnecting):
                             self._led = leads = False
                         if self._closing.is_set() and not self._led:
                             self._drop()
-                        self._followers.pop(ticket, None)
+                        self._standby.pop(ticket, None)
                         self._promote()
                     break
                 except BaseException as error:
@@ -256,7 +258,7 @@ class Connection(Reconnecting):
             if interrupt is not None:
                 raise interrupt
 
-    def _lead(self, ticket: Ticket[Any], deadline: Deadline) -> None:
+    def _lead(self, ticket: PendingRequest[Any], deadline: Deadline) -> None:
         while not ticket.ready:
             wire = self._wire
             if wire is None:
@@ -264,7 +266,7 @@ class Connection(Reconnecting):
             else:
                 self._read(wire, deadline)
 
-    def _read(self, wire: Wire, deadline: Deadline) -> None:
+    def _read(self, wire: BlockingSocket, deadline: Deadline) -> None:
         """Hand out the answers that come next over a socket."""
         wire.wait(deadline)  # here nearly every interrupt comes, and costs nothing
         try:
@@ -273,34 +275,36 @@ class Connection(Reconnecting):
                 if wire is not self._wire:
                     return
                 self._conversation.receive(data)
-                more, lost = self._conversation.take_out(), self._conversation.lost
+                more, lost = self._conversation.data_to_send(), self._conversation.lost
                 if more:
-                    wire.words += [each for each in more if not isinstance(each, Parcel)]  # before it can be given up
+                    wire.words += [
+                        each for each in more if not isinstance(each, ChunkedMessage)
+                    ]  # before it can be given up
             if lost is not None:
                 self._break(lost)
                 return
             if more:
                 self._start(self._send_apart, wire, more)
         except OSError as error:
-            self._lose(wire, describe(error))
+            self._lose(wire, describe_error(error))
         except ProtocolError as error:
-            self._break(broken(self.where, describe(error)))
+            self._break(broken(self.where, describe_error(error)))
         except BaseException as error:  # what has been read is lost with it
-            self._lose(wire, f"reading was interrupted: {describe(error)}")
+            self._lose(wire, f"reading was interrupted: {describe_error(error)}")
             raise
 
     def _promote(self) -> None:
         """Wake one of those who wait, to lead if nobody does. The lock is held."""
         if self._led:
             return
-        for ticket in self._followers:
+        for ticket in self._standby:
             if not ticket.ready and ticket.event is not None:
                 ticket.event.set()
                 return
 
     # -- ends -------------------------------------------------------------------------------------
 
-    def _lose(self, wire: Wire, why: str) -> None:
+    def _lose(self, wire: BlockingSocket, why: str) -> None:
         """A socket is broken: who leads has another made, if there is a point in that."""
         with self.lock:
             if self._wire is not wire:

@@ -12,14 +12,14 @@ from asyncdist.base.auth import NONCE_NBYTES, Pushed, dial
 from asyncdist.base.deadline import Deadline
 from asyncdist.base.tls import TlsSocket
 from asyncdist.store.client.connect import connect, hung_up, tune, unknown
-from asyncdist.store.protocol.chunking import Parcel
+from asyncdist.store.protocol.chunking import ChunkedMessage
 
 _READ_NBYTES, _LONG_READ_NBYTES = 64 << 10, 1 << 20
 _LONGEST_POLL = (1 << 31) - 1
 """Milliseconds, 24 days: poll() takes a C int."""
 
 
-class Wire:
+class BlockingSocket:
     """A connected socket with deadlines. One thread may send while another one receives."""
 
     def __init__(self, sock: socket.socket, tls: TlsSocket | None = None) -> None:
@@ -34,7 +34,7 @@ class Wire:
         """Messages that go ahead of whatever is sent next."""
         self.attended = False
         """Whether a thread sends them as soon as there is room."""
-        self.parcel: Parcel | None = None
+        self.parcel: ChunkedMessage | None = None
         """What the store has a part of."""
 
     def secure(self, deadline: Deadline) -> None:
@@ -108,7 +108,7 @@ def _poll(poll: select.poll, deadline: Deadline) -> None:
             raise TimeoutError
 
 
-def open_wire(host: str, port: int, tls: ssl.SSLContext | None, deadline: Deadline) -> Wire:
+def open_blocking_socket(host: str, port: int, tls: ssl.SSLContext | None, deadline: Deadline) -> BlockingSocket:
     """Connect; TLS, which has no use within a host, is to be begun (`secure`).
 
     Raises OSError where another attempt may do better.
@@ -122,13 +122,13 @@ def open_wire(host: str, port: int, tls: ssl.SSLContext | None, deadline: Deadli
         secured = (
             None if tls is None or sock.family == socket.AF_UNIX else TlsSocket(sock, tls, serves=False, name=host)
         )
-        return Wire(sock, secured)
+        return BlockingSocket(sock, secured)
     except BaseException:
         sock.close()
         raise
 
 
-def shake_hands(wire: Wire, token: str | None, deadline: Deadline) -> bytes:
+def shake_hands(wire: BlockingSocket, token: str | None, deadline: Deadline) -> bytes:
     """Prove to each other that both hold the token; return what has come beyond that.
 
     Raises what `dial` does, TimeoutError, OSError, and CertificateError where a TLS alert is all that comes.

@@ -9,7 +9,7 @@ from asyncdist.store.protocol.c10d import MAGIC, U32, Code
 _PING = bytes([Code.VALIDATE]) + U32.pack(MAGIC) + bytes([Code.PING]) + U32.pack(MAGIC)
 
 
-def takes_torchs_clients(host: str, port: int, timeout: float) -> bool:
+def accepts_c10d_clients(host: str, port: int, timeout: float) -> bool:
     """Return whether what serves there answers a client of torch's TCPStore from here within ``timeout`` seconds.
 
     A store of ours that takes no such client from here (`c10d_policy`) hangs up instead.

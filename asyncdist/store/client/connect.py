@@ -13,7 +13,7 @@ from asyncdist.base import lifecycle
 from asyncdist.base.deadline import Deadline, Timeout
 from asyncdist.base.tls import refused
 from asyncdist.errors import AddressError, AsyncdistError, CertificateError, StoreConnectionError
-from asyncdist.store.protocol.client_protocol import Conversation
+from asyncdist.store.protocol.client_protocol import ClientProtocol
 
 log = logging.getLogger("asyncdist")
 
@@ -30,7 +30,7 @@ _DISBELIEVED = 8
 """How often in a row a store may hang up right after the TLS handshake: one that ends does so once or twice."""
 
 
-class TurnedAway(ConnectionResetError):
+class RejectedAfterTls(ConnectionResetError):
     """It hung up after the TLS handshake and before it said anything.
 
     With TLS 1.3 our side of the handshake is over before the store has looked at our certificate, and no more than this
@@ -43,14 +43,14 @@ class TurnedAway(ConnectionResetError):
         )
 
 
-class HungUp(ConnectionResetError):
+class ClosedByServer(ConnectionResetError):
     """It hung up before it said anything: a store that has too many connections, or is ending, cannot say more."""
 
     def __str__(self) -> str:
         return "it hung up before it said anything"
 
 
-class Persistence:
+class Backoff:
     """Trying again and again until a deadline, with pauses that double and are never equal for two ranks."""
 
     def __init__(self, host: str, port: int, timeout: Timeout) -> None:
@@ -73,8 +73,8 @@ class Persistence:
         if isinstance(error, socket.gaierror) and not isinstance(self._reason, socket.gaierror):
             # At once, so that who has misspelled it need not wait until we give up.
             grace = f"trying on for up to {NAME_GRACE:.0f} s"
-            log.warning("host %r does not resolve (%s): %s", self.host, describe(error), grace)
-        self._turned_away = self._turned_away + 1 if isinstance(error, TurnedAway) else 0
+            log.warning("host %r does not resolve (%s): %s", self.host, describe_error(error), grace)
+        self._turned_away = self._turned_away + 1 if isinstance(error, RejectedAfterTls) else 0
         if self._turned_away == _DISBELIEVED:
             times = f"{_DISBELIEVED} times in a row"
             raise CertificateError(f"it hung up after the handshake, {times}: see its log") from error
@@ -87,30 +87,30 @@ class Persistence:
         if left <= 0:
             advice = (
                 "it may have as many connections as its ASYNCDIST_STORE_MAX_CONNECTIONS allows; see its log"
-                if isinstance(error, HungUp)
+                if isinstance(error, ClosedByServer)
                 else "see whether it was started, whether host and port are right, and whether a firewall is between"
             )
             raise StoreConnectionError(
-                f"no store answered at {self.where} within {spent:.1f} s ({describe(error)}): {advice}"
+                f"no store answered at {self.where} within {spent:.1f} s ({describe_error(error)}): {advice}"
             ) from error
         pause = self._pause * random.uniform(0.5, 1.0)
         self._pause = min(2 * self._pause, LONGEST_PAUSE)
         return min(pause, left)
 
 
-class Redial:
+class ReconnectPolicy:
     """Another connection where one has broken: whether there is a point in it, and when to try.
 
     Each is tried for ``patience`` seconds. One that breaks at once was made in vain, as what we ask for may be what breaks
     it: the next one takes what patience was left.
     """
 
-    def __init__(self, conversation: Conversation, host: str, port: int, patience: float) -> None:
+    def __init__(self, conversation: ClientProtocol, host: str, port: int, patience: float) -> None:
         self._conversation = conversation
         self._host, self._port, self._patience = host, port, patience
         self._why = ""
         self._made = -math.inf
-        self._persistence: Persistence | None = None
+        self._persistence: Backoff | None = None
         self.due = Deadline.never()
         """When the next attempt is to begin."""
 
@@ -126,10 +126,10 @@ class Redial:
         return None
 
     @property
-    def persistence(self) -> Persistence:
+    def persistence(self) -> Backoff:
         """That of the attempts. It begins with the first: threads may not need the store for long."""
         if self._persistence is None:
-            self._persistence = Persistence(self._host, self._port, self._patience)
+            self._persistence = Backoff(self._host, self._port, self._patience)
         return self._persistence
 
     def succeeded(self) -> None:
@@ -152,15 +152,17 @@ class Redial:
 
 def unknown(error: OSError | UnicodeError) -> socket.gaierror:
     """Return the error of a look-up: also one that took too long, or of a label that no name can have."""
-    return error if isinstance(error, socket.gaierror) else socket.gaierror(socket.EAI_NONAME, describe(error))
+    return error if isinstance(error, socket.gaierror) else socket.gaierror(socket.EAI_NONAME, describe_error(error))
 
 
 def unresolved(host: str, error: OSError | UnicodeError) -> AddressError:
     """Return what the user gets to see of a look-up that failed."""
-    return AddressError(f"host {host!r} does not resolve ({describe(error)}): check its spelling, or give an address")
+    return AddressError(
+        f"host {host!r} does not resolve ({describe_error(error)}): check its spelling, or give an address"
+    )
 
 
-def describe(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Return an exception in a few words for use inside a sentence."""
     return str(getattr(error, "strerror", None) or str(error) or type(error).__name__)
 
@@ -173,10 +175,10 @@ def first_line(error: BaseException) -> str:
 def hung_up(error: Exception | None, *, secured: bool) -> Exception:
     """Return the error of those on whom a store hung up before it said anything, or after no more than TLS."""
     if not secured:
-        return HungUp()
+        return ClosedByServer()
     if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):
         return refused(error)
-    return TurnedAway()
+    return RejectedAfterTls()
 
 
 def broken(where: str, why: str) -> StoreConnectionError:

@@ -23,11 +23,11 @@ from typing import Any
 
 from asyncdist.base.deadline import Deadline
 from asyncdist.errors import ProtocolError, StoreError, UsageError
-from asyncdist.store.client.local import DEFAULT_TIMEOUT, LocalDesk, LocalStore
+from asyncdist.store.client.local import DEFAULT_TIMEOUT, LocalClient, LocalStore
 from asyncdist.store.client.locked_file import SharedFile
-from asyncdist.store.client.pending import Ticket
+from asyncdist.store.client.pending import PendingRequest
 from asyncdist.store.persistence import log_format
-from asyncdist.store.persistence.log_format import Record
+from asyncdist.store.persistence.log_format import LogRecord
 from asyncdist.store.protocol.operations import Client, Op, Reply
 
 _READ_ONLY = frozenset((Op.GET, Op.WAIT, Op.CHECK, Op.NUM_KEYS, Op.MULTI_GET, Op.LIST_KEYS, Op.QUEUE_LEN, Op.WATCH))
@@ -39,7 +39,7 @@ _READERS = "\0readers"
 """The client under whose name this process's reading requests wait; it is in nobody's log."""
 
 
-class FileDesk(LocalDesk):
+class FileClient(LocalClient):
     """A replica of the state in a file, and our tickets there."""
 
     def __init__(self, path: Path) -> None:
@@ -71,7 +71,7 @@ class FileDesk(LocalDesk):
         if op in _READ_ONLY:
             self.look()
             return self.state.execute(_READERS, number, op, args)
-        return self._log(Record(self.name, number, op, args))
+        return self._log(LogRecord(self.name, number, op, args))
 
     def withdraw(self, number: int, op: Op) -> list[Reply]:
         if op in _READ_ONLY:
@@ -79,9 +79,9 @@ class FileDesk(LocalDesk):
         return self.execute(number, Op.CANCEL, (number,))
 
     def leave(self) -> None:
-        self._log(Record(self.name, 0, Op.LEAVE, ()))
+        self._log(LogRecord(self.name, 0, Op.LEAVE, ()))
 
-    def wait_for(self, ticket: Ticket[Any], deadline: Deadline) -> None:
+    def wait_for(self, ticket: PendingRequest[Any], deadline: Deadline) -> None:
         pause, roll_call = _FIRST_PAUSE, time.monotonic()
         with self.lock:
             event = self.event_of(ticket)
@@ -106,7 +106,7 @@ class FileDesk(LocalDesk):
         with self._file.locked(shared=True):
             self._read()
 
-    def _log(self, record: Record) -> list[Reply]:
+    def _log(self, record: LogRecord) -> list[Reply]:
         body = log_format.encode_record(record)
         with self._file.locked():
             self._read()
@@ -144,7 +144,7 @@ class FileDesk(LocalDesk):
     def _damaged(self, why: str) -> ProtocolError:
         return ProtocolError(f"{self.path} is no file of a store, or damaged ({why}): remove it, or name another")
 
-    def _replay(self, record: Record) -> list[Reply]:
+    def _replay(self, record: LogRecord) -> list[Reply]:
         if not self._file.locks_reach_other_hosts and record.member[0].split()[0] != self.name[0].split()[0]:
             raise StoreError(
                 f"{self.path} is used by hosts whose locks do not exclude each other: mount it without nolock and "
@@ -159,14 +159,14 @@ class FileDesk(LocalDesk):
         """Say of members of this host that died that they have left."""
         for member in self.state.clients:
             if isinstance(member, tuple) and member != self.name and _is_dead(member):
-                self.deliver(self._log(Record(member, 0, Op.LEAVE, ())))
+                self.deliver(self._log(LogRecord(member, 0, Op.LEAVE, ())))
 
     # -- ends -------------------------------------------------------------------------------------
 
     def join(self) -> None:
         """Have ourselves counted."""
         with self.lock:
-            self._log(Record(self.name, -1, Op.SUBSCRIBE, (_MEMBERS,)))
+            self._log(LogRecord(self.name, -1, Op.SUBSCRIBE, (_MEMBERS,)))
 
     def close_file(self, world_size: int) -> None:
         """Leave, remove the file if all ``world_size`` members have been here and none is left, and close it."""
@@ -196,10 +196,10 @@ class FileStore(LocalStore):
     """
 
     def __init__(self, file_name: str | os.PathLike[str], world_size: int = -1) -> None:
-        desk = FileDesk(Path(file_name))
+        desk = FileClient(Path(file_name))
         super().__init__(desk, DEFAULT_TIMEOUT)
         self._path = desk.path
-        self._finalizer = weakref.finalize(self, FileDesk.close_file, desk, world_size)
+        self._finalizer = weakref.finalize(self, FileClient.close_file, desk, world_size)
         if world_size > 0:
             desk.join()
 

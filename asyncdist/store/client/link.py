@@ -1,4 +1,4 @@
-"""One awaited connection to a store: bytes between a transport and a `Conversation`, and how it comes about."""
+"""One awaited connection to a store: bytes between a transport and a `ClientProtocol`, and how it comes about."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from asyncdist.base import lifecycle
 from asyncdist.base.auth import NONCE_NBYTES, Pushed, dial
 from asyncdist.base.tls import refused
 from asyncdist.errors import AuthenticationError, ProtocolError
-from asyncdist.store.client.connect import Persistence, describe, hung_up, tune, unknown
-from asyncdist.store.protocol.chunk_sender import Carrier
-from asyncdist.store.protocol.chunking import Parcel
-from asyncdist.store.protocol.client_protocol import Conversation
+from asyncdist.store.client.connect import Backoff, describe_error, hung_up, tune, unknown
+from asyncdist.store.protocol.chunk_sender import ChunkSender
+from asyncdist.store.protocol.chunking import ChunkedMessage
+from asyncdist.store.protocol.client_protocol import ClientProtocol
 from asyncdist.store.protocol.codec import framed
 from asyncdist.store.server.connection import descriptor_of
 
@@ -26,18 +26,18 @@ _BATCH_NBYTES = 8 << 10
 
 
 async def reach(
-    conversation: Conversation,
+    conversation: ClientProtocol,
     token: str | None,
-    persistence: Persistence,
-    lost: Callable[[Link, str, bool], None],
+    persistence: Backoff,
+    lost: Callable[[StoreConnection, str, bool], None],
     tls: ssl.SSLContext | None = None,
-) -> Link:
+) -> StoreConnection:
     """Make one attempt to go on with a conversation. Raises OSError where another attempt may do better.
 
     ``lost(link, why, for_good)`` is called when the connection that was made is over, not for one that was not.
     """
     loop = asyncio.get_running_loop()
-    link = Link(conversation, token)
+    link = StoreConnection(conversation, token)
     try:
         async with asyncio.timeout(persistence.attempt().remaining_or_none()):
             if persistence.host.startswith("/"):
@@ -58,10 +58,10 @@ async def reach(
     return link
 
 
-class Link(asyncio.Protocol):
+class StoreConnection(asyncio.Protocol):
     """A connection to the store."""
 
-    def __init__(self, conversation: Conversation, token: str | None) -> None:
+    def __init__(self, conversation: ClientProtocol, token: str | None) -> None:
         loop = asyncio.get_running_loop()
         self.greeted: asyncio.Future[None] = loop.create_future()
         self.greeted.add_done_callback(lambda greeted: greeted.cancelled() or greeted.exception())
@@ -73,13 +73,13 @@ class Link(asyncio.Protocol):
         self._secured = False
         self._unheard = True  # nothing has come yet but TLS
         self._conversation = conversation
-        self._tell: Callable[[Link, str, bool], None] | None = None
+        self._tell: Callable[[StoreConnection, str, bool], None] | None = None
         self._why: str | None = None
         self._corked = False
         self._out: list[bytes] = []
         self._out_nbytes = 0
 
-    def begin(self, lost: Callable[[Link, str, bool], None]) -> None:
+    def begin(self, lost: Callable[[StoreConnection, str, bool], None]) -> None:
         """Say who we are, and go on from there."""
         if self._transport is None:
             raise ConnectionResetError("it hung up after it had said hello")
@@ -92,7 +92,7 @@ class Link(asyncio.Protocol):
         transport = cast(asyncio.Transport, transport)  # which uvloop's is in all but its bases
         self._transport = transport
         lifecycle.close_in_children(self)
-        self._carrier = Carrier(transport.write, self._conversation.is_open)
+        self._carrier = ChunkSender(transport.write, self._conversation.is_open)
         self._secured = transport.get_extra_info("sslcontext") is not None
         tune(transport.get_extra_info("socket"))
         self._greeting = Pushed(dial(self._token, "store", os.urandom(NONCE_NBYTES)), transport.write)
@@ -115,7 +115,7 @@ class Link(asyncio.Protocol):
             self.abort()
             return
         if conversation.has_more:
-            for message in conversation.take_out():
+            for message in conversation.data_to_send():
                 self.send(message)
         elif conversation.lost is not None:
             self.abort()
@@ -126,14 +126,14 @@ class Link(asyncio.Protocol):
         self._transport = None
         self._carrier.drop()
         if not self.greeted.done():
-            why = f": {describe(exc)}" if exc else ""
+            why = f": {describe_error(exc)}" if exc else ""
             halfway = ConnectionResetError(f"it hung up while we said hello{why}")
             self.greeted.set_exception(hung_up(exc, secured=self._secured) if self._unheard else halfway)
         if not self._gone.done():
             self._gone.set_result(None)
         if self._tell is not None:
             self._conversation.interrupted()
-            self._tell(self, self._why or (describe(exc) if exc else "it hung up"), self._why is not None)
+            self._tell(self, self._why or (describe_error(exc) if exc else "it hung up"), self._why is not None)
 
     def pause_writing(self) -> None:
         self._carrier.pause()
@@ -147,11 +147,11 @@ class Link(asyncio.Protocol):
 
     # -- what the store calls ---------------------------------------------------------------------
 
-    def send(self, message: bytes | Parcel) -> None:
+    def send(self, message: bytes | ChunkedMessage) -> None:
         """Send at once what comes first in an iteration of the loop, the rest of it together, in pieces what is long."""
         if self._transport is None or not message:
             return
-        if isinstance(message, Parcel):
+        if isinstance(message, ChunkedMessage):
             self._carrier.send(message)
             return
         if not self._corked:

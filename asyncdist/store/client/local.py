@@ -8,23 +8,23 @@ from typing import Any, TypeVar
 from asyncdist.base.deadline import Deadline, Timeout, seconds
 from asyncdist.errors import StoreConnectionError
 from asyncdist.store.base import Store, Subscription, Watch
-from asyncdist.store.client.pending import Changes, Desk, DeskStream, Messages, Ticket
+from asyncdist.store.client.pending import BlockingClient, ClientStream, PendingRequest, SubscriptionBuffer, WatchBuffer
 from asyncdist.store.protocol import operations
 from asyncdist.store.protocol.client_protocol import refusal
-from asyncdist.store.protocol.operations import BLOCKING, STREAMS, Client, Command, Kind, Op, Reply
+from asyncdist.store.protocol.operations import BLOCKING, STREAMS, Client, Command, Op, OperationKind, Reply
 from asyncdist.store.state.machine import StoreState
 
 DEFAULT_TIMEOUT = 300.0
 T = TypeVar("T")
 
 
-class LocalDesk(Desk):
+class LocalClient(BlockingClient):
     """A state machine, executed by whichever thread asks."""
 
     def __init__(self) -> None:
         super().__init__()
         self.state = StoreState()
-        self._tickets: dict[int, tuple[Op, Ticket[Any]]] = {}
+        self._tickets: dict[int, tuple[Op, PendingRequest[Any]]] = {}
         self._last = 0
         self._over: StoreConnectionError | None = None
 
@@ -38,7 +38,7 @@ class LocalDesk(Desk):
         """Return the client under whose name we ask for ``op``."""
         return "threads of this process"
 
-    def wait_for(self, ticket: Ticket[Any], deadline: Deadline) -> None:
+    def wait_for(self, ticket: PendingRequest[Any], deadline: Deadline) -> None:
         with self.lock:
             event = self.event_of(ticket)
         if not event.wait(deadline.remaining_or_none()):
@@ -46,7 +46,7 @@ class LocalDesk(Desk):
 
     # -- what both do -----------------------------------------------------------------------------
 
-    def event_of(self, ticket: Ticket[Any]) -> threading.Event:
+    def event_of(self, ticket: PendingRequest[Any]) -> threading.Event:
         """Return the event that is set when ``ticket`` is ready. The lock is held."""
         if ticket.event is None:
             ticket.event = threading.Event()
@@ -54,7 +54,7 @@ class LocalDesk(Desk):
             ticket.event.set()
         return ticket.event
 
-    def begin(self, command: Command[Any], ticket: Ticket[Any], deadline: Deadline) -> int:
+    def begin(self, command: Command[Any], ticket: PendingRequest[Any], deadline: Deadline) -> int:
         with self.lock:
             if self._over is not None:
                 raise StoreConnectionError(*self._over.args)
@@ -89,12 +89,12 @@ class LocalDesk(Desk):
             op, ticket = self._tickets.get(number, (None, None))
             if ticket is None:
                 continue
-            if kind is Kind.PUBLISHED:
+            if kind is OperationKind.PUBLISHED:
                 ticket.publish(value)
                 continue
-            if op not in STREAMS or kind is Kind.REFUSED:
+            if op not in STREAMS or kind is OperationKind.REFUSED:
                 del self._tickets[number]
-            if kind is Kind.RESULT:
+            if kind is OperationKind.RESULT:
                 ticket.resolve(value)
             else:
                 ticket.reject(refusal(*value))
@@ -116,7 +116,7 @@ class LocalDesk(Desk):
 class LocalStore(Store):
     """A blocking store at a desk of this process."""
 
-    def __init__(self, desk: LocalDesk, timeout: Timeout) -> None:
+    def __init__(self, desk: LocalClient, timeout: Timeout) -> None:
         super().__init__(timeout)
         self._desk = desk
 
@@ -124,10 +124,10 @@ class LocalStore(Store):
         return self._desk.perform(command, self._timeout if timeout is None else seconds(timeout))
 
     def subscribe(self, channel: str) -> Subscription:
-        return DeskStream(self._desk, operations.subscribe(channel), Messages(), self._timeout, store=self)
+        return ClientStream(self._desk, operations.subscribe(channel), SubscriptionBuffer(), self._timeout, store=self)
 
     def watch(self, key: str) -> Watch:
-        return DeskStream(self._desk, operations.watch(key), Changes(), self._timeout, store=self)
+        return ClientStream(self._desk, operations.watch(key), WatchBuffer(), self._timeout, store=self)
 
     def close(self) -> None:
         self._desk.close()
@@ -137,4 +137,4 @@ class HashStore(LocalStore):
     """A store in this process's memory, for any number of its threads; torch's HashStore by name and methods."""
 
     def __init__(self) -> None:
-        super().__init__(LocalDesk(), DEFAULT_TIMEOUT)
+        super().__init__(LocalClient(), DEFAULT_TIMEOUT)

@@ -1,6 +1,6 @@
 """Where threads ask and wait for a blocking store's answers: what TCPStore, HashStore and FileStore have in common.
 
-A thread draws a `Ticket`, and waits until it is ready. How it waits is each desk's own: one reads a socket for all, one
+A thread draws a `PendingRequest`, and waits until it is ready. How it waits is each desk's own: one reads a socket for all, one
 sleeps until another thread has served it, one looks into a file from time to time.
 """
 
@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 
 from asyncdist.base.deadline import Deadline, Timeout, seconds
 from asyncdist.errors import StoreTimeoutError
-from asyncdist.store.base import Stream
+from asyncdist.store.base import BlockingStream
 from asyncdist.store.protocol import operations
 from asyncdist.store.protocol.operations import Command, Op
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 _NOTHING = operations.wait([])
 
 
-class Ticket(Generic[T]):
+class PendingRequest(Generic[T]):
     """What one thread waits for. Changed under its desk's lock only."""
 
     __slots__ = ("command", "error", "event", "ready", "value")
@@ -73,18 +73,18 @@ def acquire(lock: threading.RLock, deadline: Deadline) -> None:
         raise TimeoutError
 
 
-class Desk(ABC):
+class BlockingClient(ABC):
     """One client of a store, used by any number of threads."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
 
     @abstractmethod
-    def begin(self, command: Command[Any], ticket: Ticket[Any], deadline: Deadline) -> int:
+    def begin(self, command: Command[Any], ticket: PendingRequest[Any], deadline: Deadline) -> int:
         """Ask for ``command`` and return the request's number. Raises TimeoutError."""
 
     @abstractmethod
-    def wait_for(self, ticket: Ticket[Any], deadline: Deadline) -> None:
+    def wait_for(self, ticket: PendingRequest[Any], deadline: Deadline) -> None:
         """Return when ``ticket`` is ready. Raises TimeoutError."""
 
     @abstractmethod
@@ -101,13 +101,13 @@ class Desk(ABC):
 
     def perform(self, command: Command[T], limit: float) -> T:
         """Carry out a command within ``limit`` seconds and return its result."""
-        ticket: Ticket[T] = Ticket()
+        ticket: PendingRequest[T] = PendingRequest()
         self.settle(command, ticket, limit)
         if ticket.error is not None:
             raise ticket.error
         return ticket.value
 
-    def settle(self, command: Command[Any], ticket: Ticket[Any], limit: float) -> int:
+    def settle(self, command: Command[Any], ticket: PendingRequest[Any], limit: float) -> int:
         deadline = Deadline.after(limit)
         number = 0
         try:
@@ -124,7 +124,7 @@ class Desk(ABC):
             raise
         return number
 
-    def take(self, arrivals: Arrivals[T], deadline: Deadline) -> T:
+    def take(self, arrivals: StreamBuffer[T], deadline: Deadline) -> T:
         """Return what a stream has next. Raises TimeoutError."""
         acquire(arrivals.taking, deadline)
         try:
@@ -140,7 +140,7 @@ class Desk(ABC):
 # -- what comes again and again ----------------------------------------------------------------------
 
 
-class Arrivals(Ticket[Any], Generic[T]):
+class StreamBuffer(PendingRequest[Any], Generic[T]):
     """The ticket of a stream: ready when it has begun, later when something is there to be taken or it has ended."""
 
     __slots__ = ("taking", "waiting")
@@ -161,7 +161,7 @@ class Arrivals(Ticket[Any], Generic[T]):
         return self.ready
 
 
-class Messages(Arrivals[bytes]):
+class SubscriptionBuffer(StreamBuffer[bytes]):
     """The ticket of a subscription."""
 
     __slots__ = ()
@@ -171,7 +171,7 @@ class Messages(Arrivals[bytes]):
         self._wake()
 
 
-class Changes(Arrivals[bytes | None]):
+class WatchBuffer(StreamBuffer[bytes | None]):
     """The ticket of a watch: of the values not taken yet only the newest is kept."""
 
     __slots__ = ("_last",)
@@ -195,14 +195,14 @@ class Changes(Arrivals[bytes | None]):
             self._wake()
 
 
-class DeskStream(Stream[T]):
+class ClientStream(BlockingStream[T]):
     """A stream at a desk; with ``owned``, at one of its own that it closes in the end. Keeps ``store`` alive."""
 
     def __init__(
         self,
-        desk: Desk,
+        desk: BlockingClient,
         command: Command[Any],
-        arrivals: Arrivals[T],
+        arrivals: StreamBuffer[T],
         limit: float,
         *,
         store: object,

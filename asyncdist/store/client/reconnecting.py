@@ -16,16 +16,16 @@ from asyncdist.base.deadline import Deadline, Timeout
 from asyncdist.base.tls import client_context
 from asyncdist.config import Config
 from asyncdist.errors import AsyncdistError, StoreConnectionError
-from asyncdist.store.client.blocking_socket import Wire, open_wire, shake_hands
-from asyncdist.store.client.connect import Persistence, Redial
-from asyncdist.store.client.pending import Desk
-from asyncdist.store.protocol.client_protocol import IDENTITY_NBYTES, Conversation
+from asyncdist.store.client.blocking_socket import BlockingSocket, open_blocking_socket, shake_hands
+from asyncdist.store.client.connect import Backoff, ReconnectPolicy
+from asyncdist.store.client.pending import BlockingClient
+from asyncdist.store.protocol.client_protocol import IDENTITY_NBYTES, ClientProtocol
 from asyncdist.store.protocol.codec import framed
 
 T = TypeVar("T")
 
 
-class Reconnecting(Desk):
+class Reconnecting(BlockingClient):
     """A desk whose conversation goes over one socket, and the next when that breaks."""
 
     def __init__(self, host: str, port: int, token: str | None, config: Config) -> None:
@@ -33,11 +33,11 @@ class Reconnecting(Desk):
         self.where = f"{host}:{port}"
         self._host, self._port, self._token, self._config = host, port, token, config
         self._tls = client_context(config)
-        self._conversation = Conversation(self.where, config.store_lease, os.urandom(IDENTITY_NBYTES))
-        self._wire: Wire | None = None
-        self._half_made: Wire | None = None
-        self._broken: list[Wire] = []  # which a thread may still be in
-        self._redial = Redial(self._conversation, host, port, config.store_reconnect)
+        self._conversation = ClientProtocol(self.where, config.store_lease, os.urandom(IDENTITY_NBYTES))
+        self._wire: BlockingSocket | None = None
+        self._half_made: BlockingSocket | None = None
+        self._broken: list[BlockingSocket] = []  # which a thread may still be in
+        self._redial = ReconnectPolicy(self._conversation, host, port, config.store_reconnect)
         self._redialled: threading.Event | None = None  # while a thread connects again
         self._sending = threading.RLock()
         self._over: StoreConnectionError | None = None
@@ -61,7 +61,7 @@ class Reconnecting(Desk):
 
     def reach(self, timeout: Timeout) -> None:
         """Connect, trying again while nothing answers."""
-        persistence = Persistence(self._host, self._port, timeout)
+        persistence = Backoff(self._host, self._port, timeout)
         while True:
             try:
                 self._attempt(persistence)
@@ -69,11 +69,11 @@ class Reconnecting(Desk):
             except OSError as error:
                 self._closing.wait(persistence.pause_after(error))
 
-    def _attempt(self, persistence: Persistence) -> None:
+    def _attempt(self, persistence: Backoff) -> None:
         """Try once to connect. Raises OSError where another attempt may do better."""
         self._go_on()
         deadline = persistence.attempt()
-        wire = open_wire(persistence.host, persistence.port, self._tls, deadline)
+        wire = open_blocking_socket(persistence.host, persistence.port, self._tls, deadline)
         try:
             with self.lock:
                 self._go_on()
@@ -93,7 +93,7 @@ class Reconnecting(Desk):
             wire.close()
             raise
 
-    def _greet(self, wire: Wire, deadline: Deadline) -> None:
+    def _greet(self, wire: BlockingSocket, deadline: Deadline) -> None:
         """Shake hands and read the server's hello."""
         hello = shake_hands(wire, self._token, deadline)
         while True:

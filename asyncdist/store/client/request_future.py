@@ -15,14 +15,14 @@ _TICK = 0.001
 """Seconds between two looks at all requests, at least."""
 
 
-class Line(Protocol):
+class RequestChannel(Protocol):
     """What requests go over."""
 
     def give_up(self, number: int) -> None:
         """Forget a request."""
 
 
-class Asked(asyncio.Future[T]):
+class RequestFuture(asyncio.Future[T]):
     """A request that has been sent, to be awaited for its answer; who cancels it gives the request up.
 
     A future and no coroutine: it is under way, and a thousand of them cost no task each. ``deadline`` is in the loop's
@@ -31,7 +31,9 @@ class Asked(asyncio.Future[T]):
 
     __slots__ = ("command", "deadline", "limit", "line", "number")
 
-    def __init__(self, command: Command[T], limit: float, line: Line, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, command: Command[T], limit: float, line: RequestChannel, loop: asyncio.AbstractEventLoop
+    ) -> None:
         super().__init__(loop=loop)
         self.command = command
         self.limit = limit
@@ -73,7 +75,7 @@ class Asked(asyncio.Future[T]):
         return f"<a future, {self.command.name}{about}, that is {state}: await it as it is, it needs no task>"
 
 
-class Limits:
+class DeadlineTimer:
     """The time limits of all requests that are open, which ``open_requests`` returns, among others that have none.
 
     There is one timer, set for the earliest. It is not touched when requests come and go, which most do long before their
@@ -106,7 +108,7 @@ class Limits:
         self.cancel()
         now, earliest = self._loop.time(), inf
         for asked in list(self._open_requests()):
-            if not isinstance(asked, Asked):
+            if not isinstance(asked, RequestFuture):
                 continue
             if asked.deadline <= now:
                 asked.expire()

@@ -8,12 +8,12 @@ from typing import Any, TypeVar
 from asyncdist.base.deadline import Timeout, seconds
 from asyncdist.config import Config
 from asyncdist.errors import AddressError, StoreTimeoutError
-from asyncdist.store.base import Store, Stream, Subscription, Watch
-from asyncdist.store.client.blocking import Connection
-from asyncdist.store.client.pending import Arrivals, Changes, DeskStream, Messages
+from asyncdist.store.base import BlockingStream, Store, Subscription, Watch
+from asyncdist.store.client.blocking import BlockingConnection
+from asyncdist.store.client.pending import ClientStream, StreamBuffer, SubscriptionBuffer, WatchBuffer
 from asyncdist.store.protocol import operations
 from asyncdist.store.protocol.operations import Command
-from asyncdist.store.server.embedded import Embedded
+from asyncdist.store.server.embedded import EmbeddedServer
 
 T = TypeVar("T")
 
@@ -53,10 +53,10 @@ class TCPStore(Store):
         config = config or Config.from_environment()
         self._token = config.token if token is None else token
         self._host = host_name
-        self._server: Embedded | None = None
+        self._server: EmbeddedServer | None = None
         if is_master:
             try:
-                self._server = Embedded(host_name, port, token=self._token, config=config, fd=master_listen_fd)
+                self._server = EmbeddedServer(host_name, port, token=self._token, config=config, fd=master_listen_fd)
                 port = self._server.port
             except AddressError:
                 if not multi_tenant or port == 0:
@@ -64,8 +64,8 @@ class TCPStore(Store):
         self._port = port
         try:
             reached = self._server.reachable_host if self._server is not None else host_name
-            self._connection = Connection.open(reached, port, self._token, timeout, config)
-            self._finalizer = weakref.finalize(self, Connection.close, self._connection)
+            self._connection = BlockingConnection.open(reached, port, self._token, timeout, config)
+            self._finalizer = weakref.finalize(self, BlockingConnection.close, self._connection)
             if world_size is not None and world_size > 0 and wait_for_workers:
                 self._meet(world_size, is_master)
         except BaseException:
@@ -98,16 +98,16 @@ class TCPStore(Store):
 
     def subscribe(self, channel: str) -> Subscription:
         """Start to listen to a channel, over a connection of its own: messages not yet read hold up nothing else."""
-        return self._apart(operations.subscribe(channel), Messages())
+        return self._apart(operations.subscribe(channel), SubscriptionBuffer())
 
     def watch(self, key: str) -> Watch:
         """Watch a key, over a connection of its own."""
-        return self._apart(operations.watch(key), Changes())
+        return self._apart(operations.watch(key), WatchBuffer())
 
-    def _apart(self, command: Command[Any], arrivals: Arrivals[T]) -> Stream[T]:
+    def _apart(self, command: Command[Any], arrivals: StreamBuffer[T]) -> BlockingStream[T]:
         connection = self._connection.another(self._timeout)
         try:
-            return DeskStream(connection, command, arrivals, self._timeout, store=self, owned=True)
+            return ClientStream(connection, command, arrivals, self._timeout, store=self, owned=True)
         except BaseException:
             connection.close()
             raise

@@ -27,8 +27,8 @@ import msgpack
 
 from asyncdist.errors import ProtocolError
 from asyncdist.store.protocol.chunking import LONG_NBYTES
-from asyncdist.store.protocol.operations import Kind, Reason, Reply
-from asyncdist.store.state.model import ENTRY_NBYTES, Contents, Refused, cost_of, extend, growth
+from asyncdist.store.protocol.operations import OperationKind, Reason, Reply
+from asyncdist.store.state.model import ENTRY_NBYTES, Contents, RequestRefused, cost_of, extend, growth
 
 _CHUNK_COUNT, _CHUNK_NBYTES = 500, 1 << 20
 _BIN32 = b"\xc6"
@@ -86,7 +86,7 @@ class _Body:
         return pieces
 
 
-class Book:
+class ChangeLog:
     """A store's ledger: counts what is held, refuses more than ``max_nbytes`` (0: no limit), and writes down what changes.
 
     ``wake`` is called when there is something to `take` after there was nothing; without it nothing is written down.
@@ -134,7 +134,7 @@ class Book:
     def check_room(self, nbytes: int) -> None:
         held = self.nbytes + self._arriving_nbytes
         if self._max_nbytes and nbytes > 0 and held + nbytes > self._max_nbytes:
-            raise Refused(
+            raise RequestRefused(
                 Reason.FULL,
                 f"the store holds {held} bytes and takes {self._max_nbytes}, too few for {nbytes} more: delete keys that "
                 "nobody needs, or raise --max-memory (ASYNCDIST_STORE_MAX_NBYTES) where the store runs",
@@ -252,7 +252,7 @@ def _replay_of_client(change: list[Any], contents: Contents) -> None:
         case [Change.ARRIVED, bytes(identity), float(lease)]:
             contents.members[identity] = (lease, {}, 0)
         case [Change.ANSWERED, bytes(identity), int(request), int(kind), value]:
-            contents.members[identity][1][request] = (Kind(kind), value)
+            contents.members[identity][1][request] = (OperationKind(kind), value)
         case [Change.RECEIVED, bytes(identity), int(before)]:
             _let_go(contents.members[identity][1], before)
         case [Change.DROPPED, bytes(identity), int(last)]:

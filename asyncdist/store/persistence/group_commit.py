@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncdist.errors import JournalError
-from asyncdist.store.persistence.change_log import Book
+from asyncdist.store.persistence.change_log import ChangeLog
 from asyncdist.store.persistence.journal import Journal
 from asyncdist.store.protocol.codec import message_limit
 from asyncdist.store.state.model import Contents
-from asyncdist.store.state.sessions import Member
+from asyncdist.store.state.sessions import ClientSession
 
 if TYPE_CHECKING:
-    from asyncdist.store.server.connection import Connection
+    from asyncdist.store.server.connection import ServerConnection
     from asyncdist.store.server.server import StoreServer
 
 logger = logging.getLogger(__name__)
@@ -51,19 +51,19 @@ class Fsync(StrEnum):
     """When the kernel likes; it is the kernel's before it is acknowledged, and survives the daemon."""
 
 
-class Durability:
+class GroupCommit:
     """The journal of one server. ``failure`` is done, with a JournalError, when it cannot be written any more."""
 
     def __init__(self, server: StoreServer, journal: Journal, policy: Fsync) -> None:
         self.journal = journal
         self.policy = policy
-        self.book = Book(max_nbytes=server.config.store_max_nbytes, wake=self._wake)
+        self.book = ChangeLog(max_nbytes=server.config.store_max_nbytes, wake=self._wake)
         self._server = server
         self._loop = asyncio.get_running_loop()
         self.failure: asyncio.Future[None] = self._loop.create_future()
         self.failure.add_done_callback(lambda failure: failure.cancelled() or failure.exception())
         self.num_commits = self.num_snapshots = 0
-        self._held: list[tuple[Connection, bytes]] = []
+        self._held: list[tuple[ServerConnection, bytes]] = []
         self._writing: asyncio.Future[Any] | None = None
         self._syncing: asyncio.Future[Any] | None = None
         self._snapshot: asyncio.Future[Any] | None = None
@@ -77,7 +77,7 @@ class Durability:
         self._look: asyncio.TimerHandle | None = None
 
     @classmethod
-    async def open(cls, server: StoreServer, folder: Path, policy: Fsync) -> Durability:
+    async def open(cls, server: StoreServer, folder: Path, policy: Fsync) -> GroupCommit:
         """Put what ``folder`` holds into the server's state, and from now on its changes there. Raises JournalError."""
         journal = await asyncio.to_thread(Journal, folder, compact_nbytes=server.config.store_compact_nbytes)
         durability = cls(server, journal, policy)
@@ -98,7 +98,7 @@ class Durability:
         contents = self._server.state.contents()
         contents.members = self._server.members.contents()
         for key, (owner, value) in self._server.state.owned().items():
-            if isinstance(owner, Member):  # others do not come back
+            if isinstance(owner, ClientSession):  # others do not come back
                 contents.ephemeral[key] = (owner.identity, value)
         return contents
 
@@ -109,8 +109,8 @@ class Durability:
         """Whether replies have to wait: something changed that is not written yet, as the policy has it."""
         return self._writing is not None or self.book.pending or self.failure.done()
 
-    def hold(self, connection: Connection, data: bytes) -> None:
-        """Keep what is to be sent until all that has changed so far is written; then `Connection.release` gets it."""
+    def hold(self, connection: ServerConnection, data: bytes) -> None:
+        """Keep what is to be sent until all that has changed so far is written; then `ServerConnection.release` gets it."""
         self._held.append((connection, data))
 
     # -- writing ----------------------------------------------------------------------------------
@@ -165,7 +165,7 @@ class Durability:
         return self.journal.rotate() if rotate else 0
 
     def _written(
-        self, held: list[tuple[Connection, bytes]], contents: Contents | None, job: asyncio.Future[int]
+        self, held: list[tuple[ServerConnection, bytes]], contents: Contents | None, job: asyncio.Future[int]
     ) -> None:
         self._writing = None
         if self._look is not None:
@@ -185,7 +185,7 @@ class Durability:
             self._choked = False
             self._server.resume_reading()
 
-    def _release(self, held: list[tuple[Connection, bytes]]) -> None:
+    def _release(self, held: list[tuple[ServerConnection, bytes]]) -> None:
         """Send what tells of nothing but what is written."""
         for connection, data in held:
             connection.release(data)

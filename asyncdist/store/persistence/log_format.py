@@ -8,7 +8,7 @@ damaged length is not taken for a frame that never got its end; the salt keeps a
 being taken for frames of ours. Frames are numbered without a gap, so that a reader detects a whole frame that was
 removed, repeated or moved; only the last frames of a log can be removed without a trace.
 
-The file store's frames are the requests of its members (`Record`), those of the daemon the changes of its state
+The file store's frames are the requests of its members (`LogRecord`), those of the daemon the changes of its state
 (`changes`).
 """
 
@@ -144,7 +144,7 @@ def _sealed(salt: bytes, head: Data) -> int:
 # -- the frames of a file store ----------------------------------------------------------------------
 
 
-class Record(NamedTuple):
+class LogRecord(NamedTuple):
     """One request of one member: what `StoreState.execute` takes."""
 
     member: tuple[str, ...]
@@ -153,7 +153,7 @@ class Record(NamedTuple):
     args: tuple[Any, ...]
 
 
-def encode_record(record: Record) -> bytes:
+def encode_record(record: LogRecord) -> bytes:
     """Return the body of a record's frame. Raises UsageError for what cannot be written."""
     try:
         packed: bytes = msgpack.packb((record.member, record.request, record.op, *record.args), use_bin_type=True)
@@ -162,10 +162,10 @@ def encode_record(record: Record) -> bytes:
         raise UsageError(f"store {record.op.name.lower()}: {error}") from None
 
 
-def decode_record(body: bytes) -> Record:
+def decode_record(body: bytes) -> LogRecord:
     """Return the record in a frame's body; raises ProtocolError."""
     messages = list(messages_in(body))
     member, *request = messages[0] if len(messages) == 1 and type(messages[0]) is list and messages[0] else [None]
     if type(member) is not list or not all(type(part) is str for part in member):
         raise ProtocolError("a record that names no member")
-    return Record(tuple(member), *decode_request(request))
+    return LogRecord(tuple(member), *decode_request(request))

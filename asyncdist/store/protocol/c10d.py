@@ -320,7 +320,7 @@ def _no_answer() -> None:
     return None
 
 
-class Phrases(dict[bytes, Answer]):
+class RequestCache(dict[bytes, Answer]):
     """What answers bytes that are one short request: ``phrases[data]()``, None where they are anything else.
 
     Clients ask in few words: all of them for the same keys when they meet, one of them the same again while it polls. So

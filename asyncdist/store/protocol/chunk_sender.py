@@ -6,13 +6,13 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
-from asyncdist.store.protocol.chunking import Parcel
+from asyncdist.store.protocol.chunking import ChunkedMessage
 from asyncdist.store.protocol.codec import framed
 
-Done = Callable[[Parcel], object]
+Done = Callable[[ChunkedMessage], object]
 
 
-class Carrier:
+class ChunkSender:
     """Sends parcels over a socket, one after the other. Make one on the loop that is to use it.
 
     ``write`` sends bytes. ``is_wanted(request)`` says whether there is a point in sending the rest of a parcel.
@@ -23,7 +23,7 @@ class Carrier:
     def __init__(self, write: Callable[[bytes], object], is_wanted: Callable[[int], bool]) -> None:
         self._write, self._is_wanted = write, is_wanted
         self._loop = asyncio.get_running_loop()
-        self._parcels: deque[tuple[Parcel, Done]] = deque()
+        self._parcels: deque[tuple[ChunkedMessage, Done]] = deque()
         self._paused = False  # the socket takes no more
         self._carrying = False  # a piece is about to be sent
 
@@ -37,7 +37,7 @@ class Carrier:
         """The length of the parcel that is being sent."""
         return len(self._parcels[0][0]) if self._parcels else 0
 
-    def send(self, parcel: Parcel, done: Done = lambda parcel: None) -> None:
+    def send(self, parcel: ChunkedMessage, done: Done = lambda parcel: None) -> None:
         """Send a parcel behind those that are here; ``done`` is told when it is sent, or need be sent no further."""
         self._parcels.append((parcel, done))
         self._carry_on()

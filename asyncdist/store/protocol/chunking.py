@@ -22,7 +22,7 @@ from msgpack import ExtType
 
 from asyncdist.errors import ProtocolError
 from asyncdist.store.protocol.codec import TOGETHER_NBYTES, messages_in
-from asyncdist.store.protocol.operations import Kind, Op
+from asyncdist.store.protocol.operations import Op, OperationKind
 
 LONG_NBYTES = TOGETHER_NBYTES
 """What goes in one frame, with others perhaps."""
@@ -48,7 +48,7 @@ def weight(fields: Fields) -> int:
     return total
 
 
-class Parcel:
+class ChunkedMessage:
     """A long message: iterate for the messages that carry it, each to be sent in a frame of its own. ``len`` is in bytes.
 
     ``request`` and ``kind`` are what the message begins with. ``is_under_way`` says that some of them have been taken and
@@ -117,10 +117,10 @@ def request_piece(request: int, number: int, piece: Any) -> Fields:
 
 def answer_piece(request: int, number: int, piece: Any) -> Fields:
     """Return the fields of a piece of an answer."""
-    return request, Kind.PIECE, (number, piece)
+    return request, OperationKind.PIECE, (number, piece)
 
 
-class Arriving:
+class Reassembler:
     """What has come in pieces, until the message that refers to it does. ``limit`` bounds it, in bytes."""
 
     def __init__(self, limit: int) -> None:

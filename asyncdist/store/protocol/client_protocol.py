@@ -20,9 +20,25 @@ from collections.abc import Collection
 from typing import Any, Protocol
 
 from asyncdist.errors import ProtocolError, QueueEmptyError, StoreConnectionError, StoreError, UsageError
-from asyncdist.store.protocol.chunking import FRAME_NBYTES, LONG_NBYTES, Arriving, Parcel, request_piece, weight
+from asyncdist.store.protocol.chunking import (
+    FRAME_NBYTES,
+    LONG_NBYTES,
+    ChunkedMessage,
+    Reassembler,
+    request_piece,
+    weight,
+)
 from asyncdist.store.protocol.codec import HELLO, VERSION, Encoder, FrameParser, decode_answer, message_limit
-from asyncdist.store.protocol.operations import BLOCKING, CHANGING, REPEATABLE, STREAMS, Command, Kind, Op, Reason
+from asyncdist.store.protocol.operations import (
+    BLOCKING,
+    CHANGING,
+    REPEATABLE,
+    STREAMS,
+    Command,
+    Op,
+    OperationKind,
+    Reason,
+)
 from asyncdist.store.state.model import cost_of, named
 from asyncdist.store.state.ownership import lodged_under
 
@@ -38,7 +54,7 @@ _LASTING = frozenset((Op.SET, Op.ADD, Op.COMPARE_SET, Op.DELETE_KEY, Op.APPEND, 
 """Changes after which a key that went with us does not any more."""
 
 
-class Sink(Protocol):
+class ResponseHandler(Protocol):
     """One who waits for the answer to a command. None of its methods may raise or block."""
 
     command: Command[Any]
@@ -57,7 +73,7 @@ def refusal(reason: int, text: str) -> Exception:
     return StoreError(text)
 
 
-class Conversation:
+class ClientProtocol:
     """The requests that are open at one store, and what arrives for them.
 
     ``identity`` is what the store knows us by, a random one; ``lease`` is for how many seconds it waits for us, and keeps
@@ -76,7 +92,7 @@ class Conversation:
         """Why there is no going on, although a store answers: it has not kept what we, or others with us, need."""
         self._identity = identity
         self._lease = min(lease, _LONGEST_LEASE)
-        self._asked: dict[int, Sink] = {}
+        self._asked: dict[int, ResponseHandler] = {}
         self._changes: dict[int, None] = {}  # those of them that change something
         self._kept_nbytes = 0  # by the store, of answers that have arrived here
         self._restoring: dict[int, Command[Any]] = {}  # asked by nobody but us
@@ -88,16 +104,16 @@ class Conversation:
         self._resuming = 0
         self._introduced = False
         self._lineage = ""
-        self._out: list[bytes | Parcel] = []
+        self._out: list[bytes | ChunkedMessage] = []
         self._encoder = Encoder()
         self._parser = FrameParser(FRAME_NBYTES)
-        self._arriving = Arriving(self.limit)
+        self._arriving = Reassembler(self.limit)
 
     @property
     def num_open(self) -> int:
         return len(self._asked)
 
-    def open_requests(self) -> Collection[Sink]:
+    def open_requests(self) -> Collection[ResponseHandler]:
         """Return who has not been answered, or not for good."""
         return self._asked.values()
 
@@ -112,7 +128,7 @@ class Conversation:
         """Whether there is a point in sending a request, or the rest of it."""
         return request in self._asked or request in self._restoring
 
-    def ask(self, sink: Sink) -> tuple[int, bytes | Parcel]:
+    def ask(self, sink: ResponseHandler) -> tuple[int, bytes | ChunkedMessage]:
         """Open a request; return its id and the message to be sent, after what is there to `take_out`.
 
         Raises UsageError for what cannot be sent.
@@ -134,16 +150,16 @@ class Conversation:
             self._out.append(self._encoder.pack((0, Op.RECEIVED, next(iter(self._changes), request))))
         return request, message
 
-    def _message(self, request: int, command: Command[Any]) -> bytes | Parcel:
+    def _message(self, request: int, command: Command[Any]) -> bytes | ChunkedMessage:
         op, args = command
         fields = request, op, *args
         try:
             if op is not Op.GET and weight(args) > LONG_NBYTES:
-                message: bytes | Parcel = Parcel(self._encoder.pack, fields, request_piece)
+                message: bytes | ChunkedMessage = ChunkedMessage(self._encoder.pack, fields, request_piece)
             else:
                 message = self._encoder.pack(fields)
                 if len(message) > LONG_NBYTES:
-                    message = Parcel(self._encoder.pack, fields, request_piece)
+                    message = ChunkedMessage(self._encoder.pack, fields, request_piece)
         except ValueError as error:  # a lone surrogate in a key
             raise UsageError(f"store {command.name}: {error}") from None
         if len(message) > self.limit:
@@ -195,7 +211,7 @@ class Conversation:
         """Whether there is something to `take_out`."""
         return bool(self._out)
 
-    def take_out(self) -> list[bytes | Parcel]:
+    def data_to_send(self) -> list[bytes | ChunkedMessage]:
         """Return what is to be sent because of what has been received or asked."""
         out, self._out = self._out, []
         return out
@@ -292,7 +308,7 @@ class Conversation:
         if sink is None:
             if kind == HELLO:
                 self._greet(*value)
-            elif kind == Kind.PIECE:
+            elif kind == OperationKind.PIECE:
                 self._arriving.add(*value)
             elif request == self._resuming and request:
                 self._hear_resumed(kind, value)
@@ -300,17 +316,17 @@ class Conversation:
                 self._hear_restored(request, kind, value)
             return
         op = sink.command.op
-        if kind == Kind.PUBLISHED:
+        if kind == OperationKind.PUBLISHED:
             sink.publish(value)
             return
-        if kind == Kind.PIECE:
+        if kind == OperationKind.PIECE:
             self._arriving.add(*value)
             return
         if op in CHANGING:
             del self._changes[request]
             self._kept_nbytes += cost_of(value)
             self._note_ephemeral(sink.command, kind)
-        if kind != Kind.RESULT:
+        if kind != OperationKind.RESULT:
             del self._asked[request]
             reason, text = value
             sink.reject(self._unknown(sink.command, text) if reason == Reason.UNSURE else refusal(reason, text))
@@ -321,12 +337,12 @@ class Conversation:
 
     def _hear_resumed(self, kind: int, value: Any) -> None:
         types = [str, bool, bool]
-        if kind != Kind.RESULT or type(value) is not list or [type(each) for each in value] != types:
+        if kind != OperationKind.RESULT or type(value) is not list or [type(each) for each in value] != types:
             raise ProtocolError("the store does not say what it knows of us: run the same asyncdist on both sides")
         self._resumed(*value)
 
     def _hear_restored(self, request: int, kind: int, value: Any) -> None:
-        if kind != Kind.RESULT:
+        if kind != OperationKind.RESULT:
             self._do_without(request, value[1])
         else:
             key = self._close_restoring(request)
@@ -348,7 +364,7 @@ class Conversation:
 
     def _note_ephemeral(self, command: Command[Any], kind: int) -> None:
         op, args = command
-        if kind != Kind.RESULT:
+        if kind != OperationKind.RESULT:
             return
         if op is Op.SET_EPHEMERAL:
             self._ephemeral[args[0]] = command

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import msgpack
 
 from asyncdist.errors import ProtocolError
-from asyncdist.store.protocol.operations import ARGUMENTS, FLAG, KEY, KEYS, NUMBER, VALUE, VALUES, Kind, Op
+from asyncdist.store.protocol.operations import ARGUMENTS, FLAG, KEY, KEYS, NUMBER, VALUE, VALUES, Op, OperationKind
 
 VERSION = 2
 HELLO = 3
@@ -188,7 +188,7 @@ def decode_answer(fields: Any) -> Answer:
     """Return the answer in a message; raises ProtocolError."""
     if type(fields) is list and len(fields) == 3:
         request, kind, value = fields
-        if type(request) is int and type(kind) is int and (kind == Kind.RESULT or _sound(kind, value)):
+        if type(request) is int and type(kind) is int and (kind == OperationKind.RESULT or _sound(kind, value)):
             return Answer(request, kind, value)
     raise ProtocolError(f"an answer that is none of ours: {_brief(fields)}")
 
@@ -206,12 +206,12 @@ def _fits(kind: str, argument: Any) -> bool:
 
 def _sound(kind: int, value: Any) -> bool:
     """Whether an answer's value has the shape that its kind promises."""
-    if kind == Kind.PIECE:
+    if kind == OperationKind.PIECE:
         return type(value) is list and [type(each) for each in value] == [int, bytes]
-    if kind in (Kind.REFUSED, HELLO):
-        second = str if kind == Kind.REFUSED else int
+    if kind in (OperationKind.REFUSED, HELLO):
+        second = str if kind == OperationKind.REFUSED else int
         return type(value) is list and len(value) == 2 and type(value[0]) is int and type(value[1]) is second
-    return kind == Kind.PUBLISHED and type(value) is bytes
+    return kind == OperationKind.PUBLISHED and type(value) is bytes
 
 
 def _brief(value: object) -> str:

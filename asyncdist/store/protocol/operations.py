@@ -135,7 +135,7 @@ SERVERS = frozenset((Op.OPEN_DOOR, Op.RESUME, Op.RECEIVED, Op.STATUS, Op.PIECE))
 Client = Hashable
 
 
-class Kind(IntEnum):
+class OperationKind(IntEnum):
     """What a reply is."""
 
     RESULT = 0
@@ -165,7 +165,7 @@ class Reply(NamedTuple):
 
     client: Any
     request: int
-    kind: Kind
+    kind: OperationKind
     value: Any
 
 
@@ -341,7 +341,7 @@ def status() -> Command[dict[str, Any]]:
     return Command(Op.STATUS)
 
 
-def open_door() -> Command[int]:
+def open_scoped_store() -> Command[int]:
     return Command(Op.OPEN_DOOR)
 
 

@@ -21,7 +21,7 @@ from asyncdist.store.protocol import c10d as c10d_wire
 from asyncdist.store.protocol.codec import hello
 from asyncdist.store.protocol.operations import Reply
 from asyncdist.store.server.c10d_session import C10dSession
-from asyncdist.store.server.connection import Connection, name_of
+from asyncdist.store.server.connection import ServerConnection, peer_name
 from asyncdist.store.server.session import Session
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _C10D_OPENING = bytes([c10d_wire.Code.VALIDATE]) + c10d_wire.U32.pack(c10d_wire.MAGIC)
 
 
-class Lobby(Connection):
+class PendingConnection(ServerConnection):
     """A connection that has not said what it wants."""
 
     __slots__ = ("_begun", "_greeting", "_hurry", "_local", "_private")
@@ -46,7 +46,7 @@ class Lobby(Connection):
         transport = cast(asyncio.Transport, transport)  # which uvloop's is in all but its bases
         self._transport = transport
         sock, address = transport.get_extra_info("socket"), transport.get_extra_info("peername")
-        self.peer = name_of(address)
+        self.peer = peer_name(address)
         through_file = sock.family == socket.AF_UNIX
         if address is None and not through_file:  # it is gone already: what it has sent may be from anywhere
             self._server.num_refused += 1
@@ -98,7 +98,7 @@ class Lobby(Connection):
         if self._transport is not None:
             self._hand_over(C10dSession(self._server, self._transport, self.peer), rest)
 
-    def _hand_over(self, session: Connection, rest: bytes) -> None:
+    def _hand_over(self, session: ServerConnection, rest: bytes) -> None:
         assert self._transport is not None
         self._settle()
         self._server.replace(self, session)

@@ -21,7 +21,7 @@ _LONGEST_LOOK = 100e-6
 """Seconds: two or three times what a client needs to take a reply and to ask again."""
 
 
-class Attention:
+class AdaptiveBusyPoll:
     """Keeps ``loop`` awake for up to ``seconds`` after each request of a client that talks alone."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, seconds: float) -> None:
@@ -34,7 +34,7 @@ class Attention:
         self._until = 0.0
 
     @classmethod
-    def where_it_pays(cls, loop: asyncio.AbstractEventLoop, config: Config) -> Attention | None:
+    def where_it_pays(cls, loop: asyncio.AbstractEventLoop, config: Config) -> AdaptiveBusyPoll | None:
         """Return one for a server in a process of its own; None where cores are too few, or waiting is not to spin."""
         seconds = min(config.spin_us * 1e-6, _LONGEST_LOOK)
         return cls(loop, seconds) if seconds > 0 and (os.cpu_count() or 1) > 1 else None

@@ -15,9 +15,9 @@ from asyncdist.errors import ProtocolError
 from asyncdist.store.protocol import c10d
 from asyncdist.store.protocol.c10d import I64, U32, U64, Answer, Code, Decoder, Request, vector
 from asyncdist.store.protocol.operations import Op, Reply
-from asyncdist.store.server.connection import BATCH_NBYTES, Connection
+from asyncdist.store.server.connection import BATCH_NBYTES, ServerConnection
 from asyncdist.store.state.machine import HANDLERS, StoreState
-from asyncdist.store.state.model import BLOCKED, Refused
+from asyncdist.store.state.model import BLOCKED, RequestRefused
 
 if TYPE_CHECKING:
     from asyncdist.store.server.server import StoreServer
@@ -33,7 +33,7 @@ _NOBODY: Final = (None, 0)
 _NOTHING: Final = vector(b"")
 
 
-class C10dSession(Connection):
+class C10dSession(ServerConnection):
     """One client that speaks torch's format."""
 
     __slots__ = ("_decoder", "_last", "_state", "_todo", "_waiting")
@@ -73,7 +73,7 @@ class C10dSession(Connection):
                     server.deliver(state.collect(), self)
                 if self._out_nbytes >= BATCH_NBYTES:
                     self.flush()
-        except Refused as refused:
+        except RequestRefused as refused:
             raise ProtocolError(refused.text) from None
         finally:
             del todo[:done]

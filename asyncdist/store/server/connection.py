@@ -27,20 +27,20 @@ BACKLOG_NBYTES = 64 << 20
 """What may wait for a reader, above one frame, before it is given up as too slow."""
 
 
-class Connection(asyncio.Protocol, ABC):
+class ServerConnection(asyncio.Protocol, ABC):
     """One client. Hashable by identity: it is the client that the state machine knows."""
 
     __slots__ = (
         "__weakref__",
         "_closing",
-        "_deaf",
         "_held_nbytes",
         "_out",
         "_out_nbytes",
         "_paused",
-        "_resting",
         "_server",
         "_transport",
+        "_write_paused",
+        "_yielding",
         "peer",
     )
 
@@ -51,8 +51,8 @@ class Connection(asyncio.Protocol, ABC):
         self._out: list[bytes] = []
         self._out_nbytes = 0
         self._held_nbytes = 0  # of replies that wait until what they tell of is on disk
-        self._deaf = False  # the socket takes no more
-        self._resting = False  # others have their turn first
+        self._write_paused = False  # the socket takes no more
+        self._yielding = False  # others have their turn first
         self._paused = False  # nothing more is executed, since replies are not taken, or one of these
         self._closing = False
         lifecycle.close_in_children(self)
@@ -96,15 +96,15 @@ class Connection(asyncio.Protocol, ABC):
             self.fail()
 
     def pause_writing(self) -> None:
-        self._deaf = self._paused = True
+        self._write_paused = self._paused = True
 
     def resume_writing(self) -> None:
-        self._deaf = False
+        self._write_paused = False
         self._go_on()
 
     def _go_on(self) -> None:
         """Execute again, if nothing is against it any more."""
-        if self._clogged:
+        if self._backpressured:
             return
         self._paused = False
         if self._transport is not None and not self._closing:
@@ -113,11 +113,11 @@ class Connection(asyncio.Protocol, ABC):
 
     def _rest(self) -> None:
         """Execute nothing more until everybody else has had a turn."""
-        self._resting = self._paused = True
+        self._yielding = self._paused = True
         asyncio.get_running_loop().call_soon(self._rested)
 
     def _rested(self) -> None:
-        self._resting = False
+        self._yielding = False
         self._go_on()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -151,7 +151,7 @@ class Connection(asyncio.Protocol, ABC):
         else:
             durability.hold(self, data)
             self._held_nbytes += len(data)
-            self._paused = self._clogged
+            self._paused = self._backpressured
 
     def release(self, data: Any) -> None:
         """Send what was held until what it tells of is on disk; `settle` then, when all of that has been sent."""
@@ -175,9 +175,9 @@ class Connection(asyncio.Protocol, ABC):
             self._transport.write(data)
 
     @property
-    def _clogged(self) -> bool:
+    def _backpressured(self) -> bool:
         """Whether nothing more is to be executed: so much waits to be sent, or it is not this one's turn."""
-        return self._deaf or self._held_nbytes >= BATCH_NBYTES or self._resting or self._server.halted
+        return self._write_paused or self._held_nbytes >= BATCH_NBYTES or self._yielding or self._server.halted
 
     @property
     def _waiting_nbytes(self) -> int:
@@ -189,7 +189,7 @@ class Connection(asyncio.Protocol, ABC):
         """How many bytes of what others published to it wait to be sent."""
         return 0
 
-    def drop_if_deaf(self) -> None:
+    def drop_slow_reader(self) -> None:
         """End the connection of one who does not read, and to whom others have published too much."""
         waiting = self._unasked_nbytes
         if waiting > self._server.limit + BACKLOG_NBYTES:
@@ -245,6 +245,6 @@ def descriptor_of(transport: asyncio.Transport) -> int:
     return -1 if sock is None else int(sock.fileno())
 
 
-def name_of(address: Any) -> str:
+def peer_name(address: Any) -> str:
     """Return a peer's address in words."""
     return f"{address[0]}:{address[1]}" if isinstance(address, tuple) else str(address or "a local client")

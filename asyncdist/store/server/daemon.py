@@ -15,7 +15,7 @@ from typing import Any
 from asyncdist.config import Config, Service
 from asyncdist.store.persistence.group_commit import Fsync
 from asyncdist.store.server import listener, systemd
-from asyncdist.store.server.busy_poll import Attention
+from asyncdist.store.server.busy_poll import AdaptiveBusyPoll
 from asyncdist.store.server.metrics import Metrics, check_available
 from asyncdist.store.server.server import StoreServer
 
@@ -75,7 +75,7 @@ async def serve(
         )
         ends.push_async_callback(server.close)
         server.stays = True
-        server.attention = Attention.where_it_pays(loop, config)
+        server.attention = AdaptiveBusyPoll.where_it_pays(loop, config)
         if options.metrics_port is not None:
             where = server.host if server.port else "127.0.0.1"  # of socket files alone
             metrics = await Metrics.start(server, where, options.metrics_port)
@@ -93,7 +93,7 @@ def _beside(ends: contextlib.AsyncExitStack, unix: Path, host: str | None, port:
     sockets = [ends.enter_context(listener.unix_socket(unix))]
     ends.callback(unix.unlink, missing_ok=True)
     if host is not None:
-        sockets += listener.listening_sockets(host, port, listener.resolve(host, port))
+        sockets += listener.listening_sockets(host, port, listener.resolve_listen_address(host, port))
     return sockets
 
 

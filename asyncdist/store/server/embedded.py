@@ -7,7 +7,7 @@ import socket
 import weakref
 
 from asyncdist.base import lifecycle
-from asyncdist.base.background_loop import Runtime, runtime
+from asyncdist.base.background_loop import BackgroundLoop, background_loop
 from asyncdist.base.topology import is_loopback
 from asyncdist.config import Config
 from asyncdist.store.c10d_policy import for_ranks
@@ -18,14 +18,14 @@ _AT_EXIT = 1.0
 """Seconds that a process that ends waits for its connections to be gone."""
 
 
-class Embedded:
+class EmbeddedServer:
     """A server on the runtime's loop. `close` it; one that is collected, or still open at exit, is closed too.
 
     Clients of torch's TCPStore are refused, unless ``ASYNCDIST_STORE_C10D`` says otherwise.
     """
 
     def __init__(self, host: str, port: int, *, token: str | None, config: Config, fd: int | None = None) -> None:
-        running = runtime()
+        running = background_loop()
         sock = socket.socket(fileno=fd) if fd is not None else None
         where = _bind_to(host, port, token, config)
         server = running.run(StoreServer.start(where, port, token=token, config=for_ranks(config), sock=sock))
@@ -45,7 +45,7 @@ class Embedded:
                 self._running.run(self._server.close(), timeout)
 
 
-_open: weakref.WeakSet[Embedded] = weakref.WeakSet()
+_open: weakref.WeakSet[EmbeddedServer] = weakref.WeakSet()
 
 
 def _close_all() -> None:
@@ -56,7 +56,7 @@ def _close_all() -> None:
 lifecycle.at_exit(lifecycle.Stage.SERVERS, _close_all)
 
 
-def _stop(running: Runtime, server: StoreServer) -> None:
+def _stop(running: BackgroundLoop, server: StoreServer) -> None:
     """Stop it without waiting: a collector may call this on any thread, the loop's own included."""
     if not running.closed:
         running.submit(server.close())
@@ -70,7 +70,7 @@ def _bind_to(host: str, port: int, token: str | None, config: Config) -> str:
     """
     if is_loopback(host) or listener.unguarded([host], token, config):
         return host
-    listener.resolve(host, port)  # a misspelt name fails here, not at the other ranks
+    listener.resolve_listen_address(host, port)  # a misspelt name fails here, not at the other ranks
     return ""
 
 

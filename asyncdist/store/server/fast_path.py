@@ -40,7 +40,7 @@ Heard = Callable[[object, int], None]
 """Is told, once a look, who has spoken (None stands for several), and how many were answered at once."""
 
 
-class Shortcuts:
+class EpollFastPath:
     """The sockets of one server that are read from directly."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, answers: Answers, heard: Heard) -> None:
@@ -48,7 +48,7 @@ class Shortcuts:
         self._answers = answers
         self._heard = heard
         self._epoll: Any = None
-        self._there: dict[int, Shortcut] = {}
+        self._there: dict[int, FastPathConnection] = {}
         self._between: set[int] = set()  # of those: what comes next begins a request, and nothing waits to be sent
         self._somebody_left = False  # since the loop had its turn
 
@@ -57,7 +57,7 @@ class Shortcuts:
         if transport.get_extra_info("sslcontext") is not None or not self._open():
             return transport
         transport.pause_reading()
-        return Shortcut(self, transport, receive)
+        return FastPathConnection(self, transport, receive)
 
     def _open(self) -> bool:
         if self._epoll is None and hasattr(select, "epoll"):
@@ -77,13 +77,13 @@ class Shortcuts:
             self._epoll.close()
             self._epoll = None
 
-    def watch(self, fd: int, shortcut: Shortcut) -> None:
+    def watch(self, fd: int, shortcut: FastPathConnection) -> None:
         """Read from a socket when something comes."""
         if self._there.get(fd) is not shortcut:
             self._there[fd] = shortcut
             self._epoll.register(fd, select.EPOLLIN)
 
-    def forget(self, fd: int, shortcut: Shortcut) -> None:
+    def forget(self, fd: int, shortcut: FastPathConnection) -> None:
         """Read from a socket no longer. (Its number may be another's by now.)"""
         if self._there.get(fd) is shortcut:
             del self._there[fd]
@@ -138,12 +138,12 @@ class Shortcuts:
         self._somebody_left = True
 
 
-class Shortcut(asyncio.Transport):
+class FastPathConnection(asyncio.Transport):
     """A transport that reads and writes its socket directly, and leaves to another one what takes time."""
 
     __slots__ = ("_behind", "_fd", "_receive", "_shortcuts", "_transport")
 
-    def __init__(self, shortcuts: Shortcuts, transport: asyncio.Transport, receive: Receive) -> None:
+    def __init__(self, shortcuts: EpollFastPath, transport: asyncio.Transport, receive: Receive) -> None:
         super().__init__()
         self._shortcuts = shortcuts
         self._transport = transport

@@ -21,7 +21,7 @@ _PORT_TRIES = 16
 Addresses = list[tuple[socket.AddressFamily, str]]
 
 
-def resolve(host: str, port: int) -> Addresses:
+def resolve_listen_address(host: str, port: int) -> Addresses:
     """Return the addresses to listen on for ``host``; an empty one means every interface. Raises AddressError."""
     if not 0 <= port < 1 << 16:
         raise AddressError(f"port {port} is none: ports go from 1 to 65535, and 0 picks a free one")

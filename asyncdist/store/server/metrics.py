@@ -45,7 +45,7 @@ class Metrics:
         registry = CollectorRegistry(auto_describe=False)
         metrics = cls(store, registry, generate_latest)
         registry.register(_Collector(store))
-        sockets = listener.listening_sockets(host, port, listener.resolve(host, port))
+        sockets = listener.listening_sockets(host, port, listener.resolve_listen_address(host, port))
         lifecycle.close_in_children(sockets[0])
         metrics.port = sockets[0].getsockname()[1]
         metrics._server = await asyncio.start_server(metrics._visit, sock=sockets[0], limit=_REQUEST_NBYTES)

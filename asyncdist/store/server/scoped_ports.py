@@ -12,26 +12,26 @@ from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
 from asyncdist.errors import AddressError
-from asyncdist.store.protocol.operations import Kind, Reason, Reply
-from asyncdist.store.server.connection import Connection
+from asyncdist.store.protocol.operations import OperationKind, Reason, Reply
+from asyncdist.store.server.connection import ServerConnection
 
 if TYPE_CHECKING:
     from asyncdist.store.server.server import StoreServer
 
 
-class Doors:
+class ScopedStores:
     """The doors that clients of one server have opened."""
 
     def __init__(self, server: StoreServer) -> None:
         self._server = server
-        self._open: dict[int, tuple[Connection, StoreServer]] = {}
+        self._open: dict[int, tuple[ServerConnection, StoreServer]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def open(self, client: Connection, request: int) -> None:
+    def open(self, client: ServerConnection, request: int) -> None:
         """Open a door; the reply follows when that is done."""
         self._begin(self._open_for(client, request))
 
-    def leave(self, client: Connection) -> None:
+    def leave(self, client: ServerConnection) -> None:
         """A client is gone: close its doors."""
         for port in [port for port, (owner, _) in self._open.items() if owner is client]:
             self._begin(self._shut(port))
@@ -48,18 +48,18 @@ class Doors:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _open_for(self, client: Connection, request: int) -> None:
+    async def _open_for(self, client: ServerConnection, request: int) -> None:
         server = self._server
         try:
             behind = await type(server).start(server.host, 0, token=server.token, config=server.config)
         except AddressError as error:
             text = f"the daemon cannot open another port: {error}"
             if server.serves(client):
-                server.deliver([Reply(client, request, Kind.REFUSED, (Reason.INVALID, text))], None)
+                server.deliver([Reply(client, request, OperationKind.REFUSED, (Reason.INVALID, text))], None)
             return
         self._open[behind.port] = (client, behind)
         if server.serves(client):
-            server.deliver([Reply(client, request, Kind.RESULT, behind.port)], None)
+            server.deliver([Reply(client, request, OperationKind.RESULT, behind.port)], None)
         else:
             await self._shut(behind.port)
 

@@ -21,28 +21,28 @@ from pathlib import Path
 from typing import Any
 
 from asyncdist.base import lifecycle
-from asyncdist.base.daemon_threads import apart
+from asyncdist.base.daemon_threads import run_in_daemon_thread
 from asyncdist.base.tls import server_context
 from asyncdist.base.topology import is_address
 from asyncdist.config import Config
 from asyncdist.store.c10d_policy import policy
-from asyncdist.store.persistence.change_log import Book
-from asyncdist.store.persistence.group_commit import Durability, Fsync
-from asyncdist.store.protocol.c10d import Phrases
-from asyncdist.store.protocol.chunking import LONG_NBYTES, Parcel, answer_piece, weight
+from asyncdist.store.persistence.change_log import ChangeLog
+from asyncdist.store.persistence.group_commit import Fsync, GroupCommit
+from asyncdist.store.protocol.c10d import RequestCache
+from asyncdist.store.protocol.chunking import LONG_NBYTES, ChunkedMessage, answer_piece, weight
 from asyncdist.store.protocol.codec import Encoder, message_limit
-from asyncdist.store.protocol.operations import Kind, Reason, Reply
+from asyncdist.store.protocol.operations import OperationKind, Reason, Reply
 from asyncdist.store.server import listener
-from asyncdist.store.server.accept import Lobby
-from asyncdist.store.server.busy_poll import Attention
+from asyncdist.store.server.accept import PendingConnection
+from asyncdist.store.server.busy_poll import AdaptiveBusyPoll
 from asyncdist.store.server.c10d_session import at_once
-from asyncdist.store.server.connection import Connection
-from asyncdist.store.server.fast_path import Shortcuts
-from asyncdist.store.server.scoped_ports import Doors
+from asyncdist.store.server.connection import ServerConnection
+from asyncdist.store.server.fast_path import EpollFastPath
+from asyncdist.store.server.scoped_ports import ScopedStores
 from asyncdist.store.server.session import Session
-from asyncdist.store.server.tls_sniffing import Gate
+from asyncdist.store.server.tls_sniffing import SniffingListener
 from asyncdist.store.state.machine import StoreState
-from asyncdist.store.state.sessions import Members
+from asyncdist.store.state.sessions import SessionTable
 
 logger = logging.getLogger(__name__)
 
@@ -62,15 +62,15 @@ class StoreServer:
         self.c10d = policy(config, token)
         """From where clients of torch's TCPStore are taken."""
         self.state = StoreState(config.store_max_value_nbytes, config.store_max_key_nbytes)
-        self.book: Book | None = None
-        self.durability: Durability | None = None
+        self.book: ChangeLog | None = None
+        self.durability: GroupCommit | None = None
         self.tls = server_context(config)
         self.limit = message_limit(config.store_max_value_nbytes, config.store_max_key_nbytes)
-        self.attention: Attention | None = None
+        self.attention: AdaptiveBusyPoll | None = None
         self._loop = asyncio.get_running_loop()
-        self._servers: list[asyncio.Server | Gate] = []
-        self._connections: set[Connection] = set()
-        self._strangers: dict[Connection, None] = {}  # those that have proven nothing yet, the oldest first
+        self._servers: list[asyncio.Server | SniffingListener] = []
+        self._connections: set[ServerConnection] = set()
+        self._strangers: dict[ServerConnection, None] = {}  # those that have proven nothing yet, the oldest first
         self._emptied: asyncio.Future[None] | None = None
         self._crowded = False
         self._over = False
@@ -79,9 +79,9 @@ class StoreServer:
         self.started = time.monotonic()
         self.num_admitted = self.num_refused = self.num_requests = 0
         self.pack = Encoder().pack
-        self.doors = Doors(self)
-        self.shortcuts = Shortcuts(self._loop, Phrases(at_once(self.state)), self.answered)
-        self.members = Members()
+        self.doors = ScopedStores(self)
+        self.shortcuts = EpollFastPath(self._loop, RequestCache(at_once(self.state)), self.answered)
+        self.members = SessionTable()
         self.lineage = secrets.token_hex(8)
         """Of servers one after the other that hold the same: the later has what the earlier left."""
         self.stays = False
@@ -146,10 +146,10 @@ class StoreServer:
         sock.setblocking(False)
         if self.tls is not None and _is_tcp(sock):
             sock.listen(listener.BACKLOG)
-            self._servers.append(Gate(self, sock, self.tls, lambda: Lobby(self)))
+            self._servers.append(SniffingListener(self, sock, self.tls, lambda: PendingConnection(self)))
             return
         make = self._loop.create_server if _is_tcp(sock) else self._loop.create_unix_server
-        made = await make(lambda: Lobby(self), sock=sock, backlog=listener.BACKLOG)
+        made = await make(lambda: PendingConnection(self), sock=sock, backlog=listener.BACKLOG)
         self._servers.append(made)
 
     async def close(self) -> None:
@@ -192,10 +192,10 @@ class StoreServer:
     async def _remember(self, data: Path | None, fsync: Fsync) -> None:
         """Keep count of what is stored if that is limited; keep it in a folder if there is one."""
         if data is not None:
-            self.durability = await Durability.open(self, data, fsync)
+            self.durability = await GroupCommit.open(self, data, fsync)
             self.book = self.durability.book
         elif self.config.store_max_nbytes:
-            self.book = self.state.ledger = self.members.ledger = Book(max_nbytes=self.config.store_max_nbytes)
+            self.book = self.state.ledger = self.members.ledger = ChangeLog(max_nbytes=self.config.store_max_nbytes)
 
     async def __aenter__(self) -> StoreServer:
         return self
@@ -224,13 +224,13 @@ class StoreServer:
     def num_connections(self) -> int:
         return len(self._connections)
 
-    def serves(self, connection: Connection) -> bool:
+    def serves(self, connection: ServerConnection) -> bool:
         """Whether a connection is still there."""
         return connection in self._connections
 
     # -- for connections --------------------------------------------------------------------------
 
-    def admit(self, connection: Connection) -> bool:
+    def admit(self, connection: ServerConnection) -> bool:
         """Take a new connection in, or say that there are too many, or that we are closing."""
         if self._over:  # a loop hands over what it has accepted a turn later: whoever came in then would wait for ever
             return False
@@ -238,7 +238,7 @@ class StoreServer:
             self.note_crowd()
             if not self._strangers:
                 return False
-            self.put_out_a_stranger()
+            self.evict_oldest_unauthenticated()
         else:
             self._crowded = False
         self.num_admitted += 1
@@ -255,7 +255,7 @@ class StoreServer:
         """How many connections have proven nothing yet."""
         return len(self._strangers)
 
-    def put_out_a_stranger(self) -> None:
+    def evict_oldest_unauthenticated(self) -> None:
         """Drop who has had longest to prove itself: those who can do so at once."""
         oldest = next(iter(self._strangers))
         self.dismiss(oldest)
@@ -271,13 +271,13 @@ class StoreServer:
         self.num_refused += 1
         self._crowded = True
 
-    def replace(self, before: Connection, now: Connection) -> None:
+    def replace(self, before: ServerConnection, now: ServerConnection) -> None:
         """A connection goes on as another one."""
         self._connections.discard(before)
         self._strangers.pop(before, None)
         self._connections.add(now)
 
-    def dismiss(self, connection: Connection) -> None:
+    def dismiss(self, connection: ServerConnection) -> None:
         """A connection is gone: give up what it had open."""
         if connection not in self._connections:
             return
@@ -322,7 +322,7 @@ class StoreServer:
         """A client says that it will not be back."""
         if connection.member is not None:
             self.members.farewell(connection.member)
-            self.state.bereave(connection.member)
+            self.state.expire_owner(connection.member)
             self.deliver(self.state.collect(), connection)
             connection.member = None
 
@@ -336,25 +336,25 @@ class StoreServer:
 
     def _end_leases(self) -> None:
         for member in self.members.ended(time.monotonic()):
-            self.state.bereave(member)
+            self.state.expire_owner(member)
         self.deliver(self.state.collect(), None)
         self._watch_leases()
 
     # -- replies ----------------------------------------------------------------------------------
 
-    def deliver(self, replies: list[Reply], asking: Connection | None) -> None:
+    def deliver(self, replies: list[Reply], asking: ServerConnection | None) -> None:
         """Put replies into the connections they are for; all but ``asking``, which has more to do, send at once."""
         others = set()
         for reply in replies:
-            connection: Connection = reply.client
+            connection: ServerConnection = reply.client
             connection.answer(reply)
             if connection is not asking:
                 others.add(connection)
         for connection in others:
             connection.flush()
-            connection.drop_if_deaf()
+            connection.drop_slow_reader()
 
-    def encode(self, reply: Reply) -> bytes | Parcel:
+    def encode(self, reply: Reply) -> bytes | ChunkedMessage:
         """Return the message of a reply."""
         _, request, kind, value = reply
         nbytes = weight((value,))
@@ -362,11 +362,11 @@ class StoreServer:
             return self.pack((request, kind, value))
         # Lists are measured before they are packed: one value may have been asked for a million times over.
         if nbytes <= self.limit or type(value) is bytes:
-            parcel = Parcel(self.pack, (request, kind, value), answer_piece)
+            parcel = ChunkedMessage(self.pack, (request, kind, value), answer_piece)
             if len(parcel) <= self.limit:
                 return parcel
         text = f"the reply would exceed the store's {self.limit} bytes: ask for fewer keys at a time"
-        return self.pack((reply.request, Kind.REFUSED, (Reason.TOO_LARGE, text)))
+        return self.pack((reply.request, OperationKind.REFUSED, (Reason.TOO_LARGE, text)))
 
 
 def _is_tcp(sock: socket.socket) -> bool:
@@ -379,4 +379,8 @@ def _address(sock: socket.socket) -> tuple[socket.AddressFamily, str]:
 
 async def _resolve(host: str, port: int) -> list[Any]:
     literal = not host or is_address(host)
-    return listener.resolve(host, port) if literal else await apart(lambda: listener.resolve(host, port))
+    return (
+        listener.resolve_listen_address(host, port)
+        if literal
+        else await run_in_daemon_thread(lambda: listener.resolve_listen_address(host, port))
+    )

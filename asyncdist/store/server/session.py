@@ -14,8 +14,8 @@ from collections import Counter, deque
 from typing import TYPE_CHECKING, Any
 
 from asyncdist.errors import ProtocolError
-from asyncdist.store.protocol.chunk_sender import Carrier
-from asyncdist.store.protocol.chunking import FRAME_NBYTES, LONG_NBYTES, Arriving, Parcel, answer_piece
+from asyncdist.store.protocol.chunk_sender import ChunkSender
+from asyncdist.store.protocol.chunking import FRAME_NBYTES, LONG_NBYTES, ChunkedMessage, Reassembler, answer_piece
 from asyncdist.store.protocol.codec import TOGETHER_NBYTES, FrameParser, decode_request, framed, messages_in
 from asyncdist.store.protocol.operations import (
     CHANGING,
@@ -23,21 +23,21 @@ from asyncdist.store.protocol.operations import (
     REPEATABLE,
     SERVERS,
     SWEEPING,
-    Kind,
     Op,
+    OperationKind,
     Reason,
     Reply,
 )
-from asyncdist.store.server.connection import BACKLOG_NBYTES, Connection
+from asyncdist.store.server.connection import BACKLOG_NBYTES, ServerConnection
 from asyncdist.store.server.status import status
-from asyncdist.store.state.model import Refused
-from asyncdist.store.state.sessions import Member
+from asyncdist.store.state.model import RequestRefused
+from asyncdist.store.state.sessions import ClientSession
 
 if TYPE_CHECKING:
     from asyncdist.store.server.server import StoreServer
 
 
-class Session(Connection):
+class Session(ServerConnection):
     """One client that speaks our protocol, and has proved that it may."""
 
     __slots__ = (
@@ -57,15 +57,15 @@ class Session(Connection):
     def __init__(self, server: StoreServer, transport: asyncio.Transport, peer: str) -> None:
         super().__init__(server, transport, peer)
         self._parser = FrameParser(FRAME_NBYTES)
-        self._arriving = Arriving(server.limit)
+        self._arriving = Reassembler(server.limit)
         self._expected_nbytes = 0  # of what is arriving, counted against the store's memory
         self._in_line: Counter[int] = Counter()  # requests with long replies that wait or are under way, and are wanted
         self._in_line_nbytes = 0  # of those that nothing holds up but the socket
-        self._carrier = Carrier(transport.write, self._in_line.__contains__)
+        self._carrier = ChunkSender(transport.write, self._in_line.__contains__)
         self._published_nbytes = 0  # of short messages from others, since the socket takes no more
         self._published_in_line_nbytes = 0  # of their long ones that have not been sent
         self._todo: deque[Any] = deque()
-        self.member: Member | None = None
+        self.member: ClientSession | None = None
         self._last_before = 0  # of the client's requests over earlier connections
 
     def receive(self, data: bytes) -> None:
@@ -98,8 +98,10 @@ class Session(Connection):
             if answer is None and book is not None:
                 book.expect(more)
                 self._expected_nbytes += more
-        except Refused as refused:
-            answer = self._unsure(request) or Reply(self, request, Kind.REFUSED, (int(refused.reason), refused.text))
+        except RequestRefused as refused:
+            answer = self._unsure(request) or Reply(
+                self, request, OperationKind.REFUSED, (int(refused.reason), refused.text)
+            )
         if answer is not None:
             self._arriving.waste()
             self.answer(answer)
@@ -121,7 +123,7 @@ class Session(Connection):
             message = todo.popleft()
             match message:  # by far the most of what comes in rows, made short
                 case [int(request), Op.GET, str(key)] if (value := peek(key)) is not None and len(value) <= LONG_NBYTES:
-                    self.put(pack((request, Kind.RESULT, value)))
+                    self.put(pack((request, OperationKind.RESULT, value)))
                     continue
             request, op, args = decode_request(message)
             if op in CHANGING and self.member is not None:
@@ -139,7 +141,7 @@ class Session(Connection):
         if todo and self._transport is not None:
             self._transport.pause_reading()
 
-    def _change(self, member: Member, request: int, op: Op, args: tuple[Any, ...]) -> None:
+    def _change(self, member: ClientSession, request: int, op: Op, args: tuple[Any, ...]) -> None:
         """Change something, unless that was done for an earlier connection of this client."""
         server = self._server
         before = member.answer_to(request)
@@ -152,7 +154,7 @@ class Session(Connection):
         replies = server.state.execute(self, request, op, args)
         if unsure is None:  # it would take the place of another answer
             member.remember(replies[-1])
-        if op in EPHEMERAL and replies[-1].kind is Kind.RESULT and replies[-1].value is not False:
+        if op in EPHEMERAL and replies[-1].kind is OperationKind.RESULT and replies[-1].value is not False:
             server.state.own(member, args[0])
             if server.book is not None:
                 server.book.owned(args[0], member.identity, args[1])
@@ -163,18 +165,18 @@ class Session(Connection):
         if self.member is None or request > min(self._last_before, self.member.unsure):
             return None
         why = (int(Reason.UNSURE), "more changes were under way than the store keeps answers to")
-        return Reply(self, request, Kind.REFUSED, why)
+        return Reply(self, request, OperationKind.REFUSED, why)
 
     def _serve(self, request: int, op: Op, args: tuple[Any, ...]) -> None:
         """Do what concerns the client or the server rather than what is stored."""
         server = self._server
         if op is Op.RESUME:
-            server.deliver([Reply(self, request, Kind.RESULT, server.resume(self, *args))], self)
+            server.deliver([Reply(self, request, OperationKind.RESULT, server.resume(self, *args))], self)
         elif op is Op.RECEIVED:
             if self.member is not None:
                 self.member.received(*args)
         elif op is Op.STATUS:
-            server.deliver([Reply(self, request, Kind.RESULT, status(server))], self)
+            server.deliver([Reply(self, request, OperationKind.RESULT, status(server))], self)
         elif op is Op.LEAVE:
             server.deliver(server.state.leave(self), self)
             server.part(self)
@@ -183,7 +185,7 @@ class Session(Connection):
         else:
             raise ProtocolError("a piece of a message that has no other")
 
-    def come(self, member: Member) -> None:
+    def come(self, member: ClientSession) -> None:
         """Know who this is; it says so once, before it changes anything."""
         if self.member is not None:
             raise ProtocolError("a client that says twice who it is")
@@ -201,22 +203,22 @@ class Session(Connection):
         message = self._server.encode(reply)
         if isinstance(message, bytes) and reply.request not in self._in_line:
             self.put(message)
-            self._published_nbytes += len(message) if reply.kind is Kind.PUBLISHED else 0
+            self._published_nbytes += len(message) if reply.kind is OperationKind.PUBLISHED else 0
             return
         if isinstance(message, bytes):  # a stream's next message, which is not to come before a long one
-            message = Parcel(self._server.pack, (reply.request, reply.kind, reply.value), answer_piece)
+            message = ChunkedMessage(self._server.pack, (reply.request, reply.kind, reply.value), answer_piece)
         self.flush()
         self._in_line[reply.request] += 1
-        self._published_in_line_nbytes += len(message) if reply.kind is Kind.PUBLISHED else 0
+        self._published_in_line_nbytes += len(message) if reply.kind is OperationKind.PUBLISHED else 0
         self._pass_on(message)
 
-    def _write(self, data: bytes | Parcel) -> None:
-        if not isinstance(data, Parcel):
+    def _write(self, data: bytes | ChunkedMessage) -> None:
+        if not isinstance(data, ChunkedMessage):
             super()._write(data)
         elif self._transport is not None:
             self._carrier.send(data, self._strike_out)
             self._in_line_nbytes += len(data)
-            self._paused = self._paused or self._clogged
+            self._paused = self._paused or self._backpressured
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -227,15 +229,15 @@ class Session(Connection):
         super().resume_writing()
         self._carrier.resume()
 
-    def _strike_out(self, parcel: Parcel) -> None:
+    def _strike_out(self, parcel: ChunkedMessage) -> None:
         self._in_line -= Counter([parcel.request])
         self._in_line_nbytes -= len(parcel)
-        self._published_in_line_nbytes -= len(parcel) if parcel.kind is Kind.PUBLISHED else 0
+        self._published_in_line_nbytes -= len(parcel) if parcel.kind is OperationKind.PUBLISHED else 0
         self.settle()
 
     @property
-    def _clogged(self) -> bool:
-        return super()._clogged or self._in_line_nbytes - self._carrier.nbytes_under_way > BACKLOG_NBYTES
+    def _backpressured(self) -> bool:
+        return super()._backpressured or self._in_line_nbytes - self._carrier.nbytes_under_way > BACKLOG_NBYTES
 
     @property
     def _unasked_nbytes(self) -> int:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from asyncdist.base import lifecycle
 from asyncdist.base.tls import refused
 from asyncdist.descriptors import is_gone
-from asyncdist.store.server.connection import name_of
+from asyncdist.store.server.connection import peer_name
 
 if TYPE_CHECKING:
     from asyncdist.store.server.server import StoreServer
@@ -27,7 +27,7 @@ _TLS_HANDSHAKE = b"\x16"
 _AT_ONCE = 100
 
 
-class Gate:
+class SniffingListener:
     """Takes connections as an `asyncio.Server` does, and closes like one."""
 
     def __init__(
@@ -92,7 +92,7 @@ class Gate:
         elif kinds[1] == most:
             next(iter(self._entering)).cancel()
         else:
-            self._server.put_out_a_stranger()
+            self._server.evict_oldest_unauthenticated()
         return True
 
     def _accept_again(self) -> None:
@@ -128,7 +128,7 @@ class Gate:
 
     def _refuse(self, peer: object, why: str) -> None:
         self._server.num_refused += 1
-        logger.warning("store: refused %s: %s", name_of(peer), why)
+        logger.warning("store: refused %s: %s", peer_name(peer), why)
 
     def _too_late(self, sock: socket.socket) -> None:
         self._forget(sock)

@@ -10,7 +10,7 @@ of `Reply`. The laws of this file:
   dies before that gives it back to the head of the queue, and the next in line gets it.
 * A barrier opens when enough requests stand in it *at one time*: who gave up or died does not count. Once open, it
   stays open and its key holds the count, until the key is deleted.
-* Every change of a value or a queue is told to a `Ledger`, where there is one, before it is made. Queue items have serial
+* Every change of a value or a queue is told to a `MemoryAccounting`, where there is one, before it is made. Queue items have serial
   numbers, so that one can be said to be gone that was not the first.
 * An ephemeral key is its owner's until somebody sets or deletes it; it goes when the owner leaves. No ledger knows of it.
 * Nothing here depends on time: a timeout is a `cancel` by the one who waits. The same requests in the same order give
@@ -23,30 +23,30 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from asyncdist.store.protocol.operations import SERVERS, Client, Kind, Op, Reason, Reply
+from asyncdist.store.protocol.operations import SERVERS, Client, Op, OperationKind, Reason, Reply
 from asyncdist.store.state.model import (
     BLOCKED,
     SILENT,
+    BarrierWaiter,
+    ChannelSubscription,
     Contents,
-    Holding,
-    Listening,
-    Observing,
+    KeyWatch,
     Open,
     Place,
-    Refused,
-    Standing,
-    Surveying,
-    Taking,
-    Waiting,
+    PopWaiter,
+    PrefixWatch,
+    RequestRefused,
+    UnackedItem,
+    Waiter,
     extend,
     growth,
     named,
 )
-from asyncdist.store.state.ownership import Ties
+from asyncdist.store.state.ownership import KeyOwnership
 from asyncdist.store.state.queues import drop_from
 
 
-class StoreState(Ties):
+class StoreState(KeyOwnership):
     """The state machine. ``max_value_nbytes`` bounds what a single value may grow to, ``max_key_nbytes`` its key."""
 
     def __init__(self, max_value_nbytes: int = 1 << 62, max_key_nbytes: int = 1 << 62) -> None:
@@ -54,7 +54,7 @@ class StoreState(Ties):
         self.max_value_nbytes = max_value_nbytes
         self.max_key_nbytes = max_key_nbytes
         self._surely_short = max_key_nbytes // 4  # no character has more than 4 bytes
-        self._waiting: dict[str, dict[Waiting, None]] = {}  # key -> for a value; `wait` stands in the next one too
+        self._waiting: dict[str, dict[Waiter, None]] = {}  # key -> for a value; `wait` stands in the next one too
         self._standing: dict[str, tuple[int, dict[Place, None]]] = {}  # barrier -> world size, who is in
         self._listening: dict[str, dict[Place, None]] = {}  # channel -> subscribers
 
@@ -66,9 +66,9 @@ class StoreState(Ties):
         try:
             result = HANDLERS[op](self, (client, request), *args)
             if result is not BLOCKED and result is not SILENT:
-                due.append(Reply(client, request, Kind.RESULT, result))
-        except Refused as refused:
-            due.append(Reply(client, request, Kind.REFUSED, (int(refused.reason), refused.text)))
+                due.append(Reply(client, request, OperationKind.RESULT, result))
+        except RequestRefused as refused:
+            due.append(Reply(client, request, OperationKind.REFUSED, (int(refused.reason), refused.text)))
         self.due = []
         return due
 
@@ -92,7 +92,7 @@ class StoreState(Ties):
         queues = {key: list(queue) for key, queue in self._queues.items()}
         for mine in self._open.values():
             for entry in mine.values():
-                if isinstance(entry, Holding):
+                if isinstance(entry, UnackedItem):
                     queues.setdefault(entry.key, []).append(entry.item)
         lasting = dict(self._values)
         for key in self._owners:
@@ -126,7 +126,7 @@ class StoreState(Ties):
 
     def _store(self, key: str, value: bytes) -> None:
         if key in self._owners:
-            self._disown(key)
+            self._detach(key)
         self._values[key] = value
         if key in self._observing or self._surveying:
             self._tell(key)
@@ -136,13 +136,13 @@ class StoreState(Ties):
 
     def _check_size(self, key: str, nbytes: int) -> None:
         if nbytes > self.max_value_nbytes:
-            raise Refused(
+            raise RequestRefused(
                 Reason.TOO_LARGE,
                 f"a value of {nbytes} bytes for {named(key)}, and the store takes {self.max_value_nbytes}: raise "
                 "ASYNCDIST_STORE_MAX_VALUE_NBYTES where the store runs, or send bulk data through a collective",
             )
         if len(key) > self._surely_short and (key_nbytes := len(key.encode())) > self.max_key_nbytes:
-            raise Refused(
+            raise RequestRefused(
                 Reason.TOO_LARGE,
                 f"a key of {key_nbytes} bytes, {named(key)}, and the store takes {self.max_key_nbytes}: choose a "
                 "shorter one, or raise ASYNCDIST_STORE_MAX_KEY_NBYTES where the store runs",
@@ -181,7 +181,9 @@ class StoreState(Ties):
         """Add to a number, and return what that comes to. Raises Refused. (Others may be due something by it.)"""
         total = self._integer(key) + amount
         if not -(1 << 63) <= total < 1 << 63:
-            raise Refused(Reason.INVALID, f"add would take {named(key)} to {total}, which does not fit in 64 bits")
+            raise RequestRefused(
+                Reason.INVALID, f"add would take {named(key)} to {total}, which does not fit in 64 bits"
+            )
         self._put(key, b"%d" % total)
         return total
 
@@ -190,7 +192,9 @@ class StoreState(Ties):
         try:
             return int(value.replace(b"_", b"?"))  # which Python alone takes between digits
         except ValueError:
-            raise Refused(Reason.INVALID, f"the value of {named(key)} is no whole number: {value[:32]!r}") from None
+            raise RequestRefused(
+                Reason.INVALID, f"the value of {named(key)} is no whole number: {value[:32]!r}"
+            ) from None
 
     def _compare_set(self, place: Place, key: str, expected: bytes, desired: bytes) -> bytes:
         current = self._values.get(key)
@@ -206,7 +210,7 @@ class StoreState(Ties):
         if value is None:
             return False
         if key in self._owners:
-            self._disown(key)
+            self._detach(key)
         elif self.ledger is not None:
             self.ledger.deleted(key, value)
         del self._values[key]
@@ -231,7 +235,7 @@ class StoreState(Ties):
 
     def _multi_set(self, place: Place, keys: list[str], values: list[bytes]) -> None:
         if len(keys) != len(values):
-            raise Refused(Reason.INVALID, f"multi_set with {len(values)} values for {len(keys)} keys")
+            raise RequestRefused(Reason.INVALID, f"multi_set with {len(values)} values for {len(keys)} keys")
         for key, value in zip(keys, values, strict=True):
             self._check_size(key, len(value))
         last = dict(zip(keys, values, strict=True))
@@ -266,7 +270,7 @@ class StoreState(Ties):
     # -- waiting for keys -------------------------------------------------------------------------
 
     def _wait_for(self, place: Place, op: Op, keys: list[str], missing: set[str]) -> Any:
-        waiting = Waiting(place, op, keys, missing)
+        waiting = Waiter(place, op, keys, missing)
         self._keep(place, waiting)
         for key in missing:
             self._waiting.setdefault(key, {})[waiting] = None
@@ -274,7 +278,7 @@ class StoreState(Ties):
                 self._watching.setdefault(key, {})[waiting] = None
         return BLOCKED
 
-    def _arrived(self, waiting: Waiting, key: str) -> None:
+    def _arrived(self, waiting: Waiter, key: str) -> None:
         """One of the keys has come (and stays counted if it is deleted again)."""
         waiting.missing.discard(key)
         if waiting.op is Op.WAIT:
@@ -289,7 +293,7 @@ class StoreState(Ties):
         else:
             result = None if waiting.op is Op.WAIT else self._values[key]
         if result is not BLOCKED:
-            self.due.append(Reply(client, request, Kind.RESULT, result))
+            self.due.append(Reply(client, request, OperationKind.RESULT, result))
 
     # -- barriers, channels -----------------------------------------------------------------------
 
@@ -297,22 +301,24 @@ class StoreState(Ties):
         if key in self._values:
             if self._integer(key) >= world_size:
                 return None
-            raise Refused(Reason.INVALID, f"{named(key)} holds a value that is not that of a barrier of {world_size}")
+            raise RequestRefused(
+                Reason.INVALID, f"{named(key)} holds a value that is not that of a barrier of {world_size}"
+            )
         if world_size <= 0:
-            raise Refused(Reason.INVALID, f"a barrier of {world_size}")
+            raise RequestRefused(Reason.INVALID, f"a barrier of {world_size}")
         self._check_size(key, 0)
         expected, standing = self._standing.setdefault(key, (world_size, {}))
         if expected != world_size:
-            raise Refused(
+            raise RequestRefused(
                 Reason.INVALID,
                 f"barrier {named(key)} is one of {expected}, not of {world_size}: all must say the same number",
             )
-        self._keep(place, Standing(key))
+        self._keep(place, BarrierWaiter(key))
         standing[place] = None
         if len(standing) == world_size:
             del self._standing[key]
             for there in standing:
-                self.due.append(Reply(*self._forget(there), Kind.RESULT, None))
+                self.due.append(Reply(*self._forget(there), OperationKind.RESULT, None))
             count = b"%d" % world_size
             if self.ledger is not None:  # which is not asked for room: so little, and so many have come for it
                 self.ledger.set(key, count, None)
@@ -322,11 +328,11 @@ class StoreState(Ties):
     def _publish(self, place: Place, channel: str, message: bytes) -> int:
         self._check_size(channel, len(message))
         listening = self._listening.get(channel, {})
-        self.due.extend(Reply(client, request, Kind.PUBLISHED, message) for client, request in listening)
+        self.due.extend(Reply(client, request, OperationKind.PUBLISHED, message) for client, request in listening)
         return len(listening)
 
     def _subscribe(self, place: Place, channel: str) -> None:
-        self._keep(place, Listening(channel))
+        self._keep(place, ChannelSubscription(channel))
         self._listening.setdefault(channel, {})[place] = None
 
     # -- giving up --------------------------------------------------------------------------------
@@ -341,7 +347,7 @@ class StoreState(Ties):
     def _confirm(self, place: Place, request: int) -> object:
         there = place[0], request
         entry = self._open.get(place[0], {}).get(request)
-        if isinstance(entry, Holding):
+        if isinstance(entry, UnackedItem):
             self._forget(there)
             if self.ledger is not None:
                 self.ledger.gone(entry.key, *entry.item)
@@ -352,7 +358,7 @@ class StoreState(Ties):
         # All of it goes before anything is handed on, or an item given back could go to the client that leaves.
         given_back = []
         for request, entry in list(self._open.get(client, {}).items()):
-            if isinstance(entry, Holding):
+            if isinstance(entry, UnackedItem):
                 given_back.append(entry)
                 self._forget((client, request))
             else:
@@ -362,28 +368,28 @@ class StoreState(Ties):
         for entry in given_back:
             self._serve(entry.key)
         self.forgo(client)
-        self.bereave(client)
+        self.expire_owner(client)
         return SILENT
 
     def _give_up(self, place: Place, entry: Open) -> None:
         self._forget(place)
         match entry:
-            case Waiting():
+            case Waiter():
                 for key in entry.missing:
                     drop_from(self._waiting, key, entry)
                     drop_from(self._watching, key, entry)
-            case Taking():
+            case PopWaiter():
                 drop_from(self._taking, entry.key, place)
-            case Holding():
+            case UnackedItem():
                 self._queues.setdefault(entry.key, deque()).appendleft(entry.item)
                 self._serve(entry.key)
-            case Listening():
+            case ChannelSubscription():
                 drop_from(self._listening, entry.channel, place)
-            case Observing():
+            case KeyWatch():
                 drop_from(self._observing, entry.key, place)
-            case Surveying():
+            case PrefixWatch():
                 drop_from(self._surveying, entry.prefix, place)
-            case Standing():
+            case BarrierWaiter():
                 standing = self._standing[entry.key][1]
                 del standing[place]
                 if not standing:
@@ -395,6 +401,6 @@ HANDLERS: dict[Op, Callable[..., Any]] = {
 }
 """By operation: what does it, called with the state, the place, and the arguments.
 
-It returns a result or `BLOCKED`, or raises `Refused`. Who calls one without `StoreState.execute` takes what has come due
+It returns a result or `BLOCKED`, or raises `RequestRefused`. Who calls one without `StoreState.execute` takes what has come due
 for others from `StoreState.collect`.
 """

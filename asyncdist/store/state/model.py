@@ -15,7 +15,7 @@ Item = tuple[int, bytes]
 """An item of a queue, with the serial number of its push."""
 
 
-class Waiting:
+class Waiter:
     """A request that waits for keys: all those of ``missing`` must come."""
 
     __slots__ = ("keys", "missing", "op", "place")
@@ -24,44 +24,44 @@ class Waiting:
         self.place, self.op, self.keys, self.missing = place, op, keys, missing
 
 
-class Taking(NamedTuple):
+class PopWaiter(NamedTuple):
     """A pop that waits for an item."""
 
     key: str
 
 
-class Holding(NamedTuple):
+class UnackedItem(NamedTuple):
     """A pop that was given an item and has not confirmed it."""
 
     key: str
     item: Item
 
 
-class Standing(NamedTuple):
+class BarrierWaiter(NamedTuple):
     """A request that stands in a barrier."""
 
     key: str
 
 
-class Listening(NamedTuple):
+class ChannelSubscription(NamedTuple):
     """A subscription."""
 
     channel: str
 
 
-class Observing(NamedTuple):
+class KeyWatch(NamedTuple):
     """A watch."""
 
     key: str
 
 
-class Surveying(NamedTuple):
+class PrefixWatch(NamedTuple):
     """A watch of all keys with a prefix."""
 
     prefix: str
 
 
-Open = Waiting | Taking | Holding | Standing | Listening | Observing | Surveying
+Open = Waiter | PopWaiter | UnackedItem | BarrierWaiter | ChannelSubscription | KeyWatch | PrefixWatch
 
 
 # -- answers ----------------------------------------------------------------------------------------
@@ -76,7 +76,7 @@ def named(key: str) -> str:
     return repr(key) if len(key) <= _NAMED else f"{key[:32]!r}…"
 
 
-class Refused(Exception):
+class RequestRefused(Exception):
     """The store will not do this; becomes a reply."""
 
     def __init__(self, reason: Reason, text: str) -> None:
@@ -96,7 +96,7 @@ class Table:
 
     def __init__(self) -> None:
         self._open: dict[Client, dict[int, Open]] = {}
-        self.ledger: Ledger | None = None
+        self.ledger: MemoryAccounting | None = None
         self.due: list[Reply] = []
 
     @property
@@ -112,7 +112,7 @@ class Table:
     def _keep(self, place: Place, entry: Open) -> None:
         mine = self._open.setdefault(place[0], {})
         if place[1] in mine:
-            raise Refused(Reason.INVALID, f"request id {place[1]} is in use")
+            raise RequestRefused(Reason.INVALID, f"request id {place[1]} is in use")
         mine[place[1]] = entry
 
     def _forget(self, place: Place) -> Place:
@@ -187,7 +187,7 @@ class Contents:
         return max(values, default=0), max(keys, default=0)
 
 
-class Ledger(Protocol):
+class MemoryAccounting(Protocol):
     """Is told of every change before it is made."""
 
     def check_room(self, nbytes: int) -> None:

@@ -11,8 +11,8 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterable
 
-from asyncdist.store.protocol.operations import CHANGED, GONE, Client, Kind, Reason, Reply
-from asyncdist.store.state.model import Observing, Place, Refused, Surveying, named
+from asyncdist.store.protocol.operations import CHANGED, GONE, Client, OperationKind, Reason, Reply
+from asyncdist.store.state.model import KeyWatch, Place, PrefixWatch, RequestRefused, named
 from asyncdist.store.state.queues import Queues
 
 _LODGING = "\0here/"
@@ -32,7 +32,7 @@ def lodged_under(key: str) -> str:
     return key.removeprefix(_LODGING).rpartition("\0")[0] if key.startswith(_LODGING) else ""
 
 
-class Ties(Queues):
+class KeyOwnership(Queues):
     """The part of the state machine that has to do with whose a key is, and whom its changes concern."""
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class Ties(Queues):
     def own(self, owner: Client, key: str) -> None:
         """Have an ephemeral key go with ``owner``, whoever has set it."""
         if key in self._owners:
-            self._disown(key)
+            self._detach(key)
         if self.ledger is not None:
             self.ledger.tied(key, self._values[key])
         self._owners[key] = owner
@@ -61,7 +61,7 @@ class Ties(Queues):
         """Return the ephemeral keys, each with its owner and its value."""
         return {key: (owner, self._values[key]) for key, owner in self._owners.items()}
 
-    def _disown(self, key: str) -> None:
+    def _detach(self, key: str) -> None:
         """Have a key be nobody's; it still holds what it held as somebody's."""
         if self.ledger is not None:
             self.ledger.disowned(key, self._values[key])
@@ -72,7 +72,7 @@ class Ties(Queues):
         if not mine:
             del self._owned[owner]
 
-    def bereave(self, owner: Client) -> None:
+    def expire_owner(self, owner: Client) -> None:
         """Delete the ephemeral keys of an owner that is gone; those who watch them are told (`collect`)."""
         left: list[str] = []
         for key in self._owned.pop(owner, ()):
@@ -113,7 +113,7 @@ class Ties(Queues):
     # -- watchers ---------------------------------------------------------------------------------
 
     def _watch(self, place: Place, key: str) -> bytes | None:
-        self._keep(place, Observing(key))
+        self._keep(place, KeyWatch(key))
         self._observing.setdefault(key, {})[place] = None
         return self._values.get(key)
 
@@ -124,8 +124,8 @@ class Ties(Queues):
                 f"the values of all keys under {named(prefix)} are too much for one reply: watch a longer prefix, or raise "
                 "ASYNCDIST_STORE_MAX_VALUE_NBYTES where the store runs"
             )
-            raise Refused(Reason.TOO_LARGE, text)
-        self._keep(place, Surveying(prefix))
+            raise RequestRefused(Reason.TOO_LARGE, text)
+        self._keep(place, PrefixWatch(prefix))
         self._surveying.setdefault(prefix, {})[place] = None
         return list(itertools.chain.from_iterable(found.items()))
 
@@ -142,4 +142,4 @@ class Ties(Queues):
 
     def _tell_all(self, places: Iterable[Place], message: bytes) -> None:
         """Publish one message, which is as long as a value, and is not to be there once for each."""
-        self.due.extend(Reply(client, request, Kind.PUBLISHED, message) for client, request in places)
+        self.due.extend(Reply(client, request, OperationKind.PUBLISHED, message) for client, request in places)

@@ -6,17 +6,17 @@ from abc import abstractmethod
 from collections import deque
 from typing import Any
 
-from asyncdist.store.protocol.operations import Client, Kind, Reason, Reply
+from asyncdist.store.protocol.operations import Client, OperationKind, Reason, Reply
 from asyncdist.store.state.model import (
     BLOCKED,
     ENTRY_NBYTES,
-    Holding,
     Item,
     Place,
-    Refused,
+    PopWaiter,
+    RequestRefused,
     Table,
-    Taking,
-    Waiting,
+    UnackedItem,
+    Waiter,
     named,
 )
 
@@ -29,7 +29,7 @@ class Queues(Table):
         self._queues: dict[str, deque[Item]] = {}
         self._pushed = 0  # the serial number of the item that came last
         # Lines are dicts used as ordered sets: first come, first served, and leaving from the middle is cheap.
-        self._watching: dict[str, dict[Waiting, None]] = {}  # queue -> `wait`
+        self._watching: dict[str, dict[Waiter, None]] = {}  # queue -> `wait`
         self._taking: dict[str, dict[Place, None]] = {}  # queue -> pops
         self._told: dict[Client, dict[str, None]] = {}  # client -> queues it was woken for and has not popped from
 
@@ -43,7 +43,7 @@ class Queues(Table):
         """Refuse a value that is too large."""
 
     @abstractmethod
-    def _arrived(self, waiting: Waiting, key: str) -> None:
+    def _arrived(self, waiting: Waiter, key: str) -> None:
         """Answer who has waited for a key, if it was the last that was missing."""
 
     def _queue_push(self, place: Place, key: str, item: bytes) -> None:
@@ -61,8 +61,8 @@ class Queues(Table):
         if key in self._queues:
             return self._hold(place, key)
         if not block:
-            raise Refused(Reason.EMPTY, f"queue {named(key)} is empty")
-        self._keep(place, Taking(key))
+            raise RequestRefused(Reason.EMPTY, f"queue {named(key)} is empty")
+        self._keep(place, PopWaiter(key))
         self._taking.setdefault(key, {})[place] = None
         return BLOCKED
 
@@ -100,7 +100,7 @@ class Queues(Table):
             client, request = place = next(iter(self._taking[key]))
             drop_from(self._taking, key, place)
             self._forget(place)
-            self.due.append(Reply(client, request, Kind.RESULT, self._hold(place, key)))
+            self.due.append(Reply(client, request, OperationKind.RESULT, self._hold(place, key)))
         elif key in self._watching:
             waiting = next(iter(self._watching[key]))
             self._told.setdefault(waiting.place[0], {})[key] = None
@@ -108,7 +108,7 @@ class Queues(Table):
 
     def _hold(self, place: Place, key: str) -> bytes:
         queue = self._queues[key]
-        self._keep(place, Holding(key, queue[0]))
+        self._keep(place, UnackedItem(key, queue[0]))
         return self._shift(key, queue)[1]
 
     def _shift(self, key: str, queue: deque[Item]) -> Item:

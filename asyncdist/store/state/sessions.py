@@ -13,11 +13,11 @@ import heapq
 import math
 from typing import Protocol
 
-from asyncdist.store.protocol.operations import Client, Kind, Reply
+from asyncdist.store.protocol.operations import Client, OperationKind, Reply
 from asyncdist.store.state.model import KEPT_ANSWERS, KEPT_NBYTES, MemberContents, cost_of
 
 
-class MembersLedger(Protocol):
+class SessionAccounting(Protocol):
     """Is told of everything that a later server of the same store must know of its clients."""
 
     def arrived(self, identity: bytes, lease: float) -> None: ...
@@ -34,13 +34,13 @@ class MembersLedger(Protocol):
         """So many bytes more of answers are kept (fewer, if that is negative)."""
 
 
-class Member:
+class ClientSession:
     """A client of a store. ``connection`` is where it is now; None while it is waited for, until ``until``."""
 
     __slots__ = ("_answers", "_ledger", "connection", "identity", "lease", "nbytes", "unsure", "until")
 
     def __init__(
-        self, identity: bytes, lease: float, connection: Client | None, ledger: MembersLedger | None = None
+        self, identity: bytes, lease: float, connection: Client | None, ledger: SessionAccounting | None = None
     ) -> None:
         self.identity = identity
         self.lease = lease
@@ -102,19 +102,21 @@ class Member:
     def restore(self, contents: MemberContents) -> None:
         """Take what an earlier server knew."""
         _, answers, self.unsure = contents
-        self._answers = {request: Reply(None, request, Kind(kind), value) for request, (kind, value) in answers.items()}
+        self._answers = {
+            request: Reply(None, request, OperationKind(kind), value) for request, (kind, value) in answers.items()
+        }
         self.nbytes = sum(cost_of(value) for _, value in answers.values())  # which the ledger knows already
 
 
-class Members:
+class SessionTable:
     """All clients of one store that have an identity."""
 
     def __init__(self) -> None:
-        self._members: dict[bytes, Member] = {}
+        self._members: dict[bytes, ClientSession] = {}
         self._away: list[tuple[float, bytes]] = []
-        self.ledger: MembersLedger | None = None
+        self.ledger: SessionAccounting | None = None
 
-    def get(self, identity: bytes) -> Member | None:
+    def get(self, identity: bytes) -> ClientSession | None:
         """Return a client that is known."""
         return self._members.get(identity)
 
@@ -125,18 +127,18 @@ class Members:
     def restore(self, contents: dict[bytes, MemberContents], now: float) -> None:
         """Wait for the clients of an earlier server."""
         for identity, known in contents.items():
-            member = self._members[identity] = Member(identity, known[0], None, self.ledger)
+            member = self._members[identity] = ClientSession(identity, known[0], None, self.ledger)
             member.restore(known)
             self._wait_for(member, now)
 
     def __len__(self) -> int:
         return len(self._members)
 
-    def arrive(self, identity: bytes, lease: float, connection: Client) -> tuple[Member, bool, Client | None]:
+    def arrive(self, identity: bytes, lease: float, connection: Client) -> tuple[ClientSession, bool, Client | None]:
         """A client has come over a connection: return it, whether it was known, and the connection it had till now."""
         member = self._members.get(identity)
         if member is None:
-            member = self._members[identity] = Member(identity, lease, connection, self.ledger)
+            member = self._members[identity] = ClientSession(identity, lease, connection, self.ledger)
             if self.ledger is not None:
                 self.ledger.arrived(identity, lease)
             return member, False, None
@@ -144,17 +146,17 @@ class Members:
         member.lease, member.until = lease, math.inf
         return member, True, before
 
-    def lost(self, member: Member, connection: Client, now: float) -> None:
+    def lost(self, member: ClientSession, connection: Client, now: float) -> None:
         """A connection is over. If it is the one that the client has, its lease runs."""
         if member.connection is connection:
             member.connection = None
             self._wait_for(member, now)
 
-    def _wait_for(self, member: Member, now: float) -> None:
+    def _wait_for(self, member: ClientSession, now: float) -> None:
         member.until = now + member.lease
         heapq.heappush(self._away, (member.until, member.identity))
 
-    def farewell(self, member: Member) -> None:
+    def farewell(self, member: ClientSession) -> None:
         """A client says that it will not be back."""
         if self._members.pop(member.identity, None) is not None and self.ledger is not None:
             self.ledger.kept(-member.nbytes)
@@ -164,7 +166,7 @@ class Members:
         """Return when the next lease may run out."""
         return self._away[0][0] if self._away else math.inf
 
-    def ended(self, now: float) -> list[Member]:
+    def ended(self, now: float) -> list[ClientSession]:
         """Forget the clients whose leases have run out, and return them."""
         over = []
         while self._away and self._away[0][0] <= now:

@@ -16,7 +16,7 @@ from datetime import timedelta
 
 import pytest
 
-from asyncdist.base.background_loop import runtime
+from asyncdist.base.background_loop import background_loop
 from asyncdist.base.deadline import Deadline
 from asyncdist.config import Config
 from asyncdist.errors import (
@@ -30,8 +30,8 @@ from asyncdist.errors import (
 )
 from asyncdist.store import TCPStore
 from asyncdist.store.base import Subscription
-from asyncdist.store.client.blocking import Connection
-from asyncdist.store.protocol.chunking import Parcel
+from asyncdist.store.client.blocking import BlockingConnection
+from asyncdist.store.protocol.chunking import ChunkedMessage
 from asyncdist.store.server.server import StoreServer
 from asyncdist.testing.faults import Proxy
 from tests.support.ports import free_port
@@ -85,7 +85,7 @@ def test_the_leader_hands_over(master, threads):
             for number in range(8) if turn % 2 else reversed(range(8)):
                 master.set(f"{turn}/{number}", str(number))
             assert [future.result(LONG) for future in waiting] == [str(number).encode() for number in range(8)]
-        assert other._connection._followers == {}
+        assert other._connection._standby == {}
         assert other._connection._led is False
 
 
@@ -146,7 +146,7 @@ def test_an_interrupted_wait_leaves_nothing_behind(master, monkeypatch):
 
 
 @contextlib.contextmanager
-def busy(connection: Connection) -> Iterator[None]:
+def busy(connection: BlockingConnection) -> Iterator[None]:
     """Another thread is stuck in sending."""
     began, over = threading.Event(), threading.Event()
 
@@ -194,16 +194,16 @@ def test_a_long_value_that_is_given_up_while_the_socket_is_busy_leaves_nothing_i
     value = os.urandom(300_000)  # two pieces and a message that refers to them
     with client(master) as other, contextlib.ExitStack() as stack:
         connection = other._connection
-        wire, carry = connection._wire, Parcel.__next__
+        wire, carry = connection._wire, ChunkedMessage.__next__
         pieces = iter(range(3))
 
-        def next_piece(parcel: Parcel) -> bytes:
+        def next_piece(parcel: ChunkedMessage) -> bytes:
             if next(pieces) == sent:
                 stack.enter_context(busy(connection))
             return carry(parcel)
 
         with monkeypatch.context() as patch:
-            patch.setattr(Parcel, "__next__", next_piece)
+            patch.setattr(ChunkedMessage, "__next__", next_piece)
             other.set_timeout(UNIT)
             with pytest.raises(StoreTimeoutError):
                 other.set("k", bytes(300_000))
@@ -298,11 +298,11 @@ def test_a_bound_socket_to_listen_on():
 
 
 def test_the_server_goes(master, threads):
-    server = runtime().run(StoreServer.start("127.0.0.1", 0))
+    server = background_loop().run(StoreServer.start("127.0.0.1", 0))
     other = TCPStore("127.0.0.1", server.port, timeout=LONG)
     waiting = [threads.submit(other.get, "k") for _ in range(5)]
     assert other.add("n", 1) == 1
-    runtime().run(server.close())
+    background_loop().run(server.close())
     for future in waiting:
         with pytest.raises(StoreConnectionError, match="broke"):
             future.result(LONG)
@@ -313,10 +313,10 @@ def test_the_server_goes(master, threads):
 
 def test_a_server_that_stops_reading_and_answering(threads):
     """Even a request that can be neither sent nor answered ends with its timeout."""
-    server = runtime().run(StoreServer.start("127.0.0.1", 0))
+    server = background_loop().run(StoreServer.start("127.0.0.1", 0))
     other = TCPStore("127.0.0.1", server.port, timeout=LONG, config=Config(store_reconnect=0))
     (connection,) = server._connections
-    runtime().call(connection._transport.pause_reading)
+    background_loop().call(connection._transport.pause_reading)
     other.set_timeout(UNIT)
     with pytest.raises(StoreTimeoutError):
         other.get("k")
@@ -325,7 +325,7 @@ def test_a_server_that_stops_reading_and_answering(threads):
     with pytest.raises(StoreConnectionError, match="could not be sent"):
         other.get("k")
     other.close()
-    runtime().run(server.close())
+    background_loop().run(server.close())
 
 
 def test_a_store_that_is_dropped_hangs_up_and_stops_serving():
@@ -404,5 +404,5 @@ def test_connections_are_closed_when_an_attempt_fails(master, monkeypatch):
 
     monkeypatch.setattr("asyncdist.store.client.reconnecting.shake_hands", broken)
     with pytest.raises(StoreConnectionError, match="no luck"):
-        Connection.open("127.0.0.1", master.port, "t", UNIT)
+        BlockingConnection.open("127.0.0.1", master.port, "t", UNIT)
     gc.collect()

@@ -15,7 +15,7 @@ import pytest
 
 from asyncdist.errors import AddressError, ProtocolError, QueueEmptyError, StoreTimeoutError, UsageError
 from asyncdist.store import FileStore
-from asyncdist.store.client.file import FileDesk
+from asyncdist.store.client.file import FileClient
 from asyncdist.store.persistence.log_format import MAGIC, frame_head, read_header
 
 UNIT, LONG = 0.05, 20.0
@@ -275,5 +275,5 @@ def test_a_desk_that_fails_to_open_closes_its_file(tmp_path):
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(10):
         with pytest.raises(ProtocolError):
-            FileDesk(path)
+            FileClient(path)
     assert len(os.listdir("/proc/self/fd")) == before

@@ -182,7 +182,7 @@ def test_a_signal_handler_that_calls_while_its_thread_waits_is_told(monkeypatch)
         master.subscribe("news") as news,
     ):
 
-        def interrupts(connection: blocking.Connection, call: Callable[[], object]) -> None:
+        def interrupts(connection: blocking.BlockingConnection, call: Callable[[], object]) -> None:
             wait = connection._wire.wait
 
             def interrupted(deadline: Deadline) -> None:

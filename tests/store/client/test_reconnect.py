@@ -20,22 +20,22 @@ from unittest.mock import ANY
 
 import pytest
 
-from asyncdist.base.background_loop import runtime
+from asyncdist.base.background_loop import background_loop
 from asyncdist.base.deadline import Deadline
 from asyncdist.config import Config
 from asyncdist.errors import ProtocolError, StoreConnectionError, StoreError, StoreTimeoutError
 from asyncdist.store import AsyncStore, StoreServer, TCPStore
 from asyncdist.store.client import connect as dialling
 from asyncdist.store.client import reconnecting
-from asyncdist.store.client.blocking_socket import Wire
-from asyncdist.store.client.pending import Ticket
-from asyncdist.store.persistence.change_log import Book, replay
+from asyncdist.store.client.blocking_socket import BlockingSocket
+from asyncdist.store.client.pending import PendingRequest
+from asyncdist.store.persistence.change_log import ChangeLog, replay
 from asyncdist.store.protocol import operations
-from asyncdist.store.protocol.client_protocol import Conversation
+from asyncdist.store.protocol.client_protocol import ClientProtocol
 from asyncdist.store.protocol.codec import Encoder, Request, decode_request, hello, messages_in
-from asyncdist.store.protocol.operations import Kind, Op, Reason, Reply
+from asyncdist.store.protocol.operations import Op, OperationKind, Reason, Reply
 from asyncdist.store.state.model import KEPT_ANSWERS, Contents
-from asyncdist.store.state.sessions import Member, Members
+from asyncdist.store.state.sessions import ClientSession, SessionTable
 from asyncdist.testing.faults import Proxy
 from tests.support.ports import free_port
 
@@ -123,7 +123,7 @@ async def test_random_cuts_under_many_tasks(server, proxy):
 
 
 def test_random_cuts_under_many_threads():
-    server = runtime().run(StoreServer.start("127.0.0.1", 0, token=TOKEN))
+    server = background_loop().run(StoreServer.start("127.0.0.1", 0, token=TOKEN))
     dice = random.Random(2)
     with Proxy("127.0.0.1", server.port) as proxy, ThreadPoolExecutor(8) as threads:
         store = TCPStore(*proxy.address, timeout=LONG, config=CONFIG)
@@ -136,7 +136,7 @@ def test_random_cuts_under_many_threads():
         store.set("at last", b"v")
         assert waiting.result(LONG) == b"v"
         store.close()
-    runtime().run(server.close())
+    background_loop().run(server.close())
 
 
 def test_what_others_asked_is_asked_again_though_who_reads_has_no_time_for_it():
@@ -145,7 +145,7 @@ def test_what_others_asked_is_asked_again_though_who_reads_has_no_time_for_it():
         TCPStore("127.0.0.1", master.port, timeout=LONG, config=CONFIG) as store,
         ThreadPoolExecutor(1) as another,
     ):
-        connection, other = store._connection, Ticket()
+        connection, other = store._connection, PendingRequest()
         connection.begin(operations.get("later"), other, Deadline.never())
         connection._lose(connection._wire, "said by a test")
         another.submit(connection._turn.acquire).result(LONG)  # as one who sends over a slow line
@@ -161,7 +161,7 @@ def test_calls_with_short_timeouts_wait_for_one_and_the_same_attempt_to_connect(
     """Else a client that polls would never come back where connecting takes longer than one of its calls."""
     answered, begun, greet = threading.Event(), [], reconnecting.shake_hands
 
-    def shake_hands(wire: Wire, token: str | None, deadline: Deadline) -> bytes:
+    def shake_hands(wire: BlockingSocket, token: str | None, deadline: Deadline) -> bytes:
         begun.append(deadline)
         if not answered.wait(deadline.remaining()):
             raise TimeoutError
@@ -308,7 +308,9 @@ async def test_connections_that_break_at_once_share_the_patience_of_one(server, 
     ],
 )
 def test_after_which_failures_it_is_tried_again(error, stays, ends):
-    redial = dialling.Redial(SimpleNamespace(where="here", lost=None, resumable=True, stays=stays), "here", 1, LONG)
+    redial = dialling.ReconnectPolicy(
+        SimpleNamespace(where="here", lost=None, resumable=True, stays=stays), "here", 1, LONG
+    )
     assert redial.lost("it hung up") is None
     begun = time.monotonic()
     assert redial.due.at <= begun
@@ -321,7 +323,9 @@ def test_after_which_failures_it_is_tried_again(error, stays, ends):
 
 
 def test_patience_begins_with_the_first_attempt():
-    redial = dialling.Redial(SimpleNamespace(where="here", lost=None, resumable=True, stays=True), "here", 1, LONG)
+    redial = dialling.ReconnectPolicy(
+        SimpleNamespace(where="here", lost=None, resumable=True, stays=True), "here", 1, LONG
+    )
     for _ in range(2):
         assert redial.lost("it hung up") is None
         needed = time.monotonic()
@@ -418,7 +422,7 @@ def test_threads_wait_through_the_end_of_a_store_with_data(tmp_path):
 
 
 def test_a_lease_runs_from_when_the_connection_is_lost():
-    members = Members()
+    members = SessionTable()
     member, known, _ = members.arrive(b"a", 10.0, "first")
     assert not known
     assert members.ended(1e9) == []
@@ -436,7 +440,7 @@ def test_a_lease_runs_from_when_the_connection_is_lost():
 
 
 def test_the_lease_that_a_client_said_last_counts():
-    members = Members()
+    members = SessionTable()
     member, _, _ = members.arrive(b"a", 10.0, "first")
     members.arrive(b"a", 20.0, "second")
     members.lost(member, "second", 100.0)
@@ -444,39 +448,39 @@ def test_the_lease_that_a_client_said_last_counts():
 
 
 def test_a_client_that_is_waited_for_for_ever_says_a_long_time():
-    talk = Conversation(lease=math.inf)
+    talk = ClientProtocol(lease=math.inf)
     talk.receive(hello(1 << 20))
     ((_, _, _, lease_ms),) = messages_in(talk.introduce())
     assert lease_ms > 86400e3
 
 
 def test_leases_run_from_the_start_of_the_server_that_takes_over():
-    members = Members()
-    members.restore({b"a": (10.0, {7: (Kind.RESULT, 1)}, 0)}, 100.0)
+    members = SessionTable()
+    members.restore({b"a": (10.0, {7: (OperationKind.RESULT, 1)}, 0)}, 100.0)
     assert members.ended(109.9) == []
     (member,) = members.ended(110.0)
-    assert member.answer_to(7) == Reply(None, 7, Kind.RESULT, 1)
+    assert member.answer_to(7) == Reply(None, 7, OperationKind.RESULT, 1)
 
 
 def test_answers_are_kept_until_they_have_been_heard_and_no_longer():
-    member = Member(b"a", 10.0, "connection")
+    member = ClientSession(b"a", 10.0, "connection")
     for request in range(1, 6):
-        member.remember(Reply("connection", request, Kind.RESULT, request))
+        member.remember(Reply("connection", request, OperationKind.RESULT, request))
     member.received(3)
     assert [member.answer_to(request) for request in (1, 2)] == [None, None]
-    assert member.answer_to(3) == Reply(None, 3, Kind.RESULT, 3)  # and no connection is kept with it
+    assert member.answer_to(3) == Reply(None, 3, OperationKind.RESULT, 3)  # and no connection is kept with it
     for request in range(10, 10 + KEPT_ANSWERS):
-        member.remember(Reply("connection", request, Kind.RESULT, request))
+        member.remember(Reply("connection", request, OperationKind.RESULT, request))
     assert member.answer_to(5) is None
     assert member.answer_to(10) is not None
 
 
 def test_a_later_server_knows_what_has_been_heard_and_who_has_left():
-    members, contents = Members(), Contents()
-    members.ledger = book = Book(wake=lambda: None)
+    members, contents = SessionTable(), Contents()
+    members.ledger = book = ChangeLog(wake=lambda: None)
     stays, leaves = [members.arrive(identity, 10.0, "connection")[0] for identity in (b"a", b"b")]
     for request in range(1, 6):
-        stays.remember(Reply("connection", request, Kind.RESULT, request))
+        stays.remember(Reply("connection", request, OperationKind.RESULT, request))
     stays.received(4)
     members.farewell(leaves)
     replay(b"".join(book.take()), contents)
@@ -556,22 +560,22 @@ async def test_a_client_that_comes_back_late_has_its_keys_again_but_for_those_se
 
 
 def test_keys_are_restored_although_another_connection_breaks_before_the_store_has_heard_of_it():
-    talk = Conversation()
+    talk = ClientProtocol()
     over_the_wire(talk, known=False)
     request, _ = talk.ask(a_sink(operations.set_ephemeral("k", b"1")))
-    talk.receive(Encoder().frame(request, Kind.RESULT, None))
+    talk.receive(Encoder().frame(request, OperationKind.RESULT, None))
     asked = [over_the_wire(talk, known=known) for known in (False, True)]
     assert asked[0] == asked[1] == [decode_request([asked[0][0].id, Op.RESTORE_EPHEMERAL, "k", b"1"])]
-    talk.receive(Encoder().frame(asked[0][0].id, Kind.RESULT, True))
+    talk.receive(Encoder().frame(asked[0][0].id, OperationKind.RESULT, True))
     assert over_the_wire(talk, known=True) == []
 
 
 @pytest.mark.parametrize("sent", [True, False])
 def test_a_key_whose_deletion_was_given_up_is_restored_only_if_that_was_never_sent(sent):
-    talk = Conversation()
+    talk = ClientProtocol()
     over_the_wire(talk, known=False)
     request, _ = talk.ask(a_sink(operations.set_ephemeral("k", b"1")))
-    talk.receive(Encoder().frame(request, Kind.RESULT, None))
+    talk.receive(Encoder().frame(request, OperationKind.RESULT, None))
     if not sent:
         talk.interrupted()
     request, _ = talk.ask(a_sink(operations.delete_key("k")))
@@ -581,47 +585,47 @@ def test_a_key_whose_deletion_was_given_up_is_restored_only_if_that_was_never_se
 
 
 def test_nothing_is_asked_before_the_keys_are_back():
-    talk = Conversation()
+    talk = ClientProtocol()
     over_the_wire(talk, known=False)
     for key in ("k", "l"):
         request, _ = talk.ask(a_sink(operations.set_ephemeral(key, b"1")))
-        talk.receive(Encoder().frame(request, Kind.RESULT, None))
+        talk.receive(Encoder().frame(request, OperationKind.RESULT, None))
     looking, _ = talk.ask(a_sink(operations.check(["k"])))
     first, second = over_the_wire(talk, known=False)
     deleting, message = talk.ask(a_sink(operations.delete_key("k")))
     assert message == b""
-    talk.receive(Encoder().frame(first.id, Kind.RESULT, True))
+    talk.receive(Encoder().frame(first.id, OperationKind.RESULT, True))
     assert not talk.has_more
-    talk.receive(Encoder().frame(second.id, Kind.RESULT, True))
-    asked = [decode_request(message) for sent in talk.take_out() for message in messages_in(sent)]
+    talk.receive(Encoder().frame(second.id, OperationKind.RESULT, True))
+    asked = [decode_request(message) for sent in talk.data_to_send() for message in messages_in(sent)]
     assert [(each.id, each.op) for each in asked] == [(looking, Op.CHECK), (deleting, Op.DELETE_KEY)]
     assert over_the_wire(talk, known=True) == asked
 
 
 def test_a_change_that_the_store_may_have_made_before_it_forgot_us_is_not_asked_again_while_keys_come_back():
-    talk, told = Conversation(), []
+    talk, told = ClientProtocol(), []
     over_the_wire(talk, known=False)
     request, _ = talk.ask(a_sink(operations.set_ephemeral("k", b"1")))
-    talk.receive(Encoder().frame(request, Kind.RESULT, None))
+    talk.receive(Encoder().frame(request, OperationKind.RESULT, None))
     talk.ask(SimpleNamespace(command=operations.add("n", 1), reject=told.append))
     (restore,) = over_the_wire(talk, known=False)
     assert over_the_wire(talk, known=True) == [restore]
-    talk.receive(Encoder().frame(restore.id, Kind.RESULT, True))
+    talk.receive(Encoder().frame(restore.id, OperationKind.RESULT, True))
     assert not talk.has_more
     assert len(told) == 1
 
 
 def test_a_key_that_a_smaller_store_does_not_take_back_is_done_without(caplog):
-    talk, lengths = Conversation(), {"small": 1, "too much for a value": 1000, "too much for a message": 100_000}
+    talk, lengths = ClientProtocol(), {"small": 1, "too much for a value": 1000, "too much for a message": 100_000}
     over_the_wire(talk, known=False)
     for key, nbytes in lengths.items():
         request, _ = talk.ask(a_sink(operations.set_ephemeral(key, bytes(nbytes))))
-        talk.receive(Encoder().frame(request, Kind.RESULT, None))
+        talk.receive(Encoder().frame(request, OperationKind.RESULT, None))
     looking, _ = talk.ask(a_sink(operations.check(["other"])))
     first, second = over_the_wire(talk, known=False, limit=70_000)
-    talk.receive(Encoder().frame(first.id, Kind.RESULT, True))
-    talk.receive(Encoder().frame(second.id, Kind.REFUSED, (int(Reason.TOO_LARGE), "as said by a test")))
-    assert [decode_request(message).id for sent in talk.take_out() for message in messages_in(sent)] == [looking]
+    talk.receive(Encoder().frame(first.id, OperationKind.RESULT, True))
+    talk.receive(Encoder().frame(second.id, OperationKind.REFUSED, (int(Reason.TOO_LARGE), "as said by a test")))
+    assert [decode_request(message).id for sent in talk.data_to_send() for message in messages_in(sent)] == [looking]
     assert [record.args[1:] for record in caplog.records] == [
         ("'too much for a message'", ANY), ("'too much for a value'", "as said by a test"),
     ]  # fmt: skip
@@ -645,13 +649,13 @@ def a_sink(command: operations.Command) -> SimpleNamespace:
     return SimpleNamespace(command=command, resolve=print, reject=print)
 
 
-def over_the_wire(talk: Conversation, *, known: bool, limit: int = 1 << 20) -> list[Request]:
+def over_the_wire(talk: ClientProtocol, *, known: bool, limit: int = 1 << 20) -> list[Request]:
     """Give a conversation another connection, whose store knows it or does not, and return what it asks by itself."""
     talk.interrupted()
     talk.receive(hello(limit))
     (resume,) = messages_in(talk.introduce())
-    talk.receive(Encoder().frame(resume[0], Kind.RESULT, ("lineage", known, False)))
-    return [decode_request(message) for sent in talk.take_out() for message in messages_in(sent)]
+    talk.receive(Encoder().frame(resume[0], OperationKind.RESULT, ("lineage", known, False)))
+    return [decode_request(message) for sent in talk.data_to_send() for message in messages_in(sent)]
 
 
 @pytest.mark.processes
@@ -695,7 +699,7 @@ async def test_a_long_value_that_is_put_back_is_not_overtaken(server, proxy, sto
 
 
 def test_a_long_value_that_a_blocking_client_puts_back_is_not_overtaken(until):
-    server = runtime().run(StoreServer.start("127.0.0.1", 0, token=TOKEN))
+    server = background_loop().run(StoreServer.start("127.0.0.1", 0, token=TOKEN))
     with (
         Proxy("127.0.0.1", server.port) as proxy,
         TCPStore(*proxy.address, timeout=LONG, config=CONFIG.with_(store_lease=0.0)) as store,
@@ -704,7 +708,7 @@ def test_a_long_value_that_a_blocking_client_puts_back_is_not_overtaken(until):
         proxy.cut()
         until(lambda: len(server.members) == 0)
         assert store.check(["here"])
-    runtime().run(server.close())
+    background_loop().run(server.close())
 
 
 # -- watching ---------------------------------------------------------------------------------------
@@ -766,7 +770,7 @@ async def test_more_keys_than_go_into_one_reply_are_not_watched(server, store):
 
 
 def test_a_blocking_watch_goes_on_over_another_connection():
-    server = runtime().run(StoreServer.start("127.0.0.1", 0, token=TOKEN))
+    server = background_loop().run(StoreServer.start("127.0.0.1", 0, token=TOKEN))
     with (
         Proxy("127.0.0.1", server.port) as proxy,
         TCPStore(*proxy.address, timeout=LONG, config=CONFIG) as store,
@@ -777,7 +781,7 @@ def test_a_blocking_watch_goes_on_over_another_connection():
             proxy.cut()
             store.set("k", str(number))
             assert values.get(LONG) == str(number).encode()
-    runtime().run(server.close())
+    background_loop().run(server.close())
 
 
 async def test_who_watches_an_ephemeral_key_hears_that_its_owner_is_gone(server, proxy, store):

@@ -19,7 +19,7 @@ from asyncdist.config import Config
 from asyncdist.errors import JournalError, StoreConnectionError, StoreError
 from asyncdist.store import AsyncStore, StoreServer, TCPStore
 from asyncdist.store.persistence.change_log import replay, snapshot
-from asyncdist.store.persistence.group_commit import Durability, Fsync
+from asyncdist.store.persistence.group_commit import Fsync, GroupCommit
 from asyncdist.store.persistence.journal import Journal
 from asyncdist.store.protocol.c10d import MAGIC, Code
 from asyncdist.store.protocol.operations import Op
@@ -275,14 +275,14 @@ async def test_what_takes_longer_to_write_than_the_interval_is_synced_after_it(
 ):
     monkeypatch.setattr("asyncdist.store.persistence.group_commit.INTERVAL", 0.01)
     go, turns = threading.Event(), []
-    commit, in_turn = Journal.commit, Durability._sync_in_turn
+    commit, in_turn = Journal.commit, GroupCommit._sync_in_turn
 
     def slow(journal: Journal, *body: bytes, sync: bool) -> None:
         assert sum(map(len, body)) < 1 << 20 or go.wait(LONG)
         commit(journal, *body, sync=sync)
 
     monkeypatch.setattr(Journal, "commit", slow)
-    monkeypatch.setattr(Durability, "_sync_in_turn", lambda durability: turns.append(True) or in_turn(durability))
+    monkeypatch.setattr(GroupCommit, "_sync_in_turn", lambda durability: turns.append(True) or in_turn(durability))
     async with served(tmp_path, Fsync.INTERVAL, CONFIG.with_(store_max_value_nbytes=4 << 20)) as (_, store):
         setting = store.set("large", b"v" * (2 << 20))
         await eventually(lambda: len(turns) > 1)
@@ -475,7 +475,7 @@ async def test_draining_gives_up_on_who_does_not_read(tmp_path, eventually: Even
             peer.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)  # or the kernel may take it all for it
             for _ in range(50):
                 peer.send(Code.GET, b"/large")
-            await eventually(lambda: any(each._deaf for each in server._connections))
+            await eventually(lambda: any(each._write_paused for each in server._connections))
             await server.drain(0.05)
             assert server.num_connections == 1
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from asyncdist.errors import JournalError, ProtocolError
 from asyncdist.store.persistence import change_log, log_format
-from asyncdist.store.persistence.change_log import Book, replay, snapshot
+from asyncdist.store.persistence.change_log import ChangeLog, replay, snapshot
 from asyncdist.store.persistence.journal import Journal
 from asyncdist.store.protocol.chunking import LONG_NBYTES
 from asyncdist.store.protocol.operations import Op
@@ -30,9 +30,9 @@ MANY = 1 << 30
 BODIES = [b"\x93\x01\xa1a\xc4\x01" + bytes([number]) for number in range(4)]  # set a to 0, 1, 2, 3
 
 
-def kept_state(max_nbytes: int = 0) -> tuple[StoreState, Book]:
+def kept_state(max_nbytes: int = 0) -> tuple[StoreState, ChangeLog]:
     state = StoreState()
-    state.ledger = book = Book(max_nbytes=max_nbytes, wake=lambda: None)
+    state.ledger = book = ChangeLog(max_nbytes=max_nbytes, wake=lambda: None)
     return state, book
 
 
@@ -93,7 +93,7 @@ def the_changes_make_the_same_store(requests, compacted) -> None:
         state.execute(client, number, op, tuple(args))
     replay(b"".join(book.take()), contents)
     assert contents == state.contents()
-    counted = Book()
+    counted = ChangeLog()
     counted.open(contents)
     assert counted.nbytes == book.nbytes
 
@@ -416,7 +416,7 @@ def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-def filled(folder: Path) -> tuple[Journal, StoreState, Book]:
+def filled(folder: Path) -> tuple[Journal, StoreState, ChangeLog]:
     journal, _ = opened(folder, compact_nbytes=100)
     state, book = kept_state()
     for number in range(100):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from asyncdist.store.persistence import log_format
-from asyncdist.store.persistence.change_log import Book
+from asyncdist.store.persistence.change_log import ChangeLog
 from asyncdist.store.persistence.journal import Journal
 from asyncdist.store.protocol.operations import Op
 from asyncdist.store.state.machine import StoreState
@@ -126,7 +126,7 @@ class Program:
         self._lineage = self._journal.lineage
         contents = self._journal.contents or Contents()
         assert self._number(contents) == self._committed
-        self._state, self._book = StoreState(), Book(wake=lambda: None)
+        self._state, self._book = StoreState(), ChangeLog(wake=lambda: None)
         self._book.open(contents)
         self._state.restore(contents)
         self._state.ledger = self._book

@@ -16,7 +16,7 @@ from asyncdist.store.protocol.c10d import (
     MAX_KEYS,
     Code,
     Decoder,
-    Phrases,
+    RequestCache,
     key_of,
     raw_key,
     vector,
@@ -181,7 +181,7 @@ ANSWERS = {code: remembering(code) for code in (Code.GET, Code.ADD, Code.WAIT, C
 def test_a_phrase_means_what_a_decoder_reads(asked, missing):
     data = b"".join(encode(*each) for each in asked)
     data = data[: len(data) - missing]
-    phrases = Phrases(ANSWERS)
+    phrases = RequestCache(ANSWERS)
     for _ in range(2):
         request = phrases[data]()
         if request is not None:
@@ -191,7 +191,7 @@ def test_a_phrase_means_what_a_decoder_reads(asked, missing):
 
 
 def test_what_is_no_short_request_that_is_answered_at_once_is_no_phrase():
-    phrases = Phrases(ANSWERS)
+    phrases = RequestCache(ANSWERS)
     once = encode(Code.GET, b"/k")
     for data in (b"", once[:-1], once * 2, encode(Code.SET, b"/k", b"v"), encode(Code.GET, b"/" + bytes(1000))):
         assert phrases[data]() is None
@@ -199,7 +199,7 @@ def test_what_is_no_short_request_that_is_answered_at_once_is_no_phrase():
 
 
 def test_phrases_are_kept_within_bounds():
-    phrases = Phrases(ANSWERS)
+    phrases = RequestCache(ANSWERS)
     for number in range(10_000):
         assert phrases[encode(Code.ADD, b"/%d" % number, 1)]() == (Code.ADD, str(number), 1)
     assert 0 < len(phrases) <= 1024

@@ -6,17 +6,17 @@ import asyncio
 
 import pytest
 
-from asyncdist.store.protocol.chunk_sender import Carrier
-from asyncdist.store.protocol.chunking import PIECE_NBYTES, Parcel, request_piece
+from asyncdist.store.protocol.chunk_sender import ChunkSender
+from asyncdist.store.protocol.chunking import PIECE_NBYTES, ChunkedMessage, request_piece
 from asyncdist.store.protocol.codec import Encoder, framed
 from asyncdist.store.protocol.operations import Op
 
 
-def parcel(request: int, pieces: int = 3) -> Parcel:
-    return Parcel(Encoder().pack, (request, Op.SET, "key", bytes(pieces * PIECE_NBYTES)), request_piece)
+def parcel(request: int, pieces: int = 3) -> ChunkedMessage:
+    return ChunkedMessage(Encoder().pack, (request, Op.SET, "key", bytes(pieces * PIECE_NBYTES)), request_piece)
 
 
-def frames_of(what: Parcel) -> list[bytes]:
+def frames_of(what: ChunkedMessage) -> list[bytes]:
     return [framed([message]) for message in what]
 
 
@@ -28,7 +28,7 @@ def written() -> list[bytes]:
 async def test_parcels_go_one_behind_the_other_with_a_turn_for_others_between_pieces(written):
     turns: list[int] = []
     done: list[int] = []
-    carrier = Carrier(written.append, lambda request: True)
+    carrier = ChunkSender(written.append, lambda request: True)
     for request in (1, 2):
         carrier.send(parcel(request), lambda sent: done.append(sent.request))
     assert carrier.nbytes_under_way == len(parcel(1))
@@ -43,7 +43,7 @@ async def test_parcels_go_one_behind_the_other_with_a_turn_for_others_between_pi
 
 
 async def test_nothing_goes_while_the_socket_takes_no_more(written):
-    carrier = Carrier(lambda frame: (written.append(frame), carrier.pause()), lambda request: True)
+    carrier = ChunkSender(lambda frame: (written.append(frame), carrier.pause()), lambda request: True)
     carrier.send(parcel(1))
     for count in range(1, 5):
         await asyncio.sleep(0)
@@ -55,7 +55,7 @@ async def test_nothing_goes_while_the_socket_takes_no_more(written):
 
 async def test_what_nobody_wants_is_broken_off_or_never_begun(written):
     wanted, done = {1, 2, 3}, []
-    carrier = Carrier(written.append, wanted.__contains__)
+    carrier = ChunkSender(written.append, wanted.__contains__)
     for request in (1, 2, 3):
         carrier.send(parcel(request), lambda sent: done.append(sent.request))
     await asyncio.sleep(0)
@@ -70,7 +70,7 @@ async def test_what_nobody_wants_is_broken_off_or_never_begun(written):
 
 
 async def test_nothing_goes_after_the_connection(written):
-    carrier = Carrier(written.append, lambda request: True)
+    carrier = ChunkSender(written.append, lambda request: True)
     carrier.send(parcel(1))
     carrier.drop()
     await asyncio.sleep(0)

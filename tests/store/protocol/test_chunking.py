@@ -15,23 +15,23 @@ import pytest_asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncdist.base.background_loop import runtime
+from asyncdist.base.background_loop import background_loop
 from asyncdist.config import Config
 from asyncdist.errors import ProtocolError, StoreError, StoreTimeoutError, UsageError
 from asyncdist.store import AsyncStore, StoreServer, TCPStore
-from asyncdist.store.client.blocking_socket import Wire
-from asyncdist.store.protocol.chunk_sender import Carrier
+from asyncdist.store.client.blocking_socket import BlockingSocket
+from asyncdist.store.protocol.chunk_sender import ChunkSender
 from asyncdist.store.protocol.chunking import (
     FRAME_NBYTES,
     LONG_NBYTES,
     PIECE_NBYTES,
-    Arriving,
-    Parcel,
+    ChunkedMessage,
+    Reassembler,
     answer_piece,
     request_piece,
 )
 from asyncdist.store.protocol.codec import Encoder, FrameParser, framed
-from asyncdist.store.protocol.operations import Kind, Op
+from asyncdist.store.protocol.operations import Op, OperationKind
 from asyncdist.store.server.session import Session
 from asyncdist.testing.faults import Proxy
 
@@ -67,9 +67,9 @@ def patterned(nbytes: int) -> bytes:
 # -- the format -------------------------------------------------------------------------------------
 
 
-def carried(parcel: Parcel) -> list[object]:
+def carried(parcel: ChunkedMessage) -> list[object]:
     """Return the messages of a parcel as they come out where it arrives."""
-    arriving, parser = Arriving(1 << 30), FrameParser(FRAME_NBYTES)
+    arriving, parser = Reassembler(1 << 30), FrameParser(FRAME_NBYTES)
     found: list[object] = []
     for piece in parcel:
         (frame,) = parser.feed(framed([piece]))
@@ -89,13 +89,13 @@ fields = st.lists(lengths.map(bytes) | st.lists(lengths.map(bytes), max_size=3) 
 
 @given(fields)
 def test_what_is_cut_is_put_together_again(content):
-    parcel = Parcel(Encoder().pack, (7, Op.SET, *content), request_piece)
+    parcel = ChunkedMessage(Encoder().pack, (7, Op.SET, *content), request_piece)
     assert carried(parcel) == [[7, Op.SET, *content]]
 
 
 def test_a_message_that_is_long_without_a_long_value():
     keys = [f"key {number}" for number in range(100_000)]
-    parcel = Parcel(Encoder().pack, (7, Op.MULTI_SET, keys, [b"x" * 100_000, b"y"]), request_piece)
+    parcel = ChunkedMessage(Encoder().pack, (7, Op.MULTI_SET, keys, [b"x" * 100_000, b"y"]), request_piece)
     assert len(parcel) > 1_000_000
     assert carried(parcel) == [[7, Op.MULTI_SET, keys, [b"x" * 100_000, b"y"]]]
 
@@ -111,11 +111,11 @@ def test_a_message_that_is_long_without_a_long_value():
 )
 def test_a_reference_to_nothing(harm):
     with pytest.raises(ProtocolError):
-        Arriving(1 << 20).messages_in(msgpack.packb(harm))
+        Reassembler(1 << 20).messages_in(msgpack.packb(harm))
 
 
 def test_a_message_inside_a_message_in_pieces_is_none():
-    arriving = Arriving(1 << 20)
+    arriving = Reassembler(1 << 20)
     arriving.add(0, msgpack.packb(msgpack.ExtType(2, bytes([1, 0, 0, 0]))))
     arriving.add(1, msgpack.packb([1, Op.NUM_KEYS]))
     (message,) = arriving.messages_in(msgpack.packb(msgpack.ExtType(2, bytes(4))))
@@ -123,12 +123,12 @@ def test_a_message_inside_a_message_in_pieces_is_none():
 
 
 def test_pieces_are_bounded_in_bytes_and_in_number():
-    arriving = Arriving(1 << 20)
+    arriving = Reassembler(1 << 20)
     for _ in range(4):
         arriving.add(0, bytes(PIECE_NBYTES))
     with pytest.raises(ProtocolError, match="more than"):
         arriving.add(0, b"x")
-    arriving = Arriving(1 << 20)
+    arriving = Reassembler(1 << 20)
     for number in range(18):
         arriving.add(number, b"x")
     with pytest.raises(ProtocolError, match="more than"):
@@ -161,7 +161,7 @@ async def test_small_requests_pass_while_a_large_value_goes_through(server, stor
 
 def test_threads_pass_while_a_large_value_goes_through(monkeypatch):
     """Whoever is quicker: the first pieces go when a small request waits behind them, or one was answered for each."""
-    send, carry = Wire.send, Carrier._carry
+    send, carry = BlockingSocket.send, ChunkSender._carry
     enough, count, pieces = 6, 0, 0
 
     def send_before_another(wire, data, deadline):
@@ -182,9 +182,9 @@ def test_threads_pass_while_a_large_value_goes_through(monkeypatch):
         pieces += 1
         carry(carrier)
 
-    monkeypatch.setattr(Wire, "send", send_before_another)
-    monkeypatch.setattr(Carrier, "_carry", carry_behind_another)
-    server = runtime().run(StoreServer.start("127.0.0.1", 0, token=TOKEN))
+    monkeypatch.setattr(BlockingSocket, "send", send_before_another)
+    monkeypatch.setattr(ChunkSender, "_carry", carry_behind_another)
+    server = background_loop().run(StoreServer.start("127.0.0.1", 0, token=TOKEN))
     value = patterned(LARGE_NBYTES // 4)
     with ThreadPoolExecutor(1) as threads, TCPStore("127.0.0.1", server.port, timeout=LONG, config=CONFIG) as store:
         for ask in ((store.set, "large", value), (store.get, "large")):
@@ -195,7 +195,7 @@ def test_threads_pass_while_a_large_value_goes_through(monkeypatch):
                 count += 1
             assert count >= enough
         assert large.result() == value
-    runtime().run(server.close())
+    background_loop().run(server.close())
 
 
 async def test_large_values_one_behind_the_other_and_in_lists(server, store):
@@ -267,7 +267,7 @@ async def test_what_comes_in_the_same_read_makes_room_for_what_comes_behind_it(s
     store, pack = await reach("127.0.0.1", strict.port), Encoder().pack
     await store.set("k", bytes(7 << 20))
     await store.set("l", bytes((1 << 20) - LONG_NBYTES))
-    setting = Parcel(pack, (102, Op.SET, "m", bytes(LONG_NBYTES + 1)), request_piece)
+    setting = ChunkedMessage(pack, (102, Op.SET, "m", bytes(LONG_NBYTES + 1)), request_piece)
     frames = [framed([message]) for message in (pack((101, Op.DELETE_KEY, "k")), *setting)]
     store._line.link._transport.write(b"".join(frames))
     await eventually(lambda: strict.state.peek("m"))
@@ -276,13 +276,13 @@ async def test_what_comes_in_the_same_read_makes_room_for_what_comes_behind_it(s
 
 def test_threads_are_told_that_there_is_no_room():
     config = CONFIG.with_(store_max_nbytes=8 << 20)
-    server = runtime().run(StoreServer.start("127.0.0.1", 0, token=TOKEN, config=config))
+    server = background_loop().run(StoreServer.start("127.0.0.1", 0, token=TOKEN, config=config))
     with TCPStore("127.0.0.1", server.port, timeout=LONG, config=CONFIG) as store:
         with pytest.raises(StoreError, match="--max-memory"):
             store.set("k", patterned(LARGE_NBYTES // 4))
         store.set("k", patterned(2 << 20))
         assert store.get("k") == patterned(2 << 20)
-    runtime().run(server.close())
+    background_loop().run(server.close())
 
 
 # -- broken off -------------------------------------------------------------------------------------
@@ -364,17 +364,17 @@ async def test_nothing_of_a_client_that_has_gone_waits_for_the_collector(server,
 async def test_nothing_of_a_long_message_waits_for_the_collector(server, store, no_collector, eventually):
     value = patterned(LARGE_NBYTES // 4)
     await store.set("large", value)
-    await eventually(no_more(Parcel))
+    await eventually(no_more(ChunkedMessage))
     await store.get("large")
-    await eventually(no_more(Parcel))
+    await eventually(no_more(ChunkedMessage))
     setting = asyncio.ensure_future(store.set("large", value))
     await eventually(lambda: arriving_nbytes(server) > 0)
     setting.cancel()
-    await eventually(no_more(Parcel))
+    await eventually(no_more(ChunkedMessage))
     getting = asyncio.ensure_future(store.get("large"))
     await eventually(lambda: store._line._conversation._arriving.nbytes > 0)
     getting.cancel()
-    await eventually(no_more(Parcel))
+    await eventually(no_more(ChunkedMessage))
 
 
 async def test_nothing_of_what_threads_send_waits_for_the_collector(server, no_collector, eventually):
@@ -382,13 +382,13 @@ async def test_nothing_of_what_threads_send_waits_for_the_collector(server, no_c
     value = patterned(LARGE_NBYTES // 4)
     store = await asyncio.to_thread(TCPStore, "127.0.0.1", server.port, timeout=LONG, config=CONFIG)
     await asyncio.to_thread(store.set, "large", value)
-    await eventually(no_more(Parcel))
+    await eventually(no_more(ChunkedMessage))
     await asyncio.to_thread(store.get, "large")
-    await eventually(no_more(Parcel))
+    await eventually(no_more(ChunkedMessage))
     store.set_timeout(0.001)
     with pytest.raises(StoreTimeoutError):
         await asyncio.to_thread(store.set, "large", value)
-    await eventually(no_more(Parcel))
+    await eventually(no_more(ChunkedMessage))
     await asyncio.to_thread(store.close)
 
 
@@ -421,7 +421,7 @@ async def test_a_connection_that_breaks_in_the_middle_is_followed_by_the_whole(s
 
 @pytest.mark.parametrize("cut_mib", [1, 3, 6, 9])
 def test_threads_whose_connection_breaks_in_the_middle(cut_mib):
-    server = runtime().run(StoreServer.start("127.0.0.1", 0, token=TOKEN))
+    server = background_loop().run(StoreServer.start("127.0.0.1", 0, token=TOKEN))
     value = patterned(5 << 20)
     with (
         Proxy("127.0.0.1", server.port) as proxy,
@@ -438,7 +438,7 @@ def test_threads_whose_connection_breaks_in_the_middle(cut_mib):
         assert store.get("k") == value
         found = itertools.chain(*(each.result(LONG) for each in adding))
         assert sorted(found) == list(range(1, 101))
-    runtime().run(server.close())
+    background_loop().run(server.close())
 
 
 async def test_pieces_that_belong_to_nothing_cost_a_client_its_connection(server, store, caplog):
@@ -461,4 +461,4 @@ async def test_a_store_with_data_keeps_large_values_and_says_so_when_it_has(tmp_
 
 
 def test_an_answers_piece_looks_as_it_should():
-    assert answer_piece(1, 2, b"x") == (1, Kind.PIECE, (2, b"x"))
+    assert answer_piece(1, 2, b"x") == (1, OperationKind.PIECE, (2, b"x"))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from asyncdist.errors import ProtocolError, QueueEmptyError, StoreConnectionError, StoreError, UsageError
 from asyncdist.store.protocol import operations
-from asyncdist.store.protocol.client_protocol import Conversation
+from asyncdist.store.protocol.client_protocol import ClientProtocol
 from asyncdist.store.protocol.codec import (
     HELLO,
     TOGETHER_NBYTES,
@@ -26,7 +26,18 @@ from asyncdist.store.protocol.codec import (
     hello,
     messages_in,
 )
-from asyncdist.store.protocol.operations import ARGUMENTS, FLAG, KEY, KEYS, NUMBER, VALUE, VALUES, Kind, Op, Reason
+from asyncdist.store.protocol.operations import (
+    ARGUMENTS,
+    FLAG,
+    KEY,
+    KEYS,
+    NUMBER,
+    VALUE,
+    VALUES,
+    Op,
+    OperationKind,
+    Reason,
+)
 
 LIMIT = 1000
 
@@ -77,8 +88,8 @@ def test_requests_split_at_every_place(sent):
 
 results = st.one_of(st.none(), st.booleans(), numbers, st.binary(max_size=50), st.lists(st.binary(), max_size=5))
 answers = st.one_of(
-    st.tuples(st.integers(0, 1 << 63), st.just(Kind.RESULT), results),
-    st.tuples(st.integers(0, 1 << 63), st.just(Kind.PUBLISHED), st.binary(max_size=50)),
+    st.tuples(st.integers(0, 1 << 63), st.just(OperationKind.RESULT), results),
+    st.tuples(st.integers(0, 1 << 63), st.just(OperationKind.PUBLISHED), st.binary(max_size=50)),
 )
 
 
@@ -214,7 +225,7 @@ class Sink:
 
 @pytest.fixture
 def conversation():
-    talk = Conversation()
+    talk = ClientProtocol()
     talk.receive(hello(LIMIT))
     talk.introduce()
     return talk
@@ -227,7 +238,7 @@ def answer(number, kind, value):
 def test_answers_find_their_askers_in_any_order(conversation):
     first, second = Sink(operations.get("a")), Sink(operations.get("b"))
     (one, _), (two, _) = conversation.ask(first), conversation.ask(second)
-    conversation.receive(answer(two, Kind.RESULT, b"2") + answer(one, Kind.RESULT, b"1"))
+    conversation.receive(answer(two, OperationKind.RESULT, b"2") + answer(one, OperationKind.RESULT, b"1"))
     assert (first.got, second.got) == ([b"1"], [b"2"])
     assert conversation.num_open == 0
 
@@ -238,7 +249,7 @@ def test_answers_find_their_askers_in_any_order(conversation):
 def test_refusals_have_a_type(conversation, reason, kind):
     sink = Sink(operations.queue_pop("q", False))
     number, _ = conversation.ask(sink)
-    conversation.receive(answer(number, Kind.REFUSED, (reason, "why")))
+    conversation.receive(answer(number, OperationKind.REFUSED, (reason, "why")))
     (error,) = sink.got
     assert type(error) is kind
     assert str(error) == "why"
@@ -248,7 +259,7 @@ def test_an_answer_that_crosses_its_cancel_is_dropped(conversation):
     sink = Sink(operations.get("a"))
     number, _ = conversation.ask(sink)
     assert requests_in(conversation.give_up(number)) == [(0, Op.CANCEL, (number,))]
-    conversation.receive(answer(number, Kind.RESULT, b"late"))
+    conversation.receive(answer(number, OperationKind.RESULT, b"late"))
     assert sink.got == []
 
 
@@ -281,7 +292,7 @@ def test_a_key_that_cannot_be_encoded(conversation):
 
 def test_a_server_of_another_version():
     with pytest.raises(ProtocolError, match=f"version {VERSION + 1}"):
-        Conversation().receive(answer(0, HELLO, (VERSION + 1, LIMIT)))
+        ClientProtocol().receive(answer(0, HELLO, (VERSION + 1, LIMIT)))
 
 
 @pytest.mark.parametrize(

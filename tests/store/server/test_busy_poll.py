@@ -6,7 +6,7 @@ import pytest
 
 from asyncdist.config import Config
 from asyncdist.store.server import busy_poll
-from asyncdist.store.server.busy_poll import Attention
+from asyncdist.store.server.busy_poll import AdaptiveBusyPoll
 
 
 class Turns:
@@ -39,11 +39,11 @@ def loop(monkeypatch) -> Turns:
 
 
 @pytest.fixture
-def awake(loop) -> Attention:
-    return Attention(loop, 1.0)
+def awake(loop) -> AdaptiveBusyPoll:
+    return AdaptiveBusyPoll(loop, 1.0)
 
 
-def talk(awake: Attention, client: str | None, times: int) -> None:
+def talk(awake: AdaptiveBusyPoll, client: str | None, times: int) -> None:
     for _ in range(times):
         awake.heard(client)
 
@@ -100,4 +100,4 @@ def test_staying_awake_in_vain_takes_a_longer_row_the_next_time_and_success_a_sh
 @pytest.mark.parametrize(("spin", "cores", "made"), [(300.0, 2, True), (0.0, 2, False), (300.0, 1, False)])
 def test_it_is_made_where_it_pays(loop, monkeypatch, spin, cores, made):
     monkeypatch.setattr(busy_poll.os, "cpu_count", lambda: cores)
-    assert (Attention.where_it_pays(loop, Config(spin_us=spin)) is not None) is made
+    assert (AdaptiveBusyPoll.where_it_pays(loop, Config(spin_us=spin)) is not None) is made

@@ -20,7 +20,7 @@ import torch.distributed as torch_dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncdist.base.background_loop import runtime
+from asyncdist.base.background_loop import background_loop
 from asyncdist.bench.store.c10d_peer import Peer
 from asyncdist.config import Config
 from asyncdist.store import StoreServer, TCPStore
@@ -32,11 +32,11 @@ OURS, TORCHS = "asyncdist", "torch"
 
 @contextlib.contextmanager
 def our_server() -> Iterator[int]:
-    server = runtime().run(StoreServer.start("127.0.0.1", 0))
+    server = background_loop().run(StoreServer.start("127.0.0.1", 0))
     try:
         yield server.port
     finally:
-        runtime().run(server.close())
+        background_loop().run(server.close())
         assert server.state.num_open == 0
 
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from asyncdist.base.background_loop import runtime
+from asyncdist.base.background_loop import background_loop
 from asyncdist.bench.store.c10d_peer import Peer, encode
 from asyncdist.config import Config
 from asyncdist.store import AsyncStore, StoreServer, TCPStore
-from asyncdist.store.client.c10d_probe import takes_torchs_clients
+from asyncdist.store.client.c10d_probe import accepts_c10d_clients
 from asyncdist.store.protocol.c10d import MAGIC, STOP_WAITING, Code
 from asyncdist.store.server import accept
 
@@ -147,7 +147,7 @@ def test_store_that_a_rank_serves_takes_c10d_only_where_the_setting_says_so(said
     config = Config() if said is None else Config(store_c10d=said)
     with TCPStore("127.0.0.1", 0, is_master=True, timeout=LONG, config=config) as store:
         store.set("secret", b"of the ranks")
-        assert takes_torchs_clients("127.0.0.1", store.port, LONG) is (said == "loopback")
+        assert accepts_c10d_clients("127.0.0.1", store.port, LONG) is (said == "loopback")
         assert store.num_keys() == 1
 
 
@@ -213,7 +213,7 @@ class Unknown(asyncio.Transport):
 async def test_a_connection_of_which_nobody_knows_where_it_comes_from_is_dropped(server):
     with socket.socket() as unconnected:
         transport = Unknown({"socket": unconnected, "peername": None})
-        stranger = accept.Lobby(server)
+        stranger = accept.PendingConnection(server)
         try:
             stranger.connection_made(transport)
             assert transport.ended
@@ -347,7 +347,7 @@ async def test_one_who_asks_for_much_is_not_dropped_when_what_it_waits_for_comes
 
 
 def test_three_hundred_at_a_barrier_and_then_dead():
-    server = runtime().run(StoreServer.start("127.0.0.1", 0))
+    server = background_loop().run(StoreServer.start("127.0.0.1", 0))
     try:
         with contextlib.ExitStack() as stack:
             peers = [stack.enter_context(Peer(server.port)) for _ in range(300)]
@@ -355,5 +355,5 @@ def test_three_hundred_at_a_barrier_and_then_dead():
                 peer.send(Code.BARRIER, b"/b", 300)
             assert [peer.reply(Code.BARRIER) for peer in peers] == [0] * 300
     finally:
-        runtime().run(server.close())
+        background_loop().run(server.close())
     assert server.num_connections == server.state.num_open == 0

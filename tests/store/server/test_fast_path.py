@@ -9,12 +9,12 @@ import struct
 
 import pytest
 
-from asyncdist.base.background_loop import runtime
+from asyncdist.base.background_loop import background_loop
 from asyncdist.bench.store.c10d_peer import Peer, encode
 from asyncdist.store import StoreServer
 from asyncdist.store.protocol.c10d import Code
 from asyncdist.store.server.c10d_session import C10dSession
-from asyncdist.store.server.fast_path import Shortcut
+from asyncdist.store.server.fast_path import FastPathConnection
 
 LARGE = bytes(range(256)) * (32 << 10)
 
@@ -23,9 +23,9 @@ LARGE = bytes(range(256)) * (32 << 10)
 def server(request, monkeypatch):
     if request.param != "short":
         monkeypatch.delattr(select, "epoll")
-    server = runtime().run(StoreServer.start("127.0.0.1", 0))
+    server = background_loop().run(StoreServer.start("127.0.0.1", 0))
     yield server
-    runtime().run(server.close())
+    background_loop().run(server.close())
     assert server.num_connections == server.state.num_open == 0
 
 
@@ -41,7 +41,7 @@ def on_server(function, *arguments):
     async def call():
         return function(*arguments)
 
-    return runtime().run(call())
+    return background_loop().run(call())
 
 
 def test_many_are_answered_in_one_turn(peers):
@@ -162,7 +162,7 @@ def test_a_mistake_of_ours_ends_one_and_no_other(server, peers, monkeypatch, cap
 
 
 def test_who_goes_the_short_way(server, peers):
-    short = {type(session._transport) is Shortcut for session in server._connections}
+    short = {type(session._transport) is FastPathConnection for session in server._connections}
     assert short == {hasattr(select, "epoll")}
 
 

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from asyncdist.config import Config
 from asyncdist.errors import StoreError
 from asyncdist.store import AsyncStore, StoreServer, TCPStore
-from asyncdist.store.persistence.change_log import Book, replay
+from asyncdist.store.persistence.change_log import ChangeLog, replay
 from asyncdist.store.protocol import client_protocol
-from asyncdist.store.protocol.operations import Kind, Op, Reason, Reply
+from asyncdist.store.protocol.operations import Op, OperationKind, Reason, Reply
 from asyncdist.store.state.machine import StoreState
-from asyncdist.store.state.model import Contents, Refused
-from asyncdist.store.state.sessions import Members
+from asyncdist.store.state.model import Contents, RequestRefused
+from asyncdist.store.state.sessions import SessionTable
 
 LONGEST = 100
 
@@ -25,7 +25,7 @@ class Store:
     """A state machine with a book, asked by numbered requests."""
 
     def __init__(self, max_nbytes: int = 0) -> None:
-        self.state, self.book = StoreState(LONGEST, LONGEST), Book(max_nbytes=max_nbytes)
+        self.state, self.book = StoreState(LONGEST, LONGEST), ChangeLog(max_nbytes=max_nbytes)
         self.state.ledger = self.book
         self._number = 0
 
@@ -38,7 +38,7 @@ class Store:
     @property
     def held_nbytes(self) -> int:
         """What a book counts that is shown it all at once."""
-        contents, book = self.state.contents(), Book()
+        contents, book = self.state.contents(), ChangeLog()
         contents.ephemeral = {key: (b"", value) for key, (_, value) in self.state.owned().items()}
         book.open(contents)
         return book.nbytes
@@ -127,7 +127,7 @@ def test_many_small_values_are_set_all_or_none():
 def test_what_is_on_its_way_counts():
     store = Store(max_nbytes=1000)
     store.book.expect(950)
-    with pytest.raises(Refused):
+    with pytest.raises(RequestRefused):
         store.book.expect(51)
     assert store.ask("a", Op.SET, "k", bytes(60)) is Reason.FULL
     store.book.expect_no_more(950)
@@ -157,20 +157,20 @@ def test_an_item_makes_room_when_it_has_arrived():
 
 
 def counted(contents: Contents) -> int:
-    book = Book()
+    book = ChangeLog()
     book.open(contents)
     return book.nbytes
 
 
 def test_answers_that_nobody_has_heard_count_until_they_are_heard_or_their_client_goes():
-    members = Members()
-    members.ledger = book = Book()
+    members = SessionTable()
+    members.ledger = book = ChangeLog()
     one, other = (members.arrive(name, 10.0, "connection")[0] for name in (b"one", b"other"))
     for request, (kind, value) in enumerate(ANSWERS, 1):
         one.remember(Reply("connection", request, kind, value))
         other.remember(Reply("connection", request, kind, value))
-    later = Members()
-    later.ledger = Book()
+    later = SessionTable()
+    later.ledger = ChangeLog()
     later.ledger.open(Contents(members=members.contents()))
     later.restore(members.contents(), 0.0)
     for these, ledger in ((members, book), (later, later.ledger)):
@@ -183,21 +183,26 @@ def test_answers_that_nobody_has_heard_count_until_they_are_heard_or_their_clien
         assert ledger.nbytes == 0
 
 
-ANSWERS = [(Kind.RESULT, None), (Kind.RESULT, 5), (Kind.RESULT, bytes(LONGEST)), (Kind.REFUSED, (1, "because"))]
+ANSWERS = [
+    (OperationKind.RESULT, None),
+    (OperationKind.RESULT, 5),
+    (OperationKind.RESULT, bytes(LONGEST)),
+    (OperationKind.REFUSED, (1, "because")),
+]
 
 
 def test_long_answers_are_kept_up_to_a_limit_and_the_last_in_any_case(monkeypatch):
     monkeypatch.setattr("asyncdist.store.state.sessions.KEPT_NBYTES", 5 * LONGEST)
-    book, contents = Book(wake=lambda: None), Contents()
-    members = Members()
+    book, contents = ChangeLog(wake=lambda: None), Contents()
+    members = SessionTable()
     members.ledger = book
     member, _, _ = members.arrive(b"one", 10.0, "connection")
     for request in range(1, 10):
-        member.remember(Reply("connection", request, Kind.RESULT, bytes(LONGEST)))
+        member.remember(Reply("connection", request, OperationKind.RESULT, bytes(LONGEST)))
     assert member.answer_to(9) is not None
     assert member.answer_to(1) is None
     assert 0 < member.nbytes == book.nbytes <= 5 * LONGEST
-    member.remember(Reply("connection", 10, Kind.RESULT, bytes(6 * LONGEST)))
+    member.remember(Reply("connection", 10, OperationKind.RESULT, bytes(6 * LONGEST)))
     assert member.answer_to(9) is None
     assert member.answer_to(10) is not None
     replay(b"".join(book.take()), contents)
@@ -264,8 +269,8 @@ def test_what_is_counted_is_what_is_held_and_never_more_than_the_limit(asked, mo
         elif op is Op.CONFIRM:
             args = [popped[client]]
         replies = store.state.execute(client, number, op, tuple(args))
-        if op is Op.SET_EPHEMERAL and replies[-1].kind is Kind.RESULT:  # as a client does that may come back
+        if op is Op.SET_EPHEMERAL and replies[-1].kind is OperationKind.RESULT:  # as a client does that may come back
             store.state.own(f"member {client}", args[0])
         elif op is Op.LEAVE:
-            store.state.bereave(f"member {client}")
+            store.state.expire_owner(f"member {client}")
         assert store.book.nbytes == store.held_nbytes <= most

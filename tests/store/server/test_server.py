@@ -19,12 +19,12 @@ from asyncdist.base.deadline import Deadline
 from asyncdist.config import Config
 from asyncdist.errors import AddressError, StoreConnectionError, UsageError
 from asyncdist.store import AsyncStore, StoreServer, TCPStore
-from asyncdist.store.client.connect import Persistence
-from asyncdist.store.protocol.chunking import FRAME_NBYTES, LONG_NBYTES, Arriving
+from asyncdist.store.client.connect import Backoff
+from asyncdist.store.protocol.chunking import FRAME_NBYTES, LONG_NBYTES, Reassembler
 from asyncdist.store.protocol.codec import Encoder, FrameParser
-from asyncdist.store.protocol.operations import Kind, Op
+from asyncdist.store.protocol.operations import Op, OperationKind
 from asyncdist.store.server import listener
-from asyncdist.store.server.accept import Lobby
+from asyncdist.store.server.accept import PendingConnection
 from asyncdist.store.server.session import Session
 
 UNIT, LONG = 0.05, 10.0
@@ -202,13 +202,13 @@ async def test_no_proof_in_time(caplog):
 
 
 async def test_too_many_connections(caplog, monkeypatch, eventually):
-    pause_after = Persistence.pause_after
+    pause_after = Backoff.pause_after
 
     def give_up_after(persistence, error):  # the first attempt's, however long that took
         persistence.deadline = Deadline.after(0)
         return pause_after(persistence, error)
 
-    monkeypatch.setattr(Persistence, "pause_after", give_up_after)
+    monkeypatch.setattr(Backoff, "pause_after", give_up_after)
     config = Config(store_max_connections=2)
     async with await StoreServer.start("127.0.0.1", 0, config=config) as server:
         stores = [await AsyncStore.connect("127.0.0.1", server.port) for _ in range(2)]
@@ -266,16 +266,16 @@ async def test_one_who_asks_and_does_not_read_is_made_to_wait(server, store, eve
     assert not slow._transport.is_reading()
     assert await store.add("n", 1) == 1
     peer.writer.transport.resume_reading()
-    arriving, parser, answered = Arriving(1 << 30), FrameParser(FRAME_NBYTES), []
+    arriving, parser, answered = Reassembler(1 << 30), FrameParser(FRAME_NBYTES), []
     while len(answered) < 200:
         data = await peer.reader.read(1 << 20)
         assert data, "the server has hung up"
         for got in parser.feed(data):
             for message in arriving.messages_in(got):
                 match message:
-                    case [_, Kind.PIECE, [number, piece]]:
+                    case [_, OperationKind.PIECE, [number, piece]]:
                         arriving.add(number, piece)
-                    case [number, Kind.RESULT, value]:
+                    case [number, OperationKind.RESULT, value]:
                         answered.append((number, len(value)))
     assert answered == [(number, 1 << 20) for number in range(1, 201)]
     await peer.leave()
@@ -541,7 +541,7 @@ async def test_who_was_accepted_just_before_the_close_and_comes_in_after_it_is_s
     with peer:
         peer.setblocking(False)
         await server.close()
-        await loop.connect_accepted_socket(lambda: Lobby(server), accepted)
+        await loop.connect_accepted_socket(lambda: PendingConnection(server), accepted)
         async with asyncio.timeout(LONG):
             assert await loop.sock_recv(peer, 1) == b""
     assert server.num_connections == 0

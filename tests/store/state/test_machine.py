@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from asyncdist.store.protocol import operations
-from asyncdist.store.protocol.operations import Kind, Op, Reason, Reply
+from asyncdist.store.protocol.operations import Op, OperationKind, Reason, Reply
 from asyncdist.store.state.machine import StoreState
 
 INT64_MAX = (1 << 63) - 1
@@ -44,7 +44,7 @@ class Asker:
     def answer(self, request: int) -> Any:
         """Return the one result of a request; fails if there is none."""
         (reply,) = self.log[self.name, request]
-        assert reply.kind is Kind.RESULT, reply
+        assert reply.kind is OperationKind.RESULT, reply
         return reply.value
 
     def blocked(self, request: int) -> bool:
@@ -52,12 +52,12 @@ class Asker:
 
     def refused(self, request: int) -> Reason:
         (reply,) = self.log[self.name, request]
-        assert reply.kind is Kind.REFUSED
+        assert reply.kind is OperationKind.REFUSED
         assert isinstance(reply.value[1], str)
         return Reason(reply.value[0])
 
     def published(self, request: int) -> list[Any]:
-        return [reply.value for reply in self.log[self.name, request] if reply.kind is Kind.PUBLISHED]
+        return [reply.value for reply in self.log[self.name, request] if reply.kind is OperationKind.PUBLISHED]
 
     def do(self, op: Op, *args: Any) -> Any:
         return self.answer(self.ask(op, *args))
@@ -456,7 +456,7 @@ def test_giving_up_what_is_not_there_is_nothing(a):
 def test_a_request_id_in_use_is_refused(a):
     a.state.execute("a", 1, Op.GET, ("k",))
     (reply,) = a.state.execute("a", 1, Op.GET, ("l",))
-    assert reply.kind is Kind.REFUSED
+    assert reply.kind is OperationKind.REFUSED
     a.leave()
     _assert_no_lines(a.state)
 
@@ -535,7 +535,7 @@ class Model(RuleBasedStateMachine):
         assert sorted((r.client, r.request, repr(r.value)) for r in replies) == sorted(
             (client, request, repr(value)) for client, request, value in due
         )
-        assert all(r.kind is Kind.RESULT for r in replies)
+        assert all(r.kind is OperationKind.RESULT for r in replies)
 
     @rule(client=CLIENTS, key=KEYS, value=VALUES)
     def set(self, client, key, value):
@@ -555,7 +555,7 @@ class Model(RuleBasedStateMachine):
         try:
             total = int(self.values.get(key, b"0")) + number
         except ValueError:
-            assert [r.kind for r in replies] == [Kind.REFUSED]
+            assert [r.kind for r in replies] == [OperationKind.REFUSED]
             return
         self.values[key] = str(total).encode()
         self.compare(replies, [(*place, total), *self.settle()])

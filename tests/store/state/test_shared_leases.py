@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from asyncdist.base.background_loop import runtime
+from asyncdist.base.background_loop import background_loop
 from asyncdist.config import Config
 from asyncdist.errors import StoreConnectionError
 from asyncdist.store import AsyncStore, StoreServer, TCPStore
@@ -34,7 +34,7 @@ class House:
 
     def go(self, client):
         self.state.leave(client)
-        self.state.bereave(f"member {client}")
+        self.state.expire_owner(f"member {client}")
         return self.state.collect()
 
     def held(self):
@@ -136,7 +136,7 @@ async def test_one_that_comes_back_when_all_may_be_gone_is_told_so(eventually):
 
 
 def test_one_that_blocks_is_told_so_as_well(until):
-    server = runtime().run(StoreServer.start("127.0.0.1", 0))
+    server = background_loop().run(StoreServer.start("127.0.0.1", 0))
     with (
         Proxy("127.0.0.1", server.port) as proxy,
         TCPStore(*proxy.address, timeout=LONG, config=Config(store_lease=0.0)) as store,
@@ -148,7 +148,7 @@ def test_one_that_blocks_is_told_so_as_well(until):
         for _ in range(2):
             with pytest.raises(StoreConnectionError, match="what our job kept there may be gone"):
                 store.add("job/step", 1)
-    runtime().run(server.close())
+    background_loop().run(server.close())
 
 
 async def test_a_daemon_that_was_killed_knows_who_stayed_where(tmp_path, eventually):

@@ -50,7 +50,7 @@ def dies_at_its_door(test):
 
 
 def opens_its_door(test):
-    porch = local_listener.Porch(types.SimpleNamespace(config=types.SimpleNamespace(host="here")))
+    porch = local_listener.LocalListener(types.SimpleNamespace(config=types.SimpleNamespace(host="here")))
     porch.open_door()
     porch.close()
     test.send("opened")

@@ -9,11 +9,11 @@ import types
 
 import pytest
 
-from asyncdist.memory.shared_arena import Block, arena
+from asyncdist.memory.shared_arena import ArenaBlock, arena
 from asyncdist_transports.shm import deferred_free
-from asyncdist_transports.shm.collectives.slot_table import Sharer, Window
-from asyncdist_transports.shm.control_block import OwnBoard
-from asyncdist_transports.shm.local_peer import Neighbour
+from asyncdist_transports.shm.collectives.slot_table import PeerHandle, SlotTable
+from asyncdist_transports.shm.control_block import OwnControlBlock
+from asyncdist_transports.shm.local_peer import LocalPeer
 from asyncdist_transports.shm.memory_order import Fence
 
 NUMBER = 7  # of the group
@@ -24,22 +24,22 @@ class Rank:
 
     def __init__(self, rank, size):
         self.rank, self.size, self.fence = rank, size, Fence()
-        self.board = OwnBoard(arena(), size, self.fence)
+        self.board = OwnControlBlock(arena(), size, self.fence)
         self.neighbours = {}
 
     def meet(self, peer, sock):
         sock.setblocking(False)
         host = types.SimpleNamespace(rank=self.rank, retire=lambda sock: sock.close())
-        self.neighbours[peer.rank] = Neighbour(
+        self.neighbours[peer.rank] = LocalPeer(
             peer.rank, sock, arena().mapping, peer.board, self.board, host, self.fence
         )
 
     def make_window(self):
         sharers = [None] * self.size
         for rank, peer in self.neighbours.items():
-            sharers[rank] = Sharer(peer.mapping, peer.board.window, peer.asleep, peer.ring, peer.gone)
+            sharers[rank] = PeerHandle(peer.mapping, peer.board.window, peer.asleep, peer.ring, peer.gone)
         members = range(self.size)
-        self.window = Window(NUMBER, self.rank, members, sharers, arena(), self.fence, 1 << 12, pytest.fail)
+        self.window = SlotTable(NUMBER, self.rank, members, sharers, arena(), self.fence, 1 << 12, pytest.fail)
         self.board.show(self.board.claim(), NUMBER, self.window.block.offset)
 
     def begin_a_collective(self):
@@ -80,7 +80,7 @@ def outlasted():
 def test_a_world_is_freed_whenever_between_two_questions_its_peers_leave(monkeypatch, size):
     """Whoever asks twice whether somebody is gone may be told different things."""
     used = arena().used_nbytes
-    gone, free, hide = Neighbour.gone, Block.free, OwnBoard.hide
+    gone, free, hide = LocalPeer.gone, ArenaBlock.free, OwnControlBlock.hide
     for last in itertools.count():
         first, *others = world(size)
         first.begin_a_collective()
@@ -93,9 +93,11 @@ def test_a_world_is_freed_whenever_between_two_questions_its_peers_leave(monkeyp
             return gone(neighbour)
 
         with monkeypatch.context() as patch:
-            patch.setattr(Neighbour, "gone", ask)
-            patch.setattr(OwnBoard, "hide", lambda board, number, to=given_up: (to.append(number), hide(board, number)))
-            patch.setattr(Block, "free", lambda block, to=given_up: (to.append(block.offset), free(block)))
+            patch.setattr(LocalPeer, "gone", ask)
+            patch.setattr(
+                OwnControlBlock, "hide", lambda board, number, to=given_up: (to.append(number), hide(board, number))
+            )
+            patch.setattr(ArenaBlock, "free", lambda block, to=given_up: (to.append(block.offset), free(block)))
             first.leave()
             in_time = next(asked) > last
             for other in others:

@@ -20,7 +20,7 @@ from asyncdist.store import HashStore
 from asyncdist.testing.cluster import world_of
 from asyncdist.testing.faults import cancelled_at
 from asyncdist_transports.shm import local_listener, transport
-from asyncdist_transports.shm.local_listener import Porch, out_of_reach
+from asyncdist_transports.shm.local_listener import LocalListener, out_of_reach
 
 
 async def check_sums(groups):
@@ -35,10 +35,10 @@ async def test_ranks_of_different_network_namespaces_meet_at_a_door(monkeypatch,
     folder = tmp_path / name
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    address, numbers, dialled = Porch.address, itertools.count(1), []
-    monkeypatch.setattr(Porch, "address", lambda porch: {**address(porch), "net": next(numbers)})
-    opened = Porch.open_door
-    monkeypatch.setattr(Porch, "open_door", lambda porch: dialled.append(porch) or opened(porch))
+    address, numbers, dialled = LocalListener.address, itertools.count(1), []
+    monkeypatch.setattr(LocalListener, "address", lambda porch: {**address(porch), "net": next(numbers)})
+    opened = LocalListener.open_door
+    monkeypatch.setattr(LocalListener, "open_door", lambda porch: dialled.append(porch) or opened(porch))
     async with world_of(3, transport="shm") as groups:
         assert len(dialled) == 2
         await check_sums(groups)
@@ -52,7 +52,7 @@ def bound(path):
 
 
 def porch_here():
-    return Porch(types.SimpleNamespace(config=types.SimpleNamespace(host="here")))
+    return LocalListener(types.SimpleNamespace(config=types.SimpleNamespace(host="here")))
 
 
 def test_who_opens_a_door_removes_no_names_but_of_dead_ones(monkeypatch, tmp_path):
@@ -90,7 +90,7 @@ def test_a_door_whose_name_is_swept_away_before_it_is_open_is_opened_again(monke
 
 @pytest.mark.parametrize("says", [None, b"", b"garbage", b"x" * 44, b"asyncdist/1\n" + bytes(32)])
 async def test_strangers_at_the_door_neither_come_in_nor_keep_anybody_out(monkeypatch, says):
-    address, strangers = Porch.address, []
+    address, strangers = LocalListener.address, []
 
     def visited(porch):
         there = address(porch)
@@ -102,7 +102,7 @@ async def test_strangers_at_the_door_neither_come_in_nor_keep_anybody_out(monkey
                 stranger.send(says)
         return there
 
-    monkeypatch.setattr(Porch, "address", visited)
+    monkeypatch.setattr(LocalListener, "address", visited)
     began = time.monotonic()
     try:
         async with world_of(3, transport="shm") as groups:
@@ -196,7 +196,7 @@ async def test_worlds_that_come_and_go_leave_no_memory_behind():
 
 
 @pytest.mark.parametrize(
-    "short", [(Porch, "visitor"), (transport, "visit")], ids=["of those who come", "of those who go"]
+    "short", [(LocalListener, "visitor"), (transport, "visit")], ids=["of those who come", "of those who go"]
 )
 async def test_a_process_that_gets_no_more_sockets_says_so_and_uses_the_next_transport(monkeypatch, caplog, short):
     async def no_socket(*_):

@@ -18,7 +18,7 @@ from asyncdist.algorithms.schedule import Schedule
 from asyncdist.config import Config
 from asyncdist.groups.group import Group
 from asyncdist.testing.cluster import world_of
-from asyncdist.testing.collective_cases import Drill, moving, reducing
+from asyncdist.testing.collective_cases import CollectiveCase, moving, reducing
 from asyncdist_transports.shm.collectives.slot_table import SLOTS
 
 SMALL = Config().with_(shm_area_nbytes=4096)
@@ -61,7 +61,7 @@ def run(ranks: Sequence[Held], orders: Sequence[Callable[[list[Schedule]], list[
         assert futile < _FUTILE, f"nothing moves, with {[len(rank.schedules) for rank in ranks]} not over"
 
 
-def start(groups: Sequence[Group], drills: Sequence[Drill], monkeypatch: pytest.MonkeyPatch) -> list[Held]:
+def start(groups: Sequence[Group], drills: Sequence[CollectiveCase], monkeypatch: pytest.MonkeyPatch) -> list[Held]:
     ranks = [Held(group, monkeypatch) for group in groups]
     for group in groups:
         for drill in drills:

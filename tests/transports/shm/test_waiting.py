@@ -13,7 +13,7 @@ import asyncdist
 from asyncdist.config import Config
 from asyncdist.errors import PeerLostError
 from asyncdist.testing.cluster import run_ranks, world_of
-from asyncdist.testing.collective_cases import drills
+from asyncdist.testing.collective_cases import collective_cases
 from asyncdist_transports.shm import memory_order
 from asyncdist_transports.shm.collectives import small
 from asyncdist_transports.shm.collectives.slot_table import DONE, LINE, STEP, TAKEN
@@ -108,7 +108,7 @@ def arm64(monkeypatch):
 @pytest.mark.asyncio(loop_factories=["asyncio-debug"])
 async def test_every_collective_with_the_fences_of_arm64(arm64, count):
     async with world_of(3, transport="shm", config=Config(shm_area_nbytes=1 << 14)) as groups:
-        for drill in drills(3, count, torch.float32):
+        for drill in collective_cases(3, count, torch.float32):
             await asyncio.gather(*(work for group in groups for work in drill.start(group)))
             drill.check()
 

@@ -22,14 +22,14 @@ import torch
 from asyncdist.algorithms.schedule import Schedule
 from asyncdist.base.ops import ReduceOp
 from asyncdist.errors import MismatchError, TransportUnavailableError
-from asyncdist.memory.buffers import Blocks, Memory
+from asyncdist.memory.buffers import Memory, TensorBlocks
 from asyncdist.memory.reduce_kernels import Arithmetic
-from asyncdist.transport.device_collectives import Ensemble, Site, nothing
-from asyncdist.transport.device_p2p import Courier
+from asyncdist.transport.device_collectives import DeviceCollectives, DeviceContext, nothing
+from asyncdist.transport.device_p2p import DeviceP2P
 from asyncdist.transport.native import MemoryBlocks
 from asyncdist_transports.cuda_ipc.driver import Driver
 from asyncdist_transports.cuda_ipc.handles import SHOWN_NBYTES, Exports, Imports, Shown
-from asyncdist_transports.cuda_ipc.p2p import CudaIpcCourier
+from asyncdist_transports.cuda_ipc.p2p import CudaIpcP2P
 from asyncdist_transports.cuda_ipc.release import leave, quiet
 from asyncdist_transports.staged import Staged
 
@@ -42,14 +42,14 @@ Views = dict[int, list[torch.Tensor]]
 """By rank: what it shows in a call, as flat tensors."""
 
 
-class CudaIpc(Ensemble):
+class CudaIpc(DeviceCollectives):
     """Ranks of one host whose devices reach one another, also several on one device."""
 
     name: ClassVar[str] = "cuda_ipc"
     preference: ClassVar[int] = 30
     make_driver: ClassVar[Callable[[torch.device], Driver]] = Driver
 
-    def __init__(self, site: Site) -> None:
+    def __init__(self, site: DeviceContext) -> None:
         super().__init__(site)
         self._driver = type(self).make_driver(site.streams.device)
         self._exports = Exports(self._driver)
@@ -66,8 +66,8 @@ class CudaIpc(Ensemble):
         return Driver.missing()
 
     @classmethod
-    def courier(cls, site: Site) -> Courier:
-        return CudaIpcCourier(site, cls.make_driver(site.streams.device))
+    def courier(cls, site: DeviceContext) -> DeviceP2P:
+        return CudaIpcP2P(site, cls.make_driver(site.streams.device))
 
     # -- coming together -----------------------------------------------------------------------
 
@@ -158,7 +158,7 @@ class CudaIpc(Ensemble):
         tensors = [memory.tensor for memory in memories]
         views = self._show(fingerprint, tensors)
         for place in range(len(memories)):
-            parts = {rank: Blocks.split(Memory(views[rank][place]), self.site.size) for rank in views}
+            parts = {rank: TensorBlocks.split(Memory(views[rank][place]), self.site.size) for rank in views}
             blocks = {rank: parts[rank][self.site.rank].tensor for rank in parts}
             own = blocks[self.site.rank]
             self._reduce(how, own, [blocks[rank] for rank in self.site.others], own)

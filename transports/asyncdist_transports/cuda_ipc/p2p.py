@@ -20,9 +20,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from asyncdist.transport.device_collectives import Site
-from asyncdist.transport.device_p2p import CONTENT_NBYTES, Conversation, Courier, Refused, Talk
-from asyncdist.transport.device_streams import Mark
+from asyncdist.transport.device_collectives import DeviceContext
+from asyncdist.transport.device_p2p import CONTENT_NBYTES, ControlChannel, Conversation, DeviceP2P, TransferRefused
+from asyncdist.transport.device_streams import DeviceEvent
 from asyncdist_transports.cuda_ipc.driver import HANDLE_NBYTES, Driver
 from asyncdist_transports.cuda_ipc.handles import SHOWN_NBYTES, Exports, Imports, Shown
 from asyncdist_transports.cuda_ipc.release import leave, quiet
@@ -69,12 +69,12 @@ class Events:
         return self._made
 
 
-class CudaIpcCourier(Courier):
+class CudaIpcP2P(DeviceP2P):
     """One rank's part."""
 
     name: ClassVar[str] = "cuda_ipc"
 
-    def __init__(self, site: Site, driver: Driver) -> None:
+    def __init__(self, site: DeviceContext, driver: Driver) -> None:
         self._site, self._driver = site, driver
         self._exports = Exports(driver)
         self._imports = Imports(driver, lambda: quiet(site.streams))
@@ -94,7 +94,7 @@ class CudaIpcCourier(Courier):
         self._answered: dict[tuple[int, int], Event] = {}
         self._heard: dict[int, list[int]] = defaultdict(list)  # by peer: our messages whose answers it is to be told of
 
-    def send(self, data: torch.Tensor, talk: Talk, before: Mark) -> Conversation[Mark]:
+    def send(self, data: torch.Tensor, talk: ControlChannel, before: DeviceEvent) -> Conversation[DeviceEvent]:
         streams = self._site.streams
         streams.follow(before)
         room = self._rooms.pop() if self._rooms else next(self._further)
@@ -115,17 +115,19 @@ class CudaIpcCourier(Courier):
         finally:
             self._rooms.append(room)
 
-    def receive(self, data: torch.Tensor, talk: Talk, offer: bytes, before: Mark) -> Conversation[Mark]:
+    def receive(
+        self, data: torch.Tensor, talk: ControlChannel, offer: bytes, before: DeviceEvent
+    ) -> Conversation[DeviceEvent]:
         streams, peer = self._site.streams, talk.peer
         machine, beacon, shines, lies, handle = _OFFER.unpack_from(offer)
         if machine != self._machine:
-            raise Refused("it is on another host")
+            raise TransferRefused("it is on another host")
         try:
             self._look_at(peer, Shown.unpack(beacon), shines)
             sent = self._imports.see(peer, Shown.unpack(lies))
             theirs = self._events.of(peer, handle)
         except RuntimeError as cause:
-            raise Refused(f"its device's memory cannot be mapped: {cause}") from cause
+            raise TransferRefused(f"its device's memory cannot be mapped: {cause}") from cause
         for (number,) in _HEARD.iter_unpack(offer[_OFFER.size :]):
             self._events.give(peer, self._answered.pop((peer, number)))
         streams.follow(before)
@@ -144,7 +146,7 @@ class CudaIpcCourier(Courier):
         with self._aside.ours():
             seen = bytes(self._imports.see(peer, beacon).cpu().numpy())
         if seen != shines:
-            raise Refused("what is mapped of its device is not its memory")
+            raise TransferRefused("what is mapped of its device is not its memory")
         self._seen.add(peer)
 
     def abort(self) -> None:

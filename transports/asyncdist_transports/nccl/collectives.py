@@ -21,21 +21,21 @@ from asyncdist.base.ops import ReduceOp
 from asyncdist.errors import GroupAbortedError, TransportUnavailableError
 from asyncdist.memory.buffers import Memory
 from asyncdist.memory.reduce_kernels import Arithmetic, arithmetic, divide
-from asyncdist.transport.device_collectives import Ensemble, Site, nothing
-from asyncdist.transport.device_p2p import Courier
+from asyncdist.transport.device_collectives import DeviceCollectives, DeviceContext, nothing
+from asyncdist.transport.device_p2p import DeviceP2P
 from asyncdist.transport.device_streams import passed_within
 from asyncdist.transport.native import MemoryBlocks
 from asyncdist_transports.nccl.bindings import BYTES, SUM, UNIQUE_ID_NBYTES, Bindings, load, numbers_of, written
 from asyncdist_transports.nccl.communicator import Call, Communicator
 from asyncdist_transports.nccl.memory import even, in_one, receive, send
-from asyncdist_transports.nccl.p2p import NcclCourier
+from asyncdist_transports.nccl.p2p import NcclP2P
 
 _SCRATCH_NBYTES = 64 << 20  # for everybody's contributions to what NCCL cannot reduce
 _PATIENCE = 120.0  # seconds within which NCCL must have brought the ranks together; else another way is taken
 _GLANCE = 0.01
 
 
-class Nccl(Ensemble):
+class Nccl(DeviceCollectives):
     """Ranks that have a device each. Its calls only put something into a queue.
 
     But where NCCL has not spoken with a peer yet, or not in that way, a call lasts until the peer has made it too. And
@@ -48,7 +48,7 @@ class Nccl(Ensemble):
     compares: ClassVar[bool] = False
     load: ClassVar[Callable[[], Bindings]] = staticmethod(load)
 
-    def __init__(self, site: Site) -> None:
+    def __init__(self, site: DeviceContext) -> None:
         super().__init__(site)
         self._bindings = type(self).load()
         self._made: Communicator | None = None
@@ -67,8 +67,8 @@ class Nccl(Ensemble):
         return None
 
     @classmethod
-    def courier(cls, site: Site) -> Courier:
-        return NcclCourier(site, cls.load())
+    def courier(cls, site: DeviceContext) -> DeviceP2P:
+        return NcclP2P(site, cls.load())
 
     # -- coming together -----------------------------------------------------------------------
 
@@ -112,7 +112,7 @@ class Nccl(Ensemble):
         except Exception as cause:
             return str(cause)
 
-    def split(self, site: Site | None, number: int) -> None:
+    def split(self, site: DeviceContext | None, number: int) -> None:
         """Split the communicator: quicker than making one, where all are there anyway. Not with cupy 13."""
         if not self._splits:
             return
@@ -125,7 +125,7 @@ class Nccl(Ensemble):
         if site is not None:
             site.inherited[self.name] = part
 
-    def _communicator(self, make: Callable[[], Any], site: Site) -> Communicator:
+    def _communicator(self, make: Callable[[], Any], site: DeviceContext) -> Communicator:
         """Return a communicator in the making, for the stream of a site."""
         rank = self.site.host.ranks[self.site.rank]
         return Communicator(self._bindings, site.streams, make, [self._meeting], rank)

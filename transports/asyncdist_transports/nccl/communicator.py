@@ -15,7 +15,7 @@ from typing import Any
 from asyncdist.base import lifecycle
 from asyncdist.engine.work import Work
 from asyncdist.errors import GroupAbortedError, TransportUnavailableError
-from asyncdist.transport.device_streams import Mark, Streams
+from asyncdist.transport.device_streams import DeviceEvent, Streams
 from asyncdist_transports.nccl.bindings import Bindings
 
 Call = tuple[Any, ...]
@@ -176,7 +176,7 @@ class Communicator:
         except Exception:  # the device has failed: NCCL must not wait for it
             return False
 
-    def _is_passed(self, mark: Mark, until: float) -> bool:
+    def _is_passed(self, mark: DeviceEvent, until: float) -> bool:
         while not mark.query():
             if self._aborted or monotonic() > until:
                 return False

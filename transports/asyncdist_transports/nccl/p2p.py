@@ -23,9 +23,9 @@ from typing import ClassVar
 import torch
 
 from asyncdist.engine.work import Work
-from asyncdist.transport.device_collectives import Site
-from asyncdist.transport.device_p2p import Conversation, Courier, Refused, Talk
-from asyncdist.transport.device_streams import Mark
+from asyncdist.transport.device_collectives import DeviceContext
+from asyncdist.transport.device_p2p import ControlChannel, Conversation, DeviceP2P, TransferRefused
+from asyncdist.transport.device_streams import DeviceEvent
 from asyncdist_transports.nccl.bindings import BYTES, UNIQUE_ID_NBYTES, Bindings, written
 from asyncdist_transports.nccl.communicator import Call, Communicator
 
@@ -37,7 +37,7 @@ _TURN = struct.Struct("<Q")
 class Pair:
     """What we share with one other rank: a communicator, and whose turn it is there. Used on the messages' line."""
 
-    def __init__(self, bindings: Bindings, site: Site, peer: int) -> None:
+    def __init__(self, bindings: Bindings, site: DeviceContext, peer: int) -> None:
         self._bindings = bindings
         self._site = site
         self.streams = site.streams.beside()
@@ -66,7 +66,7 @@ class Pair:
     def next_turn(self) -> int:
         return next(self._turns)
 
-    def put(self, name: str, data: torch.Tensor, turn: int, before: Mark) -> Conversation[Mark]:
+    def put(self, name: str, data: torch.Tensor, turn: int, before: DeviceEvent) -> Conversation[DeviceEvent]:
         """Put a call into the queue when it is its turn; return where it is over."""
         made = self.made
         assert made is not None
@@ -87,18 +87,18 @@ class Pair:
         return mark
 
 
-class NcclCourier(Courier):
+class NcclP2P(DeviceP2P):
     """One rank's part."""
 
     name: ClassVar[str] = "nccl"
 
-    def __init__(self, site: Site, bindings: Bindings) -> None:
+    def __init__(self, site: DeviceContext, bindings: Bindings) -> None:
         self._site, self._bindings = site, bindings
         place = f"{site.machine}\0{site.streams.uuid}"
         self._device = hashlib.blake2b(place.encode(), digest_size=16).digest()
         self._pairs: dict[int, Pair] = {}
 
-    def send(self, data: torch.Tensor, talk: Talk, before: Mark) -> Conversation[Mark]:
+    def send(self, data: torch.Tensor, talk: ControlChannel, before: DeviceEvent) -> Conversation[DeviceEvent]:
         pair = self._pair(talk.peer)
         talk.say(self.name, _OFFER.pack(self._device, self._bindings.version, pair.unique_id))
         answer = yield from talk.hear()
@@ -109,12 +109,14 @@ class NcclCourier(Courier):
         yield talk.say(content=_TURN.pack(turn))
         return mark
 
-    def receive(self, data: torch.Tensor, talk: Talk, offer: bytes, before: Mark) -> Conversation[Mark]:
+    def receive(
+        self, data: torch.Tensor, talk: ControlChannel, offer: bytes, before: DeviceEvent
+    ) -> Conversation[DeviceEvent]:
         device, version, unique_id = _OFFER.unpack(offer)
         if device == self._device:
-            raise Refused("they share one device, and NCCL takes one rank a device")
+            raise TransferRefused("they share one device, and NCCL takes one rank a device")
         if version != self._bindings.version:
-            raise Refused(f"NCCL is {written(version)} there, and {written(self._bindings.version)} here")
+            raise TransferRefused(f"NCCL is {written(version)} there, and {written(self._bindings.version)} here")
         pair = self._pair(talk.peer)
         pair.meet(unique_id)
         ours = pair.next_turn() if pair.decides else 0

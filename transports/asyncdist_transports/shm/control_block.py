@@ -13,7 +13,7 @@ A pair becomes visible by its first word, which is written last.
 from __future__ import annotations
 
 from asyncdist.errors import SharedMemoryError
-from asyncdist.memory.shared_arena import Arena, Block, Mapping
+from asyncdist.memory.shared_arena import Arena, ArenaBlock, ArenaMapping
 from asyncdist_transports.shm.memory_order import Fence
 
 LINE = 8
@@ -28,10 +28,10 @@ def signed(number: int) -> int:
     return number - (1 << 64) if number & _SIGN else number
 
 
-class Board:
+class ControlBlock:
     """A rank's board, ours or a peer's, at ``offset`` of its process's arena."""
 
-    def __init__(self, mapping: Mapping, offset: int, world_size: int) -> None:
+    def __init__(self, mapping: ArenaMapping, offset: int, world_size: int) -> None:
         self._directory = _PEERS + LINE * world_size
         self.words = mapping.words(offset, self._directory + 2 * _PAIRS)
 
@@ -69,11 +69,11 @@ class Board:
         self.words[_CORE] = core + 1
 
 
-class OwnBoard(Board):
+class OwnControlBlock(ControlBlock):
     """Our board, of which only we write the directory."""
 
     def __init__(self, arena: Arena, world_size: int, fence: Fence) -> None:
-        self.block: Block = arena.allocate(self.nbytes(world_size))
+        self.block: ArenaBlock = arena.allocate(self.nbytes(world_size))
         super().__init__(arena.mapping, self.block.offset, world_size)
         for place in range(len(self.words)):
             self.words[place] = 0

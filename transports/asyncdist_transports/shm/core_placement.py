@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from time import monotonic
 
-from asyncdist_transports.shm.control_block import Board
+from asyncdist_transports.shm.control_block import ControlBlock
 
 _REST = 0.02  # seconds after a move, which takes some 50 µs and which the scheduler may have reasons to undo
 
@@ -34,15 +34,15 @@ def _core_finder() -> Callable[[], int] | None:
     return found
 
 
-class Spread:
+class CorePlacement:
     """Moves a waiting thread of ours to another core where too many peers are on its own."""
 
-    def __init__(self, rank: int, own: Board) -> None:
+    def __init__(self, rank: int, own: ControlBlock) -> None:
         self._rank, self._own = rank, own
         self._find_core = _core_finder()
         self._rest_until = 0.0
 
-    def __call__(self, peers: Iterable[tuple[int, Board]]) -> None:
+    def __call__(self, peers: Iterable[tuple[int, ControlBlock]]) -> None:
         """Say where this thread is, and move it if that is for us to do; ``peers`` are ranks that share the cores."""
         if self._find_core is None:
             return

@@ -17,21 +17,21 @@ from collections.abc import Sequence
 
 from asyncdist.base import lifecycle
 from asyncdist.errors import ranks
-from asyncdist.memory.shared_arena import Block, Mapping
-from asyncdist_transports.shm.collectives.slot_table import Window
-from asyncdist_transports.shm.control_block import OwnBoard
-from asyncdist_transports.shm.local_peer import READABLE, Neighbour
+from asyncdist.memory.shared_arena import ArenaBlock, ArenaMapping
+from asyncdist_transports.shm.collectives.slot_table import SlotTable
+from asyncdist_transports.shm.control_block import OwnControlBlock
+from asyncdist_transports.shm.local_peer import READABLE, LocalPeer
 
 _lock = threading.Lock()
-_windows: list[tuple[Window, OwnBoard]] = []
-_boards: list[tuple[list[Block], Sequence[Neighbour]]] = []
-_foreign: weakref.WeakSet[Mapping] = weakref.WeakSet()
+_windows: list[tuple[SlotTable, OwnControlBlock]] = []
+_boards: list[tuple[list[ArenaBlock], Sequence[LocalPeer]]] = []
+_foreign: weakref.WeakSet[ArenaMapping] = weakref.WeakSet()
 _MOST_FOREIGN = (
     16  # mappings of peers whose worlds we have left, before we look for the rings of references they hang in
 )
 
 
-def leave(window: Window, board: OwnBoard) -> None:
+def leave(window: SlotTable, board: OwnControlBlock) -> None:
     """Free a window, and take it off the board, once nobody looks at it any more."""
     window.leave()
     with _lock:
@@ -39,7 +39,7 @@ def leave(window: Window, board: OwnBoard) -> None:
     sweep()
 
 
-def leave_board(board: OwnBoard, rings: Sequence[Block], neighbours: Sequence[Neighbour]) -> None:
+def leave_board(board: OwnControlBlock, rings: Sequence[ArenaBlock], neighbours: Sequence[LocalPeer]) -> None:
     """Free the board and the rings of a world that we have left, once all neighbours have left it too."""
     with _lock:
         _boards.append(([board.block, *rings], neighbours))
@@ -90,7 +90,7 @@ def kept() -> list[str]:
     return [f"{what}, for ranks {ranks(peers)}" for what, peers in windows + boards]
 
 
-def _outlast(waiting: list[Neighbour], neighbours: Sequence[Neighbour]) -> None:
+def _outlast(waiting: list[LocalPeer], neighbours: Sequence[LocalPeer]) -> None:
     """Wait until each of some neighbours has left; all are neighbours of one world."""
     poll = select.poll()
     for neighbour in waiting:
@@ -106,7 +106,7 @@ def _outlast(waiting: list[Neighbour], neighbours: Sequence[Neighbour]) -> None:
     sweep()
 
 
-def _close(neighbours: Sequence[Neighbour]) -> None:
+def _close(neighbours: Sequence[LocalPeer]) -> None:
     with _lock:  # somebody may just be asking them
         for neighbour in neighbours:
             neighbour.close()

@@ -31,9 +31,9 @@ from asyncdist.base.auth import Handshake, accept, dial
 from asyncdist.base.interfaces import machine_name
 from asyncdist.errors import AsyncdistError, ProtocolError
 from asyncdist.memory.shared_arena import Arena
-from asyncdist.memory.shared_arena import Mapping as Memory
+from asyncdist.memory.shared_arena import ArenaMapping as Memory
 from asyncdist.transport.base import Host
-from asyncdist_transports.shm.control_block import Board
+from asyncdist_transports.shm.control_block import ControlBlock
 
 _INTRODUCTION = struct.Struct("<IQQ")  # rank, bytes of the arena, offset of the board
 _PREFIX = "asyncdist-"
@@ -48,7 +48,7 @@ Introduction = tuple[int, Memory, int]
 """Rank, arena and the offset of the board of a peer."""
 
 
-class Refused(Exception):
+class PeerRefused(Exception):
     """A peer does not become our neighbour; the reason in words. ``rank`` is who it is, if it has proven itself."""
 
     rank: int | None = None
@@ -60,7 +60,7 @@ def _namespace(kind: str) -> int:
     return 0
 
 
-class Porch:
+class LocalListener:
     """Where peers find us: the listening socket, and the door for those of other network namespaces.
 
     Any thread may `close` it, as a process that ends does. What the loop watches then stays open until it watches no more:
@@ -199,7 +199,9 @@ def out_of_reach(own: Mapping[str, Any], address: Mapping[str, Any]) -> str | No
     return None
 
 
-async def visit(address: Mapping[str, Any], host: Host, arena: Arena, board: int) -> tuple[socket.socket, Introduction]:
+async def connect_peer(
+    address: Mapping[str, Any], host: Host, arena: Arena, board: int
+) -> tuple[socket.socket, Introduction]:
     """Go to a peer and become its neighbour. Raises Refused, and TimeoutError of whoever limits us."""
     sock = await _dialled(address)
     try:
@@ -213,22 +215,24 @@ async def visit(address: Mapping[str, Any], host: Host, arena: Arena, board: int
         raise
 
 
-async def receive(sock: socket.socket, host: Host, arena: Arena, board: int, expected: Collection[int]) -> Introduction:
+async def accept_peer(
+    sock: socket.socket, host: Host, arena: Arena, board: int, expected: Collection[int]
+) -> Introduction:
     """Let a visitor become our neighbour if it is one of those expected. Raises Refused; closes the connection then."""
     rank: int | None = None
     try:
         _, user, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
         if user != os.getuid():
-            raise Refused(f"it runs as another user, {user}")
+            raise PeerRefused(f"it runs as another user, {user}")
         await _prove(sock, accept(host.config.token, _purpose(host), secrets.token_bytes(32)))
         introduction = await _introduction(sock, host, expected)
         rank = introduction[0]
         await _introduce(sock, host, arena, board)
         answer, _ = await _receive(sock)
         if answer != _WELCOME:
-            raise Refused(_in_words(answer))
+            raise PeerRefused(_in_words(answer))
         return introduction
-    except Refused as refusal:
+    except PeerRefused as refusal:
         refusal.rank = rank if refusal.rank is None else refusal.rank
         sock.close()
         raise
@@ -260,7 +264,7 @@ async def _dialled(address: Mapping[str, Any]) -> socket.socket:
                 await asyncio.sleep(_PAUSE)  # the door is not open yet
     except OSError as cause:
         sock.close()
-        raise Refused(f"its Unix socket cannot be reached: {cause.strerror}") from cause
+        raise PeerRefused(f"its Unix socket cannot be reached: {cause.strerror}") from cause
     except BaseException:
         sock.close()
         raise
@@ -282,7 +286,7 @@ async def _prove(sock: socket.socket, handshake: Handshake) -> None:
     except StopIteration:
         return
     except AsyncdistError as error:
-        raise Refused(str(error)) from error
+        raise PeerRefused(str(error)) from error
 
 
 async def _introduce(sock: socket.socket, host: Host, arena: Arena, board: int) -> None:
@@ -294,24 +298,24 @@ async def _introduction(sock: socket.socket, host: Host, expected: Collection[in
     packet, descriptors = await _receive(sock)
     if len(packet) != _INTRODUCTION.size:
         _close(descriptors)
-        raise Refused(_in_words(packet))
+        raise PeerRefused(_in_words(packet))
     rank, nbytes, board = _INTRODUCTION.unpack(packet)
     try:
         if not 0 <= rank < host.world_size or rank == host.rank or (expected is not None and rank not in expected):
-            raise Refused(f"it claims to be rank {rank}")
+            raise PeerRefused(f"it claims to be rank {rank}")
         if len(descriptors) != 1:
-            raise Refused("its memory did not come with the packet: descriptors are not passed between us")
+            raise PeerRefused("its memory did not come with the packet: descriptors are not passed between us")
         if (
             os.fstat(descriptors[0]).st_size < nbytes
             or board % 8
-            or not board + Board.nbytes(host.world_size) <= nbytes
+            or not board + ControlBlock.nbytes(host.world_size) <= nbytes
         ):
-            raise Refused("its memory is smaller than it says")
+            raise PeerRefused("its memory is smaller than it says")
         try:
             return rank, Memory(descriptors[0], nbytes), board
         except AsyncdistError as error:
-            raise Refused(str(error)) from error
-    except Refused as refusal:
+            raise PeerRefused(str(error)) from error
+    except PeerRefused as refusal:
         refusal.rank = rank
         await _send(sock, str(refusal).encode()[:_PACKET_NBYTES])
         raise
@@ -342,7 +346,7 @@ async def _send(sock: socket.socket, packet: bytes, descriptor: int | None = Non
         except BlockingIOError:
             await asyncio.sleep(_PAUSE)
         except OSError as cause:
-            raise Refused(f"the connection ended: {cause.strerror}") from cause
+            raise PeerRefused(f"the connection ended: {cause.strerror}") from cause
 
 
 async def _receive(sock: socket.socket) -> tuple[bytes, list[int]]:
@@ -353,7 +357,7 @@ async def _receive(sock: socket.socket) -> tuple[bytes, list[int]]:
         except BlockingIOError:
             await _any_ready([sock])
         except OSError as cause:
-            raise Refused(f"the connection ended: {cause.strerror}") from cause
+            raise PeerRefused(f"the connection ended: {cause.strerror}") from cause
 
 
 async def _any_ready(socks: list[socket.socket]) -> None:

@@ -14,12 +14,12 @@ from collections.abc import Callable
 
 from asyncdist.base import lifecycle
 from asyncdist.errors import ProtocolError
-from asyncdist.memory.shared_arena import Arena, Mapping
+from asyncdist.memory.shared_arena import Arena, ArenaMapping
 from asyncdist.transport.base import Host, Outgoing
 from asyncdist.transport.wire_format import HEADER_NBYTES, KEY_NBYTES, unpack_tail
 from asyncdist_transports.byte_stream import Reader, Writer
 from asyncdist_transports.shm.byte_ring import NBYTES, RingIn, RingOut
-from asyncdist_transports.shm.control_block import RING, Board, OwnBoard
+from asyncdist_transports.shm.control_block import RING, ControlBlock, OwnControlBlock
 from asyncdist_transports.shm.memory_order import Fence
 
 PACKET_NBYTES = 1 << 17
@@ -28,15 +28,22 @@ CLOSED = "its connection has ended"
 READABLE, WRITABLE = select.POLLIN, select.POLLOUT
 
 
-class Gone(Exception):
+class PeerGone(Exception):
     """The peer's end of the socket is closed; the reason in words."""
 
 
-class Neighbour:
+class LocalPeer:
     """One peer of the world with whom we share memory."""
 
     def __init__(
-        self, peer: int, sock: socket.socket, mapping: Mapping, board: Board, own: OwnBoard, host: Host, fence: Fence
+        self,
+        peer: int,
+        sock: socket.socket,
+        mapping: ArenaMapping,
+        board: ControlBlock,
+        own: OwnControlBlock,
+        host: Host,
+        fence: Fence,
     ) -> None:
         self.peer = peer
         self.sock = sock
@@ -97,10 +104,10 @@ class Neighbour:
                 return
             except OSError as cause:
                 self._over = True
-                raise Gone(cause.strerror or str(cause)) from cause
+                raise PeerGone(cause.strerror or str(cause)) from cause
             if not packet:
                 self._over = True
-                raise Gone(CLOSED)
+                raise PeerGone(CLOSED)
             if packet != BELL:
                 self._hear(packet)
 

@@ -13,18 +13,25 @@ from typing import Any, ClassVar
 
 from asyncdist.errors import AsyncdistError, SharedMemoryError, ranks
 from asyncdist.memory import shared_arena as shared
-from asyncdist.memory.shared_arena import Arena, Block
+from asyncdist.memory.shared_arena import Arena, ArenaBlock
 from asyncdist.transport.base import Address, Host, Link, Outgoing, Transport, Wait
 from asyncdist.transport.native import Native
 from asyncdist.transport.wire_format import DATA
 from asyncdist_transports.shm import deferred_free
 from asyncdist_transports.shm.byte_ring import NBYTES as RING_NBYTES
 from asyncdist_transports.shm.collectives.native import ShmNative
-from asyncdist_transports.shm.collectives.slot_table import Sharer, Window
-from asyncdist_transports.shm.control_block import Board, OwnBoard
-from asyncdist_transports.shm.core_placement import Spread
-from asyncdist_transports.shm.local_listener import Introduction, Porch, Refused, out_of_reach, receive, visit
-from asyncdist_transports.shm.local_peer import Gone, Neighbour
+from asyncdist_transports.shm.collectives.slot_table import PeerHandle, SlotTable
+from asyncdist_transports.shm.control_block import ControlBlock, OwnControlBlock
+from asyncdist_transports.shm.core_placement import CorePlacement
+from asyncdist_transports.shm.local_listener import (
+    Introduction,
+    LocalListener,
+    PeerRefused,
+    accept_peer,
+    connect_peer,
+    out_of_reach,
+)
+from asyncdist_transports.shm.local_peer import LocalPeer, PeerGone
 from asyncdist_transports.shm.memory_order import Fence
 
 log = logging.getLogger("asyncdist.shm")
@@ -42,19 +49,19 @@ class ShmTransport(Transport):
         super().__init__(host)
         self._arena: Arena = shared.arena()
         self._fence = Fence()
-        self._board = OwnBoard(self._arena, host.world_size, self._fence)
+        self._board = OwnControlBlock(self._arena, host.world_size, self._fence)
         self._asleep = self._board.asleep
-        self._spread = Spread(host.rank, self._board)
-        self._porch: Porch | None = None
+        self._spread = CorePlacement(host.rank, self._board)
+        self._porch: LocalListener | None = None
         self._cores: dict[int, set[int]] = {}
         self._same_process = False
-        self._neighbours: dict[int, Neighbour] = {}
+        self._neighbours: dict[int, LocalPeer] = {}
         """All whom we have met, also those that have gone: what they have left behind may still be wanted."""
-        self._living: dict[int, Neighbour] = {}
+        self._living: dict[int, LocalPeer] = {}
         self._used: set[int] = set()  # whom the world reaches by us; who has refused us too late is of no interest
-        self._by_descriptor: dict[int, Neighbour] = {}
-        self._rings: list[Block] = []
-        self._windows: dict[int, Window] = {}
+        self._by_descriptor: dict[int, LocalPeer] = {}
+        self._rings: list[ArenaBlock] = []
+        self._windows: dict[int, SlotTable] = {}
         self._closed = False
 
     @classmethod
@@ -73,7 +80,7 @@ class ShmTransport(Transport):
     # -- coming --------------------------------------------------------------------------------
 
     def listen(self, where: str) -> dict[str, Any]:
-        self._porch = Porch(self.host)
+        self._porch = LocalListener(self.host)
         return {**self._porch.address(), "cores": sorted(os.sched_getaffinity(0))}
 
     def reaches(self, address: Address) -> bool:
@@ -114,7 +121,7 @@ class ShmTransport(Transport):
         return sorted(self._neighbours)
 
     async def _meet(
-        self, porch: Porch, here: Mapping[int, Address], timeout: float, refused: dict[str, list[int]]
+        self, porch: LocalListener, here: Mapping[int, Address], timeout: float, refused: dict[str, list[int]]
     ) -> None:
         """Visit the lower ranks, and receive the higher ones."""
         expected = {peer for peer in here if peer > self.host.rank}
@@ -128,8 +135,8 @@ class ShmTransport(Transport):
     async def _visit(self, peer: int, address: Address, timeout: float, refused: dict[str, list[int]]) -> None:
         try:
             async with asyncio.timeout(timeout):
-                sock, introduction = await visit(address, self.host, self._arena, self._board.block.offset)
-        except Refused as refusal:
+                sock, introduction = await connect_peer(address, self.host, self._arena, self._board.block.offset)
+        except PeerRefused as refusal:
             refused.setdefault(str(refusal), []).append(peer)
         except TimeoutError:
             refused.setdefault("it did not answer at its Unix socket", []).append(peer)
@@ -138,7 +145,9 @@ class ShmTransport(Transport):
         else:
             self._welcome(sock, introduction)
 
-    async def _receive(self, porch: Porch, expected: set[int], timeout: float, refused: dict[str, list[int]]) -> None:
+    async def _receive(
+        self, porch: LocalListener, expected: set[int], timeout: float, refused: dict[str, list[int]]
+    ) -> None:
         """Receive visitors, strangers among them, side by side: who says nothing keeps nobody waiting."""
         missing = set(expected)
         with contextlib.suppress(TimeoutError):
@@ -147,8 +156,10 @@ class ShmTransport(Transport):
 
                 async def receive_one(sock: socket.socket) -> None:
                     try:
-                        introduction = await receive(sock, self.host, self._arena, self._board.block.offset, missing)
-                    except Refused as refusal:
+                        introduction = await accept_peer(
+                            sock, self.host, self._arena, self._board.block.offset, missing
+                        )
+                    except PeerRefused as refusal:
                         log.debug("rank %d turned a visitor away: %s", self.host.rank, refusal)
                         if refusal.rank in missing:
                             missing.discard(refusal.rank)
@@ -185,8 +196,8 @@ class ShmTransport(Transport):
 
     def _welcome(self, sock: socket.socket, introduction: Introduction) -> None:
         peer, mapping, offset = introduction
-        board = Board(mapping, offset, self.host.world_size)
-        neighbour = Neighbour(peer, sock, mapping, board, self._board, self.host, self._fence)
+        board = ControlBlock(mapping, offset, self.host.world_size)
+        neighbour = LocalPeer(peer, sock, mapping, board, self._board, self.host, self._fence)
         self._neighbours[peer] = self._living[peer] = self._by_descriptor[sock.fileno()] = neighbour
 
     def spin(self, here: int) -> tuple[float, bool]:
@@ -211,7 +222,7 @@ class ShmTransport(Transport):
         def difference(member: int, ours: int, theirs: int) -> Exception:
             return self.host.difference(members[member], ours, theirs)
 
-        window = Window(
+        window = SlotTable(
             number, members.index(self.host.rank), members, sharers, self._arena, self._fence, config.shm_area_nbytes,
             difference, crowded=self._crowded,
         )  # fmt: skip
@@ -222,18 +233,18 @@ class ShmTransport(Transport):
             raise
         return ShmNative(window, config.piece_nbytes, show, functools.partial(self._hide, window))
 
-    def _sharer(self, peer: int) -> Sharer:
+    def _sharer(self, peer: int) -> PeerHandle:
         neighbour = self._neighbours[peer]
         self._used.add(peer)
-        return Sharer(neighbour.mapping, neighbour.board.window, neighbour.asleep, neighbour.ring, neighbour.gone)
+        return PeerHandle(neighbour.mapping, neighbour.board.window, neighbour.asleep, neighbour.ring, neighbour.gone)
 
-    def _show(self, window: Window, place: int) -> None:
+    def _show(self, window: SlotTable, place: int) -> None:
         self._windows[window.number] = window
         self._board.show(place, window.number, window.block.offset)
         for neighbour in self._living.values():
             neighbour.wake()  # it may wait for this very group
 
-    def _hide(self, window: Window) -> None:
+    def _hide(self, window: SlotTable) -> None:
         if self._windows.pop(window.number, None) is not None and self._arena.pid == os.getpid():
             deferred_free.leave(window, self._board)
 
@@ -243,7 +254,7 @@ class ShmTransport(Transport):
         self._used.add(peer)
         return ShmLink(self._neighbours[peer], self)
 
-    def send(self, neighbour: Neighbour, message: Outgoing) -> bool:
+    def send(self, neighbour: LocalPeer, message: Outgoing) -> bool:
         """Send a message of ours: through the ring, or beside it if it is a notice."""
         if unpack_kind(message) == DATA:
             return neighbour.send(message, self._make_ring, self._arena)
@@ -280,12 +291,12 @@ class ShmTransport(Transport):
                 self._lose(neighbour, neighbour.ended)
         return moved
 
-    def _listen(self, neighbour: Neighbour) -> None:
+    def _listen(self, neighbour: LocalPeer) -> None:
         try:
             neighbour.flush_notices()
             neighbour.listen()
             return
-        except Gone as gone:
+        except PeerGone as gone:
             reason = str(gone)
         except AsyncdistError as error:
             reason = str(error)
@@ -295,13 +306,13 @@ class ShmTransport(Transport):
         if neighbour.peer in self._living and neighbour.peer in self._used:
             self.host.lost(neighbour.peer, reason)
 
-    def _lose(self, neighbour: Neighbour, reason: str) -> None:
+    def _lose(self, neighbour: LocalPeer, reason: str) -> None:
         """Have no more to do with a peer, nor the world either if it reaches it by us."""
         self._part(neighbour)
         if neighbour.peer in self._used:
             self.host.lost(neighbour.peer, reason)
 
-    def _part(self, neighbour: Neighbour) -> None:
+    def _part(self, neighbour: LocalPeer) -> None:
         if self._living.pop(neighbour.peer, None) is not None:
             self._by_descriptor.pop(neighbour.sock.fileno(), None)
             if neighbour.ended is None:
@@ -352,7 +363,7 @@ class ShmTransport(Transport):
 class ShmLink(Link):
     """The way to one neighbour."""
 
-    def __init__(self, neighbour: Neighbour, transport: ShmTransport) -> None:
+    def __init__(self, neighbour: LocalPeer, transport: ShmTransport) -> None:
         super().__init__(neighbour.peer)
         self._neighbour = neighbour
         self._transport = transport

@@ -1,6 +1,6 @@
 """Every collective of larger tensors, of any sizes: who stages what in which round, and who takes it from where.
 
-A collective is a `Turn` in a window: it stages blocks, takes blocks, and leaves. `Pieces` says where a block's pieces lie
+A collective is a `CollectiveState` in a window: it stages blocks, takes blocks, and leaves. `Pieces` says where a block's pieces lie
 while they are staged. Reductions differ from moves in what taking is.
 """
 
@@ -13,15 +13,15 @@ import torch
 
 from asyncdist.algorithms.schedule import Schedule
 from asyncdist.errors import MismatchError
-from asyncdist.memory.buffers import Blocks, Memory
+from asyncdist.memory.buffers import Memory, TensorBlocks
 from asyncdist.memory.reduce_kernels import Arithmetic
 from asyncdist.transport.native import MemoryBlocks
 from asyncdist_transports.shm.collectives import zero_copy
 from asyncdist_transports.shm.collectives.piece_layout import Pieces, head_nbytes
-from asyncdist_transports.shm.collectives.slot_table import DONE, Member, Window
+from asyncdist_transports.shm.collectives.slot_table import DONE, SlotMember, SlotTable
 from asyncdist_transports.shm.collectives.small import exchanges
-from asyncdist_transports.shm.collectives.staging import Piece, Turn
-from asyncdist_transports.shm.collectives.streaming import Stream
+from asyncdist_transports.shm.collectives.staging import CollectiveState, Piece
+from asyncdist_transports.shm.collectives.streaming import StagedStream
 
 Taker = Callable[[Pieces, int, int], None]
 """``take(pieces, k, turn)`` takes the k-th piece of everything, in the areas of that round."""
@@ -30,14 +30,14 @@ Taker = Callable[[Pieces, int, int], None]
 class Large:
     """Collectives in rounds; what they are called with is what `Native` says."""
 
-    def __init__(self, window: Window, views: zero_copy.Views, stream: Stream) -> None:
+    def __init__(self, window: SlotTable, views: zero_copy.Views, stream: StagedStream) -> None:
         self._window, self._views, self._stream = window, views, stream
         self._rank, self._size = window.rank, window.size
         self._others = window.others
 
     # -- reducing ------------------------------------------------------------------------------
 
-    def all_staged(self, turn: Turn, memories: Sequence[Memory], how: Arithmetic) -> Schedule:
+    def all_staged(self, turn: CollectiveState, memories: Sequence[Memory], how: Arithmetic) -> Schedule:
         """Reduce several memories by way of the areas, in a slot that we have entered, and leave it."""
         area = self._window.area_nbytes
         most = max(memory.nbytes if exchanges(self._size, memory.nbytes) else area for memory in memories)
@@ -47,7 +47,7 @@ class Large:
             yield from self.staged(turn, memory, how)
         self._window.publish(turn.number, DONE)
 
-    def staged(self, turn: Turn, memory: Memory, how: Arithmetic) -> Schedule:
+    def staged(self, turn: CollectiveState, memory: Memory, how: Arithmetic) -> Schedule:
         """Reduce a memory by way of the areas, in a slot that we have entered, and do not leave it.
 
         Costs one meeting for what fits into one piece; each member then adds everybody's contribution itself. Of larger
@@ -59,7 +59,7 @@ class Large:
         else:
             yield from self._scatter_and_gather(turn, memory, how)
 
-    def _exchange(self, turn: Turn, memory: Memory, how: Arithmetic) -> Schedule:
+    def _exchange(self, turn: CollectiveState, memory: Memory, how: Arithmetic) -> Schedule:
         """Everybody's pieces to everybody, each adds them all, in the order of the ranks."""
         pieces = Pieces(turn, 1, memory.dtype)
         in_place = self._size == 2  # then ours need not be read from the area, and may be overwritten at once
@@ -77,16 +77,24 @@ class Large:
         yield from self._trade(turn, "all_reduce", pieces, memory.count, stage, take, reads_open=False)
 
     def _trade(
-        self, turn: Turn, name: str, pieces: Pieces, most: int, stage: Piece, take: Piece, *, reads_open: bool = True
+        self,
+        turn: CollectiveState,
+        name: str,
+        pieces: Pieces,
+        most: int,
+        stage: Piece,
+        take: Piece,
+        *,
+        reads_open: bool = True,
     ) -> Schedule:
         """Have everybody stage and take, in as many rounds as ``most`` elements need."""
         kind, count, others = (name, pieces.dtype), pieces.rounds(most), self._others
         return self._stream.rounds(turn, kind, count, pieces.nbytes, stage, take, others, others, reads_open=reads_open)
 
-    def _scatter_and_gather(self, turn: Turn, memory: Memory, how: Arithmetic) -> Schedule:
+    def _scatter_and_gather(self, turn: CollectiveState, memory: Memory, how: Arithmetic) -> Schedule:
         """Each member reduces the pieces of its own block, and hands them out: rounds of the one and of the other."""
         pieces = Pieces(turn, self._size, memory.dtype)
-        parts = Blocks.split(memory, self._size)
+        parts = TensorBlocks.split(memory, self._size)
         blocks = [parts[rank] for rank in range(self._size)]
         own = blocks[self._rank]
 
@@ -128,7 +136,9 @@ class Large:
         """Move data between the root and all others: who sends hands out a memory, all of which each taker takes."""
         peers = self._others if self._rank == root else [self._window.by_rank[root]]
         sends = outward == (self._rank == root)
-        turn = Turn(self._window, number, fingerprint, zero_copy.place_of(self._window, memory.tensor) if sends else 0)
+        turn = CollectiveState(
+            self._window, number, fingerprint, zero_copy.place_of(self._window, memory.tensor) if sends else 0
+        )
         pieces = Pieces(turn, 1, memory.dtype)
         count = 1 if turn.place else pieces.rounds(memory.count)
         yield from self._window.enter(number)
@@ -140,7 +150,7 @@ class Large:
         yield from turn.end(peers)
 
     def _seen(
-        self, pieces: Pieces, member: Member, place: int, block: int, k: int, count: int, at: int
+        self, pieces: Pieces, member: SlotMember, place: int, block: int, k: int, count: int, at: int
     ) -> torch.Tensor:
         """Return the k-th piece of a member's block: open from its place on, or staged if that is 0."""
         if not place:
@@ -148,7 +158,7 @@ class Large:
         offset = place - 1 + k * pieces.step * pieces.dtype.itemsize
         return self._views(member.rank, offset, count, pieces.dtype)
 
-    def _shown(self, turn: Turn, member: Member, which: int) -> int:
+    def _shown(self, turn: CollectiveState, member: SlotMember, which: int) -> int:
         """Return the place that stands in a member's table, 0 if it stages."""
         return turn.places[member.rank] and self._window.table(turn.number, member.rank)[which]
 
@@ -177,9 +187,9 @@ class Large:
         """Enter the slot, and show where blocks lie; they are staged unless all lie open: see `direct.show`."""
         yield from self._window.enter(number)
         place = zero_copy.show(self._window, number, [block.tensor for block in blocks], behind)
-        return Turn(self._window, number, fingerprint, place)
+        return CollectiveState(self._window, number, fingerprint, place)
 
-    def _ours(self, pieces: Pieces, member: Member, k: int, count: int, at: int, behind: int = 0) -> torch.Tensor:
+    def _ours(self, pieces: Pieces, member: SlotMember, k: int, count: int, at: int, behind: int = 0) -> torch.Tensor:
         """Return the k-th piece of the block that a member has for us."""
         place = self._shown(pieces.turn, member, behind + self._rank)
         return self._seen(pieces, member, place, _place_of(self._rank, member.rank), k, count, at)
@@ -200,7 +210,7 @@ class Large:
             yield from self._gather_row(turn, row, [blocks[rank] for rank in range(self._size)], own)
         yield from turn.end(self._others)
 
-    def _gather_row(self, turn: Turn, row: int, blocks: Sequence[Memory], own: Memory) -> Schedule:
+    def _gather_row(self, turn: CollectiveState, row: int, blocks: Sequence[Memory], own: Memory) -> Schedule:
         pieces = Pieces(turn, 1, own.dtype)
         room = blocks[self._rank]
         in_place = own is room or own.tensor.data_ptr() == room.tensor.data_ptr()
@@ -269,11 +279,11 @@ class Large:
     ) -> Schedule:
         """Go on with an all-to-all after all of it was staged behind the table, which says that it lies there."""
         place = self._window.place_of(number, self._rank, head_nbytes(self._size))
-        turn = Turn(self._window, number, fingerprint, place, posted=True)
+        turn = CollectiveState(self._window, number, fingerprint, place, posted=True)
         yield from turn.meet(self._others)
         yield from self._cross(turn, incoming, outgoing)
 
-    def _cross(self, turn: Turn, incoming: Sequence[Memory], outgoing: Sequence[Memory]) -> Schedule:
+    def _cross(self, turn: CollectiveState, incoming: Sequence[Memory], outgoing: Sequence[Memory]) -> Schedule:
         pieces = Pieces(turn, max(1, self._size - 1), outgoing[0].dtype, head=head_nbytes(self._size))
 
         def stage(k: int, at: int) -> None:
@@ -294,7 +304,7 @@ class Large:
         yield from self._trade(turn, "all_to_all", pieces, most, stage, take)
         yield from turn.end(self._others)
 
-    def _check_sent(self, number: int, member: Member, block: Memory) -> None:
+    def _check_sent(self, number: int, member: SlotMember, block: Memory) -> None:
         """Raise MismatchError if a member sends us something else than we expect."""
         count = self._window.table(number, member.rank)[self._rank]
         if count != block.count:

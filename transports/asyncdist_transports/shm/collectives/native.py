@@ -1,6 +1,6 @@
 """The collectives of a group whose members share memory: which way each call goes.
 
-What is small goes as a `Swap`, with one meeting. An all-reduce of open tensors is a `Push`, where they lie. All else is
+What is small goes as a `Swap`, with one meeting. An all-reduce of open tensors is a `ZeroCopyAllReduce`, where they lie. All else is
 staged in rounds, see `large`. Members choose alike, by what their calls have in common: sizes, and whether data lies
 open, which they tell each other.
 """
@@ -13,15 +13,15 @@ import torch
 
 from asyncdist.algorithms.schedule import Schedule
 from asyncdist.base.ops import Collective
-from asyncdist.memory.buffers import Memory, apart
+from asyncdist.memory.buffers import Memory, copy_overlapping_inputs
 from asyncdist.memory.reduce_kernels import Arithmetic
-from asyncdist.transport.native import Kind, MemoryBlocks, Native, Quick
+from asyncdist.transport.native import CallSignature, MemoryBlocks, Native, PreparedCall
 from asyncdist_transports.shm.collectives import zero_copy
 from asyncdist_transports.shm.collectives.large import Large
-from asyncdist_transports.shm.collectives.slot_table import DONE, Window
+from asyncdist_transports.shm.collectives.slot_table import DONE, SlotTable
 from asyncdist_transports.shm.collectives.small import Blocks, swap_of
-from asyncdist_transports.shm.collectives.staging import Turn
-from asyncdist_transports.shm.collectives.streaming import Stream
+from asyncdist_transports.shm.collectives.staging import CollectiveState
+from asyncdist_transports.shm.collectives.streaming import StagedStream
 
 _KEPT_KINDS = 512
 
@@ -39,14 +39,16 @@ def _each(blocks: Blocks, size: int) -> list[Memory]:
 class ShmNative(Native):
     """The collectives of one group in shared memory."""
 
-    def __init__(self, window: Window, piece_nbytes: int, show: Callable[[], None], hide: Callable[[], None]) -> None:
+    def __init__(
+        self, window: SlotTable, piece_nbytes: int, show: Callable[[], None], hide: Callable[[], None]
+    ) -> None:
         self._window = window
         self._piece_nbytes = piece_nbytes
         self._show, self._hide = show, hide
         self._ranks = range(window.size)
-        self._views, self._stream = zero_copy.Views(window), Stream()
+        self._views, self._stream = zero_copy.Views(window), StagedStream()
         self._large = Large(window, self._views, self._stream)
-        self._kept: dict[Hashable, Quick | None] = {}
+        self._kept: dict[Hashable, PreparedCall | None] = {}
 
     def open(self) -> None:
         self._show()
@@ -56,7 +58,7 @@ class ShmNative(Native):
 
     # -- what calls of one kind have in common -------------------------------------------------
 
-    def quick(self, kind: Kind) -> Quick | None:
+    def quick(self, kind: CallSignature) -> PreparedCall | None:
         key = kind.collective, kind.fingerprint, kind.dtype, kind.shape, kind.root
         try:
             return self._kept[key]
@@ -70,21 +72,21 @@ class ShmNative(Native):
         self._kept[key] = start
         return start
 
-    def _all_reduce_of(self, kind: Kind, swap: Quick | None) -> Quick:
+    def _all_reduce_of(self, kind: CallSignature, swap: PreparedCall | None) -> PreparedCall:
         window, how = self._window, kind.arithmetic
 
-        def finish_staged(turn: Turn, tensor: torch.Tensor) -> Schedule:
+        def finish_staged(turn: CollectiveState, tensor: torch.Tensor) -> Schedule:
             yield from self._large.staged(turn, Memory(tensor.view(-1)), how)
             window.publish(turn.number, DONE)
 
         def stage(number: int, tensor: torch.Tensor) -> Schedule:
             yield from window.enter(number)
-            yield from finish_staged(Turn(window, number, kind.fingerprint), tensor)
+            yield from finish_staged(CollectiveState(window, number, kind.fingerprint), tensor)
 
         start = swap or stage
         if kind.nbytes < zero_copy.MIN_NBYTES:
             return start
-        push = zero_copy.Push(window, self._views, kind, self._piece_nbytes, finish_staged)
+        push = zero_copy.ZeroCopyAllReduce(window, self._views, kind, self._piece_nbytes, finish_staged)
 
         def open_or_staged(number: int, tensor: torch.Tensor) -> Schedule:
             place = zero_copy.place_of(window, tensor)
@@ -92,19 +94,19 @@ class ShmNative(Native):
 
         return open_or_staged
 
-    def _in_rounds(self, kind: Kind) -> Quick | None:
+    def _in_rounds(self, kind: CallSignature) -> PreparedCall | None:
         """Return what does calls with large tensors of one kind; None where nothing is known but by a plan."""
         large, size, call, root = self._large, self._window.size, kind.fingerprint, kind.root
         rank = self._window.rank
 
         def reduce_scatter(number: int, output: torch.Tensor, blocks: Blocks) -> Schedule:
             own = _flat(output)
-            inputs = apart(_each(blocks, size), [own], {rank: 0})
+            inputs = copy_overlapping_inputs(_each(blocks, size), [own], {rank: 0})
             return large.reduce_scatter(number, call, inputs, own, kind.arithmetic)
 
         def all_gather(number: int, blocks: Blocks, tensor: torch.Tensor) -> Schedule:
             outputs = _each(blocks, size)
-            (own,) = apart([_flat(tensor)], outputs, {0: rank})
+            (own,) = copy_overlapping_inputs([_flat(tensor)], outputs, {0: rank})
             return large.all_gather(number, call, [(outputs, own)])
 
         match kind.collective:
@@ -120,25 +122,25 @@ class ShmNative(Native):
                 return self._crossing(large.all_to_all, kind)
         return None
 
-    def _crossing(self, cross: Callable[..., Schedule], kind: Kind) -> Quick:
+    def _crossing(self, cross: Callable[..., Schedule], kind: CallSignature) -> PreparedCall:
         """Return what does an all-to-all with tensors of one kind as ``cross`` does it with memory."""
         size, call, own = self._window.size, kind.fingerprint, {self._window.rank: self._window.rank}
 
         def start(number: int, incoming: Blocks, outgoing: Blocks) -> Schedule:
             written = _each(incoming, size)
-            return cross(number, call, written, apart(_each(outgoing, size), written, own))
+            return cross(number, call, written, copy_overlapping_inputs(_each(outgoing, size), written, own))
 
         return start
 
     def _quick(
         self, collective: Collective, call: int, blocks: Sequence[Memory], how: Arithmetic | None = None, root: int = -1
-    ) -> Quick | None:
+    ) -> PreparedCall | None:
         """Return what does calls with such memory, or with such a block for each member if all are alike."""
         count, dtype = blocks[0].count, blocks[0].dtype
         for block in blocks:
             if block.count != count:
                 return None
-        return self.quick(Kind(collective, call, dtype, (count,), how, root))
+        return self.quick(CallSignature(collective, call, dtype, (count,), how, root))
 
     # -- meeting -------------------------------------------------------------------------------
 
@@ -147,7 +149,7 @@ class ShmNative(Native):
         self._window.post(number, fingerprint, 0, DONE)
 
     def barrier(self, number: int, fingerprint: int) -> Schedule:
-        quick = self.quick(Kind(Collective.barrier, fingerprint, torch.uint8, (0,)))
+        quick = self.quick(CallSignature(Collective.barrier, fingerprint, torch.uint8, (0,)))
         assert quick is not None
         return quick(number)
 
@@ -165,11 +167,11 @@ class ShmNative(Native):
         yield from window.enter(number)
         place = zero_copy.show(window, number, tensors) if zero_copy.lie_apart(tensors) else 0
         if not place:
-            yield from large.all_staged(Turn(window, number, call), memories, how)
+            yield from large.all_staged(CollectiveState(window, number, call), memories, how)
             return
         counts = [memory.count for memory in memories]
-        kind = Kind(Collective.all_reduce_coalesced, call, memories[0].dtype, (sum(counts),), how)
-        push = zero_copy.PushOfSeveral(
+        kind = CallSignature(Collective.all_reduce_coalesced, call, memories[0].dtype, (sum(counts),), how)
+        push = zero_copy.CoalescedZeroCopyAllReduce(
             window, self._views, kind, self._piece_nbytes, lambda turn, _: large.all_staged(turn, memories, how), counts
         )
         yield from push(number, tensors, place)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from asyncdist.memory.buffers import Memory
-from asyncdist_transports.shm.collectives.staging import Turn
+from asyncdist_transports.shm.collectives.staging import CollectiveState
 
 _LINE_NBYTES = 64
 
@@ -20,7 +20,7 @@ class Pieces:
 
     __slots__ = ("blocks", "dtype", "head", "number", "step", "stride", "turn", "window")
 
-    def __init__(self, turn: Turn, blocks: int, dtype: torch.dtype, *, head: int = 0) -> None:
+    def __init__(self, turn: CollectiveState, blocks: int, dtype: torch.dtype, *, head: int = 0) -> None:
         self.turn, self.window, self.number = turn, turn.window, turn.number
         self.dtype, self.blocks = dtype, blocks
         self.head = head

@@ -21,7 +21,7 @@ import torch
 
 from asyncdist.algorithms.schedule import Schedule
 from asyncdist.errors import SharedMemoryError
-from asyncdist.memory.shared_arena import PAGE_NBYTES, Arena, Mapping
+from asyncdist.memory.shared_arena import PAGE_NBYTES, Arena, ArenaMapping
 from asyncdist_transports.shm.memory_order import Fence
 
 SLOTS = 8
@@ -39,22 +39,22 @@ STREAM_PIECES = 16
 _LINES_NBYTES = PAGE_NBYTES
 
 
-class Sharer(NamedTuple):
+class PeerHandle(NamedTuple):
     """A member of a window other than ourselves, as its transport knows it."""
 
-    mapping: Mapping
+    mapping: ArenaMapping
     find: Callable[[int], int | None]
     asleep: memoryview
     ring: Callable[[], None]
     gone: Callable[[], bool]
 
 
-class Member:
+class SlotMember:
     """Another member of a group: its words and memory, once its window has been found."""
 
     __slots__ = ("asleep", "mapping", "offset", "rank", "ring", "sharer", "words")
 
-    def __init__(self, rank: int, sharer: Sharer) -> None:
+    def __init__(self, rank: int, sharer: PeerHandle) -> None:
         self.rank = rank
         self.sharer = sharer
         self.mapping, self.asleep, self.ring = sharer.mapping, sharer.asleep, sharer.ring
@@ -62,7 +62,7 @@ class Member:
         self.words: memoryview = memoryview(b"")
 
 
-class Window:
+class SlotTable:
     """One group's meeting place, as one member sees it.
 
     ``sharers`` are the members by rank in the group, None for ourselves. ``difference(member, ours, theirs)`` returns the
@@ -74,7 +74,7 @@ class Window:
         number: int,
         rank: int,
         world_ranks: Sequence[int],
-        sharers: Sequence[Sharer | None],
+        sharers: Sequence[PeerHandle | None],
         arena: Arena,
         fence: Fence,
         area_nbytes: int,
@@ -89,8 +89,8 @@ class Window:
         self._difference = difference
         self.crowded = crowded
         """Whether members share cores: what one has worked out, others had better not."""
-        self.others = [Member(peer, sharer) for peer, sharer in enumerate(sharers) if sharer is not None]
-        self.by_rank: dict[int, Member] = {member.rank: member for member in self.others}
+        self.others = [SlotMember(peer, sharer) for peer, sharer in enumerate(sharers) if sharer is not None]
+        self.by_rank: dict[int, SlotMember] = {member.rank: member for member in self.others}
         self.newcomers = list(self.others)
         """The members whose windows we have not found yet."""
         self.block = arena.hold(_LINES_NBYTES + (SLOTS * 2 + STREAM_PIECES) * self.area_nbytes)
@@ -106,7 +106,9 @@ class Window:
         self._reserved = [0] * (2 * SLOTS + STREAM_PIECES)
         self._streamed = 0  # the collective that used the stream last
         self._position = 0  # after the piece of the stream that was staged last
-        self._staged: dict[int, tuple[int, int, Sequence[Member]]] = {}  # what each area was used for last, by `claim`
+        self._staged: dict[
+            int, tuple[int, int, Sequence[SlotMember]]
+        ] = {}  # what each area was used for last, by `claim`
         self._tables: dict[int, memoryview] = {}
         self._areas: dict[tuple[int, int, int, torch.dtype], torch.Tensor] = {}
         self.last = [0] * SLOTS
@@ -168,7 +170,7 @@ class Window:
             if member.asleep[0]:
                 member.ring()
 
-    def reached(self, number: int, step: int, members: Sequence[Member]) -> Schedule:
+    def reached(self, number: int, step: int, members: Sequence[SlotMember]) -> Schedule:
         """Wait until each of some members has reached a step."""
         at, goal = number % SLOTS * LINE, number << SHIFT | step
         for member in members:
@@ -177,7 +179,7 @@ class Window:
                 yield member.rank
         self.fence.light()  # their words before their data
 
-    def taken(self, number: int, turn: int, members: Sequence[Member]) -> Schedule:
+    def taken(self, number: int, turn: int, members: Sequence[SlotMember]) -> Schedule:
         """Wait until each of some members has taken our piece of a round, or is through with everything."""
         at, goal, over = number % SLOTS * LINE, number << SHIFT | turn + 1, number << SHIFT | FINISHED
         for member in members:
@@ -186,7 +188,7 @@ class Window:
                 yield member.rank
         self.fence.light()  # their loads of our piece before our next stores to it
 
-    def check(self, number: int, call: int, members: Sequence[Member]) -> None:
+    def check(self, number: int, call: int, members: Sequence[SlotMember]) -> None:
         """Raise if one of some members, who have posted, called something else."""
         at = number % SLOTS * LINE + CALL
         for member in members:
@@ -215,7 +217,7 @@ class Window:
                     raise self._difference(member.rank, call, theirs)
             self.unchecked.popleft()
 
-    def place(self, number: int, member: Member) -> int:
+    def place(self, number: int, member: SlotMember) -> int:
         """Return where a member's data for this collective lies, or a table that says so; 0 if it is staged."""
         return member.words[number % SLOTS * LINE + PLACE]
 
@@ -227,7 +229,7 @@ class Window:
             self.words[WITHDRAWN] = 1
             self.fence.full()
 
-    def still_open(self, members: Sequence[Member]) -> Schedule:
+    def still_open(self, members: Sequence[SlotMember]) -> Schedule:
         """Let nobody go on who has read what some members had withdrawn by then: it may have been anything.
 
         Why they have is on its way to us, and ends this; if they have destroyed the group, our deadline does.
@@ -294,12 +296,12 @@ class Window:
             words = self._tables[which * self.size + rank] = mapping.words(offset, self.area_nbytes // 8)
         return words
 
-    def _area_of(self, which: int, rank: int) -> tuple[Mapping, int]:
+    def _area_of(self, which: int, rank: int) -> tuple[ArenaMapping, int]:
         member = self.by_rank.get(rank)
         mapping, offset = (self.arena.mapping, self.block.offset) if member is None else (member.mapping, member.offset)
         return mapping, offset + _LINES_NBYTES + which * self.area_nbytes
 
-    def claim(self, number: int, turn: int, takers: Sequence[Member]) -> Schedule:
+    def claim(self, number: int, turn: int, takers: Sequence[SlotMember]) -> Schedule:
         """Wait until nobody takes any more what our area of a round was used for last; who takes it now are ``takers``."""
         which = self._which(number, turn, self.words)
         before = self._staged.get(which)
@@ -335,7 +337,7 @@ class Window:
         self.fence.light()
         self.words[LEFT] = 1
 
-    def pending(self) -> Iterator[Member]:
+    def pending(self) -> Iterator[SlotMember]:
         """Yield the members who may still look at what we have written."""
         for member in self.others:
             if member.offset < 0 or member.sharer.gone() or member.sharer.find(self.number) is None:

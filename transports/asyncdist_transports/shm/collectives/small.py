@@ -1,4 +1,4 @@
-"""Every collective of small tensors as a `Swap`: what a member stages, and what it takes.
+"""Every collective of small tensors as a `SmallExchange`: what a member stages, and what it takes.
 
 A member stages all that it has to give, one block after the other, whatever anybody takes of it: one copy is had for less
 than what it takes to leave a block out. Blocks are taken by their addresses. Making a view of one takes longer than
@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 import torch
 
 from asyncdist.base.ops import Collective
-from asyncdist.transport.native import Kind, Quick
+from asyncdist.transport.native import CallSignature, PreparedCall
 from asyncdist_transports.shm.collectives.piece_layout import head_nbytes
-from asyncdist_transports.shm.collectives.slot_table import DONE, LINE, PLACE, RESULT, SLOTS, Window
-from asyncdist_transports.shm.collectives.small_exchange import Moves, Swap, Unlike
+from asyncdist_transports.shm.collectives.slot_table import DONE, LINE, PLACE, RESULT, SLOTS, SlotTable
+from asyncdist_transports.shm.collectives.small_exchange import Moves, SmallExchange, UnlikeBlocks
 from asyncdist_transports.shm.collectives.staging import POSTED, STAGED
 
 MOST_NBYTES = 256 << 10
@@ -46,7 +46,7 @@ def exchanges(size: int, nbytes: int) -> bool:
     return size == 2 or nbytes * (size - 1) <= _ADDED_NBYTES
 
 
-def swap_of(window: Window, kind: Kind, otherwise: Quick) -> Swap | None:
+def swap_of(window: SlotTable, kind: CallSignature, otherwise: PreparedCall) -> SmallExchange | None:
     """Return what does all calls of a kind, None if they are none of ours: on all members alike, but in an all-to-all.
 
     There a member may be the only one whose blocks are all of one size; ``otherwise`` goes on where that is found out.
@@ -62,7 +62,7 @@ def swap_of(window: Window, kind: Kind, otherwise: Quick) -> Swap | None:
 class _Small:
     """Calls of one kind, whose members show areas of so many ``blocks``, behind a ``head`` of so many bytes."""
 
-    def __init__(self, window: Window, kind: Kind, otherwise: Quick) -> None:
+    def __init__(self, window: SlotTable, kind: CallSignature, otherwise: PreparedCall) -> None:
         self.window, self.kind, self.otherwise = window, kind, otherwise
         self.blocks = window.size if kind.collective in _OF_BLOCKS else 1
         self.head = head_nbytes(window.size) if kind.collective is Collective.all_to_all else 0
@@ -114,27 +114,29 @@ class _Small:
 
     # -- who meets whom ------------------------------------------------------------------------
 
-    def among_all(self, moves: Callable[[int], Moves], goal: int = STAGED, otherwise: Quick | None = None) -> Swap:
+    def among_all(
+        self, moves: Callable[[int], Moves], goal: int = STAGED, otherwise: PreparedCall | None = None
+    ) -> SmallExchange:
         call = self.kind.fingerprint
-        return Swap(self.window, call, moves, self.others, first=goal, goal=goal, otherwise=otherwise)
+        return SmallExchange(self.window, call, moves, self.others, first=goal, goal=goal, otherwise=otherwise)
 
-    def from_root(self, give: Callable[[int], Moves], take: Callable[[int], Moves]) -> Swap:
+    def from_root(self, give: Callable[[int], Moves], take: Callable[[int], Moves]) -> SmallExchange:
         window, call = self.window, self.kind.fingerprint
         if self.rank == self.root:  # with the first word it has said all
-            return Swap(window, call, give, (), first=DONE, goal=STAGED)
-        return Swap(window, call, take, (window.by_rank[self.root],), first=POSTED, goal=STAGED)
+            return SmallExchange(window, call, give, (), first=DONE, goal=STAGED)
+        return SmallExchange(window, call, take, (window.by_rank[self.root],), first=POSTED, goal=STAGED)
 
-    def to_root(self, give: Callable[[int], Moves], take: Callable[[int], Moves]) -> Swap:
+    def to_root(self, give: Callable[[int], Moves], take: Callable[[int], Moves]) -> SmallExchange:
         window, call = self.window, self.kind.fingerprint
         if self.rank == self.root:
-            return Swap(window, call, take, self.others, first=POSTED, goal=STAGED)
-        return Swap(window, call, give, (), first=DONE, goal=STAGED)
+            return SmallExchange(window, call, take, self.others, first=POSTED, goal=STAGED)
+        return SmallExchange(window, call, give, (), first=DONE, goal=STAGED)
 
 
 # -- reducing -----------------------------------------------------------------------------------------
 
 
-def _all_reduce(small: _Small) -> Swap:
+def _all_reduce(small: _Small) -> SmallExchange:
     """Everybody adds everything, in the order of the ranks; where they share cores, who finds the sum copies it."""
     how, rank, nbytes = small.kind.arithmetic, small.rank, small.nbytes
     combine = how.of_two if small.size == 2 else None
@@ -187,7 +189,7 @@ def _found_or_reduced(small: _Small, number: int, areas: Sequence[torch.Tensor])
     return take
 
 
-def _reduce(small: _Small) -> Swap:
+def _reduce(small: _Small) -> SmallExchange:
     how, nbytes = small.kind.arithmetic, small.nbytes
 
     def give(number: int) -> Moves:
@@ -201,7 +203,7 @@ def _reduce(small: _Small) -> Swap:
     return small.to_root(give, take)
 
 
-def _reduce_scatter(small: _Small) -> Swap:
+def _reduce_scatter(small: _Small) -> SmallExchange:
     how = small.kind.arithmetic
 
     def moves(number: int) -> Moves:
@@ -215,7 +217,7 @@ def _reduce_scatter(small: _Small) -> Swap:
 # -- moving -------------------------------------------------------------------------------------------
 
 
-def _broadcast(small: _Small) -> Swap:
+def _broadcast(small: _Small) -> SmallExchange:
     nbytes = small.nbytes
 
     def give(number: int) -> Moves:
@@ -229,7 +231,7 @@ def _broadcast(small: _Small) -> Swap:
     return small.from_root(give, take)
 
 
-def _all_gather(small: _Small) -> Swap:
+def _all_gather(small: _Small) -> SmallExchange:
     nbytes = small.nbytes
 
     def moves(number: int) -> Moves:
@@ -248,7 +250,7 @@ def _all_gather(small: _Small) -> Swap:
     return small.among_all(moves)
 
 
-def _gather(small: _Small) -> Swap:
+def _gather(small: _Small) -> SmallExchange:
     rank, nbytes = small.rank, small.nbytes
 
     def give(number: int) -> Moves:
@@ -269,7 +271,7 @@ def _gather(small: _Small) -> Swap:
     return small.to_root(give, take)
 
 
-def _scatter(small: _Small) -> Swap:
+def _scatter(small: _Small) -> SmallExchange:
     rank, nbytes = small.rank, small.nbytes
 
     def give(number: int) -> Moves:
@@ -288,7 +290,7 @@ def _scatter(small: _Small) -> Swap:
     return small.from_root(give, take)
 
 
-def _all_to_all(small: _Small) -> Swap:
+def _all_to_all(small: _Small) -> SmallExchange:
     """What each sends to whom stands in a table, and where it lies, for those who go in rounds."""
     window, size, rank, nbytes = small.window, small.size, small.rank, small.nbytes
 
@@ -311,7 +313,7 @@ def _all_to_all(small: _Small) -> Swap:
         def take(blocks: Blocks, outgoing: Blocks) -> None:
             for words, place, sent in met:
                 if words[at] != place or sent[rank] != small.kind.count:
-                    raise Unlike
+                    raise UnlikeBlocks
             for to, area in zip(small.addresses(blocks), areas, strict=True):
                 _move(to, area, nbytes)
 
@@ -320,12 +322,12 @@ def _all_to_all(small: _Small) -> Swap:
     return small.among_all(moves, otherwise=small.otherwise)
 
 
-def _barrier(small: _Small) -> Swap:
+def _barrier(small: _Small) -> SmallExchange:
     return small.among_all(lambda number: Moves(None, lambda: None), POSTED)
 
 
 _OF_BLOCKS = {Collective.reduce_scatter, Collective.scatter, Collective.all_to_all}
-_KINDS: dict[Collective, Callable[[_Small], Swap]] = {
+_KINDS: dict[Collective, Callable[[_Small], SmallExchange]] = {
     Collective.all_reduce: _all_reduce,
     Collective.reduce: _reduce,
     Collective.reduce_scatter: _reduce_scatter,

@@ -2,7 +2,7 @@
 
 Of small tensors a program makes thousands of calls a second, whose cost is Python's own: so everything that is the same
 for calls of one kind is worked out once a slot (see `small`), and what follows is written out where it would read better
-as calls of `Window`, whose protocol it is.
+as calls of `SlotTable`, whose protocol it is.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from asyncdist.algorithms.schedule import Schedule
-from asyncdist.transport.native import Quick
-from asyncdist_transports.shm.collectives.slot_table import CALL, DONE, LINE, PLACE, SHIFT, SLOTS, Member, Window
+from asyncdist.transport.native import PreparedCall
+from asyncdist_transports.shm.collectives.slot_table import CALL, DONE, LINE, PLACE, SHIFT, SLOTS, SlotMember, SlotTable
 
 _SLOTS_AGO = (SLOTS << SHIFT) - DONE  # between this collective's first word and the last one of the collective before
 
@@ -28,28 +28,28 @@ class Moves(NamedTuple):
     """What we post as the place of our data: see `rounds.Turn`."""
 
 
-class Unlike(Exception):
+class UnlikeBlocks(Exception):
     """A member's call is not of the kind that ours is, though it goes with it. Raised before anything is taken."""
 
 
-class Swap:
+class SmallExchange:
     """Calls of one kind: ``moves(number)`` says what we do in that slot.
 
     ``first`` is the step that we have reached when we have staged; it may be the last. ``sources`` are the members whom
-    we wait for then, until they have reached the step ``goal``. Where what we take says that a member's call is `Unlike`
+    we wait for then, until they have reached the step ``goal``. Where what we take says that a member's call is `UnlikeBlocks`
     ours, ``otherwise(number, *tensors)`` goes on, and leaves the slot.
     """
 
     def __init__(
         self,
-        window: Window,
+        window: SlotTable,
         call: int,
         moves: Callable[[int], Moves],
-        sources: Sequence[Member],
+        sources: Sequence[SlotMember],
         *,
         first: int,
         goal: int,
-        otherwise: Quick | None = None,
+        otherwise: PreparedCall | None = None,
     ) -> None:
         self._window, self._call, self._make = window, call, moves
         self._sources, self._first, self._goal, self._otherwise = sources, first, goal, otherwise
@@ -66,7 +66,7 @@ class Swap:
         stage, take, place = self._moves[slot] or self._made(number)
         at, now = slot * LINE, number << SHIFT
         free = now - _SLOTS_AGO
-        while words[at] < free:  # as in `Window.enter`
+        while words[at] < free:  # as in `SlotTable.enter`
             yield rank
         for member in others:
             while member.words[at] < free:
@@ -104,7 +104,7 @@ class Swap:
             window.recheck(number)
         try:
             take(*tensors)
-        except Unlike:
+        except UnlikeBlocks:
             assert self._otherwise is not None, "only who has another way finds out that it needs one"
             yield from self._otherwise(number, *tensors)
             return

@@ -21,19 +21,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from asyncdist.algorithms.schedule import Schedule
-from asyncdist_transports.shm.collectives.slot_table import DONE, FINISHED, Member, Window
+from asyncdist_transports.shm.collectives.slot_table import DONE, FINISHED, SlotMember, SlotTable
 
 POSTED, STAGED = 1, 2
 Piece = Callable[[int, int], None]
 """``piece(k, turn)`` stages or takes the k-th piece of everything, in the areas of that round of the collective."""
 
 
-class Turn:
+class CollectiveState:
     """One collective in its slot: which round it is in, and where the members' data lies."""
 
     __slots__ = ("_met", "_posted", "call", "number", "place", "places", "room", "round", "window")
 
-    def __init__(self, window: Window, number: int, call: int, place: int = 0, *, posted: bool = False) -> None:
+    def __init__(self, window: SlotTable, number: int, call: int, place: int = 0, *, posted: bool = False) -> None:
         self.window, self.number, self.call = window, number, call
         self.place = place
         """Where ours lies for all to read, or a table of places: 1 + its offset in the arena; 0 if we stage it."""
@@ -53,7 +53,7 @@ class Turn:
             self._posted = True
             self.window.post(self.number, self.call, self.place, step)
 
-    def meet(self, members: Sequence[Member]) -> Schedule:
+    def meet(self, members: Sequence[SlotMember]) -> Schedule:
         """Wait until some members have posted; compare what they call, and learn where their data lies."""
         window = self.window
         self._met = True
@@ -76,8 +76,8 @@ class Turn:
         count: int,
         stage: Piece | None,
         take: Piece | None,
-        sources: Sequence[Member],
-        takers: Sequence[Member],
+        sources: Sequence[SlotMember],
+        takers: Sequence[SlotMember],
         *,
         reads_open: bool = True,
         ahead: int = 0,
@@ -116,7 +116,7 @@ class Turn:
             self._withdraw()
             raise
 
-    def end(self, takers: Sequence[Member]) -> Schedule:
+    def end(self, takers: Sequence[SlotMember]) -> Schedule:
         """Leave the slot; if our data lay open, not before those who take it have finished with it."""
         if len(self.places) < len(self.window.others):  # those whom we have not met may have called something else
             self.window.unchecked.append((self.number, self.call))

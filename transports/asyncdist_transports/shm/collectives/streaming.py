@@ -21,8 +21,8 @@ from time import perf_counter
 
 from asyncdist.algorithms.schedule import Schedule
 from asyncdist.errors import SharedMemoryError
-from asyncdist_transports.shm.collectives.slot_table import STREAM_PIECES, Member
-from asyncdist_transports.shm.collectives.staging import Piece, Turn
+from asyncdist_transports.shm.collectives.slot_table import STREAM_PIECES, SlotMember
+from asyncdist_transports.shm.collectives.staging import CollectiveState, Piece
 
 AHEAD = STREAM_PIECES // 2 - 1
 _TRY_EVERY = 32
@@ -48,7 +48,7 @@ class _Tried:
         (self._far if ahead else self._near).append(sorted(seconds)[len(seconds) // 2])
 
 
-class Stream:
+class StagedStream:
     """The rounds of a group's collectives that take more than one round, of members who stage."""
 
     def __init__(self) -> None:
@@ -56,18 +56,18 @@ class Stream:
 
     def rounds(
         self,
-        turn: Turn,
+        turn: CollectiveState,
         kind: Hashable,
         count: int,
         nbytes: int,
         stage: Piece,
         take: Piece | None,
-        sources: Sequence[Member],
-        takers: Sequence[Member],
+        sources: Sequence[SlotMember],
+        takers: Sequence[SlotMember],
         *,
         reads_open: bool = True,
     ) -> Schedule:
-        """Run rounds as `Turn.rounds` does, as far ahead as was faster for calls of this ``kind``.
+        """Run rounds as `CollectiveState.rounds` does, as far ahead as was faster for calls of this ``kind``.
 
         A member uses up to ``nbytes`` of an area in each round. Who only sends gains as well.
         """
@@ -77,14 +77,14 @@ class Stream:
 
     def _ahead(
         self,
-        turn: Turn,
+        turn: CollectiveState,
         kind: Hashable,
         count: int,
         nbytes: int,
         stage: Piece,
         take: Piece | None,
-        sources: Sequence[Member],
-        takers: Sequence[Member],
+        sources: Sequence[SlotMember],
+        takers: Sequence[SlotMember],
         reads_open: bool,
     ) -> Schedule:
         tried = self._tried[kind, count.bit_length()]  # a small tensor may itself lie in the cache

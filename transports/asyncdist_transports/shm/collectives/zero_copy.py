@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 from asyncdist.algorithms.schedule import Schedule
-from asyncdist.memory.shared_arena import Mapping
-from asyncdist.transport.native import Kind
-from asyncdist_transports.shm.collectives.slot_table import CALL, DONE, FINISHED, LINE, PLACE, SHIFT, SLOTS, Window
-from asyncdist_transports.shm.collectives.staging import POSTED, Turn
+from asyncdist.memory.shared_arena import ArenaMapping
+from asyncdist.transport.native import CallSignature
+from asyncdist_transports.shm.collectives.slot_table import CALL, DONE, FINISHED, LINE, PLACE, SHIFT, SLOTS, SlotTable
+from asyncdist_transports.shm.collectives.staging import POSTED, CollectiveState
 
 MIN_NBYTES = 32 << 10
 """Smaller messages are staged: two copies that stay in the cache cost less than a second meeting."""
@@ -33,8 +33,8 @@ _KEPT_TENSORS = 64
 class Views:
     """Parts of members' open memory as tensors; training asks for the same ones step after step."""
 
-    def __init__(self, window: Window) -> None:
-        self._mappings: dict[int, Mapping] = {member.rank: member.mapping for member in window.others}
+    def __init__(self, window: SlotTable) -> None:
+        self._mappings: dict[int, ArenaMapping] = {member.rank: member.mapping for member in window.others}
         self._mappings[window.rank] = window.arena.mapping
         self._kept: dict[tuple[int, int, int, torch.dtype], torch.Tensor] = {}
 
@@ -49,17 +49,17 @@ class Views:
         return tensor
 
 
-def place_of(window: Window, tensor: torch.Tensor) -> int:
+def place_of(window: SlotTable, tensor: torch.Tensor) -> int:
     """Return 1 + the offset of a flat tensor that lies open for all members; 0 if it does not, or is better staged."""
     return _open(window, tensor) if tensor.nbytes >= MIN_NBYTES else 0
 
 
-def _open(window: Window, tensor: torch.Tensor) -> int:
+def _open(window: SlotTable, tensor: torch.Tensor) -> int:
     offset = window.arena.offset_of(tensor.data_ptr(), tensor.nbytes)
     return 0 if offset is None or offset % tensor.itemsize else offset + 1
 
 
-def show(window: Window, number: int, tensors: Sequence[torch.Tensor], behind: int = 0) -> int:
+def show(window: SlotTable, number: int, tensors: Sequence[torch.Tensor], behind: int = 0) -> int:
     """Write the places of flat tensors into our table, which slot is ours already, and return that of the table.
 
     0 if one of them does not lie open, or all are better staged. They stand ``behind`` so many words that are another's.
@@ -81,7 +81,7 @@ def lie_apart(tensors: Sequence[torch.Tensor]) -> bool:
     return all(stop <= start for (_, stop), (start, _) in pairwise(spans))
 
 
-class Push:
+class ZeroCopyAllReduce:
     """All-reduces of open tensors of one kind; each is a schedule.
 
     Costs two meetings; a member reads 1/P of each of P tensors and writes as much. ``staged(turn, tensor)`` goes on where
@@ -90,11 +90,11 @@ class Push:
 
     def __init__(
         self,
-        window: Window,
+        window: SlotTable,
         views: Views,
-        kind: Kind,
+        kind: CallSignature,
         piece_nbytes: int,
-        staged: Callable[[Turn, Any], Schedule],
+        staged: Callable[[CollectiveState, Any], Schedule],
         counts: Sequence[int] = (),
     ) -> None:
         self._window, self._views = window, views
@@ -123,7 +123,7 @@ class Push:
                     window.check(number, call, [member])
                 places.append(words[at + PLACE])
             if 0 in places:
-                yield from self._staged(Turn(window, number, call, posted=True), data)
+                yield from self._staged(CollectiveState(window, number, call, posted=True), data)
                 return
             for pieces in self._pieces(number, tuple(places)):
                 self._push(pieces)
@@ -181,7 +181,7 @@ class Push:
         return pieces
 
 
-class PushOfSeveral(Push):
+class CoalescedZeroCopyAllReduce(ZeroCopyAllReduce):
     """One all-reduce of several open tensors that lie apart, of ``counts`` elements; ``place`` is that of their table."""
 
     def _pieces(self, number: int, places: tuple[int, ...]) -> list[list[torch.Tensor]]:
