@@ -48,7 +48,9 @@ transport.device_collectives transport.device_p2p store.protocol.chunk_sender"""
 
 def unfinished(names: list[str]) -> list[object]:
     late = {f"asyncdist.{name}" for name in UNFINISHED}
-    return [pytest.param(name, marks=pytest.mark.xfail) if name in late or "transports" in name else name for name in names]
+    return [
+        pytest.param(name, marks=pytest.mark.xfail) if name in late or "transports" in name else name for name in names
+    ]
 
 
 def modules(folder: str) -> dict[str, Path]:
@@ -128,7 +130,10 @@ def test_transports_see_only_the_contract(name: str) -> None:
 @pytest.mark.xfail
 def test_no_import_cycles() -> None:
     """No module reaches itself over imports, those for annotations included; packages' ``__init__`` re-export."""
-    graph = {name: {each for each in imports(path) if each in EVERYTHING and each != name} for name, path in EVERYTHING.items()}
+    graph = {
+        name: {each for each in imports(path) if each in EVERYTHING and each != name}
+        for name, path in EVERYTHING.items()
+    }
     graph.pop("asyncdist")  # the public names, of which all but the version are loaded when they are first used
     done: set[str] = set()
 
@@ -178,8 +183,13 @@ def test_class_names_are_unique() -> None:
 
 def test_only_config_reads_the_environment() -> None:
     for name, path in LIBRARY.items():
-        reads = any(isinstance(n, ast.Attribute) and n.attr in ("environ", "getenv") for n in ast.walk(ast.parse(path.read_text())))
-        assert not reads or name == "asyncdist.config", f"{name} reads the environment: add a setting to asyncdist.config"
+        reads = any(
+            isinstance(n, ast.Attribute) and n.attr in ("environ", "getenv")
+            for n in ast.walk(ast.parse(path.read_text()))
+        )
+        assert not reads or name == "asyncdist.config", (
+            f"{name} reads the environment: add a setting to asyncdist.config"
+        )
 
 
 def test_library_neither_prints_nor_exits() -> None:
