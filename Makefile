@@ -7,7 +7,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: train test test-gpu fuzz lint types bench build clean
+.PHONY: train test test-all test-rest test-gpu fuzz lint types bench build clean
 .DEFAULT_GOAL := train
 
 $(READY): pyproject.toml constraints.txt
@@ -18,10 +18,17 @@ $(READY): pyproject.toml constraints.txt
 train: $(READY)  ## train on real digits, two ranks, over our own transport
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node=$(RANKS) examples/train_digits.py
 
-# A worker takes tests in their order until another has none left: ranks are forked off one process a folder. Whatever the
-# environment says, what is compiled is kept, or each of many hundred processes would compile the package anew.
-test: $(READY)  ## run the tests, in WORKERS processes at once
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
+# Workers take tests in order and steal from each other: ranks are forked off one process per folder. Bytecode is kept even
+# where the environment says otherwise, or each of several hundred processes would compile the package again.
+PYTEST = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
+
+test: $(READY)  ## run the essential tests, in WORKERS processes: at most five minutes on two cores
+	$(PYTEST) -m "not exhaustive"
+
+test-rest: $(READY)  ## run the exhaustive tests, which `make test` leaves out
+	$(PYTEST) -m exhaustive
+
+test-all: test test-rest  ## run every test
 
 # By the python that runs here if its torch has CUDA, else by the virtual environment if there is one: nothing is fetched.
 test-gpu:  ## run the tests that need a GPU; says why if they are skipped

@@ -1,8 +1,8 @@
 """What all tests share: the matrix of loops, the matrix of transports, what torch can do, and a check that nothing is left.
 
-A test that is a coroutine runs on asyncio's own loop in debug mode and on uvloop, unless it is marked ``one_loop``; one
-that takes ``transport`` runs over each of ours. After each test no new thread, task, process, socket, pipe, event
-descriptor or memory segment may be there.
+A coroutine test runs on uvloop; marked ``each_loop`` it also runs on asyncio's own loop in debug mode. A test that takes
+``transport`` runs over each transport. After each test no new thread, task, process, socket, pipe, event descriptor or
+memory segment may be left.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ except ImportError:  # Windows
 
 
 def pytest_asyncio_loop_factories(item: pytest.Item) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
-    kinds = list(LOOPS)[-1:] if item.get_closest_marker("one_loop") else LOOPS
+    kinds = LOOPS if item.get_closest_marker("each_loop") else list(LOOPS)[-1:]
     return {kind: LOOPS[kind] for kind in kinds}
 
 

@@ -160,6 +160,7 @@ def possible(page: str, request: pytest.FixtureRequest) -> None:
         request.getfixturevalue("fsdp2")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.processes
 @pytest.mark.usefixtures("possible")
 @pytest.mark.parametrize("page", [page for page in PAGES if code_of(page) and page != FRAGMENTS])

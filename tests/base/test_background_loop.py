@@ -17,6 +17,8 @@ from asyncdist.config import Config
 from asyncdist.errors import UsageError
 from asyncdist.store import AsyncStore, StoreServer
 
+pytestmark = pytest.mark.each_loop
+
 LONG = 20.0
 
 

@@ -25,6 +25,8 @@ from asyncdist.store import AsyncStore, StoreServer, TCPStore
 from asyncdist.store.protocol.c10d import Code
 from asyncdist.testing.cluster import world_of
 
+pytestmark = pytest.mark.each_loop
+
 FILES = Path(__file__).parents[1] / "tls"
 TOKEN = "a token for tests"
 LONG = 10.0

@@ -38,6 +38,7 @@ def steps_here() -> list[str]:
 # -- whole runs -------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 @pytest.mark.processes
 def test_a_small_run_gives_table_figures_and_pictures(tmp_path):
     folder, picture = tmp_path / "out", tmp_path / "all.svg"
@@ -69,6 +70,7 @@ def test_a_small_run_gives_table_figures_and_pictures(tmp_path):
     assert "<svg" in picture.read_text()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.processes
 def test_torch_distributed_is_measured_on_our_back_end_and_on_gloo():
     # A wrong result, or weights that differ after training, end a run: figures mean that all was right.

@@ -24,7 +24,6 @@ SCHEDULES = {
     "ring": Config(algorithm="all_reduce=ring,reduce=pairwise"),
     "halving": Config(algorithm="all_reduce=halving,reduce=tree"),
 }
-one_loop = pytest.mark.asyncio(loop_factories=["asyncio-debug"])
 pytestmark = pytest.mark.filterwarnings("ignore:(ComplexHalf|BComplex32) support is experimental:UserWarning")
 
 
@@ -38,7 +37,7 @@ def test_every_dtype_of_torch_has_a_number():
     }
 
 
-@one_loop
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", REDUCED)
 async def test_every_reduction(name):
     dtype = getattr(torch, name)
@@ -49,14 +48,12 @@ async def test_every_reduction(name):
                 await check(groups, started)
 
 
-@one_loop
 @pytest.mark.parametrize("name", NAMES)
 async def test_every_dtype_is_moved_over_tcp(name):
     async with world_of(3, transport="tcp") as groups:
         await check(groups, [drill for count in (0, 1, 7) for drill in moving(3, count, getattr(torch, name))])
 
 
-@one_loop
 @pytest.mark.parametrize("name", NAMES)
 async def test_every_dtype_in_shared_memory(name):
     """Where reductions have ways of their own; the larger count takes several pieces."""
@@ -77,7 +74,6 @@ async def check(groups, drills):
 # -- which go together ------------------------------------------------------------------------------
 
 
-@one_loop
 async def test_what_makes_no_sense_is_refused_before_anything_is_sent():
     async with world_of(2) as groups:
         for name, op, message in [
@@ -113,7 +109,6 @@ def test_reductions_are_taken_by_any_name():
             reduction(wrong)
 
 
-@one_loop
 @pytest.mark.parametrize("transport", ["inproc", "shm"])
 @pytest.mark.parametrize("name", ["float16", "bfloat16", "float32"])
 async def test_means_of_two_are_rounded_once_and_do_not_overflow_where_sums_would(name, transport):
@@ -133,7 +128,6 @@ async def test_means_of_two_are_rounded_once_and_do_not_overflow_where_sums_woul
 INTEGERS = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
 
 
-@one_loop
 @pytest.mark.parametrize("transport", ["inproc", "tcp", "shm"])
 @pytest.mark.parametrize("name", INTEGERS)
 async def test_averages_of_integers_wrap_as_the_sum_does_and_truncate_towards_zero(name, transport):
@@ -156,7 +150,6 @@ async def test_averages_of_integers_wrap_as_the_sum_does_and_truncate_towards_ze
     assert [output.tolist() for output in outputs] == [[value] for value in expected[:3]]
 
 
-@one_loop
 async def test_every_rank_may_scale_by_a_factor_of_its_own():
     async with world_of(3) as groups:
         tensors = [torch.tensor([1.0, -2.0]) for _ in groups]
@@ -175,7 +168,6 @@ STEPS = {"bfloat16": 256, "float16": 2048, "float8_e4m3fn": 16, "float8_e5m2": 8
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", [name for name in STEPS if hasattr(torch, name)])
-@one_loop
 async def test_narrow_sums_are_accumulated_in_float32(name, schedule):
     dtype, count = getattr(torch, name), 50
     parts = [torch.full((count,), float(STEPS[name] if rank == 0 else 1)).to(dtype) for rank in range(8)]
@@ -214,7 +206,6 @@ def _rough(rank, count, dtype):
 
 @pytest.mark.parametrize("schedule", [*SCHEDULES, ""])
 @pytest.mark.parametrize("size", [2, 3, 5, 8])
-@one_loop
 async def test_all_ranks_get_the_same_bits(size, schedule):
     config = SCHEDULES.get(schedule, Config()).with_(piece_nbytes=64)
     async with world_of(size, config=config) as groups:

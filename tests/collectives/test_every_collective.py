@@ -23,6 +23,7 @@ async def run(groups, drill):
     drill.check()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("size", SIZES)
 async def test_sizes_around_the_splits(transport, size):
     async with world_of(size, transport=transport) as groups:
@@ -45,6 +46,7 @@ async def test_sixteen_ranks(transport):
             await run(groups, drill)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("size", [3, 4])
 async def test_all_at_once(transport, size):
     """Every drill is started on every rank before any is awaited; some are awaited in another order."""
@@ -56,6 +58,7 @@ async def test_all_at_once(transport, size):
             drill.check()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_blocking_calls(together, transport, size):
     started = [drill for count in (0, 1, size + 1, 30_000) for drill in collective_cases(size, count, torch.float64)]
@@ -117,6 +120,7 @@ CUTS = {
 }  # fmt: skip
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("size", [2, 5])
 async def test_cuts_and_schedules_change_nothing(transport, size, cut):
@@ -141,6 +145,7 @@ async def test_what_is_forced_goes_over_links_also_where_memory_is_shared(monkey
                 await run(groups, drill)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("lanes", [2, 3])
 async def test_a_large_tensor_over_several_lanes(transport, lanes):
     async with world_of(2, transport=transport, config=Config(lanes=lanes, piece_nbytes=10_000)) as groups:
@@ -161,6 +166,7 @@ async def test_narrow_floats_larger_than_a_segment(schedule):
 # -- several groups and worlds ----------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 async def test_groups_in_flight_at_once_in_another_order_on_every_rank(transport):
     """Within a group calls come in one order; between groups every rank begins with another one."""
     async with world_of(4, transport=transport) as world:
@@ -183,6 +189,7 @@ async def test_groups_in_flight_at_once_in_another_order_on_every_rank(transport
                 drill.check()
 
 
+@pytest.mark.exhaustive
 async def test_independent_worlds_in_one_process(transport):
     async with world_of(3, transport=transport) as first, world_of(2, transport="tcp") as second:
         for one, other in zip(

@@ -120,7 +120,7 @@ def test_small_tensors_go_along_every_rail_whole():
 # -- what comes out ---------------------------------------------------------------------------------
 
 
-@pytest.mark.one_loop
+@pytest.mark.exhaustive
 @lie
 async def test_every_collective(hosts):
     async with world(hosts) as groups:
@@ -129,6 +129,7 @@ async def test_every_collective(hosts):
                 await run(groups, drill)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("hosts", ["aab", "aabb", "baa"])
 async def test_ranks_that_cannot_share_memory_see_where_the_others_do(monkeypatch, hosts):
     """As on a host where no descriptors are passed: its ranks have TCP alone."""
@@ -140,7 +141,7 @@ async def test_ranks_that_cannot_share_memory_see_where_the_others_do(monkeypatc
             await run(groups, drill)
 
 
-@pytest.mark.one_loop
+@pytest.mark.exhaustive
 @lie_well
 async def test_large_tensors_in_several_parts(hosts):
     async with world(hosts, config=Config(segment_nbytes=20_000)) as groups:
@@ -148,7 +149,7 @@ async def test_large_tensors_in_several_parts(hosts):
             await run(groups, drill)
 
 
-@pytest.mark.one_loop
+@pytest.mark.exhaustive
 @lie_well
 @pytest.mark.parametrize("lanes", [2, 3])
 async def test_several_lanes(hosts, lanes):
@@ -158,7 +159,7 @@ async def test_several_lanes(hosts, lanes):
             await run(groups, drill)
 
 
-@pytest.mark.one_loop
+@pytest.mark.exhaustive
 @lie_well
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e5m2, torch.uint16, torch.int64, torch.complex64])
 async def test_dtypes(hosts, dtype):
@@ -168,7 +169,7 @@ async def test_dtypes(hosts, dtype):
                 await run(groups, drill)
 
 
-@pytest.mark.one_loop
+@pytest.mark.exhaustive
 @lie_well
 @pytest.mark.parametrize("op", [ReduceOp.AVG, ReduceOp.MAX, ReduceOp.PRODUCT, PremulSum(2.0)], ids=lambda op: op.name)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -179,6 +180,7 @@ async def test_operations(hosts, op, dtype):
                 await run(groups, drill)
 
 
+@pytest.mark.exhaustive
 @lie_well
 async def test_all_at_once(hosts):
     """Many operations in flight, more than there are slots in an island's window, awaited the last first."""
@@ -190,7 +192,6 @@ async def test_all_at_once(hosts):
             drill.check()
 
 
-@pytest.mark.one_loop
 @lie_well
 async def test_the_same_bits_on_every_rank(hosts):
     """Sums whose bits depend on the order of the additions."""
@@ -203,7 +204,6 @@ async def test_the_same_bits_on_every_rank(hosts):
                 assert torch.equal(tensor.view(torch.int32), tensors[0].view(torch.int32))
 
 
-@pytest.mark.one_loop
 @lie_well
 @pytest.mark.parametrize("count", [3, 200_003])
 async def test_narrow_floats_are_rounded_once(hosts, count):
@@ -215,7 +215,6 @@ async def test_narrow_floats_are_rounded_once(hosts, count):
             assert torch.equal(value, expected)
 
 
-@pytest.mark.one_loop
 @lie_well
 async def test_registered_tensors(hosts):
     """Tensors that island mates read, and write, where they lie, while a rail carries other parts of them."""

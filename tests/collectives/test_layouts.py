@@ -11,8 +11,6 @@ import torch
 from asyncdist.base.ops import ReduceOp
 from asyncdist.testing.cluster import world_of
 
-pytestmark = pytest.mark.one_loop
-
 
 def base_of(rank, shape, dtype=torch.float32):
     count = int(torch.Size(shape).numel())

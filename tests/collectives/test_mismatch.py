@@ -87,6 +87,7 @@ async def outcomes(works, limit=10):
         return await asyncio.gather(*works, return_exceptions=True)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", DIFFERENT)
 async def test_every_rank_learns_of_a_call_that_differs(transport, name):
     other, usual, words = DIFFERENT[name]
@@ -134,6 +135,7 @@ async def test_who_receives_something_else_than_is_sent_is_told_so(transport, se
         assert "the ends of a message alike" in str(received)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("call", ["broadcast", "scatter", "reduce", "gather"])
 async def test_two_roots(transport, call):
     """Who only sends is done before the other can object; the objection comes with the next call at the latest."""

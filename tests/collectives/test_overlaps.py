@@ -15,8 +15,6 @@ from asyncdist.testing.cluster import world_of
 from asyncdist.transport import registry
 from asyncdist_transports.shm.collectives.small import MOST_NBYTES
 
-pytestmark = pytest.mark.one_loop
-
 SIZE = 3
 ROOT = SIZE - 1
 COUNTS = (6, MOST_NBYTES // 4 + 8)  # elements of a block: with one meeting, and in rounds
@@ -117,12 +115,14 @@ async def awaited(case, groups, prepare=as_it_is):
             assert torch.equal(whole, due)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", CASES)
 async def test_awaited(transport, name):
     async with world_of(SIZE, transport=transport) as groups:
         await awaited(CASES[name], groups)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 @pytest.mark.parametrize("name", CASES)
 def test_blocking(together, transport, name):
@@ -135,6 +135,7 @@ def test_blocking(together, transport, name):
     together(SIZE, rank, transport=transport)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(unavailable() is not None, reason=f"no shared memory: {unavailable()}")
 @pytest.mark.parametrize("name", CASES)
 async def test_registered(name):

@@ -51,6 +51,7 @@ def _register(value):
 WHO = {"all": lambda rank: True, "some": lambda rank: rank % 2 == 1}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("who", WHO)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32])
 @pytest.mark.parametrize("size", [2, 3])
@@ -227,6 +228,7 @@ def slice_of_one(count, dtype):
     return asyncdist.empty(count + 30, dtype=dtype)[13 : 13 + count]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("empty", [whole, slice_of_one])
 @pytest.mark.parametrize(("count", "dtype"), SIZES)
 @pytest.mark.parametrize("size", [2, 3])

@@ -13,6 +13,7 @@ PROGRAM = Path(__file__).parent / "program_backwards.py"
 pytestmark = pytest.mark.processes
 
 
+@pytest.mark.exhaustive
 def test_as_in_torch_but_for_further_backwards_and_no_sync(tmp_path):
     cases = runpy.run_path(str(PROGRAM))
     names = [case.__name__ for case in cases["LIKE_TORCH"] + cases["UNLIKE_TORCH"]]

@@ -10,6 +10,7 @@ HERE = Path(__file__).parent
 pytestmark = pytest.mark.processes
 
 
+@pytest.mark.exhaustive
 def test_gradients_and_state_equal_stock_ddps_over_gloo():
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     run = subprocess.run(
@@ -19,6 +20,7 @@ def test_gradients_and_state_equal_stock_ddps_over_gloo():
     assert sorted(run.stdout.split("\n")) == ["", "rank 0 agrees", "rank 1 agrees"]
 
 
+@pytest.mark.exhaustive
 def test_a_peer_that_dies_in_backward_ends_the_others_backward(tmp_path):
     command = [sys.executable, str(HERE / "program_dies_in_backward.py")]
     ranks = [

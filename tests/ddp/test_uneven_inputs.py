@@ -298,6 +298,7 @@ def nursery():
         yield nursery
 
 
+@pytest.mark.exhaustive
 @pytest.mark.processes
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_large_buckets_between_processes_and_one_that_dies(nursery, tmp_path, transport):

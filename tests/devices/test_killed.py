@@ -11,6 +11,7 @@ from asyncdist.testing.processes import Nursery
 PROGRAM = Path(__file__).with_name("program_on_device.py")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.processes
 @pytest.mark.parametrize("message", [False, True], ids=["all_reduce", "recv"])
 @pytest.mark.parametrize("transport", ["shm", "tcp"])

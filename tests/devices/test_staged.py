@@ -50,6 +50,7 @@ async def test_every_reduction(dtype):
             await run_through(groups, reducing(3, 50, dtype, op))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("nbytes", [4, 64, 4096])
 async def test_large_tensors_go_in_pieces(transport, nbytes):
     # Fewer pieces than go at once, as many, and many more; the last one is shorter.

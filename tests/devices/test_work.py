@@ -21,6 +21,8 @@ from asyncdist.errors import (
 )
 from tests.support.devices import PretendStreams, Queued, device_group, devices_of
 
+pytestmark = pytest.mark.each_loop
+
 
 @pytest.fixture
 def alone(together):

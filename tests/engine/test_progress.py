@@ -20,6 +20,8 @@ from asyncdist.engine.machine import READ
 from asyncdist.engine.progress import Progress
 from asyncdist.testing.cluster import world_of
 
+pytestmark = pytest.mark.each_loop
+
 PATIENCE = 10.0
 
 

@@ -14,6 +14,8 @@ from asyncdist.engine.work import Work, _Several, completed, joined
 from asyncdist.errors import GroupAbortedError, GroupError, LoopThreadError, MismatchError, UsageError, WaitTimeoutError
 from asyncdist.testing.cluster import world_of
 
+pytestmark = pytest.mark.each_loop
+
 LARGE = 300_000
 
 

@@ -28,6 +28,7 @@ def is_picture(path):
     return path.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("fsdp2")
 def test_fsdp2_learns_and_goes_on_with_another_number_of_ranks(run_example, tmp_path):
     small = ["--width", "64", "--layers", "2", "--context", "32", "--steps", "30"]
@@ -58,6 +59,7 @@ def test_fsdp2_learns_and_goes_on_with_another_number_of_ranks(run_example, tmp_
     assert "Traceback" not in other.stderr
 
 
+@pytest.mark.exhaustive
 def test_tensor_parallel_comes_to_the_weights_of_one_process(run_example, tmp_path):
     table = table_of(run_example("tensor_parallel.py", "--steps", "40", ranks=2))
     first, last = table["loss"]
@@ -68,6 +70,7 @@ def test_tensor_parallel_comes_to_the_weights_of_one_process(run_example, tmp_pa
     assert is_picture(tmp_path / "out/tensor_parallel.png")
 
 
+@pytest.mark.exhaustive
 def test_a_pipeline_comes_to_the_weights_of_one_process_and_holds_what_its_schedule_promises(run_example, tmp_path):
     table = table_of(run_example("pipeline.py", "--steps", "15", "--width", "128", ranks=2))
     for before, after in zip(table["loss"][::2], table["loss"][1::2], strict=True):

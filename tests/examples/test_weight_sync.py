@@ -15,6 +15,7 @@ ROW = re.compile(
 pytestmark = pytest.mark.processes
 
 
+@pytest.mark.exhaustive
 def test_servers_go_on_answering_while_weights_come(run_example, tmp_path):
     ranks = 4
     small = [f"--versions={VERSIONS}", "--steps=60", "--width=400", "--lr=0.02", f"--rate={RATE}"]

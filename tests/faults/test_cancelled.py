@@ -17,6 +17,8 @@ from asyncdist.testing.cluster import world_of
 from asyncdist.testing.faults import cancelled_at
 from tests.support.ports import free_port
 
+pytestmark = pytest.mark.each_loop
+
 PATIENCE = 20.0
 
 

@@ -13,6 +13,8 @@ from asyncdist.engine.machine import Until
 from asyncdist.errors import GroupAbortedError, PeerLostError
 from asyncdist.testing.cluster import world_of
 
+pytestmark = pytest.mark.each_loop
+
 
 @pytest.mark.parametrize("source", [1, None], ids=["from one", "from anybody"])
 async def test_who_waits_for_ranks_that_leave_without_a_word_hears_of_it(transport, source):
@@ -48,6 +50,7 @@ def test_a_thread_that_aborts_and_leaves_at_once_is_heard_by_all(transport, toge
     together(3, rank, transport=transport)
 
 
+@pytest.mark.exhaustive
 async def test_who_leaves_after_a_failure_waits_for_peers_that_do_not_answer_only_so_long(transport):
     async with world_of(2, transport=transport) as (_, leaver):
         leaver.abort("on purpose")

@@ -13,6 +13,8 @@ from asyncdist.errors import OperationTimeoutError
 from asyncdist.groups.world import open_world
 from asyncdist.store import HashStore
 
+pytestmark = pytest.mark.each_loop
+
 
 class Two:
     """Two ranks: the first lives in a loop of its own, ``home``, the other in the background."""

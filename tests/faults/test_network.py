@@ -38,6 +38,7 @@ def all_reduces(world, count):
     return [group.all_reduce(torch.full((count,), float(group.rank() + 1))) for group in world.groups]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "nbytes",
     [1, 12, GREETING - 1, GREETING, GREETING + 1, PROOF - 1, PROOF, PROOF + 4, HELLO - 1, HELLO, HELLO + 1,

@@ -15,6 +15,8 @@ from asyncdist.testing.faults import proxied_world
 from asyncdist.testing.stopwatch import Stopwatch
 from asyncdist_transports.byte_stream import Reader, Writer
 
+pytestmark = pytest.mark.each_loop
+
 SOON = 2.5
 
 

@@ -17,6 +17,8 @@ from asyncdist.groups.world import open_world
 from asyncdist.store import HashStore
 from asyncdist.testing.cluster import world_of
 
+pytestmark = pytest.mark.each_loop
+
 
 async def refused(*opened):
     """Let ranks meet that do not fit, and return what each is told."""

@@ -37,6 +37,7 @@ def lines(folder, rank):
     return (folder / f"rank{rank}").read_text().splitlines()
 
 
+@pytest.mark.exhaustive
 def test_two_jobs_of_torchrun_at_once_on_one_machine_in_both_faces(tmp_path):
     jobs = [torchrun(2, "both", tmp_path / name, "--standalone") for name in ("one", "other")]
     for job, name in zip(jobs, ("one", "other"), strict=True):
@@ -59,6 +60,7 @@ def test_four_ranks_of_torchrun_without_a_rendezvous_backend(tmp_path):
     ]
 
 
+@pytest.mark.exhaustive
 def test_a_generation_that_fails_inside_a_collective_is_followed_by_one_that_meets(tmp_path):
     status, said = ended(torchrun(2, "restart", tmp_path / "job", "--standalone", "--max-restarts=1"))
     assert status == 0, said

@@ -9,6 +9,7 @@ SOON = 3.0
 FACES = ["blocking", "awaiting"]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("face", FACES)
 @pytest.mark.parametrize(
     ("order", "status", "reason"),

@@ -36,6 +36,7 @@ def test_an_interrupt_ends_a_blocked_rank_and_the_others_hear_of_it(job, all_do,
         assert since.seconds(answer.at) < SOON
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("face", FACES)
 def test_an_interrupt_at_any_moment_of_busy_ranks_leaves_nobody_hanging(job, face):
     moments = random.Random(7)

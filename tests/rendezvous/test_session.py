@@ -32,6 +32,8 @@ from asyncdist.testing.faults import Proxy
 from asyncdist.testing.stopwatch import Stopwatch
 from tests.support.ports import free_port
 
+pytestmark = pytest.mark.each_loop
+
 
 async def world_of(meet_as, size, init_method=None, **arguments):
     """Bring a whole world together and check that it is one."""

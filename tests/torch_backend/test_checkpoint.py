@@ -9,6 +9,7 @@ sharded = pytest.mark.usefixtures("fsdp2")
 MODULE = "programs_checkpoint"
 
 
+@pytest.mark.exhaustive
 @sharded
 @pytest.mark.parametrize("how", ["save", "save_in_the_background"])
 @pytest.mark.parametrize("reader", ["as many", "others", "gloo"])

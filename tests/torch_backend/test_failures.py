@@ -84,6 +84,7 @@ DYING = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("what", DYING)
 def test_a_peer_dies_during_backward(brief_lives, start, what, world, request):
     if what == "fsdp":
@@ -239,6 +240,7 @@ def gone(job):
     return rest, since.seconds()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("busy", ["waits", "works"])
 def test_an_interrupt_of_torchrun_ends_everything_soon(transport, busy, monkeypatch):
     """The agent passes on what Ctrl-C sends to it; ranks hang in a collective, or are in the middle of many."""

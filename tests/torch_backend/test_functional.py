@@ -27,11 +27,13 @@ def test_operators(same_over_gloo, program):
     same_over_gloo("programs_functional", program)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("program", ["compiled_ahead_of_time", "compiled_around_calls"])
 def test_compiled_ahead_of_time(same_over_gloo, program):
     same_over_gloo("programs_functional", program, patience=90.0)
 
 
+@pytest.mark.exhaustive
 @NEEDS_COMPILER
 @pytest.mark.parametrize("program", ["compiled_by_inductor", "compiled_plain_names", "compiled_training"])
 def test_compiled_by_inductor(same_over_gloo, world, program):

@@ -119,6 +119,7 @@ def test_a_job_is_run_again_under_its_name(daemon, nothing_is_kept):
         nothing_is_kept()
 
 
+@pytest.mark.exhaustive
 def test_a_job_takes_in_a_node_that_comes_later(daemon, nothing_is_kept):
     options = (
         "--nnodes=1:4",
@@ -137,6 +138,7 @@ def test_a_job_takes_in_a_node_that_comes_later(daemon, nothing_is_kept):
     nothing_is_kept()
 
 
+@pytest.mark.exhaustive
 def test_a_job_goes_on_without_a_node_that_is_lost(daemon, nothing_is_kept):
     options = (
         "--nnodes=1:4",

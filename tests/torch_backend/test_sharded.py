@@ -23,6 +23,7 @@ def test_distributed_tensor(same_over_gloo, program):
     same_over_gloo("programs_mesh", program)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "program", ["operators", "module_distributed", "columns_then_rows", "sequence_parallel", "embeddings_in_parts",
                 "losses_in_parts"],
@@ -36,6 +37,7 @@ def test_what_is_averaged_while_it_is_scattered(teams, transport, world):
         assert mean.tolist() == [(world + 1) / 2] * 3
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("fsdp2", "means_over_gloo")
 @pytest.mark.parametrize(
     "program", ["fully_sharded", "in_memory_of_the_group", "kept_after_forward", "resharded_to_smaller_groups",

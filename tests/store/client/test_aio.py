@@ -28,6 +28,8 @@ from asyncdist.store.client import connect as dialling
 from asyncdist.store.protocol import operations
 from tests.support.ports import free_port
 
+pytestmark = pytest.mark.each_loop
+
 UNIT, LONG = 0.05, 10.0
 """Seconds: a limit that is to pass, and one that must not."""
 TOKEN = "a token for tests"

@@ -39,6 +39,8 @@ from asyncdist.store.state.sessions import ClientSession, SessionTable
 from asyncdist.testing.faults import Proxy
 from tests.support.ports import free_port
 
+pytestmark = pytest.mark.each_loop
+
 TOKEN, LONG, SHORT = "a token for tests", 20.0, 0.2
 CONFIG = Config(token=TOKEN)
 

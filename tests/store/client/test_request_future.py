@@ -10,6 +10,8 @@ import pytest
 from asyncdist.errors import StoreConnectionError, StoreTimeoutError, UsageError
 from asyncdist.store import AsyncPrefixStore, AsyncStore, StoreServer
 
+pytestmark = pytest.mark.each_loop
+
 UNIT, LONG = 0.05, 10.0
 """Seconds: a limit that is to pass, and one that must not."""
 

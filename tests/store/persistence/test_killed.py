@@ -147,6 +147,7 @@ async def _connected(port: int) -> AsyncStore:
     return await AsyncStore.connect("127.0.0.1", port, timeout=PATIENCE, config=Config(store_reconnect=0.0))
 
 
+@pytest.mark.exhaustive
 def test_nothing_acknowledged_is_lost(nursery, tmp_path):
     chance = random.Random(5)
     expected, acknowledged = Expected(), {}

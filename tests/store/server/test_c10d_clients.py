@@ -271,6 +271,7 @@ def test_a_gloo_group_over_env_on_a_store_that_nobody_of_it_serves(worker):
         assert said == ["sum [3.0, 3.0, 3.0] [0, 1]\n"] * 2
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("options", [[], ["--rdzv-conf=is_host=0"]], ids=["as it is", "is no host"])
 def test_torchrun_meets_on_it(worker, options):
     with daemon() as port:

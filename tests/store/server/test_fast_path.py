@@ -16,6 +16,8 @@ from asyncdist.store.protocol.c10d import Code
 from asyncdist.store.server.c10d_session import C10dSession
 from asyncdist.store.server.fast_path import FastPathConnection
 
+pytestmark = pytest.mark.each_loop
+
 LARGE = bytes(range(256)) * (32 << 10)
 
 

@@ -27,6 +27,8 @@ from asyncdist.store.server import listener
 from asyncdist.store.server.accept import PendingConnection
 from asyncdist.store.server.session import Session
 
+pytestmark = pytest.mark.each_loop
+
 UNIT, LONG = 0.05, 10.0
 TOKEN = "a token for tests"
 
@@ -236,7 +238,6 @@ def deafen(sock):
     sock.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(drop)))
 
 
-@pytest.mark.one_loop
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux's packet filters")
 async def test_one_whose_host_is_gone_is_missed_and_others_are_served_meanwhile(server, store, monkeypatch, eventually):
     at_once = (("TCP_KEEPIDLE", 1), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 1))

@@ -46,6 +46,7 @@ def test_the_name_of_a_rank_that_was_killed_at_its_door_goes_with_the_next_door(
     nursery.clear()
 
 
+@pytest.mark.exhaustive
 def test_ranks_killed_at_random_points_leave_no_hang_no_leak_and_no_wrong_sum(nursery, tmp_path):
     chance = random.Random(1)
     folder = tmp_path / "temporary"

@@ -156,6 +156,7 @@ async def come_and_go(rank, **where):
     return "came and went"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("victim", [0, 1])
 async def test_opening_that_is_cancelled_at_any_step_leaves_no_socket_and_no_memory(victim):
     used = arena().used_nbytes
@@ -173,6 +174,7 @@ async def test_opening_that_is_cancelled_at_any_step_leaves_no_socket_and_no_mem
     assert arena().used_nbytes == used
 
 
+@pytest.mark.exhaustive
 async def test_groups_that_come_and_go_leave_no_memory_behind():
     used = arena().used_nbytes
     async with world_of(2, transport="shm") as groups:
@@ -187,6 +189,7 @@ async def test_groups_that_come_and_go_leave_no_memory_behind():
     assert arena().used_nbytes == used
 
 
+@pytest.mark.exhaustive
 async def test_worlds_that_come_and_go_leave_no_memory_behind():
     used = arena().used_nbytes
     for _ in range(60):
@@ -195,6 +198,7 @@ async def test_worlds_that_come_and_go_leave_no_memory_behind():
         assert arena().used_nbytes == used
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "short", [(LocalListener, "visitor"), (transport, "visit")], ids=["of those who come", "of those who go"]
 )

@@ -49,6 +49,7 @@ def start(nursery, tmp_path):
     nursery.clear()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("spin", ["0", "5", "300"])
 def test_no_wake_up_is_lost(start, spin):
     """Without spinning every wait sleeps; with little of it peers publish while one falls asleep."""
@@ -86,6 +87,7 @@ def test_a_death_is_noticed_though_a_forked_child_lives_on(nursery, start):
         os.kill(child, signal.SIGKILL)
 
 
+@pytest.mark.exhaustive
 def test_every_group_ends_in_a_child_that_is_forked_in_the_middle_of_an_operation(start):
     ranks = start("forks_in_the_middle")
     assert [rank.hear() for rank in ranks] == [0, 0]

@@ -86,6 +86,7 @@ async def test_large_all_reduces_end_in_whatever_order_each_rank_comes_to_them(m
             drill.check()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("seed", range(4))
 async def test_every_collective_ends_in_whatever_order_each_rank_comes_to_them(monkeypatch, size, seed):

@@ -19,6 +19,8 @@ from asyncdist_transports.shm.collectives import small
 from asyncdist_transports.shm.collectives.slot_table import DONE, LINE, STEP, TAKEN
 from asyncdist_transports.shm.memory_order import Fence
 
+pytestmark = pytest.mark.each_loop
+
 COUNTS = [1, 20_000, 1_000_001]  # one line; an area; several pieces
 CALLS = {
     "all_reduce": lambda group, tensor: group.all_reduce(tensor, background=False).result(),
