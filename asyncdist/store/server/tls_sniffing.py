@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from asyncdist.base import lifecycle
 from asyncdist.base.tls import refused
-from asyncdist.descriptors import is_gone
+from asyncdist.base.descriptors import is_gone
 from asyncdist.store.server.connection import peer_name
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from time import monotonic
 
 from asyncdist.base import lifecycle
-from asyncdist.descriptors import is_exhausted, is_gone
+from asyncdist.base.descriptors import is_exhausted, is_gone
 from asyncdist.errors import AddressError
 from asyncdist.transport.base import Host
 
