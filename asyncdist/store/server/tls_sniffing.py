@@ -14,8 +14,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from asyncdist.base import lifecycle
-from asyncdist.base.tls import refused
 from asyncdist.base.descriptors import is_gone
+from asyncdist.base.tls import refused
 from asyncdist.store.server.connection import peer_name
 
 if TYPE_CHECKING:
