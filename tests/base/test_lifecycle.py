@@ -56,7 +56,7 @@ class Holder:
         print("mesh")
 
 register, holder = lifetime.at_exit, Holder()
-lifetime.watch(holder)
+lifetime.register_hooks(holder)
 lifetime.at_exit = lambda stage, call: register(stage, lambda: (print(call.__module__), call()))
 for module in sys.argv[1:]:
     importlib.import_module(module)
@@ -82,13 +82,13 @@ class Holder:
     def end_with_process(self):
         goodbye.set()
 
-    def leave_to_parent(self):
+    def after_fork_in_child(self):
         pass
 
 if __name__ == "__main__":
     processes = multiprocessing.get_context("fork")
     goodbye, holder = processes.Event(), Holder()
-    lifetime.watch(holder)
+    lifetime.register_hooks(holder)
     processes.Process(target=lambda: print(goodbye.wait(float(sys.argv[1])), flush=True)).start()
 """
 
@@ -107,18 +107,18 @@ def fail():
     raise ValueError("a mistake")
 
 class Holder:
-    def leave_to_parent(self):
+    def after_fork_in_child(self):
         print("left", flush=True)
 
 holder = Holder()
 lifetime.after_fork(fail)
 lifetime.after_fork(lambda: print("last", flush=True))
-lifetime.watch(holder)
+lifetime.register_hooks(holder)
 child = os.fork()
 if not child:
     os._exit(0)
 os.waitpid(child, 0)
-lifetime.unwatch(holder)
+lifetime.unregister_hooks(holder)
 """
 
 

@@ -85,7 +85,7 @@ def test_the_command_line_shows_and_writes_what_was_found(monkeypatch, tmp_path)
     )
     report.left_out["crowds"] = "they have no time"
     asked: list[StorePlan] = []
-    monkeypatch.setattr(bench, "run", lambda plan, tell: asked.append(plan) or report)
+    monkeypatch.setattr(bench, "run_store_benchmark", lambda plan, tell: asked.append(plan) or report)
     shown = CliRunner().invoke(main, ["bench", "store", "--rounds", "3", "--output", str(tmp_path / "out")])
     assert shown.exit_code == 0, shown.output
     assert asked == [StorePlan(rounds=3)]
@@ -101,8 +101,8 @@ def test_the_command_line_shows_and_writes_what_was_found(monkeypatch, tmp_path)
 
 def test_parts_can_be_measured_by_themselves(monkeypatch):
     asked: list[StorePlan] = []
-    monkeypatch.setattr(bench, "run", lambda plan, tell: asked.append(plan) or StoreReport(plan, {}))
-    monkeypatch.setattr("asyncdist.bench.report.store_table.about", lambda report: "")
+    monkeypatch.setattr(bench, "run_store_benchmark", lambda plan, tell: asked.append(plan) or StoreReport(plan, {}))
+    monkeypatch.setattr("asyncdist.bench.report.store_table.about_store", lambda report: "")
     shown = CliRunner().invoke(main, ["bench", "store", "--only", "theirs,crowd", "--clients", "8"])
     assert shown.exit_code == 0, shown.output
     assert asked == [StorePlan(parts=("theirs", "crowd"), clients=(8,))]

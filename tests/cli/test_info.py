@@ -61,7 +61,7 @@ def test_devices_that_are_there_are_listed(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Properties)
     monkeypatch.setattr(registry, "names", named)
-    monkeypatch.setattr(registry, "load", loaded)
+    monkeypatch.setattr(registry, "load_class", loaded)
     said = info()
     assert row(said, "cuda:1") == ["cuda:1", "NVIDIA", "H100", "[80GB]", "12345678-9abc", "80.0", "GiB"]
     assert row(said, "staged")[1] == "yes"

@@ -163,7 +163,7 @@ def test_a_way_that_cannot_be_loaded_is_left_out_unless_it_is_asked_for(monkeypa
             return load(name, group)
         raise TransportUnavailableError(f"no {name}")
 
-    monkeypatch.setattr(registry, "load", load)
+    monkeypatch.setattr(registry, "load_class", load)
     assert [kind.name for kind in registry.device_backends("auto", "cuda")] == ["staged"]
     with pytest.raises(TransportUnavailableError, match="no cuda_ipc"):
         registry.device_backends("cuda:cuda_ipc", "cuda")

@@ -213,7 +213,7 @@ class Named:
 def test_classes_that_are_allowed_by_name():
     with torch.serialization.safe_globals([Named]):
         assert saved_and_loaded([Named(5)])[0].number == 5
-    with pytest.raises(UsageError, match=r"test_objects\.Named"):
+    with pytest.raises(UsageError, match=r"test_serialization\.Named"):
         saved_and_loaded(Named(5))
 
 

@@ -22,7 +22,7 @@ from asyncdist.store.server import accept
 LONG, UNIT = 10.0, 0.05
 TOKEN = "a token for tests"
 LOGGER = "asyncdist.store.server.server"
-CERTIFICATES = Path(__file__).parent.parent / "tls"
+CERTIFICATES = Path(__file__).parents[2] / "tls"
 HELLO = struct.pack("<BIBI", 0, MAGIC, 0x0D, 1234)
 
 

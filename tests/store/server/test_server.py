@@ -284,7 +284,7 @@ async def test_one_who_asks_and_does_not_read_is_made_to_wait(server, store, eve
 
 async def test_one_who_asks_for_much_at_once_is_not_dropped(server, store, monkeypatch):
     for module in ("connection", "session"):
-        monkeypatch.setattr(f"asyncdist.store.{module}.BACKLOG_NBYTES", 1 << 10)
+        monkeypatch.setattr(f"asyncdist.store.server.{module}.BACKLOG_NBYTES", 1 << 10)
     for key in "abc":
         await store.set(key, bytes(1 << 20))
     values = await asyncio.gather(*(store.get(key, timeout=LONG) for key in "abc"))
@@ -487,7 +487,7 @@ def test_a_look_up_that_takes_long_keeps_nobody(monkeypatch, new_loop):
         starting.cancel()
         await asyncio.wait([starting])
 
-    monkeypatch.setattr(listener, "resolve", look_up)
+    monkeypatch.setattr(listener, "resolve_listen_address", look_up)
     with asyncio.Runner(loop_factory=new_loop) as runner:
         runner.run(give_up())
     assert not ended.is_set()
