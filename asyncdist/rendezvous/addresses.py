@@ -17,7 +17,7 @@ from asyncdist.base.interfaces import address_towards, interface_addresses, is_l
 from asyncdist.base.topology import addresses_of_interface, choose_address, is_address, is_loopback
 from asyncdist.config import Config
 from asyncdist.errors import AddressError, LookUpTimeoutError
-from asyncdist.store.client.connect import Backoff, unknown, unresolved
+from asyncdist.store.client.connect import ConnectRetry, unknown, unresolved
 
 _OUTSIDE = ("198.51.100.1", "2001:db8::1")  # documentation addresses: only the route to them is looked up
 
@@ -32,7 +32,7 @@ async def resolve(host: str, deadline: Deadline) -> list[str]:
         return [host]
     if is_loopback(host):
         return ["127.0.0.1"] if is_local("127.0.0.1") else ["::1"]
-    persistence = Backoff(host, 0, deadline.remaining())
+    persistence = ConnectRetry(host, 0, deadline.remaining())
     answer: socket.gaierror | None = None
     while True:
         try:

@@ -15,7 +15,7 @@ from asyncdist.base.tls import client_context
 from asyncdist.config import Config
 from asyncdist.errors import AsyncdistError, StoreConnectionError, UsageError
 from asyncdist.store.base import AsyncStoreBase
-from asyncdist.store.client.connect import FIRST_PAUSE, Backoff, ReconnectPolicy, closed
+from asyncdist.store.client.connect import FIRST_PAUSE, ConnectRetry, ReconnectPolicy, closed
 from asyncdist.store.client.link import StoreConnection, reach
 from asyncdist.store.client.request_future import DeadlineTimer, RequestFuture
 from asyncdist.store.protocol import operations
@@ -50,7 +50,7 @@ class AsyncStore(AsyncStoreBase):
         AuthenticationError at once when the token is refused, and ProtocolError when something else answers. `close` it
         in the end.
         """
-        persistence = Backoff(host, port, timeout)
+        persistence = ConnectRetry(host, port, timeout)
         config = config or Config.from_environment()
         line = _ReconnectingConnection(host, port, config.token if token is None else token, config)
         while True:
@@ -164,7 +164,7 @@ class _ReconnectingConnection:
         if self.link is not None:
             self.link.send(message)
 
-    async def reach(self, persistence: Backoff) -> None:
+    async def reach(self, persistence: ConnectRetry) -> None:
         """Make one attempt to connect."""
         self.link = await reach(self._conversation, self._token, persistence, self._lost, self._tls)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
-import random
 import socket
 import ssl
 import time
 
 from asyncdist.base import lifecycle
+from asyncdist.base.backoff import Backoff
 from asyncdist.base.deadline import Deadline, Timeout
 from asyncdist.base.tls import refused
 from asyncdist.errors import AddressError, AsyncdistError, CertificateError, StoreConnectionError
@@ -50,7 +50,7 @@ class ClosedByServer(ConnectionResetError):
         return "it hung up before it said anything"
 
 
-class Backoff:
+class ConnectRetry:
     """Trying again and again until a deadline, with pauses that double and are never equal for two ranks."""
 
     def __init__(self, host: str, port: int, timeout: Timeout) -> None:
@@ -58,7 +58,7 @@ class Backoff:
         self.host, self.port = host, port
         self.deadline = Deadline.after(timeout)
         self._begun = time.monotonic()
-        self._pause = FIRST_PAUSE
+        self._backoff = Backoff(FIRST_PAUSE, LONGEST_PAUSE, self.deadline)
         self._reason: OSError | None = None
         self._turned_away = 0
 
@@ -93,9 +93,7 @@ class Backoff:
             raise StoreConnectionError(
                 f"no store answered at {self.where} within {spent:.1f} s ({describe_error(error)}): {advice}"
             ) from error
-        pause = self._pause * random.uniform(0.5, 1.0)
-        self._pause = min(2 * self._pause, LONGEST_PAUSE)
-        return min(pause, left)
+        return self._backoff.next_pause()
 
 
 class ReconnectPolicy:
@@ -110,7 +108,7 @@ class ReconnectPolicy:
         self._host, self._port, self._patience = host, port, patience
         self._why = ""
         self._made = -math.inf
-        self._persistence: Backoff | None = None
+        self._persistence: ConnectRetry | None = None
         self.due = Deadline.never()
         """When the next attempt is to begin."""
 
@@ -126,10 +124,10 @@ class ReconnectPolicy:
         return None
 
     @property
-    def persistence(self) -> Backoff:
+    def persistence(self) -> ConnectRetry:
         """That of the attempts. It begins with the first: threads may not need the store for long."""
         if self._persistence is None:
-            self._persistence = Backoff(self._host, self._port, self._patience)
+            self._persistence = ConnectRetry(self._host, self._port, self._patience)
         return self._persistence
 
     def succeeded(self) -> None:

@@ -12,7 +12,7 @@ from asyncdist.base import lifecycle
 from asyncdist.base.auth import NONCE_NBYTES, Pushed, dial
 from asyncdist.base.tls import refused
 from asyncdist.errors import AuthenticationError, ProtocolError
-from asyncdist.store.client.connect import Backoff, describe_error, hung_up, tune, unknown
+from asyncdist.store.client.connect import ConnectRetry, describe_error, hung_up, tune, unknown
 from asyncdist.store.protocol.chunk_sender import ChunkSender
 from asyncdist.store.protocol.chunking import ChunkedMessage
 from asyncdist.store.protocol.client_protocol import ClientProtocol
@@ -28,7 +28,7 @@ _BATCH_NBYTES = 8 << 10
 async def reach(
     conversation: ClientProtocol,
     token: str | None,
-    persistence: Backoff,
+    persistence: ConnectRetry,
     lost: Callable[[StoreConnection, str, bool], None],
     tls: ssl.SSLContext | None = None,
 ) -> StoreConnection:

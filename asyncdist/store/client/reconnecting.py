@@ -17,7 +17,7 @@ from asyncdist.base.tls import client_context
 from asyncdist.config import Config
 from asyncdist.errors import AsyncdistError, StoreConnectionError
 from asyncdist.store.client.blocking_socket import BlockingSocket, open_blocking_socket, shake_hands
-from asyncdist.store.client.connect import Backoff, ReconnectPolicy
+from asyncdist.store.client.connect import ConnectRetry, ReconnectPolicy
 from asyncdist.store.client.pending import BlockingClient
 from asyncdist.store.protocol.client_protocol import IDENTITY_NBYTES, ClientProtocol
 from asyncdist.store.protocol.codec import framed
@@ -61,7 +61,7 @@ class Reconnecting(BlockingClient):
 
     def reach(self, timeout: Timeout) -> None:
         """Connect, trying again while nothing answers."""
-        persistence = Backoff(self._host, self._port, timeout)
+        persistence = ConnectRetry(self._host, self._port, timeout)
         while True:
             try:
                 self._attempt(persistence)
@@ -69,7 +69,7 @@ class Reconnecting(BlockingClient):
             except OSError as error:
                 self._closing.wait(persistence.pause_after(error))
 
-    def _attempt(self, persistence: Backoff) -> None:
+    def _attempt(self, persistence: ConnectRetry) -> None:
         """Try once to connect. Raises OSError where another attempt may do better."""
         self._go_on()
         deadline = persistence.attempt()

@@ -19,7 +19,7 @@ from asyncdist.base.deadline import Deadline
 from asyncdist.config import Config
 from asyncdist.errors import AddressError, StoreConnectionError, UsageError
 from asyncdist.store import AsyncStore, StoreServer, TCPStore
-from asyncdist.store.client.connect import Backoff
+from asyncdist.store.client.connect import ConnectRetry
 from asyncdist.store.protocol.chunking import FRAME_NBYTES, LONG_NBYTES, Reassembler
 from asyncdist.store.protocol.codec import Encoder, FrameParser
 from asyncdist.store.protocol.operations import Op, OperationKind
@@ -204,13 +204,13 @@ async def test_no_proof_in_time(caplog):
 
 
 async def test_too_many_connections(caplog, monkeypatch, eventually):
-    pause_after = Backoff.pause_after
+    pause_after = ConnectRetry.pause_after
 
     def give_up_after(persistence, error):  # the first attempt's, however long that took
         persistence.deadline = Deadline.after(0)
         return pause_after(persistence, error)
 
-    monkeypatch.setattr(Backoff, "pause_after", give_up_after)
+    monkeypatch.setattr(ConnectRetry, "pause_after", give_up_after)
     config = Config(store_max_connections=2)
     async with await StoreServer.start("127.0.0.1", 0, config=config) as server:
         stores = [await AsyncStore.connect("127.0.0.1", server.port) for _ in range(2)]

@@ -1,0 +1,70 @@
+"""Exponential backoff with jitter: the pauses between attempts, until a deadline.
+
+Every part of the package that retries or polls uses it: store clients, rendezvous, file locks, elastic workers.
+It imports nothing of the package but `Deadline`.
+See M. Brooker, "Exponential Backoff And Jitter", AWS Architecture Blog, 2015 ("equal jitter").
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator, Iterator
+
+from asyncdist.base.deadline import Deadline
+
+
+class Backoff:
+    """The attempts that a deadline leaves room for, with pauses that double from ``first`` to ``longest`` seconds.
+
+    Iterating yields the number of each attempt: 0 at once, and each further one after a pause. The iteration ends when
+    the deadline had expired before the last attempt ended, so there is always one attempt at or after the deadline.
+    Each pause is shortened by a random part of up to one half, so that ranks which fail together retry apart.
+
+    Args:
+        first: The first pause in seconds.
+        longest: The longest pause in seconds.
+        deadline: The end of the attempts; by default there is none.
+
+    Example:
+        >>> for attempt in Backoff(0.01, 1.0, Deadline.after(30)):
+        ...     with contextlib.suppress(OSError):
+        ...         return connect()
+        ... raise TimeoutError
+
+        In a coroutine, ``async for attempt in Backoff(...)`` pauses with `asyncio.sleep`.
+    """
+
+    __slots__ = ("_first", "_longest", "_pause", "deadline")
+
+    def __init__(self, first: float, longest: float, deadline: Deadline | None = None) -> None:
+        self._first = self._pause = first
+        self._longest = longest
+        self.deadline = deadline or Deadline.never()
+
+    def next_pause(self) -> float:
+        """Return the seconds to pause before the next attempt, at most the time left until the deadline."""
+        pause = self._pause * random.uniform(0.5, 1.0)
+        self._pause = min(2 * self._pause, self._longest)
+        return min(pause, self.deadline.remaining())
+
+    def reset(self) -> None:
+        """Start again with the first pause, because an attempt has made progress."""
+        self._pause = self._first
+
+    def __iter__(self) -> Iterator[int]:
+        attempt = 0
+        yield attempt
+        while not self.deadline.expired():
+            time.sleep(self.next_pause())
+            attempt += 1
+            yield attempt
+
+    async def __aiter__(self) -> AsyncIterator[int]:
+        attempt = 0
+        yield attempt
+        while not self.deadline.expired():
+            await asyncio.sleep(self.next_pause())
+            attempt += 1
+            yield attempt
