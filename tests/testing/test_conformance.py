@@ -76,7 +76,7 @@ def writes_on_into_what_was_given_up(pair):
     expect = pair.Inlet._expect
 
     def into_the_same(self, receive):
-        if not isinstance(receive, pair.Discard):
+        if not isinstance(receive, pair.DiscardReceive):
             expect(self, receive)
 
     pair.Inlet._expect = into_the_same
