@@ -17,7 +17,9 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from asyncdist.base.version import VERSION
+
+__version__ = VERSION
 
 _FACE = """all_gather all_gather_coalesced all_gather_object all_gather_single all_reduce all_reduce_coalesced all_to_all
 all_to_all_single barrier batch_isend_irecv broadcast broadcast_object_list gather gather_object gather_single irecv isend

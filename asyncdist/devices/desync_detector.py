@@ -21,9 +21,9 @@ from time import monotonic
 import torch
 
 from asyncdist.devices.side_group import SideGroup
-from asyncdist.engine.work import Work
 from asyncdist.errors import NotInitializedError
 from asyncdist.transport.device_collectives import DeviceContext
+from asyncdist.transport.host_group import HostWork
 
 _WORDS = struct.Struct("<QQ")  # the number of a call, and its fingerprint
 _TAG = 0
@@ -41,7 +41,7 @@ class DesyncDetector:
         self._numbers: deque[int] = deque()
         self._ahead: dict[int, tuple[int, int]] = {}  # by number: who told of a call before we made ours, and what
         self._among = SideGroup(site.host, "roll call")
-        self._ear: Work | None = None
+        self._ear: HostWork | None = None
         self._told = 0
         self._until, self._pause = 0.0, _FIRST
 
@@ -87,7 +87,7 @@ class DesyncDetector:
         """Tell and hear no more. Idempotent."""
         self._among.close()
 
-    def _heard(self, work: Work, words: torch.Tensor) -> None:
+    def _heard(self, work: HostWork, words: torch.Tensor) -> None:
         if work.exception() is not None:
             return  # the group has failed, or was destroyed
         number, fingerprint = _WORDS.unpack(bytes(words.numpy()))

@@ -12,7 +12,7 @@ import itertools
 import logging
 from collections.abc import Callable, Sequence
 from time import monotonic
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 
@@ -20,6 +20,7 @@ from asyncdist.base.deadline import seconds
 from asyncdist.collectives import p2p
 from asyncdist.collectives.operations import CallOptions, CollectiveOps, checked_tag
 from asyncdist.devices.completion_watcher import CompletionWatcher, Pending
+from asyncdist.devices.cpu_group import CpuGroup
 from asyncdist.devices.desync_detector import DesyncDetector
 from asyncdist.devices.negotiate import negotiate_backend
 from asyncdist.devices.p2p import DevicePointToPoint
@@ -40,9 +41,6 @@ from asyncdist.tracing.recorder import Entry
 from asyncdist.transport.device_collectives import DeviceCollectives, DeviceContext
 from asyncdist.transport.device_streams import CudaStreams, DeviceEvent, Streams
 from asyncdist.transport.native import Native
-
-if TYPE_CHECKING:
-    from asyncdist.groups.group import Group
 
 log = logging.getLogger("asyncdist")
 
@@ -68,11 +66,11 @@ class DeviceGroup(CollectiveOps):
 
     def __init__(
         self,
-        host: Group,
+        host: CpuGroup,
         device: torch.device,
         kinds: Sequence[type[DeviceCollectives]],
         streams: Streams | None = None,
-        whole: Group | None = None,
+        whole: CpuGroup | None = None,
     ) -> None:
         self.name, self.ranks, self.timeout = host.name, host.ranks, host.timeout
         self.device = device
@@ -91,7 +89,7 @@ class DeviceGroup(CollectiveOps):
             f"asyncdist-watch-{device}", self._look_for_trouble, self._too_late, self._broken
         )
         self._messages = DevicePointToPoint(
-            DeviceContext(host, self._streams.beside()), kinds, self._watch, self._guarded
+            host, DeviceContext(host, self._streams.beside()), kinds, self._watch, self._guarded
         )
         self._roll_call = DesyncDetector(self._site, self._fail_all)
         recorder = host.mesh.recorder

@@ -19,6 +19,7 @@ import torch
 
 from asyncdist.collectives import p2p
 from asyncdist.devices.completion_watcher import CompletionWatcher, Pending
+from asyncdist.devices.cpu_group import CpuGroup
 from asyncdist.devices.serial_executor import SerialExecutor
 from asyncdist.devices.side_group import SideGroup
 from asyncdist.engine.work import Work
@@ -36,6 +37,7 @@ from asyncdist.transport.device_p2p import (
     TransferRefused,
 )
 from asyncdist.transport.device_streams import DeviceEvent
+from asyncdist.transport.host_group import HostWork
 
 log = logging.getLogger("asyncdist")
 
@@ -56,12 +58,14 @@ class DevicePointToPoint:
 
     def __init__(
         self,
+        host: CpuGroup,
         site: DeviceContext,
         kinds: Sequence[type[DeviceCollectives]],
         watch: CompletionWatcher,
         guarded: Callable[[Pending, Callable[[], None]], None],
     ) -> None:
         self.line = SerialExecutor(f"asyncdist-{site.streams.device}-messages")
+        self._host = host
         self._site, self._kinds, self._watch, self._guarded = site, kinds, watch, guarded
         self._numbers = itertools.count()
         self._piece_nbytes = max(1, site.host.mesh.config.device_piece_nbytes)
@@ -71,7 +75,7 @@ class DevicePointToPoint:
 
     # -- one step after the other --------------------------------------------------------------
 
-    def go_on(self, conversation: Conversation[Arrival], pending: Pending, over: Work | None = None) -> None:
+    def go_on(self, conversation: Conversation[Arrival], pending: Pending, over: HostWork | None = None) -> None:
         """Lead a conversation as far as it goes without waiting; what it waits for brings it back. On the line."""
         if pending.work.failed:
             conversation.close()
@@ -104,7 +108,7 @@ class DevicePointToPoint:
     def _sending(
         self, memory: Memory, peer: int, tag: int, fingerprint: int, deadline: float, before: DeviceEvent
     ) -> Conversation[Arrival]:
-        host, data = self._site.host, memory.raw
+        host, data = self._host, memory.raw
 
         def first(letter: torch.Tensor) -> Work:
             plan = p2p.send(host._who, letter, peer)
@@ -152,7 +156,7 @@ class DevicePointToPoint:
     def _receiving(
         self, target: OutputTensor, peer: int | None, tag: int, fingerprint: int, deadline: float, before: DeviceEvent
     ) -> Conversation[Arrival]:
-        host, data = self._site.host, target.memory.raw
+        host, data = self._host, target.memory.raw
         room = torch.empty(LETTER_NBYTES, dtype=torch.uint8, device="cpu")
         plan = p2p.receive(host._who, room, peer, host.ranks)
         plan.fingerprint = fingerprint
@@ -187,7 +191,7 @@ class DevicePointToPoint:
     def _take_by_host(self, data: torch.Tensor, talk: ControlChannel, before: DeviceEvent) -> Conversation[DeviceEvent]:
         streams = self._site.streams
         streams.follow(before)
-        coming: deque[tuple[torch.Tensor, torch.Tensor, Work]] = deque()
+        coming: deque[tuple[torch.Tensor, torch.Tensor, HostWork]] = deque()
         left = deque(data.split(self._piece_nbytes))
         while left or coming:
             while left and len(coming) < _UNDER_WAY:

@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
 
 from asyncdist.errors import NotInitializedError
-
-if TYPE_CHECKING:
-    from asyncdist.groups.group import Group
+from asyncdist.transport.host_group import HostGroup
 
 
 class SideGroup:
     """A group beside ``host``; ``what`` tells it from others. One thread at a time asks for it, any may end it."""
 
-    def __init__(self, host: Group, what: str) -> None:
+    def __init__(self, host: HostGroup, what: str) -> None:
         self._host, self._what = host, what
-        self._made: Group | None = None
+        self._made: HostGroup | None = None
         self._closed = False
         self._changing = threading.Lock()
 
-    def group(self) -> Group:
+    def group(self) -> HostGroup:
         """Return the group; raises NotInitializedError once it is closed."""
         if self._made is not None and not self._closed:
             return self._made
-        group = self._host.beside(self._what)  # without the lock: callbacks may be called here, and close us
+        group = self._host.sibling(self._what)  # without the lock: callbacks may be called here, and close us
         with self._changing:
             if not self._closed:
                 self._made = group

@@ -190,9 +190,9 @@ class Group(CollectiveOps):
         for device, carried in list(self._devices.items()):
             carried.split(None if part is None else part.on(device), number)
 
-    def beside(self, what: str) -> Group:
-        """Return another group of the same ranks, for what goes on beside this one; the same for each that asks."""
-        return Group(self.mesh, self.ranks, f"{self.name} ({what})", self.timeout, nonce=self._channel.number)
+    def sibling(self, purpose: str) -> Group:
+        """Return another group of the same ranks for control traffic; the same on every rank for one ``purpose``."""
+        return Group(self.mesh, self.ranks, f"{self.name} ({purpose})", self.timeout, nonce=self._channel.number)
 
     # -- the one path --------------------------------------------------------------------------
 

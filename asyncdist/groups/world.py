@@ -16,9 +16,9 @@ from typing import Any
 
 import msgpack
 
-from asyncdist import __version__
 from asyncdist.algorithms.selection import forced_by
 from asyncdist.base.deadline import Timeout, seconds
+from asyncdist.base.version import VERSION
 from asyncdist.config import Config, Launch, shared_settings
 from asyncdist.engine.endpoint import LAST_WORDS, Endpoint
 from asyncdist.errors import NotInitializedError, RendezvousError, UsageError
@@ -150,7 +150,7 @@ async def _open(
         mesh.backend = backend or config.transport
         dump_signal.offer(mesh.recorder, config)
         try:
-            runs = {"version": __version__, "settings": shared_settings(config)}
+            runs = {"version": VERSION, "settings": shared_settings(config)}
             ours = {"addresses": mesh.listen(meeting.listen_host), **runs}
             everyone = [msgpack.unpackb(payload) for payload in await meeting.exchange(msgpack.packb(ours), more=True)]
             _compare(everyone, meeting.rank)

@@ -24,10 +24,10 @@ import torch
 from asyncdist.algorithms.schedule import Schedule
 from asyncdist.base.interfaces import machine_name
 from asyncdist.transport.device_streams import Streams
+from asyncdist.transport.host_group import HostGroup
 from asyncdist.transport.native import Native
 
 if TYPE_CHECKING:
-    from asyncdist.groups.group import Group
     from asyncdist.transport.device_p2p import DeviceP2P
 
 Card = Mapping[str, Any]
@@ -39,7 +39,7 @@ class DeviceContext:
     ``deadline`` (monotonic) is that of the call in hand, or of the meeting.
     """
 
-    def __init__(self, host: Group, streams: Streams) -> None:
+    def __init__(self, host: HostGroup, streams: Streams) -> None:
         self.host = host
         self.streams = streams
         self.rank = host.rank()

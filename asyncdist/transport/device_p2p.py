@@ -17,18 +17,15 @@ import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
 from time import monotonic
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeVar
+from typing import ClassVar, NamedTuple, TypeVar
 
 import torch
 
-from asyncdist.engine.work import Work
 from asyncdist.transport.device_streams import DeviceEvent
-
-if TYPE_CHECKING:
-    from asyncdist.groups.group import Group
+from asyncdist.transport.host_group import HostGroup, HostWork
 
 T = TypeVar("T")
-Conversation = Generator[Work, None, T]
+Conversation = Generator[HostWork, None, T]
 """Yields what it waits for, is resumed when that is over well, and returns what came of it."""
 
 LETTER_NBYTES = 512
@@ -73,12 +70,12 @@ class ControlChannel:
 
     def __init__(
         self,
-        letters: Group,
+        letters: HostGroup,
         peer: int,
         number: int,
         nbytes: int,
         deadline: float,
-        first: Callable[[torch.Tensor], Work] | None = None,
+        first: Callable[[torch.Tensor], HostWork] | None = None,
         *,
         sends: bool,
     ) -> None:
@@ -86,7 +83,7 @@ class ControlChannel:
         self._letters, self._deadline, self._first = letters, deadline, first
         self._our_tag, self._their_tag = (2 * number, 2 * number + 1) if sends else (2 * number + 1, 2 * number)
 
-    def say(self, word: str = "", content: bytes = b"") -> Work:
+    def say(self, word: str = "", content: bytes = b"") -> HostWork:
         """Send a letter; the work is over when it has left. That it could not is heard of as the group's failure, too."""
         assert len(content) <= CONTENT_NBYTES
         letter = ControlMessage(word, self.number, self.nbytes, content).packed()
@@ -104,11 +101,11 @@ class ControlChannel:
             raise TransferRefused(letter.content.decode(errors="replace"))
         return letter
 
-    def put(self, data: torch.Tensor) -> Work:
+    def put(self, data: torch.Tensor) -> HostWork:
         """Send some of the message itself, in memory of the host."""
         return self._letters.send(data, self.peer, self._our_tag, timeout=self._left)
 
-    def take(self, room: torch.Tensor) -> Work:
+    def take(self, room: torch.Tensor) -> HostWork:
         """Receive what the peer puts."""
         return self._letters.recv(room, self.peer, self._their_tag, timeout=self._left)
 

@@ -561,7 +561,7 @@ def test_the_public_call_splits_the_devices_too(monkeypatch):
         device, split = torch.device("cpu"), []
         for group in (sync.group.WORLD, None):
             parent = sync.group.WORLD
-            parent._devices[device] = carried = DeviceGroup(parent.beside("device"), device, [], PretendStreams())
+            parent._devices[device] = carried = DeviceGroup(parent.sibling("device"), device, [], PretendStreams())
             monkeypatch.setattr(carried, "split", lambda part, number: split.append((part, number)))
             monkeypatch.setattr(Group, "on", lambda group, device: (group, device))
             part = sync.split_group(group, [[0]])

@@ -123,7 +123,7 @@ def test_a_communicator_is_split():
 
     def program(group):
         group.all_reduce(torch.ones(1000, device=CUDA)).wait()
-        part = DeviceGroup(group._host.beside("part"), torch.device(CUDA), [Nccl])
+        part = DeviceGroup(group._host.sibling("part"), torch.device(CUDA), [Nccl])
         group.split(part, 0)
         tensor = torch.full((1000,), 3.0, device=CUDA)
         part.all_reduce(tensor).wait()

@@ -131,7 +131,8 @@ async def test_settings_that_name_what_there_is_not_are_refused_before_anybody_i
 OF_THE_FUTURE = """
 import sys
 import asyncdist
-asyncdist.__version__ = "99.0"
+import asyncdist.groups.world
+asyncdist.groups.world.VERSION = "99.0"
 import asyncdist.sync as dist
 dist.init_process_group("tcp", sys.argv[1], rank=1, world_size=2, timeout=60)
 """

@@ -15,11 +15,11 @@ from typing import Any, ClassVar
 import torch
 
 from asyncdist.algorithms.schedule import Schedule
-from asyncdist.engine.work import Work
 from asyncdist.memory.buffers import Memory
 from asyncdist.memory.reduce_kernels import Arithmetic
 from asyncdist.transport.device_collectives import DeviceCollectives, DeviceContext, nothing
 from asyncdist.transport.device_streams import DeviceEvent, cuda_missing
+from asyncdist.transport.host_group import HostWork
 from asyncdist.transport.native import MemoryBlocks
 
 _UNDER_WAY = 3  # pieces at once: coming, with the others, going
@@ -111,12 +111,12 @@ class Staged(DeviceCollectives):
     def _rooms(self, memories: Sequence[Memory]) -> list[torch.Tensor]:
         return [self._pinned.take(memory.count, memory.dtype) for memory in memories]
 
-    def _run(self, start: Callable[..., Work], *args: Any) -> None:
+    def _run(self, start: Callable[..., HostWork], *args: Any) -> None:
         """Do a collective of the host group, here and now."""
         start(*args, background=False, timeout=self.site.left).result()
 
     def _in_pieces(
-        self, memory: Memory, start: Callable[..., Work], *args: Any, down: bool = True, up: bool = True
+        self, memory: Memory, start: Callable[..., HostWork], *args: Any, down: bool = True, up: bool = True
     ) -> None:
         """Do a collective that may be done to any part of a tensor, piece by piece, several under way at once.
 
@@ -124,7 +124,7 @@ class Staged(DeviceCollectives):
         """
         pieces = memory.tensor.split(max(1, self._piece_nbytes // memory.itemsize))
         coming: deque[tuple[torch.Tensor, DeviceEvent | None]] = deque()
-        with_others: deque[tuple[torch.Tensor, torch.Tensor, Work]] = deque()
+        with_others: deque[tuple[torch.Tensor, torch.Tensor, HostWork]] = deque()
         for k in range(len(pieces) + _UNDER_WAY - 1):
             if k < len(pieces):
                 piece = pieces[k]

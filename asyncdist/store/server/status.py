@@ -6,7 +6,7 @@ import os
 import time
 from typing import TYPE_CHECKING, Any
 
-from asyncdist import __version__
+from asyncdist.base.version import VERSION
 
 if TYPE_CHECKING:
     from asyncdist.store.server.server import StoreServer
@@ -61,7 +61,7 @@ def status(server: StoreServer) -> dict[str, Any]:
     """Return the figures, and what is no figure."""
     durability = server.durability
     words = {
-        "version": __version__,
+        "version": VERSION,
         "pid": os.getpid(),
         "data": str(durability.journal.folder) if durability is not None else "",
         "fsync": str(durability.policy) if durability is not None else "",

@@ -1,0 +1,91 @@
+"""What device transports need of the group that carries their control traffic on the host.
+
+A device transport talks to its peers on the host before and beside the device's own transfers. `HostGroup` is the part of a
+process group that it uses for this; `asyncdist.groups.group.Group` implements it. This module imports no engine and no group, so
+that the contract for devices stays below both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from asyncdist.config import Config
+
+
+class HostWork(Protocol):
+    """The handle of an operation on the host: the part of `asyncdist.Work` that device transports use."""
+
+    def is_completed(self) -> bool: ...
+
+    def result(self) -> Any: ...
+
+    def exception(self) -> BaseException | None: ...
+
+    def add_done_callback(self, callback: Callable[[Any], object]) -> None: ...
+
+
+class HostEndpoint(Protocol):
+    """The endpoint of this rank: its configuration, and errors for calls that differ between ranks."""
+
+    @property
+    def config(self) -> Config: ...
+
+    def difference(self, peer: int, ours: int, theirs: int) -> Exception: ...
+
+
+class HostGroup(Protocol):
+    """The ranks of a group as seen on the host. Ranks in arguments are ranks in the group; ``ranks`` are global ones."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def ranks(self) -> tuple[int, ...]: ...
+
+    @property
+    def mesh(self) -> HostEndpoint: ...
+
+    @property
+    def error(self) -> Exception | None: ...
+
+    def rank(self) -> int: ...
+
+    def size(self) -> int: ...
+
+    def send(self, tensor: torch.Tensor, dst: int, tag: int = 0, *, timeout: float) -> HostWork: ...
+
+    def recv(self, tensor: torch.Tensor, src: int | None = None, tag: int = 0, *, timeout: float) -> HostWork: ...
+
+    def barrier(self, *, background: bool, timeout: float) -> HostWork: ...
+
+    def all_gather_object(self, output: list[Any], value: Any, *, background: bool, timeout: float) -> HostWork: ...
+
+    def all_gather_single(
+        self, output: torch.Tensor, input: torch.Tensor, *, background: bool, timeout: float
+    ) -> HostWork: ...
+
+    def all_reduce(self, *args: Any, **options: Any) -> HostWork: ...
+
+    def reduce(self, *args: Any, **options: Any) -> HostWork: ...
+
+    def broadcast(self, *args: Any, **options: Any) -> HostWork: ...
+
+    def reduce_scatter(self, *args: Any, **options: Any) -> HostWork: ...
+
+    def all_gather(self, *args: Any, **options: Any) -> HostWork: ...
+
+    def gather(self, *args: Any, **options: Any) -> HostWork: ...
+
+    def scatter(self, *args: Any, **options: Any) -> HostWork: ...
+
+    def all_to_all(self, *args: Any, **options: Any) -> HostWork: ...
+
+    def sibling(self, purpose: str) -> HostGroup:
+        """Return another group of the same ranks for control traffic; the same on every rank for one ``purpose``."""
+
+    def abort(self, reason: str = ...) -> None: ...
+
+    def close(self) -> None: ...
