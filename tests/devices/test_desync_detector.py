@@ -146,7 +146,7 @@ def test_telling_grows_rarer():
         def add_done_callback(self, call):
             pass
 
-    host = type("Host", (), {"beside": lambda what: Letters()})
+    host = type("Host", (), {"sibling": lambda what: Letters()})
     site = type("Site", (), {"rank": 0, "size": 3, "host": host})
     call = desync_detector.DesyncDetector(site, told.append)
     for number in range(1, 200):
