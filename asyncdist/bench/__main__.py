@@ -2,6 +2,6 @@
 
 import sys
 
-from asyncdist.bench.rank import main
+from asyncdist.bench.rank import run_rank
 
-main(sys.argv[1], sys.argv[2])
+run_rank(sys.argv[1], sys.argv[2])

@@ -12,12 +12,12 @@ _HELLO = struct.Struct("!16sI")  # the token, who dials
 Port = int
 
 
-def listen() -> socket.socket:
+def listen_on_loopback() -> socket.socket:
     """Return a socket that listens where only this host can dial."""
     return socket.create_server(("127.0.0.1", 0), backlog=64)
 
 
-def connect(
+def connect_ranks(
     rank: int, server: socket.socket, ports: Sequence[Port], token: bytes, timeout: float = 30.0
 ) -> list[socket.socket | None]:
     """Dial all lower ranks, accept all higher ones; return the sockets by rank, None for ourselves.

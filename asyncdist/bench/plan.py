@@ -113,7 +113,7 @@ def rounded(collective: str, nbytes: int, ranks: int) -> int:
     return 4 * (-(-count // ranks) * ranks if collective in _SHARED_OUT else count)
 
 
-def left_out(ranks: int, torch: str) -> dict[str, str]:
+def steps_left_out(ranks: int, torch: str) -> dict[str, str]:
     """Return the training steps that so many ranks cannot take with a release of torch, and why not."""
     reasons = {}
     if torch.startswith("2.6."):

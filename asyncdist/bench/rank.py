@@ -22,7 +22,7 @@ MEETING = "meeting"
 _TELL_EVERY = 0.4  # seconds: who draws the progress takes a core from those who are measured
 
 
-def main(folder: str, number: str) -> None:
+def run_rank(folder: str, number: str) -> None:
     """Report to who started us, measure what the plan says, and tell what comes out.
 
     ``number`` is our rank, or says that MPI knows it. We send (rank, port), get (plan, ports, token), and send
@@ -32,11 +32,11 @@ def main(folder: str, number: str) -> None:
     rank = _rank(number)
     pipe = Client(str(Path(folder) / MEETING), "AF_UNIX")
     try:
-        with pacing_sockets.listen() as server:
+        with pacing_sockets.listen_on_loopback() as server:
             pipe.send((rank, server.getsockname()[1]))
             plan, ports, token = pipe.recv()
             threading.Thread(target=_end_with, args=(pipe,), daemon=True).start()
-            table = pacing_sockets.connect(rank, server, ports, token)
+            table = pacing_sockets.connect_ranks(rank, server, ports, token)
         _run(plan, rank, table, Path(folder), pipe)
     except BaseException as error:
         details = str(error) if isinstance(error, AsyncdistError) else traceback.format_exc()

@@ -18,10 +18,10 @@ from asyncdist.bench.plan import (
     THROUGH_TORCH,
     WAYS,
     BenchPlan,
-    left_out,
+    steps_left_out,
 )
 from asyncdist.cli import list_options
-from asyncdist.cli.option_types import NewFile, NewFolder, written
+from asyncdist.cli.option_types import NewFile, NewFolder, reporting_write_errors
 from asyncdist.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ _AVAILABLE = "available"
 
 def _rivals(ctx: click.Context, param: click.Parameter, value: str) -> tuple[str, ...]:
     """Read names of rivals; "available" stands for all that are installed, and says who is not."""
-    asked = list_options.names((*RIVALS, _AVAILABLE))(ctx, param, value)
+    asked = list_options.names_among((*RIVALS, _AVAILABLE))(ctx, param, value)
     if _AVAILABLE not in asked:
         return asked
     from asyncdist.bench.launch import mpi_missing
@@ -92,7 +92,7 @@ def _transports(ctx: click.Context, param: click.Parameter, value: str) -> tuple
 @click.option(
     "--through",
     default="",
-    callback=list_options.names(WAYS),
+    callback=list_options.names_among(WAYS),
     help="`torch`: measure stock PyTorch on our back end and on gloo too, its calls and whole training steps (DDP, FSDP2, "
     "tensor parallel).",
 )
@@ -201,18 +201,18 @@ def _on_devices(
 
 def _tell_of_devices(report: Report, json_file: Path | None, output: Path | None) -> None:
     from asyncdist.bench.report import device_table
-    from asyncdist.bench.report.table import about
+    from asyncdist.bench.report.table import about_run
     from asyncdist.cli.console import screen
 
     console = screen(stderr=str(json_file) == "-")
-    words = f"{report.device_rows[0].device}; {about(report)}"
+    words = f"{report.device_rows[0].device}; {about_run(report)}"
     for line in (words, *device_table.notes(report)):
         console.print(line, style="dim", soft_wrap=True, markup=False)
     for table in device_table.device_tables(report):
         console.print(table)
     figures = _write_figures(report, json_file)
     if output is not None:
-        with written(output):
+        with reporting_write_errors(output):
             (output / "device.md").write_text(device_table.device_markdown(report, words), encoding="utf-8")
             (output / "device.json").write_text(figures, encoding="utf-8")
 
@@ -221,14 +221,14 @@ def _write_figures(report: Report, json_file: Path | None) -> str:
     """Write all figures to a file, if there is to be one; return what was written."""
     figures = json.dumps(report.as_json(), indent=1, ensure_ascii=False) + "\n"
     if json_file is not None:
-        with written(json_file), click.open_file(str(json_file), "w", encoding="utf-8") as file:
+        with reporting_write_errors(json_file), click.open_file(str(json_file), "w", encoding="utf-8") as file:
             file.write(figures)
     return figures
 
 
 def _steps(ranks: int) -> tuple[str, ...]:
     """Return every training step that so many ranks can take here, and say which ones they cannot."""
-    reasons = left_out(ranks, installed("torch"))
+    reasons = steps_left_out(ranks, installed("torch"))
     for step, reason in reasons.items():
         click.echo(f"{step.replace('_', ' ')} is left out: {reason}", err=True)
     return tuple(step for step in STEPS if step not in reasons)
@@ -237,9 +237,9 @@ def _steps(ranks: int) -> tuple[str, ...]:
 def _check_before_measuring(plot_file: Path | None, output: Path | None) -> None:
     """Fail now rather than after minutes of measuring."""
     if plot_file is not None or output is not None:
-        from asyncdist.bench.report.plot import require
+        from asyncdist.bench.report.plot import require_matplotlib
 
-        require(plot_file)
+        require_matplotlib(plot_file)
 
 
 class _ProgressBar:
@@ -283,11 +283,11 @@ class _ProgressBar:
 
 
 def _print(report: Report, *, to_stderr: bool) -> None:
-    from asyncdist.bench.report.table import about, tables
+    from asyncdist.bench.report.table import about_run, tables
     from asyncdist.cli.console import screen
 
     console = screen(stderr=to_stderr)
-    console.print(about(report), style="dim", soft_wrap=True, markup=False)
+    console.print(about_run(report), style="dim", soft_wrap=True, markup=False)
     for table in tables(report):
         console.print(table)
 
@@ -299,14 +299,14 @@ def _write(report: Report, json_file: Path | None, plot_file: Path | None, outpu
     if output is not None:
         from asyncdist.bench.report.markdown_page import markdown
 
-        with written(output):
+        with reporting_write_errors(output):
             (output / "bench.md").write_text(markdown(report), encoding="utf-8")
             (output / "bench.json").write_text(figures, encoding="utf-8")
         _plot(report, output / "bench.png")
 
 
 def _plot(report: Report, path: Path) -> None:
-    from asyncdist.bench.report.plot import draw
+    from asyncdist.bench.report.plot import draw_benchmark
 
-    with written(path):
-        draw(report, path)
+    with reporting_write_errors(path):
+        draw_benchmark(report, path)

@@ -8,14 +8,14 @@ from pathlib import Path
 import click
 
 from asyncdist.cli import list_options
-from asyncdist.cli.option_types import NewFolder, Seconds, written
+from asyncdist.cli.option_types import NewFolder, Seconds, reporting_write_errors
 
 
 def _parts(ctx: click.Context, param: click.Parameter, value: str) -> tuple[str, ...]:
     """Read what is to be measured; all of it where nothing is named."""
     from asyncdist.bench.store.benchmark import PARTS
 
-    return list_options.names(PARTS)(ctx, param, value) or PARTS
+    return list_options.names_among(PARTS)(ctx, param, value) or PARTS
 
 
 @click.command("bench store")
@@ -47,7 +47,7 @@ def bench_store(
     asyncdist bench store --output docs/bench
     asyncdist bench store --only theirs --clients 8
     """
-    from asyncdist.bench.report.store_table import about_store, left_out, store_markdown, table
+    from asyncdist.bench.report.store_table import about_store, cases_left_out, store_markdown, store_results_table
     from asyncdist.bench.store.benchmark import StorePlan, run_store_benchmark
     from asyncdist.cli.console import screen
 
@@ -62,11 +62,11 @@ def bench_store(
     )
     report = run_store_benchmark(plan, lambda doing: err.print(doing, style="dim"))
     console = screen()
-    for line in (about_store(report), *left_out(report)):
+    for line in (about_store(report), *cases_left_out(report)):
         console.print(line, style="dim", soft_wrap=True, markup=False)
-    console.print(table(report))
+    console.print(store_results_table(report))
     if output is not None:
         figures = json.dumps(report.as_json(), indent=1, ensure_ascii=False)
-        with written(output):
+        with reporting_write_errors(output):
             (output / "store.md").write_text(store_markdown(report), encoding="utf-8")
             (output / "store.json").write_text(figures + "\n", encoding="utf-8")

@@ -34,14 +34,14 @@ def info(ctx: click.Context, collective: str | None, ranks: int, sizes: tuple[in
 
     config, console = configured(), screen()
     if collective is not None:
-        tables.choice(console, config, collective, ranks, sizes)
+        tables.show_choice(console, config, collective, ranks, sizes)
         return
     for option in ("ranks", "sizes"):
         if ctx.get_parameter_source(option) is ParameterSource.COMMANDLINE:
             raise click.UsageError(f"--{option} is for --collective: name the one to explain")
-    tables.versions(console)
-    tables.transports(console)
-    tables.devices(console)
-    tables.addresses(console, config)
-    tables.settings(console, config)
+    tables.show_versions(console)
+    tables.show_transports(console)
+    tables.show_devices(console)
+    tables.show_addresses(console, config)
+    tables.show_settings(console, config)
     console.print("Which schedule runs at which size: [bold]asyncdist info --collective all_reduce --ranks 4[/]")

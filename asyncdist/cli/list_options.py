@@ -33,7 +33,7 @@ def read_sizes(value: str) -> tuple[int, ...]:
     return tuple(whole_number(part) for part in words(value))
 
 
-def names(known: Sequence[str]) -> Callable[[click.Context, click.Parameter, str], tuple[str, ...]]:
+def names_among(known: Sequence[str]) -> Callable[[click.Context, click.Parameter, str], tuple[str, ...]]:
     """Return a callback that reads some of the known names."""
 
     def read(ctx: click.Context, param: click.Parameter, value: str) -> tuple[str, ...]:

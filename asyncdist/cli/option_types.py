@@ -65,7 +65,7 @@ class NewFolder(click.Path):
 
 
 @contextlib.contextmanager
-def written(path: Path) -> Iterator[None]:
+def reporting_write_errors(path: Path) -> Iterator[None]:
     """Raise UsageError, which names the file or folder, where the file system does not let it be written."""
     try:
         yield

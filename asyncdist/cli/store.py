@@ -11,7 +11,7 @@ from click.core import ParameterSource
 
 from asyncdist.cli.logs import FORMATS, LEVELS, log_to_stderr
 from asyncdist.cli.option_types import Seconds, SocketFile
-from asyncdist.cli.store_commands import QUESTIONS, StoreTarget
+from asyncdist.cli.store_commands import STORE_COMMANDS, StoreTarget
 from asyncdist.config import Config, whole_number
 
 
@@ -95,8 +95,8 @@ def store(ctx: click.Context, /, **given: Any) -> None:
     _serve(ctx, given)
 
 
-for _question in QUESTIONS:
-    store.add_command(_question)
+for _command in STORE_COMMANDS:
+    store.add_command(_command)
 
 
 def _check_is_an_address(ctx: click.Context) -> None:

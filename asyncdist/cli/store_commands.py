@@ -95,10 +95,10 @@ def _line(text: str, what: object) -> str:
     return text if text.isprintable() else repr(what)
 
 
-@click.command(short_help="Show how the store is.")
+@click.command("status", short_help="Show how the store is.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 @_address
-def status(ctx: click.Context, as_json: bool, **given: Any) -> None:
+def show_status(ctx: click.Context, as_json: bool, **given: Any) -> None:
     """Show how the store is: connections, keys, bytes, what it has done."""
     import json
 
@@ -116,12 +116,12 @@ def status(ctx: click.Context, as_json: bool, **given: Any) -> None:
     _run(ctx, given, ask)
 
 
-@click.command(short_help="Print a value.")
+@click.command("get", short_help="Print a value.")
 @click.argument("key")
 @click.option("--wait", is_flag=True, help="Wait for the key until the timeout.")
 @click.option("--raw", is_flag=True, help="The bytes as they are, without a line's end.")
 @_address
-def get(ctx: click.Context, key: str, wait: bool, raw: bool, **given: Any) -> None:
+def print_value(ctx: click.Context, key: str, wait: bool, raw: bool, **given: Any) -> None:
     """Print the value of KEY; exits with 1 if there is none."""
 
     async def ask(store: AsyncStore) -> None:
@@ -137,7 +137,7 @@ def get(ctx: click.Context, key: str, wait: bool, raw: bool, **given: Any) -> No
 @click.argument("key")
 @click.argument("value")
 @_address
-def set_(ctx: click.Context, key: str, value: str, **given: Any) -> None:
+def store_value(ctx: click.Context, key: str, value: str, **given: Any) -> None:
     """Store VALUE under KEY; "-" reads it from the standard input."""
     content = _read() if value == "-" else os.fsencode(value)
 
@@ -147,10 +147,10 @@ def set_(ctx: click.Context, key: str, value: str, **given: Any) -> None:
     _run(ctx, given, ask)
 
 
-@click.command(short_help="List keys.")
+@click.command("keys", short_help="List keys.")
 @click.argument("prefix", default="")
 @_address
-def keys(ctx: click.Context, prefix: str, **given: Any) -> None:
+def print_keys(ctx: click.Context, prefix: str, **given: Any) -> None:
     """List the keys that begin with PREFIX, one a line, in order."""
 
     async def ask(store: AsyncStore) -> None:
@@ -160,11 +160,11 @@ def keys(ctx: click.Context, prefix: str, **given: Any) -> None:
     _run(ctx, given, ask)
 
 
-@click.command(short_help="Print values whenever they change.")
+@click.command("watch", short_help="Print values whenever they change.")
 @click.argument("prefix")
 @click.option("--channel", is_flag=True, help="PREFIX is a channel: print what is published there.")
 @_address
-def watch(ctx: click.Context, prefix: str, channel: bool, **given: Any) -> None:
+def print_changes(ctx: click.Context, prefix: str, channel: bool, **given: Any) -> None:
     """Print the keys that begin with PREFIX, and again whichever comes, changes or goes, until Ctrl-C.
 
     It goes on when the connection breaks and another one can be made.
@@ -189,4 +189,4 @@ def watch(ctx: click.Context, prefix: str, channel: bool, **given: Any) -> None:
     _run(ctx, given, messages if channel else keys_under)
 
 
-QUESTIONS = (status, get, set_, keys, watch)
+STORE_COMMANDS = (show_status, print_value, store_value, print_keys, print_changes)

@@ -13,8 +13,7 @@ from asyncdist.algorithms import selection
 from asyncdist.base.interfaces import interface_addresses
 from asyncdist.bench.machine import machine
 from asyncdist.bench.report.table import size
-from asyncdist.config import Config
-from asyncdist.config import settings as settings_of
+from asyncdist.config import Config, settings
 from asyncdist.errors import AddressError, TransportUnavailableError, UsageError
 from asyncdist.rendezvous.addresses import outward
 from asyncdist.transport import registry
@@ -27,7 +26,7 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-def versions(console: Console) -> None:
+def show_versions(console: Console) -> None:
     """Show the machine and the versions of what we stand on."""
     table = _table("This machine")
     table.show_header = False
@@ -38,12 +37,12 @@ def versions(console: Console) -> None:
     console.print(table)
 
 
-def transports(console: Console) -> None:
+def show_transports(console: Console) -> None:
     """Show every announced transport and whether it can be used here."""
     _announced(console, "Transports (the preferred first)", registry.TRANSPORTS)
 
 
-def devices(console: Console) -> None:
+def show_devices(console: Console) -> None:
     """Show every way between devices and whether it can be gone here, and the devices that torch sees."""
     from asyncdist.transport.device_streams import cuda_missing
 
@@ -80,7 +79,7 @@ def _seen_devices(console: Console) -> None:
     console.print(table)
 
 
-def addresses(console: Console, config: Config) -> None:
+def show_addresses(console: Console, config: Config) -> None:
     """Show the addresses of this machine, and which one peers on other hosts are told."""
     try:
         told, complaint = outward(config), ""
@@ -94,10 +93,10 @@ def addresses(console: Console, config: Config) -> None:
         console.print(complaint, style="red", markup=False)
 
 
-def settings(console: Console, config: Config) -> None:
+def show_settings(console: Console, config: Config) -> None:
     """Show every setting: variable, value, default, meaning."""
     table = _table("Settings", "variable", "value", "default", "meaning")
-    for variable, meaning, value, default in settings_of(config):
+    for variable, meaning, value, default in settings(config):
         mark = "bold" if value != default else ""
         table.add_row(variable, f"[{mark}]{_text(value)}[/]" if mark else _text(value), _text(default), escape(meaning))
     console.print(table)
@@ -120,7 +119,7 @@ def _text(value: object) -> str:
     return escape({True: "1", False: "0"}[value] if isinstance(value, bool) else str(value))
 
 
-def choice(console: Console, config: Config, collective: str, ranks: int, sizes: Sequence[int]) -> None:
+def show_choice(console: Console, config: Config, collective: str, ranks: int, sizes: Sequence[int]) -> None:
     """Show the cost model's prediction for every schedule of a collective; UsageError for a bad ASYNCDIST_ALGORITHM."""
     forced = selection.forced_by(config)
     model = selection.Model(segment_nbytes=config.segment_nbytes)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from asyncdist.bench.report.plot import require as require
+from asyncdist.bench.report.plot import require_matplotlib as require_matplotlib
 from asyncdist.tracing.desync_report import TracedCall, TraceRecord, name_of
 
 if TYPE_CHECKING:
@@ -33,12 +33,12 @@ _STUCK = "#d55e00"
 _BAR = 0.7  # of a rank's row
 
 
-def draw(worlds: Worlds, path: Path, seconds: float = 0.0) -> None:
+def draw_timeline(worlds: Worlds, path: Path, seconds: float = 0.0) -> None:
     """Draw a row a rank into a file whose name ends in png, svg or pdf; only the last ``seconds``, if they are not 0."""
-    figure_of(worlds, seconds).savefig(path, dpi=150)
+    timeline_figure(worlds, seconds).savefig(path, dpi=150)
 
 
-def figure_of(worlds: Worlds, seconds: float = 0.0) -> Figure:
+def timeline_figure(worlds: Worlds, seconds: float = 0.0) -> Figure:
     """Return the picture, a panel a world. What was not over when its rank wrote is red, and reaches as far as that."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -104,7 +104,7 @@ def _place_of(shown: tuple[str, str]) -> tuple[bool, bool, str]:
     return colour == _STUCK, colour == _OTHER, name
 
 
-def export(worlds: Worlds, path: Path) -> None:
+def export_trace_events(worlds: Worlds, path: Path) -> None:
     """Write the calls in Chrome's trace event format: a process a rank, a row a group, microseconds.
 
     A process's number is its rank, and in further worlds its rank after all of those before.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from asyncdist.cli.console import screen
-from asyncdist.cli.option_types import NewFile, Seconds, written
+from asyncdist.cli.option_types import NewFile, Seconds, reporting_write_errors
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -45,7 +45,7 @@ def trace(folder: Path, calls: int, plot: Path | None, seconds: float, perfetto:
     from asyncdist.tracing import desync_report
 
     if plot is not None:
-        timeline.require(plot)
+        timeline.require_matplotlib(plot)
     found = desync_report.read(folder)
     worlds = desync_report.recent(found)
     console = screen()
@@ -58,12 +58,12 @@ def trace(folder: Path, calls: int, plot: Path | None, seconds: float, perfetto:
     if older := sum(map(len, found[len(worlds) :])):
         console.print(f"{older} file{'s' * (older > 1)} of older worlds in {folder} left out", markup=False)
     if plot is not None:
-        with written(plot):
-            timeline.draw(worlds, plot, seconds)
+        with reporting_write_errors(plot):
+            timeline.draw_timeline(worlds, plot, seconds)
         console.print(f"drawn into {plot}", markup=False)
     if perfetto is not None:
-        with written(perfetto):
-            timeline.export(worlds, perfetto)
+        with reporting_write_errors(perfetto):
+            timeline.export_trace_events(worlds, perfetto)
         console.print(f"written to {perfetto}: open it at https://ui.perfetto.dev", markup=False)
 
 

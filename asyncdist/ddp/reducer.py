@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -24,6 +23,7 @@ from time import perf_counter
 
 import torch
 
+from asyncdist.base.cores import has_free_cores
 from asyncdist.base.ops import ReduceOp, Reduction
 from asyncdist.ddp import buckets
 from asyncdist.ddp.uneven_inputs import Joining
@@ -32,7 +32,7 @@ from asyncdist.errors import GradientError, SharedMemoryError, UnsupportedError
 from asyncdist.groups.group import Group
 from asyncdist.memory.registered import empty
 
-_SPENT_NBYTES = 256 << 20
+_COPIED_NBYTES = 256 << 20
 _LINE_NBYTES = 64  # where gradients begin: a product that is written across lines takes half as long again
 
 
@@ -98,16 +98,6 @@ class Bucket:
         return torch.zeros(self._count, dtype=like.dtype, device=like.device)
 
 
-def has_free_cores(ranks: int) -> bool:
-    """Say whether a core is left on this machine when each of its ranks computes.
-
-    Over shared memory an all-reduce is the processor's work. Where it has to take a core from backward, nothing is won
-    by doing both at once, and the threads get in each other's way.
-    """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return cores > ranks * torch.get_num_threads()
-
-
 def _view(flat: torch.Tensor, offset: int, parameter: torch.Tensor) -> torch.Tensor:
     """Return the part of ``flat`` that holds a gradient, laid out like its parameter where that has no holes."""
     part = flat[offset : offset + parameter.numel()]
@@ -140,7 +130,7 @@ class Reducer:
         self._numbers = {parameter: number for number, parameter in enumerate(self._parameters)}
         self._limits = limits
         self._as_view = gradient_as_bucket_view
-        self._overlaps = not group.shares_memory or has_free_cores(group.size())
+        self._overlaps = not group.shares_memory or has_free_cores(group.size(), torch.get_num_threads())
         self._lock = threading.Lock()  # models spread over devices have a backward thread for each
         self._step: StepTimes | None = None
         self._under_way: Callable[[], object] = lambda: None  # None also where a backward has raised
@@ -149,8 +139,8 @@ class Reducer:
         self._placed: set[int] = set()  # parameters whose places have been given out in this backward
         self._works: list[Work] = []  # of the buckets sent so far
         self._reduction: Reduction = ReduceOp.AVG
-        self._slice_exhausted: list[torch.Tensor] = []
-        self._spent_nbytes = 0
+        self._copied_gradients: list[torch.Tensor] = []
+        self._copied_nbytes = 0
         self._dealt_by_arrival = False
         self._deal(buckets.definition_order(len(named)))
         for index, parameter in enumerate(self._parameters):
@@ -181,8 +171,8 @@ class Reducer:
         """Make ready for a forward; GradientError if the last backward stopped half-way, and others wait for the rest."""
         if torch._C._current_graph_task_id() >= 0:  # a checkpoint runs it again, in a backward that goes on
             return
-        self._slice_exhausted.clear()
-        self._spent_nbytes = 0
+        self._copied_gradients.clear()
+        self._copied_nbytes = 0
         self._placed.clear()
         if self._step is not None and self._arrived:
             sent, total = len(self._works), len(self._buckets)
@@ -262,17 +252,17 @@ class Reducer:
         view.copy_(gradient.detach())
         if self._as_view:
             parameter.grad = view
-            self._spend(gradient)
+            self._keep_until_forward(gradient)
 
-    def _spend(self, gradient: torch.Tensor) -> None:
+    def _keep_until_forward(self, gradient: torch.Tensor) -> None:
         """Keep a gradient that has been copied until the next forward, as programs without us keep theirs.
 
         Freed between one gradient and the next, its pages go back to the system, and making new ones for the next
         gradient costs more than the copy.
         """
-        if gradient.is_cpu and self._spent_nbytes + gradient.nbytes <= _SPENT_NBYTES:
-            self._slice_exhausted.append(gradient)
-            self._spent_nbytes += gradient.nbytes
+        if gradient.is_cpu and self._copied_nbytes + gradient.nbytes <= _COPIED_NBYTES:
+            self._copied_gradients.append(gradient)
+            self._copied_nbytes += gradient.nbytes
 
     def _count(self, bucket: Bucket) -> None:
         """Note one more gradient in ``bucket``; when it is full, send every full bucket whose turn it is."""

@@ -20,7 +20,7 @@ from asyncdist.torch_backend.torch_work import Work
 
 __all__ = ["ProcessGroup", "Store", "Work"]
 
-registration.register()
-kernels.register()
-patches.register()
-url_handler.register()
+registration.register_backend()
+kernels.register_kernels()
+patches.apply_patches()
+url_handler.register_url_scheme()

@@ -18,7 +18,7 @@ c10d: Any = distributed_c10d
 
 
 @cache
-def register() -> None:
+def register_kernels() -> None:
     """Register the kernels for tensors on the CPU. Idempotent."""
     for kernel in (all_gather_into_tensor_out, batch_p2p_ops):
         operator = f"_c10d_functional::{kernel.__name__}"

@@ -13,7 +13,7 @@ from asyncdist.store import TCPStore
 from asyncdist.store.state.ownership import lodging
 
 
-def reach(host: str, port: int, timeout: Timeout) -> TCPStore:
+def connect_with_long_lease(host: str, port: int, timeout: Timeout) -> TCPStore:
     """Connect to a daemon to stay there: it waits for us as long as we try to come back to it.
 
     Waited for less long, all of a job could be back in time and find nothing of what it kept.
@@ -24,7 +24,7 @@ def reach(host: str, port: int, timeout: Timeout) -> TCPStore:
 
 
 class LeaseKeepAlive(threading.Thread):
-    """Stays under ``prefix`` from now on; once started, over every connection of ``daemon`` (`reach`) until that is closed.
+    """Stays under ``prefix`` from now on; once started, over every connection of ``daemon`` (`connect_with_long_lease`) until that is closed.
 
     A blocking client notices only in its next call that its connection is broken, and that may come long after its lease
     has run out. So this thread always waits at the daemon, and takes part in making the next connection at once.

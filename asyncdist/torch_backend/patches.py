@@ -85,7 +85,7 @@ _REPLACED: list[tuple[Any, str, Instead]] = [
 
 
 @functools.cache
-def register() -> None:
+def apply_patches() -> None:
     """Replace it all. Idempotent."""
     for owner, name, instead in _REPLACED:
         theirs = getattr(owner, name)

@@ -10,7 +10,7 @@ import torch.distributed as torch_distributed
 from torch.distributed import distributed_c10d
 
 from asyncdist.base.background_loop import background_loop
-from asyncdist.ddp.reducer import has_free_cores
+from asyncdist.base.cores import has_free_cores
 from asyncdist.groups.group import Group
 from asyncdist.groups.world import World, open_world
 from asyncdist.torch_backend.process_group import NAME, ProcessGroup
@@ -18,7 +18,7 @@ from asyncdist.torch_backend.process_group import NAME, ProcessGroup
 c10d: Any = distributed_c10d
 
 
-def register() -> None:
+def register_backend() -> None:
     """Make ``"asyncdist"`` a back end of torch.distributed. Idempotent."""
     add_backend(NAME, make_backend, ["cpu", "cuda"] if torch.backends.cuda.is_built() else ["cpu"])
 
@@ -52,20 +52,20 @@ def make_backend(opts: Any, pg_options: object = None) -> ProcessGroup:
             timeout=opts.timeout,
         )
     )
-    return _coat_of(world.group, world)
+    return _wrap(world.group, world)
 
 
 def _part_of(world: World, ranks: Sequence[int], opts: Any) -> ProcessGroup:
     # Not by torch's name for it, which ranks may count differently once some of them have made a group by themselves.
     group = world.new_group(ranks, timeout=opts.timeout)
     assert group is not None, "torch asks members only"
-    return _coat_of(group, None)
+    return _wrap(group, None)
 
 
-def _coat_of(group: Group, world: World | None) -> ProcessGroup:
+def _wrap(group: Group, world: World | None) -> ProcessGroup:
     # Whoever else went on with an operation in shared memory would take the core of the very thread that called, which
     # mostly waits soon: DDP when its last bucket is full, functional collectives when the result is used.
-    group.patient = not has_free_cores(group.mesh.ways.here)
+    group.patient = not has_free_cores(group.mesh.ways.here, torch.get_num_threads())
     return ProcessGroup(group, world)
 
 

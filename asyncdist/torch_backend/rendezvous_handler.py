@@ -23,7 +23,7 @@ from asyncdist.errors import AsyncdistError, StoreConnectionError
 from asyncdist.store import PrefixStore, TCPStore
 from asyncdist.store.client.c10d_probe import accepts_c10d_clients
 from asyncdist.store.protocol import operations
-from asyncdist.torch_backend.lease_keep_alive import LeaseKeepAlive, reach
+from asyncdist.torch_backend.lease_keep_alive import LeaseKeepAlive, connect_with_long_lease
 from asyncdist.torch_backend.torch_store import Store
 
 log = logging.getLogger("asyncdist")
@@ -36,7 +36,7 @@ _ASKED_FOR = 5.0
 def make_handler(parameters: RendezvousParameters) -> RendezvousHandler:
     """Return a handler at the daemon that ``parameters.endpoint`` names; raises StoreConnectionError if none answers."""
     host, port = parse_rendezvous_endpoint(parameters.endpoint, default_port=DEFAULT_PORT)
-    daemon = reach(host, port, parameters.get_as_int("read_timeout", 60))
+    daemon = connect_with_long_lease(host, port, parameters.get_as_int("read_timeout", 60))
     name = f"torchrun/{quote(parameters.run_id, safe='')}"  # without a slash: no job's keys lie among another's
     # Before anything of the job is read: from now on nothing of it goes before we do.
     lodger = LeaseKeepAlive(daemon, f"{name}/", secrets.token_hex(8))

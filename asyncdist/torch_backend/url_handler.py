@@ -16,13 +16,13 @@ from asyncdist.base.deadline import Timeout, seconds
 from asyncdist.config import Config
 from asyncdist.rendezvous import meet
 from asyncdist.store import PrefixStore
-from asyncdist.torch_backend.lease_keep_alive import LeaseKeepAlive, reach
+from asyncdist.torch_backend.lease_keep_alive import LeaseKeepAlive, connect_with_long_lease
 from asyncdist.torch_backend.torch_store import Store
 
 SCHEME = "asyncdist"
 
 
-def register() -> None:
+def register_url_scheme() -> None:
     """Make ``asyncdist://`` an init method of torch.distributed. Idempotent."""
     handlers: dict[str, Any] = importlib.import_module("torch.distributed.rendezvous")._rendezvous_handlers
     handlers.setdefault(SCHEME, rendezvous)
@@ -37,7 +37,9 @@ def rendezvous(url: str, timeout: Timeout = None, **ignored: Any) -> Iterator[tu
     """
     rank, world_size, world_id = background_loop().run(_agree(url, timeout))
     parts = urlsplit(url)
-    daemon = reach(parts.hostname or "", parts.port or 0, seconds(timeout, Config.from_environment().timeout))
+    daemon = connect_with_long_lease(
+        parts.hostname or "", parts.port or 0, seconds(timeout, Config.from_environment().timeout)
+    )
     world = f"{parts.path.strip('/')}/{world_id}"
     LeaseKeepAlive(daemon, f"{world}/", str(rank)).start()
     yield Store(PrefixStore(world, daemon)), rank, world_size

@@ -148,7 +148,7 @@ def test_every_contender_is_drawn_and_explained_once(collectives, tmp_path):
         for name in collectives
         for nbytes in ((0,) if name == "barrier" else (4, 8))
     ]
-    figure = plot.figure_of(Report(EVERYTHING, {**MACHINE, "processor": "an abacus"}, rows))
+    figure = plot.benchmark_figure(Report(EVERYTHING, {**MACHINE, "processor": "an abacus"}, rows))
     panels = [panel for panel in figure.axes if panel.lines]
     assert len(panels) == len(set(collectives) - {"barrier"})
     for panel in panels:

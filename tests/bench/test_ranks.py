@@ -57,7 +57,7 @@ def in_ranks(ranks, program):
 def test_plain_sockets_compute_what_is_asked(collective, ranks, nbytes):
     def program(rank, sockets):
         case = traffic(collective, rank, ranks, nbytes)
-        call = plain_sockets.prepare(plain_sockets.Sockets(rank, sockets), case)
+        call = plain_sockets.prepare_socket_call(plain_sockets.Sockets(rank, sockets), case)
         case.load()
         call()
         case.check("raw")

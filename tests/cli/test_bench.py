@@ -144,7 +144,7 @@ def test_a_folder_too_deep_for_a_socket_is_named(tmp_path, monkeypatch):
         (
             "import os, sys; from asyncdist.bench import rank; "
             "rank._run = lambda *_: sys.stderr.write('out of oil\\n') and sys.stderr.flush() or os._exit(3); "
-            "rank.main(sys.argv[1], sys.argv[2])",
+            "rank.run_rank(sys.argv[1], sys.argv[2])",
             "rank [01] ended without a word:\nout of oil",
         ),
     ],

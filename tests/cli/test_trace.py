@@ -67,7 +67,7 @@ def test_the_picture(dumps):
     run = trace(dumps, "--plot", dumps / "timeline.svg")
     assert run.exit_code == 0, run.output
     assert (dumps / "timeline.svg").read_text().startswith("<?xml")
-    figure = timeline.figure_of(desync_report.read(dumps))
+    figure = timeline.timeline_figure(desync_report.read(dumps))
     (axes,) = figure.axes
     assert [label.get_text() for label in axes.get_yticklabels()] == ["rank 0", "rank 1"]
     names = [text.get_text() for text in axes.get_legend().get_texts()]
@@ -77,7 +77,7 @@ def test_the_picture(dumps):
 
 def test_only_the_last_seconds_are_drawn(dumps):
     records = desync_report.read(dumps)
-    (axes,) = timeline.figure_of(records, seconds=1e-9).axes
+    (axes,) = timeline.timeline_figure(records, seconds=1e-9).axes
     assert {text.get_text() for text in axes.get_legend().get_texts()} == {"not over"}
 
 
@@ -148,7 +148,7 @@ def test_worlds_that_wrote_together_are_told_of_each_by_itself(worlds):
 
 
 def test_worlds_are_drawn_one_above_the_other(worlds):
-    panels = timeline.figure_of(desync_report.recent(desync_report.read(worlds))).axes
+    panels = timeline.timeline_figure(desync_report.recent(desync_report.read(worlds))).axes
     assert [panel.get_title(loc="left").partition(":")[0] for panel in panels][1:] == ["world idleidle"]
     assert [len(panel.get_yticks()) for panel in panels] == [2, 2]
 

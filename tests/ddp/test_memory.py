@@ -124,14 +124,14 @@ def test_gradients_begin_at_lines_of_the_cache(together, dtype):
 @without_memory
 def test_copied_gradients_are_kept_until_the_next_forward_up_to_a_limit(together, toy, monkeypatch):
     """So that one gradient's memory need not be given back to the system before the next is made."""
-    monkeypatch.setattr(reducer, "_SPENT_NBYTES", 600)
+    monkeypatch.setattr(reducer, "_COPIED_NBYTES", 600)
     monkeypatch.setattr(direct_gradients, "LEAST_NBYTES", 1 << 30)
 
     def rank(group):
         ours = train(toy, group, toy.network(), steps=1)
-        kept = [tuple(tensor.shape) for tensor in ours._reducer._slice_exhausted]
+        kept = [tuple(tensor.shape) for tensor in ours._reducer._copied_gradients]
         ours(toy.samples()[0])
-        return kept, ours._reducer._slice_exhausted
+        return kept, ours._reducer._copied_gradients
 
     for kept, after in together(2, rank, transport="shm"):
         assert sorted(kept) == [(3,), (3, 8), (8,), (16,), (16, 6)]  # (8, 16) would exceed it

@@ -14,7 +14,7 @@ def test_what_is_replaced_keeps_its_name_and_arguments_and_is_not_replaced_again
     replaced = dist.monitored_barrier
     assert replaced.__name__ == "monitored_barrier"
     assert [*inspect.signature(replaced).parameters] == ["group", "timeout", "wait_all_ranks"]
-    patches.register()
+    patches.apply_patches()
     assert dist.monitored_barrier is replaced
 
 

@@ -148,7 +148,7 @@ class Raw(Blocking):
 
     def prepare(self, case: Traffic) -> Callable[[], object]:
         if self._prepared is None or self._prepared[0] is not case:
-            self._prepared = case, plain_sockets.prepare(self._sockets, case)
+            self._prepared = case, plain_sockets.prepare_socket_call(self._sockets, case)
         return self._prepared[1]
 
 
@@ -161,7 +161,7 @@ class Mpi(Blocking):
         self._world = mpi.communicator()
 
     def prepare(self, case: Traffic) -> Callable[[], object]:
-        return mpi.prepare(self._world, case)
+        return mpi.prepare_mpi_call(self._world, case)
 
 
 class Copy(Contender):
@@ -292,7 +292,7 @@ def _torch(plan: BenchPlan, rank: int, folder: Path) -> Iterator[list[Torch | Id
         if "idle" in plan.contenders:
             from asyncdist.bench.contenders import null_backend
 
-            null_backend.register()
+            null_backend.register_null_backend()
             torchs.append(Idle(distributed.new_group(backend=null_backend.NAME, timeout=timeout)))
         yield torchs
     finally:

@@ -23,7 +23,7 @@ def communicator() -> Any:
     return MPI.COMM_WORLD
 
 
-def prepare(world: Any, case: Traffic) -> Call:
+def prepare_mpi_call(world: Any, case: Traffic) -> Call:
     """Return what does the case's collective once over the tensors' own memory."""
     if case.name == "barrier":
         return lambda: world.Barrier()

@@ -27,7 +27,7 @@ for _name in (
     setattr(NullWorkBackend, _name, _nothing)
 
 
-def register() -> None:
+def register_null_backend() -> None:
     """Make `NAME` a back end of torch.distributed. Idempotent."""
     registration.add_backend(NAME, _make, ["cpu"])
 

@@ -72,7 +72,7 @@ def _shorten(spans: Spans, peer: int, span: memoryview, nbytes: int) -> None:
         spans[peer] = span[nbytes:]
 
 
-def prepare(sockets: Sockets, case: Traffic) -> Call:
+def prepare_socket_call(sockets: Sockets, case: Traffic) -> Call:
     """Return what does the case's collective once. It keeps the memory that it needs for additions."""
     return _MAKERS[case.name](sockets, case)
 

@@ -6,13 +6,13 @@ from asyncdist.bench.plan import BenchPlan
 from asyncdist.bench.report.table import (
     TRAINING_HEADINGS,
     Column,
-    about,
+    about_run,
+    contender_label,
     duration,
     faster,
     grids,
     markdown_of,
     median,
-    named,
     size,
     times,
     training_cells,
@@ -27,7 +27,7 @@ _STEPS_OF = {"torch": "over asyncdist", "gloo": "over gloo", "alone": "the model
 
 def markdown(report: Report) -> str:
     """Return the whole report as a Markdown page; ``bench.png`` lies beside it."""
-    parts = ["# Benchmark", about(report), *digest(report), "## What was measured", *_legend(report.plan)]
+    parts = ["# Benchmark", about_run(report), *digest(report), "## What was measured", *_legend(report.plan)]
     said = None
     for collective, shows, headings, rows in grids(report):
         if collective != said:
@@ -63,7 +63,7 @@ def _legend(plan: BenchPlan) -> list[str]:
         "always). *vs*: how many times faster ours is. *× copy*: how many memory copies ours takes. *− direct*: what a "
         "call takes above the same one of our blocking face. *algbw*: bytes over our median; *busbw*: what that puts on "
         "the busiest link (all_reduce: × 2(n−1)/n).",
-        "\n".join(f"- *{named(contender)}*: {meanings[contender]}." for contender in plan.contenders),
+        "\n".join(f"- *{contender_label(contender)}*: {meanings[contender]}." for contender in plan.contenders),
     ]
 
 
@@ -96,12 +96,14 @@ def _first_columns(row: ResultRow) -> list[Column]:
     there = row.timings.keys()
     columns: list[Column] = [("size", lambda row: size(row.nbytes)), ("ours", median("asyncdist"))]
     columns += [
-        (named(who), median(who)) for who in ("awaited", "registered", "torch", "gloo", "mpi", "copy") if who in there
+        (contender_label(who), median(who))
+        for who in ("awaited", "registered", "torch", "gloo", "mpi", "copy")
+        if who in there
     ]
     for who, rival in (("asyncdist", "gloo"), ("registered", "gloo"), ("registered", "mpi"), ("torch", "gloo")):
         if {who, rival} <= there:
-            ours = "ours" if who == "asyncdist" else named(who)
-            columns.append((f"{ours} vs {named(rival)}", faster(rival, who)))
+            ours = "ours" if who == "asyncdist" else contender_label(who)
+            columns.append((f"{ours} vs {contender_label(rival)}", faster(rival, who)))
     return columns
 
 

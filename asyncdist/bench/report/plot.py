@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncdist.bench.plan import BenchPlan
-from asyncdist.bench.report.table import about, size
+from asyncdist.bench.report.table import about_run, size
 from asyncdist.bench.result import Report, ResultRow
 from asyncdist.errors import UsageError
 
@@ -35,7 +35,7 @@ _PANELS_ABREAST = 3
 _INK, _GRID = "#333333", "#e4e4e4"
 
 
-def require(path: Path | None = None) -> None:
+def require_matplotlib(path: Path | None = None) -> None:
     """Raise UsageError where matplotlib is missing, saying what to install, or draws into no file of such a name."""
     try:
         from matplotlib.backend_bases import FigureCanvasBase
@@ -45,12 +45,12 @@ def require(path: Path | None = None) -> None:
         raise UsageError(f"{path} cannot be drawn: let its name end in png, svg or pdf")
 
 
-def draw(report: Report, path: Path) -> None:
+def draw_benchmark(report: Report, path: Path) -> None:
     """Draw the report into a file whose name ends in png, svg or pdf."""
-    figure_of(report).savefig(path, dpi=150)
+    benchmark_figure(report).savefig(path, dpi=150)
 
 
-def figure_of(report: Report) -> Figure:
+def benchmark_figure(report: Report) -> Figure:
     """Return the report as a figure. Collectives without sizes are left out."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -72,7 +72,7 @@ def figure_of(report: Report) -> Figure:
     if names:
         _legend(figure, panels[0], spare)
     columns = int(15 * figure.get_figwidth())
-    figure.supxlabel(textwrap.fill(about(report), columns), fontsize=7.5, color="#666666")
+    figure.supxlabel(textwrap.fill(about_run(report), columns), fontsize=7.5, color="#666666")
     return figure
 
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 _HEADINGS = ("case", "asyncdist", "torch", "unit", "better by", "bar", "reached")
 
 
-def cells(case: Case) -> tuple[str, ...]:
+def case_cells(case: Case) -> tuple[str, ...]:
     """Return a case's texts, one a column."""
     bar = f"≤ {case.bar:g}" if case.ratio is None else f"≥ {case.bar:g}×"
     return (
@@ -40,12 +40,12 @@ def about_store(report: StoreReport) -> str:
     )
 
 
-def left_out(report: StoreReport) -> list[str]:
+def cases_left_out(report: StoreReport) -> list[str]:
     """Return a line for each case that was not measured, with the reason."""
     return [f"{case} are left out: {reason}" for case, reason in report.left_out.items()]
 
 
-def table(report: StoreReport) -> Table:
+def store_results_table(report: StoreReport) -> Table:
     """Return a rich table."""
     from rich import box
     from rich.table import Table
@@ -54,12 +54,12 @@ def table(report: StoreReport) -> Table:
     for heading in _HEADINGS:
         made.add_column(heading, justify="left" if heading in ("case", "unit") else "right", no_wrap=True)
     for case in report.cases:
-        made.add_row(*cells(case))
+        made.add_row(*case_cells(case))
     return made
 
 
 def store_markdown(report: StoreReport) -> str:
     """Return the report as a Markdown page."""
-    lines = [_HEADINGS, (":--", "--:", "--:", ":--", "--:", "--:", ":--"), *map(cells, report.cases)]
+    lines = [_HEADINGS, (":--", "--:", "--:", ":--", "--:", "--:", ":--"), *map(case_cells, report.cases)]
     rows = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    return "\n\n".join(["# The store", about_store(report), *left_out(report), rows]) + "\n"
+    return "\n\n".join(["# The store", about_store(report), *cases_left_out(report), rows]) + "\n"

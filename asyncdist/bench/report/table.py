@@ -60,14 +60,14 @@ _NAMES = {
 _ONE_TABLE = 9  # more columns than these are divided over two tables: times, and what follows from them
 
 
-def named(contender: str) -> str:
+def contender_label(contender: str) -> str:
     """Return what a contender is called in tables."""
     return _NAMES.get(contender, contender)
 
 
 def _times(plan: BenchPlan) -> list[Column]:
     """Return a column of medians for each contender, with our worst beside ours."""
-    columns = [(named(contender), median(contender)) for contender in plan.contenders if contender != "idle"]
+    columns = [(contender_label(contender), median(contender)) for contender in plan.contenders if contender != "idle"]
     columns.insert(1, ("p99", lambda row: duration(row.ours.p99)))
     return columns
 
@@ -76,12 +76,12 @@ def _ratios(plan: BenchPlan) -> list[Column]:
     """Return the columns of what follows from the times; a heading may have two lines."""
     columns: list[Column] = []
     for who in ("asyncdist", *(("registered",) if plan.registered else ()), *plan.through):
-        prefix = "" if who == "asyncdist" else f"{named(who)}\n"
+        prefix = "" if who == "asyncdist" else f"{contender_label(who)}\n"
         columns += [(f"{prefix}vs {rival}", faster(rival, who)) for rival in plan.contenders if rival in RIVALS]
         columns.append((f"{prefix}× copy", _copies(who)))
-    columns += [(f"{named(who)}\n− direct", _above_blocking(who)) for who in plan.through]
+    columns += [(f"{contender_label(who)}\n− direct", _above_blocking(who)) for who in plan.through]
     if "idle" in plan.contenders:
-        columns.append((named("idle"), median("idle")))
+        columns.append((contender_label("idle"), median("idle")))
     if plan.awaited:
         columns.append(("await − block", _above_blocking("awaited")))
     columns.append(("algbw", lambda row: bandwidth(row.algorithm_bandwidth) if row.nbytes else "—"))
@@ -149,7 +149,7 @@ def training_cells(training: Training) -> list[list[str]]:
     ] + [[f"{who[name]}: {reason}", "—", "—", "—", "—"] for name, reason in training.absent.items()]
 
 
-def about(report: Report) -> str:
+def about_run(report: Report) -> str:
     """Return one line on the machine and what ran on it."""
     machine = report.machine
     mpi = f", {machine['mpi']}" if "mpi" in machine else ""

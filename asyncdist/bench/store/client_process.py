@@ -188,7 +188,7 @@ def _torchs_client(port: int) -> Any:
     )
 
 
-def main() -> None:
+def run_store_clients() -> None:
     """Take the token from stdin's first line, and do what each further one says until there are no more."""
     clients = Clients(sys.stdin.readline().strip())
     for line in sys.stdin:
@@ -199,4 +199,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_store_clients()

@@ -12,7 +12,7 @@ from pathlib import Path
 HOST = "127.0.0.1"
 
 
-def main(whose: str, data: str | None = None) -> None:
+def run_store_server(whose: str, data: str | None = None) -> None:
     """Serve as ``asyncdist store`` does, or as torch's libuv TCPStore does, which wants no token."""
     token = sys.stdin.readline().strip()
     if whose == "torch":
@@ -37,4 +37,4 @@ def _say(host: str, port: int) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    run_store_server(*sys.argv[1:])
