@@ -42,17 +42,17 @@ def sums(test):
     test.send(left())
 
 
-def dies_at_its_door(test):
+def dies_while_socket_has_a_name(test):
     """Be killed while the door has a name."""
     opening = os.open
     os.open = lambda path, *how: os.kill(os.getpid(), 9) if "asyncdist-" in str(path) else opening(path, *how)
-    opens_its_door(test)
+    listens_by_descriptor(test)
 
 
-def opens_its_door(test):
-    porch = local_listener.LocalListener(types.SimpleNamespace(config=types.SimpleNamespace(host="here")))
-    porch.open_door()
-    porch.close()
+def listens_by_descriptor(test):
+    listener = local_listener.LocalListener(types.SimpleNamespace(config=types.SimpleNamespace(host="here")))
+    listener.listen_by_descriptor()
+    listener.close()
     test.send("opened")
 
 
@@ -71,7 +71,7 @@ def until_it_fails(group, chance, steps):
 def await_freed():
     """Wait until nothing of a world is kept for others: a peer that has not left yet may still look at it."""
     until = time.monotonic() + 5
-    while kept := deferred_free.kept():
+    while kept := deferred_free.pending_releases():
         assert time.monotonic() < until, f"still kept: {kept}"
         time.sleep(0.001)  # a thread of the transport hears of it, and tells nobody
 

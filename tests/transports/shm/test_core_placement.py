@@ -17,7 +17,7 @@ PROGRAM = Path(__file__).parent / "program_waits.py"
 pytestmark = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system does not move threads")
 
 
-def board(core, *, asleep=False):
+def peer_at(core, *, asleep=False):
     return SimpleNamespace(core=core, asleep=[int(asleep)])
 
 
@@ -48,15 +48,15 @@ def system(monkeypatch):
 
 
 def test_of_three_on_one_core_the_last_moves_and_may_go_anywhere_again(system):
-    seen, own = system(core=0), board(-1)
-    CorePlacement(3, own)([(0, board(0)), (1, board(1)), (2, board(0))])
+    seen, own = system(core=0), peer_at(-1)
+    CorePlacement(3, own)([(0, peer_at(0)), (1, peer_at(1)), (2, peer_at(0))])
     assert seen.asked == [{1}, {0, 1}]
     assert own.core == seen.core == 1
 
 
 def test_the_others_stay_and_say_where_they_are(system):
-    seen, own = system(core=0), board(-1)
-    CorePlacement(2, own)([(0, board(0)), (1, board(1)), (3, board(0))])
+    seen, own = system(core=0), peer_at(-1)
+    CorePlacement(2, own)([(0, peer_at(0)), (1, peer_at(1)), (3, peer_at(0))])
     assert seen.asked == []
     assert own.core == 0
 
@@ -64,25 +64,25 @@ def test_the_others_stay_and_say_where_they_are(system):
 @pytest.mark.parametrize("others", [(0, 1, 1), (1, 1, 1), (0, 1, -1), (0, 0, 1)])
 def test_nobody_moves_to_where_it_would_be_no_better(system, others):
     seen = system(core=0, allowed=(0, 1) if others != (0, 0, 1) else (0,))
-    CorePlacement(3, board(-1))([(rank, board(core)) for rank, core in enumerate(others)])
+    CorePlacement(3, peer_at(-1))([(rank, peer_at(core)) for rank, core in enumerate(others)])
     assert seen.asked == []
 
 
 def test_who_sleeps_takes_no_room(system):
     seen = system(core=0)
-    CorePlacement(3, board(-1))([(0, board(0, asleep=True)), (1, board(0)), (2, board(1))])
+    CorePlacement(3, peer_at(-1))([(0, peer_at(0, asleep=True)), (1, peer_at(0)), (2, peer_at(1))])
     assert seen.asked == []
 
 
 def test_the_emptiest_of_the_cores_that_are_ours_is_chosen(system):
     seen = system(core=5, allowed=(4, 5, 6))
-    CorePlacement(9, board(-1))([(0, board(5)), (1, board(4)), (2, board(5)), (3, board(5))])
+    CorePlacement(9, peer_at(-1))([(0, peer_at(5)), (1, peer_at(4)), (2, peer_at(5)), (3, peer_at(5))])
     assert seen.asked == [{6}, {4, 5, 6}]
 
 
 def test_who_has_moved_rests_before_the_next_time(system):
-    seen, own = system(core=0), board(-1)
-    crowd, move = [(0, board(0)), (1, board(0))], CorePlacement(2, own)
+    seen, own = system(core=0), peer_at(-1)
+    crowd, move = [(0, peer_at(0)), (1, peer_at(0))], CorePlacement(2, own)
     move(crowd)
     assert seen.core == 1
     seen.core = 0  # the scheduler has undone it
@@ -96,15 +96,15 @@ def test_who_has_moved_rests_before_the_next_time(system):
 def test_a_core_that_is_taken_away_meanwhile_changes_nothing(system):
     seen = system(core=0)
     seen.taken_away = 1
-    CorePlacement(2, board(-1))([(0, board(0)), (1, board(0))])
+    CorePlacement(2, peer_at(-1))([(0, peer_at(0)), (1, peer_at(0))])
     assert seen.asked == [{1}, {0, 1}]
     assert seen.core == 0
 
 
 def test_where_nobody_can_say_its_core_nothing_happens(system, monkeypatch):
-    seen, own = system(core=0), board(-1)
+    seen, own = system(core=0), peer_at(-1)
     monkeypatch.setattr(core_placement, "_core_finder", lambda: None)
-    CorePlacement(2, own)([(0, board(0)), (1, board(0))])
+    CorePlacement(2, own)([(0, peer_at(0)), (1, peer_at(0))])
     assert (seen.asked, own.core) == ([], -1)
 
 

@@ -20,41 +20,41 @@ NUMBER = 7  # of the group
 
 
 class Rank:
-    """What one rank of a world has in shared memory: a board, a window, and neighbours."""
+    """What one rank of a world has in shared memory: a board, a window, and local_peers."""
 
     def __init__(self, rank, size):
         self.rank, self.size, self.fence = rank, size, Fence()
-        self.board = OwnControlBlock(arena(), size, self.fence)
-        self.neighbours = {}
+        self.control = OwnControlBlock(arena(), size, self.fence)
+        self.local_peers = {}
 
     def meet(self, peer, sock):
         sock.setblocking(False)
         host = types.SimpleNamespace(rank=self.rank, retire=lambda sock: sock.close())
-        self.neighbours[peer.rank] = LocalPeer(
-            peer.rank, sock, arena().mapping, peer.board, self.board, host, self.fence
+        self.local_peers[peer.rank] = LocalPeer(
+            peer.rank, sock, arena().mapping, peer.control, self.control, host, self.fence
         )
 
-    def make_window(self):
-        sharers = [None] * self.size
-        for rank, peer in self.neighbours.items():
-            sharers[rank] = PeerHandle(peer.mapping, peer.board.window, peer.asleep, peer.ring, peer.gone)
+    def make_slots(self):
+        handles = [None] * self.size
+        for rank, peer in self.local_peers.items():
+            handles[rank] = PeerHandle(peer.mapping, peer.control.group_slots, peer.asleep, peer.signal, peer.has_left)
         members = range(self.size)
-        self.window = SlotTable(NUMBER, self.rank, members, sharers, arena(), self.fence, 1 << 12, pytest.fail)
-        self.board.show(self.board.claim(), NUMBER, self.window.block.offset)
+        self.slots = SlotTable(NUMBER, self.rank, members, handles, arena(), self.fence, 1 << 12, pytest.fail)
+        self.control.publish_group(self.control.reserve_entry(), NUMBER, self.slots.block.offset)
 
     def begin_a_collective(self):
-        assert list(self.window.enter(1)) == []
-        self.window.post(1, 0, 0, 1)
+        assert list(self.slots.enter(1)) == []
+        self.slots.post(1, 0, 0, 1)
 
     def hang_up(self):
-        for peer in self.neighbours.values():
-            peer.hang_up()
+        for peer in self.local_peers.values():
+            peer.shut_down()
 
     def leave(self):
-        deferred_free.leave(self.window, self.board)
-        for peer in self.neighbours.values():
-            peer.leave()
-        deferred_free.leave_board(self.board, [], list(self.neighbours.values()))
+        deferred_free.release_slots(self.slots, self.control)
+        for peer in self.local_peers.values():
+            peer.release()
+        deferred_free.release_world(self.control, [], list(self.local_peers.values()))
 
 
 def world(size):
@@ -64,14 +64,14 @@ def world(size):
         one.meet(other, here)
         other.meet(one, there)
     for rank in ranks:
-        rank.make_window()
+        rank.make_slots()
     return ranks
 
 
 def outlasted():
     """Wait until nobody waits for the end of a peer."""
     for thread in threading.enumerate():
-        if thread.name == "asyncdist-limbo":
+        if thread.name == "asyncdist-deferred-free":
             thread.join(10)
             assert not thread.is_alive()
 
@@ -80,22 +80,24 @@ def outlasted():
 def test_a_world_is_freed_whenever_between_two_questions_its_peers_leave(monkeypatch, size):
     """Whoever asks twice whether somebody is gone may be told different things."""
     used = arena().used_nbytes
-    gone, free, hide = LocalPeer.gone, ArenaBlock.free, OwnControlBlock.hide
+    gone, free, hide = LocalPeer.has_left, ArenaBlock.free, OwnControlBlock.remove_group
     for last in itertools.count():
         first, *others = world(size)
         first.begin_a_collective()
         asked, given_up = itertools.count(), []
 
-        def ask(neighbour, first=first, others=others, asked=asked, last=last):
-            if neighbour in first.neighbours.values() and next(asked) == last:
+        def ask(local_peer, first=first, others=others, asked=asked, last=last):
+            if local_peer in first.local_peers.values() and next(asked) == last:
                 for other in others:
                     other.hang_up()
-            return gone(neighbour)
+            return gone(local_peer)
 
         with monkeypatch.context() as patch:
-            patch.setattr(LocalPeer, "gone", ask)
+            patch.setattr(LocalPeer, "has_left", ask)
             patch.setattr(
-                OwnControlBlock, "hide", lambda board, number, to=given_up: (to.append(number), hide(board, number))
+                OwnControlBlock,
+                "remove_group",
+                lambda control, number, to=given_up: (to.append(number), hide(control, number)),
             )
             patch.setattr(ArenaBlock, "free", lambda block, to=given_up: (to.append(block.offset), free(block)))
             first.leave()
@@ -103,7 +105,7 @@ def test_a_world_is_freed_whenever_between_two_questions_its_peers_leave(monkeyp
             for other in others:
                 other.hang_up()
             outlasted()
-        assert given_up == [NUMBER, first.window.block.offset, first.board.block.offset]
+        assert given_up == [NUMBER, first.slots.block.offset, first.control.block.offset]
         for other in others:
             other.leave()
         outlasted()
@@ -126,5 +128,5 @@ def test_a_process_at_its_end_which_may_start_no_thread_leaves_nevertheless(monk
     assert arena().used_nbytes > used
     other.leave()
     assert arena().used_nbytes == used
-    for neighbour in first.neighbours.values():
-        neighbour.close()
+    for local_peer in first.local_peers.values():
+        local_peer.close_kept_socket()

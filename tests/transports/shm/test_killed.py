@@ -38,10 +38,10 @@ def nursery():
 
 def test_the_name_of_a_rank_that_was_killed_at_its_door_goes_with_the_next_door(nursery, tmp_path):
     environment = {"TMPDIR": str(tmp_path)}
-    victim = nursery.start(PROGRAM, "dies_at_its_door", environment=environment)
+    victim = nursery.start(PROGRAM, "dies_while_socket_has_a_name", environment=environment)
     assert victim.wait() == -9
     assert [entry.is_socket() for entry in tmp_path.iterdir()] == [True]
-    nursery.start(PROGRAM, "opens_its_door", environment=environment).hear()
+    nursery.start(PROGRAM, "listens_by_descriptor", environment=environment).hear()
     assert list(tmp_path.iterdir()) == []
     nursery.clear()
 

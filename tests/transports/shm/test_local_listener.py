@@ -20,7 +20,7 @@ from asyncdist.store import HashStore
 from asyncdist.testing.cluster import world_of
 from asyncdist.testing.faults import cancelled_at
 from asyncdist_transports.shm import local_listener, transport
-from asyncdist_transports.shm.local_listener import LocalListener, out_of_reach
+from asyncdist_transports.shm.local_listener import LocalListener, unreachable_reason
 
 
 async def check_sums(groups):
@@ -36,9 +36,11 @@ async def test_ranks_of_different_network_namespaces_meet_at_a_door(monkeypatch,
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     address, numbers, dialled = LocalListener.address, itertools.count(1), []
-    monkeypatch.setattr(LocalListener, "address", lambda porch: {**address(porch), "net": next(numbers)})
-    opened = LocalListener.open_door
-    monkeypatch.setattr(LocalListener, "open_door", lambda porch: dialled.append(porch) or opened(porch))
+    monkeypatch.setattr(LocalListener, "address", lambda listener: {**address(listener), "net": next(numbers)})
+    opened = LocalListener.listen_by_descriptor
+    monkeypatch.setattr(
+        LocalListener, "listen_by_descriptor", lambda listener: dialled.append(listener) or opened(listener)
+    )
     async with world_of(3, transport="shm") as groups:
         assert len(dialled) == 2
         await check_sums(groups)
@@ -51,7 +53,7 @@ def bound(path):
     return sock
 
 
-def porch_here():
+def listener_here():
     return LocalListener(types.SimpleNamespace(config=types.SimpleNamespace(host="here")))
 
 
@@ -60,17 +62,17 @@ def test_who_opens_a_door_removes_no_names_but_of_dead_ones(monkeypatch, tmp_pat
     bound(tmp_path / "asyncdist-dead").close()
     bound(tmp_path / "another's").close()
     (tmp_path / "asyncdist-notes").touch()
-    porch = porch_here()
+    listener = listener_here()
     with bound(tmp_path / "asyncdist-alive") as alive:
         alive.listen()
-        porch.open_door()
-    porch.close()
+        listener.listen_by_descriptor()
+    listener.close()
     assert {entry.name for entry in tmp_path.iterdir()} == {"another's", "asyncdist-notes", "asyncdist-alive"}
 
 
 def test_a_door_whose_name_is_swept_away_before_it_is_open_is_opened_again(monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    porch, listening, swept = porch_here(), local_listener._listening, []
+    listener, listening, swept = listener_here(), local_listener._listening, []
 
     def listening_too_late(path):
         sock = listening(path)
@@ -80,10 +82,10 @@ def test_a_door_whose_name_is_swept_away_before_it_is_open_is_opened_again(monke
         return sock
 
     monkeypatch.setattr(local_listener, "_listening", listening_too_late)
-    porch.open_door()
+    listener.listen_by_descriptor()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as visitor:
-        visitor.connect(f"/proc/self/fd/{porch.address()['door']}")
-    porch.close()
+        visitor.connect(f"/proc/self/fd/{listener.address()['descriptor']}")
+    listener.close()
     assert swept
     assert list(tmp_path.iterdir()) == []
 
@@ -92,8 +94,8 @@ def test_a_door_whose_name_is_swept_away_before_it_is_open_is_opened_again(monke
 async def test_strangers_at_the_door_neither_come_in_nor_keep_anybody_out(monkeypatch, says):
     address, strangers = LocalListener.address, []
 
-    def visited(porch):
-        there = address(porch)
+    def visited(listener):
+        there = address(listener)
         for _ in range(3):
             stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             strangers.append(stranger)
@@ -127,27 +129,27 @@ async def test_another_user_is_turned_away_by_who_is_visited(monkeypatch):
     assert time.monotonic() - began < 5
 
 
-def test_who_is_out_of_reach():
+def test_who_is_unreachable_reason():
     own = {"user": 1, "net": 1, "pids": 1}
-    assert out_of_reach(own, own) is None
-    assert out_of_reach(own, {**own, "net": 2}) is None
-    assert "another user" in out_of_reach(own, {**own, "user": 2})
-    assert "namespace" in out_of_reach(own, {**own, "net": 2, "pids": 2})
+    assert unreachable_reason(own, own) is None
+    assert unreachable_reason(own, {**own, "net": 2}) is None
+    assert "another user" in unreachable_reason(own, {**own, "user": 2})
+    assert "namespace" in unreachable_reason(own, {**own, "net": 2, "pids": 2})
 
 
 async def test_a_porch_is_closed_by_any_thread_but_not_under_the_eyes_of_a_loop():
     """A process that ends closes it on its main thread; uvloop aborts over a watched descriptor that has been closed."""
-    porch = porch_here()
-    porch.open_door()
-    sockets, waiting = list(porch._sockets), asyncio.ensure_future(porch.visitor())
+    listener = listener_here()
+    listener.listen_by_descriptor()
+    sockets, waiting = list(listener._sockets), asyncio.ensure_future(listener.accept())
     await asyncio.sleep(0)
-    await asyncio.to_thread(porch.close)
+    await asyncio.to_thread(listener.close)
     assert [sock.fileno() >= 0 for sock in sockets] == [True, True]
     waiting.cancel()
     await asyncio.wait([waiting])
     assert [sock.fileno() for sock in sockets] == [-1, -1]
-    porch.open_door()  # as one that still meets peers might
-    assert porch._sockets == []
+    listener.listen_by_descriptor()  # as one that still meets peers might
+    assert listener._sockets == []
 
 
 async def come_and_go(rank, **where):
@@ -200,7 +202,7 @@ async def test_worlds_that_come_and_go_leave_no_memory_behind():
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    "short", [(LocalListener, "visitor"), (transport, "visit")], ids=["of those who come", "of those who go"]
+    "short", [(LocalListener, "accept"), (transport, "connect_peer")], ids=["of those who come", "of those who go"]
 )
 async def test_a_process_that_gets_no_more_sockets_says_so_and_uses_the_next_transport(monkeypatch, caplog, short):
     async def no_socket(*_):

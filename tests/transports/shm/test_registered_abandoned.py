@@ -81,13 +81,13 @@ def test_a_call_does_not_begin_in_the_memory_of_a_group_destroyed_just_now(monke
             destroying.join()
             meet.wait(PATIENCE)
             made.append(group.world.new_group(None))
-            made.append(made[0]._native._window.words.tolist())
+            made.append(made[0]._native._slots.words.tolist())
 
         late[group.mesh.progress] = change
         error = first.all_reduce(torch.ones(4), background=False).exception()
         assert isinstance(error, GroupError)
         meet.wait(PATIENCE)
         second, words = made
-        return second._native._window.words.tolist() == words
+        return second._native._slots.words.tolist() == words
 
     assert run_ranks(2, program, transport="shm") == [True, True]

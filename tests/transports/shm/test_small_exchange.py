@@ -198,7 +198,7 @@ def test_two_who_wait_for_each_other_in_different_calls_find_that_out():
 async def test_where_members_share_cores_the_first_adds_and_the_others_copy(crowded, count, monkeypatch):
     added, add = [], Arithmetic.reduce
     monkeypatch.setattr(Arithmetic, "reduce", lambda how, *areas: added.append(how) or add(how, *areas))
-    monkeypatch.setattr(ShmTransport, "_crowded", crowded)
+    monkeypatch.setattr(ShmTransport, "_oversubscribed", crowded)
     async with world_of(3, transport="shm") as groups:
         for turn in range(CALLS):
             tensors = [numbers(count, group.rank() + turn) for group in groups]

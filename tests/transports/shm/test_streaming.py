@@ -41,7 +41,9 @@ async def check(groups, *counts):
 
 def stage(group, far):
     """Have a member stage so far ahead, always."""
-    group._native._stream._tried = defaultdict(type("Decided", (streaming._Tried,), {"choose": lambda tried: far}))
+    group._native._stream._tuners = defaultdict(
+        type("Decided", (streaming._AheadTuner,), {"choose": lambda tried: far})
+    )
 
 
 @pytest.mark.parametrize("ahead", [[0, 0], [streaming.AHEAD] * 2, [0, streaming.AHEAD], [streaming.AHEAD, 1], [2, 0]])
@@ -51,7 +53,7 @@ async def test_members_may_stage_as_far_ahead_as_they_like(ahead):
             stage(group, far)
         for count in (2 * PIECE, PIECE + 1, 3 * PIECE - 1, 7 * PIECE + 5, STREAM_PIECES * PIECE, 50 * PIECE + 7):
             await check(groups, count)
-        assert all(group._native._stream._tried for group in groups)
+        assert all(group._native._stream._tuners for group in groups)
 
 
 async def test_several_at_once_take_their_turns():
@@ -110,7 +112,7 @@ async def test_without_memory_to_stage_ahead_pieces_are_staged_at_once(monkeypat
 
 
 def test_both_are_tried_and_the_faster_is_kept_until_it_is_the_slower():
-    tried = streaming._Tried()
+    tried = streaming._AheadTuner()
     far = streaming.AHEAD
     speed = {0: 5.0, far: 2.0}
 
@@ -118,7 +120,7 @@ def test_both_are_tried_and_the_faster_is_kept_until_it_is_the_slower():
         chosen = []
         for _ in range(count):
             chosen.append(tried.choose())
-            tried.note(chosen[-1], [9.0, speed[chosen[-1]], 0.1])
+            tried.record(chosen[-1], [9.0, speed[chosen[-1]], 0.1])
         return chosen
 
     assert turns(32) == [0, far, 0, far, *[far] * 28]
@@ -133,14 +135,14 @@ def test_both_are_tried_and_the_faster_is_kept_until_it_is_the_slower():
 
 def pieces_of(group):
     """Return the pieces of the stream in which a member stages from now on, as they come."""
-    window, pieces = group._native._window, []
-    claim = window.claim
+    slots, pieces = group._native._slots, []
+    claim = slots.wait_reusable
 
     def noted(number, turn, takers):
         yield from claim(number, turn, takers)
-        pieces.append(window._which(number, turn, window.words) - 2 * SLOTS)
+        pieces.append(slots._area_index(number, turn, slots.words) - 2 * SLOTS)
 
-    window.claim = noted
+    slots.wait_reusable = noted
     return pieces
 
 
@@ -209,7 +211,7 @@ async def test_every_exchange_may_be_staged_ahead(ahead, size):
             stage(group, ahead[group.rank()])
         await check_exchanges(groups, PIECE + 1, 17 * PIECE, 40 * PIECE + 5)
         for group in groups:
-            assert len({name for (name, _), _ in group._native._stream._tried}) == 3
+            assert len({name for (name, _), _ in group._native._stream._tuners}) == 3
 
 
 def sent(group, count):
@@ -240,13 +242,13 @@ async def test_who_only_sends_may_stage_ahead(ahead, size):
             started = [sent(group, count) for group in groups]
             await asyncio.gather(*(work for works, _ in started for work in works))
             assert all(torch.equal(result, expected) for _, results in started for result, expected in results)
-        kinds = [{name for (name, _), _ in group._native._stream._tried} for group in groups]
+        kinds = [{name for (name, _), _ in group._native._stream._tuners} for group in groups]
         assert kinds == [set(), {"broadcast", "scatter", "gather", "reduce"}, {"gather", "reduce"}][:size]
 
 
 async def test_who_finds_the_stream_with_a_later_collective_uses_the_areas_of_its_slot():
     async with world_of(3, transport="shm", config=SMALL) as groups:
         for group in groups[:2]:
-            group._native._window._streamed = 1 << 20
+            group._native._slots._streamed = 1 << 20
         await check_exchanges(groups, 20 * PIECE, 30 * PIECE + 1)
-        assert groups[0]._native._window._streamed == 1 << 20
+        assert groups[0]._native._slots._streamed == 1 << 20

@@ -16,7 +16,7 @@ from asyncdist.testing.cluster import run_ranks, world_of
 from asyncdist.testing.collective_cases import collective_cases
 from asyncdist_transports.shm import memory_order
 from asyncdist_transports.shm.collectives import small
-from asyncdist_transports.shm.collectives.slot_table import DONE, LINE, STEP, TAKEN
+from asyncdist_transports.shm.collectives.slot_table import DONE, LINE, READ_ROUNDS, STEP
 from asyncdist_transports.shm.memory_order import Fence
 
 pytestmark = pytest.mark.each_loop
@@ -44,7 +44,7 @@ async def test_what_a_peer_publishes_before_we_sleep_is_seen():
         await asyncio.gather(zero.barrier(), one.barrier())
         mesh, ours = zero.mesh, shm_of(zero)
         rung = []
-        shm_of(one)._neighbours[0].ring = lambda: rung.append(True)
+        shm_of(one)._local_peers[0].signal = lambda: rung.append(True)
         work = zero.barrier()
         assert not work.is_completed()
         ours._asleep[0] = 0  # as while a driver is awake
@@ -79,11 +79,11 @@ def test_nobody_looks_who_sleeps_before_a_full_barrier_behind_the_last_word(name
     def program(group):
         tensor = asyncdist.empty(count, shared=shared).fill_(1.0)
         CALLS[name](group, tensor)  # so that the windows have found each other
-        events, window = [], group._native._window
-        full = window.fence.full
-        window.fence.full = lambda: (full(), events.append("full"))
-        window.words = Watched(window.words, events, written="word")
-        for member in window.others:
+        events, slots = [], group._native._slots
+        full = slots.fence.full
+        slots.fence.full = lambda: (full(), events.append("full"))
+        slots.words = Watched(slots.words, events, written="word")
+        for member in slots.others:
             member.asleep = Watched(member.asleep, events, read="look")
         for _ in range(3):
             CALLS[name](group, tensor)
@@ -122,12 +122,14 @@ class Steps:
         self._words, self._note = words, note
 
     def __setitem__(self, at, value):
-        tells = at % LINE in (STEP, TAKEN) and value & DONE  # without a step it says only that the last call is over
+        tells = (
+            at % LINE in (STEP, READ_ROUNDS) and value & DONE
+        )  # without a step it says only that the last call is over
         self._words[at] = value
         self._note("tell" if tells else "touch")
 
     def __getitem__(self, at):
-        if at % LINE in (STEP, TAKEN):
+        if at % LINE in (STEP, READ_ROUNDS):
             self._note("ask")
         return self._words[at]
 
@@ -163,13 +165,13 @@ def test_a_fence_stands_before_each_word_that_tells_and_between_one_that_was_ask
     def program(group):
         one, all = asyncdist.empty(count, shared=shared).fill_(1), asyncdist.empty(2 * count, shared=shared).fill_(1)
         MOVES[name](group, one, all)  # so that the windows have found each other
-        events, window = [], group._native._window
-        theirs, full = window.others[0].mapping, window.fence.full
+        events, slots = [], group._native._slots
+        theirs, full = slots.others[0].mapping, slots.fence.full
         local.is_theirs = lambda address: theirs.address <= address < theirs.address + theirs.nbytes
         local.note = events.append
-        window.fence.full = window.fence.light = lambda: (full(), events.append("fence"))
-        window.words = Steps(window.words, events.append)
-        window.others[0].words = Steps(window.others[0].words, events.append)
+        slots.fence.full = slots.fence.light = lambda: (full(), events.append("fence"))
+        slots.words = Steps(slots.words, events.append)
+        slots.others[0].words = Steps(slots.others[0].words, events.append)
         for _ in range(3):
             MOVES[name](group, one, all)
         del local.note
@@ -210,17 +212,17 @@ async def test_what_a_peer_publishes_after_we_said_that_we_sleep_rings():
     async with world_of(2, transport="shm") as (zero, one):
         await asyncio.gather(zero.barrier(), one.barrier())
         rung, cleared = [], []
-        neighbour = shm_of(one)._neighbours[0]
-        neighbour.asleep = Watched(neighbour.asleep, cleared, written=True)
-        ring = neighbour.ring
+        local_peer = shm_of(one)._local_peers[0]
+        local_peer.asleep = Watched(local_peer.asleep, cleared, written=True)
+        ring = local_peer.signal
 
         def noted():
-            rung.append(neighbour.asleep[0])
+            rung.append(local_peer.asleep[0])
             ring()
 
-        neighbour.ring = noted
-        for member in one._native._window.others:
-            member.ring = noted
+        local_peer.signal = noted
+        for member in one._native._slots.others:
+            member.signal = noted
         work = zero.barrier()
         with zero.mesh.progress._lock:
             assert zero.mesh.waits()
@@ -236,9 +238,9 @@ async def test_a_message_that_came_while_we_fell_asleep_is_seen():
         await asyncio.gather(one.send(torch.ones(1), 0), zero.recv(torch.empty(1), 1))
         received = zero.recv(tensor := torch.empty(3), 1)
         shm_of(zero)._asleep[0] = 0
-        shm_of(one)._neighbours[0].ring = lambda: pytest.fail("rung, though nobody had said that it sleeps")
+        shm_of(one)._local_peers[0].signal = lambda: pytest.fail("rung, though nobody had said that it sleeps")
         await one.send(torch.arange(3.0), 0)
-        del shm_of(one)._neighbours[0].ring
+        del shm_of(one)._local_peers[0].signal
         with zero.mesh.progress._lock:
             assert zero.mesh.waits() is None
         await received

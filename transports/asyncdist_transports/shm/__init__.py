@@ -3,8 +3,8 @@
 Read in this order:
 
 `order`        what makes it right that one process reads what another has written
-`board`        what a rank shows its peers in its own memory: whether it sleeps, where its windows and rings are
-`neighbour`    a peer on this host: its mapped memory, and the Unix socket that is doorbell, notice board and death notice
+`control`        what a rank shows its peers in its own memory: whether it sleeps, where its windows and rings are
+`local_peer`    a peer on this host: its mapped memory, and the Unix socket that is doorbell, notice board and death notice
 `meeting`      how two ranks become neighbours: token, process identity, descriptors
 `window`       where a group's collectives meet: numbered slots with steps that only grow
 `rounds`       staged data: pieces that stay in cache, copied in by one and out by the others

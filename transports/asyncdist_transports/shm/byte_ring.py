@@ -16,27 +16,32 @@ NBYTES = 1 << 20
 """Size of a ring: what may be under way, and stays in the cache."""
 
 
-class _End:
-    """One end of a ring. ``theirs`` is the peer's line about us, ``wake`` rings the peer if it sleeps."""
+class _RingEnd:
+    """One end of a ring. ``peer_words`` is the peer's line about us, ``wake_peer`` rings the peer if it sleeps."""
 
     _word: ClassVar[int]  # of our line, in which we say how many bytes we have moved
 
     def __init__(
-        self, memory: memoryview, ours: memoryview, theirs: memoryview, fence: Fence, wake: Callable[[], None]
+        self,
+        memory: memoryview,
+        own_words: memoryview,
+        peer_words: memoryview,
+        fence: Fence,
+        wake_peer: Callable[[], None],
     ) -> None:
-        self._memory, self._ours, self._theirs = memory, ours, theirs
-        self._fence, self._wake = fence, wake
-        self._moved = ours[self._word]
+        self._memory, self._own_words, self._peer_words = memory, own_words, peer_words
+        self._fence, self._wake_peer = fence, wake_peer
+        self._moved = own_words[self._word]
 
-    def _say(self) -> None:
+    def _publish_moved(self) -> None:
         """Let the peer see what we have moved, and wake it: it may wait for bytes, or for room."""
         self._fence.light()
-        self._ours[self._word] = self._moved
+        self._own_words[self._word] = self._moved
         self._fence.full()
-        self._wake()
+        self._wake_peer()
 
 
-class RingOut(_End):
+class RingWriter(_RingEnd):
     """The end that writes."""
 
     _word = WRITTEN
@@ -46,21 +51,21 @@ class RingOut(_End):
         sent = 0
         for buffer in buffers:
             if len(buffer):
-                count = self._put(memoryview(buffer))
+                count = self._copy_in(memoryview(buffer))
                 sent += count
                 if count < len(buffer):
                     break
         if not sent:
             raise BlockingIOError
-        self._say()
+        self._publish_moved()
         return sent
 
     def send(self, data: memoryview, /) -> int:
         return self.sendmsg((data,))
 
-    def _put(self, data: memoryview) -> int:
+    def _copy_in(self, data: memoryview) -> int:
         size = len(self._memory)
-        room = size - (self._moved - self._theirs[READ])
+        room = size - (self._moved - self._peer_words[READ])
         self._fence.light()  # the peer has read what we write over
         count = min(room, len(data))
         start = self._moved % size
@@ -72,7 +77,7 @@ class RingOut(_End):
         return count
 
 
-class RingIn(_End):
+class RingReader(_RingEnd):
     """The end that reads."""
 
     _word = READ
@@ -80,31 +85,31 @@ class RingIn(_End):
     @property
     def empty(self) -> bool:
         """Whether everything that was written has been read."""
-        return self._theirs[WRITTEN] == self._moved
+        return self._peer_words[WRITTEN] == self._moved
 
     def recv_into(self, buffer: memoryview, nbytes: int, /) -> int:
         """Read as much as has come and fits; BlockingIOError if nothing has."""
-        count = self._take(buffer[:nbytes])
+        count = self._copy_out(buffer[:nbytes])
         if not count:
             raise BlockingIOError
-        self._say()
+        self._publish_moved()
         return count
 
     def recvmsg_into(self, buffers: Sequence[bytearray | memoryview], /) -> tuple[int]:
         count = 0
         for buffer in buffers:
             if len(buffer):
-                taken = self._take(memoryview(buffer))
-                count += taken
-                if taken < len(buffer):
+                copied = self._copy_out(memoryview(buffer))
+                count += copied
+                if copied < len(buffer):
                     break
         if not count:
             raise BlockingIOError
-        self._say()
+        self._publish_moved()
         return (count,)
 
-    def _take(self, buffer: memoryview) -> int:
-        count = min(len(buffer), self._theirs[WRITTEN] - self._moved)
+    def _copy_out(self, buffer: memoryview) -> int:
+        count = min(len(buffer), self._peer_words[WRITTEN] - self._moved)
         self._fence.light()  # the count before the bytes
         size = len(self._memory)
         start = self._moved % size

@@ -16,14 +16,14 @@ from asyncdist.errors import SharedMemoryError
 from asyncdist.memory.shared_arena import Arena, ArenaBlock, ArenaMapping
 from asyncdist_transports.shm.memory_order import Fence
 
-LINE = 8
-_ASLEEP, _USED, _CORE, _PEERS = 0, LINE, LINE + 1, 2 * LINE
+WORDS_PER_LINE = 8
+_ASLEEP, _USED, _CORE, _PEERS = 0, WORDS_PER_LINE, WORDS_PER_LINE + 1, 2 * WORDS_PER_LINE
 _PAIRS = 1024
 RING, WRITTEN, READ = 0, 1, 2
 _SIGN = 1 << 63
 
 
-def signed(number: int) -> int:
+def to_signed(number: int) -> int:
     """Return a 64-bit number as a word has it."""
     return number - (1 << 64) if number & _SIGN else number
 
@@ -32,26 +32,26 @@ class ControlBlock:
     """A rank's board, ours or a peer's, at ``offset`` of its process's arena."""
 
     def __init__(self, mapping: ArenaMapping, offset: int, world_size: int) -> None:
-        self._directory = _PEERS + LINE * world_size
+        self._directory = _PEERS + WORDS_PER_LINE * world_size
         self.words = mapping.words(offset, self._directory + 2 * _PAIRS)
 
     @staticmethod
     def nbytes(world_size: int) -> int:
         """Return how large the board of a rank of such a world is."""
-        return 8 * (_PEERS + LINE * world_size + 2 * _PAIRS)
+        return 8 * (_PEERS + WORDS_PER_LINE * world_size + 2 * _PAIRS)
 
-    def line(self, peer: int) -> memoryview:
+    def peer_words(self, peer: int) -> memoryview:
         """Return the words about one peer: see `RING`, `WRITTEN`, `READ`."""
-        start = _PEERS + LINE * peer
-        return self.words[start : start + LINE]
+        start = _PEERS + WORDS_PER_LINE * peer
+        return self.words[start : start + WORDS_PER_LINE]
 
-    def window(self, number: int) -> int | None:
+    def group_slots(self, number: int) -> int | None:
         """Return the offset of a group's window; None if there is none (yet, or any more)."""
-        words, wanted = self.words, signed(number)
+        words, wanted = self.words, to_signed(number)
         used = min(words[_USED], _PAIRS)  # where its owner has left, anything may stand there
-        for place in range(self._directory, self._directory + 2 * used, 2):
-            if words[place] == wanted:
-                return words[place + 1]
+        for entry in range(self._directory, self._directory + 2 * used, 2):
+            if words[entry] == wanted:
+                return words[entry + 1]
         return None
 
     @property
@@ -75,30 +75,30 @@ class OwnControlBlock(ControlBlock):
     def __init__(self, arena: Arena, world_size: int, fence: Fence) -> None:
         self.block: ArenaBlock = arena.allocate(self.nbytes(world_size))
         super().__init__(arena.mapping, self.block.offset, world_size)
-        for place in range(len(self.words)):
-            self.words[place] = 0
+        for entry in range(len(self.words)):
+            self.words[entry] = 0
         self._fence = fence
         self._free = list(range(self._directory, self._directory + 2 * _PAIRS, 2))[::-1]
 
-    def claim(self) -> int:
-        """Return a place in the directory that is nobody's, for `show`. SharedMemoryError if there are too many groups."""
+    def reserve_entry(self) -> int:
+        """Return a place in the directory that is nobody's, for `publish_group`. SharedMemoryError if there are too many groups."""
         try:
             return self._free.pop()
         except IndexError:
             raise SharedMemoryError(f"more than {_PAIRS} groups at once share memory: destroy some") from None
 
-    def show(self, place: int, number: int, offset: int) -> None:
+    def publish_group(self, entry: int, number: int, offset: int) -> None:
         """Let peers find a group's window, at a place that was claimed for it."""
         words = self.words
-        words[place + 1] = offset
+        words[entry + 1] = offset
         self._fence.full()
-        words[place] = signed(number)
-        words[_USED] = max(words[_USED], (place - self._directory) // 2 + 1)
+        words[entry] = to_signed(number)
+        words[_USED] = max(words[_USED], (entry - self._directory) // 2 + 1)
 
-    def hide(self, number: int) -> None:
+    def remove_group(self, number: int) -> None:
         """Take a group's window off the directory."""
-        words, wanted = self.words, signed(number)
-        for place in range(self._directory, self._directory + 2 * words[_USED], 2):
-            if words[place] == wanted:
-                words[place] = 0
-                self._free.append(place)
+        words, wanted = self.words, to_signed(number)
+        for entry in range(self._directory, self._directory + 2 * words[_USED], 2):
+            if words[entry] == wanted:
+                words[entry] = 0
+                self._free.append(entry)

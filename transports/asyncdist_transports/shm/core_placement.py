@@ -50,13 +50,13 @@ class CorePlacement:
         now = monotonic()
         if now < self._rest_until:
             return
-        awake = [(rank, board.core) for rank, board in peers if not board.asleep[0]]
+        awake = [(rank, control.core) for rank, control in peers if not control.asleep[0]]
         if any(rank > self._rank for rank, their_core in awake if their_core == core):
             return  # it is for that one to move
-        crowds = Counter(their_core for _, their_core in awake)
+        ranks_on_core = Counter(their_core for _, their_core in awake)
         allowed = os.sched_getaffinity(0)
-        emptiest = min(allowed, key=lambda one: (crowds[one], one))
-        if crowds[core] > crowds[emptiest]:  # so many are there without us
+        emptiest = min(allowed, key=lambda one: (ranks_on_core[one], one))
+        if ranks_on_core[core] > ranks_on_core[emptiest]:  # so many are there without us
             self._rest_until = now + _REST
             self._move(emptiest, allowed)
             self._own.core = emptiest

@@ -23,101 +23,111 @@ from asyncdist_transports.shm.control_block import OwnControlBlock
 from asyncdist_transports.shm.local_peer import READABLE, LocalPeer
 
 _lock = threading.Lock()
-_windows: list[tuple[SlotTable, OwnControlBlock]] = []
-_boards: list[tuple[list[ArenaBlock], Sequence[LocalPeer]]] = []
-_foreign: weakref.WeakSet[ArenaMapping] = weakref.WeakSet()
-_MOST_FOREIGN = (
+_slot_tables: list[tuple[SlotTable, OwnControlBlock]] = []
+_control_blocks: list[tuple[list[ArenaBlock], Sequence[LocalPeer]]] = []
+_peer_mappings: weakref.WeakSet[ArenaMapping] = weakref.WeakSet()
+_MAX_PEER_MAPPINGS = (
     16  # mappings of peers whose worlds we have left, before we look for the rings of references they hang in
 )
 
 
-def leave(window: SlotTable, board: OwnControlBlock) -> None:
+def release_slots(slots: SlotTable, control: OwnControlBlock) -> None:
     """Free a window, and take it off the board, once nobody looks at it any more."""
-    window.leave()
+    slots.mark_left()
     with _lock:
-        _windows.append((window, board))
-    sweep()
+        _slot_tables.append((slots, control))
+    free_unused()
 
 
-def leave_board(board: OwnControlBlock, rings: Sequence[ArenaBlock], neighbours: Sequence[LocalPeer]) -> None:
+def release_world(control: OwnControlBlock, rings: Sequence[ArenaBlock], local_peers: Sequence[LocalPeer]) -> None:
     """Free the board and the rings of a world that we have left, once all neighbours have left it too."""
     with _lock:
-        _boards.append(([board.block, *rings], neighbours))
-        _foreign.update(neighbour.mapping for neighbour in neighbours)
-    if len(_foreign) > _MOST_FOREIGN:  # the traceback of one error is enough to keep a world, and a dead peer's memory
+        _control_blocks.append(([control.block, *rings], local_peers))
+        _peer_mappings.update(local_peer.mapping for local_peer in local_peers)
+    if (
+        len(_peer_mappings) > _MAX_PEER_MAPPINGS
+    ):  # the traceback of one error is enough to keep a world, and a dead peer's memory
         gc.collect()
-    waiting = [neighbour for neighbour in neighbours if not neighbour.gone()]
+    waiting = [local_peer for local_peer in local_peers if not local_peer.has_left()]
     if waiting:
-        outlasting = threading.Thread(target=_outlast, args=(waiting, neighbours), name="asyncdist-limbo", daemon=True)
+        outlasting = threading.Thread(
+            target=_await_peers, args=(waiting, local_peers), name="asyncdist-deferred-free", daemon=True
+        )
         with contextlib.suppress(RuntimeError):  # a process at its end starts no thread, and all this ends with it
             outlasting.start()
     else:
-        _close(neighbours)
-    sweep()  # after that question: if all were gone then, nobody else would look again
+        _close(local_peers)
+    free_unused()  # after that question: if all were gone then, nobody else would look again
 
 
-def sweep() -> None:
+def free_unused() -> None:
     """Free what nobody looks at any more."""
     with _lock:
         # A neighbour may go at any moment, so the boards come first: where all are gone no window is pending after that,
         # and none is taken off a board that has been freed.
-        over = [world for world in _boards if all(neighbour.gone() for neighbour in world[1])]
-        _boards[:] = [world for world in _boards if world not in over]
-        kept = []
-        for window, board in _windows:
-            if any(window.pending()):
-                kept.append((window, board))
+        finished = [world for world in _control_blocks if all(local_peer.has_left() for local_peer in world[1])]
+        _control_blocks[:] = [world for world in _control_blocks if world not in finished]
+        pending_releases = []
+        for slots, control in _slot_tables:
+            if any(slots.pending_readers()):
+                pending_releases.append((slots, control))
             else:
-                board.hide(window.number)
-                window.block.free()
-        _windows[:] = kept
-        for blocks, _ in over:
+                control.remove_group(slots.number)
+                slots.block.free()
+        _slot_tables[:] = pending_releases
+        for blocks, _ in finished:
             for block in blocks:
                 block.free()
 
 
-def kept() -> list[str]:
+def pending_releases() -> list[str]:
     """Return what is kept, and for which ranks, in words: for who looks for a leak."""
     with _lock:
         windows = [
-            (f"the window of group {window.number}", [window.world_ranks[member.rank] for member in window.pending()])
-            for window, _ in _windows
+            (
+                f"the window of group {slots.number}",
+                [slots.world_ranks[member.rank] for member in slots.pending_readers()],
+            )
+            for slots, _ in _slot_tables
         ]
-        boards = [
-            (f"{sum(block.nbytes for block in blocks)} bytes of a world", [n.peer for n in neighbours if not n.gone()])
-            for blocks, neighbours in _boards
+        controls = [
+            (
+                f"{sum(block.nbytes for block in blocks)} bytes of a world",
+                [n.peer for n in local_peers if not n.has_left()],
+            )
+            for blocks, local_peers in _control_blocks
         ]
-    return [f"{what}, for ranks {ranks(peers)}" for what, peers in windows + boards]
+    return [f"{what}, for ranks {ranks(peers)}" for what, peers in windows + controls]
 
 
-def _outlast(waiting: list[LocalPeer], neighbours: Sequence[LocalPeer]) -> None:
+def _await_peers(waiting: list[LocalPeer], local_peers: Sequence[LocalPeer]) -> None:
     """Wait until each of some neighbours has left; all are neighbours of one world."""
     poll = select.poll()
-    for neighbour in waiting:
-        assert neighbour.kept is not None
-        poll.register(neighbour.kept, READABLE)
+    for local_peer in waiting:
+        assert local_peer.kept_socket is not None
+        poll.register(local_peer.kept_socket, READABLE)
     while waiting:
         poll.poll()
-        for neighbour in [neighbour for neighbour in waiting if neighbour.gone()]:
-            assert neighbour.kept is not None
-            poll.unregister(neighbour.kept)
-            waiting.remove(neighbour)
-    _close(neighbours)
-    sweep()
+        for local_peer in [local_peer for local_peer in waiting if local_peer.has_left()]:
+            assert local_peer.kept_socket is not None
+            poll.unregister(local_peer.kept_socket)
+            waiting.remove(local_peer)
+    _close(local_peers)
+    free_unused()
 
 
-def _close(neighbours: Sequence[LocalPeer]) -> None:
+def _close(local_peers: Sequence[LocalPeer]) -> None:
     with _lock:  # somebody may just be asking them
-        for neighbour in neighbours:
-            neighbour.close()
+        for local_peer in local_peers:
+            local_peer.close_kept_socket()
 
 
-def _in_child() -> None:
+def _after_fork_in_child() -> None:
     """Forget what is the parent's."""
     global _lock
     _lock = threading.Lock()
-    _windows.clear()
-    _boards.clear()
+    _slot_tables.clear()
+    _control_blocks.clear()
 
 
-lifecycle.after_fork(_in_child)
+lifecycle.after_fork(_after_fork_in_child)

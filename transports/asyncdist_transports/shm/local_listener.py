@@ -2,7 +2,7 @@
 
 Every rank listens at an abstract address, which no file system knows and which ends with it. Abstract addresses belong to a
 network namespace; for peers in another one, and only if there are any, a rank also opens a *door*: a socket that had a
-name for some microseconds, and is reached through the descriptor that holds it (``/proc/<pid>/fd/<door>``). The name of a
+name for some microseconds, and is reached through the descriptor that holds it (``/proc/<pid>/fd/<descriptor>``). The name of a
 rank that was killed just then is removed by who next opens a door.
 
     dialler (the higher rank)                acceptor
@@ -31,7 +31,7 @@ from asyncdist.base.auth import Handshake, accept, dial
 from asyncdist.base.interfaces import machine_name
 from asyncdist.errors import AsyncdistError, ProtocolError
 from asyncdist.memory.shared_arena import Arena
-from asyncdist.memory.shared_arena import ArenaMapping as Memory
+from asyncdist.memory.shared_arena import ArenaMapping as ArenaMapping
 from asyncdist.transport.base import Host
 from asyncdist_transports.shm.control_block import ControlBlock
 
@@ -44,7 +44,7 @@ _PAUSE = 0.005
 _WELCOME = b"."
 _CREDENTIALS = struct.Struct("3i")
 
-Introduction = tuple[int, Memory, int]
+Introduction = tuple[int, ArenaMapping, int]
 """Rank, arena and the offset of the board of a peer."""
 
 
@@ -73,7 +73,7 @@ class LocalListener:
         self._sockets: list[socket.socket] = []
         self._lock = threading.Lock()
         self._watched = self._closed = False
-        self._door = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        self._path_descriptor = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         self._sockets.append(_listening(f"\0{_PREFIX}{self._name}"))
 
     def address(self) -> dict[str, Any]:
@@ -85,28 +85,28 @@ class LocalListener:
             "net": _namespace("net"),
             "pids": _namespace("pid"),
             "pid": os.getpid(),
-            "door": self._door,
+            "descriptor": self._path_descriptor,
         }
 
-    def open_door(self) -> None:
+    def listen_by_descriptor(self) -> None:
         """Let peers of other network namespaces in, under the descriptor that `address` has told them."""
         with self._lock:
             if not self._closed:
-                self._open_door()
+                self._listen_by_descriptor()
 
-    def _open_door(self) -> None:
+    def _listen_by_descriptor(self) -> None:
         folder = os.open(tempfile.gettempdir(), os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             inside = f"/proc/self/fd/{folder}"  # an address may have 107 bytes, a folder's name more
-            _sweep(inside)
-            sock, descriptor = _named(f"{inside}/{_PREFIX}{self._name}")
+            _remove_stale_sockets(inside)
+            sock, descriptor = _listening_by_descriptor(f"{inside}/{_PREFIX}{self._name}")
         finally:
             os.close(folder)
         self._sockets.append(sock)
-        os.dup2(descriptor, self._door, inheritable=False)
+        os.dup2(descriptor, self._path_descriptor, inheritable=False)
         os.close(descriptor)
 
-    async def visitor(self) -> socket.socket:
+    async def accept(self) -> socket.socket:
         """Wait for a connection, one caller at a time. On a porch that is closed nobody comes any more."""
         with self._lock:
             self._watched = True
@@ -126,21 +126,21 @@ class LocalListener:
                     self._close()
 
     def close(self) -> None:
-        """Listen no more, once nobody waits in `visitor`. Idempotent."""
+        """Listen no more, once nobody waits in `accept`. Idempotent."""
         with self._lock:
             self._closed = True
             if not self._watched:
                 self._close()
 
     def _close(self) -> None:
-        if self._door >= 0:
-            os.close(self._door)
-            self._door = -1
+        if self._path_descriptor >= 0:
+            os.close(self._path_descriptor)
+            self._path_descriptor = -1
         while self._sockets:
             self._sockets.pop().close()
 
 
-def _named(path: str) -> tuple[socket.socket, int]:
+def _listening_by_descriptor(path: str) -> tuple[socket.socket, int]:
     """Return a listening socket, and a descriptor by which it is reached when it has a name no more, as it has not now."""
     while True:
         sock = _listening(path)
@@ -155,7 +155,7 @@ def _named(path: str) -> tuple[socket.socket, int]:
                 os.unlink(path)
 
 
-def _sweep(folder: str) -> None:
+def _remove_stale_sockets(folder: str) -> None:
     """Remove what is left there of ranks of our user that were killed while their doors had names."""
     names: list[str] = []
     with contextlib.suppress(OSError):  # a folder may be one that nobody lists
@@ -163,10 +163,10 @@ def _sweep(folder: str) -> None:
     for name in names:
         if name.startswith(_PREFIX):
             with contextlib.suppress(OSError):  # gone meanwhile, or nothing that we understand
-                _remove_dead(f"{folder}/{name}")
+                _remove_if_stale(f"{folder}/{name}")
 
 
-def _remove_dead(path: str) -> None:
+def _remove_if_stale(path: str) -> None:
     found = os.lstat(path)
     if stat.S_ISSOCK(found.st_mode) and found.st_uid == os.getuid():
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as caller:
@@ -190,7 +190,7 @@ def _listening(address: str) -> socket.socket:
     return sock
 
 
-def out_of_reach(own: Mapping[str, Any], address: Mapping[str, Any]) -> str | None:
+def unreachable_reason(own: Mapping[str, Any], address: Mapping[str, Any]) -> str | None:
     """Return why a peer and we need not even try to meet: as both of us know, neither waits for the other."""
     if address["user"] != own["user"]:
         return f"it runs as another user, {address['user']}"
@@ -200,14 +200,14 @@ def out_of_reach(own: Mapping[str, Any], address: Mapping[str, Any]) -> str | No
 
 
 async def connect_peer(
-    address: Mapping[str, Any], host: Host, arena: Arena, board: int
+    address: Mapping[str, Any], host: Host, arena: Arena, control_offset: int
 ) -> tuple[socket.socket, Introduction]:
     """Go to a peer and become its neighbour. Raises Refused, and TimeoutError of whoever limits us."""
-    sock = await _dialled(address)
+    sock = await _connect(address)
     try:
-        await _prove(sock, dial(host.config.token, _purpose(host), secrets.token_bytes(32)))
-        await _introduce(sock, host, arena, board)
-        introduction = await _introduction(sock, host)
+        await _authenticate(sock, dial(host.config.token, _purpose(host), secrets.token_bytes(32)))
+        await _send_introduction(sock, host, arena, control_offset)
+        introduction = await _receive_introduction(sock, host)
         await _send(sock, _WELCOME)
         return sock, introduction
     except BaseException:
@@ -216,7 +216,7 @@ async def connect_peer(
 
 
 async def accept_peer(
-    sock: socket.socket, host: Host, arena: Arena, board: int, expected: Collection[int]
+    sock: socket.socket, host: Host, arena: Arena, control_offset: int, expected: Collection[int]
 ) -> Introduction:
     """Let a visitor become our neighbour if it is one of those expected. Raises Refused; closes the connection then."""
     rank: int | None = None
@@ -224,13 +224,13 @@ async def accept_peer(
         _, user, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
         if user != os.getuid():
             raise PeerRefused(f"it runs as another user, {user}")
-        await _prove(sock, accept(host.config.token, _purpose(host), secrets.token_bytes(32)))
-        introduction = await _introduction(sock, host, expected)
+        await _authenticate(sock, accept(host.config.token, _purpose(host), secrets.token_bytes(32)))
+        introduction = await _receive_introduction(sock, host, expected)
         rank = introduction[0]
-        await _introduce(sock, host, arena, board)
-        answer, _ = await _receive(sock)
-        if answer != _WELCOME:
-            raise PeerRefused(_in_words(answer))
+        await _send_introduction(sock, host, arena, control_offset)
+        reply, _ = await _accept_peers(sock)
+        if reply != _WELCOME:
+            raise PeerRefused(_decode_reason(reply))
         return introduction
     except PeerRefused as refusal:
         refusal.rank = rank if refusal.rank is None else refusal.rank
@@ -242,19 +242,19 @@ async def accept_peer(
 
 
 def _purpose(host: Host) -> str:
-    return f"neighbour of world {host.world_id}"
+    return f"shm peer of world {host.world_id}"
 
 
-async def _dialled(address: Mapping[str, Any]) -> socket.socket:
+async def _connect(address: Mapping[str, Any]) -> socket.socket:
     same_network = address["net"] == _namespace("net")
-    where = f"\0{_PREFIX}{address['name']}" if same_network else f"/proc/{address['pid']}/fd/{address['door']}"
+    path = f"\0{_PREFIX}{address['name']}" if same_network else f"/proc/{address['pid']}/fd/{address['descriptor']}"
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     lifecycle.close_in_children(sock)
     sock.setblocking(False)
     try:
         while True:
             try:
-                sock.connect(where)
+                sock.connect(path)
                 return sock
             except BlockingIOError:  # many are before us
                 await asyncio.sleep(_PAUSE)
@@ -270,7 +270,7 @@ async def _dialled(address: Mapping[str, Any]) -> socket.socket:
         raise
 
 
-async def _prove(sock: socket.socket, handshake: Handshake) -> None:
+async def _authenticate(sock: socket.socket, handshake: Handshake) -> None:
     """Run a handshake, a packet a message."""
     try:
         step = next(handshake)
@@ -279,7 +279,7 @@ async def _prove(sock: socket.socket, handshake: Handshake) -> None:
                 await _send(sock, step)
                 step = next(handshake)
             else:
-                packet, _ = await _receive(sock)
+                packet, _ = await _accept_peers(sock)
                 if len(packet) != step:
                     raise ProtocolError(f"a packet of {len(packet)} bytes where {step} were expected")
                 step = handshake.send(packet)
@@ -289,17 +289,19 @@ async def _prove(sock: socket.socket, handshake: Handshake) -> None:
         raise PeerRefused(str(error)) from error
 
 
-async def _introduce(sock: socket.socket, host: Host, arena: Arena, board: int) -> None:
-    await _send(sock, _INTRODUCTION.pack(host.rank, arena.nbytes, board), arena.descriptor)
+async def _send_introduction(sock: socket.socket, host: Host, arena: Arena, control_offset: int) -> None:
+    await _send(sock, _INTRODUCTION.pack(host.rank, arena.nbytes, control_offset), arena.descriptor)
 
 
-async def _introduction(sock: socket.socket, host: Host, expected: Collection[int] | None = None) -> Introduction:
+async def _receive_introduction(
+    sock: socket.socket, host: Host, expected: Collection[int] | None = None
+) -> Introduction:
     """Receive who the peer is, and its memory; tell it if we cannot take it."""
-    packet, descriptors = await _receive(sock)
+    packet, descriptors = await _accept_peers(sock)
     if len(packet) != _INTRODUCTION.size:
         _close(descriptors)
-        raise PeerRefused(_in_words(packet))
-    rank, nbytes, board = _INTRODUCTION.unpack(packet)
+        raise PeerRefused(_decode_reason(packet))
+    rank, nbytes, control_offset = _INTRODUCTION.unpack(packet)
     try:
         if not 0 <= rank < host.world_size or rank == host.rank or (expected is not None and rank not in expected):
             raise PeerRefused(f"it claims to be rank {rank}")
@@ -307,12 +309,12 @@ async def _introduction(sock: socket.socket, host: Host, expected: Collection[in
             raise PeerRefused("its memory did not come with the packet: descriptors are not passed between us")
         if (
             os.fstat(descriptors[0]).st_size < nbytes
-            or board % 8
-            or not board + ControlBlock.nbytes(host.world_size) <= nbytes
+            or control_offset % 8
+            or not control_offset + ControlBlock.nbytes(host.world_size) <= nbytes
         ):
             raise PeerRefused("its memory is smaller than it says")
         try:
-            return rank, Memory(descriptors[0], nbytes), board
+            return rank, ArenaMapping(descriptors[0], nbytes), control_offset
         except AsyncdistError as error:
             raise PeerRefused(str(error)) from error
     except PeerRefused as refusal:
@@ -323,7 +325,7 @@ async def _introduction(sock: socket.socket, host: Host, expected: Collection[in
         _close(descriptors)
 
 
-def _in_words(packet: bytes) -> str:
+def _decode_reason(packet: bytes) -> str:
     return f"it says: {packet.decode(errors='replace')}" if packet else "it closed the connection"
 
 
@@ -349,7 +351,7 @@ async def _send(sock: socket.socket, packet: bytes, descriptor: int | None = Non
             raise PeerRefused(f"the connection ended: {cause.strerror}") from cause
 
 
-async def _receive(sock: socket.socket) -> tuple[bytes, list[int]]:
+async def _accept_peers(sock: socket.socket) -> tuple[bytes, list[int]]:
     while True:
         try:
             packet, descriptors, _, _ = socket.recv_fds(sock, _PACKET_NBYTES, 4, socket.MSG_CMSG_CLOEXEC)
@@ -364,13 +366,13 @@ async def _any_ready(socks: list[socket.socket]) -> None:
     loop = asyncio.get_running_loop()
     ready: asyncio.Future[None] = loop.create_future()
 
-    def come() -> None:
+    def resolve() -> None:
         if not ready.done():
             ready.set_result(None)
 
     descriptors = [sock.fileno() for sock in socks]
     for descriptor in descriptors:
-        loop.add_reader(descriptor, come)
+        loop.add_reader(descriptor, resolve)
     try:
         await ready
     finally:

@@ -18,12 +18,12 @@ from asyncdist.memory.shared_arena import Arena, ArenaMapping
 from asyncdist.transport.base import Host, Outgoing
 from asyncdist.transport.wire_format import HEADER_NBYTES, KEY_NBYTES, unpack_tail
 from asyncdist_transports.byte_stream import Reader, Writer
-from asyncdist_transports.shm.byte_ring import NBYTES, RingIn, RingOut
+from asyncdist_transports.shm.byte_ring import NBYTES, RingReader, RingWriter
 from asyncdist_transports.shm.control_block import RING, ControlBlock, OwnControlBlock
 from asyncdist_transports.shm.memory_order import Fence
 
 PACKET_NBYTES = 1 << 17
-BELL = b"!"
+WAKE_PACKET = b"!"
 CLOSED = "its connection has ended"
 READABLE, WRITABLE = select.POLLIN, select.POLLOUT
 
@@ -40,62 +40,62 @@ class LocalPeer:
         peer: int,
         sock: socket.socket,
         mapping: ArenaMapping,
-        board: ControlBlock,
-        own: OwnControlBlock,
+        control: ControlBlock,
+        own_control: OwnControlBlock,
         host: Host,
         fence: Fence,
     ) -> None:
         self.peer = peer
         self.sock = sock
-        self.mapping, self.board = mapping, board
-        self.asleep = board.asleep
+        self.mapping, self.control = mapping, control
+        self.asleep = control.asleep
         self._host, self._fence = host, fence
-        self._ours, self._theirs = own.line(peer), board.line(host.rank)
-        self._notices: deque[bytes] = deque()  # which the socket had no room for
+        self._own_words, self._peer_words = own_control.peer_words(peer), control.peer_words(host.rank)
+        self._unsent_control: deque[bytes] = deque()  # which the socket had no room for
         self.queue: deque[Outgoing] = deque()
         self._writer: Writer | None = None
-        self._ring: RingIn | None = None
+        self._ring: RingReader | None = None
         self._reader: Reader | None = None
-        self.ended: str | None = None
+        self.end_reason: str | None = None
         """Why nothing more comes over the peer's socket; None while something may."""
-        self._over = False  # the peer has closed its end, and so looks at nothing of ours
-        self._kept: socket.socket | None = None
+        self._peer_closed = False  # the peer has closed its end, and so looks at nothing of ours
+        self._kept_socket: socket.socket | None = None
 
     # -- the socket ----------------------------------------------------------------------------
 
-    def ring(self) -> None:
+    def signal(self) -> None:
         """Wake the peer, which sleeps. Whoever rings clears the flag first: what comes after needs no bell again."""
         self.asleep[0] = 0
         # A socket that has no room has a packet already, and one that is closed nobody to wake.
         with contextlib.suppress(OSError):
-            self.sock.send(BELL)
+            self.sock.send(WAKE_PACKET)
 
-    def wake(self) -> None:
+    def wake_if_asleep(self) -> None:
         """Ring if the peer sleeps."""
         if self.asleep[0]:
-            self.ring()
+            self.signal()
 
-    def tell(self, packet: bytes) -> None:
+    def send_control(self, packet: bytes) -> None:
         """Send notices, after those sent before."""
-        self._notices.append(packet)
-        self.flush_notices()
+        self._unsent_control.append(packet)
+        self.flush_control()
 
-    def flush_notices(self) -> None:
+    def flush_control(self) -> None:
         """Send what the socket takes."""
         try:
-            while self._notices:
-                self.sock.send(self._notices[0])
-                self._notices.popleft()
+            while self._unsent_control:
+                self.sock.send(self._unsent_control[0])
+                self._unsent_control.popleft()
         except BlockingIOError:
             pass
         except OSError:  # the reading side will find the end, after what the peer still had to say
-            self._notices.clear()
+            self._unsent_control.clear()
 
-    def waits(self) -> int:
+    def poll_events(self) -> int:
         """Return the poll events to wait for at the socket."""
-        return READABLE | WRITABLE if self._notices else READABLE
+        return READABLE | WRITABLE if self._unsent_control else READABLE
 
-    def listen(self) -> None:
+    def receive_packets(self) -> None:
         """Take what has come to the socket. Raises Gone at its end, and ProtocolError for what no peer of ours says."""
         while True:
             try:
@@ -103,15 +103,15 @@ class LocalPeer:
             except BlockingIOError:
                 return
             except OSError as cause:
-                self._over = True
+                self._peer_closed = True
                 raise PeerGone(cause.strerror or str(cause)) from cause
             if not packet:
-                self._over = True
+                self._peer_closed = True
                 raise PeerGone(CLOSED)
-            if packet != BELL:
-                self._hear(packet)
+            if packet != WAKE_PACKET:
+                self._dispatch_control(packet)
 
-    def _hear(self, packet: bytes) -> None:
+    def _dispatch_control(self, packet: bytes) -> None:
         at = 0
         while at < len(packet):
             head = packet[at : at + HEADER_NBYTES]
@@ -129,24 +129,26 @@ class LocalPeer:
         """Send a message through our ring, made with the first; return whether all of it is in there."""
         if self._writer is None:
             offset = make_ring()
-            ring = RingOut(arena.mapping.view(offset, NBYTES), self._ours, self._theirs, self._fence, self.wake)
+            ring = RingWriter(
+                arena.mapping.view(offset, NBYTES), self._own_words, self._peer_words, self._fence, self.wake_if_asleep
+            )
             self._writer = Writer(ring, self.queue)
             self._writer.open = True
             self._fence.light()
-            self._ours[RING] = offset
+            self._own_words[RING] = offset
         return self._writer.send(message)
 
-    def pump(self) -> bool:
+    def move_messages(self) -> bool:
         """Move messages, both ways, as far as they can be moved; return whether any byte was."""
         moved = self._writer.flush() if self.queue and self._writer is not None else False
         ring = self._ring
         if ring is None:
-            offset = self._theirs[RING]
+            offset = self._peer_words[RING]
             if not offset:
                 return moved
             self._fence.light()
-            ring = self._ring = RingIn(
-                self.mapping.view(offset, NBYTES), self._ours, self._theirs, self._fence, self.wake
+            ring = self._ring = RingReader(
+                self.mapping.view(offset, NBYTES), self._own_words, self._peer_words, self._fence, self.wake_if_asleep
             )
             self._reader = Reader(ring, self.peer, self._host, self._host.inbox(self.peer))
         reader = self._reader
@@ -156,50 +158,50 @@ class LocalPeer:
         return moved
 
     @property
-    def silent(self) -> bool:
+    def drained(self) -> bool:
         """Whether all that the peer has sent has been read."""
-        return self._theirs[RING] == 0 or (self._ring is not None and self._ring.empty)
+        return self._peer_words[RING] == 0 or (self._ring is not None and self._ring.empty)
 
     # -- the end -------------------------------------------------------------------------------
 
-    def end(self, reason: str) -> None:
+    def mark_ended(self, reason: str) -> None:
         """Expect nothing more of the socket. It stays open: that it does tells the peer that we may look at its memory."""
-        if self.ended is None:
-            self.ended = reason
+        if self.end_reason is None:
+            self.end_reason = reason
 
-    def hang_up(self) -> None:
+    def shut_down(self) -> None:
         """Have the peer find the socket ended. Idempotent."""
         with contextlib.suppress(OSError):
             self.sock.shutdown(socket.SHUT_WR)
 
-    def leave(self) -> None:
-        """Let go: we look at nothing of the peer's any more. What it still may look at is for `gone` to say."""
-        self.hang_up()
-        if not self._over:
-            self._kept = self.sock.dup()  # the socket itself may be watched by a loop
-            lifecycle.close_in_children(self._kept)
+    def release(self) -> None:
+        """Let go: we look at nothing of the peer's any more. What it still may look at is for `has_left` to say."""
+        self.shut_down()
+        if not self._peer_closed:
+            self._kept_socket = self.sock.dup()  # the socket itself may be watched by a loop
+            lifecycle.close_in_children(self._kept_socket)
         self._host.retire(self.sock)
         self._writer = self._reader = self._ring = None
         self.queue.clear()
 
-    def gone(self) -> bool:
+    def has_left(self) -> bool:
         """Return whether the peer has left the world, or has died: it looks at nothing of ours any more."""
-        if not self._over and self._kept is not None:
+        if not self._peer_closed and self._kept_socket is not None:
             with contextlib.suppress(BlockingIOError):
-                while not self._over:
+                while not self._peer_closed:
                     try:
-                        self._over = not self._kept.recv(PACKET_NBYTES)
+                        self._peer_closed = not self._kept_socket.recv(PACKET_NBYTES)
                     except ConnectionError:
-                        self._over = True
-        return self._over
+                        self._peer_closed = True
+        return self._peer_closed
 
     @property
-    def kept(self) -> socket.socket | None:
-        """The socket on which `gone` waits for the peer, after `leave`."""
-        return self._kept
+    def kept_socket(self) -> socket.socket | None:
+        """The socket on which `has_left` waits for the peer, after `release`."""
+        return self._kept_socket
 
-    def close(self) -> None:
-        """Close what `leave` has kept. Idempotent."""
-        if self._kept is not None:
-            self._over = True
-            self._kept.close()
+    def close_kept_socket(self) -> None:
+        """Close what `release` has kept. Idempotent."""
+        if self._kept_socket is not None:
+            self._peer_closed = True
+            self._kept_socket.close()

@@ -29,7 +29,7 @@ from asyncdist_transports.shm.local_listener import (
     PeerRefused,
     accept_peer,
     connect_peer,
-    out_of_reach,
+    unreachable_reason,
 )
 from asyncdist_transports.shm.local_peer import LocalPeer, PeerGone
 from asyncdist_transports.shm.memory_order import Fence
@@ -49,19 +49,19 @@ class ShmTransport(Transport):
         super().__init__(host)
         self._arena: Arena = shared.arena()
         self._fence = Fence()
-        self._board = OwnControlBlock(self._arena, host.world_size, self._fence)
-        self._asleep = self._board.asleep
-        self._spread = CorePlacement(host.rank, self._board)
-        self._porch: LocalListener | None = None
+        self._control = OwnControlBlock(self._arena, host.world_size, self._fence)
+        self._asleep = self._control.asleep
+        self._core_placement = CorePlacement(host.rank, self._control)
+        self._listener: LocalListener | None = None
         self._cores: dict[int, set[int]] = {}
         self._same_process = False
-        self._neighbours: dict[int, LocalPeer] = {}
+        self._local_peers: dict[int, LocalPeer] = {}
         """All whom we have met, also those that have gone: what they have left behind may still be wanted."""
-        self._living: dict[int, LocalPeer] = {}
+        self._connected: dict[int, LocalPeer] = {}
         self._used: set[int] = set()  # whom the world reaches by us; who has refused us too late is of no interest
         self._by_descriptor: dict[int, LocalPeer] = {}
         self._rings: list[ArenaBlock] = []
-        self._windows: dict[int, SlotTable] = {}
+        self._slot_tables: dict[int, SlotTable] = {}
         self._closed = False
 
     @classmethod
@@ -80,33 +80,33 @@ class ShmTransport(Transport):
     # -- coming --------------------------------------------------------------------------------
 
     def listen(self, where: str) -> dict[str, Any]:
-        self._porch = LocalListener(self.host)
-        return {**self._porch.address(), "cores": sorted(os.sched_getaffinity(0))}
+        self._listener = LocalListener(self.host)
+        return {**self._listener.address(), "cores": sorted(os.sched_getaffinity(0))}
 
     def reaches(self, address: Address) -> bool:
         return True  # whom we have not met is not asked about
 
     async def settle(self, addresses: Sequence[Address | None], timeout: float) -> list[int]:
-        porch, own = self._porch, addresses[self.host.rank]
-        assert porch is not None
+        listener, own = self._listener, addresses[self.host.rank]
+        assert listener is not None
         assert own is not None
-        here: dict[int, Address] = {}
+        local: dict[int, Address] = {}
         refused: dict[str, list[int]] = {}
         for peer, address in enumerate(addresses):
             if peer == self.host.rank or (address is not None and address["host"] != own["host"]):
                 continue
-            reason = "it offers none" if address is None else out_of_reach(own, address)
+            reason = "it offers none" if address is None else unreachable_reason(own, address)
             if address is None or reason is not None:
                 refused.setdefault(str(reason), []).append(peer)
             else:
-                here[peer] = address
+                local[peer] = address
         try:
-            if any(address["net"] != own["net"] for peer, address in here.items() if peer > self.host.rank):
+            if any(address["net"] != own["net"] for peer, address in local.items() if peer > self.host.rank):
                 with contextlib.suppress(OSError):  # who does not find it says so
-                    porch.open_door()
-            await self._meet(porch, here, min(timeout, _PATIENCE), refused)
+                    listener.listen_by_descriptor()
+            await self._connect_peers(listener, local, min(timeout, _PATIENCE), refused)
         finally:
-            porch.close()
+            listener.close()
         for reason, peers in refused.items():
             log.warning(
                 "rank %d shares no memory with %s, and uses the next transport: %s",
@@ -114,50 +114,50 @@ class ShmTransport(Transport):
                 ranks(peers),
                 reason,
             )
-        self._cores = {peer: set(here[peer]["cores"]) for peer in self._neighbours} | {
+        self._cores = {peer: set(local[peer]["cores"]) for peer in self._local_peers} | {
             self.host.rank: set(own["cores"])
         }
-        self._same_process = any(here[peer]["pid"] == own["pid"] for peer in self._neighbours)
-        return sorted(self._neighbours)
+        self._same_process = any(local[peer]["pid"] == own["pid"] for peer in self._local_peers)
+        return sorted(self._local_peers)
 
-    async def _meet(
-        self, porch: LocalListener, here: Mapping[int, Address], timeout: float, refused: dict[str, list[int]]
+    async def _connect_peers(
+        self, listener: LocalListener, local: Mapping[int, Address], timeout: float, refused: dict[str, list[int]]
     ) -> None:
         """Visit the lower ranks, and receive the higher ones."""
-        expected = {peer for peer in here if peer > self.host.rank}
+        expected = {peer for peer in local if peer > self.host.rank}
         async with asyncio.TaskGroup() as tasks:
-            for peer, address in here.items():
+            for peer, address in local.items():
                 if peer < self.host.rank:
-                    tasks.create_task(self._visit(peer, address, timeout, refused))
+                    tasks.create_task(self._connect_to(peer, address, timeout, refused))
             if expected:
-                tasks.create_task(self._receive(porch, expected, timeout, refused))
+                tasks.create_task(self._accept_peers(listener, expected, timeout, refused))
 
-    async def _visit(self, peer: int, address: Address, timeout: float, refused: dict[str, list[int]]) -> None:
+    async def _connect_to(self, peer: int, address: Address, timeout: float, refused: dict[str, list[int]]) -> None:
         try:
             async with asyncio.timeout(timeout):
-                sock, introduction = await connect_peer(address, self.host, self._arena, self._board.block.offset)
+                sock, introduction = await connect_peer(address, self.host, self._arena, self._control.block.offset)
         except PeerRefused as refusal:
             refused.setdefault(str(refusal), []).append(peer)
         except TimeoutError:
             refused.setdefault("it did not answer at its Unix socket", []).append(peer)
         except OSError as cause:
-            refused.setdefault(_short_of_sockets(cause), []).append(peer)
+            refused.setdefault(_too_few_sockets(cause), []).append(peer)
         else:
-            self._welcome(sock, introduction)
+            self._add_peer(sock, introduction)
 
-    async def _receive(
-        self, porch: LocalListener, expected: set[int], timeout: float, refused: dict[str, list[int]]
+    async def _accept_peers(
+        self, listener: LocalListener, expected: set[int], timeout: float, refused: dict[str, list[int]]
     ) -> None:
         """Receive visitors, strangers among them, side by side: who says nothing keeps nobody waiting."""
         missing = set(expected)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout), asyncio.TaskGroup() as tasks:
-                visitors: set[asyncio.Task[None]] = set()
+                handshakes: set[asyncio.Task[None]] = set()
 
-                async def receive_one(sock: socket.socket) -> None:
+                async def handshake_with(sock: socket.socket) -> None:
                     try:
                         introduction = await accept_peer(
-                            sock, self.host, self._arena, self._board.block.offset, missing
+                            sock, self.host, self._arena, self._control.block.offset, missing
                         )
                     except PeerRefused as refusal:
                         log.debug("rank %d turned a visitor away: %s", self.host.rank, refusal)
@@ -166,99 +166,107 @@ class ShmTransport(Transport):
                             refused.setdefault(str(refusal), []).append(refusal.rank)
                     else:
                         missing.discard(introduction[0])
-                        self._welcome(sock, introduction)
+                        self._add_peer(sock, introduction)
                     if not missing:
-                        entrance.cancel()
+                        accepting.cancel()
 
-                def part_with(sock: socket.socket, visitor: asyncio.Task[None]) -> None:
-                    visitors.discard(visitor)
-                    if visitor.cancelled():  # perhaps before it began
+                def close_if_cancelled(sock: socket.socket, handshake: asyncio.Task[None]) -> None:
+                    handshakes.discard(handshake)
+                    if handshake.cancelled():  # perhaps before it began
                         sock.close()
 
-                async def stand_open() -> None:
+                async def accept_connections() -> None:
                     while True:
                         try:
-                            sock = await porch.visitor()
+                            sock = await listener.accept()
                         except OSError as cause:
-                            refused.setdefault(_short_of_sockets(cause), []).extend(sorted(missing))
+                            refused.setdefault(_too_few_sockets(cause), []).extend(sorted(missing))
                             missing.clear()
                             return
-                        visitor = tasks.create_task(receive_one(sock))
-                        visitors.add(visitor)
-                        visitor.add_done_callback(functools.partial(part_with, sock))
+                        handshake = tasks.create_task(handshake_with(sock))
+                        handshakes.add(handshake)
+                        handshake.add_done_callback(functools.partial(close_if_cancelled, sock))
 
-                entrance = tasks.create_task(stand_open())
-                await asyncio.wait([entrance])
-                for visitor in visitors:
-                    visitor.cancel()
+                accepting = tasks.create_task(accept_connections())
+                await asyncio.wait([accepting])
+                for handshake in handshakes:
+                    handshake.cancel()
         if missing:
             refused.setdefault("it did not come to our Unix socket", []).extend(sorted(missing))
 
-    def _welcome(self, sock: socket.socket, introduction: Introduction) -> None:
+    def _add_peer(self, sock: socket.socket, introduction: Introduction) -> None:
         peer, mapping, offset = introduction
-        board = ControlBlock(mapping, offset, self.host.world_size)
-        neighbour = LocalPeer(peer, sock, mapping, board, self._board, self.host, self._fence)
-        self._neighbours[peer] = self._living[peer] = self._by_descriptor[sock.fileno()] = neighbour
+        control = ControlBlock(mapping, offset, self.host.world_size)
+        local_peer = LocalPeer(peer, sock, mapping, control, self._control, self.host, self._fence)
+        self._local_peers[peer] = self._connected[peer] = self._by_descriptor[sock.fileno()] = local_peer
 
-    def spin(self, here: int) -> tuple[float, bool]:
+    def spin(self, local: int) -> tuple[float, bool]:
         # Who spins keeps the interpreter from a peer in the same process.
-        return 0.0 if self._same_process else self.host.config.spin_us * 1e-6, self._crowded
+        return 0.0 if self._same_process else self.host.config.spin_us * 1e-6, self._oversubscribed
 
     @property
-    def _crowded(self) -> bool:
+    def _oversubscribed(self) -> bool:
         """Whether ranks outnumber what they run on: what one does, others wait for."""
         return self._same_process or len(self._cores) > len(set().union(*self._cores.values()))
 
     def spread(self) -> None:
         if not self._same_process:  # of whose ranks only one has the interpreter
-            self._spread([(neighbour.peer, neighbour.board) for neighbour in list(self._living.values())])
+            self._core_placement(
+                [(local_peer.peer, local_peer.control) for local_peer in list(self._connected.values())]
+            )
 
     # -- groups --------------------------------------------------------------------------------
 
     def native(self, number: int, members: Sequence[int]) -> Native:
-        sharers = [None if member == self.host.rank else self._sharer(member) for member in members]
+        handles = [None if member == self.host.rank else self._peer_handle(member) for member in members]
         config = self.host.config
 
         def difference(member: int, ours: int, theirs: int) -> Exception:
             return self.host.difference(members[member], ours, theirs)
 
-        window = SlotTable(
-            number, members.index(self.host.rank), members, sharers, self._arena, self._fence, config.shm_area_nbytes,
-            difference, crowded=self._crowded,
+        slots = SlotTable(
+            number, members.index(self.host.rank), members, handles, self._arena, self._fence, config.shm_area_nbytes,
+            difference, oversubscribed=self._oversubscribed,
         )  # fmt: skip
         try:
-            show = functools.partial(self._show, window, self._board.claim())
+            publish = functools.partial(self._publish, slots, self._control.reserve_entry())
         except SharedMemoryError:
-            window.block.free()
+            slots.block.free()
             raise
-        return ShmNative(window, config.piece_nbytes, show, functools.partial(self._hide, window))
+        return ShmNative(slots, config.piece_nbytes, publish, functools.partial(self._withdraw_slots, slots))
 
-    def _sharer(self, peer: int) -> PeerHandle:
-        neighbour = self._neighbours[peer]
+    def _peer_handle(self, peer: int) -> PeerHandle:
+        local_peer = self._local_peers[peer]
         self._used.add(peer)
-        return PeerHandle(neighbour.mapping, neighbour.board.window, neighbour.asleep, neighbour.ring, neighbour.gone)
+        return PeerHandle(
+            local_peer.mapping,
+            local_peer.control.group_slots,
+            local_peer.asleep,
+            local_peer.signal,
+            local_peer.has_left,
+        )
 
-    def _show(self, window: SlotTable, place: int) -> None:
-        self._windows[window.number] = window
-        self._board.show(place, window.number, window.block.offset)
-        for neighbour in self._living.values():
-            neighbour.wake()  # it may wait for this very group
+    def _publish(self, slots: SlotTable, place: int) -> None:
+        self._slot_tables[slots.number] = slots
+        self._control.publish_group(place, slots.number, slots.block.offset)
+        for local_peer in self._connected.values():
+            local_peer.wake_if_asleep()  # it may wait for this very group
 
-    def _hide(self, window: SlotTable) -> None:
-        if self._windows.pop(window.number, None) is not None and self._arena.pid == os.getpid():
-            deferred_free.leave(window, self._board)
+    def _withdraw_slots(self, slots: SlotTable) -> None:
+        if self._slot_tables.pop(slots.number, None) is not None and self._arena.pid == os.getpid():
+            deferred_free.release_slots(slots, self._control)
 
     # -- links ---------------------------------------------------------------------------------
 
     def link(self, peer: int, address: Address) -> ShmLink:
         self._used.add(peer)
-        return ShmLink(self._neighbours[peer], self)
+        return ShmLink(self._local_peers[peer], self)
 
-    def send(self, neighbour: LocalPeer, message: Outgoing) -> bool:
+    def send(self, local_peer: LocalPeer, message: Outgoing) -> bool:
         """Send a message of ours: through the ring, or beside it if it is a notice."""
         if unpack_kind(message) == DATA:
-            return neighbour.send(message, self._make_ring, self._arena)
-        neighbour.tell(message.header + bytes(message.body))
+            return local_peer.send(message, self._make_ring, self._arena)
+        local_peer.send_control(message.header + bytes(message.body))
         message.done = True
         return True
 
@@ -274,102 +282,102 @@ class ShmTransport(Transport):
         moved = False
         if ready is not None:
             for descriptor in ready:
-                neighbour = self._by_descriptor.get(descriptor)
-                if neighbour is not None:
-                    self._listen(neighbour)
+                local_peer = self._by_descriptor.get(descriptor)
+                if local_peer is not None:
+                    self._listen(local_peer)
                     moved = True
         return self._pump() or moved
 
     def _pump(self) -> bool:
         moved = False
-        for neighbour in list(self._living.values()):
+        for local_peer in list(self._connected.values()):
             try:
-                moved = neighbour.pump() or moved
+                moved = local_peer.move_messages() or moved
             except AsyncdistError as error:
-                self._lose(neighbour, str(error))
-            if neighbour.ended is not None and neighbour.silent and neighbour.peer in self._living:
-                self._lose(neighbour, neighbour.ended)
+                self._lose_peer(local_peer, str(error))
+            if local_peer.end_reason is not None and local_peer.drained and local_peer.peer in self._connected:
+                self._lose_peer(local_peer, local_peer.end_reason)
         return moved
 
-    def _listen(self, neighbour: LocalPeer) -> None:
+    def _listen(self, local_peer: LocalPeer) -> None:
         try:
-            neighbour.flush_notices()
-            neighbour.listen()
+            local_peer.flush_control()
+            local_peer.receive_packets()
             return
         except PeerGone as gone:
             reason = str(gone)
         except AsyncdistError as error:
             reason = str(error)
-        self._by_descriptor.pop(neighbour.sock.fileno(), None)
-        neighbour.end(reason)
+        self._by_descriptor.pop(local_peer.sock.fileno(), None)
+        local_peer.mark_ended(reason)
         self._pump()  # what it had sent before is there still, and is read first
-        if neighbour.peer in self._living and neighbour.peer in self._used:
-            self.host.lost(neighbour.peer, reason)
+        if local_peer.peer in self._connected and local_peer.peer in self._used:
+            self.host.lost(local_peer.peer, reason)
 
-    def _lose(self, neighbour: LocalPeer, reason: str) -> None:
+    def _lose_peer(self, local_peer: LocalPeer, reason: str) -> None:
         """Have no more to do with a peer, nor the world either if it reaches it by us."""
-        self._part(neighbour)
-        if neighbour.peer in self._used:
-            self.host.lost(neighbour.peer, reason)
+        self._disconnect(local_peer)
+        if local_peer.peer in self._used:
+            self.host.lost(local_peer.peer, reason)
 
-    def _part(self, neighbour: LocalPeer) -> None:
-        if self._living.pop(neighbour.peer, None) is not None:
-            self._by_descriptor.pop(neighbour.sock.fileno(), None)
-            if neighbour.ended is None:
-                neighbour.hang_up()
-                neighbour.end("")
-            neighbour.queue.clear()
+    def _disconnect(self, local_peer: LocalPeer) -> None:
+        if self._connected.pop(local_peer.peer, None) is not None:
+            self._by_descriptor.pop(local_peer.sock.fileno(), None)
+            if local_peer.end_reason is None:
+                local_peer.shut_down()
+                local_peer.mark_ended("")
+            local_peer.queue.clear()
 
     def waits(self) -> list[Wait] | None:
         self._asleep[0] = 1
         self._fence.full()  # before we, and whoever asks us, look once more: see `order`
         if self._pump():
             return None
-        return [(descriptor, neighbour.waits()) for descriptor, neighbour in self._by_descriptor.items()]
+        return [(descriptor, local_peer.poll_events()) for descriptor, local_peer in self._by_descriptor.items()]
 
     def busy(self) -> bool:
-        for neighbour in list(self._living.values()):  # asked without the lock too
-            if neighbour.queue:
+        for local_peer in list(self._connected.values()):  # asked without the lock too
+            if local_peer.queue:
                 return True
         return False
 
     def hears(self, peer: int) -> bool:
-        return peer in self._living  # until it has gone and all is read that it has sent
+        return peer in self._connected  # until it has gone and all is read that it has sent
 
     # -- going ---------------------------------------------------------------------------------
 
     def forget(self, peer: int) -> None:
-        neighbour = self._living.get(peer)
-        if neighbour is not None:
-            self._part(neighbour)
+        local_peer = self._connected.get(peer)
+        if local_peer is not None:
+            self._disconnect(local_peer)
 
     def close(self) -> None:
-        if self._porch is not None:
-            self._porch.close()
-        for window in list(self._windows.values()):
-            self._hide(window)
+        if self._listener is not None:
+            self._listener.close()
+        for slots in list(self._slot_tables.values()):
+            self._withdraw_slots(slots)
         if self._closed:
             return
         self._closed = True
-        for neighbour in self._living.values():
-            neighbour.tell(self.host.last_words)
-        self._living.clear()
+        for local_peer in self._connected.values():
+            local_peer.send_control(self.host.last_words)
+        self._connected.clear()
         self._by_descriptor.clear()
-        for neighbour in self._neighbours.values():
-            neighbour.leave()
-        deferred_free.leave_board(self._board, self._rings, list(self._neighbours.values()))
+        for local_peer in self._local_peers.values():
+            local_peer.release()
+        deferred_free.release_world(self._control, self._rings, list(self._local_peers.values()))
 
 
 class ShmLink(Link):
     """The way to one neighbour."""
 
-    def __init__(self, neighbour: LocalPeer, transport: ShmTransport) -> None:
-        super().__init__(neighbour.peer)
-        self._neighbour = neighbour
+    def __init__(self, local_peer: LocalPeer, transport: ShmTransport) -> None:
+        super().__init__(local_peer.peer)
+        self._local_peer = local_peer
         self._transport = transport
 
     def send(self, message: Outgoing) -> bool:
-        return self._transport.send(self._neighbour, message)
+        return self._transport.send(self._local_peer, message)
 
     def open(self) -> None:
         """There is nothing to open: neighbours have met before the world was complete."""
@@ -378,7 +386,7 @@ class ShmLink(Link):
         """Neighbours part when the transport closes."""
 
 
-def _short_of_sockets(cause: OSError) -> str:
+def _too_few_sockets(cause: OSError) -> str:
     return f"this process gets no more sockets: {cause.strerror}"
 
 

@@ -19,246 +19,271 @@ from asyncdist.transport.native import MemoryBlocks
 from asyncdist_transports.shm.collectives import zero_copy
 from asyncdist_transports.shm.collectives.piece_layout import Pieces, head_nbytes
 from asyncdist_transports.shm.collectives.slot_table import DONE, SlotMember, SlotTable
-from asyncdist_transports.shm.collectives.small import exchanges
-from asyncdist_transports.shm.collectives.staging import CollectiveState, Piece
+from asyncdist_transports.shm.collectives.small import every_member_reduces
+from asyncdist_transports.shm.collectives.staging import CollectiveState, PieceAction
 from asyncdist_transports.shm.collectives.streaming import StagedStream
 
-Taker = Callable[[Pieces, int, int], None]
-"""``take(pieces, k, turn)`` takes the k-th piece of everything, in the areas of that round."""
+PieceReader = Callable[[Pieces, int, int], None]
+"""``read(pieces, k, state)`` takes the k-th piece of everything, in the areas of that round."""
 
 
 class Large:
     """Collectives in rounds; what they are called with is what `Native` says."""
 
-    def __init__(self, window: SlotTable, views: zero_copy.Views, stream: StagedStream) -> None:
-        self._window, self._views, self._stream = window, views, stream
-        self._rank, self._size = window.rank, window.size
-        self._others = window.others
+    def __init__(self, slots: SlotTable, views: zero_copy.PeerViews, stream: StagedStream) -> None:
+        self._slots, self._views, self._stream = slots, views, stream
+        self._rank, self._size = slots.rank, slots.size
+        self._others = slots.others
 
     # -- reducing ------------------------------------------------------------------------------
 
-    def all_staged(self, turn: CollectiveState, memories: Sequence[Memory], how: Arithmetic) -> Schedule:
+    def all_reduce_coalesced_staged(
+        self, state: CollectiveState, memories: Sequence[Memory], arithmetic: Arithmetic
+    ) -> Schedule:
         """Reduce several memories by way of the areas, in a slot that we have entered, and leave it."""
-        area = self._window.area_nbytes
-        most = max(memory.nbytes if exchanges(self._size, memory.nbytes) else area for memory in memories)
+        area = self._slots.area_nbytes
+        most = max(memory.nbytes if every_member_reduces(self._size, memory.nbytes) else area for memory in memories)
         for half in (0, 1):  # before the first is reduced
-            self._window.reserve(turn.number, half, min(most, area))
+            self._slots.reserve(state.number, half, min(most, area))
         for memory in memories:
-            yield from self.staged(turn, memory, how)
-        self._window.publish(turn.number, DONE)
+            yield from self.all_reduce_staged(state, memory, arithmetic)
+        self._slots.publish(state.number, DONE)
 
-    def staged(self, turn: CollectiveState, memory: Memory, how: Arithmetic) -> Schedule:
+    def all_reduce_staged(self, state: CollectiveState, memory: Memory, arithmetic: Arithmetic) -> Schedule:
         """Reduce a memory by way of the areas, in a slot that we have entered, and do not leave it.
 
         Costs one meeting for what fits into one piece; each member then adds everybody's contribution itself. Of larger
         ones each member reduces its own block, two meetings a piece; between two members there is nothing to be gained
         by that.
         """
-        if exchanges(self._size, memory.nbytes):
-            yield from self._exchange(turn, memory, how)
+        if every_member_reduces(self._size, memory.nbytes):
+            yield from self._reduce_on_every_member(state, memory, arithmetic)
         else:
-            yield from self._scatter_and_gather(turn, memory, how)
+            yield from self._reduce_scatter_all_gather(state, memory, arithmetic)
 
-    def _exchange(self, turn: CollectiveState, memory: Memory, how: Arithmetic) -> Schedule:
+    def _reduce_on_every_member(self, state: CollectiveState, memory: Memory, arithmetic: Arithmetic) -> Schedule:
         """Everybody's pieces to everybody, each adds them all, in the order of the ranks."""
-        pieces = Pieces(turn, 1, memory.dtype)
+        pieces = Pieces(state, 1, memory.dtype)
         in_place = self._size == 2  # then ours need not be read from the area, and may be overwritten at once
 
-        def take(k: int, at: int) -> None:
+        def read(k: int, round_index: int) -> None:
             own = pieces.of(memory, k)
-            inputs = [pieces.staged(rank, 0, own.numel(), at) for rank in range(self._size)]
+            inputs = [pieces.staged(rank, 0, own.numel(), round_index) for rank in range(self._size)]
             if in_place:
                 inputs[self._rank] = own
-            how.reduce(inputs, own)
+            arithmetic.reduce(inputs, own)
 
-        def stage(k: int, at: int) -> None:
-            pieces.stage(0, memory, k, at)
+        def stage(k: int, round_index: int) -> None:
+            pieces.stage(0, memory, k, round_index)
 
-        yield from self._trade(turn, "all_reduce", pieces, memory.count, stage, take, reads_open=False)
+        yield from self._stage_and_read(state, "all_reduce", pieces, memory.count, stage, read, reads_open=False)
 
-    def _trade(
+    def _stage_and_read(
         self,
-        turn: CollectiveState,
+        state: CollectiveState,
         name: str,
         pieces: Pieces,
         most: int,
-        stage: Piece,
-        take: Piece,
+        stage: PieceAction,
+        read: PieceAction,
         *,
         reads_open: bool = True,
     ) -> Schedule:
         """Have everybody stage and take, in as many rounds as ``most`` elements need."""
-        kind, count, others = (name, pieces.dtype), pieces.rounds(most), self._others
-        return self._stream.rounds(turn, kind, count, pieces.nbytes, stage, take, others, others, reads_open=reads_open)
+        kind, count, others = (name, pieces.dtype), pieces.round_count(most), self._others
+        return self._stream.run_rounds(
+            state, kind, count, pieces.nbytes, stage, read, others, others, reads_open=reads_open
+        )
 
-    def _scatter_and_gather(self, turn: CollectiveState, memory: Memory, how: Arithmetic) -> Schedule:
+    def _reduce_scatter_all_gather(self, state: CollectiveState, memory: Memory, arithmetic: Arithmetic) -> Schedule:
         """Each member reduces the pieces of its own block, and hands them out: rounds of the one and of the other."""
-        pieces = Pieces(turn, self._size, memory.dtype)
+        pieces = Pieces(state, self._size, memory.dtype)
         parts = TensorBlocks.split(memory, self._size)
         blocks = [parts[rank] for rank in range(self._size)]
         own = blocks[self._rank]
 
-        def stage(k: int, at: int) -> None:
+        def stage(k: int, round_index: int) -> None:
             if k % 2:
-                pieces.stage(self._rank, own, k // 2, at)
+                pieces.stage(self._rank, own, k // 2, round_index)
                 return
             for member in self._others:
-                pieces.stage(member.rank, blocks[member.rank], k // 2, at)
+                pieces.stage(member.rank, blocks[member.rank], k // 2, round_index)
 
-        def take(k: int, at: int) -> None:
+        def read(k: int, round_index: int) -> None:
             if not k % 2:
-                self._reduce_block(pieces, own, pieces.of(own, k // 2), at, how)
+                self._reduce_block(pieces, own, pieces.of(own, k // 2), round_index, arithmetic)
                 return
             for member in self._others:
                 piece = pieces.of(blocks[member.rank], k // 2)
-                piece.copy_(pieces.staged(member.rank, member.rank, piece.numel(), at))
+                piece.copy_(pieces.staged(member.rank, member.rank, piece.numel(), round_index))
 
         most = max(block.count for block in blocks)
         pieces.reserve(self._size, most)  # also for our own block, which is staged when others' have been added to it
-        yield from turn.rounds(2 * pieces.rounds(most), stage, take, self._others, self._others, reads_open=False)
+        yield from state.run_rounds(
+            2 * pieces.round_count(most), stage, read, self._others, self._others, reads_open=False
+        )
 
-    def _reduce_block(self, pieces: Pieces, own: Memory, piece: torch.Tensor, at: int, how: Arithmetic) -> None:
-        others = [pieces.staged(member.rank, self._rank, piece.numel(), at) for member in self._others]
-        how.reduce([piece, *others], piece)
+    def _reduce_block(
+        self, pieces: Pieces, own: Memory, piece: torch.Tensor, round_index: int, arithmetic: Arithmetic
+    ) -> None:
+        others = [pieces.staged(member.rank, self._rank, piece.numel(), round_index) for member in self._others]
+        arithmetic.reduce([piece, *others], piece)
 
-    def reduce(self, number: int, fingerprint: int, memory: Memory, root: int, how: Arithmetic) -> Schedule:
-        def take(pieces: Pieces, k: int, at: int) -> None:
+    def reduce(self, number: int, fingerprint: int, memory: Memory, root: int, arithmetic: Arithmetic) -> Schedule:
+        def read(pieces: Pieces, k: int, round_index: int) -> None:
             own = pieces.of(memory, k)
-            places = pieces.turn.places
-            others = [self._seen(pieces, each, places[each.rank], 0, k, own.numel(), at) for each in self._others]
-            how.reduce([own, *others], own)
+            locations = pieces.state.locations
+            others = [
+                self._peer_piece(pieces, each, locations[each.rank], 0, k, own.numel(), round_index)
+                for each in self._others
+            ]
+            arithmetic.reduce([own, *others], own)
 
-        return self._one_way("reduce", number, fingerprint, memory, root, take, outward=False)
+        return self._rooted("reduce", number, fingerprint, memory, root, read, outward=False)
 
-    def _one_way(
-        self, name: str, number: int, fingerprint: int, memory: Memory, root: int, take: Taker, *, outward: bool
+    def _rooted(
+        self, name: str, number: int, fingerprint: int, memory: Memory, root: int, read: PieceReader, *, outward: bool
     ) -> Schedule:
         """Move data between the root and all others: who sends hands out a memory, all of which each taker takes."""
-        peers = self._others if self._rank == root else [self._window.by_rank[root]]
+        peers = self._others if self._rank == root else [self._slots.members_by_rank[root]]
         sends = outward == (self._rank == root)
-        turn = CollectiveState(
-            self._window, number, fingerprint, zero_copy.place_of(self._window, memory.tensor) if sends else 0
+        state = CollectiveState(
+            self._slots, number, fingerprint, zero_copy.shared_location(self._slots, memory.tensor) if sends else 0
         )
-        pieces = Pieces(turn, 1, memory.dtype)
-        count = 1 if turn.place else pieces.rounds(memory.count)
-        yield from self._window.enter(number)
+        pieces = Pieces(state, 1, memory.dtype)
+        count = 1 if state.location else pieces.round_count(memory.count)
+        yield from self._slots.enter(number)
         if sends:
             stage = functools.partial(pieces.stage, 0, memory)
-            yield from self._stream.rounds(turn, (name, memory.dtype), count, pieces.nbytes, stage, None, (), peers)
+            yield from self._stream.run_rounds(
+                state, (name, memory.dtype), count, pieces.nbytes, stage, None, (), peers
+            )
         else:
-            yield from turn.rounds(count, None, functools.partial(take, pieces), peers, ())
-        yield from turn.end(peers)
+            yield from state.run_rounds(count, None, functools.partial(read, pieces), peers, ())
+        yield from state.finish(peers)
 
-    def _seen(
-        self, pieces: Pieces, member: SlotMember, place: int, block: int, k: int, count: int, at: int
+    def _peer_piece(
+        self, pieces: Pieces, member: SlotMember, location: int, block: int, k: int, count: int, round_index: int
     ) -> torch.Tensor:
         """Return the k-th piece of a member's block: open from its place on, or staged if that is 0."""
-        if not place:
-            return pieces.staged(member.rank, block, count, at)
-        offset = place - 1 + k * pieces.step * pieces.dtype.itemsize
+        if not location:
+            return pieces.staged(member.rank, block, count, round_index)
+        offset = location - 1 + k * pieces.step * pieces.dtype.itemsize
         return self._views(member.rank, offset, count, pieces.dtype)
 
-    def _shown(self, turn: CollectiveState, member: SlotMember, which: int) -> int:
+    def _table_location(self, state: CollectiveState, member: SlotMember, index: int) -> int:
         """Return the place that stands in a member's table, 0 if it stages."""
-        return turn.places[member.rank] and self._window.table(turn.number, member.rank)[which]
+        return state.locations[member.rank] and self._slots.table(state.number, member.rank)[index]
 
     def reduce_scatter(
-        self, number: int, fingerprint: int, inputs: MemoryBlocks, own: Memory, how: Arithmetic
+        self, number: int, fingerprint: int, inputs: MemoryBlocks, own: Memory, arithmetic: Arithmetic
     ) -> Schedule:
         """One meeting a piece: each member adds what everybody has for it."""
         blocks = [inputs[rank] for rank in range(self._size)]
-        turn = yield from self._showing(number, fingerprint, blocks)
-        pieces = Pieces(turn, max(1, self._size - 1), own.dtype)
+        state = yield from self._begin_with_table(number, fingerprint, blocks)
+        pieces = Pieces(state, max(1, self._size - 1), own.dtype)
 
-        def stage(k: int, at: int) -> None:
+        def stage(k: int, round_index: int) -> None:
             for member in self._others:
-                pieces.stage(_place_of(member.rank, self._rank), blocks[member.rank], k, at)
+                pieces.stage(_block_index(member.rank, self._rank), blocks[member.rank], k, round_index)
 
-        def take(k: int, at: int) -> None:
+        def read(k: int, round_index: int) -> None:
             piece = pieces.of(own, k)
-            others = [self._ours(pieces, member, k, piece.numel(), at) for member in self._others]
-            how.reduce([pieces.of(blocks[self._rank], k), *others], piece)
+            others = [
+                self._piece_for_this_rank(pieces, member, k, piece.numel(), round_index) for member in self._others
+            ]
+            arithmetic.reduce([pieces.of(blocks[self._rank], k), *others], piece)
 
         most = max(block.count for block in blocks)
-        yield from self._trade(turn, "reduce_scatter", pieces, most, stage, take)
-        yield from turn.end(self._others)
+        yield from self._stage_and_read(state, "reduce_scatter", pieces, most, stage, read)
+        yield from state.finish(self._others)
 
-    def _showing(self, number: int, fingerprint: int, blocks: Sequence[Memory], behind: int = 0) -> Schedule:
-        """Enter the slot, and show where blocks lie; they are staged unless all lie open: see `direct.show`."""
-        yield from self._window.enter(number)
-        place = zero_copy.show(self._window, number, [block.tensor for block in blocks], behind)
-        return CollectiveState(self._window, number, fingerprint, place)
+    def _begin_with_table(self, number: int, fingerprint: int, blocks: Sequence[Memory], offset: int = 0) -> Schedule:
+        """Enter the slot, and show where blocks lie; they are staged unless all lie open: see `direct.post_locations`."""
+        yield from self._slots.enter(number)
+        location = zero_copy.post_locations(self._slots, number, [block.tensor for block in blocks], offset)
+        return CollectiveState(self._slots, number, fingerprint, location)
 
-    def _ours(self, pieces: Pieces, member: SlotMember, k: int, count: int, at: int, behind: int = 0) -> torch.Tensor:
+    def _piece_for_this_rank(
+        self, pieces: Pieces, member: SlotMember, k: int, count: int, round_index: int, offset: int = 0
+    ) -> torch.Tensor:
         """Return the k-th piece of the block that a member has for us."""
-        place = self._shown(pieces.turn, member, behind + self._rank)
-        return self._seen(pieces, member, place, _place_of(self._rank, member.rank), k, count, at)
+        location = self._table_location(pieces.state, member, offset + self._rank)
+        return self._peer_piece(pieces, member, location, _block_index(self._rank, member.rank), k, count, round_index)
 
     # -- moving --------------------------------------------------------------------------------
 
     def broadcast(self, number: int, fingerprint: int, memory: Memory, root: int) -> Schedule:
-        def take(pieces: Pieces, k: int, at: int) -> None:
+        def read(pieces: Pieces, k: int, round_index: int) -> None:
             piece = pieces.of(memory, k)
-            source, place = self._window.by_rank[root], pieces.turn.places[root]
-            piece.copy_(self._seen(pieces, source, place, 0, k, piece.numel(), at))
+            source, location = self._slots.members_by_rank[root], pieces.state.locations[root]
+            piece.copy_(self._peer_piece(pieces, source, location, 0, k, piece.numel(), round_index))
 
-        return self._one_way("broadcast", number, fingerprint, memory, root, take, outward=True)
+        return self._rooted("broadcast", number, fingerprint, memory, root, read, outward=True)
 
     def all_gather(self, number: int, fingerprint: int, rows: Sequence[tuple[MemoryBlocks, Memory]]) -> Schedule:
-        turn = yield from self._showing(number, fingerprint, [own for _, own in rows])
+        state = yield from self._begin_with_table(number, fingerprint, [own for _, own in rows])
         for row, (blocks, own) in enumerate(rows):
-            yield from self._gather_row(turn, row, [blocks[rank] for rank in range(self._size)], own)
-        yield from turn.end(self._others)
+            yield from self._gather_row(state, row, [blocks[rank] for rank in range(self._size)], own)
+        yield from state.finish(self._others)
 
-    def _gather_row(self, turn: CollectiveState, row: int, blocks: Sequence[Memory], own: Memory) -> Schedule:
-        pieces = Pieces(turn, 1, own.dtype)
-        room = blocks[self._rank]
-        in_place = own is room or own.tensor.data_ptr() == room.tensor.data_ptr()
+    def _gather_row(self, state: CollectiveState, row: int, blocks: Sequence[Memory], own: Memory) -> Schedule:
+        pieces = Pieces(state, 1, own.dtype)
+        own_room = blocks[self._rank]
+        in_place = own is own_room or own.tensor.data_ptr() == own_room.tensor.data_ptr()
 
-        def take(k: int, at: int) -> None:
+        def read(k: int, round_index: int) -> None:
             if not in_place:  # what we have staged just now is still in the nearest cache
-                pieces.of(room, k).copy_(pieces.of(own, k))
+                pieces.of(own_room, k).copy_(pieces.of(own, k))
             for member in self._others:
                 piece = pieces.of(blocks[member.rank], k)
                 if piece.numel():
-                    piece.copy_(self._seen(pieces, member, self._shown(turn, member, row), 0, k, piece.numel(), at))
+                    piece.copy_(
+                        self._peer_piece(
+                            pieces, member, self._table_location(state, member, row), 0, k, piece.numel(), round_index
+                        )
+                    )
 
-        def stage(k: int, at: int) -> None:
-            pieces.stage(0, own, k, at)
+        def stage(k: int, round_index: int) -> None:
+            pieces.stage(0, own, k, round_index)
 
-        yield from self._trade(turn, "all_gather", pieces, max(block.count for block in blocks), stage, take)
+        yield from self._stage_and_read(state, "all_gather", pieces, max(block.count for block in blocks), stage, read)
 
     def gather(self, number: int, fingerprint: int, own: Memory, blocks: MemoryBlocks, root: int) -> Schedule:
-        def take(pieces: Pieces, k: int, at: int) -> None:
+        def read(pieces: Pieces, k: int, round_index: int) -> None:
             for member in self._others:
                 piece = pieces.of(blocks[member.rank], k)
-                piece.copy_(self._seen(pieces, member, pieces.turn.places[member.rank], 0, k, piece.numel(), at))
+                piece.copy_(
+                    self._peer_piece(
+                        pieces, member, pieces.state.locations[member.rank], 0, k, piece.numel(), round_index
+                    )
+                )
 
-        return self._one_way("gather", number, fingerprint, own, root, take, outward=False)
+        return self._rooted("gather", number, fingerprint, own, root, read, outward=False)
 
     def scatter(self, number: int, fingerprint: int, own: Memory, blocks: MemoryBlocks, root: int) -> Schedule:
-        given = [blocks[rank] for rank in range(self._size)] if self._rank == root else []
-        turn = yield from self._showing(number, fingerprint, given)
-        pieces = Pieces(turn, max(1, self._size - 1), own.dtype)
-        count = 1 if turn.place else pieces.rounds(own.count)
+        outgoing = [blocks[rank] for rank in range(self._size)] if self._rank == root else []
+        state = yield from self._begin_with_table(number, fingerprint, outgoing)
+        pieces = Pieces(state, max(1, self._size - 1), own.dtype)
+        count = 1 if state.location else pieces.round_count(own.count)
         if self._rank == root:
 
-            def stage(k: int, at: int) -> None:
+            def stage(k: int, round_index: int) -> None:
                 for member in self._others:
-                    pieces.stage(_place_of(member.rank, root), blocks[member.rank], k, at)
+                    pieces.stage(_block_index(member.rank, root), blocks[member.rank], k, round_index)
 
             kind = "scatter", own.dtype
-            yield from self._stream.rounds(turn, kind, count, pieces.nbytes, stage, None, (), self._others)
-            yield from turn.end(self._others)
+            yield from self._stream.run_rounds(state, kind, count, pieces.nbytes, stage, None, (), self._others)
+            yield from state.finish(self._others)
             return
-        source = self._window.by_rank[root]
+        source = self._slots.members_by_rank[root]
 
-        def take(k: int, at: int) -> None:
+        def read(k: int, round_index: int) -> None:
             piece = pieces.of(own, k)
-            piece.copy_(self._ours(pieces, source, k, piece.numel(), at))
+            piece.copy_(self._piece_for_this_rank(pieces, source, k, piece.numel(), round_index))
 
-        yield from turn.rounds(count, None, take, [source], ())
-        yield from turn.end(())
+        yield from state.run_rounds(count, None, read, [source], ())
+        yield from state.finish(())
 
     def all_to_all(
         self, number: int, fingerprint: int, incoming: Sequence[Memory], outgoing: Sequence[Memory]
@@ -267,51 +292,53 @@ class Large:
 
         How much each sends to whom stands in its table, before where that lies.
         """
-        turn = yield from self._showing(number, fingerprint, outgoing, self._size)
-        self._window.reserve(number, 0, head_nbytes(self._size))
-        table = self._window.table(number, self._rank)
+        state = yield from self._begin_with_table(number, fingerprint, outgoing, self._size)
+        self._slots.reserve(number, 0, head_nbytes(self._size))
+        table = self._slots.table(number, self._rank)
         for rank, block in enumerate(outgoing):
             table[rank] = block.count
-        yield from self._cross(turn, incoming, outgoing)
+        yield from self._exchange_blocks(state, incoming, outgoing)
 
-    def cross_staged(
+    def all_to_all_staged(
         self, number: int, fingerprint: int, incoming: Sequence[Memory], outgoing: Sequence[Memory]
     ) -> Schedule:
         """Go on with an all-to-all after all of it was staged behind the table, which says that it lies there."""
-        place = self._window.place_of(number, self._rank, head_nbytes(self._size))
-        turn = CollectiveState(self._window, number, fingerprint, place, posted=True)
-        yield from turn.meet(self._others)
-        yield from self._cross(turn, incoming, outgoing)
+        location = self._slots.location_of(number, self._rank, head_nbytes(self._size))
+        state = CollectiveState(self._slots, number, fingerprint, location, posted=True)
+        yield from state.wait_posted(self._others)
+        yield from self._exchange_blocks(state, incoming, outgoing)
 
-    def _cross(self, turn: CollectiveState, incoming: Sequence[Memory], outgoing: Sequence[Memory]) -> Schedule:
-        pieces = Pieces(turn, max(1, self._size - 1), outgoing[0].dtype, head=head_nbytes(self._size))
+    def _exchange_blocks(
+        self, state: CollectiveState, incoming: Sequence[Memory], outgoing: Sequence[Memory]
+    ) -> Schedule:
+        pieces = Pieces(state, max(1, self._size - 1), outgoing[0].dtype, head=head_nbytes(self._size))
 
-        def stage(k: int, at: int) -> None:
+        def stage(k: int, round_index: int) -> None:
             for member in self._others:
-                pieces.stage(_place_of(member.rank, self._rank), outgoing[member.rank], k, at)
+                pieces.stage(_block_index(member.rank, self._rank), outgoing[member.rank], k, round_index)
 
-        def take(k: int, at: int) -> None:
+        def read(k: int, round_index: int) -> None:
             pieces.of(incoming[self._rank], k).copy_(pieces.of(outgoing[self._rank], k))
             for member in self._others:
                 block = incoming[member.rank]
                 if k == 0:
-                    self._check_sent(turn.number, member, block)
+                    self._check_size(state.number, member, block)
                 piece = pieces.of(block, k)
                 if piece.numel():
-                    piece.copy_(self._ours(pieces, member, k, piece.numel(), at, self._size))
+                    piece.copy_(self._piece_for_this_rank(pieces, member, k, piece.numel(), round_index, self._size))
 
         most = max(memory.count for memory in (*incoming, *outgoing))
-        yield from self._trade(turn, "all_to_all", pieces, most, stage, take)
-        yield from turn.end(self._others)
+        yield from self._stage_and_read(state, "all_to_all", pieces, most, stage, read)
+        yield from state.finish(self._others)
 
-    def _check_sent(self, number: int, member: SlotMember, block: Memory) -> None:
+    def _check_size(self, number: int, member: SlotMember, block: Memory) -> None:
         """Raise MismatchError if a member sends us something else than we expect."""
-        count = self._window.table(number, member.rank)[self._rank]
+        count = self._slots.table(number, member.rank)[self._rank]
         if count != block.count:
-            peer, nbytes = self._window.world_ranks[member.rank], count * block.itemsize
+            peer, nbytes = self._slots.world_ranks[member.rank], count * block.itemsize
             raise MismatchError(peer, f"rank {peer} sent {nbytes} bytes where {block.nbytes} were expected")
 
 
-def _place_of(taker: int, owner: int) -> int:
+def _block_index(reader: int, owner: int) -> int:
     """Return which place in its owner's area holds the taker's block; there is none for the owner's own."""
-    return taker - (taker > owner)
+    return reader - (reader > owner)

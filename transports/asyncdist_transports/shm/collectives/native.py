@@ -19,7 +19,7 @@ from asyncdist.transport.native import CallSignature, MemoryBlocks, Native, Prep
 from asyncdist_transports.shm.collectives import zero_copy
 from asyncdist_transports.shm.collectives.large import Large
 from asyncdist_transports.shm.collectives.slot_table import DONE, SlotTable
-from asyncdist_transports.shm.collectives.small import Blocks, swap_of
+from asyncdist_transports.shm.collectives.small import Blocks, small_exchange_for
 from asyncdist_transports.shm.collectives.staging import CollectiveState
 from asyncdist_transports.shm.collectives.streaming import StagedStream
 
@@ -39,22 +39,20 @@ def _each(blocks: Blocks, size: int) -> list[Memory]:
 class ShmNative(Native):
     """The collectives of one group in shared memory."""
 
-    def __init__(
-        self, window: SlotTable, piece_nbytes: int, show: Callable[[], None], hide: Callable[[], None]
-    ) -> None:
-        self._window = window
+    def __init__(self, slots: SlotTable, piece_nbytes: int, show: Callable[[], None], hide: Callable[[], None]) -> None:
+        self._slots = slots
         self._piece_nbytes = piece_nbytes
-        self._show, self._hide = show, hide
-        self._ranks = range(window.size)
-        self._views, self._stream = zero_copy.Views(window), StagedStream()
-        self._large = Large(window, self._views, self._stream)
+        self._publish, self._withdraw_slots = show, hide
+        self._ranks = range(slots.size)
+        self._views, self._stream = zero_copy.PeerViews(slots), StagedStream()
+        self._large = Large(slots, self._views, self._stream)
         self._kept: dict[Hashable, PreparedCall | None] = {}
 
     def open(self) -> None:
-        self._show()
+        self._publish()
 
     def close(self) -> None:
-        self._hide()
+        self._withdraw_slots()
 
     # -- what calls of one kind have in common -------------------------------------------------
 
@@ -65,7 +63,7 @@ class ShmNative(Native):
         except KeyError:
             if len(self._kept) >= _KEPT_KINDS:
                 self._kept.clear()
-        swap = swap_of(self._window, kind, self._crossing(self._large.cross_staged, kind))
+        swap = small_exchange_for(self._slots, kind, self._crossing(self._large.all_to_all_staged, kind))
         start = self._in_rounds(kind) if swap is None else swap.schedule
         if kind.collective is Collective.all_reduce:
             start = self._all_reduce_of(kind, start)
@@ -73,31 +71,31 @@ class ShmNative(Native):
         return start
 
     def _all_reduce_of(self, kind: CallSignature, swap: PreparedCall | None) -> PreparedCall:
-        window, how = self._window, kind.arithmetic
+        slots, how = self._slots, kind.arithmetic
 
-        def finish_staged(turn: CollectiveState, tensor: torch.Tensor) -> Schedule:
-            yield from self._large.staged(turn, Memory(tensor.view(-1)), how)
-            window.publish(turn.number, DONE)
+        def finish_staged(state: CollectiveState, tensor: torch.Tensor) -> Schedule:
+            yield from self._large.all_reduce_staged(state, Memory(tensor.view(-1)), how)
+            slots.publish(state.number, DONE)
 
         def stage(number: int, tensor: torch.Tensor) -> Schedule:
-            yield from window.enter(number)
-            yield from finish_staged(CollectiveState(window, number, kind.fingerprint), tensor)
+            yield from slots.enter(number)
+            yield from finish_staged(CollectiveState(slots, number, kind.fingerprint), tensor)
 
         start = swap or stage
         if kind.nbytes < zero_copy.MIN_NBYTES:
             return start
-        push = zero_copy.ZeroCopyAllReduce(window, self._views, kind, self._piece_nbytes, finish_staged)
+        push = zero_copy.ZeroCopyAllReduce(slots, self._views, kind, self._piece_nbytes, finish_staged)
 
         def open_or_staged(number: int, tensor: torch.Tensor) -> Schedule:
-            place = zero_copy.place_of(window, tensor)
-            return push(number, tensor, place) if place else start(number, tensor)
+            location = zero_copy.shared_location(slots, tensor)
+            return push(number, tensor, location) if location else start(number, tensor)
 
         return open_or_staged
 
     def _in_rounds(self, kind: CallSignature) -> PreparedCall | None:
         """Return what does calls with large tensors of one kind; None where nothing is known but by a plan."""
-        large, size, call, root = self._large, self._window.size, kind.fingerprint, kind.root
-        rank = self._window.rank
+        large, size, call, root = self._large, self._slots.size, kind.fingerprint, kind.root
+        rank = self._slots.rank
 
         def reduce_scatter(number: int, output: torch.Tensor, blocks: Blocks) -> Schedule:
             own = _flat(output)
@@ -124,7 +122,7 @@ class ShmNative(Native):
 
     def _crossing(self, cross: Callable[..., Schedule], kind: CallSignature) -> PreparedCall:
         """Return what does an all-to-all with tensors of one kind as ``cross`` does it with memory."""
-        size, call, own = self._window.size, kind.fingerprint, {self._window.rank: self._window.rank}
+        size, call, own = self._slots.size, kind.fingerprint, {self._slots.rank: self._slots.rank}
 
         def start(number: int, incoming: Blocks, outgoing: Blocks) -> Schedule:
             written = _each(incoming, size)
@@ -145,8 +143,8 @@ class ShmNative(Native):
     # -- meeting -------------------------------------------------------------------------------
 
     def announce(self, number: int, fingerprint: int) -> Schedule:
-        yield from self._window.enter(number)
-        self._window.post(number, fingerprint, 0, DONE)
+        yield from self._slots.enter(number)
+        self._slots.post(number, fingerprint, 0, DONE)
 
     def barrier(self, number: int, fingerprint: int) -> Schedule:
         quick = self.quick(CallSignature(Collective.barrier, fingerprint, torch.uint8, (0,)))
@@ -163,18 +161,23 @@ class ShmNative(Native):
         return self._all_reduce_of_several(number, fingerprint, memories, how)
 
     def _all_reduce_of_several(self, number: int, call: int, memories: Sequence[Memory], how: Arithmetic) -> Schedule:
-        window, large, tensors = self._window, self._large, [memory.tensor for memory in memories]
-        yield from window.enter(number)
-        place = zero_copy.show(window, number, tensors) if zero_copy.lie_apart(tensors) else 0
-        if not place:
-            yield from large.all_staged(CollectiveState(window, number, call), memories, how)
+        slots, large, tensors = self._slots, self._large, [memory.tensor for memory in memories]
+        yield from slots.enter(number)
+        location = zero_copy.post_locations(slots, number, tensors) if zero_copy.are_disjoint(tensors) else 0
+        if not location:
+            yield from large.all_reduce_coalesced_staged(CollectiveState(slots, number, call), memories, how)
             return
         counts = [memory.count for memory in memories]
         kind = CallSignature(Collective.all_reduce_coalesced, call, memories[0].dtype, (sum(counts),), how)
         push = zero_copy.CoalescedZeroCopyAllReduce(
-            window, self._views, kind, self._piece_nbytes, lambda turn, _: large.all_staged(turn, memories, how), counts
+            slots,
+            self._views,
+            kind,
+            self._piece_nbytes,
+            lambda state, _: large.all_reduce_coalesced_staged(state, memories, how),
+            counts,
         )
-        yield from push(number, tensors, place)
+        yield from push(number, tensors, location)
 
     def reduce(self, number: int, fingerprint: int, memory: Memory, root: int, how: Arithmetic) -> Schedule:
         quick = self._quick(Collective.reduce, fingerprint, (memory,), how, root)
@@ -216,7 +219,7 @@ class ShmNative(Native):
         return self._large.scatter(number, fingerprint, own, blocks, root)
 
     def _at_root(self, blocks: MemoryBlocks, root: int) -> list[torch.Tensor] | None:
-        return [blocks[rank].tensor for rank in self._ranks] if self._window.rank == root else None
+        return [blocks[rank].tensor for rank in self._ranks] if self._slots.rank == root else None
 
     def all_to_all(
         self, number: int, fingerprint: int, incoming: Sequence[Memory], outgoing: Sequence[Memory]

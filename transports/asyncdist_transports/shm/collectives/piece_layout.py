@@ -18,13 +18,13 @@ def head_nbytes(members: int) -> int:
 class Pieces:
     """How the pieces of ``blocks`` equally large places lie in an area: ``step`` elements of each, one after the other."""
 
-    __slots__ = ("blocks", "dtype", "head", "number", "step", "stride", "turn", "window")
+    __slots__ = ("blocks", "dtype", "head", "number", "slots", "state", "step", "stride")
 
-    def __init__(self, turn: CollectiveState, blocks: int, dtype: torch.dtype, *, head: int = 0) -> None:
-        self.turn, self.window, self.number = turn, turn.window, turn.number
+    def __init__(self, state: CollectiveState, blocks: int, dtype: torch.dtype, *, head: int = 0) -> None:
+        self.state, self.slots, self.number = state, state.slots, state.number
         self.dtype, self.blocks = dtype, blocks
         self.head = head
-        self.stride = (turn.window.area_nbytes - self.head) // blocks // _LINE_NBYTES * _LINE_NBYTES
+        self.stride = (state.slots.area_nbytes - self.head) // blocks // _LINE_NBYTES * _LINE_NBYTES
         self.step = self.stride // dtype.itemsize
 
     @property
@@ -32,7 +32,7 @@ class Pieces:
         """How much of an area a round uses at most."""
         return self.head + self.blocks * self.stride
 
-    def rounds(self, count: int) -> int:
+    def round_count(self, count: int) -> int:
         """Return in how many pieces so many elements go through; at least one."""
         return max(1, -(-count // self.step))
 
@@ -45,18 +45,18 @@ class Pieces:
     def reserve(self, blocks: int, count: int) -> None:
         """See that there is memory for so many blocks of up to ``count`` elements, in both halves."""
         nbytes = self.head + (blocks - 1) * self.stride + min(count, self.step) * self.dtype.itemsize
-        for turn in (0, 1):
-            self.window.reserve(self.number, turn, nbytes)
+        for half in (0, 1):
+            self.slots.reserve(self.number, half, nbytes)
 
-    def stage(self, block: int, source: Memory, k: int, turn: int) -> None:
+    def stage(self, block: int, source: Memory, k: int, round_index: int) -> None:
         """Copy the k-th piece of memory into our area of a round."""
         piece = self.of(source, k)
         count = piece.numel()
         start = self.head + block * self.stride
         if k == 0 and source.count > self.step:  # now, before anything is half done
-            self.window.reserve(self.number, turn + 1, start + count * self.dtype.itemsize)
-        self.window.own(self.number, turn, start, count, self.dtype).copy_(piece)
+            self.slots.reserve(self.number, round_index + 1, start + count * self.dtype.itemsize)
+        self.slots.own_area(self.number, round_index, start, count, self.dtype).copy_(piece)
 
-    def staged(self, rank: int, block: int, count: int, turn: int) -> torch.Tensor:
+    def staged(self, rank: int, block: int, count: int, round_index: int) -> torch.Tensor:
         """Return a piece as a member has staged it in a round."""
-        return self.window.area(self.number, turn, rank, self.head + block * self.stride, count, self.dtype)
+        return self.slots.area(self.number, round_index, rank, self.head + block * self.stride, count, self.dtype)

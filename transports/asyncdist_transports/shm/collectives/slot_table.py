@@ -25,10 +25,10 @@ from asyncdist.memory.shared_arena import PAGE_NBYTES, Arena, ArenaMapping
 from asyncdist_transports.shm.memory_order import Fence
 
 SLOTS = 8
-STEP, CALL, PLACE = 0, 1, 2
+STEP, CALL, LOCATION = 0, 1, 2
 LEFT = 3  # in the first line only: 1 when this member will not look at any slot again
 STREAM = 4  # ``n << 24 | first << 8 | room``: round r of this member lies in piece (first + r) % room of its stream
-TAKEN = 5  # ``n << 24 |`` of how many rounds this member has taken the others' pieces
+READ_ROUNDS = 5  # ``n << 24 |`` of how many rounds this member has taken the others' pieces
 WITHDRAWN = 6  # in the first line only: 1 when this member has given up a collective for which its data lay open
 RESULT = 7  # ``n`` when this member shows the result of the n-th collective behind what it has staged: see `small`
 LINE = 8
@@ -45,19 +45,19 @@ class PeerHandle(NamedTuple):
     mapping: ArenaMapping
     find: Callable[[int], int | None]
     asleep: memoryview
-    ring: Callable[[], None]
+    signal: Callable[[], None]
     gone: Callable[[], bool]
 
 
 class SlotMember:
     """Another member of a group: its words and memory, once its window has been found."""
 
-    __slots__ = ("asleep", "mapping", "offset", "rank", "ring", "sharer", "words")
+    __slots__ = ("asleep", "handle", "mapping", "offset", "rank", "signal", "words")
 
-    def __init__(self, rank: int, sharer: PeerHandle) -> None:
+    def __init__(self, rank: int, handle: PeerHandle) -> None:
         self.rank = rank
-        self.sharer = sharer
-        self.mapping, self.asleep, self.ring = sharer.mapping, sharer.asleep, sharer.ring
+        self.handle = handle
+        self.mapping, self.asleep, self.signal = handle.mapping, handle.asleep, handle.signal
         self.offset = -1
         self.words: memoryview = memoryview(b"")
 
@@ -65,7 +65,7 @@ class SlotMember:
 class SlotTable:
     """One group's meeting place, as one member sees it.
 
-    ``sharers`` are the members by rank in the group, None for ourselves. ``difference(member, ours, theirs)`` returns the
+    ``handles`` are the members by rank in the group, None for ourselves. ``mismatch_error(member, ours, theirs)`` returns the
     error to raise when a member has called something else.
     """
 
@@ -74,24 +74,24 @@ class SlotTable:
         number: int,
         rank: int,
         world_ranks: Sequence[int],
-        sharers: Sequence[PeerHandle | None],
+        handles: Sequence[PeerHandle | None],
         arena: Arena,
         fence: Fence,
         area_nbytes: int,
-        difference: Callable[[int, int, int], Exception],
+        mismatch_error: Callable[[int, int, int], Exception],
         *,
-        crowded: bool = False,
+        oversubscribed: bool = False,
     ) -> None:
-        self.number, self.rank, self.size = number, rank, len(sharers)
+        self.number, self.rank, self.size = number, rank, len(handles)
         self.world_ranks = tuple(world_ranks)
         self.area_nbytes = -(-area_nbytes // PAGE_NBYTES) * PAGE_NBYTES
         self.arena, self.fence = arena, fence
-        self._difference = difference
-        self.crowded = crowded
+        self._mismatch_error = mismatch_error
+        self.oversubscribed = oversubscribed
         """Whether members share cores: what one has worked out, others had better not."""
-        self.others = [SlotMember(peer, sharer) for peer, sharer in enumerate(sharers) if sharer is not None]
-        self.by_rank: dict[int, SlotMember] = {member.rank: member for member in self.others}
-        self.newcomers = list(self.others)
+        self.others = [SlotMember(peer, handle) for peer, handle in enumerate(handles) if handle is not None]
+        self.members_by_rank: dict[int, SlotMember] = {member.rank: member for member in self.others}
+        self.unresolved = list(self.others)
         """The members whose windows we have not found yet."""
         self.block = arena.hold(_LINES_NBYTES + (SLOTS * 2 + STREAM_PIECES) * self.area_nbytes)
         try:
@@ -100,43 +100,43 @@ class SlotTable:
             self.block.free()
             raise
         self.words = arena.mapping.words(self.block.offset, SLOTS * LINE)
-        for place in range(len(self.words)):
-            self.words[place] = 0
+        for word in range(len(self.words)):
+            self.words[word] = 0
         self.words[STEP] = DONE  # the collective before the first in this slot, number 0, is over
         self._reserved = [0] * (2 * SLOTS + STREAM_PIECES)
         self._streamed = 0  # the collective that used the stream last
         self._position = 0  # after the piece of the stream that was staged last
         self._staged: dict[
             int, tuple[int, int, Sequence[SlotMember]]
-        ] = {}  # what each area was used for last, by `claim`
+        ] = {}  # what each area was used for last, by `wait_reusable`
         self._tables: dict[int, memoryview] = {}
         self._areas: dict[tuple[int, int, int, torch.dtype], torch.Tensor] = {}
-        self.last = [0] * SLOTS
+        self.last_numbers = [0] * SLOTS
         """The last collective in each slot."""
-        self.abandoned: list[torch.Tensor | Sequence[torch.Tensor]] = []
+        self.kept_tensors: list[torch.Tensor | Sequence[torch.Tensor]] = []
         """Into which a member may still write because its side of a failed all-reduce goes on: kept until it has left."""
-        self.unchecked: deque[tuple[int, int]] = deque()
-        """Collectives that we did with some members only, and what we called: see `recheck`."""
+        self.deferred_checks: deque[tuple[int, int]] = deque()
+        """Collectives that we did with some members only, and what we called: see `check_deferred`."""
 
     # -- steps ---------------------------------------------------------------------------------
 
     def enter(self, number: int) -> Schedule:
         """Wait until the slot of the n-th collective is free."""
-        while self.newcomers:
-            member = self.newcomers[-1]
-            offset = member.sharer.find(self.number)
+        while self.unresolved:
+            member = self.unresolved[-1]
+            offset = member.handle.find(self.number)
             if offset is None:
                 yield member.rank
                 continue
             member.offset = offset
             member.words = member.mapping.words(offset, SLOTS * LINE)
-            self.newcomers.pop()
-        yield from self._over(number - SLOTS)
-        if self.unchecked:
-            self.recheck(number)
-        self.last[number % SLOTS] = number
+            self.unresolved.pop()
+        yield from self._wait_done(number - SLOTS)
+        if self.deferred_checks:
+            self.check_deferred(number)
+        self.last_numbers[number % SLOTS] = number
 
-    def _over(self, number: int) -> Schedule:
+    def _wait_done(self, number: int) -> Schedule:
         """Wait until all have done with a collective, ourselves included: others may have before we do."""
         at, done = number % SLOTS * LINE, number << SHIFT | DONE
         while self.words[at] < done:
@@ -146,31 +146,31 @@ class SlotTable:
             while words[at] < done:
                 yield member.rank
 
-    def post(self, number: int, call: int, place: int, step: int) -> None:
+    def post(self, number: int, call: int, location: int, step: int) -> None:
         """Say what we call, and where our data lies (0: it is staged), with the first step."""
         at, words = number % SLOTS * LINE, self.words
-        words[at + STEP] = number << SHIFT  # the line is no longer that of the collective before: see `recheck`
+        words[at + STEP] = number << SHIFT  # the line is no longer that of the collective before: see `check_deferred`
         self.fence.light()
-        words[at + CALL], words[at + PLACE] = call, place
+        words[at + CALL], words[at + LOCATION] = call, location
         self.publish(number, step)
 
     def publish(self, number: int, step: int) -> None:
         """Say that we have reached a step; wake who sleeps."""
-        self._say(number, STEP, step)
+        self._store_word(number, STEP, step)
 
-    def publish_taken(self, number: int, turn: int) -> None:
+    def publish_read(self, number: int, round_index: int) -> None:
         """Say that we have taken the others' pieces of a round, and of all before it; wake who sleeps."""
-        self._say(number, TAKEN, turn + 1)
+        self._store_word(number, READ_ROUNDS, round_index + 1)
 
-    def _say(self, number: int, what: int, count: int) -> None:
+    def _store_word(self, number: int, what: int, count: int) -> None:
         self.fence.light()  # what we have written, and read, before the word that says so
         self.words[number % SLOTS * LINE + what] = number << SHIFT | count
         self.fence.full()  # and that before we look who sleeps: see `order`
         for member in self.others:
             if member.asleep[0]:
-                member.ring()
+                member.signal()
 
-    def reached(self, number: int, step: int, members: Sequence[SlotMember]) -> Schedule:
+    def wait_reached(self, number: int, step: int, members: Sequence[SlotMember]) -> Schedule:
         """Wait until each of some members has reached a step."""
         at, goal = number % SLOTS * LINE, number << SHIFT | step
         for member in members:
@@ -179,33 +179,33 @@ class SlotTable:
                 yield member.rank
         self.fence.light()  # their words before their data
 
-    def taken(self, number: int, turn: int, members: Sequence[SlotMember]) -> Schedule:
+    def wait_read(self, number: int, round_index: int, members: Sequence[SlotMember]) -> Schedule:
         """Wait until each of some members has taken our piece of a round, or is through with everything."""
-        at, goal, over = number % SLOTS * LINE, number << SHIFT | turn + 1, number << SHIFT | FINISHED
+        at, goal, over = number % SLOTS * LINE, number << SHIFT | round_index + 1, number << SHIFT | FINISHED
         for member in members:
             words = member.words
-            while words[at + TAKEN] < goal and words[at] < over:
+            while words[at + READ_ROUNDS] < goal and words[at] < over:
                 yield member.rank
         self.fence.light()  # their loads of our piece before our next stores to it
 
-    def check(self, number: int, call: int, members: Sequence[SlotMember]) -> None:
+    def check_calls(self, number: int, call: int, members: Sequence[SlotMember]) -> None:
         """Raise if one of some members, who have posted, called something else."""
         at = number % SLOTS * LINE + CALL
         for member in members:
             theirs = member.words[at]
             if theirs != call:
-                raise self._difference(member.rank, call, theirs)
-        if self.unchecked:
-            self.recheck(number)
+                raise self._mismatch_error(member.rank, call, theirs)
+        if self.deferred_checks:
+            self.check_deferred(number)
 
-    def recheck(self, number: int) -> None:
+    def check_deferred(self, number: int) -> None:
         """Raise if a member called something else where we did not wait for it, as a root that only sends does not.
 
         ``number`` is the collective that we are at. Who is at one that uses the same slot has looked before it began, so
         of two members that differ one finds out.
         """
-        while self.unchecked and self.unchecked[0][0] < number:
-            before, call = self.unchecked[0]
+        while self.deferred_checks and self.deferred_checks[0][0] < number:
+            before, call = self.deferred_checks[0]
             at = before % SLOTS * LINE
             for member in self.others:
                 if member.words[at] <= before << SHIFT:  # not there yet: another time
@@ -214,12 +214,12 @@ class SlotTable:
                 theirs = member.words[at + CALL]
                 self.fence.light()
                 if theirs != call and member.words[at] >> SHIFT == before:
-                    raise self._difference(member.rank, call, theirs)
-            self.unchecked.popleft()
+                    raise self._mismatch_error(member.rank, call, theirs)
+            self.deferred_checks.popleft()
 
-    def place(self, number: int, member: SlotMember) -> int:
+    def location(self, number: int, member: SlotMember) -> int:
         """Return where a member's data for this collective lies, or a table that says so; 0 if it is staged."""
-        return member.words[number % SLOTS * LINE + PLACE]
+        return member.words[number % SLOTS * LINE + LOCATION]
 
     # -- open data -----------------------------------------------------------------------------
 
@@ -229,7 +229,7 @@ class SlotTable:
             self.words[WITHDRAWN] = 1
             self.fence.full()
 
-    def still_open(self, members: Sequence[SlotMember]) -> Schedule:
+    def hold_if_withdrawn(self, members: Sequence[SlotMember]) -> Schedule:
         """Let nobody go on who has read what some members had withdrawn by then: it may have been anything.
 
         Why they have is on its way to us, and ends this; if they have destroyed the group, our deadline does.
@@ -241,77 +241,79 @@ class SlotTable:
 
     # -- areas ---------------------------------------------------------------------------------
 
-    def reserve(self, number: int, turn: int, nbytes: int) -> None:
+    def reserve(self, number: int, round_index: int, nbytes: int) -> None:
         """See that there is memory behind our area of a round. SharedMemoryError if there is none left."""
-        self._reserve(self._which(number, turn, self.words), nbytes)
+        self._reserve(self._area_index(number, round_index, self.words), nbytes)
 
-    def _which(self, number: int, turn: int, words: memoryview) -> int:
+    def _area_index(self, number: int, round_index: int, words: memoryview) -> int:
         """Return which area a member uses in a round: a half of its slot, or a piece of its stream."""
         stream = words[number % SLOTS * LINE + STREAM]
         if stream >> SHIFT == number:
-            return 2 * SLOTS + ((stream >> 8 & 0xFF) + turn) % (stream & 0xFF)
-        return number % SLOTS * 2 + (turn & 1)
+            return 2 * SLOTS + ((stream >> 8 & 0xFF) + round_index) % (stream & 0xFF)
+        return number % SLOTS * 2 + (round_index & 1)
 
-    def _reserve(self, which: int, nbytes: int) -> None:
-        if nbytes > self._reserved[which]:
-            start = self.block.offset + _LINES_NBYTES + which * self.area_nbytes
+    def _reserve(self, index: int, nbytes: int) -> None:
+        if nbytes > self._reserved[index]:
+            start = self.block.offset + _LINES_NBYTES + index * self.area_nbytes
             self.arena.reserve(start, nbytes)
-            self._reserved[which] = nbytes
+            self._reserved[index] = nbytes
 
-    def own(self, number: int, turn: int, start: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    def own_area(self, number: int, round_index: int, start: int, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Return elements of our area of a round, with memory behind them. SharedMemoryError if there is none left."""
-        which = self._which(number, turn, self.words)
-        self._reserve(which, start + count * dtype.itemsize)
-        return self._area(which, self.rank, start, count, dtype)
+        index = self._area_index(number, round_index, self.words)
+        self._reserve(index, start + count * dtype.itemsize)
+        return self._area(index, self.rank, start, count, dtype)
 
-    def area(self, number: int, turn: int, rank: int, start: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    def area(
+        self, number: int, round_index: int, rank: int, start: int, count: int, dtype: torch.dtype
+    ) -> torch.Tensor:
         """Return elements of a member's area of a round, from byte ``start`` on; of ours if ``rank`` is our own."""
-        words = self.words if rank == self.rank else self.by_rank[rank].words
-        return self._area(self._which(number, turn, words), rank, start, count, dtype)
+        words = self.words if rank == self.rank else self.members_by_rank[rank].words
+        return self._area(self._area_index(number, round_index, words), rank, start, count, dtype)
 
-    def only(self, number: int, rank: int, start: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    def first_half(self, number: int, rank: int, start: int, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Return elements of a member's first half of a slot, from byte ``start`` on, where there are no rounds."""
         return self._area(number % SLOTS * 2, rank, start, count, dtype)
 
-    def place_of(self, number: int, rank: int, start: int) -> int:
-        """Return what a member posts as the place of its data if that begins there: see `only`."""
-        return 1 + self._area_of(number % SLOTS * 2, rank)[1] + start
+    def location_of(self, number: int, rank: int, start: int) -> int:
+        """Return what a member posts as the place of its data if that begins there: see `first_half`."""
+        return 1 + self._area_start(number % SLOTS * 2, rank)[1] + start
 
-    def _area(self, which: int, rank: int, start: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-        key = (which * self.size + rank, start, count, dtype)
+    def _area(self, index: int, rank: int, start: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+        key = (index * self.size + rank, start, count, dtype)
         tensor = self._areas.get(key)
         if tensor is None:
             if len(self._areas) >= 4096:
                 self._areas.clear()
-            mapping, offset = self._area_of(which, rank)
+            mapping, offset = self._area_start(index, rank)
             tensor = self._areas[key] = mapping.tensor(offset + start, count, dtype)
         return tensor
 
     def table(self, number: int, rank: int) -> memoryview:
         """Return the words of a member's first half of a slot, as far as it has reserved them."""
-        which = number % SLOTS * 2
-        words = self._tables.get(which * self.size + rank)
+        index = number % SLOTS * 2
+        words = self._tables.get(index * self.size + rank)
         if words is None:
-            mapping, offset = self._area_of(which, rank)
-            words = self._tables[which * self.size + rank] = mapping.words(offset, self.area_nbytes // 8)
+            mapping, offset = self._area_start(index, rank)
+            words = self._tables[index * self.size + rank] = mapping.words(offset, self.area_nbytes // 8)
         return words
 
-    def _area_of(self, which: int, rank: int) -> tuple[ArenaMapping, int]:
-        member = self.by_rank.get(rank)
+    def _area_start(self, index: int, rank: int) -> tuple[ArenaMapping, int]:
+        member = self.members_by_rank.get(rank)
         mapping, offset = (self.arena.mapping, self.block.offset) if member is None else (member.mapping, member.offset)
-        return mapping, offset + _LINES_NBYTES + which * self.area_nbytes
+        return mapping, offset + _LINES_NBYTES + index * self.area_nbytes
 
-    def claim(self, number: int, turn: int, takers: Sequence[SlotMember]) -> Schedule:
-        """Wait until nobody takes any more what our area of a round was used for last; who takes it now are ``takers``."""
-        which = self._which(number, turn, self.words)
-        before = self._staged.get(which)
+    def wait_reusable(self, number: int, round_index: int, readers: Sequence[SlotMember]) -> Schedule:
+        """Wait until nobody takes any more what our area of a round was used for last; who takes it now are ``readers``."""
+        index = self._area_index(number, round_index, self.words)
+        before = self._staged.get(index)
         if before is not None:
-            yield from self.taken(*before)
-        self._staged[which] = number, turn, takers
-        if which >= 2 * SLOTS:
-            self._position = which - 2 * SLOTS + 1
+            yield from self.wait_read(*before)
+        self._staged[index] = number, round_index, readers
+        if index >= 2 * SLOTS:
+            self._position = index - 2 * SLOTS + 1
 
-    def open_stream(self, number: int, turn: int, room: int, nbytes: int) -> Schedule:
+    def open_stream(self, number: int, round_index: int, room: int, nbytes: int) -> Schedule:
         """Have the n-th collective stage in the stream from a round on, in ``room`` pieces in turn; return whether it does.
 
         It goes on behind what was staged there last. Waits until the collective that used the stream before is over for
@@ -321,28 +323,31 @@ class SlotTable:
         before = self._streamed
         if before > number:
             return False
-        for which in range(2 * SLOTS, 2 * SLOTS + room):
-            self._reserve(which, nbytes)
+        for index in range(2 * SLOTS, 2 * SLOTS + room):
+            self._reserve(index, nbytes)
         self._streamed = number
         over = before << SHIFT | DONE
         while before != number and self.words[before % SLOTS * LINE] < over:
             yield self.rank
-        self.words[number % SLOTS * LINE + STREAM] = number << SHIFT | (self._position - turn) % room << 8 | room
+        self.words[number % SLOTS * LINE + STREAM] = number << SHIFT | (self._position - round_index) % room << 8 | room
         return True
 
     # -- the end -------------------------------------------------------------------------------
 
-    def leave(self) -> None:
+    def mark_left(self) -> None:
         """Say that we look at nobody's slots again, whatever had become of the collectives in them."""
         self.fence.light()
         self.words[LEFT] = 1
 
-    def pending(self) -> Iterator[SlotMember]:
+    def pending_readers(self) -> Iterator[SlotMember]:
         """Yield the members who may still look at what we have written."""
         for member in self.others:
-            if member.offset < 0 or member.sharer.gone() or member.sharer.find(self.number) is None:
+            if member.offset < 0 or member.handle.gone() or member.handle.find(self.number) is None:
                 continue
             words = member.words
-            unseen = any(last and words[slot * LINE] < (last << SHIFT | DONE) for slot, last in enumerate(self.last))
+            unseen = any(
+                number and words[slot * LINE] < (number << SHIFT | DONE)
+                for slot, number in enumerate(self.last_numbers)
+            )
             if unseen and not words[LEFT]:
                 yield member

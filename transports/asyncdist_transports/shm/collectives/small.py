@@ -15,8 +15,8 @@ import torch
 from asyncdist.base.ops import Collective
 from asyncdist.transport.native import CallSignature, PreparedCall
 from asyncdist_transports.shm.collectives.piece_layout import head_nbytes
-from asyncdist_transports.shm.collectives.slot_table import DONE, LINE, PLACE, RESULT, SLOTS, SlotTable
-from asyncdist_transports.shm.collectives.small_exchange import Moves, SmallExchange, UnlikeBlocks
+from asyncdist_transports.shm.collectives.slot_table import DONE, LINE, LOCATION, RESULT, SLOTS, SlotTable
+from asyncdist_transports.shm.collectives.small_exchange import Moves, NonUniformBlocks, SmallExchange
 from asyncdist_transports.shm.collectives.staging import POSTED, STAGED
 
 MOST_NBYTES = 256 << 10
@@ -38,7 +38,7 @@ Blocks = torch.Tensor | Sequence[torch.Tensor]
 """A block for each member: one after the other in one tensor, or each a tensor."""
 
 
-def exchanges(size: int, nbytes: int) -> bool:
+def every_member_reduces(size: int, nbytes: int) -> bool:
     """Return whether in an all-reduce everybody adds everything, at most an area at a time.
 
     Between two members there is nothing to be gained by dividing the work.
@@ -46,51 +46,53 @@ def exchanges(size: int, nbytes: int) -> bool:
     return size == 2 or nbytes * (size - 1) <= _ADDED_NBYTES
 
 
-def swap_of(window: SlotTable, kind: CallSignature, otherwise: PreparedCall) -> SmallExchange | None:
+def small_exchange_for(slots: SlotTable, signature: CallSignature, fallback: PreparedCall) -> SmallExchange | None:
     """Return what does all calls of a kind, None if they are none of ours: on all members alike, but in an all-to-all.
 
-    There a member may be the only one whose blocks are all of one size; ``otherwise`` goes on where that is found out.
+    There a member may be the only one whose blocks are all of one size; ``fallback`` goes on where that is found out.
     """
-    small = _Small(window, kind, otherwise)
-    if kind.collective is Collective.all_reduce:
-        fits = kind.nbytes <= window.area_nbytes and exchanges(window.size, kind.nbytes)
+    small = _SmallCall(slots, signature, fallback)
+    if signature.collective is Collective.all_reduce:
+        fits = signature.nbytes <= slots.area_nbytes and every_member_reduces(slots.size, signature.nbytes)
     else:
-        fits = kind.nbytes * small.blocks <= min(MOST_NBYTES, window.area_nbytes - small.head)
-    return _KINDS[kind.collective](small) if fits else None
+        fits = signature.nbytes * small.blocks <= min(MOST_NBYTES, slots.area_nbytes - small.header)
+    return _KINDS[signature.collective](small) if fits else None
 
 
-class _Small:
-    """Calls of one kind, whose members show areas of so many ``blocks``, behind a ``head`` of so many bytes."""
+class _SmallCall:
+    """Calls of one kind, whose members show areas of so many ``blocks``, behind a ``header`` of so many bytes."""
 
-    def __init__(self, window: SlotTable, kind: CallSignature, otherwise: PreparedCall) -> None:
-        self.window, self.kind, self.otherwise = window, kind, otherwise
-        self.blocks = window.size if kind.collective in _OF_BLOCKS else 1
-        self.head = head_nbytes(window.size) if kind.collective is Collective.all_to_all else 0
-        self.rank, self.size, self.root = window.rank, window.size, kind.root
-        self.nbytes = kind.nbytes
-        self.others = window.others
+    def __init__(self, slots: SlotTable, signature: CallSignature, fallback: PreparedCall) -> None:
+        self.slots, self.signature, self.fallback = slots, signature, fallback
+        self.blocks = slots.size if signature.collective in _OF_BLOCKS else 1
+        self.header = head_nbytes(slots.size) if signature.collective is Collective.all_to_all else 0
+        self.rank, self.size, self.root = slots.rank, slots.size, signature.root
+        self.nbytes = signature.nbytes
+        self.others = slots.others
 
     @property
-    def behind(self) -> int:
+    def result_offset(self) -> int:
         """Where in an area, behind what is staged, a result is shown."""
         return -(-self.nbytes // _LINE_NBYTES) * _LINE_NBYTES
 
     @property
-    def shows_results(self) -> bool:
-        return self.size > 2 and self.window.crowded and self.behind + self.nbytes <= self.window.area_nbytes
+    def shares_result(self) -> bool:
+        return (
+            self.size > 2 and self.slots.oversubscribed and self.result_offset + self.nbytes <= self.slots.area_nbytes
+        )
 
     # -- areas ---------------------------------------------------------------------------------
 
-    def shown(self, number: int, rank: int, block: int = 0) -> torch.Tensor:
+    def staged_block(self, number: int, rank: int, block: int = 0) -> torch.Tensor:
         """Return a block of a member's area as a tensor like the result."""
-        kind, count = self.kind, self.kind.count
-        self.window.reserve(number, 0, self.head + self.blocks * self.nbytes)
-        area = self.window.only(number, rank, self.head, self.blocks * count, kind.dtype)
-        return area[block * count : (block + 1) * count].view(kind.shape)
+        signature, count = self.signature, self.signature.count
+        self.slots.reserve(number, 0, self.header + self.blocks * self.nbytes)
+        area = self.slots.first_half(number, rank, self.header, self.blocks * count, signature.dtype)
+        return area[block * count : (block + 1) * count].view(signature.shape)
 
     def address(self, number: int, rank: int, block: int = 0) -> int:
         """Return where a block of a member's area is."""
-        return self.shown(number, rank, block).data_ptr()
+        return self.staged_block(number, rank, block).data_ptr()
 
     def addresses(self, blocks: Blocks) -> Sequence[int]:
         """Return where everybody's blocks are in a tensor, or in several."""
@@ -107,131 +109,139 @@ class _Small:
             if isinstance(blocks, torch.Tensor):
                 _move(to, blocks.data_ptr(), whole)
             else:
-                for place, block in enumerate(blocks):
-                    _move(to + place * nbytes, block.data_ptr(), nbytes)
+                for index, block in enumerate(blocks):
+                    _move(to + index * nbytes, block.data_ptr(), nbytes)
 
         return stage
 
     # -- who meets whom ------------------------------------------------------------------------
 
-    def among_all(
-        self, moves: Callable[[int], Moves], goal: int = STAGED, otherwise: PreparedCall | None = None
+    def with_all(
+        self, moves: Callable[[int], Moves], goal: int = STAGED, fallback: PreparedCall | None = None
     ) -> SmallExchange:
-        call = self.kind.fingerprint
-        return SmallExchange(self.window, call, moves, self.others, first=goal, goal=goal, otherwise=otherwise)
+        call = self.signature.fingerprint
+        return SmallExchange(self.slots, call, moves, self.others, first=goal, goal=goal, fallback=fallback)
 
-    def from_root(self, give: Callable[[int], Moves], take: Callable[[int], Moves]) -> SmallExchange:
-        window, call = self.window, self.kind.fingerprint
+    def from_root(self, send: Callable[[int], Moves], read: Callable[[int], Moves]) -> SmallExchange:
+        slots, call = self.slots, self.signature.fingerprint
         if self.rank == self.root:  # with the first word it has said all
-            return SmallExchange(window, call, give, (), first=DONE, goal=STAGED)
-        return SmallExchange(window, call, take, (window.by_rank[self.root],), first=POSTED, goal=STAGED)
+            return SmallExchange(slots, call, send, (), first=DONE, goal=STAGED)
+        return SmallExchange(slots, call, read, (slots.members_by_rank[self.root],), first=POSTED, goal=STAGED)
 
-    def to_root(self, give: Callable[[int], Moves], take: Callable[[int], Moves]) -> SmallExchange:
-        window, call = self.window, self.kind.fingerprint
+    def to_root(self, send: Callable[[int], Moves], read: Callable[[int], Moves]) -> SmallExchange:
+        slots, call = self.slots, self.signature.fingerprint
         if self.rank == self.root:
-            return SmallExchange(window, call, take, self.others, first=POSTED, goal=STAGED)
-        return SmallExchange(window, call, give, (), first=DONE, goal=STAGED)
+            return SmallExchange(slots, call, read, self.others, first=POSTED, goal=STAGED)
+        return SmallExchange(slots, call, send, (), first=DONE, goal=STAGED)
 
 
 # -- reducing -----------------------------------------------------------------------------------------
 
 
-def _all_reduce(small: _Small) -> SmallExchange:
+def _all_reduce(small: _SmallCall) -> SmallExchange:
     """Everybody adds everything, in the order of the ranks; where they share cores, who finds the sum copies it."""
-    how, rank, nbytes = small.kind.arithmetic, small.rank, small.nbytes
-    combine = how.of_two if small.size == 2 else None
+    arithmetic, rank, nbytes = small.signature.arithmetic, small.rank, small.nbytes
+    combine = arithmetic.of_two if small.size == 2 else None
 
     def moves(number: int) -> Moves:
         to = small.address(number, rank)
-        areas = [small.shown(number, each) for each in range(small.size)]
+        areas = [small.staged_block(number, each) for each in range(small.size)]
 
         def stage(tensor: torch.Tensor) -> None:
             _move(to, tensor.data_ptr(), nbytes)
 
-        if small.shows_results:
+        if small.shares_result:
             return Moves(stage, _found_or_reduced(small, number, areas))
         if combine is None:
-            return Moves(stage, lambda tensor: how.reduce(areas, tensor))
+            return Moves(stage, lambda tensor: arithmetic.reduce(areas, tensor))
         lower, higher = areas  # our own is still in the nearest cache, and need not be read from the area
         if rank == 0:
             return Moves(stage, lambda tensor: combine(tensor, higher, out=tensor))
         return Moves(stage, lambda tensor: combine(lower, tensor, out=tensor))
 
-    return small.among_all(moves)
+    return small.with_all(moves)
 
 
-def _found_or_reduced(small: _Small, number: int, areas: Sequence[torch.Tensor]) -> Callable[[torch.Tensor], None]:
+def _found_or_reduced(small: _SmallCall, number: int, areas: Sequence[torch.Tensor]) -> Callable[[torch.Tensor], None]:
     """Return what copies the sum of everybody's areas from a member who shows it, or else adds, and shows it.
 
     Four ranks on two cores take 35 µs for 4 bytes, and 41 if all add; 43 for 16 KiB, and 77. Whoever adds, the order is
     that of the ranks.
     """
-    window, how, nbytes = small.window, small.kind.arithmetic, small.nbytes
-    behind, count, dtype = small.behind, small.kind.count, small.kind.dtype
-    window.reserve(number, 0, behind + nbytes)
-    shown = [window.only(number, each, behind, count, dtype).view(small.kind.shape) for each in range(small.size)]
-    ours, found = shown[small.rank], [(member, shown[member.rank].data_ptr()) for member in small.others]
-    words, light, slot = window.words, window.fence.light, number % SLOTS
+    slots, arithmetic, nbytes = small.slots, small.signature.arithmetic, small.nbytes
+    result_offset, count, dtype = small.result_offset, small.signature.count, small.signature.dtype
+    slots.reserve(number, 0, result_offset + nbytes)
+    staged_block = [
+        slots.first_half(number, each, result_offset, count, dtype).view(small.signature.shape)
+        for each in range(small.size)
+    ]
+    ours, peers_results = (
+        staged_block[small.rank],
+        [(member, staged_block[member.rank].data_ptr()) for member in small.others],
+    )
+    words, light, slot = slots.words, slots.fence.light, number % SLOTS
     at, our_address = slot * LINE + RESULT, ours.data_ptr()
 
-    def take(tensor: torch.Tensor) -> None:
-        now = window.last[slot]
-        for member, address in found:
+    def read(tensor: torch.Tensor) -> None:
+        now = slots.last_numbers[slot]
+        for member, address in peers_results:
             if member.words[at] == now:
                 light()  # the word before what it tells of
                 _move(tensor.data_ptr(), address, nbytes)
                 return
-        how.reduce(areas, ours)
+        arithmetic.reduce(areas, ours)
         light()  # the sum before the word that tells of it
         words[at] = now
         _move(tensor.data_ptr(), our_address, nbytes)
 
-    return take
+    return read
 
 
-def _reduce(small: _Small) -> SmallExchange:
-    how, nbytes = small.kind.arithmetic, small.nbytes
+def _reduce(small: _SmallCall) -> SmallExchange:
+    arithmetic, nbytes = small.signature.arithmetic, small.nbytes
 
-    def give(number: int) -> Moves:
+    def send(number: int) -> Moves:
         to = small.address(number, small.rank)
         return Moves(lambda tensor: _move(to, tensor.data_ptr(), nbytes), None)
 
-    def take(number: int) -> Moves:
-        areas = [small.shown(number, member.rank) for member in small.others]
-        return Moves(None, lambda tensor: how.reduce([tensor, *areas], tensor))
+    def read(number: int) -> Moves:
+        areas = [small.staged_block(number, member.rank) for member in small.others]
+        return Moves(None, lambda tensor: arithmetic.reduce([tensor, *areas], tensor))
 
-    return small.to_root(give, take)
+    return small.to_root(send, read)
 
 
-def _reduce_scatter(small: _Small) -> SmallExchange:
-    how = small.kind.arithmetic
+def _reduce_scatter(small: _SmallCall) -> SmallExchange:
+    arithmetic = small.signature.arithmetic
 
     def moves(number: int) -> Moves:
         stage_blocks = small.stage_blocks(number)
-        areas = [small.shown(number, rank, small.rank) for rank in range(small.size)]
-        return Moves(lambda output, blocks: stage_blocks(blocks), lambda output, blocks: how.reduce(areas, output))
+        areas = [small.staged_block(number, rank, small.rank) for rank in range(small.size)]
+        return Moves(
+            lambda output, blocks: stage_blocks(blocks), lambda output, blocks: arithmetic.reduce(areas, output)
+        )
 
-    return small.among_all(moves)
+    return small.with_all(moves)
 
 
 # -- moving -------------------------------------------------------------------------------------------
 
 
-def _broadcast(small: _Small) -> SmallExchange:
+def _broadcast(small: _SmallCall) -> SmallExchange:
     nbytes = small.nbytes
 
-    def give(number: int) -> Moves:
+    def send(number: int) -> Moves:
         to = small.address(number, small.rank)
         return Moves(lambda tensor: _move(to, tensor.data_ptr(), nbytes), None)
 
-    def take(number: int) -> Moves:
+    def read(number: int) -> Moves:
         source = small.address(number, small.root)
         return Moves(None, lambda tensor: _move(tensor.data_ptr(), source, nbytes))
 
-    return small.from_root(give, take)
+    return small.from_root(send, read)
 
 
-def _all_gather(small: _Small) -> SmallExchange:
+def _all_gather(small: _SmallCall) -> SmallExchange:
     nbytes = small.nbytes
 
     def moves(number: int) -> Moves:
@@ -241,40 +251,40 @@ def _all_gather(small: _Small) -> SmallExchange:
         def stage(blocks: Blocks, tensor: torch.Tensor) -> None:
             _move(own, tensor.data_ptr(), nbytes)
 
-        def take(blocks: Blocks, tensor: torch.Tensor) -> None:
+        def read(blocks: Blocks, tensor: torch.Tensor) -> None:
             for to, area in zip(small.addresses(blocks), areas, strict=True):
                 _move(to, area, nbytes)
 
-        return Moves(stage, take)
+        return Moves(stage, read)
 
-    return small.among_all(moves)
+    return small.with_all(moves)
 
 
-def _gather(small: _Small) -> SmallExchange:
+def _gather(small: _SmallCall) -> SmallExchange:
     rank, nbytes = small.rank, small.nbytes
 
-    def give(number: int) -> Moves:
+    def send(number: int) -> Moves:
         to = small.address(number, rank)
         return Moves(lambda blocks, tensor: _move(to, tensor.data_ptr(), nbytes), None)
 
-    def take(number: int) -> Moves:
+    def read(number: int) -> Moves:
         areas = [(member.rank, small.address(number, member.rank)) for member in small.others]
 
         def collect(blocks: Blocks, tensor: torch.Tensor) -> None:
-            places = small.addresses(blocks)
-            _move(places[rank], tensor.data_ptr(), nbytes)  # first: it may lie where another's goes
+            locations = small.addresses(blocks)
+            _move(locations[rank], tensor.data_ptr(), nbytes)  # first: it may lie where another's goes
             for each, area in areas:
-                _move(places[each], area, nbytes)
+                _move(locations[each], area, nbytes)
 
         return Moves(None, collect)
 
-    return small.to_root(give, take)
+    return small.to_root(send, read)
 
 
-def _scatter(small: _Small) -> SmallExchange:
+def _scatter(small: _SmallCall) -> SmallExchange:
     rank, nbytes = small.rank, small.nbytes
 
-    def give(number: int) -> Moves:
+    def send(number: int) -> Moves:
         stage_blocks = small.stage_blocks(number)
 
         def hand_out(tensor: torch.Tensor, blocks: Blocks) -> None:
@@ -283,51 +293,51 @@ def _scatter(small: _Small) -> SmallExchange:
 
         return Moves(hand_out, None)
 
-    def take(number: int) -> Moves:
+    def read(number: int) -> Moves:
         source = small.address(number, small.root, rank)
         return Moves(None, lambda tensor, blocks: _move(tensor.data_ptr(), source, nbytes))
 
-    return small.from_root(give, take)
+    return small.from_root(send, read)
 
 
-def _all_to_all(small: _Small) -> SmallExchange:
+def _all_to_all(small: _SmallCall) -> SmallExchange:
     """What each sends to whom stands in a table, and where it lies, for those who go in rounds."""
-    window, size, rank, nbytes = small.window, small.size, small.rank, small.nbytes
+    slots, size, rank, nbytes = small.slots, small.size, small.rank, small.nbytes
 
     def moves(number: int) -> Moves:
         stage_blocks = small.stage_blocks(number)
-        places = [window.place_of(number, rank, small.head + each * nbytes) for each in range(size)]
-        says = torch.tensor([small.kind.count] * size + places, dtype=torch.int64, device="cpu")
-        table = window.only(number, rank, 0, 2 * size, torch.int64).data_ptr()
+        locations = [slots.location_of(number, rank, small.header + each * nbytes) for each in range(size)]
+        header_words = torch.tensor([small.signature.count] * size + locations, dtype=torch.int64, device="cpu")
+        table = slots.first_half(number, rank, 0, 2 * size, torch.int64).data_ptr()
         areas = [small.address(number, each, rank) for each in range(size)]
-        at = number % SLOTS * LINE + PLACE
-        met = [
-            (member.words, window.place_of(number, member.rank, small.head), window.table(number, member.rank))
+        at = number % SLOTS * LINE + LOCATION
+        expected = [
+            (member.words, slots.location_of(number, member.rank, small.header), slots.table(number, member.rank))
             for member in small.others
         ]
 
         def stage(blocks: Blocks, outgoing: Blocks) -> None:
-            _move(table, says.data_ptr(), says.nbytes)
+            _move(table, header_words.data_ptr(), header_words.nbytes)
             stage_blocks(outgoing)
 
-        def take(blocks: Blocks, outgoing: Blocks) -> None:
-            for words, place, sent in met:
-                if words[at] != place or sent[rank] != small.kind.count:
-                    raise UnlikeBlocks
+        def read(blocks: Blocks, outgoing: Blocks) -> None:
+            for words, location, sent in expected:
+                if words[at] != location or sent[rank] != small.signature.count:
+                    raise NonUniformBlocks
             for to, area in zip(small.addresses(blocks), areas, strict=True):
                 _move(to, area, nbytes)
 
-        return Moves(stage, take, window.place_of(number, rank, small.head))
+        return Moves(stage, read, slots.location_of(number, rank, small.header))
 
-    return small.among_all(moves, otherwise=small.otherwise)
+    return small.with_all(moves, fallback=small.fallback)
 
 
-def _barrier(small: _Small) -> SmallExchange:
-    return small.among_all(lambda number: Moves(None, lambda: None), POSTED)
+def _barrier(small: _SmallCall) -> SmallExchange:
+    return small.with_all(lambda number: Moves(None, lambda: None), POSTED)
 
 
 _OF_BLOCKS = {Collective.reduce_scatter, Collective.scatter, Collective.all_to_all}
-_KINDS: dict[Collective, Callable[[_Small], SmallExchange]] = {
+_KINDS: dict[Collective, Callable[[_SmallCall], SmallExchange]] = {
     Collective.all_reduce: _all_reduce,
     Collective.reduce: _reduce,
     Collective.reduce_scatter: _reduce_scatter,

@@ -12,7 +12,16 @@ from typing import Any, NamedTuple
 
 from asyncdist.algorithms.schedule import Schedule
 from asyncdist.transport.native import PreparedCall
-from asyncdist_transports.shm.collectives.slot_table import CALL, DONE, LINE, PLACE, SHIFT, SLOTS, SlotMember, SlotTable
+from asyncdist_transports.shm.collectives.slot_table import (
+    CALL,
+    DONE,
+    LINE,
+    LOCATION,
+    SHIFT,
+    SLOTS,
+    SlotMember,
+    SlotTable,
+)
 
 _SLOTS_AGO = (SLOTS << SHIFT) - DONE  # between this collective's first word and the last one of the collective before
 
@@ -22,13 +31,13 @@ class Moves(NamedTuple):
 
     stage: Callable[..., object] | None
     """Copies into our area what others take from there; None if they take nothing from us."""
-    take: Callable[..., object] | None
+    read: Callable[..., object] | None
     """Copies, or reduces, out of the others' areas; None if we take nothing, and need not wait for anybody."""
-    place: int = 0
+    location: int = 0
     """What we post as the place of our data: see `rounds.Turn`."""
 
 
-class UnlikeBlocks(Exception):
+class NonUniformBlocks(Exception):
     """A member's call is not of the kind that ours is, though it goes with it. Raised before anything is taken."""
 
 
@@ -36,34 +45,34 @@ class SmallExchange:
     """Calls of one kind: ``moves(number)`` says what we do in that slot.
 
     ``first`` is the step that we have reached when we have staged; it may be the last. ``sources`` are the members whom
-    we wait for then, until they have reached the step ``goal``. Where what we take says that a member's call is `UnlikeBlocks`
-    ours, ``otherwise(number, *tensors)`` goes on, and leaves the slot.
+    we wait for then, until they have reached the step ``goal``. Where what we take says that a member's call is `NonUniformBlocks`
+    ours, ``fallback(number, *tensors)`` goes on, and leaves the slot.
     """
 
     def __init__(
         self,
-        window: SlotTable,
+        slots: SlotTable,
         call: int,
         moves: Callable[[int], Moves],
         sources: Sequence[SlotMember],
         *,
         first: int,
         goal: int,
-        otherwise: PreparedCall | None = None,
+        fallback: PreparedCall | None = None,
     ) -> None:
-        self._window, self._call, self._make = window, call, moves
-        self._sources, self._first, self._goal, self._otherwise = sources, first, goal, otherwise
+        self._slots, self._call, self._make = slots, call, moves
+        self._sources, self._first, self._goal, self._fallback = sources, first, goal, fallback
         self._moves: list[Moves | None] = [None] * SLOTS
 
     def schedule(self, number: int, *tensors: Any) -> Schedule:
         """Do the group's n-th collective on contiguous tensors."""
-        window, call = self._window, self._call
-        words, others, rank = window.words, window.others, window.rank
-        light, full = window.fence.light, window.fence.full
-        if window.newcomers:
-            yield from window.enter(number)
+        slots, call = self._slots, self._call
+        words, others, rank = slots.words, slots.others, slots.rank
+        light, full = slots.fence.light, slots.fence.full
+        if slots.unresolved:
+            yield from slots.enter(number)
         slot = number % SLOTS
-        stage, take, place = self._moves[slot] or self._made(number)
+        stage, read, location = self._moves[slot] or self._made(number)
         at, now = slot * LINE, number << SHIFT
         free = now - _SLOTS_AGO
         while words[at] < free:  # as in `SlotTable.enter`
@@ -71,22 +80,22 @@ class SmallExchange:
         for member in others:
             while member.words[at] < free:
                 yield member.rank
-        if window.unchecked:
-            window.recheck(number)
-        window.last[slot] = number
+        if slots.deferred_checks:
+            slots.check_deferred(number)
+        slots.last_numbers[slot] = number
         if stage is not None:
             stage(*tensors)
         words[at] = now
         light()
-        words[at + CALL], words[at + PLACE] = call, place
+        words[at + CALL], words[at + LOCATION] = call, location
         light()
         words[at] = now + self._first
         full()
         for member in others:
             if member.asleep[0]:
-                member.ring()
-        if take is None:
-            window.unchecked.append((number, call))
+                member.signal()
+        if read is None:
+            slots.deferred_checks.append((number, call))
             return
         goal = now + self._goal
         for member in self._sources:
@@ -95,25 +104,25 @@ class SmallExchange:
                 yield member.rank
             light()
             if theirs[at + CALL] != call:  # perhaps it waits for us, and would for ever
-                window.check(number, call, [member])
+                slots.check_calls(number, call, [member])
             if seen < goal:
                 while theirs[at] < goal:
                     yield member.rank
                 light()
-        if window.unchecked:
-            window.recheck(number)
+        if slots.deferred_checks:
+            slots.check_deferred(number)
         try:
-            take(*tensors)
-        except UnlikeBlocks:
-            assert self._otherwise is not None, "only who has another way finds out that it needs one"
-            yield from self._otherwise(number, *tensors)
+            read(*tensors)
+        except NonUniformBlocks:
+            assert self._fallback is not None, "only who has another way finds out that it needs one"
+            yield from self._fallback(number, *tensors)
             return
         light()
         words[at] = now + DONE
         full()
         for member in others:
             if member.asleep[0]:
-                member.ring()
+                member.signal()
 
     def _made(self, number: int) -> Moves:
         made = self._moves[number % SLOTS] = self._make(number)

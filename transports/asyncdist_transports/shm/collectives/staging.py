@@ -24,111 +24,111 @@ from asyncdist.algorithms.schedule import Schedule
 from asyncdist_transports.shm.collectives.slot_table import DONE, FINISHED, SlotMember, SlotTable
 
 POSTED, STAGED = 1, 2
-Piece = Callable[[int, int], None]
-"""``piece(k, turn)`` stages or takes the k-th piece of everything, in the areas of that round of the collective."""
+PieceAction = Callable[[int, int], None]
+"""``piece(k, round_index)`` stages or takes the k-th piece of everything, in the areas of that round of the collective."""
 
 
 class CollectiveState:
     """One collective in its slot: which round it is in, and where the members' data lies."""
 
-    __slots__ = ("_met", "_posted", "call", "number", "place", "places", "room", "round", "window")
+    __slots__ = ("_calls_checked", "_posted", "areas", "call", "location", "locations", "next_round", "number", "slots")
 
-    def __init__(self, window: SlotTable, number: int, call: int, place: int = 0, *, posted: bool = False) -> None:
-        self.window, self.number, self.call = window, number, call
-        self.place = place
+    def __init__(self, slots: SlotTable, number: int, call: int, location: int = 0, *, posted: bool = False) -> None:
+        self.slots, self.number, self.call = slots, number, call
+        self.location = location
         """Where ours lies for all to read, or a table of places: 1 + its offset in the arena; 0 if we stage it."""
-        self.places: dict[int, int] = {}
+        self.locations: dict[int, int] = {}
         """The same of the members whom we have met."""
-        self._met = self._posted = posted
-        self.round = 0
+        self._calls_checked = self._posted = posted
+        self.next_round = 0
         """How many rounds we have begun."""
-        self.room = 2
+        self.areas = 2
         """How many areas we use in turn."""
 
-    def say(self, step: int) -> None:
+    def publish_step(self, step: int) -> None:
         """Say that we have reached a step; with the first one, what we call and where our data lies."""
         if self._posted:
-            self.window.publish(self.number, step)
+            self.slots.publish(self.number, step)
         else:
             self._posted = True
-            self.window.post(self.number, self.call, self.place, step)
+            self.slots.post(self.number, self.call, self.location, step)
 
-    def meet(self, members: Sequence[SlotMember]) -> Schedule:
+    def wait_posted(self, members: Sequence[SlotMember]) -> Schedule:
         """Wait until some members have posted; compare what they call, and learn where their data lies."""
-        window = self.window
-        self._met = True
-        yield from window.reached(self.number, POSTED, members)
-        window.check(self.number, self.call, members)
-        self.places = {member.rank: window.place(self.number, member) for member in members}
+        slots = self.slots
+        self._calls_checked = True
+        yield from slots.wait_reached(self.number, POSTED, members)
+        slots.check_calls(self.number, self.call, members)
+        self.locations = {member.rank: slots.location(self.number, member) for member in members}
 
-    def open_stream(self, room: int, nbytes: int) -> Schedule:
+    def open_stream(self, areas: int, nbytes: int) -> Schedule:
         """Use so many pieces of our stream in turn from the next round on, of up to so many bytes each.
 
         If a later collective has the stream, things stay as they are. SharedMemoryError if there is no memory left.
         """
-        if self.round:  # what they find where we have said until now
-            yield from self.window.taken(self.number, self.round - 1, self.window.others)
-        if (yield from self.window.open_stream(self.number, self.round, room, nbytes)):
-            self.room = room
+        if self.next_round:  # what they find where we have said until now
+            yield from self.slots.wait_read(self.number, self.next_round - 1, self.slots.others)
+        if (yield from self.slots.open_stream(self.number, self.next_round, areas, nbytes)):
+            self.areas = areas
 
-    def rounds(
+    def run_rounds(
         self,
         count: int,
-        stage: Piece | None,
-        take: Piece | None,
+        stage: PieceAction | None,
+        read: PieceAction | None,
         sources: Sequence[SlotMember],
-        takers: Sequence[SlotMember],
+        readers: Sequence[SlotMember],
         *,
         reads_open: bool = True,
         ahead: int = 0,
     ) -> Schedule:
-        """Run so many rounds. ``sources`` are whose data we take, ``takers`` who take ours.
+        """Run so many rounds. ``sources`` are whose data we take, ``readers`` who take ours.
 
         Where open memory is read (``reads_open``), those whose data lies open stage nothing, ourselves included. Others
         stage ``ahead`` rounds before they take, as far as they have room to.
         """
-        window, number = self.window, self.number
-        stages = None if reads_open and self.place else stage
-        ahead = min(ahead, self.room // 2 - 1) if stages is not None else 0
-        first, self.round = self.round, self.round + count
+        slots, number = self.slots, self.number
+        stages = None if reads_open and self.location else stage
+        ahead = min(ahead, self.areas // 2 - 1) if stages is not None else 0
+        first, self.next_round = self.next_round, self.next_round + count
         try:
             for k in range(count + ahead):
                 if k < count:
-                    turn = first + k
+                    round_index = first + k
                     if stages is not None:
-                        yield from window.claim(number, turn, takers)
-                        stages(k, turn)
-                        self.say(turn + STAGED)
+                        yield from slots.wait_reusable(number, round_index, readers)
+                        stages(k, round_index)
+                        self.publish_step(round_index + STAGED)
                     elif not self._posted:
-                        self.say(POSTED)
-                if k >= ahead and take is not None:
-                    turn = first + k - ahead
-                    if not self._met:
-                        yield from self.meet(sources)
-                    opened = [member for member in sources if reads_open and self.places[member.rank]]
-                    staged = [member for member in sources if member not in opened]
-                    yield from window.reached(number, turn + STAGED, staged)
-                    take(k - ahead, turn)
-                    yield from window.still_open(opened)
-                    window.publish_taken(number, turn)
+                        self.publish_step(POSTED)
+                if k >= ahead and read is not None:
+                    round_index = first + k - ahead
+                    if not self._calls_checked:
+                        yield from self.wait_posted(sources)
+                    zero_copy_members = [member for member in sources if reads_open and self.locations[member.rank]]
+                    staged = [member for member in sources if member not in zero_copy_members]
+                    yield from slots.wait_reached(number, round_index + STAGED, staged)
+                    read(k - ahead, round_index)
+                    yield from slots.hold_if_withdrawn(zero_copy_members)
+                    slots.publish_read(number, round_index)
                 yield ()
         except BaseException:
             self._withdraw()
             raise
 
-    def end(self, takers: Sequence[SlotMember]) -> Schedule:
+    def finish(self, readers: Sequence[SlotMember]) -> Schedule:
         """Leave the slot; if our data lay open, not before those who take it have finished with it."""
-        if len(self.places) < len(self.window.others):  # those whom we have not met may have called something else
-            self.window.unchecked.append((self.number, self.call))
-        if self.place:
-            self.window.publish(self.number, FINISHED)
+        if len(self.locations) < len(self.slots.others):  # those whom we have not met may have called something else
+            self.slots.deferred_checks.append((self.number, self.call))
+        if self.location:
+            self.slots.publish(self.number, FINISHED)
             try:
-                yield from self.window.reached(self.number, FINISHED, takers)
+                yield from self.slots.wait_reached(self.number, FINISHED, readers)
             except BaseException:
                 self._withdraw()
                 raise
-        self.window.publish(self.number, DONE)
+        self.slots.publish(self.number, DONE)
 
     def _withdraw(self) -> None:
-        if self.place:
-            self.window.withdraw()
+        if self.location:
+            self.slots.withdraw()

@@ -22,28 +22,28 @@ from time import perf_counter
 from asyncdist.algorithms.schedule import Schedule
 from asyncdist.errors import SharedMemoryError
 from asyncdist_transports.shm.collectives.slot_table import STREAM_PIECES, SlotMember
-from asyncdist_transports.shm.collectives.staging import CollectiveState, Piece
+from asyncdist_transports.shm.collectives.staging import CollectiveState, PieceAction
 
 AHEAD = STREAM_PIECES // 2 - 1
 _TRY_EVERY = 32
 
 
-class _Tried:
+class _AheadTuner:
     """How long we took to stage a piece of one kind of call, by how far ahead."""
 
     def __init__(self) -> None:
-        self._turns = 0
+        self._calls = 0
         self._near, self._far = (deque((0.0, 0.0), 2) for _ in range(2))  # of the last two calls
 
     def choose(self) -> int:
         """Return how far ahead to stage: as was faster, or the other way to see whether it still is."""
-        turn, self._turns = self._turns, self._turns + 1
-        if turn < 4:  # the first time, each also makes its memory
-            return AHEAD * (turn % 2)
+        call, self._calls = self._calls, self._calls + 1
+        if call < 4:  # the first time, each also makes its memory
+            return AHEAD * (call % 2)
         faster, slower = (AHEAD, 0) if min(self._far) < min(self._near) else (0, AHEAD)
-        return faster if turn % _TRY_EVERY else slower
+        return faster if call % _TRY_EVERY else slower
 
-    def note(self, ahead: int, seconds: list[float]) -> None:
+    def record(self, ahead: int, seconds: list[float]) -> None:
         """Learn from the middle one of some pieces, which no other process has held up."""
         (self._far if ahead else self._near).append(sorted(seconds)[len(seconds) // 2])
 
@@ -52,51 +52,51 @@ class StagedStream:
     """The rounds of a group's collectives that take more than one round, of members who stage."""
 
     def __init__(self) -> None:
-        self._tried: dict[Hashable, _Tried] = defaultdict(_Tried)
+        self._tuners: dict[Hashable, _AheadTuner] = defaultdict(_AheadTuner)
 
-    def rounds(
+    def run_rounds(
         self,
-        turn: CollectiveState,
+        state: CollectiveState,
         kind: Hashable,
         count: int,
         nbytes: int,
-        stage: Piece,
-        take: Piece | None,
+        stage: PieceAction,
+        read: PieceAction | None,
         sources: Sequence[SlotMember],
-        takers: Sequence[SlotMember],
+        readers: Sequence[SlotMember],
         *,
         reads_open: bool = True,
     ) -> Schedule:
-        """Run rounds as `CollectiveState.rounds` does, as far ahead as was faster for calls of this ``kind``.
+        """Run rounds as `CollectiveState.run_rounds` does, as far ahead as was faster for calls of this ``kind``.
 
         A member uses up to ``nbytes`` of an area in each round. Who only sends gains as well.
         """
-        if count < 2 or (reads_open and turn.place):
-            return turn.rounds(count, stage, take, sources, takers, reads_open=reads_open)
-        return self._ahead(turn, kind, count, nbytes, stage, take, sources, takers, reads_open)
+        if count < 2 or (reads_open and state.location):
+            return state.run_rounds(count, stage, read, sources, readers, reads_open=reads_open)
+        return self._ahead(state, kind, count, nbytes, stage, read, sources, readers, reads_open)
 
     def _ahead(
         self,
-        turn: CollectiveState,
+        state: CollectiveState,
         kind: Hashable,
         count: int,
         nbytes: int,
-        stage: Piece,
-        take: Piece | None,
+        stage: PieceAction,
+        read: PieceAction | None,
         sources: Sequence[SlotMember],
-        takers: Sequence[SlotMember],
+        readers: Sequence[SlotMember],
         reads_open: bool,
     ) -> Schedule:
-        tried = self._tried[kind, count.bit_length()]  # a small tensor may itself lie in the cache
-        ahead = tried.choose()
-        for far in dict.fromkeys((ahead, 0)):
+        tuner = self._tuners[kind, count.bit_length()]  # a small tensor may itself lie in the cache
+        ahead = tuner.choose()
+        for ahead_now in dict.fromkeys((ahead, 0)):
             try:
-                yield from turn.open_stream(2 + 2 * far, nbytes)
+                yield from state.open_stream(2 + 2 * ahead_now, nbytes)
                 break
             except SharedMemoryError:
-                if not (far or turn.round):  # later the areas are left in which the rounds before went
+                if not (ahead_now or state.next_round):  # later the areas are left in which the rounds before went
                     raise
-        ahead = min(ahead, turn.room // 2 - 1)
+        ahead = min(ahead, state.areas // 2 - 1)
         seconds = [0.0] * count
 
         def timed(k: int, number: int) -> None:
@@ -104,5 +104,5 @@ class StagedStream:
             stage(k, number)
             seconds[k] = perf_counter() - began
 
-        yield from turn.rounds(count, timed, take, sources, takers, reads_open=reads_open, ahead=ahead)
-        tried.note(ahead, seconds)
+        yield from state.run_rounds(count, timed, read, sources, readers, reads_open=reads_open, ahead=ahead)
+        tuner.record(ahead, seconds)

@@ -19,7 +19,16 @@ import torch
 from asyncdist.algorithms.schedule import Schedule
 from asyncdist.memory.shared_arena import ArenaMapping
 from asyncdist.transport.native import CallSignature
-from asyncdist_transports.shm.collectives.slot_table import CALL, DONE, FINISHED, LINE, PLACE, SHIFT, SLOTS, SlotTable
+from asyncdist_transports.shm.collectives.slot_table import (
+    CALL,
+    DONE,
+    FINISHED,
+    LINE,
+    LOCATION,
+    SHIFT,
+    SLOTS,
+    SlotTable,
+)
 from asyncdist_transports.shm.collectives.staging import POSTED, CollectiveState
 
 MIN_NBYTES = 32 << 10
@@ -30,52 +39,52 @@ _KEPT_VIEWS = 4096
 _KEPT_TENSORS = 64
 
 
-class Views:
+class PeerViews:
     """Parts of members' open memory as tensors; training asks for the same ones step after step."""
 
-    def __init__(self, window: SlotTable) -> None:
-        self._mappings: dict[int, ArenaMapping] = {member.rank: member.mapping for member in window.others}
-        self._mappings[window.rank] = window.arena.mapping
-        self._kept: dict[tuple[int, int, int, torch.dtype], torch.Tensor] = {}
+    def __init__(self, slots: SlotTable) -> None:
+        self._mappings: dict[int, ArenaMapping] = {member.rank: member.mapping for member in slots.others}
+        self._mappings[slots.rank] = slots.arena.mapping
+        self._cached: dict[tuple[int, int, int, torch.dtype], torch.Tensor] = {}
 
     def __call__(self, rank: int, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Return ``count`` elements of a member's arena from an offset on."""
         key = (rank, offset, count, dtype)
-        tensor = self._kept.get(key)
+        tensor = self._cached.get(key)
         if tensor is None:
-            if len(self._kept) >= _KEPT_VIEWS:
-                self._kept.clear()
-            tensor = self._kept[key] = self._mappings[rank].tensor(offset, count, dtype)
+            if len(self._cached) >= _KEPT_VIEWS:
+                self._cached.clear()
+            tensor = self._cached[key] = self._mappings[rank].tensor(offset, count, dtype)
         return tensor
 
 
-def place_of(window: SlotTable, tensor: torch.Tensor) -> int:
+def shared_location(slots: SlotTable, tensor: torch.Tensor) -> int:
     """Return 1 + the offset of a flat tensor that lies open for all members; 0 if it does not, or is better staged."""
-    return _open(window, tensor) if tensor.nbytes >= MIN_NBYTES else 0
+    return _arena_location(slots, tensor) if tensor.nbytes >= MIN_NBYTES else 0
 
 
-def _open(window: SlotTable, tensor: torch.Tensor) -> int:
-    offset = window.arena.offset_of(tensor.data_ptr(), tensor.nbytes)
+def _arena_location(slots: SlotTable, tensor: torch.Tensor) -> int:
+    offset = slots.arena.offset_of(tensor.data_ptr(), tensor.nbytes)
     return 0 if offset is None or offset % tensor.itemsize else offset + 1
 
 
-def show(window: SlotTable, number: int, tensors: Sequence[torch.Tensor], behind: int = 0) -> int:
+def post_locations(slots: SlotTable, number: int, tensors: Sequence[torch.Tensor], offset: int = 0) -> int:
     """Write the places of flat tensors into our table, which slot is ours already, and return that of the table.
 
-    0 if one of them does not lie open, or all are better staged. They stand ``behind`` so many words that are another's.
+    0 if one of them does not lie open, or all are better staged. They stand ``offset`` so many words that are another's.
     """
-    places = [_open(window, tensor) if tensor.numel() else 1 for tensor in tensors]
-    nbytes = 8 * (behind + len(places))
-    if 0 in places or sum(tensor.nbytes for tensor in tensors) < MIN_NBYTES or nbytes > window.area_nbytes:
+    locations = [_arena_location(slots, tensor) if tensor.numel() else 1 for tensor in tensors]
+    nbytes = 8 * (offset + len(locations))
+    if 0 in locations or sum(tensor.nbytes for tensor in tensors) < MIN_NBYTES or nbytes > slots.area_nbytes:
         return 0
-    window.reserve(number, 0, nbytes)
-    table = window.table(number, window.rank)
-    for which, place in enumerate(places, behind):
-        table[which] = place
-    return window.place_of(number, window.rank, 0)
+    slots.reserve(number, 0, nbytes)
+    table = slots.table(number, slots.rank)
+    for index, location in enumerate(locations, offset):
+        table[index] = location
+    return slots.location_of(number, slots.rank, 0)
 
 
-def lie_apart(tensors: Sequence[torch.Tensor]) -> bool:
+def are_disjoint(tensors: Sequence[torch.Tensor]) -> bool:
     """Return whether no two of some flat tensors share memory."""
     spans = sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in tensors if tensor.numel())
     return all(stop <= start for (_, stop), (start, _) in pairwise(spans))
@@ -84,96 +93,96 @@ def lie_apart(tensors: Sequence[torch.Tensor]) -> bool:
 class ZeroCopyAllReduce:
     """All-reduces of open tensors of one kind; each is a schedule.
 
-    Costs two meetings; a member reads 1/P of each of P tensors and writes as much. ``staged(turn, tensor)`` goes on where
+    Costs two meetings; a member reads 1/P of each of P tensors and writes as much. ``staged(state, tensor)`` goes on where
     a member's tensor turns out not to lie open.
     """
 
     def __init__(
         self,
-        window: SlotTable,
-        views: Views,
-        kind: CallSignature,
+        slots: SlotTable,
+        views: PeerViews,
+        signature: CallSignature,
         piece_nbytes: int,
         staged: Callable[[CollectiveState, Any], Schedule],
         counts: Sequence[int] = (),
     ) -> None:
-        self._window, self._views = window, views
-        self._call, self._dtype = kind.fingerprint, kind.dtype
-        self._counts = counts or (kind.count,)
-        self._how = how = kind.arithmetic
-        self._combine = how.of_two if window.size == 2 else None
-        self._piece_count = max(_ALIGNED, piece_nbytes) // kind.dtype.itemsize
+        self._slots, self._views = slots, views
+        self._call, self._dtype = signature.fingerprint, signature.dtype
+        self._counts = counts or (signature.count,)
+        self._arithmetic = arithmetic = signature.arithmetic
+        self._combine = arithmetic.of_two if slots.size == 2 else None
+        self._piece_count = max(_ALIGNED, piece_nbytes) // signature.dtype.itemsize
         self._staged = staged
-        self._kept: dict[tuple[int, ...], list[list[torch.Tensor]]] = {}
+        self._cached: dict[tuple[int, ...], list[list[torch.Tensor]]] = {}
 
-    def __call__(self, number: int, data: torch.Tensor | Sequence[torch.Tensor], place: int) -> Schedule:
-        """Reduce what lies at ``place``, a contiguous tensor, in place, as the group's n-th collective."""
-        window, others, call = self._window, self._window.others, self._call
-        yield from window.enter(number)
+    def __call__(self, number: int, data: torch.Tensor | Sequence[torch.Tensor], location: int) -> Schedule:
+        """Reduce what lies at ``location``, a contiguous tensor, in place, as the group's n-th collective."""
+        slots, others, call = self._slots, self._slots.others, self._call
+        yield from slots.enter(number)
         at, posted, finished = number % SLOTS * LINE, number << SHIFT | POSTED, number << SHIFT | FINISHED
-        places = [place]
+        locations = [location]
         try:
-            window.post(number, call, place, POSTED)  # from here on they may write to it
+            slots.post(number, call, location, POSTED)  # from here on they may write to it
             for member in others:
                 words = member.words
                 while words[at] < posted:
                     yield member.rank
-                window.fence.light()  # their step before what they have posted with it, and their data
+                slots.fence.light()  # their step before what they have posted with it, and their data
                 if words[at + CALL] != call:
-                    window.check(number, call, [member])
-                places.append(words[at + PLACE])
-            if 0 in places:
-                yield from self._staged(CollectiveState(window, number, call, posted=True), data)
+                    slots.check_calls(number, call, [member])
+                locations.append(words[at + LOCATION])
+            if 0 in locations:
+                yield from self._staged(CollectiveState(slots, number, call, posted=True), data)
                 return
-            for pieces in self._pieces(number, tuple(places)):
-                self._push(pieces)
+            for pieces in self._pieces(number, tuple(locations)):
+                self._reduce_and_write(pieces)
                 yield ()
-            yield from window.still_open(others)
-            window.publish(number, FINISHED)
+            yield from slots.hold_if_withdrawn(others)
+            slots.publish(number, FINISHED)
             for member in others:
                 words = member.words
                 while words[at] < finished:
                     yield member.rank
-            window.publish(number, DONE)
+            slots.publish(number, DONE)
         except BaseException:
-            window.abandoned.append(data)
-            window.withdraw()
+            slots.kept_tensors.append(data)
+            slots.withdraw()
             raise
 
-    def _push(self, pieces: list[torch.Tensor]) -> None:
+    def _reduce_and_write(self, pieces: list[torch.Tensor]) -> None:
         own = pieces[0]
         if self._combine is not None:
             self._combine(own, pieces[1], out=own)
             pieces[1].copy_(own)
             return
-        self._how.reduce(pieces, own)
+        self._arithmetic.reduce(pieces, own)
         for other in pieces[1:]:
             other.copy_(own)
 
-    def _pieces(self, number: int, places: tuple[int, ...]) -> list[list[torch.Tensor]]:
+    def _pieces(self, number: int, locations: tuple[int, ...]) -> list[list[torch.Tensor]]:
         """Return our slice, piece by piece, of every member's tensor, ours first."""
-        kept = self._kept.get(places)
-        if kept is None:
-            if len(self._kept) >= _KEPT_TENSORS:
-                self._kept.clear()
-            kept = self._kept[places] = self._cut([(place,) for place in places])
-        return kept
+        cached = self._cached.get(locations)
+        if cached is None:
+            if len(self._cached) >= _KEPT_TENSORS:
+                self._cached.clear()
+            cached = self._cached[locations] = self._cut_pieces([(location,) for location in locations])
+        return cached
 
     def _ranks(self) -> list[int]:
-        return [self._window.rank, *(member.rank for member in self._window.others)]
+        return [self._slots.rank, *(member.rank for member in self._slots.others)]
 
-    def _cut(self, places: Sequence[Sequence[int]]) -> list[list[torch.Tensor]]:
+    def _cut_pieces(self, locations: Sequence[Sequence[int]]) -> list[list[torch.Tensor]]:
         """Cut our slice of everybody's tensors, taken as one, whose places are given by member, ours first."""
-        window, itemsize = self._window, self._dtype.itemsize
-        start, stop = _slice(sum(self._counts), window.rank, window.size, max(1, _ALIGNED // itemsize))
+        slots, itemsize = self._slots, self._dtype.itemsize
+        start, stop = _slice(sum(self._counts), slots.rank, slots.size, max(1, _ALIGNED // itemsize))
         ranks, step = self._ranks(), self._piece_count
         pieces: list[list[torch.Tensor]] = []
-        for which, count in enumerate(self._counts):
+        for index, count in enumerate(self._counts):
             end = min(stop, count)
             pieces.extend(
                 [
-                    self._views(rank, lie[which] - 1 + at * itemsize, min(step, end - at), self._dtype)
-                    for rank, lie in zip(ranks, places, strict=True)
+                    self._views(rank, of_member[index] - 1 + at * itemsize, min(step, end - at), self._dtype)
+                    for rank, of_member in zip(ranks, locations, strict=True)
                 ]
                 for at in range(max(0, start), end, step)
             )
@@ -182,11 +191,11 @@ class ZeroCopyAllReduce:
 
 
 class CoalescedZeroCopyAllReduce(ZeroCopyAllReduce):
-    """One all-reduce of several open tensors that lie apart, of ``counts`` elements; ``place`` is that of their table."""
+    """One all-reduce of several open tensors that lie apart, of ``counts`` elements; ``location`` is that of their table."""
 
-    def _pieces(self, number: int, places: tuple[int, ...]) -> list[list[torch.Tensor]]:
+    def _pieces(self, number: int, locations: tuple[int, ...]) -> list[list[torch.Tensor]]:
         count = len(self._counts)
-        return self._cut([self._window.table(number, rank)[:count].tolist() for rank in self._ranks()])
+        return self._cut_pieces([self._slots.table(number, rank)[:count].tolist() for rank in self._ranks()])
 
 
 def _slice(count: int, rank: int, size: int, aligned: int) -> tuple[int, int]:
