@@ -13,8 +13,6 @@ there is `asyncdist.sync`. Names are loaded when first used: ``import asyncdist`
 from __future__ import annotations
 
 import importlib
-import sys
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from asyncdist.base.version import VERSION
@@ -72,24 +70,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *_NAMES})
-
-
-class _Package(ModuleType):
-    """Keeps ``asyncdist.group`` and ``asyncdist.reduce`` what torch has under these names.
-
-    Importing a submodule sets it as an attribute of its package, and two of ours are called like public names.
-    """
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if not (name in _NAMES and isinstance(value, ModuleType)):
-            super().__setattr__(name, value)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # cloudpickle, with which Ray, Dask and Spark send functions, knows plain modules only.
-        return importlib.import_module, (self.__name__,)
-
-
-sys.modules[__name__].__class__ = _Package
 
 
 if TYPE_CHECKING:

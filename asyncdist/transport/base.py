@@ -29,6 +29,7 @@ from asyncdist.base.timers import TimerTable
 from asyncdist.config import Config
 from asyncdist.transport.matching import (
     DiscardReceive,
+    MatchingHost,
     MatchingQueue,
     Outgoing,
     Owner,
@@ -177,27 +178,16 @@ class Transport(ABC):
         """Stop listening and close every link; nothing is left behind."""
 
 
-class Host(Protocol):
+class Host(MatchingHost, Protocol):
     """What a transport sees of the mesh that it serves."""
 
     rank: int
     world_size: int
     world_id: str
-    config: Config
     reminders: TimerTable  # of what is to be done under the lock at a time
-
-    @property
-    def expects_anybody(self) -> bool:
-        """Whether a receive from any rank is posted, so that no message may hold up those behind it."""
 
     def inbox(self, peer: int) -> MatchingQueue:
         """Return the inbox of a peer."""
-
-    def unclaimed(self, peer: int, key: bytes, fingerprint: int, nbytes: int) -> Receive | None:
-        """Return what takes a message that nobody posted for (a receive from any rank; the bin), or None."""
-
-    def mismatch(self, peer: int, receive: Receive, fingerprint: int, nbytes: int) -> None:
-        """Fail the operation whose receive met a message of another kind or size."""
 
     def difference(self, peer: int, ours: int, theirs: int) -> Exception:
         """Return the error to raise where a peer's fingerprint of a collective is not ours."""

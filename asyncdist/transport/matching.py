@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
+from asyncdist.config import Config
 from asyncdist.transport.wire_format import pack_header
-
-if TYPE_CHECKING:
-    from asyncdist.transport.base import Host
 
 
 # -- what is moved --------------------------------------------------------------------------------
@@ -124,12 +122,31 @@ class StalledMessage(Protocol):
         """Go on, with the body into ``receive``."""
 
 
+class MatchingHost(Protocol):
+    """What a `MatchingQueue` needs of the endpoint that owns it; part of `asyncdist.transport.base.Host`."""
+
+    config: Config
+
+    @property
+    def expects_anybody(self) -> bool:
+        """Whether a receive from any rank is posted, so that no message may hold up the messages behind it."""
+
+    def unclaimed(self, peer: int, key: bytes, fingerprint: int, nbytes: int) -> Receive | None:
+        """Return the receive for a message without a posted receive from this peer; None if there is none.
+
+        It is a receive from any rank, or a `DiscardReceive` if the group of the message has ended.
+        """
+
+    def mismatch(self, peer: int, receive: Receive, fingerprint: int, nbytes: int) -> None:
+        """Fail the operation of a receive that met a message with another fingerprint or size."""
+
+
 class MatchingQueue:
     """The messages from one peer that wait for a receive, and the receives that wait for a message."""
 
     __slots__ = ("_aside", "_aside_nbytes", "_blocked", "_host", "peer", "posted")
 
-    def __init__(self, peer: int, host: Host) -> None:
+    def __init__(self, peer: int, host: MatchingHost) -> None:
         self.peer = peer
         self.posted: dict[bytes, deque[Receive]] = {}
         self._aside: dict[bytes, deque[UnexpectedMessage]] = {}
