@@ -26,7 +26,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from asyncdist.base.timers import TimerTable
-from asyncdist.config import Config
 from asyncdist.transport.matching import (
     DiscardReceive,
     MatchingHost,

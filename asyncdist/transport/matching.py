@@ -8,7 +8,6 @@ from typing import Protocol
 from asyncdist.config import Config
 from asyncdist.transport.wire_format import pack_header
 
-
 # -- what is moved --------------------------------------------------------------------------------
 
 
