@@ -1,8 +1,9 @@
-"""Both ends of a connection prove that they hold the job's token before anything else is said.
+"""Mutual authentication of the two ends of a connection: each proves that it holds the job's token.
 
-Each side is a generator that a driver runs over any byte stream: it yields ``bytes`` to be written, or an ``int`` for
-that many bytes to be read and sent back in. Everything read here has a fixed length, so nothing from an unproven
-side is ever interpreted. The store and the mesh use the same exchange, with another ``purpose``::
+The store and the transports run this exchange on every connection, each with its own ``purpose``, before they interpret
+any other byte. Each side is a generator without I/O, which a driver runs over a byte stream: it yields ``bytes`` to
+write, or an ``int`` for the number of bytes to read and send back into it. All messages have a fixed length, so no length
+that an unauthenticated peer sent is trusted::
 
     dialler                                    acceptor
     MAGIC, nonce_d                       →
@@ -10,11 +11,11 @@ side is ever interpreted. The store and the mesh use the same exchange, with ano
     HMAC(token, "d", purpose, nonces)    →
                                          ←     status, HMAC(token, "a", purpose, nonces)
 
-An absent token is the empty key: the exchange is the same, and proves only that both sides speak our protocol. An
-acceptor that wants TLS says so to a dialler without, instead of its greeting.
+Without a token the key is empty: the exchange is the same and proves only that both sides speak this protocol. An
+acceptor that requires TLS answers a dialler without TLS with `WANTS_TLS` instead of its greeting.
 
-Who dials a port of its own host at which nobody listens may reach itself: one connection in some ten thousands is made
-from the very port that it goes to, and TCP then joins the socket with itself. That is a refusal, if a strange one.
+TCP can connect a socket to itself: a connection to a port of the own host on which nothing listens may be made from that
+very port. The dialler detects its own greeting and reports a refused connection.
 """
 
 from __future__ import annotations
@@ -36,45 +37,51 @@ Handshake = Generator[bytes | int, bytes, None]
 
 
 def dial(token: str | None, purpose: str, nonce: bytes) -> Handshake:
-    """Prove ourselves to an acceptor, and have it prove itself.
+    """Authenticate the dialling side to an acceptor, and the acceptor to the dialling side.
 
-    Raises AuthenticationError if it refuses our token or cannot prove its own, ProtocolError if it is not ours at all,
-    or wants TLS, and ConnectionRefusedError if it is ourselves.
+    Raises:
+        AuthenticationError: The acceptor refuses the token or cannot prove its own.
+        ProtocolError: The acceptor speaks another protocol, or requires TLS.
+        ConnectionRefusedError: The socket is connected to itself.
     """
     yield MAGIC + nonce
     greeting = yield len(MAGIC) + NONCE_NBYTES
     if greeting == MAGIC + nonce:
-        raise ConnectionRefusedError(errno.ECONNREFUSED, "nobody listens there: what we said came back to us")
+        raise ConnectionRefusedError(errno.ECONNREFUSED, "nothing listens there: the socket was connected to itself")
     if greeting == WANTS_TLS:
-        raise ProtocolError(f"the {purpose} wants TLS: set ASYNCDIST_TLS_CA to who has signed its certificate")
+        raise ProtocolError(
+            f"the {purpose} requires TLS: set ASYNCDIST_TLS_CA to the certificate authority that signed its certificate"
+        )
     if not greeting.startswith(MAGIC):
         raise ProtocolError(
-            f"what answers there is no asyncdist {purpose} (it said {greeting[:12]!r}); check host and port"
+            f"the answer did not come from an asyncdist {purpose} (it began with {greeting[:12]!r}); check host and port"
         )
     nonces = nonce + greeting[len(MAGIC) :]
     yield _proof(token, b"d", purpose, nonces)
     answer = yield 1 + PROOF_NBYTES
     if answer[:1] != ACCEPTED:
-        refused = "refused our token" if token else "wants a token, and we have none"
+        refused = "refused the token of this process" if token else "requires a token, and this process has none"
         raise AuthenticationError(f"the {purpose} {refused}")
     if not hmac.compare_digest(answer[1:], _proof(token, b"a", purpose, nonces)):
-        raise AuthenticationError(f"the {purpose} could not prove that it holds our token")
+        raise AuthenticationError(f"the {purpose} could not prove that it holds the same token")
 
 
 def accept(token: str | None, purpose: str, nonce: bytes) -> Handshake:
-    """Make a dialler prove itself, then prove ourselves.
+    """Authenticate a dialler, then the accepting side to it.
 
-    Raises ProtocolError for bytes that are not ours and AuthenticationError for a wrong token (the dialler is told).
+    Raises:
+        ProtocolError: The dialler speaks another protocol.
+        AuthenticationError: The dialler holds another token. The dialler is told so.
     """
     greeting = yield len(MAGIC) + NONCE_NBYTES
     if not greeting.startswith(MAGIC):
-        raise ProtocolError(f"a connection that does not speak our protocol (it began with {greeting[:12]!r})")
+        raise ProtocolError(f"a connection speaks another protocol (it began with {greeting[:12]!r})")
     nonces = greeting[len(MAGIC) :] + nonce
     yield MAGIC + nonce
     proof = yield PROOF_NBYTES
     if not hmac.compare_digest(proof, _proof(token, b"d", purpose, nonces)):
         yield REFUSED + bytes(PROOF_NBYTES)
-        raise AuthenticationError("a connection did not hold our token")
+        raise AuthenticationError("a connection did not hold the token of this process")
     yield ACCEPTED + _proof(token, b"a", purpose, nonces)
 
 
@@ -82,10 +89,14 @@ def _proof(token: str | None, side: bytes, purpose: str, nonces: bytes) -> bytes
     return hmac.digest((token or "").encode(), b"|".join((side, purpose.encode(), nonces)), "sha256")
 
 
-class Pushed:
-    """Runs a handshake over bytes that are pushed in, as an event loop's protocol gets them.
+class HandshakeDriver:
+    """Run a handshake over bytes that are pushed in, as an event loop's protocol receives them.
 
-    ``write`` is called with the bytes to be sent, the first of them at once. A handshake that fails does so in `feed`.
+    Errors of the handshake are raised by `feed`.
+
+    Args:
+        handshake: `dial` or `accept`.
+        write: Called with the bytes to send; the constructor calls it for the first ones.
     """
 
     def __init__(self, handshake: Handshake, write: Callable[[bytes], object]) -> None:
@@ -94,27 +105,27 @@ class Pushed:
         self._buffer = bytearray()
         self._wanted = 0
         self.done = False
-        self._go_on(next(handshake))
+        self._advance(next(handshake))
 
     @property
     def missing(self) -> int:
-        """How many bytes it needs before it can go on, 0 once `done`: who reads no more leaves what follows unread."""
+        """Number of bytes until the next step, 0 once `done`. A reader that reads no more leaves later bytes unread."""
         return self._wanted - len(self._buffer)
 
     def feed(self, data: bytes) -> bytes:
-        """Take bytes that arrived; once `done`, return those that follow the handshake."""
+        """Process bytes that arrived; once `done`, return the bytes that follow the handshake."""
         self._buffer += data
         while not self.done and len(self._buffer) >= self._wanted:
             piece = bytes(self._buffer[: self._wanted])
             del self._buffer[: self._wanted]
-            self._go_on(None, piece)
+            self._advance(None, piece)
         if not self.done:
             return b""
         rest = bytes(self._buffer)
         self._buffer.clear()
         return rest
 
-    def _go_on(self, step: bytes | int | None, piece: bytes = b"") -> None:
+    def _advance(self, step: bytes | int | None, piece: bytes = b"") -> None:
         try:
             step = self._handshake.send(piece) if step is None else step
             while isinstance(step, bytes):

@@ -1,9 +1,9 @@
-"""The process's background thread with an event loop: made when first needed, wound down when the process ends.
+"""The process's background thread with an event loop: started on first use, ended at the exit of the process.
 
-It serves what must go on while the program's own threads compute: an embedded store, and collectives that were issued
-from blocking code with ``async_op=True``. Programs with a loop of their own need it only for the embedded store.
+It runs work that continues while the program's own threads compute: an embedded store, and collectives that blocking code
+issues with ``async_op=True``. A program with its own event loop needs it only for the embedded store.
 
-A process that ends starts no second one, for whoever still asks; and it waits only so long for the one that it has.
+A process that exits starts no second background loop, and waits at most `_AT_EXIT` seconds for the one that it has.
 """
 
 from __future__ import annotations
@@ -22,29 +22,31 @@ from asyncdist.errors import LoopThreadError, UsageError
 T = TypeVar("T")
 
 _AT_EXIT = 2.0
-"""Seconds that a process that ends waits for its loop: a task may not take its end, or a user's callback may block."""
+"""Seconds for which a process waits at exit for its loop: a task may ignore its cancellation, a callback may block."""
 
 new_loop: Callable[[], asyncio.AbstractEventLoop]
 try:
     from uvloop import new_event_loop as new_loop
-except ImportError:  # Windows, or an interpreter that uvloop does not know yet
+except ImportError:  # Windows, or an interpreter that uvloop does not support yet
     from asyncio import new_event_loop as new_loop
 
 
 class BackgroundLoop:
-    """One event loop in a thread of its own."""
+    """One event loop in its own thread."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()
         self.loop: asyncio.AbstractEventLoop = new_loop()
-        self._told = threading.Lock()  # taken once, and kept, by who tells the loop to stop
+        self._stop_requested = threading.Lock()
+        """Acquired once, and never released, by the thread that stops the loop."""
         self._thread = threading.Thread(target=self._main, name="asyncdist-runtime", daemon=True)
         try:
             self._thread.start()
         except RuntimeError:
             self.loop.close()
             if not lifecycle.ending():
-                raise  # else this is Python 3.12.0 or 3.12.1, which start no thread for a process that ends
+                raise
+            # Python 3.12.0 and 3.12.1 start no thread in a process that exits.
 
     def _main(self) -> None:
         asyncio.set_event_loop(self.loop)
@@ -55,7 +57,7 @@ class BackgroundLoop:
             self.loop.run_until_complete(self.loop.shutdown_asyncgens())
             _end_tasks(self.loop)
             with warnings.catch_warnings():
-                # Where a warning of a connection left on it is an error, uvloop does not close that, and waits for ever.
+                # If a warning about an open connection is an error, uvloop leaves the connection open and never returns.
                 warnings.simplefilter("ignore", ResourceWarning)
                 self.loop.close()
 
@@ -64,17 +66,22 @@ class BackgroundLoop:
         return not self._thread.is_alive() or self.pid != os.getpid()
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Start a coroutine on the loop and return its future. Raises UsageError once the process has ended the loop."""
+        """Start a coroutine on the loop and return its future.
+
+        Raises:
+            UsageError: The process is exiting and has ended the loop.
+        """
         if self.closed:
             coroutine.close()
-            raise UsageError("this process is ending, and its background loop has ended: call this before that")
+            raise UsageError("this process is exiting, and its background loop has ended: call this earlier")
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
     def run(self, coroutine: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
-        """Run a coroutine on the loop and return its result; an interrupt of the caller cancels it.
+        """Run a coroutine on the loop and return its result. An interrupt of the caller cancels the coroutine.
 
-        Raises LoopThreadError on the loop's own thread, where waiting would never end, and TimeoutError after
-        ``timeout`` seconds, which cancels the coroutine too.
+        Raises:
+            LoopThreadError: The caller is the loop's own thread, where waiting would never end.
+            TimeoutError: ``timeout`` seconds passed. The coroutine is cancelled.
         """
         if threading.current_thread() is self._thread:
             coroutine.close()
@@ -95,19 +102,20 @@ class BackgroundLoop:
         return self.run(caller())
 
     def close(self, timeout: float | None = None) -> None:
-        """Cancel what is left, stop the loop and join its thread, or leave that to itself after ``timeout`` seconds.
+        """Cancel the loop's tasks, stop the loop and join its thread; wait at most ``timeout`` seconds.
 
-        What does not take its end is not torn apart: the thread goes with the process.
+        A loop that has not ended by then keeps running until the process ends.
         """
         if self.closed:
             return
-        if self._told.acquire(blocking=False):  # told twice, it would stop in the middle of winding down
+        # A second stop would interrupt the loop while it cancels its tasks.
+        if self._stop_requested.acquire(blocking=False):
             self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(timeout)
 
 
 def _end_tasks(loop: asyncio.AbstractEventLoop) -> None:
-    """Cancel every task, and those that come of it, such as a connection's that is tried to be made again."""
+    """Cancel every task, and the tasks that these start, such as the one that opens a lost connection again."""
     while tasks := asyncio.all_tasks(loop):
         for task in tasks:
             task.cancel()
@@ -115,7 +123,7 @@ def _end_tasks(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def on_loop(loop: asyncio.AbstractEventLoop | None, coroutine: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
-    """Start a coroutine on the running loop (None), or on that of another thread; return a future of the running one."""
+    """Start a coroutine on the running loop (None) or on another thread's; return a future of the running loop."""
     if loop is None or loop is asyncio.get_running_loop():
         return asyncio.ensure_future(coroutine)
     return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, loop))
@@ -126,10 +134,10 @@ _lock = threading.Lock()
 
 
 def background_loop() -> BackgroundLoop:
-    """Return the process's runtime; start it if there is none (also after a fork, which leaves threads behind).
+    """Return the process's background loop; start it if there is none, which is so in a forked child too.
 
-    One that is being closed is still the one, for what is left on its loop; and in a process that ends there is no other
-    after it: whoever asks then finds its loop closed.
+    A loop that is closing is still returned, for the work that is left on it. While the process exits no other loop
+    follows it: the caller then gets a closed one.
     """
     global _current
     with _lock:
@@ -139,7 +147,7 @@ def background_loop() -> BackgroundLoop:
 
 
 def close_background_loop(timeout: float | None = None) -> None:
-    """Stop the process's runtime if there is one, as `BackgroundLoop.close` does; the next `background_loop()` starts a new one."""
+    """Close the process's background loop, if there is one; the next call of `background_loop` starts another."""
     with _lock:
         current = _current
     if current is not None:

@@ -1,8 +1,10 @@
-"""Threads for calls that may block. A process that ends does not wait for what these wait for.
+"""Daemon threads for calls that may block: a pool, an executor that keeps order, and a coroutine for a single call.
 
-The threads of ``concurrent.futures`` are joined before anything else when a process ends. One that waits for a peer keeps
-its process then, which has not said goodbye yet, and with it that peer, if it is at its end too and waits for us. So ours
-are daemons: first everybody is told that the process ends, which ends what waits for peers, and then they get a moment.
+Every folder that makes blocking calls uses these instead of ``concurrent.futures.ThreadPoolExecutor``. The interpreter
+joins the threads of a ThreadPoolExecutor before the process's other exit handlers. A thread that waits for a peer would
+then keep its process alive before the process has closed its connections, and two such processes would wait for each
+other. These threads are daemons. At exit the peers are notified first, which ends the calls that wait for peers; then the
+remaining calls get `_AT_EXIT` seconds.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import functools
+import logging
 import threading
 import weakref
 from collections import deque
@@ -18,89 +21,160 @@ from typing import Any, ParamSpec, TypeVar
 
 from asyncdist.base import lifecycle
 
+log = logging.getLogger("asyncdist")
+
 P = ParamSpec("P")
 T = TypeVar("T")
 Future = concurrent.futures.Future
 
 _AT_EXIT = 2.0
-"""Seconds that a process that ends leaves to the calls that go on."""
+"""Seconds for which a process waits at its exit for calls that have not returned."""
 
 
 class DaemonThreadPool(concurrent.futures.Executor):
-    """Daemon threads that make calls, ``most`` at a time. A thread comes when it is needed, and goes with `shutdown`."""
+    """Run calls in at most ``max_threads`` daemon threads, each started when it is needed.
 
-    def __init__(self, name: str, most: int) -> None:
-        self._name, self._most = name, most
+    Args:
+        name: Prefix of the threads' names.
+        max_threads: How many calls run at a time.
+        idle_timeout: Seconds after which a thread without a call ends; None keeps threads until `shutdown`.
+    """
+
+    def __init__(self, name: str, max_threads: int, *, idle_timeout: float | None = None) -> None:
+        self._name, self._max_threads, self._idle_timeout = name, max_threads, idle_timeout
         self._changed = threading.Condition()
         self._calls: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         self._threads: list[threading.Thread] = []
+        self._started = 0
         self._idle = 0
-        self._over = False
-        self._open: set[Future[Any]] = set()
-        _all.add(self)
+        self._closed = False
+        self._unfinished: set[Future[Any]] = set()
+        _pools.add(self)
 
     def submit(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Have a call made in one of the threads; return its future. Raises RuntimeError when there is none any more."""
+        """Run ``function`` in one of the threads and return the future of its result.
+
+        Raises:
+            RuntimeError: The pool is shut down, or the interpreter is ending and starts no thread.
+        """
         future: Future[T] = Future()
         with self._changed:
-            if self._over:
-                raise RuntimeError(f"the threads {self._name!r} have been let go")
-            if self._idle <= len(self._calls) and len(self._threads) < self._most:
-                self._start()
-            self._open.add(future)
+            if self._closed:
+                raise RuntimeError(f"the thread pool {self._name!r} has been shut down")
+            if self._idle <= len(self._calls) and len(self._threads) < self._max_threads:
+                self._start_thread()
+            self._unfinished.add(future)
             self._calls.append((future, functools.partial(function, *args, **kwargs)))
             self._changed.notify()
-        future.add_done_callback(self._open.discard)
+        future.add_done_callback(self._unfinished.discard)
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Take no more calls, and let the threads go after those that were taken."""
+        """Refuse further calls; the threads end after the calls that were submitted."""
         with self._changed:
-            self._over = True
+            self._closed = True
             cancelled = list(self._calls) if cancel_futures else []
+            threads = list(self._threads)
             self._changed.notify_all()
         for future, _ in cancelled:
             future.cancel()
         if wait:
-            for thread in self._threads:
+            for thread in threads:
                 thread.join()
 
     @property
-    def open(self) -> set[Future[Any]]:
-        """The calls that have not ended."""
-        return set(self._open)
+    def unfinished(self) -> set[Future[Any]]:
+        """The futures of the calls that have not ended."""
+        return set(self._unfinished)
 
-    def _start(self) -> None:
-        number = len(self._threads)
-        thread = threading.Thread(target=self._run, name=f"{self._name}_{number}", daemon=True)
-        thread.start()  # the interpreter refuses that near its end
+    @property
+    def num_idle(self) -> int:
+        """How many threads wait for a call."""
+        return self._idle
+
+    def _start_thread(self) -> None:
+        thread = threading.Thread(target=self._run, name=f"{self._name}_{self._started}", daemon=True)
+        thread.start()
+        self._started += 1
         self._threads.append(thread)
 
     def _run(self) -> None:
         while True:
             with self._changed:
                 self._idle += 1
-                self._changed.wait_for(lambda: self._calls or self._over)
+                self._changed.wait_for(lambda: self._calls or self._closed, self._idle_timeout)
                 self._idle -= 1
                 if not self._calls:
+                    self._threads.remove(threading.current_thread())
                     return
                 future, call = self._calls.popleft()
-            _make(future, call)
-            del future, call  # or what they hold lives on while we wait
+            _run_call(future, call)
+            # Otherwise the arguments and the result live on while this thread waits.
+            del future, call
+
+
+class SerialExecutor:
+    """Run calls one at a time, in the order of `put`; in the calling thread where that is allowed and nothing is pending.
+
+    Calls report their own failures: an exception that a call raises is only logged.
+
+    Args:
+        name: Name of the thread, and of the executor in log lines.
+        idle_timeout: Seconds after which the thread ends when it has no call.
+    """
+
+    def __init__(self, name: str, *, idle_timeout: float = 5.0) -> None:
+        self._name = name
+        self._pool = DaemonThreadPool(name, max_threads=1, idle_timeout=idle_timeout)
+        self._lock = threading.Lock()
+        self._running = threading.Lock()
+        self._num_pending = 0
+
+    def put(self, call: Callable[[], object], *, inline: bool = False) -> None:
+        """Run a call after those before it; in this thread, before this returns, if ``inline`` and none is pending."""
+        with self._lock:
+            inline = inline and self._num_pending == 0
+            if inline:
+                self._running.acquire()  # free: no call is pending
+            else:
+                self._pool.submit(self._run_queued, call)
+            self._num_pending += 1
+        if inline:
+            self._run(call)
+
+    def close(self, last: Callable[[], object]) -> None:
+        """Run one more call, in this thread if none is pending. The executor's thread ends after it."""
+        self.put(last, inline=True)
+        self._pool.shutdown(wait=False)
+
+    def _run_queued(self, call: Callable[[], object]) -> None:
+        self._running.acquire()
+        self._run(call)
+
+    def _run(self, call: Callable[[], object]) -> None:
+        try:
+            call()
+        except Exception:
+            log.exception("a call in the executor %r failed", self._name)
+        finally:
+            self._running.release()
+            with self._lock:
+                self._num_pending -= 1
 
 
 async def run_in_daemon_thread(function: Callable[[], T]) -> T:
-    """Make a call that may take long and does nothing but answer, in a thread of its own: who is cancelled leaves it."""
-    errands = DaemonThreadPool(
-        "asyncdist-apart", most=1
-    )  # and not the loop's own: those keep their threads, and wait for them
+    """Run a blocking call without side effects in a thread of its own, and return its result.
+
+    Cancelling the caller abandons the call: its thread ends when the call returns.
+    """
+    pool = DaemonThreadPool("asyncdist-call", max_threads=1)
     try:
-        return await asyncio.get_running_loop().run_in_executor(errands, function)
+        return await asyncio.get_running_loop().run_in_executor(pool, function)
     finally:
-        errands.shutdown(wait=False)
+        pool.shutdown(wait=False)
 
 
-def _make(future: Future[Any], call: Callable[[], Any]) -> None:
+def _run_call(future: Future[Any], call: Callable[[], Any]) -> None:
     if not future.set_running_or_notify_cancel():
         return
     try:
@@ -111,11 +185,11 @@ def _make(future: Future[Any], call: Callable[[], Any]) -> None:
         future.set_result(value)
 
 
-_all: weakref.WeakSet[DaemonThreadPool] = weakref.WeakSet()
+_pools: weakref.WeakSet[DaemonThreadPool] = weakref.WeakSet()
 
 
-def _at_exit() -> None:
-    concurrent.futures.wait([future for errands in list(_all) for future in errands.open], timeout=_AT_EXIT)
+def _wait_at_exit() -> None:
+    concurrent.futures.wait([future for pool in list(_pools) for future in pool.unfinished], timeout=_AT_EXIT)
 
 
-lifecycle.at_exit(lifecycle.Stage.ERRANDS, _at_exit)
+lifecycle.at_exit(lifecycle.Stage.THREADS, _wait_at_exit)

@@ -1,7 +1,7 @@
-"""One way to speak of time limits: a `Deadline` is a point on the monotonic clock, or never.
+"""Time limits: a `Deadline` is a point on the monotonic clock, or never. Every folder that waits uses it.
 
-Timeouts (seconds, or `datetime.timedelta`) come in from users; inside, only deadlines are passed on, so that a
-limit holds over many steps and a jump of the wall clock changes nothing.
+Users pass timeouts, in seconds or as `datetime.timedelta`. Internal code passes deadlines, so that one limit holds over
+many steps and a step of the wall clock changes nothing.
 """
 
 from __future__ import annotations
@@ -15,12 +15,16 @@ from asyncdist.errors import UsageError
 
 Timeout = float | int | timedelta | None
 
-_AGES = 1e9
-"""Seconds that nobody will wait, thirty years: with more, locks and events raise OverflowError."""
+_LONGEST_TIMEOUT = 1e9
+"""Seconds, about thirty years. Locks and events raise OverflowError for longer timeouts."""
 
 
 def seconds(timeout: Timeout, default: float = math.inf) -> float:
-    """Return a user's timeout in seconds; ``None`` means ``default``, a negative one is refused."""
+    """Return a user's timeout in seconds; ``default`` for None.
+
+    Raises:
+        UsageError: The timeout is negative or not a number.
+    """
     if timeout is None:
         return default
     value = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
@@ -37,20 +41,20 @@ class Deadline:
 
     @classmethod
     def after(cls, timeout: Timeout) -> Deadline:
-        """Return the deadline ``timeout`` from now; ``None`` means never, and so do decades."""
+        """Return the deadline ``timeout`` from now; never for None and for timeouts of decades."""
         left = seconds(timeout)
-        return cls(time.monotonic() + left) if left < _AGES else cls.never()
+        return cls(time.monotonic() + left) if left < _LONGEST_TIMEOUT else cls.never()
 
     @classmethod
     def never(cls) -> Deadline:
         return cls(math.inf)
 
     def remaining(self, *, now: float | None = None) -> float:
-        """Seconds left, never below 0; infinite if there is no limit."""
+        """Return the seconds left, at least 0; infinity without a limit."""
         return max(0.0, self.at - (time.monotonic() if now is None else now))
 
     def remaining_or_none(self) -> float | None:
-        """Seconds left in the form that asyncio, sockets and locks take: ``None`` for no limit."""
+        """Return the seconds left as asyncio, sockets and locks take them: None without a limit."""
         return None if self.at == math.inf else self.remaining()
 
     def expired(self, *, now: float | None = None) -> bool:

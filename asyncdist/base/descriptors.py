@@ -1,10 +1,10 @@
-"""What the kernel says when it gives no descriptor, and when one that it would have given is gone already."""
+"""Classify the errors of ``accept`` and of running out of file descriptors. Listening sockets call it."""
 
 from __future__ import annotations
 
 import errno
 
-_GONE = {
+_CONNECTION_GONE = {
     getattr(errno, name)
     for name in (
         "ECONNABORTED", "ECONNRESET", "EINTR", "EPROTO", "ENETDOWN", "ENOPROTOOPT", "EHOSTDOWN", "ENONET", "EHOSTUNREACH",
@@ -16,10 +16,10 @@ _EXHAUSTED = (errno.EMFILE, errno.ENFILE)
 
 
 def is_gone(cause: OSError) -> bool:
-    """Return whether ``accept`` failed for one connection only, as accept(2) of Linux lists; the next may succeed."""
-    return cause.errno in _GONE
+    """Return whether ``accept`` failed for one connection only, as Linux's accept(2) lists; the next may succeed."""
+    return cause.errno in _CONNECTION_GONE
 
 
 def is_exhausted(cause: BaseException) -> bool:
-    """Return whether the process or the machine is out of descriptors."""
+    """Return whether the process or the machine is out of file descriptors."""
     return isinstance(cause, OSError) and cause.errno in _EXHAUSTED

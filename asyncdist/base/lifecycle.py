@@ -1,15 +1,16 @@
-"""The two things that may happen to a process, and who does what about them: it ends, or it is forked.
+"""The exit and the fork of a process: which part of the library does what, and in which order.
 
-At the end of the process peers are to hear goodbye. In a forked child the connections are still the parent's: not a byte
-may be written to them, nor may they be shut down. The child closes its copies of their descriptors: a peer sees the end of
-a connection, and a port or a lock is free again, only when the last copy is closed.
+Every folder that owns connections, threads or servers registers here. At exit the process notifies its peers. After a
+fork the connections belong to the parent: the child neither writes to them nor shuts them down. It closes its copies of
+their descriptors, because a peer sees the end of a connection, and a port or a lock becomes free, only when the last copy
+is closed.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import multiprocessing.util  # noqa: F401 - first, and so it joins children last: they may wait for our goodbye
+import multiprocessing.util  # noqa: F401 - its exit handler joins children: it has to run after ours, which they may await
 import os
 import weakref
 from collections.abc import Callable
@@ -18,35 +19,35 @@ from typing import Protocol
 
 
 class Stage(IntEnum):
-    """What a process does at its end, in this order, whoever was imported first.
+    """The steps of a process's exit, in order, whatever was imported first.
 
-    What the program itself gives to `atexit` is called before all of it, if that was after the import of ours.
+    Handlers that the program itself registered with `atexit` after importing this library run before all of them.
     """
 
     COMMUNICATORS = auto()
-    """Those of devices are aborted: no goodbye ends what waits inside one."""
+    """Device communicators are aborted, because no notice of a peer ends a call inside one."""
     SERVERS = auto()
-    """Stores that are served from here are closed, which takes the loop."""
-    GOODBYES = auto()
-    """Peers are told, which may take the loop too, and what waits for them is failed."""
-    ERRANDS = auto()
-    """Calls that go on get a moment, now that none waits for a peer; they may wait for the loop."""
+    """Stores that this process serves are closed, which needs the background loop."""
+    PEERS = auto()
+    """Peers are notified, which may need the background loop too, and operations that wait for peers fail."""
+    THREADS = auto()
+    """Blocking calls in daemon threads get a moment to return; none of them waits for a peer any more."""
     LOOP = auto()
-    """The background loop is wound down."""
+    """The background loop ends."""
 
 
 class ProcessHooks(Protocol):
-    """One who holds connections."""
+    """An object with connections, which the exit and the fork of the process concern."""
 
     def end_with_process(self) -> None:
-        """Say goodbye for a program that ends without closing us. Must not wait."""
+        """Notify the peers, in a program that ends without closing this object. Must not wait."""
 
     def after_fork_in_child(self) -> None:
-        """Touch the connections no more: this is a forked child. No other thread runs, and locks may be held for ever."""
+        """Stop using the connections: this is a forked child. No other thread runs, and a held lock stays held."""
 
 
 class Descriptor(Protocol):
-    """A socket, or any other object that holds a descriptor."""
+    """A socket, or any other object with a file descriptor."""
 
     def fileno(self) -> int:
         """Return the descriptor, or -1 once it is closed."""
@@ -54,38 +55,38 @@ class Descriptor(Protocol):
 
 _at_exit: list[tuple[Stage, Callable[[], object]]] = []
 _after_fork: list[Callable[[], object]] = []
-_holders: weakref.WeakSet[ProcessHooks] = weakref.WeakSet()
+_hooked: weakref.WeakSet[ProcessHooks] = weakref.WeakSet()
 _descriptors: weakref.WeakSet[Descriptor] = weakref.WeakSet()
 _ending = False
 
 
 def at_exit(stage: Stage, call: Callable[[], object]) -> None:
-    """Have a call made when the process ends, whatever those before it raise. Of one stage the last comes first."""
+    """Make a call at the exit of the process, also after others have raised. In one stage the last call comes first."""
     _at_exit.append((stage, call))
 
 
 def after_fork(call: Callable[[], object]) -> None:
-    """Have a call made in every forked child, after those named before, whatever these raise."""
+    """Make a call in every forked child, after the calls registered before, also when these raise."""
     _after_fork.append(call)
 
 
 def ending() -> bool:
-    """Return whether the process has come to its end."""
+    """Return whether the process is exiting."""
     return _ending
 
 
-def register_hooks(holder: ProcessHooks) -> None:
-    """Have a holder told until `unregister_hooks`, or until it is collected."""
-    _holders.add(holder)
+def register_hooks(hooked: ProcessHooks) -> None:
+    """Call an object's hooks at exit and after a fork, until `unregister_hooks` or until it is collected."""
+    _hooked.add(hooked)
 
 
-def unregister_hooks(holder: ProcessHooks) -> None:
-    """Tell it no more: it has closed."""
-    _holders.discard(holder)
+def unregister_hooks(hooked: ProcessHooks) -> None:
+    """Stop calling an object's hooks: it has closed."""
+    _hooked.discard(hooked)
 
 
 def close_in_children(descriptor: Descriptor) -> None:
-    """Have every forked child close its copy of a descriptor, without a shutdown of the connection.
+    """Close a descriptor in every forked child, without a shutdown of the connection.
 
     Args:
         descriptor: An object that can be referenced weakly. Its ``fileno`` is called in the child, until the object is
@@ -106,39 +107,40 @@ def _close_descriptors() -> None:
             os.close(number)
         return
     for number in numbers:
-        # The number stays taken: objects that the child collects later close it once more.
+        # Keep the number taken: objects that the child collects later close it a second time.
         os.dup2(null, number, inheritable=False)
     os.close(null)
 
 
-def _say_goodbye() -> None:
-    for holder in list(_holders):
-        holder.end_with_process()
+def _end_with_process() -> None:
+    for hooked in list(_hooked):
+        hooked.end_with_process()
 
 
-def _leave_to_parent() -> None:
-    for holder in list(_holders):
-        holder.after_fork_in_child()
-    _holders.clear()
+def _after_fork_in_child() -> None:
+    for hooked in list(_hooked):
+        hooked.after_fork_in_child()
+    _hooked.clear()
 
 
-def _end() -> None:
+def _run_at_exit() -> None:
     global _ending
     _ending = True
-    with contextlib.ExitStack() as calls:  # which makes the last one first
+    # An ExitStack makes the last call first, and goes on after one that raises.
+    with contextlib.ExitStack() as calls:
         for _, call in sorted(_at_exit, key=lambda each: each[0], reverse=True):
             calls.callback(call)
 
 
-def _start_anew() -> None:
+def _run_after_fork() -> None:
     with contextlib.ExitStack() as calls:
         for call in reversed(_after_fork):
             calls.callback(call)
 
 
-at_exit(Stage.GOODBYES, _say_goodbye)
+at_exit(Stage.PEERS, _end_with_process)
 after_fork(_close_descriptors)
-after_fork(_leave_to_parent)
-atexit.register(_end)
+after_fork(_after_fork_in_child)
+atexit.register(_run_at_exit)
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_start_anew)
+    os.register_at_fork(after_in_child=_run_after_fork)

@@ -1,4 +1,7 @@
-"""What is to be done at a time unless something happens before; touched only under the lock of its owner."""
+"""Timers by key, for an owner that asks for the next one and runs those that are due. It takes no lock.
+
+The engine's endpoint owns one table; its transports schedule reconnects and time limits in it, under the endpoint's lock.
+"""
 
 from __future__ import annotations
 
@@ -7,31 +10,33 @@ from collections.abc import Callable
 
 
 class TimerTable:
-    """Actions by what they are about, each with its monotonic time. False while there is none."""
+    """Callbacks by key, each with its time on the monotonic clock."""
 
     __slots__ = ("_due",)
 
     def __init__(self) -> None:
         self._due: dict[object, tuple[float, Callable[[], None]]] = {}
 
-    def __bool__(self) -> bool:
+    @property
+    def pending(self) -> bool:
+        """Whether a timer is scheduled."""
         return bool(self._due)
 
-    def add(self, about: object, at: float, action: Callable[[], None]) -> None:
-        """Have ``action`` done at a time, unless there is a reminder about the same thing already."""
-        self._due.setdefault(about, (at, action))
+    def schedule(self, key: object, at: float, callback: Callable[[], None]) -> None:
+        """Schedule ``callback`` for the time ``at``. A timer that the key already has stays as it is."""
+        self._due.setdefault(key, (at, callback))
 
-    def forget(self, about: object) -> None:
-        """Drop the reminder about something, if there is one."""
-        self._due.pop(about, None)
+    def cancel(self, key: object) -> None:
+        """Drop the timer of ``key``, if there is one."""
+        self._due.pop(key, None)
 
-    def next(self) -> float:
-        """Return the time of the first; infinity if there is none."""
+    def next_due(self) -> float:
+        """Return the time of the first timer; infinity without one."""
         return min((at for at, _ in self._due.values()), default=math.inf)
 
-    def run(self, now: float) -> None:
-        """Do what is due."""
-        for about, (at, action) in list(self._due.items()):
-            if at <= now and about in self._due:
-                del self._due[about]
-                action()
+    def run_due(self, now: float) -> None:
+        """Call and drop the timers whose time is at most ``now``."""
+        for key, (at, callback) in list(self._due.items()):
+            if at <= now and key in self._due:
+                del self._due[key]
+                callback()

@@ -1,8 +1,9 @@
-"""TLS for the store and between ranks: contexts from the settings, and a socket that is driven as a plain one is.
+"""TLS for the store and between ranks: contexts from the settings, and a non-blocking TLS socket.
 
-A certificate and its key (ASYNCDIST_TLS_CERT, ASYNCDIST_TLS_KEY) say who we are, and make what we serve TLS; the
-certificates of ASYNCDIST_TLS_CA say whom we believe. A server that has both lets nobody in without a certificate of its
-own; ranks, who are all both, use TLS between them where all three are given. The token is asked for as ever.
+The store's server and clients and the tcp transport use it. A certificate with its key (ASYNCDIST_TLS_CERT,
+ASYNCDIST_TLS_KEY) identifies this process and switches TLS on for the ports that it serves. ASYNCDIST_TLS_CA names the
+certificate authorities that it trusts. A server with both requires a certificate of every client. Ranks are servers and
+clients at once, and use TLS among each other if all three settings are given. The token is required in any case.
 """
 
 from __future__ import annotations
@@ -22,28 +23,29 @@ from asyncdist.config import Config
 from asyncdist.errors import CertificateError, UsageError
 
 RECORD_NBYTES = 16 << 10
-"""What goes into one record at most."""
+"""The longest payload of a TLS record."""
 
 
 def server_context(config: Config) -> ssl.SSLContext | None:
-    """Return what a server needs, None where there is to be no TLS. Raises UsageError for files that are none."""
+    """Return a server's context, None without TLS. Raises UsageError for a file that cannot be used."""
     if not config.tls_cert:
         if config.tls_ca:
             raise UsageError(
-                "ASYNCDIST_TLS_CA is set, and what is served here has no certificate of its own: set ASYNCDIST_TLS_CERT "
-                "and ASYNCDIST_TLS_KEY too, or unset it"
+                "ASYNCDIST_TLS_CA is set, and this server has no certificate: set ASYNCDIST_TLS_CERT and ASYNCDIST_TLS_KEY "
+                "too, or unset ASYNCDIST_TLS_CA"
             )
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     _load(context, config)
     if config.tls_ca:
         context.verify_mode = ssl.CERT_REQUIRED
-    context.num_tickets = 0  # connections stay: there is nothing to resume
+    # Connections are long-lived: no session is resumed.
+    context.num_tickets = 0
     return context
 
 
 def client_context(config: Config) -> ssl.SSLContext | None:
-    """Return what a store's client needs, None where there is to be no TLS. Raises UsageError for files that are none."""
+    """Return a store client's context, None without TLS. Raises UsageError for a file that cannot be used."""
     if not config.tls_ca and not config.tls_cert:
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -55,10 +57,10 @@ def client_context(config: Config) -> ssl.SSLContext | None:
 
 
 def rank_contexts(config: Config) -> tuple[ssl.SSLContext, ssl.SSLContext] | None:
-    """Return what a rank needs to accept and to dial its peers, None where there is to be no TLS between ranks.
+    """Return a rank's contexts for accepting and for dialling peers, None without TLS between ranks.
 
-    Peers are believed for their certificates, which only members of the job have; for their addresses too, by who dials,
-    where ``tls_check_ranks`` says so.
+    A peer is trusted for its certificate, which only members of the job hold. With ``tls_check_ranks`` the dialling rank
+    also checks the certificate against the peer's address.
     """
     if not (config.tls_cert and config.tls_ca):
         return None
@@ -86,39 +88,41 @@ def _load(context: ssl.SSLContext, config: Config) -> None:
 
 
 def _no_password() -> str:
-    raise ValueError("the key is encrypted, and nobody is there to ask for its password")
+    raise ValueError("the key is encrypted: use a key without a password")
 
 
 def _why(error: Exception) -> str:
     return str(getattr(error, "strerror", None) or getattr(error, "reason", None) or error)
 
 
-def refused(error: ssl.SSLError) -> CertificateError:
-    """Return the error of a handshake that failed."""
+def handshake_error(error: ssl.SSLError) -> CertificateError:
+    """Return the user's error for a TLS handshake that failed."""
     return CertificateError(getattr(error, "verify_message", "") or error.reason or str(error))
 
 
 class TlsSocket:
-    """A non-blocking socket with TLS, and the methods of a plain one; BlockingIOError where it cannot go on.
+    """A non-blocking TLS socket with the methods of a plain one; BlockingIOError where it would block.
 
-    It is plain until `secure` has returned. Bytes that were taken from the caller may be kept (`unsent`): who polls waits
-    for room then and calls `flush`. Bytes may be there that no poll tells of (`unread`).
+    It is a plain socket until `secure` has returned. It may hold bytes that it accepted from the caller and could not send
+    (`unsent`): a caller that polls waits until the socket is writable and calls `flush`. It may hold received bytes that
+    no poll reports (`unread`).
     """
 
     def __init__(self, sock: socket.socket, context: ssl.SSLContext, *, serves: bool, name: str | None = None) -> None:
         self.secured = False
-        self.wants_room = False
-        """Whether the handshake waits to write rather than to read."""
+        self.wants_write = False
+        """Whether the handshake waits for the socket to become writable rather than readable."""
         self._sock = sock
         self._context, self._serves, self._name = context, serves, name
         self._tls: ssl.SSLSocket | None = None
         self._kept = b""
-        self._lock = threading.Lock()  # of one connection, OpenSSL takes one call at a time
+        # OpenSSL allows one call at a time per connection.
+        self._lock = threading.Lock()
 
     # -- the handshake ----------------------------------------------------------------------------
 
     def secure(self) -> None:
-        """Go on with the handshake of a connected socket. Raises BlockingIOError, CertificateError, OSError."""
+        """Continue the handshake of a connected socket. Raises BlockingIOError, CertificateError, OSError."""
         if self._tls is None:
             self._tls = self._context.wrap_socket(
                 self._sock, server_side=self._serves, do_handshake_on_connect=False, server_hostname=self._name
@@ -128,22 +132,24 @@ class TlsSocket:
         try:
             self._tls.do_handshake()
         except ssl.SSLWantReadError:
-            self.wants_room = False
+            self.wants_write = False
             raise BlockingIOError from None
         except ssl.SSLWantWriteError:
-            self.wants_room = True
+            self.wants_write = True
             raise BlockingIOError from None
         except ssl.SSLEOFError as error:
-            raise ConnectionResetError("it hung up during the TLS handshake: see its log") from error
+            raise ConnectionResetError(
+                "the peer closed the connection during the TLS handshake: see its log"
+            ) from error
         except ssl.SSLError as error:
-            raise refused(error) from error
+            raise handshake_error(error) from error
         self.secured = True
 
     # -- reading ----------------------------------------------------------------------------------
 
     @property
     def unread(self) -> bool:
-        """Whether there are bytes that no poll tells of."""
+        """Whether received bytes are buffered that no poll reports."""
         return self._tls is not None and self._tls.pending() > 0
 
     def recv_into(self, buffer: Any, nbytes: int = 0) -> int:
@@ -169,22 +175,22 @@ class TlsSocket:
 
     @property
     def unsent(self) -> bool:
-        """Whether bytes that were taken are still here."""
+        """Whether accepted bytes are still to be sent."""
         return bool(self._kept)
 
     def flush(self) -> None:
-        """Send what was kept. Raises BlockingIOError while there is no room."""
+        """Send the bytes that were kept. Raises BlockingIOError while the socket is not writable."""
         assert self._tls is not None
         with self._lock:
             while self._kept:
                 try:
-                    # A record that was begun must be offered again as it was.
+                    # OpenSSL requires the retry of a record with the same bytes.
                     self._kept = self._kept[self._tls.send(self._kept) :]
                 except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
                     raise BlockingIOError from None
 
     def finish(self, timeout: float) -> None:
-        """Wait, for no longer than ``timeout`` seconds, until everything that was taken has been sent."""
+        """Wait at most ``timeout`` seconds until all accepted bytes have been sent."""
         poll, until = select.poll(), time.monotonic() + timeout
         poll.register(self._sock, select.POLLOUT)
         while self.unsent and (left := until - time.monotonic()) > 0:
@@ -193,7 +199,7 @@ class TlsSocket:
                 self.flush()
 
     def send(self, data: Any) -> int:
-        """Take bytes, and return how many."""
+        """Accept up to one record of bytes for sending; return how many."""
         self.flush()
         assert self._tls is not None
         record = data[:RECORD_NBYTES]
@@ -212,14 +218,14 @@ class TlsSocket:
         return self.send(bytes(whole))
 
     def sendall(self, data: bytes) -> None:
-        """Send a few bytes, as a handshake has them: all of it is taken."""
+        """Accept a few bytes, such as those of a handshake, all of them."""
         self.flush()
         with self._lock:
             self._kept = data
         with contextlib.suppress(BlockingIOError):
             self.flush()
 
-    # -- as of any socket -------------------------------------------------------------------------
+    # -- as a plain socket ------------------------------------------------------------------------
 
     def fileno(self) -> int:
         return self._sock.fileno()
@@ -234,7 +240,8 @@ class TlsSocket:
         return self._sock.connect_ex(where)
 
     def shutdown(self, how: int) -> None:
-        socket.socket.shutdown(self._sock, how)  # SSLSocket's would go on without TLS
+        # SSLSocket.shutdown would continue the connection without TLS.
+        socket.socket.shutdown(self._sock, how)
 
     def close(self) -> None:
         self._sock.close()

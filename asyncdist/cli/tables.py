@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from asyncdist.algorithms import selection
-from asyncdist.base.interfaces import interface_addresses
+from asyncdist.base.network import interface_addresses
 from asyncdist.bench.machine import machine
 from asyncdist.bench.report.table import size
 from asyncdist.config import Config, settings

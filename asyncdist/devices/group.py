@@ -16,6 +16,7 @@ from typing import Any, cast
 
 import torch
 
+from asyncdist.base.daemon_threads import SerialExecutor
 from asyncdist.base.deadline import seconds
 from asyncdist.collectives import p2p
 from asyncdist.collectives.operations import CallOptions, CollectiveOps, checked_tag
@@ -24,7 +25,6 @@ from asyncdist.devices.cpu_group import CpuGroup
 from asyncdist.devices.desync_detector import DesyncDetector
 from asyncdist.devices.negotiate import negotiate_backend
 from asyncdist.devices.p2p import DevicePointToPoint
-from asyncdist.devices.serial_executor import SerialExecutor
 from asyncdist.devices.work import DeviceWork
 from asyncdist.engine.operation import Plan
 from asyncdist.engine.work import Work
@@ -154,7 +154,7 @@ class DeviceGroup(CollectiveOps):
         before = self._streams.mark()
         self._watch.add(pending)
         call = functools.partial(self._done, pending, functools.partial(do, pending, before))
-        line.put(call, here=blocking or prompt)
+        line.put(call, inline=blocking or prompt)
         if blocking and _succeeded(pending.work):
             pending.work.wait()
         return pending.work

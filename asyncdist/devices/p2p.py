@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from asyncdist.base.daemon_threads import SerialExecutor
 from asyncdist.collectives import p2p
 from asyncdist.devices.completion_watcher import CompletionWatcher, Pending
 from asyncdist.devices.cpu_group import CpuGroup
-from asyncdist.devices.serial_executor import SerialExecutor
 from asyncdist.devices.side_group import SideGroup
 from asyncdist.engine.work import Work
 from asyncdist.errors import MismatchError

@@ -76,7 +76,7 @@ class Endpoint:
         self.difference = self._comparison.difference
         self._leaving: dict[int, str] = {}
         self._gone: dict[int, GroupError] = {}
-        self.reminders = TimerTable()
+        self.timers = TimerTable()
         self._failures: dict[int, GroupError] = {}
         self._goodbye = LEFT
         self.finished: list[Callable[[], None]] = []
@@ -305,7 +305,7 @@ class Endpoint:
 
     def doubt(self, peer: int, reason: str) -> None:
         if peer not in self._gone:
-            self.reminders.add(peer, monotonic() + _BENEFIT, functools.partial(self._given_up, peer, reason))
+            self.timers.schedule(peer, monotonic() + _BENEFIT, functools.partial(self._given_up, peer, reason))
 
     def _given_up(self, peer: int, reason: str) -> None:
         self.ways.look(self.inbox(peer))  # a process that was held up may not have read yet what has long been there
@@ -348,15 +348,15 @@ class Endpoint:
 
     def busy(self) -> bool:
         # After a failure we stay to be reached: who waits for us must hear of it, also where it connects only now.
-        return bool(self._executor.operations or self._failures or self.reminders) or self.ways.busy()
+        return bool(self._executor.operations or self._failures or self.timers.pending) or self.ways.busy()
 
     def next_deadline(self) -> float:
-        if self.reminders:
-            return min(self._executor.next_deadline(), self.reminders.next())
+        if self.timers.pending:
+            return min(self._executor.next_deadline(), self.timers.next_due())
         return self._executor.next_deadline()
 
     def expire(self, now: float) -> None:
-        self.reminders.run(now)
+        self.timers.run_due(now)
         self._executor.expire(now)
 
     def interrupted(self, cause: BaseException) -> None:

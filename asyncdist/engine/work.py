@@ -307,7 +307,7 @@ class _Several(Work):
 # -- threads for what may block -----------------------------------------------------------------------
 
 # What is called may wait for another call of its kind, so one thread would not do.
-_apart = DaemonThreadPool("asyncdist-futures", most=32)
+_apart = DaemonThreadPool("asyncdist-futures", max_threads=32)
 
 
 def call_apart(function: Callable[[], object]) -> None:

@@ -13,8 +13,15 @@ import socket
 
 from asyncdist.base.daemon_threads import run_in_daemon_thread
 from asyncdist.base.deadline import Deadline
-from asyncdist.base.interfaces import address_towards, interface_addresses, is_local
-from asyncdist.base.topology import addresses_of_interface, choose_address, is_address, is_loopback
+from asyncdist.base.network import (
+    address_towards,
+    addresses_of_interface,
+    choose_address,
+    interface_addresses,
+    is_address,
+    is_local,
+    is_loopback,
+)
 from asyncdist.config import Config
 from asyncdist.errors import AddressError, LookUpTimeoutError
 from asyncdist.store.client.connect import ConnectRetry, unknown, unresolved

@@ -18,6 +18,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 from asyncdist.base.deadline import Deadline
+from asyncdist.base.error_text import describe_error
 from asyncdist.config import Config
 from asyncdist.errors import (
     AddressError,
@@ -35,7 +36,6 @@ from asyncdist.rendezvous.init_method import url_of
 from asyncdist.rendezvous.record_store import AddressRecord, OwnedStoreRecords, RecordStore
 from asyncdist.rendezvous.session import Keys, RendezvousSession, TimeLimit
 from asyncdist.store.client.aio import AsyncStore
-from asyncdist.store.client.connect import describe_error
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.2
 _FIRST_TRY, _LONGEST_TRY = 0.4, 8.0

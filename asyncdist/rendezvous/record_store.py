@@ -25,9 +25,9 @@ from urllib.parse import quote
 
 from asyncdist.base.background_loop import on_loop
 from asyncdist.base.daemon_threads import DaemonThreadPool
+from asyncdist.base.error_text import first_line
 from asyncdist.errors import AddressError, AsyncdistError, RendezvousError
 from asyncdist.store.base import AsyncStoreBase
-from asyncdist.store.client.connect import first_line
 
 T = TypeVar("T")
 
@@ -67,7 +67,7 @@ class BlockingCaller:
     """
 
     def __init__(self) -> None:
-        self._executor = DaemonThreadPool("asyncdist-rendezvous", most=1)
+        self._executor = DaemonThreadPool("asyncdist-rendezvous", max_threads=1)
 
     async def __call__(self, function: Callable[..., T], *args: Any) -> T:
         future = asyncio.get_running_loop().run_in_executor(self._executor, lambda: function(*args))

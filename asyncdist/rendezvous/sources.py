@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 from asyncdist.base.daemon_threads import run_in_daemon_thread
+from asyncdist.base.error_text import describe_error, first_line
 from asyncdist.config import Config, Launch
 from asyncdist.errors import (
     AuthenticationError,
@@ -31,7 +32,6 @@ from asyncdist.rendezvous.session import TimeLimit
 from asyncdist.store.base import AsyncStoreBase, Store
 from asyncdist.store.client.aio import AsyncStore
 from asyncdist.store.client.c10d_probe import accepts_c10d_clients
-from asyncdist.store.client.connect import describe_error, first_line
 from asyncdist.store.server.listener import unguarded
 
 _PAUSE = 0.1

@@ -183,7 +183,8 @@ class Host(MatchingHost, Protocol):
     rank: int
     world_size: int
     world_id: str
-    reminders: TimerTable  # of what is to be done under the lock at a time
+    timers: TimerTable
+    """Timers that the endpoint runs under its lock."""
 
     def inbox(self, peer: int) -> MatchingQueue:
         """Return the inbox of a peer."""

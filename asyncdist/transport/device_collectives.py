@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from asyncdist.algorithms.schedule import Schedule
-from asyncdist.base.interfaces import machine_name
+from asyncdist.base.network import machine_name
 from asyncdist.transport.device_streams import Streams
 from asyncdist.transport.host_group import HostGroup
 from asyncdist.transport.native import Native

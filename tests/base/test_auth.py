@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from asyncdist.base import auth
-from asyncdist.base.auth import ACCEPTED, MAGIC, NONCE_NBYTES, PROOF_NBYTES, Pushed, accept, dial
+from asyncdist.base.auth import ACCEPTED, MAGIC, NONCE_NBYTES, PROOF_NBYTES, HandshakeDriver, accept, dial
 from asyncdist.errors import AuthenticationError, ProtocolError
 
 D_NONCE, A_NONCE = b"d" * NONCE_NBYTES, b"a" * NONCE_NBYTES
@@ -106,7 +106,10 @@ def test_a_dialler_without_tls_is_told_what_it_lacks():
 
     told, _, said, _ = talk(dial("secret", "store", D_NONCE), guarded())
     assert isinstance(told, ProtocolError)
-    assert str(told) == "the store wants TLS: set ASYNCDIST_TLS_CA to who has signed its certificate"
+    assert (
+        str(told)
+        == "the store requires TLS: set ASYNCDIST_TLS_CA to the certificate authority that signed its certificate"
+    )
     assert said == MAGIC + D_NONCE
 
 
@@ -127,7 +130,7 @@ def test_who_reads_only_what_is_missing_leaves_unread_what_follows(chunk):
     *_, dialled, accepted = talk(*sides())
     for side, says, hears in zip(sides(), (dialled, accepted), (accepted, dialled), strict=True):
         said, come = bytearray(), bytearray(hears + b"what follows")
-        pushed = Pushed(side, said.extend)
+        pushed = HandshakeDriver(side, said.extend)
         while not pushed.done:
             nbytes = min(chunk, pushed.missing)
             assert pushed.feed(bytes(come[:nbytes])) == b""

@@ -1,86 +1,180 @@
-"""Threads for calls that may block."""
+"""Daemon threads for calls that may block: the pool, and the executor that keeps order."""
 
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import threading
+import weakref
 
 import pytest
 
-from asyncdist.base.daemon_threads import DaemonThreadPool
+from asyncdist.base.daemon_threads import DaemonThreadPool, SerialExecutor
 
 LONG = 20.0
 
 
 @pytest.fixture
-def errands():
-    errands = DaemonThreadPool("errand", most=3)
-    yield errands
-    errands.shutdown()
+def pool():
+    pool = DaemonThreadPool("pool", max_threads=3)
+    yield pool
+    pool.shutdown()
 
 
-def test_a_call_gives_its_value_or_raises(errands):
-    assert errands.submit(max, 1, 2).result(LONG) == 2
-    assert errands.submit(sorted, [1, 2], reverse=True).result(LONG) == [2, 1]
+def threads_named(name):
+    return [each for each in threading.enumerate() if each.name.startswith(name)]
+
+
+# -- DaemonThreadPool --------------------------------------------------------------------------------
+
+
+def test_pool_call_returns_its_value_or_raises(pool):
+    assert pool.submit(max, 1, 2).result(LONG) == 2
+    assert pool.submit(sorted, [1, 2], reverse=True).result(LONG) == [2, 1]
     with pytest.raises(ZeroDivisionError):
-        errands.submit(divmod, 1, 0).result(LONG)
+        pool.submit(divmod, 1, 0).result(LONG)
 
 
-def test_calls_go_on_at_once_as_many_as_may(errands):
+def test_pool_runs_as_many_calls_at_once_as_it_has_threads(pool):
     together, last = threading.Barrier(4), threading.Event()
-    calls = [errands.submit(together.wait, LONG) for _ in range(3)]
-    late = errands.submit(last.set)
-    together.wait(LONG)  # three are in their calls, and none is there for the fourth
+    calls = [pool.submit(together.wait, LONG) for _ in range(3)]
+    late = pool.submit(last.set)
+    together.wait(LONG)  # three calls are running: the fourth waits for a thread
     assert len({call.result(LONG) for call in calls}) == 3
     late.result(LONG)
     assert last.is_set()
 
 
-def test_one_call_after_another_takes_one_thread(errands, until):
+def test_pool_reuses_an_idle_thread(pool, until):
     names = set()
     for _ in range(5):
-        errands.submit(lambda: names.add(threading.current_thread().name)).result(LONG)
-        until(lambda: errands._idle == 1)
-    assert names == {"errand_0"}
+        pool.submit(lambda: names.add(threading.current_thread().name)).result(LONG)
+        until(lambda: pool.num_idle == 1)
+    assert names == {"pool_0"}
 
 
-def test_threads_are_daemons_and_go_in_the_end(errands):
-    errands.submit(int).result(LONG)
-    (thread,) = [each for each in threading.enumerate() if each.name.startswith("errand")]
+def test_pool_thread_ends_after_its_idle_timeout_and_another_starts(until):
+    pool = DaemonThreadPool("short-lived", max_threads=1, idle_timeout=0.0)
+    for _ in range(2):
+        assert pool.submit(max, 1, 2).result(LONG) == 2
+        until(lambda: not threads_named("short-lived"))
+
+
+def test_pool_threads_are_daemons_and_end_with_shutdown(pool):
+    pool.submit(int).result(LONG)
+    (thread,) = threads_named("pool")
     assert thread.daemon
-    errands.shutdown()
+    pool.shutdown()
     assert not thread.is_alive()
-    with pytest.raises(RuntimeError, match="let go"):
-        errands.submit(int)
+    with pytest.raises(RuntimeError, match="has been shut down"):
+        pool.submit(int)
 
 
-def test_what_is_let_go_of_ends_what_was_taken_or_cancels_it(errands):
-    go_on = threading.Event()
-    calls = [errands.submit(go_on.wait, LONG) for _ in range(4)]
-    assert errands.open == set(calls)
-    errands.shutdown(wait=False)
-    go_on.set()
+def test_pool_shutdown_completes_the_submitted_calls(pool):
+    proceed = threading.Event()
+    calls = [pool.submit(proceed.wait, LONG) for _ in range(4)]
+    assert pool.unfinished == set(calls)
+    pool.shutdown(wait=False)
+    proceed.set()
     assert [call.result(LONG) for call in calls] == [True] * 4
-    assert errands.open == set()
+    assert pool.unfinished == set()
 
 
-def test_what_waits_for_a_thread_can_be_cancelled(errands):
-    begun, go_on = threading.Barrier(4), threading.Event()
-    calls = [errands.submit(lambda: begun.wait(LONG) >= 0 and go_on.wait(LONG)) for _ in range(3)]
+def test_pool_shutdown_cancels_waiting_calls_on_request(pool):
+    begun, proceed = threading.Barrier(4), threading.Event()
+    calls = [pool.submit(lambda: begun.wait(LONG) >= 0 and proceed.wait(LONG)) for _ in range(3)]
     begun.wait(LONG)
-    late = errands.submit(int)
-    errands.shutdown(wait=False, cancel_futures=True)
+    late = pool.submit(int)
+    pool.shutdown(wait=False, cancel_futures=True)
     assert late.cancelled()
-    go_on.set()
+    proceed.set()
     assert [call.result(LONG) for call in calls] == [True] * 3
 
 
-def test_a_cancelled_call_is_not_made(errands):
-    go_on, made = threading.Event(), []
-    busy = [errands.submit(go_on.wait, LONG) for _ in range(3)]
-    waiting = errands.submit(made.append, 1)
+def test_pool_does_not_run_a_cancelled_call(pool):
+    proceed, made = threading.Event(), []
+    busy = [pool.submit(proceed.wait, LONG) for _ in range(3)]
+    waiting = pool.submit(made.append, 1)
     assert waiting.cancel()
-    go_on.set()
+    proceed.set()
     concurrent.futures.wait(busy, LONG)
-    errands.shutdown()
+    pool.shutdown()
     assert made == []
+
+
+# -- SerialExecutor ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def executor():
+    """An executor whose thread stays, so that references that it holds show."""
+    executor = SerialExecutor("serial", idle_timeout=1000.0)
+    yield executor
+    executor.close(lambda: None)
+
+
+def test_executor_never_overlaps_calls_and_keeps_each_threads_order(executor):
+    done, inside, finished = [], threading.Lock(), threading.Semaphore(0)
+
+    def call(thread, number):
+        assert inside.acquire(blocking=False), "two calls at a time"
+        done.append((thread, number))
+        inside.release()
+        finished.release()
+
+    def put(thread):
+        for number in range(200):
+            executor.put(lambda number=number: call(thread, number), inline=number % 3 == 0)
+
+    threads = [threading.Thread(target=put, args=(thread,)) for thread in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(finished.acquire(timeout=LONG) for _ in range(800))
+    for thread in range(4):
+        assert [number for one, number in done if one == thread] == list(range(200))
+
+
+def test_executor_runs_a_call_inline_unless_one_is_pending(executor):
+    where, proceed, ended = [], threading.Event(), threading.Event()
+    executor.put(lambda: where.append(threading.current_thread()), inline=True)
+    executor.put(proceed.wait)
+    executor.put(lambda: where.append(threading.current_thread()), inline=True)  # returns at once: it is queued
+    executor.put(ended.set)
+    assert len(where) == 1
+    proceed.set()
+    assert ended.wait(LONG)
+    assert where[0] is threading.current_thread()
+    assert where[1].name == "serial_0"
+
+
+def test_executor_logs_a_call_that_raises_and_continues(executor, caplog):
+    ended = threading.Event()
+    executor.put(lambda: 1 / 0)
+    executor.put(ended.set)
+    assert ended.wait(LONG)
+    assert "a call in the executor 'serial' failed" in caplog.text
+
+
+def test_executor_keeps_no_reference_to_a_finished_call(executor, until):
+    class Argument:
+        def use(self):
+            pass
+
+    argument = Argument()
+    seen = weakref.ref(argument)
+    executor.put(functools.partial(argument.use))
+    del argument
+    until(lambda: seen() is None)
+
+
+def test_executor_close_runs_the_last_call_and_ends_the_thread(until):
+    executor, proceed, done = SerialExecutor("closing"), threading.Event(), []
+    executor.put(proceed.wait)
+    executor.put(lambda: done.append("call"))
+    executor.close(lambda: done.append("last"))
+    assert done == []
+    proceed.set()
+    until(lambda: not threads_named("closing"))
+    assert done == ["call", "last"]

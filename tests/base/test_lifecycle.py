@@ -32,32 +32,32 @@ def fail():
 
 atexit.register(say, f"ends:{ending()}")
 at_exit(Stage.LOOP, lambda: say("loop"))
-at_exit(Stage.GOODBYES, lambda: say(f"goodbyes:{ending()}"))
+at_exit(Stage.PEERS, lambda: say(f"peers:{ending()}"))
 at_exit(Stage.COMMUNICATORS, lambda: say("communicators"))
 at_exit(Stage.SERVERS, lambda: say("server"))
 at_exit(Stage.SERVERS, fail)
-at_exit(Stage.ERRANDS, lambda: say("errands"))
+at_exit(Stage.THREADS, lambda: say("threads"))
 at_exit(Stage.SERVERS, lambda: say("later-server"))
 """
 
 
 def test_stages_are_gone_through_in_order_after_the_programs_own_end_and_whatever_fails():
     said, errors = said_by(STAGES)
-    assert said == """ends:False communicators later-server fails server goodbyes:True errands loop""".split()
+    assert said == """ends:False communicators later-server fails server peers:True threads loop""".split()
     assert errors.count("ValueError: a mistake") == 1
 
 
 IMPORTS = """
 import importlib, sys
-from asyncdist.base import lifecycle as lifetime
+from asyncdist.base import lifecycle
 
 class Holder:
     def end_with_process(self):
         print("mesh")
 
-register, holder = lifetime.at_exit, Holder()
-lifetime.register_hooks(holder)
-lifetime.at_exit = lambda stage, call: register(stage, lambda: (print(call.__module__), call()))
+register, holder = lifecycle.at_exit, Holder()
+lifecycle.register_hooks(holder)
+lifecycle.at_exit = lambda stage, call: register(stage, lambda: (print(call.__module__), call()))
 for module in sys.argv[1:]:
     importlib.import_module(module)
 """
@@ -76,7 +76,7 @@ def test_parts_end_in_one_order_however_they_are_imported(turned):
 CHILDREN = """
 import asyncdist.store
 import multiprocessing, sys
-from asyncdist.base import lifecycle as lifetime
+from asyncdist.base import lifecycle
 
 class Holder:
     def end_with_process(self):
@@ -88,7 +88,7 @@ class Holder:
 if __name__ == "__main__":
     processes = multiprocessing.get_context("fork")
     goodbye, holder = processes.Event(), Holder()
-    lifetime.register_hooks(holder)
+    lifecycle.register_hooks(holder)
     processes.Process(target=lambda: print(goodbye.wait(float(sys.argv[1])), flush=True)).start()
 """
 
@@ -100,7 +100,7 @@ def test_peers_hear_goodbye_before_children_are_joined():
 
 FORK = """
 import os
-from asyncdist.base import lifecycle as lifetime
+from asyncdist.base import lifecycle
 
 def fail():
     print("fails", flush=True)
@@ -111,14 +111,14 @@ class Holder:
         print("left", flush=True)
 
 holder = Holder()
-lifetime.after_fork(fail)
-lifetime.after_fork(lambda: print("last", flush=True))
-lifetime.register_hooks(holder)
+lifecycle.after_fork(fail)
+lifecycle.after_fork(lambda: print("last", flush=True))
+lifecycle.register_hooks(holder)
 child = os.fork()
 if not child:
     os._exit(0)
 os.waitpid(child, 0)
-lifetime.unregister_hooks(holder)
+lifecycle.unregister_hooks(holder)
 """
 
 

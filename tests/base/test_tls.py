@@ -145,9 +145,9 @@ async def test_without_tls_ours_are_turned_away_and_torchs_of_this_machine_are_n
     settings = config(store_c10d="loopback")
     async with await StoreServer.start("127.0.0.1", 0, token=TOKEN, config=settings) as server:
         plain = Config(token=TOKEN, store_reconnect=0.0)
-        with pytest.raises(ProtocolError, match="the store wants TLS: set ASYNCDIST_TLS_CA"):
+        with pytest.raises(ProtocolError, match="the store requires TLS: set ASYNCDIST_TLS_CA"):
             await connect(server, plain)
-        with pytest.raises(ProtocolError, match="the store wants TLS: set ASYNCDIST_TLS_CA"):
+        with pytest.raises(ProtocolError, match="the store requires TLS: set ASYNCDIST_TLS_CA"):
             await asyncio.to_thread(TCPStore, "127.0.0.1", server.port, timeout=LONG, config=plain)
         assert "a connection without TLS: have its process know ASYNCDIST_TLS_CA" in caplog.text
         assert "ASYNCDIST_TOKEN" not in caplog.text

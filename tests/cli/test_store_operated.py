@@ -73,7 +73,7 @@ def test_tls(told_by):
         assert ask(*options, "get", "k", **settings).stdout == "v\n"
         plain = ask("get", "k")
         assert plain.returncode == 2
-        assert "the store wants TLS: set ASYNCDIST_TLS_CA" in plain.stderr
+        assert "the store requires TLS: set ASYNCDIST_TLS_CA" in plain.stderr
 
 
 def test_where_an_answer_cannot_be_written_or_a_value_not_read_it_says_so():
@@ -377,7 +377,7 @@ def test_its_log_is_for_machines():
         assert refused["level"] == "warning"
         assert refused["logger"].startswith("asyncdist.store")
         assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", refused["time"])
-        assert "does not speak our protocol" in refused["message"]
+        assert "speaks another protocol" in refused["message"]
 
 
 # -- how it is deployed -----------------------------------------------------------------------------

@@ -309,8 +309,8 @@ async def test_what_waits_on_the_wire_from_who_has_left_without_knowing_our_conn
         await asyncio.gather(coming, leaver.send(torch.ones(1), 1))
         await leaver.send(torch.ones(50_000), 1, tag=2)
         world.meshes[0].close()
-        await eventually(lambda: world.meshes[1].reminders)
-        await eventually(lambda: not world.meshes[1].reminders)
+        await eventually(lambda: world.meshes[1].timers.pending)
+        await eventually(lambda: not world.meshes[1].timers.pending)
         await stayer.recv(room, 0, tag=2)
         assert torch.equal(room, torch.ones(50_000))
 

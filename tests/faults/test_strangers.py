@@ -98,9 +98,9 @@ async def test_garbage_on_the_listener_is_refused_logged_and_forgotten(a_world, 
 @pytest.mark.parametrize(
     ("token", "world_id", "says"),
     [
-        ("another token", None, "did not hold our token"),
-        (None, None, "did not hold our token"),
-        (TOKEN, "another world", "did not hold our token"),
+        ("another token", None, "did not hold the token of this process"),
+        (None, None, "did not hold the token of this process"),
+        (TOKEN, "another world", "did not hold the token of this process"),
     ],
 )
 async def test_who_cannot_prove_that_it_is_of_this_world_is_not_let_in(
@@ -110,7 +110,7 @@ async def test_who_cannot_prove_that_it_is_of_this_world_is_not_let_in(
         before = num_connections(world)
         purpose = f"peer of world {world_id or world.meshes[0].world_id}"
 
-        refused = "refused our token" if token else "wants a token, and we have none"
+        refused = "refused the token of this process" if token else "requires a token, and this process has none"
 
         def try_it():
             with connect(address(world, 0)) as stranger, pytest.raises(AuthenticationError, match=refused):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 from msgpack import ExtType, packb
 
-from asyncdist.base.auth import MAGIC, Pushed, accept, dial
+from asyncdist.base.auth import MAGIC, HandshakeDriver, accept, dial
 from asyncdist.errors import AuthenticationError, ProtocolError
 from asyncdist.store.persistence import log_format
 from asyncdist.store.persistence.change_log import ChangeLog, replay
@@ -88,7 +88,7 @@ def greeting(data: bytes) -> None:
     """Both sides of the handshake."""
     for handshake in (accept("token", "store", NONCE), dial("token", "store", NONCE)):
         with contextlib.suppress(ProtocolError, AuthenticationError, ConnectionRefusedError):
-            pushed = Pushed(handshake, lambda written: None)
+            pushed = HandshakeDriver(handshake, lambda written: None)
             for piece in _pieces(data):
                 pushed.feed(piece)
 

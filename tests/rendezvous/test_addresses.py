@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from asyncdist.base.deadline import Deadline
-from asyncdist.base.topology import InterfaceAddress, is_loopback
+from asyncdist.base.network import InterfaceAddress, is_loopback
 from asyncdist.config import Config, Launch
 from asyncdist.errors import AddressError, LookUpTimeoutError, RendezvousTimeoutError
 from asyncdist.rendezvous import addresses

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from asyncdist.base.deadline import Deadline
-from asyncdist.base.topology import is_loopback
+from asyncdist.base.network import is_loopback
 from asyncdist.config import Config, Launch
 from asyncdist.errors import AuthenticationError, RendezvousError, RendezvousTimeoutError
 from asyncdist.rendezvous import addresses, sources

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 
-from asyncdist.base.topology import is_loopback
+from asyncdist.base.network import is_loopback
 from asyncdist.config import Config
 from asyncdist.rendezvous.addresses import outward
 from asyncdist.store import TCPStore

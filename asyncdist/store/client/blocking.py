@@ -16,10 +16,11 @@ import weakref
 from typing import Any, TypeVar
 
 from asyncdist.base.deadline import Deadline, Timeout
+from asyncdist.base.error_text import describe_error
 from asyncdist.config import Config
 from asyncdist.errors import ProtocolError, StoreConnectionError, UsageError
 from asyncdist.store.client.blocking_socket import BlockingSocket
-from asyncdist.store.client.connect import broken, closed, describe_error
+from asyncdist.store.client.connect import broken, closed
 from asyncdist.store.client.pending import PendingRequest, StreamBuffer, acquire
 from asyncdist.store.client.reconnecting import Reconnecting
 from asyncdist.store.protocol.chunking import ChunkedMessage

@@ -8,7 +8,7 @@ import select
 import socket
 import ssl
 
-from asyncdist.base.auth import NONCE_NBYTES, Pushed, dial
+from asyncdist.base.auth import NONCE_NBYTES, HandshakeDriver, dial
 from asyncdist.base.deadline import Deadline
 from asyncdist.base.tls import TlsSocket
 from asyncdist.store.client.connect import connect, hung_up, tune, unknown
@@ -43,7 +43,7 @@ class BlockingSocket:
             try:
                 self._tls.secure()
             except BlockingIOError:
-                _poll(self._writable if self._tls.wants_room else self._readable, deadline)
+                _poll(self._writable if self._tls.wants_write else self._readable, deadline)
 
     @property
     def secured(self) -> bool:
@@ -135,7 +135,9 @@ def shake_hands(wire: BlockingSocket, token: str | None, deadline: Deadline) -> 
     """
     silent, rest = True, b""
     try:
-        greeting = Pushed(dial(token, "store", os.urandom(NONCE_NBYTES)), lambda data: wire.send(data, deadline))
+        greeting = HandshakeDriver(
+            dial(token, "store", os.urandom(NONCE_NBYTES)), lambda data: wire.send(data, deadline)
+        )
         while not greeting.done:
             data = wire.receive(deadline)
             silent = False

@@ -11,7 +11,8 @@ import time
 from asyncdist.base import lifecycle
 from asyncdist.base.backoff import Backoff
 from asyncdist.base.deadline import Deadline, Timeout
-from asyncdist.base.tls import refused
+from asyncdist.base.error_text import describe_error
+from asyncdist.base.tls import handshake_error
 from asyncdist.errors import AddressError, AsyncdistError, CertificateError, StoreConnectionError
 from asyncdist.store.protocol.client_protocol import ClientProtocol
 
@@ -160,22 +161,12 @@ def unresolved(host: str, error: OSError | UnicodeError) -> AddressError:
     )
 
 
-def describe_error(error: BaseException) -> str:
-    """Return an exception in a few words for use inside a sentence."""
-    return str(getattr(error, "strerror", None) or str(error) or type(error).__name__)
-
-
-def first_line(error: BaseException) -> str:
-    """Return what an error of torch's says before it goes on about its C++ frames."""
-    return (str(error).splitlines() or [type(error).__name__])[0]
-
-
 def hung_up(error: Exception | None, *, secured: bool) -> Exception:
     """Return the error of those on whom a store hung up before it said anything, or after no more than TLS."""
     if not secured:
         return ClosedByServer()
     if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):
-        return refused(error)
+        return handshake_error(error)
     return RejectedAfterTls()
 
 

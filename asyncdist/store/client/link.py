@@ -9,10 +9,11 @@ from collections.abc import Callable
 from typing import cast
 
 from asyncdist.base import lifecycle
-from asyncdist.base.auth import NONCE_NBYTES, Pushed, dial
-from asyncdist.base.tls import refused
+from asyncdist.base.auth import NONCE_NBYTES, HandshakeDriver, dial
+from asyncdist.base.error_text import describe_error
+from asyncdist.base.tls import handshake_error
 from asyncdist.errors import AuthenticationError, ProtocolError
-from asyncdist.store.client.connect import ConnectRetry, describe_error, hung_up, tune, unknown
+from asyncdist.store.client.connect import ConnectRetry, hung_up, tune, unknown
 from asyncdist.store.protocol.chunk_sender import ChunkSender
 from asyncdist.store.protocol.chunking import ChunkedMessage
 from asyncdist.store.protocol.client_protocol import ClientProtocol
@@ -48,7 +49,7 @@ async def reach(
             link.greeted.result()
     except ssl.SSLError as error:
         link.abort()
-        raise refused(error) from error
+        raise handshake_error(error) from error
     except UnicodeError as error:
         raise unknown(error) from None
     except BaseException:
@@ -69,7 +70,7 @@ class StoreConnection(asyncio.Protocol):
         self._loop = loop
         self._gone: asyncio.Future[None] = loop.create_future()
         self._transport: asyncio.Transport | None = None
-        self._greeting: Pushed | None = None
+        self._greeting: HandshakeDriver | None = None
         self._secured = False
         self._unheard = True  # nothing has come yet but TLS
         self._conversation = conversation
@@ -95,7 +96,7 @@ class StoreConnection(asyncio.Protocol):
         self._carrier = ChunkSender(transport.write, self._conversation.is_open)
         self._secured = transport.get_extra_info("sslcontext") is not None
         tune(transport.get_extra_info("socket"))
-        self._greeting = Pushed(dial(self._token, "store", os.urandom(NONCE_NBYTES)), transport.write)
+        self._greeting = HandshakeDriver(dial(self._token, "store", os.urandom(NONCE_NBYTES)), transport.write)
         self._conversation.interrupted()
 
     def data_received(self, data: bytes) -> None:

@@ -12,8 +12,8 @@ import os
 import socket
 from typing import TYPE_CHECKING, cast
 
-from asyncdist.base.auth import NONCE_NBYTES, WANTS_TLS, Pushed, accept
-from asyncdist.base.topology import is_loopback
+from asyncdist.base.auth import NONCE_NBYTES, WANTS_TLS, HandshakeDriver, accept
+from asyncdist.base.network import is_loopback
 from asyncdist.errors import ProtocolError
 from asyncdist.store.c10d_policy import C10d
 from asyncdist.store.client.connect import tune
@@ -38,7 +38,7 @@ class PendingConnection(ServerConnection):
     def __init__(self, server: StoreServer) -> None:
         super().__init__(server)
         self._begun = b""
-        self._greeting: Pushed | None = None
+        self._greeting: HandshakeDriver | None = None
         self._hurry: asyncio.TimerHandle | None = None
         self._local = self._private = False
 
@@ -73,10 +73,10 @@ class PendingConnection(ServerConnection):
                 self._transport.write(WANTS_TLS)
                 raise ProtocolError("a connection without TLS: have its process know ASYNCDIST_TLS_CA")
             nonce = os.urandom(NONCE_NBYTES)
-            self._greeting = Pushed(accept(self._server.token, "store", nonce), self._transport.write)
+            self._greeting = HandshakeDriver(accept(self._server.token, "store", nonce), self._transport.write)
             self._greet(self._greeting, self._begun)
 
-    def _greet(self, greeting: Pushed, data: bytes) -> None:
+    def _greet(self, greeting: HandshakeDriver, data: bytes) -> None:
         rest = greeting.feed(data)
         if greeting.done and self._transport is not None:
             self._transport.write(hello(self._server.limit))

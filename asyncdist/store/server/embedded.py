@@ -8,7 +8,7 @@ import weakref
 
 from asyncdist.base import lifecycle
 from asyncdist.base.background_loop import BackgroundLoop, background_loop
-from asyncdist.base.topology import is_loopback
+from asyncdist.base.network import is_loopback
 from asyncdist.config import Config
 from asyncdist.store.c10d_policy import for_ranks
 from asyncdist.store.server import listener

@@ -8,7 +8,7 @@ import socket
 from collections.abc import Iterable
 from pathlib import Path
 
-from asyncdist.base.topology import is_loopback
+from asyncdist.base.network import is_loopback
 from asyncdist.config import Config
 from asyncdist.errors import AddressError, UsageError
 from asyncdist.store.client.connect import unresolved

@@ -22,8 +22,8 @@ from typing import Any
 
 from asyncdist.base import lifecycle
 from asyncdist.base.daemon_threads import run_in_daemon_thread
+from asyncdist.base.network import is_address
 from asyncdist.base.tls import server_context
-from asyncdist.base.topology import is_address
 from asyncdist.config import Config
 from asyncdist.store.c10d_policy import policy
 from asyncdist.store.persistence.change_log import ChangeLog

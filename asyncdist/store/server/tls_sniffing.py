@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from asyncdist.base import lifecycle
 from asyncdist.base.descriptors import is_gone
-from asyncdist.base.tls import refused
+from asyncdist.base.tls import handshake_error
 from asyncdist.store.server.connection import peer_name
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ class SniffingListener:
                 self._make, sock, ssl=self._context if tls else None, ssl_handshake_timeout=timeout
             )
         except ssl.SSLError as error:
-            self._refuse(peer, str(refused(error)))
+            self._refuse(peer, str(handshake_error(error)))
         except OSError as error:
             self._refuse(peer, f"it hung up during the TLS handshake ({error})")
 

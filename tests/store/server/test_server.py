@@ -14,7 +14,7 @@ import threading
 
 import pytest
 
-from asyncdist.base.auth import MAGIC, NONCE_NBYTES, PROOF_NBYTES, Pushed, dial
+from asyncdist.base.auth import MAGIC, NONCE_NBYTES, PROOF_NBYTES, HandshakeDriver, dial
 from asyncdist.base.deadline import Deadline
 from asyncdist.config import Config
 from asyncdist.errors import AddressError, StoreConnectionError, UsageError
@@ -49,7 +49,7 @@ class Peer:
     @classmethod
     async def proven(cls, server: StoreServer, token: str | None = TOKEN) -> Peer:
         peer = await cls.at(server)
-        greeting = Pushed(dial(token, "store", os.urandom(NONCE_NBYTES)), peer.writer.write)
+        greeting = HandshakeDriver(dial(token, "store", os.urandom(NONCE_NBYTES)), peer.writer.write)
         while not greeting.done:
             greeting.feed(await peer.reader.read(1))
         return peer
@@ -92,7 +92,7 @@ async def test_garbage_instead_of_a_handshake(server, store, caplog, garbage):
         peer = await Peer.at(server)
         await peer.send(garbage)
         assert await peer.ended()
-    assert "does not speak our protocol" in caplog.text
+    assert "speaks another protocol" in caplog.text
     assert await store.add("n", 1) == 1
     await peer.leave()
 
@@ -102,7 +102,7 @@ async def test_a_wrong_proof(server, store, caplog):
     with caplog.at_level(logging.WARNING, LOGGER):
         await peer.send(MAGIC + bytes(NONCE_NBYTES) + bytes(PROOF_NBYTES) + frame(1, Op.SET, "k", b"v"))
         assert await peer.ended()
-    assert "did not hold our token" in caplog.text
+    assert "did not hold the token of this process" in caplog.text
     assert await store.check(["k"]) is False
     await peer.leave()
 

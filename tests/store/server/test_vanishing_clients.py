@@ -8,7 +8,7 @@ import os
 
 import pytest
 
-from asyncdist.base.auth import NONCE_NBYTES, Pushed, dial
+from asyncdist.base.auth import NONCE_NBYTES, HandshakeDriver, dial
 from asyncdist.bench.store.c10d_peer import encode
 from asyncdist.store.protocol.c10d import MAGIC, Code
 from asyncdist.store.protocol.chunking import LONG_NBYTES
@@ -87,7 +87,7 @@ async def die_after(port: int, format_: str, words: bytes) -> None:
     """Connect, say something, and hang up without reading, as the end of a process does."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     if format_ == "ours":
-        greeting = Pushed(dial(TOKEN, "store", os.urandom(NONCE_NBYTES)), writer.write)
+        greeting = HandshakeDriver(dial(TOKEN, "store", os.urandom(NONCE_NBYTES)), writer.write)
         while not greeting.done:
             greeting.feed(await reader.read(1))
     writer.write(words)

@@ -28,7 +28,7 @@ from typing import Any
 
 from asyncdist.base import lifecycle
 from asyncdist.base.auth import Handshake, accept, dial
-from asyncdist.base.interfaces import machine_name
+from asyncdist.base.network import machine_name
 from asyncdist.errors import AsyncdistError, ProtocolError
 from asyncdist.memory.shared_arena import Arena
 from asyncdist.memory.shared_arena import ArenaMapping as ArenaMapping

@@ -16,7 +16,7 @@ from time import monotonic
 from typing import cast
 
 from asyncdist.base import lifecycle
-from asyncdist.base.auth import NONCE_NBYTES, Pushed, accept, dial
+from asyncdist.base.auth import NONCE_NBYTES, HandshakeDriver, accept, dial
 from asyncdist.base.tls import TlsSocket
 from asyncdist.errors import UNREACHED, ProtocolError
 from asyncdist.transport.base import Host, Outgoing
@@ -65,7 +65,7 @@ class Outbound:
     def _begin(self) -> None:
         self.writer = Writer(self._sock, self.queue)
         self._reader = Reader(self._sock, self.peer, self._host, None)
-        self._proving: Pushed | None = None
+        self._proving: HandshakeDriver | None = None
         self.established = False
         self._securing = False
         self._since = monotonic()
@@ -85,7 +85,7 @@ class Outbound:
         if self.established:
             return READ | WRITE if self.queue or _is_unsent(self._sock) else READ
         if isinstance(self._sock, TlsSocket) and self._securing:
-            return WRITE if self._sock.wants_room else READ
+            return WRITE if self._sock.wants_write else READ
         return READ if self._proving is not None else WRITE
 
     @property
@@ -139,7 +139,9 @@ class Outbound:
                     self._sock.secure()
                     self._securing = False
                 steps = dial(self._host.config.token, purpose(self._host), secrets.token_bytes(NONCE_NBYTES))
-                self._proving = Pushed(steps, self._sock.sendall)  # a few dozen bytes on an empty socket buffer
+                self._proving = HandshakeDriver(
+                    steps, self._sock.sendall
+                )  # a few dozen bytes on an empty socket buffer
             _prove(self._sock, self._proving)
             if self.kept_waiting:
                 self._reader.read()  # raises Ended if the peer has given us up
@@ -176,7 +178,7 @@ class Inbound:
         self.peer: int | None = None
         self.established = True  # as soon as the peer is known
         steps = accept(host.config.token, purpose(host), secrets.token_bytes(NONCE_NBYTES))
-        self._proving = Pushed(steps, self._sock.sendall)
+        self._proving = HandshakeDriver(steps, self._sock.sendall)
         self._hello = bytearray()
         self._reader: Reader | None = None
         self.closed = False
@@ -186,7 +188,7 @@ class Inbound:
 
     def waits(self) -> int:
         if isinstance(self._sock, TlsSocket) and self._securing:
-            return WRITE if self._sock.wants_room else READ
+            return WRITE if self._sock.wants_write else READ
         return 0 if self._reader is not None and self._reader.blocked else READ
 
     @property
@@ -226,7 +228,7 @@ class Inbound:
             _end(self._sock, self._host, say_goodbye and self._reader is not None)
 
 
-def _prove(sock: Connected, proving: Pushed) -> None:
+def _prove(sock: Connected, proving: HandshakeDriver) -> None:
     """Go through a handshake to its end, and take nothing beyond. Raises what it does, Ended, and BlockingIOError."""
     while not proving.done:
         proving.feed(_come(sock, proving.missing))

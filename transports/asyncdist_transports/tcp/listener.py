@@ -67,7 +67,7 @@ class Listener:
 
     def _pause(self, host: Host, cause: OSError) -> None:
         self.paused = True
-        host.reminders.add(self, monotonic() + _PAUSE, self._resume)
+        host.timers.schedule(self, monotonic() + _PAUSE, self._resume)
         if cause.errno != self._reported:
             self._reported = cause.errno
             log.error(
@@ -101,7 +101,7 @@ class Listener:
 
     def close(self, host: Host) -> None:
         """Take no more connections."""
-        host.reminders.forget(self)
+        host.timers.cancel(self)
         host.retire(self._socket)
         if self._spare is not None:
             os.close(self._spare)

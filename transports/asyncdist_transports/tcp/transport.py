@@ -154,7 +154,7 @@ class TcpTransport(Transport):
             self._connections[connection.fileno()] = connection
             self._strangers[connection] = None
             until = monotonic() + self.host.config.handshake_timeout
-            self.host.reminders.add(connection, until, functools.partial(self._overdue, connection))
+            self.host.timers.schedule(connection, until, functools.partial(self._overdue, connection))
             self._pump(connection, True)
             if len(self._strangers) > _MOST_STRANGERS + self.host.world_size * self.host.config.lanes:
                 self._ended(next(iter(self._strangers)), "it did not prove itself, and many wait behind it")
@@ -170,7 +170,7 @@ class TcpTransport(Transport):
         """Note that a connection has proven itself, or is gone."""
         if connection in self._strangers:
             del self._strangers[connection]
-            self.host.reminders.forget(connection)
+            self.host.timers.cancel(connection)
 
 
 class TcpLink(Link):

@@ -2,8 +2,8 @@ import socket
 
 import pytest
 
-from asyncdist.base import interfaces
-from asyncdist.base.topology import InterfaceAddress, addresses_of_interface, choose_address, is_address, is_loopback
+from asyncdist.base import network
+from asyncdist.base.network import InterfaceAddress, addresses_of_interface, choose_address, is_address, is_loopback
 
 LO = InterfaceAddress("lo", "127.0.0.1")
 LO6 = InterfaceAddress("lo", "::1")
@@ -82,7 +82,7 @@ def test_loopback_is_the_last_resort_and_link_local_none():
 
 
 def test_the_loopback_interface_is_listed():
-    listed = interfaces.interface_addresses()
+    listed = network.interface_addresses()
     assert "127.0.0.1" in {each.host for each in listed}
     assert {each.interface for each in listed} <= {name for _, name in socket.if_nameindex()} | {"(by host name)"}
 
@@ -94,18 +94,18 @@ def test_the_kernels_ipv6_table(tmp_path):
         "fe80000000000000000000fffe000001 04 40 20 80     eth0\n"
         "fd000000000000000000000000000002 04 40 00 82     eth0\n"
     )
-    assert list(interfaces._ipv6_of_proc(table)) == [
+    assert list(network._ipv6_of_proc(table)) == [
         InterfaceAddress("lo", "::1"),
         InterfaceAddress("eth0", "fe80::ff:fe00:1"),
         InterfaceAddress("eth0", "fd00::2"),
     ]
-    assert list(interfaces._ipv6_of_proc(tmp_path / "absent")) == []
+    assert list(network._ipv6_of_proc(tmp_path / "absent")) == []
 
 
 def test_the_way_to_loopback_leaves_from_loopback():
-    assert interfaces.address_towards("127.0.0.1") == "127.0.0.1"
+    assert network.address_towards("127.0.0.1") == "127.0.0.1"
 
 
 def test_local_addresses():
-    assert interfaces.is_local("127.0.0.1")
-    assert not interfaces.is_local("198.51.100.1")
+    assert network.is_local("127.0.0.1")
+    assert not network.is_local("198.51.100.1")
