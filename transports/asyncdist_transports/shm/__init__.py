@@ -1,20 +1,18 @@
-"""Shared memory between the ranks of one host: whole collectives over mapped memory, and messages beside them.
+"""Shared memory between the ranks of one host: whole collectives over mapped memory, and point-to-point messages.
 
-Read in this order:
+`ShmTransport` is the entry point, registered in ``pyproject.toml``. A transport imports of `asyncdist` only the contract
+(`asyncdist.transport`), `base`, `memory`, `algorithms.schedule`, `config` and `errors`. Read the modules in this order:
 
-`order`        what makes it right that one process reads what another has written
-`control`        what a rank shows its peers in its own memory: whether it sleeps, where its windows and rings are
-`local_peer`    a peer on this host: its mapped memory, and the Unix socket that is doorbell, notice board and death notice
-`meeting`      how two ranks become neighbours: token, process identity, descriptors
-`window`       where a group's collectives meet: numbered slots with steps that only grow
-`rounds`       staged data: pieces that stay in cache, copied in by one and out by the others
-`direct`       registered tensors: read and written where they lie
-`swap`         small all-reduces, the shortest way
-`pieces`       how blocks go through an area
-`collectives`  every collective in these terms
-`ring`         messages between two ranks, as a stream through a ring
-`limbo`        what we have left and others may still read
-`transport`    the transport of one rank
+`memory_order`     why a process may read what another process has written
+`control_block`    what a rank publishes in its own memory: whether it sleeps, where its slot tables and rings are
+`local_peer`       a peer on this host: its mapped memory, and the Unix socket for wake-ups, control messages and its end
+`local_listener`   how two ranks connect: token, process identity, descriptors
+`byte_ring`        messages between two ranks, as a byte stream through a ring buffer
+`deferred_free`    memory that this rank has released and that peers may still read
+`core_placement`   spreads ranks over the cores where ranks outnumber them
+`transport`        the transport of one rank
+`collectives`      the collectives: `slot_table` (synchronisation), `staging` and `streaming` (pieces of large tensors),
+                   `zero_copy` (registered tensors), `small_exchange` and `small` (small tensors), `native` (selection)
 """
 
 from asyncdist_transports.shm.transport import ShmTransport

@@ -1,7 +1,8 @@
-"""A stream of bytes from one rank to another through a ring in the sender's memory: two copies, no system call.
+"""A byte stream from one rank to another through a ring buffer in the sender's memory: two copies, no system call.
 
-The sender owns the ring and the count of bytes written, the receiver the count of bytes read; both only grow. Each end
-looks like a non-blocking socket, so that messages go over it as they go over one (`asyncdist_transports.byte_stream`).
+This is a single-producer, single-consumer ring. The sender owns the buffer and the count of bytes written, the receiver
+the count of bytes read; both counts only grow. Each end behaves like a non-blocking socket, so `byte_stream.Writer` and
+`byte_stream.Reader` send messages over it as they do over TCP. `local_peer` makes both ends.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ from asyncdist_transports.shm.control_block import READ, WRITTEN
 from asyncdist_transports.shm.memory_order import Fence
 
 NBYTES = 1 << 20
-"""Size of a ring: what may be under way, and stays in the cache."""
+"""Size of a ring in bytes: small enough to stay in the cache."""
 
 
 class _RingEnd:
-    """One end of a ring. ``peer_words`` is the peer's line about us, ``wake_peer`` rings the peer if it sleeps."""
+    """One end of a ring. ``peer_words`` are the peer's words about this rank, ``wake_peer`` wakes a sleeping peer."""
 
-    _word: ClassVar[int]  # of our line, in which we say how many bytes we have moved
+    # The word of this rank's line that counts the bytes moved.
+    _word: ClassVar[int]
 
     def __init__(
         self,
@@ -34,7 +36,7 @@ class _RingEnd:
         self._moved = own_words[self._word]
 
     def _publish_moved(self) -> None:
-        """Let the peer see what we have moved, and wake it: it may wait for bytes, or for room."""
+        """Publish the bytes moved, and wake the peer: it may wait for bytes or for free space."""
         self._fence.light()
         self._own_words[self._word] = self._moved
         self._fence.full()
@@ -42,12 +44,12 @@ class _RingEnd:
 
 
 class RingWriter(_RingEnd):
-    """The end that writes."""
+    """The sending end."""
 
     _word = WRITTEN
 
     def sendmsg(self, buffers: Sequence[bytes | bytearray | memoryview], /) -> int:
-        """Write as much as there is room for; BlockingIOError if for nothing."""
+        """Write as many bytes as there is free space for; BlockingIOError if there is none."""
         sent = 0
         for buffer in buffers:
             if len(buffer):
@@ -66,7 +68,8 @@ class RingWriter(_RingEnd):
     def _copy_in(self, data: memoryview) -> int:
         size = len(self._memory)
         room = size - (self._moved - self._peer_words[READ])
-        self._fence.light()  # the peer has read what we write over
+        # The peer's loads of these bytes come before the stores that overwrite them.
+        self._fence.light()
         count = min(room, len(data))
         start = self._moved % size
         first = min(count, size - start)
@@ -78,17 +81,17 @@ class RingWriter(_RingEnd):
 
 
 class RingReader(_RingEnd):
-    """The end that reads."""
+    """The receiving end."""
 
     _word = READ
 
     @property
     def empty(self) -> bool:
-        """Whether everything that was written has been read."""
+        """Whether every byte written has been read."""
         return self._peer_words[WRITTEN] == self._moved
 
     def recv_into(self, buffer: memoryview, nbytes: int, /) -> int:
-        """Read as much as has come and fits; BlockingIOError if nothing has."""
+        """Read the bytes that have arrived, up to ``nbytes``; BlockingIOError if there are none."""
         count = self._copy_out(buffer[:nbytes])
         if not count:
             raise BlockingIOError
@@ -110,7 +113,8 @@ class RingReader(_RingEnd):
 
     def _copy_out(self, buffer: memoryview) -> int:
         count = min(len(buffer), self._peer_words[WRITTEN] - self._moved)
-        self._fence.light()  # the count before the bytes
+        # The count is loaded before the bytes.
+        self._fence.light()
         size = len(self._memory)
         start = self._moved % size
         first = min(count, size - start)

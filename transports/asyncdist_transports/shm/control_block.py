@@ -1,13 +1,15 @@
-"""What a rank shows its peers in its own memory: whether it sleeps, and where its windows and rings are.
+"""The control block: what a rank publishes to its peers in its own memory.
 
-One block at the head of what a world has in the arena, in words of 8 bytes; a line is 8 words, a cache line.
+It holds the rank's sleep flag, the core that it runs on, and where its slot tables and rings are. `transport` and
+`local_peer` read and write it. The block lies in the rank's arena and consists of 8-byte words; a line is 8 words, one
+cache line.
 
-    line 0         asleep: 1 while the rank must be rung; whoever rings sets it to 0 first
-    line 1         places of the directory that were ever used; 1 + the core that the rank was on when it last said so
-    line 2 + peer  our ring to that peer (its offset, 0: none yet; bytes written); bytes of its ring to us that we have read
-    directory      pairs (group's number, offset of its window); 0: free
+    line 0         asleep: 1 while the rank has to be woken; the waking peer sets it to 0 before it sends the wake-up
+    line 1         directory entries ever used; 1 + the core that the rank last published
+    line 2 + peer  own ring to that peer (its offset, 0: none yet; bytes written); bytes read from the peer's ring
+    directory      pairs (group number, offset of its slot table); 0: free
 
-A pair becomes visible by its first word, which is written last.
+The owner writes the first word of a pair last, which makes the pair visible.
 """
 
 from __future__ import annotations
@@ -24,12 +26,12 @@ _SIGN = 1 << 63
 
 
 def to_signed(number: int) -> int:
-    """Return a 64-bit number as a word has it."""
+    """Return a 64-bit number as the signed value that a word holds."""
     return number - (1 << 64) if number & _SIGN else number
 
 
 class ControlBlock:
-    """A rank's board, ours or a peer's, at ``offset`` of its process's arena."""
+    """A rank's control block, its own or a peer's, at ``offset`` of the process's arena."""
 
     def __init__(self, mapping: ArenaMapping, offset: int, world_size: int) -> None:
         self._directory = _PEERS + WORDS_PER_LINE * world_size
@@ -37,7 +39,7 @@ class ControlBlock:
 
     @staticmethod
     def nbytes(world_size: int) -> int:
-        """Return how large the board of a rank of such a world is."""
+        """Return the size in bytes of a control block in a world of that size."""
         return 8 * (_PEERS + WORDS_PER_LINE * world_size + 2 * _PAIRS)
 
     def peer_words(self, peer: int) -> memoryview:
@@ -46,9 +48,10 @@ class ControlBlock:
         return self.words[start : start + WORDS_PER_LINE]
 
     def group_slots(self, number: int) -> int | None:
-        """Return the offset of a group's window; None if there is none (yet, or any more)."""
+        """Return the offset of a group's slot table; None while it has none."""
         words, wanted = self.words, to_signed(number)
-        used = min(words[_USED], _PAIRS)  # where its owner has left, anything may stand there
+        # The owner may have freed the block, so the count may be any value.
+        used = min(words[_USED], _PAIRS)
         for entry in range(self._directory, self._directory + 2 * used, 2):
             if words[entry] == wanted:
                 return words[entry + 1]
@@ -56,12 +59,12 @@ class ControlBlock:
 
     @property
     def asleep(self) -> memoryview:
-        """The word that is 1 while the rank must be rung."""
+        """The word that is 1 while the rank sleeps and has to be woken."""
         return self.words[_ASLEEP : _ASLEEP + 1]
 
     @property
     def core(self) -> int:
-        """The core that the rank was on when it last said so, -1 if it never has; only the rank itself may set it."""
+        """The core that the rank last published, -1 before the first time. Only the owner may set it."""
         return self.words[_CORE] - 1
 
     @core.setter
@@ -70,7 +73,7 @@ class ControlBlock:
 
 
 class OwnControlBlock(ControlBlock):
-    """Our board, of which only we write the directory."""
+    """The control block of this rank, which alone writes the directory."""
 
     def __init__(self, arena: Arena, world_size: int, fence: Fence) -> None:
         self.block: ArenaBlock = arena.allocate(self.nbytes(world_size))
@@ -81,14 +84,14 @@ class OwnControlBlock(ControlBlock):
         self._free = list(range(self._directory, self._directory + 2 * _PAIRS, 2))[::-1]
 
     def reserve_entry(self) -> int:
-        """Return a place in the directory that is nobody's, for `publish_group`. SharedMemoryError if there are too many groups."""
+        """Return a free entry of the directory for `publish_group`. Raises SharedMemoryError if all are in use."""
         try:
             return self._free.pop()
         except IndexError:
             raise SharedMemoryError(f"more than {_PAIRS} groups at once share memory: destroy some") from None
 
     def publish_group(self, entry: int, number: int, offset: int) -> None:
-        """Let peers find a group's window, at a place that was claimed for it."""
+        """Let peers find a group's slot table, at an entry from `reserve_entry`."""
         words = self.words
         words[entry + 1] = offset
         self._fence.full()
@@ -96,7 +99,7 @@ class OwnControlBlock(ControlBlock):
         words[_USED] = max(words[_USED], (entry - self._directory) // 2 + 1)
 
     def remove_group(self, number: int) -> None:
-        """Take a group's window off the directory."""
+        """Remove a group's slot table from the directory."""
         words, wanted = self.words, to_signed(number)
         for entry in range(self._directory, self._directory + 2 * words[_USED], 2):
             if words[entry] == wanted:

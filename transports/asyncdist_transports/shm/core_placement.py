@@ -1,13 +1,12 @@
-"""Ranks that outnumber the cores, kept evenly spread over them while they wait for each other.
+"""Spreads ranks evenly over the cores while they wait for each other, where ranks outnumber cores.
 
-The system's scheduler evens out how many want to run on each core, within some hundred milliseconds. Ranks that wait for
-each other all want to, all the time, and small collectives go at the pace of the fullest core until then: four ranks on
-two cores take 47 µs for 4 bytes when two are on each, and 95 when three are on one, which is where they stay if they
-have slept in between.
+The scheduler of the system balances runnable threads within some hundred milliseconds. Ranks that wait for each other are
+all runnable all the time, and small collectives run at the pace of the most loaded core until then: four ranks on two cores
+take 47 µs for 4 bytes with two ranks on each core, and 95 µs with three on one.
 
-So who waits says on which core it is, in a word that its peers read, and of those on the fullest core the last one moves
-to the emptiest: it allows itself that core alone, and then what it was allowed before. So a mask that was set for it, by
-a launcher say, is kept, and the scheduler remains free to move it again.
+A waiting rank therefore publishes its core in its control block. Of the ranks on the most loaded core, the one with the
+highest rank moves to the least loaded core: it sets its affinity to that core, and then back to the previous mask. A mask
+set by a launcher is kept, and the scheduler remains free to move the thread again. `transport` calls this while it waits.
 """
 
 from __future__ import annotations
@@ -21,11 +20,12 @@ from time import monotonic
 
 from asyncdist_transports.shm.control_block import ControlBlock
 
-_REST = 0.02  # seconds after a move, which takes some 50 µs and which the scheduler may have reasons to undo
+# Seconds between moves. A move takes some 50 µs, and the scheduler may have reasons to undo it.
+_REST = 0.02
 
 
 def _core_finder() -> Callable[[], int] | None:
-    """Return what says on which core it is called; None if this system does not."""
+    """Return a function that returns the calling thread's core; None if the system has none."""
     try:
         finder = ctypes.PyDLL(None).sched_getcpu
     except (AttributeError, OSError, TypeError):
@@ -35,7 +35,7 @@ def _core_finder() -> Callable[[], int] | None:
 
 
 class CorePlacement:
-    """Moves a waiting thread of ours to another core where too many peers are on its own."""
+    """Moves a waiting thread of this rank to another core where too many peers share its core."""
 
     def __init__(self, rank: int, own: ControlBlock) -> None:
         self._rank, self._own = rank, own
@@ -43,7 +43,11 @@ class CorePlacement:
         self._rest_until = 0.0
 
     def __call__(self, peers: Iterable[tuple[int, ControlBlock]]) -> None:
-        """Say where this thread is, and move it if that is for us to do; ``peers`` are ranks that share the cores."""
+        """Publish the calling thread's core, and move the thread if it is this rank's turn.
+
+        Args:
+            peers: Rank and control block of the peers that share the cores.
+        """
         if self._find_core is None:
             return
         core = self._own.core = self._find_core()
@@ -52,18 +56,21 @@ class CorePlacement:
             return
         awake = [(rank, control.core) for rank, control in peers if not control.asleep[0]]
         if any(rank > self._rank for rank, their_core in awake if their_core == core):
-            return  # it is for that one to move
+            # The higher rank moves.
+            return
         ranks_on_core = Counter(their_core for _, their_core in awake)
         allowed = os.sched_getaffinity(0)
         emptiest = min(allowed, key=lambda one: (ranks_on_core[one], one))
-        if ranks_on_core[core] > ranks_on_core[emptiest]:  # so many are there without us
+        # The count excludes this rank.
+        if ranks_on_core[core] > ranks_on_core[emptiest]:
             self._rest_until = now + _REST
             self._move(emptiest, allowed)
             self._own.core = emptiest
 
     def _move(self, core: int, allowed: set[int]) -> None:
-        """Move this thread to a core, and leave it as free as it was."""
-        with contextlib.suppress(OSError):  # that core was taken from us meanwhile
+        """Move this thread to a core, and restore its affinity mask."""
+        # The core may have been removed from the mask since.
+        with contextlib.suppress(OSError):
             try:
                 os.sched_setaffinity(0, {core})
             finally:

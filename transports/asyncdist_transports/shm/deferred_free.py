@@ -1,9 +1,9 @@
-"""Where memory goes that we have no more use for while a peer may still read it.
+"""Deferred release of shared memory: memory that this rank no longer uses while a peer may still read it.
 
-A member that is done with its group's last collective may leave at once; others may still be adding up what lies in its
-slots. What it leaves behind is kept here, visible on its board, until they are done too or gone. Looked through whenever
-something is added; a world that we have left with peers still in it has a thread that waits for their ends, as a process
-may have no further business with us.
+A member that has finished its group's last collective may leave at once; other members may still read its slots. Its slot
+table stays allocated, and published in the control block, until they have finished or gone. Every release checks all pending
+ones. A world that is left while peers are still in it also has a thread that waits for their sockets to close, because
+the process may never call this transport again.
 """
 
 from __future__ import annotations
@@ -26,13 +26,12 @@ _lock = threading.Lock()
 _slot_tables: list[tuple[SlotTable, OwnControlBlock]] = []
 _control_blocks: list[tuple[list[ArenaBlock], Sequence[LocalPeer]]] = []
 _peer_mappings: weakref.WeakSet[ArenaMapping] = weakref.WeakSet()
-_MAX_PEER_MAPPINGS = (
-    16  # mappings of peers whose worlds we have left, before we look for the rings of references they hang in
-)
+# Mappings of peers of closed worlds before a garbage collection looks for reference cycles that hold them.
+_MAX_PEER_MAPPINGS = 16
 
 
 def release_slots(slots: SlotTable, control: OwnControlBlock) -> None:
-    """Free a window, and take it off the board, once nobody looks at it any more."""
+    """Free a slot table, and unpublish it, once no peer reads it any more."""
     slots.mark_left()
     with _lock:
         _slot_tables.append((slots, control))
@@ -40,31 +39,32 @@ def release_slots(slots: SlotTable, control: OwnControlBlock) -> None:
 
 
 def release_world(control: OwnControlBlock, rings: Sequence[ArenaBlock], local_peers: Sequence[LocalPeer]) -> None:
-    """Free the board and the rings of a world that we have left, once all neighbours have left it too."""
+    """Free the control block and the rings of a closed world, once all its local peers have left it too."""
     with _lock:
         _control_blocks.append(([control.block, *rings], local_peers))
         _peer_mappings.update(local_peer.mapping for local_peer in local_peers)
-    if (
-        len(_peer_mappings) > _MAX_PEER_MAPPINGS
-    ):  # the traceback of one error is enough to keep a world, and a dead peer's memory
+    # The traceback of one error is enough to keep a world, and with it the memory of a dead peer.
+    if len(_peer_mappings) > _MAX_PEER_MAPPINGS:
         gc.collect()
     waiting = [local_peer for local_peer in local_peers if not local_peer.has_left()]
     if waiting:
-        outlasting = threading.Thread(
+        thread = threading.Thread(
             target=_await_peers, args=(waiting, local_peers), name="asyncdist-deferred-free", daemon=True
         )
-        with contextlib.suppress(RuntimeError):  # a process at its end starts no thread, and all this ends with it
-            outlasting.start()
+        # A process at its end starts no thread, and its memory ends with it.
+        with contextlib.suppress(RuntimeError):
+            thread.start()
     else:
         _close(local_peers)
-    free_unused()  # after that question: if all were gone then, nobody else would look again
+    # After `has_left`: if every peer had left by then, no later call would check again.
+    free_unused()
 
 
 def free_unused() -> None:
-    """Free what nobody looks at any more."""
+    """Free what no peer reads any more."""
     with _lock:
-        # A neighbour may go at any moment, so the boards come first: where all are gone no window is pending after that,
-        # and none is taken off a board that has been freed.
+        # A peer may leave at any moment, so worlds are checked first: once all peers of a world have left, none of its slot
+        # tables is pending, and none is removed from a control block that has been freed.
         finished = [world for world in _control_blocks if all(local_peer.has_left() for local_peer in world[1])]
         _control_blocks[:] = [world for world in _control_blocks if world not in finished]
         pending_releases = []
@@ -81,11 +81,11 @@ def free_unused() -> None:
 
 
 def pending_releases() -> list[str]:
-    """Return what is kept, and for which ranks, in words: for who looks for a leak."""
+    """Describe what is not freed yet, and for which ranks, for the search for leaks."""
     with _lock:
         windows = [
             (
-                f"the window of group {slots.number}",
+                f"the slot table of group {slots.number}",
                 [slots.world_ranks[member.rank] for member in slots.pending_readers()],
             )
             for slots, _ in _slot_tables
@@ -101,7 +101,7 @@ def pending_releases() -> list[str]:
 
 
 def _await_peers(waiting: list[LocalPeer], local_peers: Sequence[LocalPeer]) -> None:
-    """Wait until each of some neighbours has left; all are neighbours of one world."""
+    """Wait until each of ``waiting`` has left; all local peers are of one world."""
     poll = select.poll()
     for local_peer in waiting:
         assert local_peer.kept_socket is not None
@@ -117,13 +117,14 @@ def _await_peers(waiting: list[LocalPeer], local_peers: Sequence[LocalPeer]) -> 
 
 
 def _close(local_peers: Sequence[LocalPeer]) -> None:
-    with _lock:  # somebody may just be asking them
+    # Another thread may call `has_left` on them.
+    with _lock:
         for local_peer in local_peers:
             local_peer.close_kept_socket()
 
 
 def _after_fork_in_child() -> None:
-    """Forget what is the parent's."""
+    """Drop what belongs to the parent process."""
     global _lock
     _lock = threading.Lock()
     _slot_tables.clear()

@@ -1,15 +1,17 @@
-"""How two ranks of one host become neighbours: over a Unix socket, on which each proves itself and hands over its memory.
+"""How two ranks of one host connect: over a Unix socket, on which both authenticate and pass their memory's descriptor.
 
-Every rank listens at an abstract address, which no file system knows and which ends with it. Abstract addresses belong to a
-network namespace; for peers in another one, and only if there are any, a rank also opens a *door*: a socket that had a
-name for some microseconds, and is reached through the descriptor that holds it (``/proc/<pid>/fd/<descriptor>``). The name of a
-rank that was killed just then is removed by who next opens a door.
+Every rank listens at an abstract address, which needs no file and ends with the process. Abstract addresses belong to a
+network namespace. For peers in another namespace, and only if there are any, a rank also listens at a path: it binds the
+socket to a name, opens the socket file, removes the name, and peers connect through the descriptor
+(``/proc/<pid>/fd/<descriptor>``). The name of a rank that was killed in between is removed by the next rank that listens so.
 
-    dialler (the higher rank)                acceptor
-    proof of the job's token           ⇄     proof of the job's token
-    rank, size, board, arena           →
-                                       ←     rank, size, board, arena     or why not, in words
-    welcome, or why not, in words      →
+    dialing side (the higher rank)               accepting side
+    proof of the job's token                  ⇄  proof of the job's token
+    rank, arena size, control block, arena    →
+                                              ←  rank, arena size, control block, arena, or the reason of a refusal
+    welcome, or the reason of a refusal       →
+
+`transport` calls this while a world opens.
 """
 
 from __future__ import annotations
@@ -35,9 +37,10 @@ from asyncdist.memory.shared_arena import ArenaMapping as ArenaMapping
 from asyncdist.transport.base import Host
 from asyncdist_transports.shm.control_block import ControlBlock
 
-_INTRODUCTION = struct.Struct("<IQQ")  # rank, bytes of the arena, offset of the board
+# Rank, bytes of the arena, offset of the control block.
+_INTRODUCTION = struct.Struct("<IQQ")
 _PREFIX = "asyncdist-"
-"""With which the names of our sockets begin."""
+"""Prefix of the names of the sockets."""
 
 _PACKET_NBYTES = 4096
 _PAUSE = 0.005
@@ -45,11 +48,11 @@ _WELCOME = b"."
 _CREDENTIALS = struct.Struct("3i")
 
 Introduction = tuple[int, ArenaMapping, int]
-"""Rank, arena and the offset of the board of a peer."""
+"""Rank, arena and offset of the control block of a peer."""
 
 
 class PeerRefused(Exception):
-    """A peer does not become our neighbour; the reason in words. ``rank`` is who it is, if it has proven itself."""
+    """A peer cannot connect; the message is the reason. ``rank`` is its rank, once it has authenticated."""
 
     rank: int | None = None
 
@@ -61,10 +64,10 @@ def _namespace(kind: str) -> int:
 
 
 class LocalListener:
-    """Where peers find us: the listening socket, and the door for those of other network namespaces.
+    """The listening sockets of one rank: one at an abstract address, and one for peers in other network namespaces.
 
-    Any thread may `close` it, as a process that ends does. What the loop watches then stays open until it watches no more:
-    uvloop takes the process down over a watched descriptor that is closed, and its number may soon be another's.
+    Any thread may `close` it, for example at process exit. Sockets that a loop watches stay open until it stops watching:
+    uvloop aborts the process when a watched descriptor is closed, and the descriptor's number may be reused.
     """
 
     def __init__(self, host: Host) -> None:
@@ -77,7 +80,7 @@ class LocalListener:
         self._sockets.append(_listening(f"\0{_PREFIX}{self._name}"))
 
     def address(self) -> dict[str, Any]:
-        """Return what peers need to know to find us."""
+        """Return what peers need to connect."""
         return {
             "host": self._host.config.host or machine_name(),
             "user": os.getuid(),
@@ -89,7 +92,7 @@ class LocalListener:
         }
 
     def listen_by_descriptor(self) -> None:
-        """Let peers of other network namespaces in, under the descriptor that `address` has told them."""
+        """Let peers of other network namespaces connect through the descriptor that `address` has published."""
         with self._lock:
             if not self._closed:
                 self._listen_by_descriptor()
@@ -97,7 +100,8 @@ class LocalListener:
     def _listen_by_descriptor(self) -> None:
         folder = os.open(tempfile.gettempdir(), os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            inside = f"/proc/self/fd/{folder}"  # an address may have 107 bytes, a folder's name more
+            # A socket address holds 107 bytes, and the folder's name may be longer.
+            inside = f"/proc/self/fd/{folder}"
             _remove_stale_sockets(inside)
             sock, descriptor = _listening_by_descriptor(f"{inside}/{_PREFIX}{self._name}")
         finally:
@@ -107,7 +111,7 @@ class LocalListener:
         os.close(descriptor)
 
     async def accept(self) -> socket.socket:
-        """Wait for a connection, one caller at a time. On a porch that is closed nobody comes any more."""
+        """Wait for a connection; one caller at a time. A closed listener accepts none."""
         with self._lock:
             self._watched = True
         try:
@@ -126,7 +130,7 @@ class LocalListener:
                     self._close()
 
     def close(self) -> None:
-        """Listen no more, once nobody waits in `accept`. Idempotent."""
+        """Stop listening as soon as no call of `accept` waits. Idempotent."""
         with self._lock:
             self._closed = True
             if not self._watched:
@@ -141,14 +145,15 @@ class LocalListener:
 
 
 def _listening_by_descriptor(path: str) -> tuple[socket.socket, int]:
-    """Return a listening socket, and a descriptor by which it is reached when it has a name no more, as it has not now."""
+    """Return a listening socket without a name, and a descriptor through which peers connect to it."""
     while True:
         sock = _listening(path)
         try:
             return sock, os.open(path, os.O_PATH | os.O_CLOEXEC)
         except BaseException as error:
             sock.close()
-            if not isinstance(error, FileNotFoundError):  # swept: it seemed dead, as before it listened
+            # Another rank removed the name, because the socket did not listen yet.
+            if not isinstance(error, FileNotFoundError):
                 raise
         finally:
             with contextlib.suppress(FileNotFoundError):
@@ -156,13 +161,15 @@ def _listening_by_descriptor(path: str) -> tuple[socket.socket, int]:
 
 
 def _remove_stale_sockets(folder: str) -> None:
-    """Remove what is left there of ranks of our user that were killed while their doors had names."""
+    """Remove the socket files of this user's ranks that were killed while their sockets had names."""
     names: list[str] = []
-    with contextlib.suppress(OSError):  # a folder may be one that nobody lists
+    # The folder may not be readable.
+    with contextlib.suppress(OSError):
         names = os.listdir(folder)
     for name in names:
         if name.startswith(_PREFIX):
-            with contextlib.suppress(OSError):  # gone meanwhile, or nothing that we understand
+            # Another rank has removed it, or it is no socket of a rank.
+            with contextlib.suppress(OSError):
                 _remove_if_stale(f"{folder}/{name}")
 
 
@@ -191,7 +198,7 @@ def _listening(address: str) -> socket.socket:
 
 
 def unreachable_reason(own: Mapping[str, Any], address: Mapping[str, Any]) -> str | None:
-    """Return why a peer and we need not even try to meet: as both of us know, neither waits for the other."""
+    """Return why two ranks cannot connect, or None. Both compute the same, so neither waits for the other."""
     if address["user"] != own["user"]:
         return f"it runs as another user, {address['user']}"
     if address["net"] != own["net"] and address["pids"] != own["pids"]:
@@ -202,7 +209,7 @@ def unreachable_reason(own: Mapping[str, Any], address: Mapping[str, Any]) -> st
 async def connect_peer(
     address: Mapping[str, Any], host: Host, arena: Arena, control_offset: int
 ) -> tuple[socket.socket, Introduction]:
-    """Go to a peer and become its neighbour. Raises Refused, and TimeoutError of whoever limits us."""
+    """Connect to a peer and exchange introductions. Raises PeerRefused and OSError."""
     sock = await _connect(address)
     try:
         await _authenticate(sock, dial(host.config.token, _purpose(host), secrets.token_bytes(32)))
@@ -218,7 +225,7 @@ async def connect_peer(
 async def accept_peer(
     sock: socket.socket, host: Host, arena: Arena, control_offset: int, expected: Collection[int]
 ) -> Introduction:
-    """Let a visitor become our neighbour if it is one of those expected. Raises Refused; closes the connection then."""
+    """Accept a peer if its rank is expected. Raises PeerRefused; closes the connection on any error."""
     rank: int | None = None
     try:
         _, user, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
@@ -256,12 +263,14 @@ async def _connect(address: Mapping[str, Any]) -> socket.socket:
             try:
                 sock.connect(path)
                 return sock
-            except BlockingIOError:  # many are before us
+            # The backlog is full.
+            except BlockingIOError:
                 await asyncio.sleep(_PAUSE)
             except ConnectionRefusedError:
                 if same_network:
                     raise
-                await asyncio.sleep(_PAUSE)  # the door is not open yet
+                # The peer does not listen at its path yet.
+                await asyncio.sleep(_PAUSE)
     except OSError as cause:
         sock.close()
         raise PeerRefused(f"its Unix socket cannot be reached: {cause.strerror}") from cause
@@ -271,7 +280,7 @@ async def _connect(address: Mapping[str, Any]) -> socket.socket:
 
 
 async def _authenticate(sock: socket.socket, handshake: Handshake) -> None:
-    """Run a handshake, a packet a message."""
+    """Run a handshake with one message per packet."""
     try:
         step = next(handshake)
         while True:
@@ -296,7 +305,7 @@ async def _send_introduction(sock: socket.socket, host: Host, arena: Arena, cont
 async def _receive_introduction(
     sock: socket.socket, host: Host, expected: Collection[int] | None = None
 ) -> Introduction:
-    """Receive who the peer is, and its memory; tell it if we cannot take it."""
+    """Receive the peer's rank and memory; send it the reason if this rank refuses it."""
     packet, descriptors = await _accept_peers(sock)
     if len(packet) != _INTRODUCTION.size:
         _close(descriptors)
@@ -306,7 +315,7 @@ async def _receive_introduction(
         if not 0 <= rank < host.world_size or rank == host.rank or (expected is not None and rank not in expected):
             raise PeerRefused(f"it claims to be rank {rank}")
         if len(descriptors) != 1:
-            raise PeerRefused("its memory did not come with the packet: descriptors are not passed between us")
+            raise PeerRefused("its memory did not come with the packet: no descriptor passes between the two processes")
         if (
             os.fstat(descriptors[0]).st_size < nbytes
             or control_offset % 8

@@ -1,7 +1,8 @@
-"""A peer on this host: its memory as we see it, and the Unix socket that is doorbell, notice board and death notice.
+"""A peer on this host: its mapped memory, and the Unix socket for wake-ups, control messages and the end of the peer.
 
-The socket keeps packets apart (SOCK_SEQPACKET). A packet is a ring of the bell (one byte) or notices, in the frames in
-which they go over any stream. When it ends, the peer has gone, in order if it has said goodbye before.
+The socket keeps packets apart (SOCK_SEQPACKET). A packet is a wake-up (one byte) or control messages, framed as on any
+stream. Its end means that the peer has gone: in order if it has sent a goodbye before. `transport` owns one `LocalPeer` per
+connected rank.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ READABLE, WRITABLE = select.POLLIN, select.POLLOUT
 
 
 class PeerGone(Exception):
-    """The peer's end of the socket is closed; the reason in words."""
+    """The peer has closed its end of the socket; the message is the reason."""
 
 
 class LocalPeer:
-    """One peer of the world with whom we share memory."""
+    """One rank of the world with which this rank shares memory."""
 
     def __init__(
         self,
@@ -51,44 +52,47 @@ class LocalPeer:
         self.asleep = control.asleep
         self._host, self._fence = host, fence
         self._own_words, self._peer_words = own_control.peer_words(peer), control.peer_words(host.rank)
-        self._unsent_control: deque[bytes] = deque()  # which the socket had no room for
+        # Control messages for which the socket had no space.
+        self._unsent_control: deque[bytes] = deque()
         self.queue: deque[Outgoing] = deque()
         self._writer: Writer | None = None
         self._ring: RingReader | None = None
         self._reader: Reader | None = None
         self.end_reason: str | None = None
-        """Why nothing more comes over the peer's socket; None while something may."""
-        self._peer_closed = False  # the peer has closed its end, and so looks at nothing of ours
+        """Why the peer's socket delivers nothing more; None while it may."""
+        # Whether the peer has closed its end, after which it reads no memory of this rank.
+        self._peer_closed = False
         self._kept_socket: socket.socket | None = None
 
     # -- the socket ----------------------------------------------------------------------------
 
     def signal(self) -> None:
-        """Wake the peer, which sleeps. Whoever rings clears the flag first: what comes after needs no bell again."""
+        """Wake the sleeping peer. Clearing its flag first spares later publishers the system call."""
         self.asleep[0] = 0
-        # A socket that has no room has a packet already, and one that is closed nobody to wake.
+        # A full socket already holds a packet that wakes the peer, and a closed one has no reader.
         with contextlib.suppress(OSError):
             self.sock.send(WAKE_PACKET)
 
     def wake_if_asleep(self) -> None:
-        """Ring if the peer sleeps."""
+        """Wake the peer if it sleeps."""
         if self.asleep[0]:
             self.signal()
 
     def send_control(self, packet: bytes) -> None:
-        """Send notices, after those sent before."""
+        """Send control messages, after those sent before."""
         self._unsent_control.append(packet)
         self.flush_control()
 
     def flush_control(self) -> None:
-        """Send what the socket takes."""
+        """Send the pending control messages as far as the socket takes them."""
         try:
             while self._unsent_control:
                 self.sock.send(self._unsent_control[0])
                 self._unsent_control.popleft()
         except BlockingIOError:
             pass
-        except OSError:  # the reading side will find the end, after what the peer still had to say
+        # The reading side reports the end, after the peer's last messages.
+        except OSError:
             self._unsent_control.clear()
 
     def poll_events(self) -> int:
@@ -96,7 +100,7 @@ class LocalPeer:
         return READABLE | WRITABLE if self._unsent_control else READABLE
 
     def receive_packets(self) -> None:
-        """Take what has come to the socket. Raises Gone at its end, and ProtocolError for what no peer of ours says."""
+        """Handle the packets that have arrived. Raises PeerGone at the end, and ProtocolError for a malformed packet."""
         while True:
             try:
                 packet = self.sock.recv(PACKET_NBYTES)
@@ -116,17 +120,17 @@ class LocalPeer:
         while at < len(packet):
             head = packet[at : at + HEADER_NBYTES]
             if len(head) < HEADER_NBYTES:
-                raise ProtocolError("a notice that is cut short")
+                raise ProtocolError("a truncated control message")
             _, nbytes, kind = unpack_tail(head)
             at += HEADER_NBYTES + nbytes
             if at > len(packet):
-                raise ProtocolError(f"a notice that claims {nbytes} bytes and has fewer")
+                raise ProtocolError(f"a control message that claims {nbytes} bytes and has fewer")
             self._host.control(self.peer, kind, head[:KEY_NBYTES], packet[at - nbytes : at])
 
     # -- messages ------------------------------------------------------------------------------
 
     def send(self, message: Outgoing, make_ring: Callable[[], int], arena: Arena) -> bool:
-        """Send a message through our ring, made with the first; return whether all of it is in there."""
+        """Send a message through this rank's ring, made with the first message; return whether all of it is in the ring."""
         if self._writer is None:
             offset = make_ring()
             ring = RingWriter(
@@ -139,7 +143,7 @@ class LocalPeer:
         return self._writer.send(message)
 
     def move_messages(self) -> bool:
-        """Move messages, both ways, as far as they can be moved; return whether any byte was."""
+        """Move messages in both directions as far as possible; return whether any byte moved."""
         moved = self._writer.flush() if self.queue and self._writer is not None else False
         ring = self._ring
         if ring is None:
@@ -159,33 +163,34 @@ class LocalPeer:
 
     @property
     def drained(self) -> bool:
-        """Whether all that the peer has sent has been read."""
+        """Whether every byte that the peer has sent has been read."""
         return self._peer_words[RING] == 0 or (self._ring is not None and self._ring.empty)
 
     # -- the end -------------------------------------------------------------------------------
 
     def mark_ended(self, reason: str) -> None:
-        """Expect nothing more of the socket. It stays open: that it does tells the peer that we may look at its memory."""
+        """Expect nothing more from the socket. It stays open, which tells the peer that this rank may read its memory."""
         if self.end_reason is None:
             self.end_reason = reason
 
     def shut_down(self) -> None:
-        """Have the peer find the socket ended. Idempotent."""
+        """Close the sending half, so that the peer reads the end of the socket. Idempotent."""
         with contextlib.suppress(OSError):
             self.sock.shutdown(socket.SHUT_WR)
 
     def release(self) -> None:
-        """Let go: we look at nothing of the peer's any more. What it still may look at is for `has_left` to say."""
+        """Read no memory of the peer any more. `has_left` says whether the peer may still read this rank's memory."""
         self.shut_down()
         if not self._peer_closed:
-            self._kept_socket = self.sock.dup()  # the socket itself may be watched by a loop
+            # A loop may still watch the socket itself.
+            self._kept_socket = self.sock.dup()
             lifecycle.close_in_children(self._kept_socket)
         self._host.retire(self.sock)
         self._writer = self._reader = self._ring = None
         self.queue.clear()
 
     def has_left(self) -> bool:
-        """Return whether the peer has left the world, or has died: it looks at nothing of ours any more."""
+        """Return whether the peer has left the world or has died, and so reads no memory of this rank."""
         if not self._peer_closed and self._kept_socket is not None:
             with contextlib.suppress(BlockingIOError):
                 while not self._peer_closed:
@@ -201,7 +206,7 @@ class LocalPeer:
         return self._kept_socket
 
     def close_kept_socket(self) -> None:
-        """Close what `release` has kept. Idempotent."""
+        """Close the socket that `release` has kept. Idempotent."""
         if self._kept_socket is not None:
             self._peer_closed = True
             self._kept_socket.close()

@@ -1,4 +1,7 @@
-"""The shared-memory transport of one rank: its neighbours, its board, and the windows of its groups."""
+"""The shared-memory transport of one rank: its local peers, its control block, and the slot tables of its groups.
+
+`asyncdist.transport.registry` loads `ShmTransport`; the engine's endpoint drives it through the `Transport` contract.
+"""
 
 from __future__ import annotations
 
@@ -36,11 +39,12 @@ from asyncdist_transports.shm.memory_order import Fence
 
 log = logging.getLogger("asyncdist.shm")
 
-_PATIENCE = 10.0  # seconds within which ranks that have all been heard of are expected to meet
+# Seconds within which ranks that have all published their addresses are expected to connect.
+_PATIENCE = 10.0
 
 
 class ShmTransport(Transport):
-    """Mapped memory between ranks of one host and user."""
+    """Mapped memory between ranks of one host and one user."""
 
     name: ClassVar[str] = "shm"
     preference: ClassVar[int] = 50
@@ -56,9 +60,10 @@ class ShmTransport(Transport):
         self._cores: dict[int, set[int]] = {}
         self._same_process = False
         self._local_peers: dict[int, LocalPeer] = {}
-        """All whom we have met, also those that have gone: what they have left behind may still be wanted."""
+        """All peers that have connected, also those that have gone: their memory may still be needed."""
         self._connected: dict[int, LocalPeer] = {}
-        self._used: set[int] = set()  # whom the world reaches by us; who has refused us too late is of no interest
+        # The peers that the world reaches over this transport; the loss of other peers is not reported.
+        self._used: set[int] = set()
         self._by_descriptor: dict[int, LocalPeer] = {}
         self._rings: list[ArenaBlock] = []
         self._slot_tables: dict[int, SlotTable] = {}
@@ -73,18 +78,20 @@ class ShmTransport(Transport):
             return reason
         try:
             shared.arena().allocate(RING_NBYTES).free()
-        except SharedMemoryError as error:  # better no use of it than none that lasts
+        # Not using shared memory is better than failing later.
+        except SharedMemoryError as error:
             return str(error)
         return None
 
-    # -- coming --------------------------------------------------------------------------------
+    # -- connecting ----------------------------------------------------------------------------
 
     def listen(self, where: str) -> dict[str, Any]:
         self._listener = LocalListener(self.host)
         return {**self._listener.address(), "cores": sorted(os.sched_getaffinity(0))}
 
     def reaches(self, address: Address) -> bool:
-        return True  # whom we have not met is not asked about
+        # Only called for ranks that `settle` has returned.
+        return True
 
     async def settle(self, addresses: Sequence[Address | None], timeout: float) -> list[int]:
         listener, own = self._listener, addresses[self.host.rank]
@@ -102,7 +109,8 @@ class ShmTransport(Transport):
                 local[peer] = address
         try:
             if any(address["net"] != own["net"] for peer, address in local.items() if peer > self.host.rank):
-                with contextlib.suppress(OSError):  # who does not find it says so
+                # A peer that cannot connect reports it.
+                with contextlib.suppress(OSError):
                     listener.listen_by_descriptor()
             await self._connect_peers(listener, local, min(timeout, _PATIENCE), refused)
         finally:
@@ -123,7 +131,7 @@ class ShmTransport(Transport):
     async def _connect_peers(
         self, listener: LocalListener, local: Mapping[int, Address], timeout: float, refused: dict[str, list[int]]
     ) -> None:
-        """Visit the lower ranks, and receive the higher ones."""
+        """Connect to the lower ranks, and accept the higher ones."""
         expected = {peer for peer in local if peer > self.host.rank}
         async with asyncio.TaskGroup() as tasks:
             for peer, address in local.items():
@@ -148,7 +156,7 @@ class ShmTransport(Transport):
     async def _accept_peers(
         self, listener: LocalListener, expected: set[int], timeout: float, refused: dict[str, list[int]]
     ) -> None:
-        """Receive visitors, strangers among them, side by side: who says nothing keeps nobody waiting."""
+        """Accept connections concurrently: a connection that sends nothing does not delay the others."""
         missing = set(expected)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout), asyncio.TaskGroup() as tasks:
@@ -160,7 +168,7 @@ class ShmTransport(Transport):
                             sock, self.host, self._arena, self._control.block.offset, missing
                         )
                     except PeerRefused as refusal:
-                        log.debug("rank %d turned a visitor away: %s", self.host.rank, refusal)
+                        log.debug("rank %d refused a connection: %s", self.host.rank, refusal)
                         if refusal.rank in missing:
                             missing.discard(refusal.rank)
                             refused.setdefault(str(refusal), []).append(refusal.rank)
@@ -172,7 +180,8 @@ class ShmTransport(Transport):
 
                 def close_if_cancelled(sock: socket.socket, handshake: asyncio.Task[None]) -> None:
                     handshakes.discard(handshake)
-                    if handshake.cancelled():  # perhaps before it began
+                    # A task cancelled before it began does not close its socket.
+                    if handshake.cancelled():
                         sock.close()
 
                 async def accept_connections() -> None:
@@ -192,7 +201,7 @@ class ShmTransport(Transport):
                 for handshake in handshakes:
                     handshake.cancel()
         if missing:
-            refused.setdefault("it did not come to our Unix socket", []).extend(sorted(missing))
+            refused.setdefault("it did not connect to this rank's Unix socket", []).extend(sorted(missing))
 
     def _add_peer(self, sock: socket.socket, introduction: Introduction) -> None:
         peer, mapping, offset = introduction
@@ -201,16 +210,17 @@ class ShmTransport(Transport):
         self._local_peers[peer] = self._connected[peer] = self._by_descriptor[sock.fileno()] = local_peer
 
     def spin(self, local: int) -> tuple[float, bool]:
-        # Who spins keeps the interpreter from a peer in the same process.
+        # A spinning thread keeps the interpreter from a peer in the same process.
         return 0.0 if self._same_process else self.host.config.spin_us * 1e-6, self._oversubscribed
 
     @property
     def _oversubscribed(self) -> bool:
-        """Whether ranks outnumber what they run on: what one does, others wait for."""
+        """Whether ranks outnumber the cores, so that work of one rank delays the others."""
         return self._same_process or len(self._cores) > len(set().union(*self._cores.values()))
 
     def spread(self) -> None:
-        if not self._same_process:  # of whose ranks only one has the interpreter
+        # Only one of the ranks of a process runs at a time.
+        if not self._same_process:
             self._core_placement(
                 [(local_peer.peer, local_peer.control) for local_peer in list(self._connected.values())]
             )
@@ -250,7 +260,8 @@ class ShmTransport(Transport):
         self._slot_tables[slots.number] = slots
         self._control.publish_group(place, slots.number, slots.block.offset)
         for local_peer in self._connected.values():
-            local_peer.wake_if_asleep()  # it may wait for this very group
+            # It may wait for this group.
+            local_peer.wake_if_asleep()
 
     def _withdraw_slots(self, slots: SlotTable) -> None:
         if self._slot_tables.pop(slots.number, None) is not None and self._arena.pid == os.getpid():
@@ -263,7 +274,7 @@ class ShmTransport(Transport):
         return ShmLink(self._local_peers[peer], self)
 
     def send(self, local_peer: LocalPeer, message: Outgoing) -> bool:
-        """Send a message of ours: through the ring, or beside it if it is a notice."""
+        """Send a message: data through the ring, control messages over the socket."""
         if unpack_kind(message) == DATA:
             return local_peer.send(message, self._make_ring, self._arena)
         local_peer.send_control(message.header + bytes(message.body))
@@ -310,12 +321,13 @@ class ShmTransport(Transport):
             reason = str(error)
         self._by_descriptor.pop(local_peer.sock.fileno(), None)
         local_peer.mark_ended(reason)
-        self._pump()  # what it had sent before is there still, and is read first
+        # What the peer sent before is still in the ring, and is read first.
+        self._pump()
         if local_peer.peer in self._connected and local_peer.peer in self._used:
             self.host.lost(local_peer.peer, reason)
 
     def _lose_peer(self, local_peer: LocalPeer, reason: str) -> None:
-        """Have no more to do with a peer, nor the world either if it reaches it by us."""
+        """Disconnect a peer, and report it as lost if the world reaches it over this transport."""
         self._disconnect(local_peer)
         if local_peer.peer in self._used:
             self.host.lost(local_peer.peer, reason)
@@ -330,21 +342,24 @@ class ShmTransport(Transport):
 
     def waits(self) -> list[Wait] | None:
         self._asleep[0] = 1
-        self._fence.full()  # before we, and whoever asks us, look once more: see `order`
+        # Before this thread and its caller check once more: see `memory_order`.
+        self._fence.full()
         if self._pump():
             return None
         return [(descriptor, local_peer.poll_events()) for descriptor, local_peer in self._by_descriptor.items()]
 
     def busy(self) -> bool:
-        for local_peer in list(self._connected.values()):  # asked without the lock too
+        # Called without the driver lock too, hence the copy.
+        for local_peer in list(self._connected.values()):
             if local_peer.queue:
                 return True
         return False
 
     def hears(self, peer: int) -> bool:
-        return peer in self._connected  # until it has gone and all is read that it has sent
+        # A peer stays connected until it has gone and everything that it sent has been read.
+        return peer in self._connected
 
-    # -- going ---------------------------------------------------------------------------------
+    # -- closing -------------------------------------------------------------------------------
 
     def forget(self, peer: int) -> None:
         local_peer = self._connected.get(peer)
@@ -369,7 +384,7 @@ class ShmTransport(Transport):
 
 
 class ShmLink(Link):
-    """The way to one neighbour."""
+    """The link to one local peer."""
 
     def __init__(self, local_peer: LocalPeer, transport: ShmTransport) -> None:
         super().__init__(local_peer.peer)
@@ -380,10 +395,10 @@ class ShmLink(Link):
         return self._transport.send(self._local_peer, message)
 
     def open(self) -> None:
-        """There is nothing to open: neighbours have met before the world was complete."""
+        """Do nothing: local peers are connected before the world opens."""
 
     def close(self) -> None:
-        """Neighbours part when the transport closes."""
+        """Do nothing: local peers are disconnected when the transport closes."""
 
 
 def _too_few_sockets(cause: OSError) -> str:
@@ -391,5 +406,5 @@ def _too_few_sockets(cause: OSError) -> str:
 
 
 def unpack_kind(message: Outgoing) -> int:
-    """Return the kind of a message: data or a notice."""
+    """Return the kind of a message: data or a control message."""
     return message.header[32]

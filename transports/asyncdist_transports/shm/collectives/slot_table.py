@@ -1,13 +1,16 @@
-"""Where the collectives of one group meet: numbered slots, in each member's own memory, with steps that only grow.
+"""The slot table: how the members of one group synchronise their collectives in shared memory.
 
-The n-th collective of a group uses slot ``n % SLOTS``. A slot is a line of words and two areas for staged data. Its word
-STEP says how far this member is: ``n << 24 | step``; ``n << 24 | FINISHED`` when it is through with everybody's data, and
-``n << 24 | DONE`` when it will not even look at anybody's words for this collective again: then those who have left may
-free them. Since steps of later collectives are larger, "has reached" is one comparison, and nothing is ever
-reset. A member may use a slot again when all have said DONE to the collective before it there.
+Each member has a slot table in its own arena. The n-th collective of a group uses slot ``n % SLOTS``. A slot is one cache
+line of words and two areas for staged data. Its word STEP holds the member's progress: ``n << 24 | step``;
+``n << 24 | FINISHED`` when the member has read all data of the other members; ``n << 24 | DONE`` when it will not read any
+word of this collective again, so that members that have left may free their memory. Steps of later collectives are larger:
+"has reached" is one comparison, and no word is ever reset. A member may reuse a slot when every member has published DONE
+for the collective that used it before.
 
-A window is an address range; memory is reserved behind its areas as far as messages need it. Behind the slots lies the
-*stream*, room for many pieces, in which one collective after the other stages what is large: see `stream`.
+A slot table is an address range; memory is reserved behind its areas as messages need it. The *stream* after the slots
+holds several pieces: successive collectives stage large tensors in it (see `streaming`).
+
+`staging`, `zero_copy` and `small_exchange` run collectives over it; `deferred_free` frees it.
 """
 
 from __future__ import annotations
@@ -26,11 +29,16 @@ from asyncdist_transports.shm.memory_order import Fence
 
 SLOTS = 8
 STEP, CALL, LOCATION = 0, 1, 2
-LEFT = 3  # in the first line only: 1 when this member will not look at any slot again
-STREAM = 4  # ``n << 24 | first << 8 | room``: round r of this member lies in piece (first + r) % room of its stream
-READ_ROUNDS = 5  # ``n << 24 |`` of how many rounds this member has taken the others' pieces
-WITHDRAWN = 6  # in the first line only: 1 when this member has given up a collective for which its data lay open
-RESULT = 7  # ``n`` when this member shows the result of the n-th collective behind what it has staged: see `small`
+# In the first line only: 1 when this member will not read any slot again.
+LEFT = 3
+# ``n << 24 | first << 8 | areas``: round r of this member lies in piece (first + r) % areas of its stream.
+STREAM = 4
+# ``n << 24 | rounds`` of the other members' pieces that this member has read.
+READ_ROUNDS = 5
+# In the first line only: 1 when this member has aborted a collective that let others access its tensors.
+WITHDRAWN = 6
+# ``n`` when this member shows the result of the n-th collective after its staged data: see `small`.
+RESULT = 7
 LINE = 8
 SHIFT = 24
 DONE = (1 << SHIFT) - 1
@@ -40,7 +48,7 @@ _LINES_NBYTES = PAGE_NBYTES
 
 
 class PeerHandle(NamedTuple):
-    """A member of a window other than ourselves, as its transport knows it."""
+    """What the transport provides about another member of a group."""
 
     mapping: ArenaMapping
     find: Callable[[int], int | None]
@@ -50,7 +58,7 @@ class PeerHandle(NamedTuple):
 
 
 class SlotMember:
-    """Another member of a group: its words and memory, once its window has been found."""
+    """Another member of a group: its words and memory, once its slot table has been found."""
 
     __slots__ = ("asleep", "handle", "mapping", "offset", "rank", "signal", "words")
 
@@ -63,10 +71,18 @@ class SlotMember:
 
 
 class SlotTable:
-    """One group's meeting place, as one member sees it.
+    """The slot tables of one group, as one member sees them.
 
-    ``handles`` are the members by rank in the group, None for ourselves. ``mismatch_error(member, ours, theirs)`` returns the
-    error to raise when a member has called something else.
+    Args:
+        number: The group's number, the same on all members.
+        rank: This member's rank in the group.
+        world_ranks: The members' ranks in the world.
+        handles: The members by rank in the group; None for this member.
+        arena: The arena of this process.
+        fence: The barriers of this rank.
+        area_nbytes: Size in bytes of an area, rounded up to whole pages.
+        mismatch_error: ``mismatch_error(member, ours, theirs)`` returns the error for differing call fingerprints.
+        oversubscribed: Whether members share cores.
     """
 
     def __init__(
@@ -88,11 +104,11 @@ class SlotTable:
         self.arena, self.fence = arena, fence
         self._mismatch_error = mismatch_error
         self.oversubscribed = oversubscribed
-        """Whether members share cores: what one has worked out, others had better not."""
+        """Whether members share cores, so that one member's work delays the others."""
         self.others = [SlotMember(peer, handle) for peer, handle in enumerate(handles) if handle is not None]
         self.members_by_rank: dict[int, SlotMember] = {member.rank: member for member in self.others}
         self.unresolved = list(self.others)
-        """The members whose windows we have not found yet."""
+        """The members whose slot tables have not been found yet."""
         self.block = arena.hold(_LINES_NBYTES + (SLOTS * 2 + STREAM_PIECES) * self.area_nbytes)
         try:
             arena.reserve(self.block.offset, _LINES_NBYTES)
@@ -102,21 +118,22 @@ class SlotTable:
         self.words = arena.mapping.words(self.block.offset, SLOTS * LINE)
         for word in range(len(self.words)):
             self.words[word] = 0
-        self.words[STEP] = DONE  # the collective before the first in this slot, number 0, is over
+        # The collective before the first one in this slot, number 0, is done.
+        self.words[STEP] = DONE
         self._reserved = [0] * (2 * SLOTS + STREAM_PIECES)
-        self._streamed = 0  # the collective that used the stream last
-        self._position = 0  # after the piece of the stream that was staged last
-        self._staged: dict[
-            int, tuple[int, int, Sequence[SlotMember]]
-        ] = {}  # what each area was used for last, by `wait_reusable`
+        # The number of the collective that used the stream last, and the piece after the last one staged in it.
+        self._streamed = 0
+        self._position = 0
+        # By area: the number, round and readers of its last use, for `wait_reusable`.
+        self._staged: dict[int, tuple[int, int, Sequence[SlotMember]]] = {}
         self._tables: dict[int, memoryview] = {}
         self._areas: dict[tuple[int, int, int, torch.dtype], torch.Tensor] = {}
         self.last_numbers = [0] * SLOTS
         """The last collective in each slot."""
         self.kept_tensors: list[torch.Tensor | Sequence[torch.Tensor]] = []
-        """Into which a member may still write because its side of a failed all-reduce goes on: kept until it has left."""
+        """Tensors of a failed all-reduce, kept until this member leaves: another member may still write to them."""
         self.deferred_checks: deque[tuple[int, int]] = deque()
-        """Collectives that we did with some members only, and what we called: see `check_deferred`."""
+        """Number and fingerprint of the collectives that waited for some members only: see `check_deferred`."""
 
     # -- steps ---------------------------------------------------------------------------------
 
@@ -137,7 +154,7 @@ class SlotTable:
         self.last_numbers[number % SLOTS] = number
 
     def _wait_done(self, number: int) -> Schedule:
-        """Wait until all have done with a collective, ourselves included: others may have before we do."""
+        """Wait until every member, this one included, has published DONE for a collective."""
         at, done = number % SLOTS * LINE, number << SHIFT | DONE
         while self.words[at] < done:
             yield self.rank
@@ -147,25 +164,28 @@ class SlotTable:
                 yield member.rank
 
     def post(self, number: int, call: int, location: int, step: int) -> None:
-        """Say what we call, and where our data lies (0: it is staged), with the first step."""
+        """Publish the call's fingerprint and the location of this member's data (0: staged) with the first step."""
         at, words = number % SLOTS * LINE, self.words
-        words[at + STEP] = number << SHIFT  # the line is no longer that of the collective before: see `check_deferred`
+        # Invalidates the line of the previous collective first: see `check_deferred`.
+        words[at + STEP] = number << SHIFT
         self.fence.light()
         words[at + CALL], words[at + LOCATION] = call, location
         self.publish(number, step)
 
     def publish(self, number: int, step: int) -> None:
-        """Say that we have reached a step; wake who sleeps."""
+        """Publish that this member has reached a step, and wake sleeping members."""
         self._store_word(number, STEP, step)
 
     def publish_read(self, number: int, round_index: int) -> None:
-        """Say that we have taken the others' pieces of a round, and of all before it; wake who sleeps."""
+        """Publish that this member has read the others' pieces up to a round, and wake sleeping members."""
         self._store_word(number, READ_ROUNDS, round_index + 1)
 
     def _store_word(self, number: int, what: int, count: int) -> None:
-        self.fence.light()  # what we have written, and read, before the word that says so
+        # The data's loads and stores come before the word.
+        self.fence.light()
         self.words[number % SLOTS * LINE + what] = number << SHIFT | count
-        self.fence.full()  # and that before we look who sleeps: see `order`
+        # The word comes before the loads of the sleep flags: see `memory_order`.
+        self.fence.full()
         for member in self.others:
             if member.asleep[0]:
                 member.signal()
@@ -177,19 +197,21 @@ class SlotTable:
             words = member.words
             while words[at] < goal:
                 yield member.rank
-        self.fence.light()  # their words before their data
+        # The members' words are loaded before their data.
+        self.fence.light()
 
     def wait_read(self, number: int, round_index: int, members: Sequence[SlotMember]) -> Schedule:
-        """Wait until each of some members has taken our piece of a round, or is through with everything."""
+        """Wait until each of some members has read this member's piece of a round, or has finished."""
         at, goal, over = number % SLOTS * LINE, number << SHIFT | round_index + 1, number << SHIFT | FINISHED
         for member in members:
             words = member.words
             while words[at + READ_ROUNDS] < goal and words[at] < over:
                 yield member.rank
-        self.fence.light()  # their loads of our piece before our next stores to it
+        # The members' loads of the piece come before the next stores to it.
+        self.fence.light()
 
     def check_calls(self, number: int, call: int, members: Sequence[SlotMember]) -> None:
-        """Raise if one of some members, who have posted, called something else."""
+        """Raise if one of some members, all of which have posted, called something else."""
         at = number % SLOTS * LINE + CALL
         for member in members:
             theirs = member.words[at]
@@ -199,10 +221,10 @@ class SlotTable:
             self.check_deferred(number)
 
     def check_deferred(self, number: int) -> None:
-        """Raise if a member called something else where we did not wait for it, as a root that only sends does not.
+        """Raise if a member called something else in a collective that did not wait for it, such as a sending root.
 
-        ``number`` is the collective that we are at. Who is at one that uses the same slot has looked before it began, so
-        of two members that differ one finds out.
+        ``number`` is the current collective. A member that runs a collective in the same slot has checked before it began,
+        so at least one of two members that differ finds out.
         """
         while self.deferred_checks and self.deferred_checks[0][0] < number:
             before, call = self.deferred_checks[0]
@@ -218,23 +240,26 @@ class SlotTable:
             self.deferred_checks.popleft()
 
     def location(self, number: int, member: SlotMember) -> int:
-        """Return where a member's data for this collective lies, or a table that says so; 0 if it is staged."""
+        """Return the location of a member's data for this collective, or of its table of locations; 0 if it is staged."""
         return member.words[number % SLOTS * LINE + LOCATION]
 
-    # -- open data -----------------------------------------------------------------------------
+    # -- zero-copy data ------------------------------------------------------------------------
 
     def withdraw(self) -> None:
-        """Say that we have given up: what lay open for all is its owner's again, who may write over it."""
-        if self.arena.pid == os.getpid():  # a forked child gives up for itself, and has our words before it
+        """Publish that this member has aborted: its user may overwrite the tensors that other members could access."""
+        # A forked child shares the words with its parent, and must not write them.
+        if self.arena.pid == os.getpid():
             self.words[WITHDRAWN] = 1
             self.fence.full()
 
     def hold_if_withdrawn(self, members: Sequence[SlotMember]) -> Schedule:
-        """Let nobody go on who has read what some members had withdrawn by then: it may have been anything.
+        """Block a reader of data that some members had withdrawn by now, because the data may be overwritten.
 
-        Why they have is on its way to us, and ends this; if they have destroyed the group, our deadline does.
+        The reason of the abort is on its way to this rank and ends the wait; if the member destroyed the group, the deadline of
+        the call does.
         """
-        self.fence.light()  # the loads of their data before those of their words
+        # The members' data is loaded before their words.
+        self.fence.light()
         for member in members:
             while member.words[WITHDRAWN]:
                 yield member.rank
@@ -242,7 +267,7 @@ class SlotTable:
     # -- areas ---------------------------------------------------------------------------------
 
     def reserve(self, number: int, round_index: int, nbytes: int) -> None:
-        """See that there is memory behind our area of a round. SharedMemoryError if there is none left."""
+        """Back this member's area of a round with memory. Raises SharedMemoryError if none is left."""
         self._reserve(self._area_index(number, round_index, self.words), nbytes)
 
     def _area_index(self, number: int, round_index: int, words: memoryview) -> int:
@@ -259,7 +284,7 @@ class SlotTable:
             self._reserved[index] = nbytes
 
     def own_area(self, number: int, round_index: int, start: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return elements of our area of a round, with memory behind them. SharedMemoryError if there is none left."""
+        """Return elements of this member's area of a round, backed with memory. Raises SharedMemoryError if none is left."""
         index = self._area_index(number, round_index, self.words)
         self._reserve(index, start + count * dtype.itemsize)
         return self._area(index, self.rank, start, count, dtype)
@@ -267,16 +292,16 @@ class SlotTable:
     def area(
         self, number: int, round_index: int, rank: int, start: int, count: int, dtype: torch.dtype
     ) -> torch.Tensor:
-        """Return elements of a member's area of a round, from byte ``start`` on; of ours if ``rank`` is our own."""
+        """Return elements of a member's area of a round, from byte ``start`` on; ``rank`` may be this member's own."""
         words = self.words if rank == self.rank else self.members_by_rank[rank].words
         return self._area(self._area_index(number, round_index, words), rank, start, count, dtype)
 
     def first_half(self, number: int, rank: int, start: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return elements of a member's first half of a slot, from byte ``start`` on, where there are no rounds."""
+        """Return elements of the first half of a member's slot, from byte ``start`` on, for collectives without rounds."""
         return self._area(number % SLOTS * 2, rank, start, count, dtype)
 
     def location_of(self, number: int, rank: int, start: int) -> int:
-        """Return what a member posts as the place of its data if that begins there: see `first_half`."""
+        """Return the location that a member posts if its data starts there: see `first_half`."""
         return 1 + self._area_start(number % SLOTS * 2, rank)[1] + start
 
     def _area(self, index: int, rank: int, start: int, count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -290,7 +315,7 @@ class SlotTable:
         return tensor
 
     def table(self, number: int, rank: int) -> memoryview:
-        """Return the words of a member's first half of a slot, as far as it has reserved them."""
+        """Return the words of the first half of a member's slot, as far as it has reserved them."""
         index = number % SLOTS * 2
         words = self._tables.get(index * self.size + rank)
         if words is None:
@@ -304,7 +329,7 @@ class SlotTable:
         return mapping, offset + _LINES_NBYTES + index * self.area_nbytes
 
     def wait_reusable(self, number: int, round_index: int, readers: Sequence[SlotMember]) -> Schedule:
-        """Wait until nobody takes any more what our area of a round was used for last; who takes it now are ``readers``."""
+        """Wait until every reader has read the last contents of this member's area; ``readers`` read the next ones."""
         index = self._area_index(number, round_index, self.words)
         before = self._staged.get(index)
         if before is not None:
@@ -314,11 +339,11 @@ class SlotTable:
             self._position = index - 2 * SLOTS + 1
 
     def open_stream(self, number: int, round_index: int, room: int, nbytes: int) -> Schedule:
-        """Have the n-th collective stage in the stream from a round on, in ``room`` pieces in turn; return whether it does.
+        """Let the n-th collective stage in the stream from a round on, in ``room`` pieces in turn; return whether it does.
 
-        It goes on behind what was staged there last. Waits until the collective that used the stream before is over for
-        us, which must have been an earlier one: who would wait for a later one, which has come first here, might be what
-        the later one waits for elsewhere. SharedMemoryError if there is no memory left for pieces of so many bytes.
+        It continues after the piece that was staged last. It waits until this member has finished the collective that used
+        the stream before, if that is an earlier one. It does not wait for a later one, which may itself wait for this
+        one on another member. Raises SharedMemoryError if no memory is left for pieces of ``nbytes`` bytes.
         """
         before = self._streamed
         if before > number:
@@ -335,12 +360,12 @@ class SlotTable:
     # -- the end -------------------------------------------------------------------------------
 
     def mark_left(self) -> None:
-        """Say that we look at nobody's slots again, whatever had become of the collectives in them."""
+        """Publish that this member will not read any slot again, even of collectives that it aborted."""
         self.fence.light()
         self.words[LEFT] = 1
 
     def pending_readers(self) -> Iterator[SlotMember]:
-        """Yield the members who may still look at what we have written."""
+        """Yield the members that may still read what this member has written."""
         for member in self.others:
             if member.offset < 0 or member.handle.gone() or member.handle.find(self.number) is None:
                 continue
