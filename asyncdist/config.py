@@ -1,7 +1,8 @@
-"""Every setting that comes from the environment, read in this file and nowhere else.
+"""Settings from the environment. No other module reads the environment.
 
-`settings()` returns the table that ``asyncdist info`` prints. A `Config` is immutable; `Config.from_environment`
-makes one, and a world keeps the one it was started with.
+Every folder may import this module; it imports the standard library alone. A `Config` is immutable: `Config.from_environment`
+makes one, and a world keeps the one with which it was started. `settings` yields the table that ``asyncdist info`` prints.
+`Launch`, `Service` and `NcclSettings` hold what launchers, systemd and NCCL define.
 """
 
 from __future__ import annotations
@@ -19,10 +20,15 @@ log = logging.getLogger("asyncdist")
 def _setting(
     default: Any, variable: str, text: str, *, least: float = 0, shared: bool = False, choices: tuple[str, ...] = ()
 ) -> Any:
-    """Return a field for a setting; ``least`` is the smallest number with which anything works.
+    """Return the dataclass field of a setting.
 
-    One that is ``shared`` says what is sent to whom, so all ranks must have it alike. One with ``choices`` takes no
-    other text.
+    Args:
+        default: The value without the variable; its type decides how the text is parsed.
+        variable: The environment variable.
+        text: The help text.
+        least: The smallest number that is accepted.
+        shared: Whether all ranks need the same value, because it determines the messages that they exchange.
+        choices: The only texts that are accepted; any text if empty.
     """
     metadata = {"variable": variable, "help": text, "least": least, "shared": shared, "choices": choices}
     return field(default=default, metadata=metadata)
@@ -30,139 +36,162 @@ def _setting(
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """The settings of one world. Each field's variable and meaning: see ``asyncdist info``."""
+    """The settings of one world. ``asyncdist info`` lists each field's variable, meaning, value and default."""
 
     token: str | None = _setting(None, "ASYNCDIST_TOKEN", "secret that every rank and the store must hold")
     allow_unauthenticated: bool = _setting(
         False, "ASYNCDIST_ALLOW_UNAUTHENTICATED", "listen beyond loopback without a token (1 to allow)"
     )
     allow_pickle: bool = _setting(
-        False, "ASYNCDIST_ALLOW_PICKLE", "let object collectives carry pickles (1 to allow; trust every rank)"
+        False, "ASYNCDIST_ALLOW_PICKLE", "allow pickles in object collectives (1 to allow; every rank must be trusted)"
     )
     interface: str | None = _setting(
         None,
         "ASYNCDIST_SOCKET_IFNAME",
-        "interface to advertise: a name prefix, =exact, or ^prefix to exclude; a,b for several",
+        "network interface to advertise: a name prefix, =name, or ^prefix to exclude; a,b for several",
     )
     host: str | None = _setting(
         None,
         "ASYNCDIST_HOST",
-        "name of this host: ranks of another name share no memory with us (default: the machine)",
+        "name of this host: only ranks with the same name share memory (default: the machine's identity)",
     )
     transport: str = _setting(
-        "auto", "ASYNCDIST_TRANSPORT", "transport when init_process_group names none; a,b for several"
+        "auto", "ASYNCDIST_TRANSPORT", "transport, if init_process_group names none; a,b for several"
     )
-    timeout: float = _setting(
-        1800.0, "ASYNCDIST_TIMEOUT", "seconds after which an operation fails, unless told otherwise"
-    )
+    timeout: float = _setting(1800.0, "ASYNCDIST_TIMEOUT", "default timeout of an operation in seconds")
     lanes: int = _setting(
-        1, "ASYNCDIST_TCP_LANES", "TCP connections that a large tensor is striped over", least=1, shared=True
+        1,
+        "ASYNCDIST_TCP_LANES",
+        "number of TCP connections per peer over which a large tensor is striped",
+        least=1,
+        shared=True,
     )
     stripe_nbytes: int = _setting(
-        1 << 20, "ASYNCDIST_STRIPE_NBYTES", "bytes from which a tensor is striped over the lanes", shared=True
+        1 << 20,
+        "ASYNCDIST_STRIPE_NBYTES",
+        "smallest tensor, in bytes, that is striped over several connections",
+        shared=True,
     )
     piece_nbytes: int = _setting(
-        256 << 10, "ASYNCDIST_PIECE_NBYTES", "bytes received before they are reduced (kept in cache)"
+        256 << 10, "ASYNCDIST_PIECE_NBYTES", "bytes received before they are reduced; should fit in the cache"
     )
     shm_area_nbytes: int = _setting(
         1 << 20,
         "ASYNCDIST_SHM_AREA_NBYTES",
-        "bytes of shared memory that a message goes through (kept in cache)",
+        "bytes of the shared buffer through which a message passes; should fit in the cache",
         least=1,
         shared=True,
     )
     segment_nbytes: int = _setting(
-        1 << 20, "ASYNCDIST_SEGMENT_NBYTES", "bytes of one step of a pipelined broadcast", least=1, shared=True
+        1 << 20, "ASYNCDIST_SEGMENT_NBYTES", "bytes per segment of a pipelined broadcast", least=1, shared=True
     )
     eager_nbytes: int = _setting(
         64 << 10,
         "ASYNCDIST_EAGER_NBYTES",
-        "an early message up to this size is put aside; a larger one waits on the wire",
+        "largest message, in bytes, that is buffered before its receive is posted; a larger one waits at the sender",
     )
     aside_nbytes: int = _setting(
-        64 << 20, "ASYNCDIST_ASIDE_NBYTES", "early messages of one peer are put aside up to this size together"
+        64 << 20,
+        "ASYNCDIST_ASIDE_NBYTES",
+        "bytes of messages from one peer that are buffered before their receives are posted",
     )
     max_message_nbytes: int = _setting(
-        1 << 38, "ASYNCDIST_MAX_MESSAGE_NBYTES", "a frame that claims more is refused as damage", least=1
+        1 << 38,
+        "ASYNCDIST_MAX_MESSAGE_NBYTES",
+        "largest frame in bytes; a frame that claims more is rejected as corrupt",
+        least=1,
     )
     device_piece_nbytes: int = _setting(
         4 << 20,
         "ASYNCDIST_DEVICE_PIECE_NBYTES",
-        "bytes of a device's tensor that go through the host at once",
+        "bytes of a device tensor that are staged through host memory at a time",
         least=1,
         shared=True,
     )
     algorithm: str = _setting(
         "",
         "ASYNCDIST_ALGORITHM",
-        "schedules to force, as all_reduce=ring,broadcast=tree; also between ranks that share memory",
+        "algorithms to force, such as all_reduce=ring,broadcast=tree; also between ranks that share memory",
         shared=True,
     )
     spin_us: float = _setting(
         300.0,
         "ASYNCDIST_SPIN_US",
-        "microseconds that a blocked thread tries on before it sleeps (0 where ranks > cores)",
+        "microseconds for which a blocked thread spins before it sleeps (0 if there are more ranks than cores)",
     )
     await_spin_us: float = _setting(
-        100.0, "ASYNCDIST_AWAIT_SPIN_US", "microseconds that an await tries on before it lets the loop run"
+        100.0, "ASYNCDIST_AWAIT_SPIN_US", "microseconds for which an await spins before it yields to the event loop"
     )
     flight_recorder_size: int = _setting(2000, "ASYNCDIST_FLIGHT_RECORDER", "operations that the flight recorder keeps")
     dump_dir: str | None = _setting(
-        None, "ASYNCDIST_DUMP_DIR", "folder that gets the flight recorder when a group fails"
+        None, "ASYNCDIST_DUMP_DIR", "folder into which the flight recorder is written when a group fails"
     )
     dump_signal: str | None = _setting(
-        None, "ASYNCDIST_DUMP_SIGNAL", "signal, as USR2, on which the flight recorder is written there as well"
+        None,
+        "ASYNCDIST_DUMP_SIGNAL",
+        "signal, such as USR2, on which the flight recorder is written to that folder too",
     )
     tls_cert: str | None = _setting(
-        None, "ASYNCDIST_TLS_CERT", "file of our certificate (PEM): what is served here is TLS then"
+        None,
+        "ASYNCDIST_TLS_CERT",
+        "file with this process's certificate (PEM); enables TLS on the ports that it serves",
     )
-    tls_key: str | None = _setting(None, "ASYNCDIST_TLS_KEY", "file of its key (PEM), if that is not in the same file")
+    tls_key: str | None = _setting(
+        None, "ASYNCDIST_TLS_KEY", "file with the certificate's private key (PEM), if it is not in the same file"
+    )
     tls_ca: str | None = _setting(
         None,
         "ASYNCDIST_TLS_CA",
-        "file or folder of the certificates that we believe; a server wants one from clients then",
+        "file or folder with the trusted CA certificates (PEM); a server then requires a certificate of every client",
     )
     tls_check_hostname: bool = _setting(
         True,
         "ASYNCDIST_TLS_CHECK_HOSTNAME",
-        "believe a store only if its certificate is for the name dialled (0 for not)",
+        "check a store's certificate against the host name that is dialled (0 to skip the check)",
     )
     tls_check_ranks: bool = _setting(
         False,
         "ASYNCDIST_TLS_CHECK_RANKS",
-        "believe a rank only if its certificate is for the address dialled (1 to check)",
+        "check a rank's certificate against the address that is dialled (1 to check)",
     )
     store_max_value_nbytes: int = _setting(
-        256 << 20, "ASYNCDIST_STORE_MAX_VALUE_NBYTES", "largest value (and frame) that the store takes", least=1
+        256 << 20,
+        "ASYNCDIST_STORE_MAX_VALUE_NBYTES",
+        "largest value (and frame), in bytes, that the store accepts",
+        least=1,
     )
     store_max_key_nbytes: int = _setting(
-        8 << 10, "ASYNCDIST_STORE_MAX_KEY_NBYTES", "longest key that the store takes", least=1
+        8 << 10, "ASYNCDIST_STORE_MAX_KEY_NBYTES", "longest key, in bytes, that the store accepts", least=1
     )
     store_max_nbytes: int = _setting(
         0,
         "ASYNCDIST_STORE_MAX_NBYTES",
-        "bytes that keys, values and queues may take in the store together (0: no limit)",
+        "total bytes of keys, values and queues in the store (0: no limit)",
     )
     store_compact_nbytes: int = _setting(
-        64 << 20, "ASYNCDIST_STORE_COMPACT_NBYTES", "bytes of log from which a store with --data writes a snapshot"
+        64 << 20,
+        "ASYNCDIST_STORE_COMPACT_NBYTES",
+        "size of the log, in bytes, at which a store with --data writes a snapshot",
     )
     store_max_connections: int = _setting(
-        65536, "ASYNCDIST_STORE_MAX_CONNECTIONS", "connections that the store takes", least=1
+        65536, "ASYNCDIST_STORE_MAX_CONNECTIONS", "largest number of connections that the store accepts", least=1
     )
     store_c10d: str = _setting(
         "auto",
         "ASYNCDIST_STORE_C10D",
-        "whence a store takes torch's TCPStore clients, which prove no token: off, loopback, any "
+        "addresses from which a store accepts torch's TCPStore clients, which prove no token: off, loopback, any "
         "(auto: loopback for a daemon without token and TLS, else off)",
         choices=("auto", "off", "loopback", "any"),
     )
     store_lease: float = _setting(
         10.0,
         "ASYNCDIST_STORE_LEASE",
-        "seconds for which a store keeps the ephemeral keys of a client whose connection broke",
+        "seconds for which a store keeps the ephemeral keys of a client that lost its connection",
     )
     store_reconnect: float = _setting(
-        30.0, "ASYNCDIST_STORE_RECONNECT", "seconds for which a broken connection to a store is tried again (0 for not)"
+        30.0,
+        "ASYNCDIST_STORE_RECONNECT",
+        "seconds for which a client retries a lost connection to a store (0: no retry)",
     )
     handshake_timeout: float = _setting(
         20.0, "ASYNCDIST_HANDSHAKE_TIMEOUT", "seconds within which a new connection must prove its token", least=0.1
@@ -170,12 +199,18 @@ class Config:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Config:
-        """Read every setting; a value that cannot be read raises ValueError naming its variable.
+        """Read every setting.
 
-        A variable that resembles one of ours and is none is logged, once, with the one that may be meant.
+        Logs once, with the setting that is probably meant, each variable that resembles a setting and is not one.
+
+        Args:
+            environ: The variables; by default those of the process.
+
+        Raises:
+            ValueError: A value cannot be parsed; the message names its variable.
         """
         source = _translated(os.environ if environ is None else environ)
-        _tell_of_misspelt(source)
+        _warn_of_misspelt(source)
         given: dict[str, Any] = {
             f.name: _parse(f.default, f.metadata["variable"], source, f.metadata["least"], f.metadata["choices"])
             for f in fields(cls)
@@ -188,7 +223,7 @@ class Config:
         return replace(self, **changes)
 
 
-_told: set[str] = set()
+_warned: set[str] = set()
 
 _FORMER_C10D = "ASYNCDIST_ALLOW_UNAUTHENTICATED_C10D"
 
@@ -197,21 +232,21 @@ def _translated(source: Mapping[str, str]) -> Mapping[str, str]:
     """Return the environment with ``ASYNCDIST_STORE_C10D=any`` in place of the deprecated variable that meant it."""
     if not source.get(_FORMER_C10D, "").strip():
         return source
-    if _FORMER_C10D not in _told:
-        _told.add(_FORMER_C10D)
+    if _FORMER_C10D not in _warned:
+        _warned.add(_FORMER_C10D)
         log.warning("%s is deprecated: set ASYNCDIST_STORE_C10D=any instead of 1", _FORMER_C10D)
     any_host = _parse(False, _FORMER_C10D, source, 0)
     translated = {name: text for name, text in source.items() if name != _FORMER_C10D}
     return {"ASYNCDIST_STORE_C10D": "any", **translated} if any_host else translated
 
 
-def _tell_of_misspelt(source: Mapping[str, str]) -> None:
+def _warn_of_misspelt(source: Mapping[str, str]) -> None:
     known = [f.metadata["variable"] for f in fields(Config)]
-    for variable in {name for name in source if name.startswith("ASYNCDIST_")}.difference(known, _told):
-        # Only what resembles one: others may use the prefix too, as Kubernetes does for a service of that name.
+    for variable in {name for name in source if name.startswith("ASYNCDIST_")}.difference(known, _warned):
+        # Only close matches: Kubernetes defines variables with this prefix for a service named asyncdist.
         for meant in difflib.get_close_matches(variable, known, n=1, cutoff=0.9):
-            _told.add(variable)
-            log.warning("%s is no setting; is %s meant? `asyncdist info` lists them all", variable, meant)
+            _warned.add(variable)
+            log.warning("%s is not a setting; did you mean %s? `asyncdist info` lists all settings", variable, meant)
 
 
 def _is_set(setting: Any, source: Mapping[str, str]) -> bool:
@@ -239,13 +274,13 @@ def _parse(
 
 
 def _at_least(least: float, value: float) -> float:
-    if not value >= least:  # nor is what is no number
+    if not value >= least:  # also true for NaN
         raise ValueError(value)
     return value
 
 
 def whole_number(text: str) -> int:
-    """Read ``64K`` as 65536 (K, M, G are powers of 1024); ValueError if it is no whole number from 0 up."""
+    """Parse a whole number from 0 up; the suffixes K, M, G are powers of 1024. Raises ValueError for other text."""
     unit = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(text[-1:].upper(), 1)
     value = int(text[:-1] if unit > 1 else text) * unit
     if value < 0:
@@ -254,7 +289,7 @@ def whole_number(text: str) -> int:
 
 
 def settings(config: Config) -> Iterator[tuple[str, str, object, object]]:
-    """Yield (variable, meaning, value, default) of every setting, the token's value hidden."""
+    """Yield (variable, meaning, value, default) of every setting; the token's value is hidden."""
     for f in fields(config):
         value = getattr(config, f.name)
         shown = "(set)" if f.name == "token" and value else value
@@ -268,11 +303,11 @@ def shared_settings(config: Config) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What a launcher (torchrun, srun, mpirun, or a person) has put into the environment.
+    """What a launcher (torchrun, srun, mpirun, or a user) defines in the environment.
 
-    ``None`` where it said nothing: srun and mpirun say who a process is, and not where rank 0 is. What stands under
-    torchrun's names comes first. ``agent_store`` is true when torchrun's agent serves its own TCPStore at the master's
-    address.
+    A field is None if the launcher does not define it: srun and mpirun define the rank, and not the address of rank 0.
+    torchrun's variables take precedence. ``agent_store`` is true if torchrun's agent serves its own TCPStore at the
+    master's address.
     """
 
     rank: int | None = None
@@ -288,10 +323,10 @@ class Launch:
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Launch:
         source = os.environ if environ is None else environ
         return cls(
-            rank=_said(source, "RANK"),
-            world_size=_said(source, "WORLD_SIZE"),
-            local_rank=_said(source, "LOCAL_RANK"),
-            local_world_size=_said(source, "LOCAL_WORLD_SIZE"),
+            rank=_launcher_number(source, "RANK"),
+            world_size=_launcher_number(source, "WORLD_SIZE"),
+            local_rank=_launcher_number(source, "LOCAL_RANK"),
+            local_world_size=_launcher_number(source, "LOCAL_WORLD_SIZE"),
             master_addr=source.get("MASTER_ADDR") or None,
             master_port=_number(source, "MASTER_PORT"),
             agent_store=source.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() in ("true", "1"),
@@ -306,7 +341,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """What systemd has put into the environment of a service: sockets it opened, and where it wants to hear of us."""
+    """What systemd defines for a service: the sockets that it opened, and the socket for notifications of readiness."""
 
     listen_pid: int | None = None
     listen_fds: int = 0
@@ -322,7 +357,7 @@ class Service:
 
 @dataclass(frozen=True, slots=True)
 class NcclSettings:
-    """What NCCL itself reads in the environment, as far as it matters to us: whether its calls wait until they are done."""
+    """The variables of NCCL that this package has to know: whether NCCL's calls block until they are complete."""
 
     blocking: bool = True
 
@@ -332,8 +367,8 @@ class NcclSettings:
         return cls(source.get("NCCL_COMM_BLOCKING", "").strip() != "0")
 
 
-# By what a launcher sets for the processes that it starts, the names that it has for torchrun's. One that starts another
-# comes after it: inside a Slurm allocation MPICH's mpirun has srun start its proxies, and the ranks inherit the proxy's.
+# A variable by which a launcher is recognised, and its names for torchrun's variables. An inner launcher comes first:
+# in a Slurm allocation MPICH's mpirun starts its proxies with srun, and the ranks inherit the proxies' variables.
 _LAUNCHERS = {
     "OMPI_COMM_WORLD_RANK": {  # Open MPI
         "RANK": "OMPI_COMM_WORLD_RANK",
@@ -341,7 +376,7 @@ _LAUNCHERS = {
         "LOCAL_RANK": "OMPI_COMM_WORLD_LOCAL_RANK",
         "LOCAL_WORLD_SIZE": "OMPI_COMM_WORLD_LOCAL_SIZE",
     },
-    "PMI_RANK": {  # MPICH, Intel MPI; of srun --mpi=pmi2 the first two
+    "PMI_RANK": {  # MPICH, Intel MPI; srun --mpi=pmi2 sets the first two
         "RANK": "PMI_RANK",
         "WORLD_SIZE": "PMI_SIZE",
         "LOCAL_RANK": "MPI_LOCALRANKID",
@@ -355,10 +390,10 @@ _LAUNCHERS = {
 }
 
 
-def _said(source: Mapping[str, str], variable: str) -> int | None:
-    """Return a number under torchrun's name, or else under that of the first launcher that says it."""
-    theirs = [names[variable] for mark, names in _LAUNCHERS.items() if source.get(mark) and variable in names]
-    numbers = (_number(source, name) for name in (variable, *theirs))
+def _launcher_number(source: Mapping[str, str], variable: str) -> int | None:
+    """Return a number under torchrun's name, or else under the name of the first launcher that defines it."""
+    other_names = [names[variable] for mark, names in _LAUNCHERS.items() if source.get(mark) and variable in names]
+    numbers = (_number(source, name) for name in (variable, *other_names))
     return next((number for number in numbers if number is not None), None)
 
 

@@ -1,36 +1,36 @@
-"""Every failure that asyncdist raises, by subsystem and by whose fault it was.
+"""Every exception class of this package. Every folder may import this module.
 
     AsyncdistError (RuntimeError)
-    ├── UsageError (ValueError)              you: the call itself is wrong; nothing was sent
-    │   ├── NotInitializedError              no process group yet, or it was destroyed
+    ├── UsageError (ValueError)              the call is wrong; nothing was sent
+    │   ├── NotInitializedError              there is no process group, or it was destroyed
     │   ├── AlreadyInitializedError          a second init_process_group without a destroy
-    │   ├── LoopThreadError                  a blocking wait on the thread that drives the loop
-    │   └── UnsupportedError                 this dtype, operation or platform cannot do it
-    ├── GroupError                           a collective failed; carries group, rank, op, seq, elapsed
-    │   ├── PeerLostError (ConnectionError)  the world: a peer died or became unreachable
+    │   ├── LoopThreadError                  a blocking wait on the thread that runs the event loop
+    │   └── UnsupportedError                 this dtype, operation or platform is not supported
+    ├── GroupError                           a collective failed; has group, rank, op, seq, elapsed
+    │   ├── PeerLostError (ConnectionError)  a peer died or became unreachable
     │   ├── OperationTimeoutError (TimeoutError)
-    │   ├── MismatchError                    you, on some rank: the ranks issued different calls
-    │   └── GroupAbortedError                a call after the group failed, or abort() by someone
-    ├── WaitTimeoutError (TimeoutError)      only the waiting stopped; the operation goes on
-    ├── RendezvousError                      the world did not come together
+    │   ├── MismatchError (ValueError)       the ranks issued different calls
+    │   └── GroupAbortedError                a call after the group failed, or after abort() on a rank
+    ├── WaitTimeoutError (TimeoutError)      only the wait ended; the operation continues
+    ├── RendezvousError                      the ranks did not find each other
     │   ├── RendezvousTimeoutError (TimeoutError)
-    │   └── AddressError (OSError)           a port in use, a host that does not resolve
-    │       └── LookUpTimeoutError (TimeoutError)  nobody has said in time whether it resolves
+    │   └── AddressError (OSError)           a port is in use, a host does not resolve
+    │       └── LookUpTimeoutError (TimeoutError)  the name server did not answer in time
     ├── StoreError
     │   ├── StoreTimeoutError (TimeoutError)
-    │   ├── QueueEmptyError                  a pop that does not wait, from an empty queue
+    │   ├── QueueEmptyError                  a non-blocking pop from an empty queue
     │   ├── JournalError                     a store's data on disk is damaged, or cannot be written
     │   └── StoreConnectionError (ConnectionError)
     ├── AuthenticationError                  one side does not hold the job's token
-    │   └── CertificateError                 TLS: one side does not believe the other's certificate
-    ├── GradientError                        you: backward gave no gradient, or two, or stopped half-way
-    ├── UnevenInputsError                    you: a rank ran out of inputs first, which join() was told to refuse
-    ├── ProtocolError                        remote: bytes that are not our protocol
+    │   └── CertificateError                 TLS: one side does not trust the other's certificate
+    ├── GradientError                        backward computed no gradient, or two, or stopped early
+    ├── UnevenInputsError                    a rank ran out of inputs first, and join() was told to raise
+    ├── ProtocolError                        the peer sent bytes of another protocol
     ├── BenchmarkError                       a rank of `asyncdist bench` failed, or a result was wrong
-    ├── SharedMemoryError (MemoryError)      the machine: no shared memory to be had, or no more of it
-    └── TransportUnavailableError            asked for by name, cannot be used here
+    ├── SharedMemoryError (MemoryError)      the machine provides no, or no more, shared memory
+    └── TransportUnavailableError            a transport that was requested by name cannot be used here
 
-They carry fields and build their sentence late, in ``__str__``; each sentence ends with what to do.
+The classes hold fields and build their message in ``__str__``. A message says what happened, where, and what to do next.
 """
 
 from __future__ import annotations
@@ -44,13 +44,16 @@ class AsyncdistError(RuntimeError):
     """Base of every error of this package."""
 
 
-# -- your call --------------------------------------------------------------------------------
+# -- the call itself --------------------------------------------------------------------------
 
 
 class UsageError(AsyncdistError, ValueError):
-    """The call itself is wrong; no byte was sent and no group was harmed.
+    """The call itself is wrong. No byte was sent, and the group remains usable.
 
-    Attributes, of an operation that was refused: ``group`` (name), ``rank`` (ours, in the world), ``op``; else None.
+    Attributes:
+        group: Name of the group whose operation was refused; None for other calls.
+        rank: Global rank of this process; None for other calls.
+        op: Name of the operation; None for other calls.
     """
 
     group: str | None = None
@@ -58,7 +61,7 @@ class UsageError(AsyncdistError, ValueError):
     op: str | None = None
 
     def during(self, *, group: str, rank: int, op: str) -> None:
-        """Note which operation it was, if that is not known yet."""
+        """Record the operation that was refused, unless one is recorded."""
         if self.op is None:
             self.group, self.rank, self.op = group, rank, op
 
@@ -70,24 +73,24 @@ class UsageError(AsyncdistError, ValueError):
 
 
 class NotInitializedError(UsageError):
-    """There is no process group: it was never made, or it has been destroyed."""
+    """There is no process group: it was never created, or it has been destroyed."""
 
     def _reason(self) -> str:
         return self.args[0] if self.args else "no process group: call init_process_group() first"
 
 
 class AlreadyInitializedError(UsageError):
-    """The default process group exists already."""
+    """The default process group already exists."""
 
     def _reason(self) -> str:
         return (
-            "the default process group exists already: call destroy_process_group() first, "
+            "the default process group already exists: call destroy_process_group() first, "
             "or open an independent world with asyncdist.process_group(...)"
         )
 
 
 class LoopThreadError(UsageError):
-    """A blocking wait on the thread whose event loop would have to finish the operation."""
+    """A blocking wait on the thread whose event loop has to complete the operation."""
 
     def _reason(self) -> str:
         what = self.args[0] if self.args else "this operation"
@@ -95,19 +98,24 @@ class LoopThreadError(UsageError):
 
 
 class UnsupportedError(UsageError):
-    """This dtype, operation or platform cannot do what was asked."""
+    """This dtype, operation or platform is not supported."""
 
 
 # -- a collective -----------------------------------------------------------------------------
 
-UNREACHED = "see ASYNCDIST_SOCKET_IFNAME there, routes and firewalls"
+UNREACHED = "check ASYNCDIST_SOCKET_IFNAME on that rank, routes and firewalls"
 
 
 class GroupError(AsyncdistError):
-    """A collective failed.
+    """A collective or a message failed.
 
-    Attributes: ``group`` (name), ``rank`` (ours, in the world), ``op`` and ``seq`` (which call, of a message its tag;
-    ``None`` when no call was in flight), ``elapsed`` (seconds since it was issued).
+    Attributes:
+        group: Name of the group.
+        rank: Global rank of this process.
+        op: Name of the operation; None if no operation was in flight.
+        seq: Sequence number of the collective, or the tag of a message; None if no operation was in flight.
+        elapsed: Seconds since the operation was issued.
+        by: Global rank that detected the failure; None if this rank did.
     """
 
     advice = ""
@@ -129,10 +137,10 @@ class GroupError(AsyncdistError):
         self.op = op
         self.seq = seq
         self.elapsed = elapsed
-        self.by: int | None = None  # the rank that noticed, if it was not we
+        self.by: int | None = None
 
     def during(self, *, group: str, rank: int, op: str, seq: int, elapsed: float) -> GroupError:
-        """Return the same failure as seen by one operation that it ended."""
+        """Return a copy of this failure for one operation that it ended."""
         seen = _blank(type(self))
         seen.__dict__.update(self.__dict__)
         seen.args = self.args
@@ -140,10 +148,10 @@ class GroupError(AsyncdistError):
         seen.__cause__ = self.__cause__
         return seen
 
-    def explain(self, trouble: str) -> None:
-        """Add what keeps us from a rank that was waited for, if anything does: then that is what to look after."""
-        if trouble:
-            self.reason += f" ({trouble})"
+    def explain(self, cause: str) -> None:
+        """Add why the ranks that the operation waited for cannot be reached; an empty ``cause`` adds nothing."""
+        if cause:
+            self.reason += f" ({cause})"
             self.advice = UNREACHED
 
     def __str__(self) -> str:
@@ -163,7 +171,7 @@ class GroupError(AsyncdistError):
 
 
 def _blank(kind: type[GroupError]) -> GroupError:
-    """Return an instance without running its constructor; OSError's kin have a memory layout of their own."""
+    """Return an instance without running its constructor. Subclasses of OSError have their own memory layout."""
     maker = OSError.__new__ if issubclass(kind, OSError) else RuntimeError.__new__
     return maker(kind)
 
@@ -176,9 +184,9 @@ def _rebuild(kind: type[GroupError], args: tuple[object, ...], fields: dict[str,
 
 
 class PeerLostError(GroupError, ConnectionError):
-    """A peer died, left, or became unreachable. ``peer`` is its rank in the world."""
+    """A peer died, left, or became unreachable. ``peer`` is its global rank."""
 
-    advice = "look at that rank's own log first; then destroy the process group and start it again without the rank"
+    advice = "read that rank's log first; then destroy the process group and create it again without the rank"
 
     def __init__(self, peer: int, reason: str, **where: object) -> None:
         super().__init__(f"rank {peer} was lost ({reason})", **where)  # type: ignore[arg-type]
@@ -186,10 +194,10 @@ class PeerLostError(GroupError, ConnectionError):
 
 
 class OperationTimeoutError(GroupError, TimeoutError):
-    """An operation's own deadline passed. ``peers`` are the ranks it was waiting for, in the world."""
+    """An operation's deadline passed. ``peers`` are the global ranks for which it waited."""
 
     advice = (
-        "see whether those ranks issued the same call; if they are only slow, pass a longer timeout= to "
+        "check whether those ranks issued the same call; if they are only slow, pass a longer timeout= to "
         "init_process_group or new_group"
     )
 
@@ -200,11 +208,11 @@ class OperationTimeoutError(GroupError, TimeoutError):
 
 
 class MismatchError(GroupError, ValueError):
-    """The ranks of one group issued different calls. ``peer`` is the rank that differs from ours."""
+    """The ranks of one group issued different calls. ``peer`` is the rank whose call differs from this rank's."""
 
     advice = (
-        "every rank must issue the same operations in the same order, and the ends of a message alike, with equal shapes, "
-        "dtypes and arguments"
+        "every rank must issue the same operations in the same order, and both ends of a message must match, with equal "
+        "shapes, dtypes and arguments"
     )
 
     def __init__(self, peer: int, reason: str, **where: object) -> None:
@@ -213,9 +221,9 @@ class MismatchError(GroupError, ValueError):
 
 
 class GroupAbortedError(GroupError):
-    """The group failed earlier or was aborted; it takes no more operations. ``peer`` is who said so."""
+    """The group failed earlier or was aborted, and accepts no operations. ``peer`` is the rank that reported it."""
 
-    advice = "destroy this group and make a new one"
+    advice = "destroy this group and create a new one"
 
     def __init__(self, reason: str, *, peer: int | None = None, **where: object) -> None:
         super().__init__(reason, **where)  # type: ignore[arg-type]
@@ -223,21 +231,26 @@ class GroupAbortedError(GroupError):
 
 
 class WaitTimeoutError(AsyncdistError, TimeoutError):
-    """``wait(timeout=...)`` gave up waiting. The operation itself goes on; wait again, or abort the group."""
+    """``wait(timeout=...)`` timed out. The operation itself continues: wait again, or abort the group."""
 
 
-# -- coming together --------------------------------------------------------------------------
+# -- rendezvous --------------------------------------------------------------------------------
 
 
 class RendezvousError(AsyncdistError):
-    """The world did not come together."""
+    """The ranks did not find each other."""
 
 
 class RendezvousTimeoutError(RendezvousError, TimeoutError):
-    """Not every rank joined in time. ``joined`` and ``missing`` are ranks; ``seen`` says what was seen instead.
+    """Not every rank joined in time.
 
-    A rank that cannot reach the store knows of itself and of rank 0 only: then the two lists do not make up the
-    ``world_size``.
+    Attributes:
+        joined: Ranks that joined. A rank that cannot reach the store knows only of itself.
+        missing: Ranks that did not join. A rank that cannot reach the store knows only of rank 0.
+        timeout: Seconds for which this rank waited.
+        where: The meeting point.
+        world_size: Number of ranks.
+        seen: Why rank 0 was not found; empty if it was.
     """
 
     def __init__(
@@ -264,37 +277,37 @@ class RendezvousTimeoutError(RendezvousError, TimeoutError):
             what = f"rank {ranks(self.joined)} of {self.world_size} had not found rank 0 at {self.where} ({self.seen})"
         return (
             f"after {self.timeout:g} s {what}; "
-            "see whether the missing ranks were started with the same address, world size and token"
+            "check whether the missing ranks were started with the same address, world size and token"
         )
 
 
 class AddressError(RendezvousError, OSError):
-    """An address cannot be used: the port is taken, the host does not resolve, the interface does not exist."""
+    """An address cannot be used: the port is in use, the host does not resolve, or the interface does not exist."""
 
     def __str__(self) -> str:
         return str(self.args[0])
 
 
 class LookUpTimeoutError(AddressError, TimeoutError):
-    """The time was over before anybody had said where a host is: nothing is known of its name."""
+    """The name server did not answer before the deadline, so it is unknown whether the host resolves."""
 
 
 # -- store ------------------------------------------------------------------------------------
 
 
 class StoreError(AsyncdistError):
-    """The store refused or could not do an operation."""
+    """The store refused an operation or could not complete it."""
 
 
 class StoreTimeoutError(StoreError, TimeoutError):
-    """A store operation did not finish in time; ``keys`` are those that it is about, ``reason`` says what that means."""
+    """A store operation did not complete in time. ``keys`` are its keys, ``reason`` is the text of the message."""
 
     def __init__(
         self,
         operation: str,
         keys: Sequence[str] = (),
         timeout: float | None = None,
-        reason: str = "what it waits for was not set, or had not come in full from the store",
+        reason: str = "the keys were not set, or the store had not sent the whole answer",
     ) -> None:
         super().__init__(operation, keys, timeout, reason)
         self.operation = operation
@@ -313,35 +326,35 @@ class QueueEmptyError(StoreError):
 
 
 class JournalError(StoreError):
-    """A store's data on disk is damaged, is in use, or cannot be read or written."""
+    """A store's data on disk is damaged, in use by another process, or cannot be read or written."""
 
 
 class StoreConnectionError(StoreError, ConnectionError):
-    """The store cannot be reached, or the connection to it broke."""
+    """The store cannot be reached, or the connection to it was lost."""
 
 
 class AuthenticationError(AsyncdistError):
     """One side of a connection does not hold the job's token."""
 
     def __str__(self) -> str:
-        said = self.args[0] if self.args else "the other side refused our token"
+        said = self.args[0] if self.args else "the other side refused the token of this process"
         return f"{said}; set ASYNCDIST_TOKEN to the same value on every rank and on the store"
 
 
 class CertificateError(AuthenticationError):
-    """There is no TLS with the other side: one of the two does not believe the other's certificate."""
+    """The TLS handshake failed: one side does not trust the other's certificate."""
 
     def __str__(self) -> str:
         return (
-            f"no TLS with the other side ({self.args[0]}): both need certificates that the other's ASYNCDIST_TLS_CA has "
-            "signed, in their time, and for the name that is dialled"
+            f"the TLS handshake with the other side failed ({self.args[0]}): both sides need certificates that are signed "
+            "by the other's ASYNCDIST_TLS_CA, valid now, and issued for the name that is dialled"
         )
 
 
 class GradientError(AsyncdistError):
-    """Backward did not give every parameter of a DistributedDataParallel its one gradient.
+    """Backward did not compute exactly one gradient for each parameter of a DistributedDataParallel.
 
-    ``parameters`` are the names of those concerned.
+    ``parameters`` are the names of the parameters concerned.
     """
 
     def __init__(self, reason: str, parameters: Sequence[str] = ()) -> None:
@@ -368,29 +381,29 @@ class UnevenInputsError(AsyncdistError):
     def __str__(self) -> str:
         ended, going = (", ".join(map(str, ranks)) for ranks in (self.ended, self.going))
         return (
-            f"rank {ended} ran out of inputs while rank {going} had more: give every rank as many, "
-            "or leave throw_on_early_termination out, and those that run out stand in with zeros"
+            f"rank {ended} ran out of inputs while rank {going} had more: give every rank the same number of inputs, "
+            "or leave out throw_on_early_termination, so that ranks without inputs contribute zeros"
         )
 
 
 class ProtocolError(AsyncdistError):
-    """The other side sent bytes that are not our protocol."""
+    """The other side sent bytes of another protocol."""
 
 
 class BenchmarkError(AsyncdistError):
-    """A rank of a benchmark failed, or a contender computed a wrong result; there are no figures then."""
+    """A rank of a benchmark failed, or a contender computed a wrong result. The benchmark reports no figures."""
 
 
 class SharedMemoryError(AsyncdistError, MemoryError):
-    """There is no shared memory to be had here, or no more of it; nothing was half done."""
+    """The machine provides no, or no more, shared memory. The failed call changed nothing."""
 
 
 class TransportUnavailableError(AsyncdistError):
-    """A transport was asked for by name and cannot be used here; the sentence says why and what exists."""
+    """A transport that was requested by name cannot be used here. The message says why and which transports exist."""
 
 
 def ranks(numbers: Sequence[int]) -> str:
-    """Write ranks the short way: ``[0, 1, 2, 5]`` becomes ``"0-2, 5"``, none becomes ``"none"``."""
+    """Return ranks as a short text: ``[0, 1, 2, 5]`` becomes ``"0-2, 5"``, an empty list ``"none"``."""
     runs: list[list[int]] = []
     for rank in sorted(numbers):
         if runs and rank == runs[-1][1] + 1:

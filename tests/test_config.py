@@ -1,4 +1,4 @@
-"""Settings from the environment: what is set is taken, and what is misspelt is told."""
+"""Settings from the environment: parsing, errors, and warnings about misspelt variables."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from asyncdist.config import Config
 from asyncdist.testing.cluster import world_of
 
 
-def test_a_misspelt_setting_is_told_once_with_the_one_that_may_be_meant(caplog):
+def test_misspelt_setting_is_logged_once_with_a_suggestion(caplog):
     for _ in range(2):
         assert Config.from_environment({"ASYNCDIST_TRNSPORT": "tcp"}).transport == "auto"
     (told,) = caplog.messages
-    assert told.startswith("ASYNCDIST_TRNSPORT is no setting; is ASYNCDIST_TRANSPORT meant?")
+    assert told.startswith("ASYNCDIST_TRNSPORT is not a setting; did you mean ASYNCDIST_TRANSPORT?")
 
 
-def test_what_kubernetes_sets_for_a_service_of_our_name_is_no_setting_misspelt(caplog):
+def test_kubernetes_service_variables_are_not_reported_as_misspelt(caplog):
     ports = ["PORT", "PORT_29500_TCP", "PORT_29500_TCP_ADDR", "PORT_29500_TCP_PORT", "PORT_29500_TCP_PROTO"]
     injected = [f"ASYNCDIST_STORE_{name}" for name in ("SERVICE_HOST", "SERVICE_PORT", *ports)]
     injected.append("ASYNCDIST_PORT")
@@ -39,7 +39,7 @@ def test_what_kubernetes_sets_for_a_service_of_our_name_is_no_setting_misspelt(c
         ("ASYNCDIST_STORE_C10D", " Loopback ", "store_c10d", "loopback"),
     ],
 )
-def test_what_is_set_is_taken(variable, text, field, value):
+def test_setting_is_parsed(variable, text, field, value):
     assert getattr(Config.from_environment({variable: text}), field) == value
 
 
@@ -60,14 +60,14 @@ def test_what_is_set_is_taken(variable, text, field, value):
         ("ASYNCDIST_STORE_C10D", "lan", "is not one of auto, off, loopback, any"),
     ],
 )
-def test_what_cannot_be_read_is_told_by_name(variable, text, told):
+def test_unparsable_setting_names_its_variable(variable, text, told):
     with pytest.raises(ValueError, match=f"{variable}='{text}' {told}"):
         Config.from_environment({variable: text})
 
 
 @pytest.mark.parametrize(("text", "meant"), [("1", "any"), ("0", "auto")])
 def test_deprecated_variable_for_c10d_is_translated_with_a_warning(caplog, monkeypatch, text, meant):
-    monkeypatch.setattr(config_module, "_told", set())
+    monkeypatch.setattr(config_module, "_warned", set())
     former = {"ASYNCDIST_ALLOW_UNAUTHENTICATED_C10D": text}
     assert Config.from_environment(former).store_c10d == meant
     assert Config.from_environment({**former, "ASYNCDIST_STORE_C10D": "off"}).store_c10d == "off"
@@ -76,11 +76,11 @@ def test_deprecated_variable_for_c10d_is_translated_with_a_warning(caplog, monke
 
 
 LEAST = {f.name: f.metadata["least"] for f in fields(Config) if type(f.default) in (int, float)}
-LIMITS = {"timeout", "max_message_nbytes"}  # what these least ones allow is next to nothing
+LIMITS = {"timeout", "max_message_nbytes"}  # with their least values nothing can be sent
 
 
 @pytest.mark.parametrize("name", [name for name in LEAST if name not in LIMITS and not name.startswith("store_")])
-async def test_each_setting_of_ranks_works_at_its_least(transport, name):
+async def test_rank_setting_works_at_its_least_value(transport, name):
     config = Config(**{"lanes": 2, name: LEAST[name]})
     async with world_of(2, transport=transport, config=config) as groups:
         for count in (1, 3000):

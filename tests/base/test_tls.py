@@ -97,7 +97,7 @@ async def test_a_stranger_is_turned_away(who, caplog, eventually):
         # Where it is the store that refuses, its log says why; the other side may see no more than that it hung up.
         with pytest.raises((AuthenticationError, StoreError)) as turned_away:
             await connect(server, settings, timeout=1.0)
-        said = re.compile(f"(?i)no TLS with the other side .*({why})")
+        said = re.compile(f"(?i)the TLS handshake with the other side failed .*({why})")
         await eventually(lambda: said.search(f"{caplog.text} {turned_away.value}"))
         with pytest.raises((AuthenticationError, StoreError)):
             await asyncio.to_thread(TCPStore, "127.0.0.1", server.port, timeout=0.5, config=settings)

@@ -334,7 +334,7 @@ async def test_both_sides_say_which_address_of_theirs_cannot_be_reached():
     async with world_of(2, transport="tcp") as groups:
         groups[1].mesh.link(0)._where = ("127.0.0.1", nowhere)
         gave, lost = await outcomes([group.all_reduce(torch.ones(1000)) for group in groups])
-        why = f"cannot connect to it at 127.0.0.1:{nowhere}: Connection refused; see ASYNCDIST_SOCKET_IFNAME"
+        why = f"cannot connect to it at 127.0.0.1:{nowhere}: Connection refused; check ASYNCDIST_SOCKET_IFNAME"
         assert (type(lost), lost.peer) == (PeerLostError, 0)
         assert f"rank 0 was lost ({why}" in str(lost)
         assert (type(gave), gave.peer) == (PeerLostError, 1)
@@ -365,7 +365,7 @@ async def test_a_timeout_says_that_no_connection_was_ever_opened(unanswered):
         host, port = unanswered
         assert re.search(
             rf"rank 1 to take data \(rank 0 has no connection to rank 1 at {host}:{port} yet, tried for \d s\); "
-            r"see ASYNCDIST_SOCKET_IFNAME there, routes and firewalls$",
+            r"check ASYNCDIST_SOCKET_IFNAME on that rank, routes and firewalls$",
             str(late.value),
         )
         assert str(pickle.loads(pickle.dumps(late.value))) == str(late.value)
@@ -377,12 +377,12 @@ async def test_who_is_told_of_a_timeout_says_that_it_has_no_connection_to_who_wa
         groups[1].set_timeout(0.5)
         told, late = await outcomes([groups[0].send(torch.ones(1), 1), groups[1].recv(torch.ones(1), 0)])
         assert (type(late), late.peers) == (OperationTimeoutError, (0,))
-        assert "see whether those ranks issued the same call" in str(late)
+        assert "check whether those ranks issued the same call" in str(late)
         assert isinstance(told, GroupAbortedError)
         assert "rank 1 timed out after 0.5 s, waiting for data from rank 0 (rank 0 has no connection to rank 1" in str(
             told
         )
-        assert str(told).endswith("see ASYNCDIST_SOCKET_IFNAME there, routes and firewalls")
+        assert str(told).endswith("check ASYNCDIST_SOCKET_IFNAME on that rank, routes and firewalls")
 
 
 async def test_a_rank_that_has_not_come_to_accept_us_is_no_trouble_of_the_network():
@@ -390,5 +390,5 @@ async def test_a_rank_that_has_not_come_to_accept_us_is_no_trouble_of_the_networ
         with socket.create_server(("127.0.0.1", 0)) as busy:
             groups[0].mesh.link(1)._where = busy.getsockname()
             groups[0].set_timeout(0.5)
-            with pytest.raises(OperationTimeoutError, match="to take data; see whether those ranks issued the same"):
+            with pytest.raises(OperationTimeoutError, match="to take data; check whether those ranks issued the same"):
                 await groups[0].send(torch.ones(1), 1)

@@ -97,7 +97,7 @@ async def test_a_timeout_names_the_keys_and_leaves_nothing_at_the_server(store, 
 
 
 DONE = "the store did not answer; it may have been done all the same; look at what is there before you repeat it"
-WAITED = "what it waits for was not set, or had not come in full from the store"
+WAITED = "the keys were not set, or the store had not sent the whole answer"
 
 
 @pytest.mark.parametrize(
