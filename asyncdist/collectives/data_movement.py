@@ -143,7 +143,8 @@ def broadcast(who: GroupContext, tensor: Any, root: int) -> Plan:
     memory = target.memory
 
     def finish() -> Any:
-        target.store()
+        if who.rank != root:
+            target.store()
         return tensor
 
     call = fingerprint(Collective.broadcast, memory.dtype, tuple(target.tensor.shape), None, root)

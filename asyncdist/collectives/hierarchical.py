@@ -194,9 +194,10 @@ class HierarchicalCollectives:
             for turn in where.turns(there):
                 blocks = self._on_rails([wanted[rank] for rank in turn])
                 out = blocks[where.place]
+                # An empty block is a part of an input as well, whose version must not change.
+                if self._native is not None:
+                    out = self._scratch.take(out.count, out.dtype)
                 if where.place < len(turn):
-                    if self._native is not None:
-                        out = self._scratch.take(out.count, out.dtype)
                     sends.append(Send(turn[where.place], out))
                 yield from self._reduce_scatter(number, call, blocks, out, how)
                 number += 1

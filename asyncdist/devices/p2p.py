@@ -174,6 +174,8 @@ class DevicePointToPoint:
             with self._site.streams.behind(mark):
                 target.store()
                 mark = self._site.streams.mark()
+        else:
+            target.store()
         return Arrival(source, mark)
 
     def _taken(

@@ -26,7 +26,7 @@ from asyncdist.engine.endpoint import Endpoint
 from asyncdist.engine.operation import Channel, Operation, Plan
 from asyncdist.engine.work import Work, completed
 from asyncdist.errors import GroupAbortedError, NotInitializedError, SharedMemoryError, UsageError
-from asyncdist.memory.buffers import Scratch, in_order
+from asyncdist.memory.buffers import Scratch, changed, in_order, increment_versions
 from asyncdist.memory.registered import T, register
 from asyncdist.memory.torch_compile import excluded_from_compile
 from asyncdist.tracing.recorder import Entry
@@ -43,11 +43,12 @@ _coming = threading.Lock()  # to a device: two threads may come at once, with th
 
 
 class _CachedCall(NamedTuple):
-    """How calls of one kind go on from here."""
+    """How calls of one kind go on from here, and whether they write their first argument on this rank."""
 
     start: PreparedCall
     fingerprint: int
     nbytes: int
+    writes: bool
 
 
 def _looks(key: tuple[Hashable, ...], tensors: Sequence[Any]) -> tuple[Hashable, ...] | None:
@@ -280,7 +281,7 @@ class Group(CollectiveOps):
             make = make if key is None else functools.partial(self._learning, key, make)
             return super()._call(name, first, make, tensors, how, *more)
         # From here on it differs from a call before in nothing but its memory.
-        start, fingerprint, nbytes = known
+        start, fingerprint, nbytes, writes = known
         background, timeout = how.get("background", True), how.get("timeout")
         limit = self.timeout
         if timeout is not None or self._closed or (not background and _get_running_loop() is not None):
@@ -290,15 +291,17 @@ class Group(CollectiveOps):
         self._record(entry)
         schedule = start(number, *tensors)
         value = tensors[0] if tensors else None
+        written: Any = () if not writes else value if type(value) is list else (value,)
         try:
             wait = not background or (self.patient and _get_running_loop() is None)
             if self.mesh.progress.attempt(schedule, self._channel, wait=wait):
                 self._channel.count(number)
+                increment_versions(written)
                 entry.finish()
                 return completed(value)
         except Exception as cause:
             schedule = raising(cause)
-        plan = Plan(fingerprint=fingerprint, finish=lambda: value, nbytes=nbytes)
+        plan = Plan(fingerprint=fingerprint, finish=functools.partial(changed, written, value), nbytes=nbytes)
         return self._operate(self._channel, plan, (schedule,), entry, background, limit)
 
     def _learning(self, key: Hashable, make: Callable[..., Plan], *args: Any) -> Plan:
@@ -313,7 +316,7 @@ class Group(CollectiveOps):
         if quick is not None:
             if len(self._known) >= _KEPT_KINDS:
                 self._known.clear()
-            self._known[key] = _CachedCall(quick, plan.fingerprint, plan.nbytes)
+            self._known[key] = _CachedCall(quick, plan.fingerprint, plan.nbytes, kind.writes(self._rank))
 
     # -- for people who look for the missing ----------------------------------------------------
 

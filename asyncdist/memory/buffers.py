@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -251,7 +251,8 @@ class OutputTensor:
     """A user's tensor that an operation writes into (and may read first).
 
     ``memory`` is the tensor's own where its elements lie in order, else a copy (``copied``); after the operation the caller
-    calls `store`, which writes a copy back. UsageError if several elements of the tensor share one place in memory.
+    calls `store`, which writes a copy back and tells autograd that the tensor has changed. UsageError if several elements
+    of the tensor share one place in memory.
     """
 
     __slots__ = ("copied", "memory", "tensor")
@@ -266,9 +267,40 @@ class OutputTensor:
         self.memory = Memory(flat(tensor))
 
     def store(self) -> None:
+        increment_versions((self.tensor,))
         if self.copied:
             with torch.inference_mode(self.tensor.is_inference()):
                 self.tensor.copy_(self.memory.tensor.view(self.tensor.shape))
+
+
+def _increment_each(tensors: Iterable[torch.Tensor]) -> None:
+    for tensor in tensors:
+        if not tensor.is_inference():
+            torch.autograd.graph.increment_version(tensor)
+
+
+def _increments() -> Callable[[Iterable[torch.Tensor]], None]:
+    increment: Callable[[Iterable[torch.Tensor]], None] = torch._C._increment_version
+    try:
+        increment(())
+    except TypeError:  # earlier versions of torch take a single tensor
+        return _increment_each
+    return increment
+
+
+increment_versions: Callable[[Any], None] = _increments()
+"""``increment_versions(tensors)`` tells autograd that tensors have changed, and with them all that share their versions.
+
+A backward that needs what one of them held before then raises RuntimeError. This is
+`torch.autograd.graph.increment_version` without its look at the argument's type, which takes as long again. Tensors made
+in inference mode have no version.
+"""
+
+
+def changed(tensors: Iterable[torch.Tensor], value: Any) -> Any:
+    """Return the value of an operation that has written some tensors, and tell autograd of these."""
+    increment_versions(tensors)
+    return value
 
 
 def _check_apart(tensor: torch.Tensor) -> None:

@@ -52,6 +52,14 @@ class CallSignature:
     def nbytes(self) -> int:
         return self.count * self.dtype.itemsize
 
+    def writes(self, rank: int) -> bool:
+        """Return whether such a call writes the first tensor, or list of tensors, of a member."""
+        if self.collective in (Collective.reduce, Collective.gather):
+            return rank == self.root
+        if self.collective is Collective.broadcast:
+            return rank != self.root
+        return self.collective is not Collective.barrier
+
     @property
     def arithmetic(self) -> Arithmetic:
         assert self.how is not None, "this collective reduces nothing"
