@@ -209,6 +209,7 @@ def check(trial: Trial) -> None:
     assert all(np.array_equal(now, before) for now, before in trial.untouched)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("name", "size"), WORLDS)
 def test_result_and_cost(name: str, size: int) -> None:
     """Rounds and messages are as promised for every length, bytes too where the blocks are equal, and never above."""

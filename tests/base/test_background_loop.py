@@ -226,6 +226,7 @@ elif sys.argv[1] == "mistaken":
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.processes
 @pytest.mark.parametrize(("how", "status"), [("mistaken", 1), ("held", 0)])
 def test_a_process_ends_with_its_loop_or_without_it_and_says_nothing(how, status):

@@ -90,6 +90,7 @@ STRANGERS = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("who", STRANGERS)
 async def test_a_stranger_is_turned_away(who, caplog, eventually):
     settings, why = STRANGERS[who]
@@ -105,6 +106,7 @@ async def test_a_stranger_is_turned_away(who, caplog, eventually):
             await store.set("k", b"v")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("who", ["no certificate", "one of another authority"])
 async def test_a_client_that_is_not_believed_does_not_try_for_ever(who):
     """Its own side of the handshake was over before the store had seen its certificate."""

@@ -21,6 +21,7 @@ SMALL = StorePlan(
 CROWD = "8 clients connect, authenticate, add, meet at a barrier"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.processes
 def test_a_small_run_measures_every_case_and_leaves_nothing():
     heard: list[str] = []

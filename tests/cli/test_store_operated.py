@@ -163,6 +163,7 @@ def test_none_that_runs():
 # -- where it listens -------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 def test_a_socket_file(short_folder):
     path = short_folder / "store.sock"
     for _ in range(2):  # the second finds the file of one that was killed

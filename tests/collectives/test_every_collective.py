@@ -32,12 +32,14 @@ async def test_sizes_around_the_splits(transport, size):
                 await run(groups, drill)
 
 
+@pytest.mark.exhaustive
 async def test_large_tensors(transport):
     async with world_of(3, transport=transport) as groups:
         for drill in collective_cases(3, LARGE, torch.float32):
             await run(groups, drill)
 
 
+@pytest.mark.exhaustive
 async def test_sixteen_ranks(transport):
     async with world_of(16, transport=transport) as groups:
         for drill in [*reducing(16, 17, torch.int32), *between_two(16, 5, torch.int64)]:

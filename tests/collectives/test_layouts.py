@@ -37,6 +37,7 @@ VIEWS = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", VIEWS)
 async def test_all_reduce_of_views_leaves_the_rest_alone(transport, name):
     async with world_of(3, transport=transport) as groups:
@@ -52,6 +53,7 @@ async def test_all_reduce_of_views_leaves_the_rest_alone(transport, name):
                 assert torch.equal(result, total)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", VIEWS)
 async def test_moved_into_views(transport, name):
     view = VIEWS[name]

@@ -165,6 +165,7 @@ async def test_ranks_that_wait_for_each_other_in_different_calls(transport):
         assert all("reduce(3 x float32" in str(error) and "broadcast(3 x float32" in str(error) for error in errors)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("transport", ["inproc", "tcp"])  # in shared memory who waits has said in what
 @pytest.mark.parametrize("alike", [True, False], ids=["the same", "another"])
 async def test_a_rank_that_was_asked_before_it_called(transport, alike, eventually):
@@ -202,6 +203,7 @@ async def test_a_call_that_was_refused_on_one_rank_can_be_made_again(transport):
         assert [len(result) for result in results] == [2, 2]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("sent", "room"),
     [(ones(4), ones(3)), (ones(3), ones(4)), (ones(2), ones(2, dtype=torch.float64)), (ones(0), ones(1))],

@@ -33,6 +33,7 @@ async def test_messages_of_one_tag_keep_their_order(transport, count):
             await asyncio.gather(*sent)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("counts", [(1, 1, 1), (LARGE, LARGE, LARGE), (LARGE, 1, 2), (1, LARGE, 2)], ids=str)
 @pytest.mark.parametrize("awaited", [True, False], ids=["another is awaited", "nothing is awaited"])
 async def test_messages_that_wait_for_their_receives_keep_their_order(transport, counts, awaited):

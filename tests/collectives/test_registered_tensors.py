@@ -242,6 +242,7 @@ def ordinary(count, dtype):
     return torch.empty(count, dtype=dtype)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("registers", ["nobody", "rank 0", "rank 1", "both, in turns"])
 @pytest.mark.parametrize(("count", "dtype"), SIZES)
 def test_ranks_may_differ_in_what_they_have_registered(staged, count, dtype, registers):

@@ -74,6 +74,7 @@ def test_a_model_on_another_group_than_the_default_one_is_not_pickled(together):
     together(1, rank)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.processes
 def test_a_pickle_is_loaded_on_the_default_group(tmp_path):
     with Nursery(("torch", "asyncdist.sync", "asyncdist.ddp.module")) as nursery:

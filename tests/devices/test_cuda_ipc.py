@@ -51,6 +51,7 @@ def drilled(size, dtype, counts=(1, 300, 40_000)):
     ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("small", [0, 64 << 10], ids=["all", "large"])
 @pytest.mark.parametrize("crosses", [True, False], ids=["shown", "copied"])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])

@@ -40,6 +40,7 @@ async def outcomes(groups, streams, works):
             each.release()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("odd", [0, 1, 3])
 async def test_who_calls_something_else_is_named_before_the_deadline(odd):
     streams = await held(4)

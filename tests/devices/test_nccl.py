@@ -138,6 +138,7 @@ def test_every_dtype_is_moved(dtype, run):
     drilled(moving(3, 77, dtype), run, 3)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("dtype", REDUCED, ids=str)
 def test_every_reduction(dtype, size, run):

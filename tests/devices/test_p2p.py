@@ -540,6 +540,7 @@ def test_tensors_are_held_until_the_device_is_done(count, until, run):
 # -- leaving ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("count", [0, 10, LARGE])
 @pytest.mark.parametrize("way", WAYS)
 def test_who_leaves_when_its_messages_are_over_is_missed_by_nobody(way, count, transport, run):

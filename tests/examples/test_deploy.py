@@ -92,6 +92,7 @@ def test_slurm(place):
     assert sorted(ended.stdout.splitlines()) == [f"rank {rank} counts 3" for rank in range(3)]
 
 
+@pytest.mark.exhaustive
 def test_kubernetes(place, store):
     """The job's pods find one another at the store; and again, as those that replace them do."""
     folder, environment = place

@@ -45,6 +45,7 @@ async def ended(task):
     return "cancelled" if task.cancelled() else task.exception() or task.result()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("way", "victim"), [("file", 0), ("store", 1), ("tcp", 0), ("tcp", 1)])
 async def test_a_world_that_is_cancelled_at_any_step_of_opening_leaves_nothing_and_may_be_tried_again(
     tmp_path, monkeypatch, caplog, way, victim

@@ -23,6 +23,7 @@ def jumping(request, monkeypatch):
     monkeypatch.setattr(time, "time_ns", lambda: int(time.time() * 1e9))
 
 
+@pytest.mark.exhaustive
 async def test_operations_and_their_deadlines_hold(jumping, transport):
     async with world_of(2, transport=transport, timeout=20) as groups:
         tensors = [torch.ones(1000), torch.ones(1000)]

@@ -181,6 +181,7 @@ for part in (begin, go_on, go_on, asyncdist.destroy_process_group):
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.processes
 @pytest.mark.parametrize("kind", ["asyncio", "uvloop"])
 def test_a_world_goes_on_and_may_be_closed_after_the_loop_that_opened_it(tmp_path, kind):

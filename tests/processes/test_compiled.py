@@ -30,6 +30,7 @@ def of_two(nursery, tmp_path):
     return run
 
 
+@pytest.mark.exhaustive
 def test_functions_that_call_us(of_two):
     # Twice 1 + 2 is 6 on both; and their ranks, 0 and 1, make it 13.
     sums = [[13.0 * count - count * rank for rank in range(2)] for count in (4, 4, 8, 5)]

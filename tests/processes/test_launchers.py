@@ -50,6 +50,7 @@ def test_two_jobs_of_torchrun_at_once_on_one_machine_in_both_faces(tmp_path):
             ]
 
 
+@pytest.mark.exhaustive
 def test_four_ranks_of_torchrun_without_a_rendezvous_backend(tmp_path):
     """Without --standalone the agent's store is at a fixed address: MASTER_ADDR and MASTER_PORT as given."""
     job = torchrun(4, "blocking", tmp_path / "job", "--master-addr=127.0.0.1", f"--master-port={free_port()}")
@@ -71,6 +72,7 @@ def test_a_generation_that_fails_inside_a_collective_is_followed_by_one_that_mee
     assert rest == [] or first == "generation 0: PeerLostError"
 
 
+@pytest.mark.exhaustive
 def test_an_exception_on_one_rank_ends_the_job_soon(tmp_path):
     status, said = ended(torchrun(2, "crash", tmp_path / "job", "--standalone"))
     over = time.monotonic()

@@ -68,6 +68,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(shutil.which("pkill") is None, reason="there is no pkill")
 def test_the_command_that_is_told_reaches_the_ranks_of_torchrun_and_not_torchrun(until, tmp_path):
     program, dumps = tmp_path / "train.py", tmp_path / "dumps"

@@ -55,12 +55,14 @@ def check_generation(outcomes):
     assert "torchrun's store at" in first["where"]
 
 
+@pytest.mark.exhaustive
 def test_a_job_of_torchrun_meets_in_the_agents_store(tmp_path):
     outcomes = torchrun(tmp_path)
     assert sorted(outcomes) == ["0-0", "0-1"]
     check_generation([outcomes["0-0"], outcomes["0-1"]])
 
 
+@pytest.mark.exhaustive
 def test_a_restarted_job_is_not_misled_by_the_address_of_the_one_that_failed(tmp_path):
     outcomes = torchrun(tmp_path, "--max-restarts=1", "--monitor-interval=0.1", crash=True)
     assert sorted(outcomes) == ["0-0", "0-1", "1-0", "1-1"]

@@ -46,6 +46,7 @@ def place(request, tmp_path):
         yield Place(stack, request.param, str(tmp_path))
 
 
+@pytest.mark.exhaustive
 def test_the_agent_whose_door_was_lost_opens_another_in_the_next_round(place, nursery, shut_down):
     agent = nursery.start(PROGRAM, "agent", place.endpoint, "job", 1)
     assert agent.hear() == [b"there"]
@@ -55,6 +56,7 @@ def test_the_agent_whose_door_was_lost_opens_another_in_the_next_round(place, nu
     shut_down(agent)
 
 
+@pytest.mark.exhaustive
 def test_an_agent_that_waits_is_there_for_the_next(place, nursery, until, shut_down):
     """Over a subscription that has ended it could not be found, and the next agent began the job anew."""
     with place.daemon.client() as store:

@@ -135,6 +135,7 @@ def test_a_world_that_never_becomes_complete(start):
     assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].output()
 
 
+@pytest.mark.exhaustive
 def test_a_peer_comes_late(start):
     punctual, late, third = start(3, "late")
     kinds, text, _ = punctual.hear()

@@ -112,6 +112,7 @@ def nothing_is_kept(daemon, until):
     return nothing_is_kept
 
 
+@pytest.mark.exhaustive
 def test_a_job_is_run_again_under_its_name(daemon, nothing_is_kept):
     for _ in range(2):
         with job(daemon, "asyncdist", "well", "--nproc-per-node=1", "--rdzv-id=job") as agent:

@@ -15,6 +15,7 @@ def test_mesh(same_over_gloo, program):
     same_over_gloo("programs_mesh", program)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "program", ["redistribute", "redistribute_in_two_dimensions", "redistribute_asynchronously_and_backward",
                 "multiply", "dealt_out"],

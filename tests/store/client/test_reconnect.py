@@ -78,6 +78,7 @@ async def every_operation(store: AsyncStore, turn: int) -> None:
     await store.barrier(key + "b", 1)
 
 
+@pytest.mark.exhaustive
 async def test_a_cut_after_any_number_of_bytes_changes_no_outcome(server, proxy, monkeypatch):
     """Each turn goes over a connection that is reset a little later than that of the turn before."""
     monkeypatch.setattr(dialling, "STEADY", 0.0)  # or so many cuts would be taken for our own fault
@@ -361,6 +362,7 @@ def test_a_store_that_was_killed_and_kept_nothing_is_not_taken_for_the_one_befor
             store.set("k", "v")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.processes
 async def test_a_store_with_data_that_is_killed_again_and_again_carries_its_clients_on(tmp_path, eventually):
     """What is asked while it is down waits; what was on its way is done once: the log says also who was told what."""

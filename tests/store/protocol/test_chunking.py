@@ -147,6 +147,7 @@ async def small_ones_meanwhile(store: AsyncStore, large: asyncio.Future) -> int:
     return count
 
 
+@pytest.mark.exhaustive
 async def test_small_requests_pass_while_a_large_value_goes_through(server, store, connect):
     """By the order of events: each is answered long before all of the value is through."""
     other, value = await connect(), patterned(LARGE_NBYTES)

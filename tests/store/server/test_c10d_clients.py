@@ -248,6 +248,7 @@ def worker(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.exhaustive
 def test_a_gloo_group_over_env_on_a_store_that_nobody_of_it_serves(worker):
     with daemon() as port:
         environ = {

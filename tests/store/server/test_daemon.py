@@ -49,6 +49,7 @@ def daemon(port: int = 0) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
             process.kill()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
 def test_it_closes_cleanly_when_told_to(how):
     with daemon() as (process, port), TCPStore("127.0.0.1", port, timeout=LONG, config=CONFIG) as store:
@@ -60,6 +61,7 @@ def test_it_closes_cleanly_when_told_to(how):
             store.add("n", 1)
 
 
+@pytest.mark.exhaustive
 def test_it_is_killed_and_another_one_takes_its_place():
     with daemon(free_port()) as (process, port), TCPStore("127.0.0.1", port, timeout=LONG, config=CONFIG) as store:
         store.set("k", "v")

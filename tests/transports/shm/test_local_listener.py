@@ -90,6 +90,7 @@ def test_a_door_whose_name_is_swept_away_before_it_is_open_is_opened_again(monke
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("says", [None, b"", b"garbage", b"x" * 44, b"asyncdist/1\n" + bytes(32)])
 async def test_strangers_at_the_door_neither_come_in_nor_keep_anybody_out(monkeypatch, says):
     address, strangers = LocalListener.address, []

@@ -65,6 +65,7 @@ class Requests:
         return next(self._numbers) > self.refused
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", LARGE)
 def test_whichever_request_for_memory_is_refused_nothing_has_been_touched_by_others(monkeypatch, name):
     for refused in itertools.count():

@@ -112,6 +112,7 @@ def test_ranks_of_one_host_share_memory_whatever_else_differs(start, store, how)
         rank.say("leave")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("how", "reasons"),
     [
@@ -140,6 +141,7 @@ LARGE = (
 )  # fmt: skip
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("how", [pytest.param("full", marks=mounts), "refused"])
 def test_where_memory_is_full_is_an_error_on_every_rank_before_anything_is_touched_and_no_death(start, how):
     """Written to with no memory behind it, a page would be the end of the process (SIGBUS)."""
