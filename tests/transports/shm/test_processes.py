@@ -117,7 +117,7 @@ def test_ranks_of_one_host_share_memory_whatever_else_differs(start, store, how)
     ("how", "reasons"),
     [
         ("small files", ["it offers none", "ulimit -f"]),
-        ("no descriptors", ["descriptors are not passed"]),
+        ("no descriptors", ["no descriptor passes"]),
         pytest.param("no memory", ["it offers none", "no memory is left"], marks=mounts),
         pytest.param("another user", ["runs as another user, 0", "runs as another user, 65534"], marks=as_root),
     ],

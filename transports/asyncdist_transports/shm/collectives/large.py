@@ -1,7 +1,7 @@
-"""Every collective of larger tensors, of any sizes: who stages what in which round, and who takes it from where.
+"""Every collective of larger tensors, of any sizes: which member stages what in which round, and which member reads it.
 
-A collective is a `CollectiveState` in a window: it stages blocks, takes blocks, and leaves. `Pieces` says where a block's pieces lie
-while they are staged. Reductions differ from moves in what taking is.
+A collective is a `CollectiveState` in a slot table: members stage blocks, read blocks, and leave. `Pieces` says where a
+block's pieces are staged. Reductions differ from copies only in what reading a piece does. `native` calls this module.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from asyncdist_transports.shm.collectives.staging import CollectiveState, PieceA
 from asyncdist_transports.shm.collectives.streaming import StagedStream
 
 PieceReader = Callable[[Pieces, int, int], None]
-"""``read(pieces, k, state)`` takes the k-th piece of everything, in the areas of that round."""
+"""``read(pieces, k, round_index)`` reads the k-th piece of every block, in the areas of that round."""
 
 
 class Large:
-    """Collectives in rounds; what they are called with is what `Native` says."""
+    """Collectives in rounds, with the arguments of `Native`."""
 
     def __init__(self, slots: SlotTable, views: zero_copy.PeerViews, stream: StagedStream) -> None:
         self._slots, self._views, self._stream = slots, views, stream
@@ -40,21 +40,22 @@ class Large:
     def all_reduce_coalesced_staged(
         self, state: CollectiveState, memories: Sequence[Memory], arithmetic: Arithmetic
     ) -> Schedule:
-        """Reduce several memories by way of the areas, in a slot that we have entered, and leave it."""
+        """Reduce several memories by staging, in a slot that this member has entered, and leave the slot."""
         area = self._slots.area_nbytes
         most = max(memory.nbytes if every_member_reduces(self._size, memory.nbytes) else area for memory in memories)
-        for half in (0, 1):  # before the first is reduced
+        # Reserved before the first memory is reduced.
+        for half in (0, 1):
             self._slots.reserve(state.number, half, min(most, area))
         for memory in memories:
             yield from self.all_reduce_staged(state, memory, arithmetic)
         self._slots.publish(state.number, DONE)
 
     def all_reduce_staged(self, state: CollectiveState, memory: Memory, arithmetic: Arithmetic) -> Schedule:
-        """Reduce a memory by way of the areas, in a slot that we have entered, and do not leave it.
+        """Reduce a memory by staging, in a slot that this member has entered, and stay in the slot.
 
-        Costs one meeting for what fits into one piece; each member then adds everybody's contribution itself. Of larger
-        ones each member reduces its own block, two meetings a piece; between two members there is nothing to be gained
-        by that.
+        A memory that fits into one piece costs one synchronisation, and every member reduces all contributions. For a
+        larger one each member reduces its own block, with two synchronisations a piece. Two members gain nothing
+        by dividing the work.
         """
         if every_member_reduces(self._size, memory.nbytes):
             yield from self._reduce_on_every_member(state, memory, arithmetic)
@@ -62,9 +63,10 @@ class Large:
             yield from self._reduce_scatter_all_gather(state, memory, arithmetic)
 
     def _reduce_on_every_member(self, state: CollectiveState, memory: Memory, arithmetic: Arithmetic) -> Schedule:
-        """Everybody's pieces to everybody, each adds them all, in the order of the ranks."""
+        """Every member stages its piece, and reduces all pieces in rank order."""
         pieces = Pieces(state, 1, memory.dtype)
-        in_place = self._size == 2  # then ours need not be read from the area, and may be overwritten at once
+        # With two members a member's own piece is read from its tensor, which may be overwritten at once.
+        in_place = self._size == 2
 
         def read(k: int, round_index: int) -> None:
             own = pieces.of(memory, k)
@@ -89,14 +91,14 @@ class Large:
         *,
         reads_open: bool = True,
     ) -> Schedule:
-        """Have everybody stage and take, in as many rounds as ``most`` elements need."""
+        """Let every member stage and read, in as many rounds as ``most`` elements need."""
         kind, count, others = (name, pieces.dtype), pieces.round_count(most), self._others
         return self._stream.run_rounds(
             state, kind, count, pieces.nbytes, stage, read, others, others, reads_open=reads_open
         )
 
     def _reduce_scatter_all_gather(self, state: CollectiveState, memory: Memory, arithmetic: Arithmetic) -> Schedule:
-        """Each member reduces the pieces of its own block, and hands them out: rounds of the one and of the other."""
+        """Reduce-scatter and all-gather: rounds alternate between reducing this member's block and sharing it."""
         pieces = Pieces(state, self._size, memory.dtype)
         parts = TensorBlocks.split(memory, self._size)
         blocks = [parts[rank] for rank in range(self._size)]
@@ -118,7 +120,8 @@ class Large:
                 piece.copy_(pieces.staged(member.rank, member.rank, piece.numel(), round_index))
 
         most = max(block.count for block in blocks)
-        pieces.reserve(self._size, most)  # also for our own block, which is staged when others' have been added to it
+        # Also for this member's own block, which is staged after its reduction.
+        pieces.reserve(self._size, most)
         yield from state.run_rounds(
             2 * pieces.round_count(most), stage, read, self._others, self._others, reads_open=False
         )
@@ -144,7 +147,7 @@ class Large:
     def _rooted(
         self, name: str, number: int, fingerprint: int, memory: Memory, root: int, read: PieceReader, *, outward: bool
     ) -> Schedule:
-        """Move data between the root and all others: who sends hands out a memory, all of which each taker takes."""
+        """Move data between the root and all other members: each reader reads all of a sender's memory."""
         peers = self._others if self._rank == root else [self._slots.members_by_rank[root]]
         sends = outward == (self._rank == root)
         state = CollectiveState(
@@ -165,20 +168,20 @@ class Large:
     def _peer_piece(
         self, pieces: Pieces, member: SlotMember, location: int, block: int, k: int, count: int, round_index: int
     ) -> torch.Tensor:
-        """Return the k-th piece of a member's block: open from its place on, or staged if that is 0."""
+        """Return the k-th piece of a member's block: from ``location`` on, or staged if that is 0."""
         if not location:
             return pieces.staged(member.rank, block, count, round_index)
         offset = location - 1 + k * pieces.step * pieces.dtype.itemsize
         return self._views(member.rank, offset, count, pieces.dtype)
 
     def _table_location(self, state: CollectiveState, member: SlotMember, index: int) -> int:
-        """Return the place that stands in a member's table, 0 if it stages."""
+        """Return a location from a member's table, 0 if the member stages."""
         return state.locations[member.rank] and self._slots.table(state.number, member.rank)[index]
 
     def reduce_scatter(
         self, number: int, fingerprint: int, inputs: MemoryBlocks, own: Memory, arithmetic: Arithmetic
     ) -> Schedule:
-        """One meeting a piece: each member adds what everybody has for it."""
+        """Each member reduces the blocks that all members have for it, with one synchronisation a piece."""
         blocks = [inputs[rank] for rank in range(self._size)]
         state = yield from self._begin_with_table(number, fingerprint, blocks)
         pieces = Pieces(state, max(1, self._size - 1), own.dtype)
@@ -199,7 +202,7 @@ class Large:
         yield from state.finish(self._others)
 
     def _begin_with_table(self, number: int, fingerprint: int, blocks: Sequence[Memory], offset: int = 0) -> Schedule:
-        """Enter the slot, and show where blocks lie; they are staged unless all lie open: see `direct.post_locations`."""
+        """Enter the slot and publish the blocks' locations; the blocks are staged unless all are registered."""
         yield from self._slots.enter(number)
         location = zero_copy.post_locations(self._slots, number, [block.tensor for block in blocks], offset)
         return CollectiveState(self._slots, number, fingerprint, location)
@@ -207,7 +210,7 @@ class Large:
     def _piece_for_this_rank(
         self, pieces: Pieces, member: SlotMember, k: int, count: int, round_index: int, offset: int = 0
     ) -> torch.Tensor:
-        """Return the k-th piece of the block that a member has for us."""
+        """Return the k-th piece of the block that a member has for this member."""
         location = self._table_location(pieces.state, member, offset + self._rank)
         return self._peer_piece(pieces, member, location, _block_index(self._rank, member.rank), k, count, round_index)
 
@@ -233,7 +236,8 @@ class Large:
         in_place = own is own_room or own.tensor.data_ptr() == own_room.tensor.data_ptr()
 
         def read(k: int, round_index: int) -> None:
-            if not in_place:  # what we have staged just now is still in the nearest cache
+            # The piece staged just now is still in the cache.
+            if not in_place:
                 pieces.of(own_room, k).copy_(pieces.of(own, k))
             for member in self._others:
                 piece = pieces.of(blocks[member.rank], k)
@@ -288,9 +292,9 @@ class Large:
     def all_to_all(
         self, number: int, fingerprint: int, incoming: Sequence[Memory], outgoing: Sequence[Memory]
     ) -> Schedule:
-        """Sizes differ by pair, so members may need unequally many rounds; who has left has taken everything.
+        """Exchange blocks whose sizes differ by pair, so that members may need different numbers of rounds.
 
-        How much each sends to whom stands in its table, before where that lies.
+        A member's table holds how much it sends to each member, followed by the locations of the blocks.
         """
         state = yield from self._begin_with_table(number, fingerprint, outgoing, self._size)
         self._slots.reserve(number, 0, head_nbytes(self._size))
@@ -302,7 +306,7 @@ class Large:
     def all_to_all_staged(
         self, number: int, fingerprint: int, incoming: Sequence[Memory], outgoing: Sequence[Memory]
     ) -> Schedule:
-        """Go on with an all-to-all after all of it was staged behind the table, which says that it lies there."""
+        """Continue an all-to-all whose data has all been staged after the table, which holds the locations."""
         location = self._slots.location_of(number, self._rank, head_nbytes(self._size))
         state = CollectiveState(self._slots, number, fingerprint, location, posted=True)
         yield from state.wait_posted(self._others)
@@ -332,7 +336,7 @@ class Large:
         yield from state.finish(self._others)
 
     def _check_size(self, number: int, member: SlotMember, block: Memory) -> None:
-        """Raise MismatchError if a member sends us something else than we expect."""
+        """Raise MismatchError if a member sends another number of elements than this member expects."""
         count = self._slots.table(number, member.rank)[self._rank]
         if count != block.count:
             peer, nbytes = self._slots.world_ranks[member.rank], count * block.itemsize
@@ -340,5 +344,5 @@ class Large:
 
 
 def _block_index(reader: int, owner: int) -> int:
-    """Return which place in its owner's area holds the taker's block; there is none for the owner's own."""
+    """Return the index of the reader's block in its owner's area, which holds no block for the owner itself."""
     return reader - (reader > owner)

@@ -1,8 +1,8 @@
-"""Every collective of small tensors as a `SmallExchange`: what a member stages, and what it takes.
+"""Every collective of small tensors as a `SmallExchange`: what a member stages, and what it reads.
 
-A member stages all that it has to give, one block after the other, whatever anybody takes of it: one copy is had for less
-than what it takes to leave a block out. Blocks are taken by their addresses. Making a view of one takes longer than
-copying it.
+`native` asks `small_exchange_for` for the exchange of a call signature. A member stages all blocks that it provides one
+after the other: one large copy costs less than leaving a block out. Blocks are copied by address, because making a
+view of a block takes longer than copying it.
 """
 
 from __future__ import annotations
@@ -20,26 +20,27 @@ from asyncdist_transports.shm.collectives.small_exchange import Moves, NonUnifor
 from asyncdist_transports.shm.collectives.staging import POSTED, STAGED
 
 MOST_NBYTES = 256 << 10
-"""What a member stages at most, but in an all-reduce; more goes in rounds, or is taken from where it lies open.
+"""Most bytes that a member stages, except in an all-reduce. Larger tensors use rounds or zero-copy access.
 
-Up to here staging costs less than a second meeting, also where data lies open. An all-gather of 64 KiB between two ranks
-takes 15 µs, and took 35 in place; of 256 KiB 29 µs, and 48.
+Up to here staging costs less than a second synchronisation, also for registered tensors. An all-gather between two ranks
+takes 15 µs for 64 KiB (35 µs in place), and 29 µs for 256 KiB (48 µs in place).
 """
 
 _LINE_NBYTES = 8 * LINE
-_ADDED_NBYTES = 256 << 10  # what one member may have to add up alone before the work is divided
+# Most bytes that one member reduces alone before the work is divided.
+_ADDED_NBYTES = 256 << 10
 
-# Half of what `copy_` takes for less than a page. The interpreter is kept: to hand it over takes longer than the copy.
+# memmove takes half as long as `copy_` for less than a page. PyDLL keeps the GIL: releasing it takes longer than the copy.
 _move = ctypes.PyDLL(None).memmove
 _move.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _move.restype = None
 
 Blocks = torch.Tensor | Sequence[torch.Tensor]
-"""A block for each member: one after the other in one tensor, or each a tensor."""
+"""One block for each member: consecutive in one tensor, or one tensor each."""
 
 
 def every_member_reduces(size: int, nbytes: int) -> bool:
-    """Return whether in an all-reduce everybody adds everything, at most an area at a time.
+    """Return whether every member of an all-reduce reduces the whole tensor, at most an area at a time.
 
     Between two members there is nothing to be gained by dividing the work.
     """
@@ -47,9 +48,10 @@ def every_member_reduces(size: int, nbytes: int) -> bool:
 
 
 def small_exchange_for(slots: SlotTable, signature: CallSignature, fallback: PreparedCall) -> SmallExchange | None:
-    """Return what does all calls of a kind, None if they are none of ours: on all members alike, but in an all-to-all.
+    """Return the exchange for calls with a signature; None if they are too large.
 
-    There a member may be the only one whose blocks are all of one size; ``fallback`` goes on where that is found out.
+    All members decide alike, except in an all-to-all, where only one member may have blocks of equal size;
+    ``fallback`` continues there.
     """
     small = _SmallCall(slots, signature, fallback)
     if signature.collective is Collective.all_reduce:
@@ -60,7 +62,7 @@ def small_exchange_for(slots: SlotTable, signature: CallSignature, fallback: Pre
 
 
 class _SmallCall:
-    """Calls of one kind, whose members show areas of so many ``blocks``, behind a ``header`` of so many bytes."""
+    """Calls with one signature. A member stages ``blocks`` blocks after a header of ``header`` bytes."""
 
     def __init__(self, slots: SlotTable, signature: CallSignature, fallback: PreparedCall) -> None:
         self.slots, self.signature, self.fallback = slots, signature, fallback
@@ -72,7 +74,7 @@ class _SmallCall:
 
     @property
     def result_offset(self) -> int:
-        """Where in an area, behind what is staged, a result is shown."""
+        """Offset in an area, after the staged data, at which a member shows a result."""
         return -(-self.nbytes // _LINE_NBYTES) * _LINE_NBYTES
 
     @property
@@ -84,25 +86,25 @@ class _SmallCall:
     # -- areas ---------------------------------------------------------------------------------
 
     def staged_block(self, number: int, rank: int, block: int = 0) -> torch.Tensor:
-        """Return a block of a member's area as a tensor like the result."""
+        """Return a block of a member's area as a tensor of the result's shape."""
         signature, count = self.signature, self.signature.count
         self.slots.reserve(number, 0, self.header + self.blocks * self.nbytes)
         area = self.slots.first_half(number, rank, self.header, self.blocks * count, signature.dtype)
         return area[block * count : (block + 1) * count].view(signature.shape)
 
     def address(self, number: int, rank: int, block: int = 0) -> int:
-        """Return where a block of a member's area is."""
+        """Return the address of a block of a member's area."""
         return self.staged_block(number, rank, block).data_ptr()
 
     def addresses(self, blocks: Blocks) -> Sequence[int]:
-        """Return where everybody's blocks are in a tensor, or in several."""
+        """Return the addresses of all members' blocks, in one tensor or in several."""
         if isinstance(blocks, torch.Tensor):
             start, nbytes = blocks.data_ptr(), self.nbytes
             return [start + rank * nbytes for rank in range(self.size)]
         return [block.data_ptr() for block in blocks]
 
     def stage_blocks(self, number: int) -> Callable[[Blocks], None]:
-        """Return what copies one block for each member into our area."""
+        """Return a function that copies one block for each member into this member's area."""
         to, nbytes, whole = self.address(number, self.rank), self.nbytes, self.size * self.nbytes
 
         def stage(blocks: Blocks) -> None:
@@ -114,7 +116,7 @@ class _SmallCall:
 
         return stage
 
-    # -- who meets whom ------------------------------------------------------------------------
+    # -- patterns ------------------------------------------------------------------------------
 
     def with_all(
         self, moves: Callable[[int], Moves], goal: int = STAGED, fallback: PreparedCall | None = None
@@ -124,7 +126,8 @@ class _SmallCall:
 
     def from_root(self, send: Callable[[int], Moves], read: Callable[[int], Moves]) -> SmallExchange:
         slots, call = self.slots, self.signature.fingerprint
-        if self.rank == self.root:  # with the first word it has said all
+        # The root reads nothing, so its first step is its last.
+        if self.rank == self.root:
             return SmallExchange(slots, call, send, (), first=DONE, goal=STAGED)
         return SmallExchange(slots, call, read, (slots.members_by_rank[self.root],), first=POSTED, goal=STAGED)
 
@@ -139,7 +142,7 @@ class _SmallCall:
 
 
 def _all_reduce(small: _SmallCall) -> SmallExchange:
-    """Everybody adds everything, in the order of the ranks; where they share cores, who finds the sum copies it."""
+    """Every member reduces all areas in rank order; where members share cores, the first shows the sum to the others."""
     arithmetic, rank, nbytes = small.signature.arithmetic, small.rank, small.nbytes
     combine = arithmetic.of_two if small.size == 2 else None
 
@@ -154,7 +157,8 @@ def _all_reduce(small: _SmallCall) -> SmallExchange:
             return Moves(stage, _found_or_reduced(small, number, areas))
         if combine is None:
             return Moves(stage, lambda tensor: arithmetic.reduce(areas, tensor))
-        lower, higher = areas  # our own is still in the nearest cache, and need not be read from the area
+        # This member's own tensor is still in its cache, and is read instead of its area.
+        lower, higher = areas
         if rank == 0:
             return Moves(stage, lambda tensor: combine(tensor, higher, out=tensor))
         return Moves(stage, lambda tensor: combine(lower, tensor, out=tensor))
@@ -163,10 +167,10 @@ def _all_reduce(small: _SmallCall) -> SmallExchange:
 
 
 def _found_or_reduced(small: _SmallCall, number: int, areas: Sequence[torch.Tensor]) -> Callable[[torch.Tensor], None]:
-    """Return what copies the sum of everybody's areas from a member who shows it, or else adds, and shows it.
+    """Return a function that copies the sum from a member that shows it, or else computes and shows it.
 
-    Four ranks on two cores take 35 µs for 4 bytes, and 41 if all add; 43 for 16 KiB, and 77. Whoever adds, the order is
-    that of the ranks.
+    Four ranks on two cores take 35 µs for 4 bytes (41 µs if all reduce), and 43 µs for 16 KiB (77 µs). The order of the
+    reduction is the rank order in every case.
     """
     slots, arithmetic, nbytes = small.slots, small.signature.arithmetic, small.nbytes
     result_offset, count, dtype = small.result_offset, small.signature.count, small.signature.dtype
@@ -186,11 +190,13 @@ def _found_or_reduced(small: _SmallCall, number: int, areas: Sequence[torch.Tens
         now = slots.last_numbers[slot]
         for member, address in peers_results:
             if member.words[at] == now:
-                light()  # the word before what it tells of
+                # The word is loaded before the result.
+                light()
                 _move(tensor.data_ptr(), address, nbytes)
                 return
         arithmetic.reduce(areas, ours)
-        light()  # the sum before the word that tells of it
+        # The result is stored before the word.
+        light()
         words[at] = now
         _move(tensor.data_ptr(), our_address, nbytes)
 
@@ -272,7 +278,8 @@ def _gather(small: _SmallCall) -> SmallExchange:
 
         def collect(blocks: Blocks, tensor: torch.Tensor) -> None:
             locations = small.addresses(blocks)
-            _move(locations[rank], tensor.data_ptr(), nbytes)  # first: it may lie where another's goes
+            # The root's own block comes first: it may overlap the memory of another block.
+            _move(locations[rank], tensor.data_ptr(), nbytes)
             for each, area in areas:
                 _move(locations[each], area, nbytes)
 
@@ -301,7 +308,7 @@ def _scatter(small: _SmallCall) -> SmallExchange:
 
 
 def _all_to_all(small: _SmallCall) -> SmallExchange:
-    """What each sends to whom stands in a table, and where it lies, for those who go in rounds."""
+    """A table holds how much each member sends to each, and where it is staged for members that use rounds."""
     slots, size, rank, nbytes = small.slots, small.size, small.rank, small.nbytes
 
     def moves(number: int) -> Moves:

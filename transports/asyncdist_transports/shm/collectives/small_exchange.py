@@ -1,8 +1,8 @@
-"""Small messages: everybody shows what it has, and takes what it wants from what the others show, with one meeting.
+"""The exchange protocol of small tensors: every member stages its data and reads the others' data, with one synchronisation.
 
-Of small tensors a program makes thousands of calls a second, whose cost is Python's own: so everything that is the same
-for calls of one kind is worked out once a slot (see `small`), and what follows is written out where it would read better
-as calls of `SlotTable`, whose protocol it is.
+A program makes thousands of calls with small tensors a second, and their cost is the interpreter's. Everything that calls
+with the same signature share is therefore computed once per slot (see `small`), and `SmallExchange.schedule` writes out
+inline what would read better as calls of `SlotTable`, whose protocol it follows.
 """
 
 from __future__ import annotations
@@ -23,30 +23,36 @@ from asyncdist_transports.shm.collectives.slot_table import (
     SlotTable,
 )
 
-_SLOTS_AGO = (SLOTS << SHIFT) - DONE  # between this collective's first word and the last one of the collective before
+# The distance between the first word of this collective and the last word of the previous collective in its slot.
+_SLOTS_AGO = (SLOTS << SHIFT) - DONE
 
 
 class Moves(NamedTuple):
-    """What a member does in one slot for calls of one kind. Both get the tensors of the call."""
+    """What a member does in one slot for calls with one signature. Both functions get the tensors of the call."""
 
     stage: Callable[..., object] | None
-    """Copies into our area what others take from there; None if they take nothing from us."""
+    """Copies the data that others read into this member's area; None if they read nothing."""
     read: Callable[..., object] | None
-    """Copies, or reduces, out of the others' areas; None if we take nothing, and need not wait for anybody."""
+    """Copies or reduces data from the others' areas; None if this member reads nothing, and so waits for no member."""
     location: int = 0
-    """What we post as the place of our data: see `rounds.Turn`."""
+    """The location that this member posts: see `staging.CollectiveState`."""
 
 
 class NonUniformBlocks(Exception):
-    """A member's call is not of the kind that ours is, though it goes with it. Raised before anything is taken."""
+    """A member's call matches but differs in its block sizes. Raised before anything is read."""
 
 
 class SmallExchange:
-    """Calls of one kind: ``moves(number)`` says what we do in that slot.
+    """Calls with one signature.
 
-    ``first`` is the step that we have reached when we have staged; it may be the last. ``sources`` are the members whom
-    we wait for then, until they have reached the step ``goal``. Where what we take says that a member's call is `NonUniformBlocks`
-    ours, ``fallback(number, *tensors)`` goes on, and leaves the slot.
+    Args:
+        slots: The group's slot table.
+        call: The fingerprint that the members compare.
+        moves: ``moves(number)`` returns what this member does in the slot of the n-th collective.
+        sources: The members that this member waits for.
+        first: The step that this member has reached after staging; it may be the last one.
+        goal: The step that each source has to reach.
+        fallback: ``fallback(number, *tensors)`` continues after `NonUniformBlocks`, and leaves the slot.
     """
 
     def __init__(
@@ -65,7 +71,7 @@ class SmallExchange:
         self._moves: list[Moves | None] = [None] * SLOTS
 
     def schedule(self, number: int, *tensors: Any) -> Schedule:
-        """Do the group's n-th collective on contiguous tensors."""
+        """Run the group's n-th collective on contiguous tensors."""
         slots, call = self._slots, self._call
         words, others, rank = slots.words, slots.others, slots.rank
         light, full = slots.fence.light, slots.fence.full
@@ -75,7 +81,8 @@ class SmallExchange:
         stage, read, location = self._moves[slot] or self._made(number)
         at, now = slot * LINE, number << SHIFT
         free = now - _SLOTS_AGO
-        while words[at] < free:  # as in `SlotTable.enter`
+        # The wait of `SlotTable.enter`, inline.
+        while words[at] < free:
             yield rank
         for member in others:
             while member.words[at] < free:
@@ -103,7 +110,8 @@ class SmallExchange:
             while (seen := theirs[at]) <= now:
                 yield member.rank
             light()
-            if theirs[at + CALL] != call:  # perhaps it waits for us, and would for ever
+            # A member that calls something else may wait for this one without end.
+            if theirs[at + CALL] != call:
                 slots.check_calls(number, call, [member])
             if seen < goal:
                 while theirs[at] < goal:

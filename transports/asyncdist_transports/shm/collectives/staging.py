@@ -1,19 +1,19 @@
-"""Staged data: large messages in pieces that stay in the cache, copied in by one member and out by the others.
+"""Staged data: large tensors in cache-sized pieces that one member copies in and the other members copy out.
 
-One round moves one piece of everything. A member copies its piece into one half of its slot, says so (*staged*), waits for
-the pieces that it needs, takes them, and says so (*taken*). The halves are used in turn: before it copies into one again
-it waits until those who take have taken what was there two rounds ago, which they mostly have. So the members work side by
-side, and a round costs one meeting.
+One round moves one piece of every block. A member copies its piece into one half of its slot, publishes *staged*, waits for
+the pieces that it needs, reads them, and publishes *read*. The halves alternate: before a member overwrites one it waits
+until its readers have read the contents of two rounds ago, which is mostly the case. So the members work concurrently,
+and a round costs one synchronisation.
 
-    round r      wait taken(r - 2)   stage half r % 2   say staged(r)   wait staged(r) of the others   take   say taken(r)
+    round r      wait read(r - 2)   stage half r % 2   publish staged(r)   wait staged(r) of the others   read   publish read(r)
 
-Staged and taken are counted apart, so a member may stage further ahead than one round, in more room than two halves: in
-its stream, see `stream`. How far is its own affair.
+Staged and read are counted separately, so a member may stage further ahead than one round with more areas than two halves:
+in its stream (see `streaming`). Each member decides alone how far.
 
-Compared with staging the whole message first: the piece is still in the second-level cache when a peer reads it, so
-memory proper sees each byte of a tensor read once and written once. On the machine where this was chosen, an all-reduce
-of 25 MiB between two ranks took 3.0 ms in pieces of 512 KiB, 6.6 ms staged whole, and 4.1 ms with the kernel copying
-straight from the peer's address space (`process_vm_readv`), which needs the right to trace it besides.
+A piece is still in the second-level cache when a peer reads it, so main memory sees each byte of a tensor read once and
+written once. On the machine where this was chosen, an all-reduce of 25 MiB between two ranks took 3.0 ms in pieces of
+512 KiB, 6.6 ms staged whole, and 4.1 ms with the kernel copying straight from the peer's address space
+(`process_vm_readv`), which also needs the right to trace the peer.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from asyncdist_transports.shm.collectives.slot_table import DONE, FINISHED, Slot
 
 POSTED, STAGED = 1, 2
 PieceAction = Callable[[int, int], None]
-"""``piece(k, round_index)`` stages or takes the k-th piece of everything, in the areas of that round of the collective."""
+"""``piece(k, round_index)`` stages or reads the k-th piece of every block, in the areas of that round of the collective."""
 
 
 class CollectiveState:
-    """One collective in its slot: which round it is in, and where the members' data lies."""
+    """One collective in its slot: its current round, and the locations of the members' data."""
 
     __slots__ = ("_calls_checked", "_posted", "areas", "call", "location", "locations", "next_round", "number", "slots")
 
     def __init__(self, slots: SlotTable, number: int, call: int, location: int = 0, *, posted: bool = False) -> None:
         self.slots, self.number, self.call = slots, number, call
         self.location = location
-        """Where ours lies for all to read, or a table of places: 1 + its offset in the arena; 0 if we stage it."""
+        """Location of this member's data or of its table of locations: 1 + its offset in the arena; 0 if it is staged."""
         self.locations: dict[int, int] = {}
-        """The same of the members whom we have met."""
+        """The posted locations by rank, of the members that this member has waited for."""
         self._calls_checked = self._posted = posted
         self.next_round = 0
-        """How many rounds we have begun."""
+        """The number of rounds begun."""
         self.areas = 2
-        """How many areas we use in turn."""
+        """The number of areas used in turn."""
 
     def publish_step(self, step: int) -> None:
-        """Say that we have reached a step; with the first one, what we call and where our data lies."""
+        """Publish a step; the first time together with the call's fingerprint and this member's location."""
         if self._posted:
             self.slots.publish(self.number, step)
         else:
@@ -54,7 +54,7 @@ class CollectiveState:
             self.slots.post(self.number, self.call, self.location, step)
 
     def wait_posted(self, members: Sequence[SlotMember]) -> Schedule:
-        """Wait until some members have posted; compare what they call, and learn where their data lies."""
+        """Wait until some members have posted; compare their fingerprints, and read their locations."""
         slots = self.slots
         self._calls_checked = True
         yield from slots.wait_reached(self.number, POSTED, members)
@@ -62,11 +62,12 @@ class CollectiveState:
         self.locations = {member.rank: slots.location(self.number, member) for member in members}
 
     def open_stream(self, areas: int, nbytes: int) -> Schedule:
-        """Use so many pieces of our stream in turn from the next round on, of up to so many bytes each.
+        """Stage in ``areas`` pieces of the stream, of up to ``nbytes`` bytes each, from the next round on.
 
-        If a later collective has the stream, things stay as they are. SharedMemoryError if there is no memory left.
+        Nothing changes if a later collective uses the stream. Raises SharedMemoryError if no memory is left.
         """
-        if self.next_round:  # what they find where we have said until now
+        # Readers look for the earlier rounds' pieces in the slot's halves.
+        if self.next_round:
             yield from self.slots.wait_read(self.number, self.next_round - 1, self.slots.others)
         if (yield from self.slots.open_stream(self.number, self.next_round, areas, nbytes)):
             self.areas = areas
@@ -82,10 +83,10 @@ class CollectiveState:
         reads_open: bool = True,
         ahead: int = 0,
     ) -> Schedule:
-        """Run so many rounds. ``sources`` are whose data we take, ``readers`` who take ours.
+        """Run ``count`` rounds with the data of ``sources`` and for the readers ``readers``.
 
-        Where open memory is read (``reads_open``), those whose data lies open stage nothing, ourselves included. Others
-        stage ``ahead`` rounds before they take, as far as they have room to.
+        With ``reads_open``, members whose tensors are registered stage nothing and are read directly. Others stage
+        ``ahead`` rounds before they read, as far as they have areas.
         """
         slots, number = self.slots, self.number
         stages = None if reads_open and self.location else stage
@@ -117,8 +118,9 @@ class CollectiveState:
             raise
 
     def finish(self, readers: Sequence[SlotMember]) -> Schedule:
-        """Leave the slot; if our data lay open, not before those who take it have finished with it."""
-        if len(self.locations) < len(self.slots.others):  # those whom we have not met may have called something else
+        """Leave the slot; if readers access this member's tensor directly, wait until they have finished."""
+        # Members that this one did not wait for may have called something else.
+        if len(self.locations) < len(self.slots.others):
             self.slots.deferred_checks.append((self.number, self.call))
         if self.location:
             self.slots.publish(self.number, FINISHED)

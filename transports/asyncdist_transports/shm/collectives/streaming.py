@@ -1,16 +1,14 @@
-"""Large tensors that members show to others, piece by piece: near, or far apart and staged well ahead of being read.
+"""Chooses how far ahead a member stages the pieces of a large tensor: measured, near or far.
 
-What a rank has just written lies in the caches of its core, and so does what another has just read in those of that one.
-Where cores share a cache, it is best read at once and written over at once: two places in turn, which stay in the cache.
-Where they do not, another core gets it from there at a fraction of memory's speed, and writing over what another core
-still has takes longer still; some MiB later, when both have moved on, it is several times as fast. A virtual machine cannot
-know, and is moved from the one to the other, sometimes many times a second: so we try both now and then, and do what was
-faster. Measured with two ranks, broadcast of 4 MiB in milliseconds: on cores that share a cache 0.2 near and 0.55 far; on
-others 1.8 near and 0.6 far.
+What a core has just written or read lies in its caches. Where cores share a cache, a piece is best read at once and
+overwritten at once: two areas in turn, which stay in the cache. Where they do not, a core reads another core's cached lines
+at a fraction of memory's speed, and overwriting them takes longer still; some MiB later, when the lines have been evicted,
+it is several times as fast. A virtual machine cannot know its topology and may be migrated many times a second. So the
+member tries both now and then and uses the faster. With two ranks a broadcast of 4 MiB takes 0.2 ms near and 0.55 ms far on
+cores that share a cache, and 1.8 ms near and 0.6 ms far on others.
 
-A member's pieces lie in its stream one behind the other, also those of calls after each other: a call that has fewer than
-there are places would write over its own of the call before. How far it stages is its own affair. It uses 2 + 2 * ahead
-places in turn, and says so.
+A member's pieces follow each other in its stream, also from call to call: a call with fewer pieces than areas would
+otherwise overwrite pieces of the previous call that were just read. Each member publishes the 2 + 2 * ahead areas it uses.
 """
 
 from __future__ import annotations
@@ -29,27 +27,29 @@ _TRY_EVERY = 32
 
 
 class _AheadTuner:
-    """How long we took to stage a piece of one kind of call, by how far ahead."""
+    """Measured time to stage a piece for calls of one kind, by distance."""
 
     def __init__(self) -> None:
         self._calls = 0
-        self._near, self._far = (deque((0.0, 0.0), 2) for _ in range(2))  # of the last two calls
+        # Medians of the last two calls.
+        self._near, self._far = (deque((0.0, 0.0), 2) for _ in range(2))
 
     def choose(self) -> int:
-        """Return how far ahead to stage: as was faster, or the other way to see whether it still is."""
+        """Return how far ahead to stage: the faster distance, or now and then the other one to measure it again."""
         call, self._calls = self._calls, self._calls + 1
-        if call < 4:  # the first time, each also makes its memory
+        # The first call of each distance also allocates memory.
+        if call < 4:
             return AHEAD * (call % 2)
         faster, slower = (AHEAD, 0) if min(self._far) < min(self._near) else (0, AHEAD)
         return faster if call % _TRY_EVERY else slower
 
     def record(self, ahead: int, seconds: list[float]) -> None:
-        """Learn from the middle one of some pieces, which no other process has held up."""
+        """Record the median, which preemption by another process does not change."""
         (self._far if ahead else self._near).append(sorted(seconds)[len(seconds) // 2])
 
 
 class StagedStream:
-    """The rounds of a group's collectives that take more than one round, of members who stage."""
+    """Runs the multi-round collectives of one group in which members stage."""
 
     def __init__(self) -> None:
         self._tuners: dict[Hashable, _AheadTuner] = defaultdict(_AheadTuner)
@@ -67,9 +67,9 @@ class StagedStream:
         *,
         reads_open: bool = True,
     ) -> Schedule:
-        """Run rounds as `CollectiveState.run_rounds` does, as far ahead as was faster for calls of this ``kind``.
+        """Run rounds like `CollectiveState.run_rounds`, as far ahead as was faster for calls of this ``kind``.
 
-        A member uses up to ``nbytes`` of an area in each round. Who only sends gains as well.
+        A member uses up to ``nbytes`` of an area in each round. A member that only sends gains as well.
         """
         if count < 2 or (reads_open and state.location):
             return state.run_rounds(count, stage, read, sources, readers, reads_open=reads_open)
@@ -87,14 +87,16 @@ class StagedStream:
         readers: Sequence[SlotMember],
         reads_open: bool,
     ) -> Schedule:
-        tuner = self._tuners[kind, count.bit_length()]  # a small tensor may itself lie in the cache
+        # A small tensor may itself stay in the cache.
+        tuner = self._tuners[kind, count.bit_length()]
         ahead = tuner.choose()
         for ahead_now in dict.fromkeys((ahead, 0)):
             try:
                 yield from state.open_stream(2 + 2 * ahead_now, nbytes)
                 break
             except SharedMemoryError:
-                if not (ahead_now or state.next_round):  # later the areas are left in which the rounds before went
+                # Later rounds can fall back to the areas of the earlier ones.
+                if not (ahead_now or state.next_round):
                     raise
         ahead = min(ahead, state.areas // 2 - 1)
         seconds = [0.0] * count

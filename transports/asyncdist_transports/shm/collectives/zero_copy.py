@@ -1,11 +1,11 @@
-"""Registered tensors: their memory is mapped by every member, so nothing is copied that is not the result.
+"""Registered tensors: every member maps their memory, so members read and write them without staging.
 
-An all-reduce gives each member a slice. It reads the slice of everybody's tensor, adds, and writes the sum into everybody's
-tensor, in pieces that are still in the cache when they are written to the second place. Two meetings: nobody's tensor is
-touched before its owner has come, and nobody leaves before all slices are written.
+In an all-reduce each member owns a slice. It reads the slice of every member's tensor, reduces, and writes the result into
+every member's tensor, in pieces that are still in the cache for the second write. This costs two synchronisations: no
+tensor is accessed before its owner has posted, and no member leaves before all slices are written.
 
-Where a collective is of several tensors, or blocks, their places stand in a table at the head of the owner's area, and the
-place that it posts is the table's. It posts none unless all of them lie open.
+A collective of several tensors or blocks posts the location of a table of their locations, at the start of the owner's
+area. A member posts no location unless all its tensors are registered. `native` and `large` use this module.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from asyncdist_transports.shm.collectives.slot_table import (
 from asyncdist_transports.shm.collectives.staging import POSTED, CollectiveState
 
 MIN_NBYTES = 32 << 10
-"""Smaller messages are staged: two copies that stay in the cache cost less than a second meeting."""
+"""Smaller messages are staged: two copies within the cache cost less than a second synchronisation."""
 
 _ALIGNED = 64
 _KEPT_VIEWS = 4096
@@ -40,7 +40,7 @@ _KEPT_TENSORS = 64
 
 
 class PeerViews:
-    """Parts of members' open memory as tensors; training asks for the same ones step after step."""
+    """Cached tensor views of members' registered memory; training uses the same ones in each step."""
 
     def __init__(self, slots: SlotTable) -> None:
         self._mappings: dict[int, ArenaMapping] = {member.rank: member.mapping for member in slots.others}
@@ -48,7 +48,7 @@ class PeerViews:
         self._cached: dict[tuple[int, int, int, torch.dtype], torch.Tensor] = {}
 
     def __call__(self, rank: int, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return ``count`` elements of a member's arena from an offset on."""
+        """Return ``count`` elements of a member's arena from byte ``offset`` on."""
         key = (rank, offset, count, dtype)
         tensor = self._cached.get(key)
         if tensor is None:
@@ -59,7 +59,7 @@ class PeerViews:
 
 
 def shared_location(slots: SlotTable, tensor: torch.Tensor) -> int:
-    """Return 1 + the offset of a flat tensor that lies open for all members; 0 if it does not, or is better staged."""
+    """Return 1 + the arena offset of a flat registered tensor; 0 if it is not registered, or small enough to stage."""
     return _arena_location(slots, tensor) if tensor.nbytes >= MIN_NBYTES else 0
 
 
@@ -69,9 +69,11 @@ def _arena_location(slots: SlotTable, tensor: torch.Tensor) -> int:
 
 
 def post_locations(slots: SlotTable, number: int, tensors: Sequence[torch.Tensor], offset: int = 0) -> int:
-    """Write the places of flat tensors into our table, which slot is ours already, and return that of the table.
+    """Write the locations of flat tensors into this member's table, in a slot that it has entered.
 
-    0 if one of them does not lie open, or all are better staged. They stand ``offset`` so many words that are another's.
+    Returns:
+        The location of the table; 0 if a tensor is not registered, or all are small enough to stage. The table leaves
+        ``offset`` words free at its start.
     """
     locations = [_arena_location(slots, tensor) if tensor.numel() else 1 for tensor in tensors]
     nbytes = 8 * (offset + len(locations))
@@ -91,10 +93,10 @@ def are_disjoint(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 class ZeroCopyAllReduce:
-    """All-reduces of open tensors of one kind; each is a schedule.
+    """All-reduces of registered tensors with one signature; each call returns a schedule.
 
-    Costs two meetings; a member reads 1/P of each of P tensors and writes as much. ``staged(state, tensor)`` goes on where
-    a member's tensor turns out not to lie open.
+    It costs two synchronisations; a member reads 1/P of each of P tensors and writes as much. ``staged(state, tensor)``
+    continues where a member's tensor turns out not to be registered.
     """
 
     def __init__(
@@ -116,18 +118,20 @@ class ZeroCopyAllReduce:
         self._cached: dict[tuple[int, ...], list[list[torch.Tensor]]] = {}
 
     def __call__(self, number: int, data: torch.Tensor | Sequence[torch.Tensor], location: int) -> Schedule:
-        """Reduce what lies at ``location``, a contiguous tensor, in place, as the group's n-th collective."""
+        """Reduce the contiguous tensor at ``location`` in place, as the group's n-th collective."""
         slots, others, call = self._slots, self._slots.others, self._call
         yield from slots.enter(number)
         at, posted, finished = number % SLOTS * LINE, number << SHIFT | POSTED, number << SHIFT | FINISHED
         locations = [location]
         try:
-            slots.post(number, call, location, POSTED)  # from here on they may write to it
+            # From here on the other members may write to the tensor.
+            slots.post(number, call, location, POSTED)
             for member in others:
                 words = member.words
                 while words[at] < posted:
                     yield member.rank
-                slots.fence.light()  # their step before what they have posted with it, and their data
+                # The member's step is loaded before its location and its data.
+                slots.fence.light()
                 if words[at + CALL] != call:
                     slots.check_calls(number, call, [member])
                 locations.append(words[at + LOCATION])
@@ -160,7 +164,7 @@ class ZeroCopyAllReduce:
             other.copy_(own)
 
     def _pieces(self, number: int, locations: tuple[int, ...]) -> list[list[torch.Tensor]]:
-        """Return our slice, piece by piece, of every member's tensor, ours first."""
+        """Return this member's slice of every member's tensor, piece by piece, its own first."""
         cached = self._cached.get(locations)
         if cached is None:
             if len(self._cached) >= _KEPT_TENSORS:
@@ -172,7 +176,7 @@ class ZeroCopyAllReduce:
         return [self._slots.rank, *(member.rank for member in self._slots.others)]
 
     def _cut_pieces(self, locations: Sequence[Sequence[int]]) -> list[list[torch.Tensor]]:
-        """Cut our slice of everybody's tensors, taken as one, whose places are given by member, ours first."""
+        """Cut this member's slice of the members' concatenated tensors; ``locations`` are by member, its own first."""
         slots, itemsize = self._slots, self._dtype.itemsize
         start, stop = _slice(sum(self._counts), slots.rank, slots.size, max(1, _ALIGNED // itemsize))
         ranks, step = self._ranks(), self._piece_count
@@ -186,12 +190,13 @@ class ZeroCopyAllReduce:
                 ]
                 for at in range(max(0, start), end, step)
             )
-            start, stop = start - count, stop - count  # as the next tensor counts
+            # Relative to the next tensor.
+            start, stop = start - count, stop - count
         return pieces
 
 
 class CoalescedZeroCopyAllReduce(ZeroCopyAllReduce):
-    """One all-reduce of several open tensors that lie apart, of ``counts`` elements; ``location`` is that of their table."""
+    """One all-reduce of several disjoint registered tensors of ``counts`` elements; ``location`` is their table's."""
 
     def _pieces(self, number: int, locations: tuple[int, ...]) -> list[list[torch.Tensor]]:
         count = len(self._counts)
@@ -199,6 +204,6 @@ class CoalescedZeroCopyAllReduce(ZeroCopyAllReduce):
 
 
 def _slice(count: int, rank: int, size: int, aligned: int) -> tuple[int, int]:
-    """Return the slice of a rank, whose bounds are whole cache lines: two ranks never write to the same one."""
+    """Return the slice of a rank, aligned to cache lines so that no two ranks write to the same line."""
     lines = -(-count // aligned)
     return min(count, lines * rank // size * aligned), min(count, lines * (rank + 1) // size * aligned)
