@@ -1,11 +1,11 @@
-"""The pages are true: their code runs, and what they name exists.
+"""Tests of README.md, CONTRIBUTING.md and docs: the code of the pages runs, and the names they mention exist.
 
-A block whose first line is ``# path`` is put at the end of that file, ``# path, in Class`` at the end of that class, in a
-copy of the package; so the steps of a worked example are what they say, and its last block is a test that must pass.
+A block whose first line is ``# path`` is appended to that file in a copy of the package; ``# path, in Class`` appends it to
+that class. A block whose path is a test file is a test that must pass.
 
-A block of the language ``console`` is typed: what follows ``$`` runs in the folder where the page's programs lie, must
-succeed, and must print the lines below it, among others and in any order; … stands for anything. Port 29500 is a free
-one. A launcher that this machine lacks is stood in for by what starts and numbers processes as it does.
+In a block of the language ``console``, each line that begins with ``$`` is a command. It runs in the folder of the page's
+programs, must succeed, and must print the lines below it, possibly among others and in any order; … matches any text.
+Port 29500 is replaced by a free port. A missing launcher (mpirun, srun) is replaced by a script that sets its variables.
 """
 
 from __future__ import annotations
@@ -50,8 +50,9 @@ PAGES = {
     for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
 }
 DECISIONS = sorted((ROOT / "docs" / "decisions").glob("[0-9]*.md"))
+ENTRY_POINT_GROUP = "asyncdist.transports"
 FRAGMENTS = "README.md"
-"""A page whose blocks are parts of programs: they are Python, and name what there is."""
+"""The page whose blocks are parts of programs. They are compiled, not run."""
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PLACE = re.compile(r"# ([\w/.]+\.(?:py|toml))(?:, in (\w+))?\n")
 SPAN = re.compile(r"`([^`\n]+)`")
@@ -66,13 +67,13 @@ def prose(page: str) -> str:
 
 
 def code_of(page: str) -> list[str]:
-    """Return the blocks of a page that are to run."""
+    """Return the Python and TOML blocks of a page."""
     blocks = BLOCK.findall(PAGES[page].read_text(encoding="utf-8"))
     return [code for language, code in blocks if language in ("python", "toml")]
 
 
 def commands_of(page: str) -> list[tuple[str, list[str]]]:
-    """Return what a page's consoles type, each command with the lines that it is to print."""
+    """Return the commands in the console blocks of a page, each with the lines that it must print."""
     commands: list[tuple[str, list[str]]] = []
     for language, text in BLOCK.findall(PAGES[page].read_text(encoding="utf-8")):
         for line in text.splitlines() if language == "console" else ():
@@ -83,11 +84,11 @@ def commands_of(page: str) -> list[tuple[str, list[str]]]:
     return commands
 
 
-# -- the code runs ----------------------------------------------------------------------------------
+# -- code of the pages ----------------------------------------------------------------------------------
 
 
-def put(folder: Path, name: str, within: str | None, code: str) -> None:
-    """Put a block of a page where its first line says."""
+def insert_block(folder: Path, name: str, within: str | None, code: str) -> None:
+    """Append a block of a page to a file, or to a class of that file."""
     path = folder / name
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     end = len(lines)
@@ -99,14 +100,18 @@ def put(folder: Path, name: str, within: str | None, code: str) -> None:
     path.write_text("\n".join([*lines[:end], "", code, *lines[end:], ""]), encoding="utf-8")
 
 
-def announce(folder: Path) -> None:
-    """Do for the package of a ``pyproject.toml`` what installing it does for its entry points."""
+def register_entry_points(folder: Path) -> None:
+    """Write the metadata that installing the package of ``pyproject.toml`` would write for its entry points."""
     if (folder / "pyproject.toml").exists():
         project = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]
         info = folder / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
-        put(info, "METADATA", None, f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}")
+        insert_block(
+            info, "METADATA", None, f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}"
+        )
         for group, points in project["entry-points"].items():
-            put(info, "entry_points.txt", None, "\n".join([f"[{group}]", *(f"{k} = {v}" for k, v in points.items())]))
+            insert_block(
+                info, "entry_points.txt", None, "\n".join([f"[{group}]", *(f"{k} = {v}" for k, v in points.items())])
+            )
 
 
 LAUNCHER = """#!/bin/sh
@@ -123,8 +128,8 @@ exit ${status:-0}
 """
 
 
-def workplace(folder: Path) -> dict[str, str]:
-    """Return the environment in which a page's commands run: its programs find this package, and launchers exist."""
+def command_environment(folder: Path) -> dict[str, str]:
+    """Return the environment of a page's commands, in which programs find this package and its launchers."""
     for launcher in ("mpirun", "srun"):
         if shutil.which(launcher) is None:
             (folder / "bin").mkdir(exist_ok=True)
@@ -134,57 +139,60 @@ def workplace(folder: Path) -> dict[str, str]:
         **os.environ,
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"], str(folder / "bin")]),
         "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT / "transports")]),
-        "PYTHONUNBUFFERED": "",  # else a line and its end are written apart, and those of several ranks get mixed
-        "PET_STANDALONE": "1",  # torchrun's own way to be given --standalone: a free port
+        # Unbuffered, Python writes a line and its end separately, which mixes the lines of several ranks.
+        "PYTHONUNBUFFERED": "",
+        # torchrun's variable for --standalone, which takes a free port.
+        "PET_STANDALONE": "1",
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "OMPI_MCA_rmaps_base_oversubscribe": "1",
     }
 
 
-def type_in(command: str, expected: Sequence[str], folder: Path, environment: dict[str, str]) -> None:
-    """Run a command of a page, and compare what it prints."""
-    typed = ["bash", "-c", command.replace("29500", str(free_port()))]
-    run = subprocess.run(typed, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+def check_command(command: str, expected: Sequence[str], folder: Path, environment: dict[str, str]) -> None:
+    """Run a command of a page and compare its output with the expected lines."""
+    arguments = ["bash", "-c", command.replace("29500", str(free_port()))]
+    run = subprocess.run(arguments, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, f"{command}\n{run.stdout}{run.stderr}"
     for line in expected:
         pattern = re.compile(re.escape(line).replace("…", ".*"))
-        # Not as a line of its own: ranks share the output, and one's line may end after another's has begun.
+        # Search anywhere in the output: ranks share it, and the lines of two ranks may be joined.
         assert pattern.search(run.stdout), f"no {line!r} in:\n{run.stdout}"
 
 
 @pytest.fixture
-def possible(page: str, request: pytest.FixtureRequest) -> None:
-    """Skip the test of a page whose programs do not run with this torch."""
+def torch_supports_page(page: str, request: pytest.FixtureRequest) -> None:
+    """Skip a page whose programs need a newer torch than the installed one."""
     if page == "docs/fsdp2-on-cpu.md":
         request.getfixturevalue("fsdp2")
 
 
 @pytest.mark.exhaustive
 @pytest.mark.processes
-@pytest.mark.usefixtures("possible")
+@pytest.mark.usefixtures("torch_supports_page")
 @pytest.mark.parametrize("page", [page for page in PAGES if code_of(page) and page != FRAGMENTS])
-def test_the_code_of_a_page_runs(page: str, tmp_path: Path) -> None:
+def test_code_of_page_runs(page: str, tmp_path: Path) -> None:
     shutil.copytree(ROOT / "asyncdist", tmp_path / "asyncdist", ignore=shutil.ignore_patterns("__pycache__"))
     tests = []
     for code in code_of(page):
         place = PLACE.match(code)
-        assert place is not None, f"{page}: this block does not say where it belongs:\n{code}"
-        put(tmp_path, place[1], place[2], code[place.end() :])
+        assert place is not None, f"{page}: the first line of this block is not a path:\n{code}"
+        insert_block(tmp_path, place[1], place[2], code[place.end() :])
         if Path(place[1]).name.startswith("test_"):
             tests.append(place[1])
-    assert tests or commands_of(page), f"{page} has code, and nothing that runs it"
-    announce(tmp_path)
+    assert tests or commands_of(page), f"{page} has code, but neither a test nor a command that runs it"
+    register_entry_points(tmp_path)
     if tests:
         run_tests(tests, tmp_path)
     for command, expected in commands_of(page):
         if "before.py" in command and importlib.util.find_spec("mpi4py") is None:
-            continue  # the program that one moves from
-        type_in(command, expected, tmp_path, workplace(tmp_path))
+            # before.py is the program to be ported; it needs mpi4py.
+            continue
+        check_command(command, expected, tmp_path, command_environment(tmp_path))
 
 
 def run_tests(tests: Sequence[str], folder: Path) -> None:
-    """Run the tests that a page's blocks have become."""
+    """Run the test files that the blocks of a page form."""
     (folder / "pytest.ini").write_text(PYTEST)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--import-mode=importlib", *tests]
     paths = os.pathsep.join([str(folder), str(ROOT / "transports")])
@@ -194,21 +202,21 @@ def run_tests(tests: Sequence[str], folder: Path) -> None:
     assert run.returncode == 0, run.stdout + run.stderr
 
 
-def test_the_fragments_of_the_readme_are_python_and_name_what_there_is() -> None:
-    speakers = {"dist": asyncdist, "asyncdist": asyncdist, "group": Group}
+def test_readme_code_compiles_and_names_exist() -> None:
+    objects = {"dist": asyncdist, "asyncdist": asyncdist, "group": Group}
     for code in code_of(FRAGMENTS):
         tree = ast.parse("async def program():\n" + textwrap.indent(code, "    "))
         compile(tree, FRAGMENTS, "exec")
         for node in ast.walk(tree):
-            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in speakers:
-                assert hasattr(speakers[node.value.id], node.attr), f"{FRAGMENTS} has {ast.unparse(node)}"
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in objects:
+                assert hasattr(objects[node.value.id], node.attr), f"{FRAGMENTS} has {ast.unparse(node)}"
 
 
-# -- what is named exists ---------------------------------------------------------------------------
+# -- names in the pages ---------------------------------------------------------------------------
 
 
 @pages
-def test_links_lead_somewhere(page: str) -> None:
+def test_links_have_targets(page: str) -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", prose(page)):
         if "://" not in target:
             assert (PAGES[page].parent / target).exists(), f"{page} links to {target}"
@@ -232,7 +240,7 @@ def test_decision_index_lists_every_page_in_order() -> None:
 
 
 @pages
-def test_files_that_are_named_exist(page: str) -> None:
+def test_named_files_exist(page: str) -> None:
     for span in SPAN.findall(prose(page)):
         if "/" in span and re.fullmatch(r"[\w/.]+", span):
             homes = (ROOT, ROOT / "asyncdist", ROOT / "transports/asyncdist_transports", ROOT / "docs")
@@ -240,9 +248,9 @@ def test_files_that_are_named_exist(page: str) -> None:
 
 
 @pages
-def test_modules_and_attributes_that_are_named_exist(page: str) -> None:
+def test_named_modules_and_attributes_exist(page: str) -> None:
     for span in SPAN.findall(prose(page)):
-        if re.fullmatch(r"asyncdist(\.\w+)+", span) and span != "asyncdist.transports":  # that is an entry-point group
+        if re.fullmatch(r"asyncdist(\.\w+)+", span) and span != ENTRY_POINT_GROUP:
             try:
                 importlib.import_module(span)
             except ModuleNotFoundError:
@@ -251,20 +259,20 @@ def test_modules_and_attributes_that_are_named_exist(page: str) -> None:
 
 
 @pages
-def test_settings_that_are_named_exist(page: str) -> None:
+def test_named_settings_exist(page: str) -> None:
     known = {field.metadata["variable"] for field in fields(Config)}
     named = {name for name in re.findall(r"\bASYNCDIST_[A-Z_]+\b", prose(page)) if not name.endswith("_")}
     assert named <= known, f"{page} names {named - known}"
 
 
-def test_make_targets_that_are_named_exist() -> None:
-    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    named = {word for page in PAGES for word in re.findall(r"`make (\w+)`", prose(page))}
+def test_named_make_targets_exist() -> None:
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = {word for page in PAGES for word in re.findall(r"`make ([\w-]+)`", prose(page))}
     assert named
     assert named <= targets, named - targets
 
 
-def test_the_figures_of_the_readme_are_those_of_the_benchmark() -> None:
+def test_readme_figures_equal_the_benchmark_report() -> None:
     measured = (ROOT / "docs" / "bench" / "bench.md").read_text(encoding="utf-8").splitlines()
     told = PAGES["README.md"].read_text(encoding="utf-8").partition("## How fast\n")[2].partition("\n## ")[0]
     tables = [line for line in told.splitlines() if line.startswith("|")]
@@ -272,27 +280,43 @@ def test_the_figures_of_the_readme_are_those_of_the_benchmark() -> None:
     assert [line for line in tables if line not in measured] == []
 
 
-def test_the_layers_are_those_of_the_architecture_test() -> None:
-    tree = ast.parse((ROOT / "tests/test_architecture.py").read_text())
-    held = next(n.value for n in tree.body if isinstance(n, ast.AnnAssign) and ast.unparse(n.target) == "LAYERS")
-    assert held is not None
-    layers = [set(layer) for layer in ast.literal_eval(held)]
-    rows = re.findall(r"^\| (\d) [^|]*\| ([^|]*) \|", PAGES["CONTRIBUTING.md"].read_text(), re.MULTILINE)
-    drawn = {int(number): set(SPAN.findall(modules)) for number, modules in rows}
-    assert list(drawn) == list(range(len(layers)))
-    for number, layer in enumerate(layers):
-        assert drawn[number] == layer, f"CONTRIBUTING.md, layer {number}: these differ: {drawn[number] ^ layer}"
+def test_contributing_lists_the_layers_in_order() -> None:
+    tree = ast.parse((ROOT / "tests/test_architecture.py").read_text(encoding="utf-8"))
+    assignments = [node for node in tree.body if isinstance(node, ast.Assign)]
+    layers = next(ast.literal_eval(n.value) for n in assignments if ast.unparse(n.targets[0]) == "LAYERS")
+    map_of_layers = (
+        PAGES["CONTRIBUTING.md"].read_text(encoding="utf-8").partition("## The map\n")[2].partition("\n## ")[0]
+    )
+    assert tuple(re.findall(r"^\| `(\w+)` \|", map_of_layers, re.MULTILINE)) == layers
+
+
+def test_contributing_has_at_most_150_lines() -> None:
+    assert len(PAGES["CONTRIBUTING.md"].read_text(encoding="utf-8").splitlines()) <= 150
+
+
+def test_glossary_terms_are_defined_where_it_says() -> None:
+    rows = re.findall(
+        r"^\| (.*?) \| .*? \| `(\w+)` in `([\w/.]+)` \|", PAGES["docs/glossary.md"].read_text(), re.MULTILINE
+    )
+    assert len(rows) > 100
+    homes = (ROOT / "asyncdist", ROOT / "transports/asyncdist_transports")
+    wrong = []
+    for term, name, path in rows:
+        files = [home / path for home in homes if (home / path).exists()]
+        if not any(re.search(rf"\b{name}\b", file.read_text(encoding="utf-8")) for file in files):
+            wrong.append(f"{term}: {name} is not in {path}")
+    assert wrong == []
 
 
 # -- the failure model of docs/architecture.md --------------------------------------------------------
 
 
 async def outcomes(groups: Sequence[Group], call: Callable[[Group], Work]) -> list[BaseException]:
-    """Return what each rank's work ends with; all have to fail."""
+    """Return the errors of the ranks whose works fail."""
     return [error for error in await asyncio.gather(*map(call, groups), return_exceptions=True) if error is not None]
 
 
-async def test_a_rank_whose_deadline_passes_says_so_to_the_others() -> None:
+async def test_deadline_of_one_rank_aborts_the_group_on_the_others() -> None:
     async with world_of(3) as groups:
         impatient, *patient = await outcomes(groups[:2], lambda g: g.barrier(timeout=0.05 if g.rank() == 0 else None))
         assert isinstance(impatient, OperationTimeoutError)
@@ -301,14 +325,14 @@ async def test_a_rank_whose_deadline_passes_says_so_to_the_others() -> None:
         assert "rank 0 timed out" in str(patient[0])
 
 
-async def test_different_calls_are_named_on_every_rank() -> None:
+async def test_mismatch_error_names_both_calls_on_every_rank() -> None:
     async with world_of(3) as groups:
         errors = await outcomes(groups, lambda g: g.all_reduce(torch.ones(2 if g.rank() == 2 else 3)))
         assert [type(error) for error in errors] == [MismatchError] * 3
         assert all("2 x float32" in str(error) and "3 x float32" in str(error) for error in errors)
 
 
-async def test_an_abort_is_an_abort_everywhere_with_its_reason() -> None:
+async def test_abort_raises_on_every_rank_with_its_reason() -> None:
     async with world_of(3) as groups:
         waiting = asyncio.ensure_future(outcomes(groups[:2], lambda g: g.barrier()))
         await asyncio.sleep(0)
@@ -318,7 +342,7 @@ async def test_an_abort_is_an_abort_everywhere_with_its_reason() -> None:
         assert all("no more data" in str(error) for error in errors)
 
 
-async def test_an_exception_inside_an_operation_fails_it_here_and_aborts_it_elsewhere() -> None:
+async def test_exception_inside_an_operation_aborts_it_on_the_other_ranks() -> None:
     async with world_of(3) as groups:
         errors = await outcomes(groups, lambda g: g.broadcast_object_list([None] * (1 + g.rank() // 2), 0))
         assert type(errors[-1]) is GroupError
@@ -327,7 +351,7 @@ async def test_an_exception_inside_an_operation_fails_it_here_and_aborts_it_else
             await groups[0].barrier()
 
 
-async def test_who_leaves_in_order_troubles_only_those_who_wait_for_it() -> None:
+async def test_orderly_departure_fails_only_groups_that_wait_for_the_rank() -> None:
     async with world_of(3) as groups:
         pair = [group.world.new_group([0, 1]) for group in groups[:2]]
         await asyncio.gather(*(group.barrier() for group in groups))
@@ -339,8 +363,8 @@ async def test_who_leaves_in_order_troubles_only_those_who_wait_for_it() -> None
         await asyncio.gather(*(group.barrier() for group in pair))
 
 
-def test_what_the_makefile_names_is_in_the_source_distribution():
-    """So that the commands of the README run there too."""
+def test_source_distribution_contains_the_files_of_the_makefile():
+    """Check that the commands of the README run in an unpacked source distribution."""
     hatch = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["hatch"]
     patterns = [*hatch["build"]["targets"]["sdist"]["include"], "pyproject.toml"]  # that one is always in
     words = set(re.findall(r"[\w./-]+", (ROOT / "Makefile").read_text(encoding="utf-8")))
