@@ -1,1 +1,1 @@
-"""What is seen of a running world: the flight recorder and its dumps."""
+"""Observability of a running world: the flight recorder, its dumps and reports, and profiler spans."""

@@ -1,4 +1,4 @@
-"""Says in words how two ranks' calls differ, from nothing but their fingerprints."""
+"""Describes how two ranks' calls differ, from their fingerprints alone. The call checker and the flight recorder use it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def describe_call(ours: Fingerprint, rank: int, theirs: Fingerprint, peer: int) 
 
 
 def call_in_words(call: Fingerprint, name: str = "") -> str:
-    """Return a call as its caller would write it down, by his name for it if known: ``all_reduce(8 x float32, SUM)``."""
+    """Return a call in source form, with the caller's name for it if known: ``all_reduce(8 x float32, SUM)``."""
     name = name or _member(Collective, call.collective)
     details = []
     if call.dtype:

@@ -1,4 +1,4 @@
-"""What the flight recorders of all ranks say together: which call holds a group up, and who is not in it.
+"""Reads the flight recorders of all ranks together: which call holds a group up, and which ranks are not in it.
 
 Each rank has written its own operations. The k-th collective of a group is the same call on every rank, so one that is over
 on some ranks and not on others, or that not every rank has issued, is where the group stands. A rank forgets what is over,
@@ -20,8 +20,10 @@ from asyncdist.base.ops import is_message
 from asyncdist.errors import UsageError
 from asyncdist.tracing.recorder import FILE_NAMES
 
-_ABOUT_NOW = 0.05  # seconds by which a call may be older than the dump and yet not count as waiting
-_AT_ONCE = 30.0  # seconds within which worlds have written that were asked, or failed, together
+# Seconds by which a call may be older than the dump without counting as waiting.
+_ABOUT_NOW = 0.05
+# Seconds within which worlds that were asked or failed together write their files.
+_AT_ONCE = 30.0
 
 
 # What is in a file, and of which types.
@@ -40,7 +42,7 @@ _ENTRY = {
 class TracedCall:
     """One operation on one rank. Times are seconds of the wall clock; ``finished`` is None while it goes on.
 
-    A message's ``peer`` is the member that it goes to or comes from, None if that is any.
+    A message's ``peer`` is the group rank that it goes to or comes from, None for any.
     """
 
     group: str
@@ -61,7 +63,7 @@ class TracedCall:
 
 @dataclass(frozen=True)
 class TraceRecord:
-    """What one rank has written, at ``written``.
+    """The dump of one rank, written at ``written``.
 
     ``groups`` has the ranks of each group by its name, ``counts`` how many of its collectives this rank has called.
     """
@@ -78,18 +80,18 @@ class TraceRecord:
     calls: Sequence[TracedCall]
 
     def collectives(self, group: str) -> dict[int, TracedCall]:
-        """Return the calls of a group's collectives by number, as far as they are not forgotten."""
+        """Return the recorded calls of a group's collectives by number."""
         return {call.number: call for call in self.calls if call.group == group and not call.is_message}
 
     def last(self, group: str) -> int:
-        """Return the number of the last collective that was called in a group; 0 if none was."""
+        """Return the number of the last collective called in a group; 0 if none was."""
         return max(self.counts.get(group, 0), *self.collectives(group), 0)
 
 
 def read(folder: Path) -> list[list[TraceRecord]]:
-    """Return what the ranks of each world have written to a folder, by rank; first the world that wrote last.
+    """Return the dumps in a folder by world and rank; the world that wrote last comes first.
 
-    UsageError where there is nothing, or something that is no flight recorder.
+    Raises UsageError if the folder holds no dump, or a file that is none.
     """
     worlds: dict[str, list[TraceRecord]] = {}
     for record in sorted(map(_record, folder.glob(FILE_NAMES)), key=lambda record: record.rank):
@@ -103,7 +105,7 @@ def read(folder: Path) -> list[list[TraceRecord]]:
 
 
 def recent(worlds: Sequence[list[TraceRecord]]) -> list[list[TraceRecord]]:
-    """Return those of `read`'s worlds that wrote at about the time of the first; others may be of jobs long over."""
+    """Return the worlds of `read` that wrote at about the time of the first; others may be of earlier jobs."""
     return [records for records in worlds if _newest(worlds[0]) - _newest(records) < _AT_ONCE]
 
 
@@ -112,7 +114,7 @@ def _newest(records: Sequence[TraceRecord]) -> float:
 
 
 def name_of(records: Sequence[TraceRecord]) -> str:
-    """Return what a world is called among others: as in the names of its files."""
+    """Return a short name of a world, as in the names of its files."""
     return f"world {records[0].world[:8]}"
 
 
@@ -134,7 +136,7 @@ def _record(path: Path) -> TraceRecord:
 
 
 def _typed(content: Mapping[str, Any], types: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is looked for in a file; TypeError for what is of another type."""
+    """Return the expected fields of a file; TypeError for a value of another type."""
     for name, kind in types.items():
         if not isinstance(content[name], kind):
             raise TypeError(f"{name} is {content[name]!r}")
@@ -161,7 +163,7 @@ def _call(entry: Mapping[str, Any], offset: float) -> TracedCall:
 
 @dataclass
 class RankPosition:
-    """Where one group stands: the first collective that is not over on all its ranks, and who is how far with it.
+    """The position of one group: its first collective that is not over on all ranks, and how far each rank is.
 
     ``number`` is None if all are over everywhere. ``waiting`` are the ranks that are in it, with the seconds since
     their call; ``through`` those for whom it is over; ``behind`` those that have not called it, with the number of their
@@ -176,12 +178,12 @@ class RankPosition:
     behind: dict[int, int] = field(default_factory=dict)
     silent: list[int] = field(default_factory=list)
     calls: dict[int, str] = field(default_factory=dict)
-    """What each rank called it that has issued it, where that is not forgotten."""
+    """The call of each rank that has issued it, as far as recorded."""
     differ: bool = False
 
 
 def standings(records: Sequence[TraceRecord]) -> list[RankPosition]:
-    """Return where each group stands, those that are held up first."""
+    """Return the position of each group, those that are held up first."""
     groups = {(name, ranks) for record in records for name, ranks in record.groups.items()}
     found = [_standing(name, ranks, records) for name, ranks in groups]
     return sorted(found, key=lambda one: (one.number is None, -len(one.ranks), one.group))
@@ -214,7 +216,7 @@ def _standing(group: str, ranks: tuple[int, ...], records: Sequence[TraceRecord]
 
 
 def _first_open(group: str, records: Sequence[TraceRecord]) -> int | None:
-    """Return the lowest number of a collective that is pending somewhere, or missing where others have gone on."""
+    """Return the lowest number of a collective that is pending on a rank, or missing where others have continued."""
     last = [record.last(group) for record in records]
     calls = [call for record in records for call in record.collectives(group).values()]
     opened = [call.number for call in calls if call.finished is None]
@@ -227,7 +229,7 @@ def _first_open(group: str, records: Sequence[TraceRecord]) -> int | None:
 
 @dataclass
 class RankPace:
-    """How one rank keeps up: the share of collectives for which it came last, and by how much, in seconds (median).
+    """How often one rank comes last to a collective (share), and by how much (median, seconds).
 
     ``lateness`` is counted from the rank that came first; ``duration`` is that of its own calls.
     """
@@ -239,7 +241,7 @@ class RankPace:
 
 
 def paces(records: Sequence[TraceRecord], group: str, ranks: tuple[int, ...]) -> dict[int, RankPace]:
-    """Return how each rank of a group keeps up, over the collectives that all have recorded."""
+    """Return the pace of each rank of a group, over the collectives that all ranks have recorded."""
     issued = {record.rank: record.collectives(group) for record in records if record.groups.get(group) == ranks}
     if not issued:
         return {}
@@ -267,7 +269,7 @@ def _durations(calls: Mapping[int, TracedCall], numbers: Sequence[int]) -> list[
 
 
 def tell(records: Sequence[TraceRecord]) -> Iterator[str]:
-    """Say in sentences what holds which group of a world up, and who is to blame as far as that can be seen."""
+    """Yield sentences that say what holds which group of a world up, and which ranks cause it as far as recorded."""
     silent = sorted(set(range(records[0].world_size)) - {record.rank for record in records})
     if silent:
         yield f"{_ranks(silent)} left no flight recorder: killed, on a host whose folder this is not, or not asked."

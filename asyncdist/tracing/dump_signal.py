@@ -19,13 +19,13 @@ from asyncdist.tracing.recorder import Recorder
 log = logging.getLogger("asyncdist")
 
 _recorders: weakref.WeakKeyDictionary[Recorder, str] = weakref.WeakKeyDictionary()
-"""What is to be written, and into which folder."""
+"""A recorder, and the folder that it is written to."""
 
 
 def install_signal_handler(config: Config) -> None:
-    """Write flight recorders from now on when the configured signal comes, if there is one. Wants the main thread.
+    """Install the handler of the configured signal, if there is one. Call it on the main thread.
 
-    What else the program does on that signal goes on being done. UsageError if no program can, or there is no folder.
+    A handler that the program has installed before is still called. Raises UsageError for an invalid configuration.
     """
     name, folder = config.dump_signal, config.dump_dir
     if name is None:
@@ -48,13 +48,13 @@ def install_signal_handler(config: Config) -> None:
 
 
 def offer(recorder: Recorder, config: Config) -> None:
-    """Have a recorder written too when the signal comes, as long as somebody holds it. Any thread."""
+    """Write this recorder too when the signal arrives, as long as the recorder is referenced. Any thread."""
     if config.dump_signal is not None and config.dump_dir is not None:
         _recorders[recorder] = config.dump_dir
 
 
 class _Writer:
-    """What is called when the signal comes; then what had been called before."""
+    """Signal handler that writes the recorders, and then calls the previous handler."""
 
     def __init__(self, name: str, before: Any) -> None:
         self._name = name

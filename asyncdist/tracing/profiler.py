@@ -1,4 +1,4 @@
-"""Operations as torch's profiler shows them: ``asyncdist:all_reduce``, from the call to its end, whoever comes to that.
+"""Operations in torch's profiler: ``asyncdist:all_reduce``, from the call to its completion, on whichever thread that is.
 
 A profiler sees what the thread does that it was started in. One that goes on by itself ends on another thread; the
 profiler takes it for asynchronous, as gloo's, and counts no other operator as its part.
@@ -13,10 +13,10 @@ _exit = torch.ops.profiler._record_function_exit._RecordFunction
 
 
 def begin(op: str) -> object:
-    """Begin an operation's span; return what `end` takes."""
+    """Begin an operation's span; return the handle for `end`."""
     return _enter(f"asyncdist:{op}", None)
 
 
 def end(span: object) -> None:
-    """End a span, on any thread, also when the profiler has long been stopped."""
+    """End a span, on any thread, also after the profiler has stopped."""
     _exit(span)

@@ -1,7 +1,7 @@
 """The flight recorder: the last operations of one rank, cheap enough to be always on.
 
-When a group fails, `Recorder.dump` writes them as JSON into ``ASYNCDIST_DUMP_DIR``; on demand too, see `on_demand`.
-`story` reads what the ranks have written, and finds out who is stuck where.
+When a group fails, `Recorder.dump` writes them as JSON into ``ASYNCDIST_DUMP_DIR``; a signal requests a dump too (see
+`dump_signal`). `desync_report` reads the files of all ranks and reports which rank is stuck where.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ FILE_NAMES = "asyncdist-*-rank*.json"
 
 
 class Entry:
-    """One operation: who, what, and when on `time.perf_counter` (0.0: not yet).
+    """One operation: its call, and its times on `time.perf_counter` (0.0: not yet).
 
-    A message's ``peer`` is the member that it goes to or comes from, None if that is any; others need not have one.
+    A message's ``peer`` is the group rank that it goes to or comes from, None for any; collectives need not set it.
     """
 
     __slots__ = ("error", "fingerprint", "finished", "group", "issued", "nbytes", "op", "peer", "seq", "span")
@@ -52,7 +52,7 @@ class Entry:
         self.span = spans.begin(op) if profiler._is_profiler_enabled else None
 
     def finish(self, error: BaseException | None = None) -> None:
-        """Note that it is over, or has failed."""
+        """Record that the operation has completed or failed."""
         self.finished = time.perf_counter()
         if error is not None:
             self.error = str(error)
@@ -65,7 +65,7 @@ class Entry:
         return "failed" if self.error else "completed" if self.finished else "pending"
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the entry with its fingerprint spelled out, under our name: both ends of a message have the sender's."""
+        """Return the entry as JSON values, with its fingerprint as text under this rank's name for the call."""
         names = ("group", "op", "seq", "peer", "nbytes", "issued", "finished", "error")
         seen = {name: getattr(self, name, None) for name in names}
         believed = Fingerprint.unpack(self.fingerprint)
@@ -74,7 +74,7 @@ class Entry:
 
 
 class _Known(NamedTuple):
-    """What is known of a group beyond the operations kept: its ranks, and where it takes numbers for its collectives."""
+    """A group's ranks, and the counter that numbers its collectives."""
 
     ranks: Sequence[int]
     numbers: itertools.count[int]
@@ -82,14 +82,15 @@ class _Known(NamedTuple):
     @property
     def last(self) -> int:
         """The last number taken; 0 if none was."""
-        return int(repr(self.numbers)[len("count(") : -1]) - 1  # only so does a count show its next and not take it
+        # The representation is the only access to the next number that does not take it.
+        return int(repr(self.numbers)[len("count(") : -1]) - 1
 
 
 class Recorder:
-    """Keeps the last ``size`` operations of one rank in one world, and what its newest groups are.
+    """Keeps the last ``size`` operations of one rank in one world, and its newest groups.
 
-    So that recording costs next to nothing, nobody looks at what makes room. Who carries operations out knows which of them
-    are pending, and is asked when they are written: ``pending`` are the functions that say so, from any thread.
+    Recording appends to a ring buffer and evicts the oldest entry, pending or not. The functions in ``pending`` return the
+    pending operations of the executors; a dump calls them, from any thread.
     """
 
     def __init__(self, rank: int, world_size: int, size: int, world_id: str = "") -> None:
@@ -103,34 +104,35 @@ class Recorder:
 
     @property
     def last(self) -> Entry | None:
-        """The newest operation; None if there was none. From any thread."""
+        """The newest operation; None if there was none. Callable from any thread."""
         return self._entries[-1] if self._entries else None
 
     def add_group(self, name: str, ranks: Sequence[int], numbers: itertools.count[int]) -> None:
-        """Note which ranks a group has, and what numbers its collectives from 1 on; of as many groups as operations."""
+        """Register a group's ranks and the counter of its collectives, which starts at 1."""
         self._groups[name] = _Known(ranks, numbers)
         if len(self._groups) > (self._entries.maxlen or 0):
             del self._groups[next(iter(self._groups))]
 
     def fingerprint(self, group: str, key: bytes) -> int:
-        """Return what we believed a group's collective to be, from a message's key; 0 if it is long forgotten."""
+        """Return the recorded fingerprint of a group's collective, from a message's key; 0 if it was evicted."""
         number = int.from_bytes(key[8:12], "little")
-        for entry in reversed(list(self._entries)):  # other threads add to them
+        # The copy is needed because other threads append.
+        for entry in reversed(list(self._entries)):
             if entry.group == group and entry.seq & 0xFFFFFFFF == number and not is_message(entry.op):
                 return entry.fingerprint
         return 0
 
     def __iter__(self) -> Iterator[Entry]:
-        """Go through what is kept, and before that through what is older and still pending."""
+        """Iterate over older entries that are still pending, then over the recorded ones."""
         kept = list(self._entries)
         older = {entry for pending in list(self.pending) for entry in pending()}.difference(kept)
         return iter(sorted(older, key=lambda entry: entry.issued) + kept)
 
     def dump(self, folder: str, reason: str) -> str | None:
-        """Write what is kept to ``folder``; return the file's path, or None (and a line in the log) if that failed.
+        """Write the recorder to ``folder``; return the file's path, or None (and log an error) on failure.
 
-        A later dump of the same rank takes the place of the one before. Only the owner of this process can read the
-        file. A symbolic link that lies in the folder under the file's name is replaced, not followed.
+        A later dump of the same rank replaces the file. Only the owner of this process can read it. A symbolic link
+        under the file's name is replaced, not followed.
         """
         path = os.path.join(folder, f"asyncdist-{self.world_id[:8]}-rank{self.rank}.json")
         content = {
@@ -145,7 +147,7 @@ class Recorder:
             "groups": {name: {"ranks": list(of.ranks), "last": of.last} for name, of in list(self._groups.items())},
             "entries": [entry.as_dict() for entry in self],
         }
-        # A signal handler may dump while this thread does: each call has a file of its own.
+        # A signal handler may dump while this thread does, so each call writes its own file.
         unfinished = f"{path}.{secrets.token_hex(8)}"
         try:
             os.makedirs(folder, exist_ok=True)
@@ -166,5 +168,5 @@ class Recorder:
 
 
 def _create_private(path: str, flags: int) -> int:
-    """Create a file for its owner alone. Raises FileExistsError where anything, a symbolic link included, has the name."""
+    """Create a file readable by its owner only. Raises FileExistsError if the name exists, also as a symbolic link."""
     return os.open(path, flags | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)

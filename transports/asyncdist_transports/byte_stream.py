@@ -1,4 +1,7 @@
-"""Messages over a stream of bytes, a socket or a ring: out of a queue, and into whatever the inbox names."""
+"""Messages over a byte stream, a socket or a ring: from a send queue, and into the receives of a matching queue.
+
+`tcp` and `shm` use it. A frame is a header of `HEADER_NBYTES` bytes and a body (see `asyncdist.transport.wire_format`).
+"""
 
 from __future__ import annotations
 
@@ -9,16 +12,18 @@ from asyncdist.errors import ProtocolError
 from asyncdist.transport.base import DiscardReceive, Host, MatchingQueue, Outgoing, Receive
 from asyncdist.transport.wire_format import DATA, HEADER_NBYTES, KEY_NBYTES, KINDS, unpack_tail
 
-QUANTUM = 1 << 20  # bytes moved one way before the other way gets its turn
-NOTICE_NBYTES = 1 << 16  # longest body of an abort or goodbye
+# Bytes moved in one direction before the other direction gets its turn.
+QUANTUM = 1 << 20
+# Longest body of a control message.
+NOTICE_NBYTES = 1 << 16
 
 
 class Ended(Exception):
-    """The stream is over; ``reason`` in words."""
+    """The stream has ended; the message is the reason."""
 
 
 class FrameSink(Protocol):
-    """Takes bytes as far as there is room, like a non-blocking socket; BlockingIOError for none, OSError at its end."""
+    """Accepts bytes like a non-blocking socket: BlockingIOError if there is no space, OSError at the end."""
 
     def sendmsg(self, buffers: Any, /) -> int: ...
 
@@ -26,7 +31,7 @@ class FrameSink(Protocol):
 
 
 class Source(Protocol):
-    """What gives bytes as far as they have come, like a non-blocking socket; BlockingIOError for none."""
+    """Provides bytes like a non-blocking socket: BlockingIOError if there are none."""
 
     def recv_into(self, buffer: memoryview, nbytes: int, /) -> int: ...
 
@@ -34,17 +39,18 @@ class Source(Protocol):
 
 
 class Writer:
-    """The sending half: a queue of messages, the first of them perhaps partly gone."""
+    """The sending half: a queue of messages, of which the first may be partly sent."""
 
     __slots__ = ("_sock", "open", "queue")
 
     def __init__(self, sock: FrameSink, queue: deque[Outgoing]) -> None:
         self._sock = sock
-        self.open = False  # until the peer has proven itself, everything waits in the queue
+        # Messages wait in the queue until the peer has authenticated.
+        self.open = False
         self.queue = queue
 
     def send(self, message: Outgoing) -> bool:
-        """Send at once if nothing is before it; return True if all of it has left."""
+        """Send at once if the queue is empty; return whether all of the message was sent."""
         body = message.body
         if self.queue or not self.open:
             self.queue.append(message)
@@ -53,7 +59,8 @@ class Writer:
             message.sent = self._sock.sendmsg((message.header, body if len(body) <= QUANTUM else body[:QUANTUM]))
         except BlockingIOError:
             pass
-        except OSError:  # the reading half will find the end and report it, after what the peer still had to say
+        # The reading half reports the end, after the peer's last messages.
+        except OSError:
             pass
         if message.sent == HEADER_NBYTES + len(body):
             message.done = True
@@ -62,12 +69,13 @@ class Writer:
         return False
 
     def flush(self) -> bool:
-        """Send what can be sent, up to a quantum; return whether anything was."""
+        """Send up to a quantum; return whether anything was sent."""
         queue, budget = self.queue, QUANTUM
         try:
             while queue and budget > 0:
                 message = queue[0]
-                if message.done and not message.sent:  # given up before its first byte left
+                # Withdrawn before its first byte was sent.
+                if message.done and not message.sent:
                     queue.popleft()
                     continue
                 budget -= self._send_some(message)
@@ -92,7 +100,7 @@ class Writer:
 
 
 class Notice(Receive):
-    """An abort or goodbye: its body goes to the host rather than to an operation."""
+    """A control message (abort or goodbye), whose body goes to the host instead of an operation."""
 
     __slots__ = ("_bytes", "_host", "_kind")
 
@@ -108,11 +116,11 @@ class Notice(Receive):
 
 
 class Reader:
-    """The receiving half: a header, then its body into the receive that the inbox names, and again.
+    """The receiving half: reads a header, then the body into the receive that the inbox names, and repeats.
 
-    A header and the body that is expected behind it are read by one system call, the body straight to where it belongs
-    if the message is the expected one. If it is another, what was read of it is put back into ``_backlog`` and read
-    again from there. Without an ``inbox`` only notices are taken.
+    One system call reads a header and the expected body behind it, the body straight into its destination if the message is
+    the expected one. Otherwise the body's bytes are copied to ``_backlog`` and read again from there. Without an ``inbox``
+    only control messages are accepted.
     """
 
     __slots__ = (
@@ -137,29 +145,30 @@ class Reader:
 
     @property
     def blocked(self) -> bool:
-        """Whether a message waits on the wire because nobody has posted for it."""
+        """Whether a message waits on the wire because no receive is posted for it."""
         return self._blocked
 
     @property
     def eager(self) -> bool:
-        """Whether it is worth trying to read without being told that there is something."""
+        """Whether a read may succeed without a readiness event."""
         if self._blocked:
             return False
         return self._receive is not None or self._backlog is not None or bool(self._inbox and self._inbox.posted)
 
     @property
     def backlogged(self) -> bool:
-        """Whether bytes that have been read off the stream wait to be looked at."""
+        """Whether bytes that have been read off the stream are not parsed yet."""
         return self._backlog is not None
 
     def read(self) -> bool:
-        """Read what has come, up to a quantum; return whether anything had. Raises Ended and ProtocolError."""
+        """Read up to a quantum; return whether any byte was read. Raises Ended and ProtocolError."""
         budget = QUANTUM
         try:
             while budget > 0 and not self._blocked:
                 if self._receive is not None:
                     budget -= self._read_body()
-                elif budget == QUANTUM or self.eager:  # the first try is for whoever knows that something has come
+                # The first attempt is for callers that know that bytes have arrived.
+                elif budget == QUANTUM or self.eager:
                     budget -= self._read_head()
                 else:
                     break
@@ -170,7 +179,7 @@ class Reader:
         return budget < QUANTUM
 
     def resume(self, receive: Receive) -> None:
-        """Go on with the body of the message that was blocked."""
+        """Continue with the body of the blocked message."""
         self._blocked = False
         self._start(receive)
 
@@ -191,14 +200,14 @@ class Reader:
         return count
 
     def _begin(self, expected: Receive | None, beyond: int) -> None:
-        """A header is whole, and ``beyond`` bytes behind it lie in the expected receive's room: whose are they?"""
+        """Match a complete header, of whose body ``beyond`` bytes already lie in the expected receive's memory."""
         key = bytes(self._head_view[:KEY_NBYTES])
         fingerprint, nbytes, kind = unpack_tail(self._head)
         if kind not in KINDS or nbytes > (self._host.config.max_message_nbytes if kind == DATA else NOTICE_NBYTES):
             raise ProtocolError(f"a frame of kind {kind} that claims {nbytes} bytes: the stream is damaged")
         if kind == DATA:
             if self._inbox is None:
-                raise ProtocolError("a message came the wrong way")
+                raise ProtocolError("a data message on the side of the connection that carries only control messages")
             receive = self._inbox.arrive(key, fingerprint, nbytes)
         else:
             receive = Notice(self.peer, key, nbytes, kind, self._host)
@@ -226,7 +235,8 @@ class Reader:
     def _read_body(self) -> int:
         receive = self._receive
         assert receive is not None
-        if receive.done:  # given up while it came: its memory is no longer ours, the rest goes into the bin
+        # Withdrawn during the transfer: its memory belongs to the caller again, and the rest is discarded.
+        if receive.done:
             self._start(DiscardReceive(self.peer, receive.key, self._left))
         assert self._room is not None
         count = self._read_into(self._room)

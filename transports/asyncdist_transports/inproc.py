@@ -1,9 +1,9 @@
 """Messages between ranks of one process: the reference transport. Read this one first.
 
-Every rank of the process publishes a *mailbox*, a number in a table of this module. Sending posts an action to the
-peer's host, which under the peer's own lock shows the message to the peer's inbox and copies the bytes from the sender's
-memory straight into the receiver's. A message that nobody has posted for waits with its bytes in the sender's memory, so
-there is back-pressure without any buffer. When it has been copied, an action posted back tells the sender.
+Every rank of the process publishes a *mailbox*, a number in a table of this module. Sending posts an action to the peer's
+host. Under the peer's own lock the action matches the message with the peer's inbox and copies the bytes from the sender's
+memory straight into the receiver's. A message without a posted receive waits, with its bytes in the sender's memory, so
+there is back-pressure without any buffer. After the copy, an action posted back completes the sender's message.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _numbers = itertools.count(1)
 
 
 class InprocTransport(Transport):
-    """Ranks that share a process, in one event loop or in threads."""
+    """A transport for ranks that share a process, in one event loop or in threads."""
 
     name: ClassVar[str] = "inproc"
     preference: ClassVar[int] = 100
@@ -47,7 +47,8 @@ class InprocTransport(Transport):
         return InprocLink(peer, self, address["mailbox"])
 
     def advance(self, ready: Iterable[int] | None) -> bool:
-        return False  # everything moves in posted actions
+        # Everything moves in posted actions.
+        return False
 
     def waits(self) -> list[Wait]:
         return []
@@ -59,10 +60,10 @@ class InprocTransport(Transport):
         return peer in self._heard
 
     def forget(self, peer: int) -> None:
-        pass  # nothing comes between ranks of one process: who is lost has closed
+        """Do nothing: a lost rank of the same process has closed its mailbox."""
 
     def close(self) -> None:
-        """Say goodbye to all ranks of the world: also who only waits for us, and never heard of us, is to hear of it."""
+        """Send a goodbye to all ranks of the world, also to those that have received nothing from this rank yet."""
         if _mailboxes.pop(self._number, None) is None:
             return
         for receiver in list(_mailboxes.values()):
@@ -70,10 +71,10 @@ class InprocTransport(Transport):
                 goodbye = Outgoing(receiver.host.rank, pack_key(0, 0, 0), 0, memoryview(b""), None, GOODBYE)
                 receiver.host.post(Delivery(goodbye, self.host, receiver).arrive)
 
-    # -- what peers post to us; under our host's lock ------------------------------------------
+    # -- posted by peers, run under this host's lock -------------------------------------------
 
     def deliver(self, delivery: Delivery) -> None:
-        """Take a message, or leave it with its sender until somebody posts for it."""
+        """Receive a message, or leave it with its sender until a receive is posted for it."""
         if self._number not in _mailboxes:
             delivery.refuse()
             return
@@ -96,7 +97,7 @@ class InprocTransport(Transport):
 
 
 class InprocLink(Link):
-    """The way to a rank of the same process."""
+    """The link to a rank of the same process."""
 
     def __init__(self, peer: int, transport: InprocTransport, mailbox: int) -> None:
         super().__init__(peer)
@@ -117,7 +118,7 @@ class InprocLink(Link):
         return False
 
     def close(self) -> None:
-        """There is nothing to close: goodbyes are said to all at once."""
+        """Do nothing: `InprocTransport.close` sends all goodbyes."""
 
     def _post_lost(self) -> None:
         host, peer = self._transport.host, self.peer
@@ -125,7 +126,7 @@ class InprocLink(Link):
 
 
 class Delivery:
-    """A message on its way between two hosts of this process; when nobody has posted for it, it waits as `Blocked`."""
+    """A message on its way between two hosts of this process; without a posted receive it is a `StalledMessage`."""
 
     __slots__ = ("_receiver", "_sender", "fingerprint", "key", "message", "nbytes", "peer")
 
@@ -141,7 +142,7 @@ class Delivery:
         self._receiver.deliver(self)
 
     def resume(self, receive: Receive) -> None:
-        """Copy the bytes, unless the sender has given the message up meanwhile."""
+        """Copy the bytes, unless the sender has withdrawn the message."""
         if not self.message.done:
             copy_into(self.message.body, receive)
             if not receive.done:

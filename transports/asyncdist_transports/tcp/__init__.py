@@ -1,8 +1,8 @@
-"""Messages over TCP: non-blocking sockets, read straight into the posted memory and written straight out of the sender's.
+"""Messages over TCP: non-blocking sockets that read into the posted memory and write from the sender's memory.
 
-A connection carries one way: who opens it writes messages, who accepted it reads them, so that two ranks which first
-speak at the same moment have nothing to agree on. The way back carries only notices (abort, goodbye), and by its end
-tells the writer that the reader is gone. ``lanes`` connections make one link; a message's part chooses its lane.
+A connection carries data one way: the dialing side sends, the accepting side receives, so two ranks that first send to each
+other at the same moment have nothing to negotiate. The way back carries only control messages (abort, goodbye), and its end
+tells the sender that the receiver is gone. ``lanes`` connections make one link; a message's part selects its lane.
 """
 
 from asyncdist_transports.tcp.transport import TcpTransport

@@ -1,4 +1,4 @@
-"""A connection from its first packet to its last: opened or accepted, proven, used, ended."""
+"""One TCP connection of a rank: opened or accepted, authenticated, used, closed. `transport` owns the connections."""
 
 from __future__ import annotations
 
@@ -25,17 +25,19 @@ from asyncdist_transports.byte_stream import Ended, Reader, Writer
 Connected = socket.socket | TlsSocket
 READ, WRITE = select.POLLIN, select.POLLOUT
 HELLO = struct.Struct("<IHxx")  # rank, lane
-_KEPT_WAITING = 1.0  # seconds
-_LAST_BYTES_TIMEOUT = 1.0  # seconds
+# Seconds after which a handshake counts as kept waiting by a peer that does not drive its transport.
+_KEPT_WAITING = 1.0
+# Seconds that a TLS socket gets to send its last bytes.
+_LAST_BYTES_TIMEOUT = 1.0
 
 
 def purpose(host: Host) -> str:
-    """Return what a connection of this world proves itself for; one world's proof is worth nothing in another."""
+    """Return the purpose that a connection's proof is bound to, so that it is not valid in another world."""
     return f"peer of world {host.world_id}"
 
 
 class Outbound:
-    """A connection that we open to write to a peer."""
+    """A connection that this rank opens to send to a peer."""
 
     def __init__(
         self, peer: int, lane: int, where: tuple[str, int], host: Host, tls: ssl.SSLContext | None = None
@@ -45,7 +47,8 @@ class Outbound:
         self._lane = lane
         self._where = where
         self._host = host
-        self.queue: deque[Outgoing] = deque()  # messages that wait to be sent
+        # Messages that wait to be sent.
+        self.queue: deque[Outgoing] = deque()
         self.closed = False
         self._sock = self._new_socket()
         self._begin()
@@ -57,7 +60,7 @@ class Outbound:
         return TlsSocket(sock, self._tls, serves=False, name=self._where[0] if self._tls.check_hostname else None)
 
     def begin_again(self) -> None:
-        """Connect once more: the peer gave us up before we had said anything."""
+        """Connect again, after the peer closed the connection before any message was sent."""
         self._host.retire(cast(socket.socket, self._sock))
         self._sock = self._new_socket()
         self._begin()
@@ -74,7 +77,7 @@ class Outbound:
 
     @property
     def kept_waiting(self) -> bool:
-        """Whether the handshake took so long, as it does where nobody drives, that its end means nothing."""
+        """Whether the handshake has taken so long, for example because no thread drives the peer, that its end is ambiguous."""
         patience = min(self._host.config.handshake_timeout, _KEPT_WAITING)
         return not self.established and self._proving is not None and monotonic() - self._since >= patience
 
@@ -93,7 +96,7 @@ class Outbound:
         return bool(self.queue) or _is_unsent(self._sock)
 
     def pump(self, ready: bool) -> bool:
-        """Connect, prove, flush, and if the socket is ready listen for notices. Raises Ended and AsyncdistError."""
+        """Connect, authenticate, send, and read control messages if the socket is ready. Raises Ended and AsyncdistError."""
         if not self.established:
             return self._establish()
         try:
@@ -101,15 +104,16 @@ class Outbound:
                 return self._reader.read() if ready else False
             moved = self.writer.flush() if self.queue else False
         except Ended:
-            self._reader.read()  # the peer may have said why it went
+            # The peer may have sent the reason.
+            self._reader.read()
             raise
         return (self._reader.read() or moved) if ready else moved
 
     @property
     def trouble(self) -> str:
-        """What there is to say while nobody has answered our packets, be it with a refusal; else empty.
+        """Describe a connection whose packets no host has answered, not even with a refusal; else empty.
 
-        A peer that has not come to accept us is no trouble: its kernel answers.
+        A peer that has not accepted the connection yet is no problem: its kernel answers.
         """
         if self.established or self.closed or select_writable(self._sock):
             return ""
@@ -139,12 +143,12 @@ class Outbound:
                     self._sock.secure()
                     self._securing = False
                 steps = dial(self._host.config.token, purpose(self._host), secrets.token_bytes(NONCE_NBYTES))
-                self._proving = HandshakeDriver(
-                    steps, self._sock.sendall
-                )  # a few dozen bytes on an empty socket buffer
+                # A few dozen bytes on an empty socket buffer do not block.
+                self._proving = HandshakeDriver(steps, self._sock.sendall)
             _prove(self._sock, self._proving)
             if self.kept_waiting:
-                self._reader.read()  # raises Ended if the peer has given us up
+                # Raises Ended if the peer has closed the connection.
+                self._reader.read()
             self._sock.sendall(HELLO.pack(self._host.rank, self._lane))
         except BlockingIOError:
             return False
@@ -162,7 +166,7 @@ class Outbound:
 
 
 class Inbound:
-    """A connection that somebody opened to write to us: nobody in particular until it has proven itself."""
+    """A connection that another process opened to send to this rank. Its peer is unknown until it has authenticated."""
 
     def __init__(
         self,
@@ -176,7 +180,8 @@ class Inbound:
         self._host = host
         self._proven = proven
         self.peer: int | None = None
-        self.established = True  # as soon as the peer is known
+        # In effect as soon as the peer is known.
+        self.established = True
         steps = accept(host.config.token, purpose(host), secrets.token_bytes(NONCE_NBYTES))
         self._proving = HandshakeDriver(steps, self._sock.sendall)
         self._hello = bytearray()
@@ -197,7 +202,7 @@ class Inbound:
         return reader is not None and reader.eager
 
     def pump(self, ready: bool) -> bool:
-        """Prove, then read; raises Ended and AsyncdistError."""
+        """Authenticate the peer, then read; raises Ended and AsyncdistError."""
         if self._reader is not None:
             return _read_all(self._sock, self._reader)
         try:
@@ -229,13 +234,13 @@ class Inbound:
 
 
 def _prove(sock: Connected, proving: HandshakeDriver) -> None:
-    """Go through a handshake to its end, and take nothing beyond. Raises what it does, Ended, and BlockingIOError."""
+    """Run a handshake to its end without reading beyond it. Raises the handshake's errors, Ended and BlockingIOError."""
     while not proving.done:
         proving.feed(_come(sock, proving.missing))
 
 
 def _come(sock: Connected, nbytes: int) -> bytes:
-    """Return what has come, up to ``nbytes``. Raises Ended, BlockingIOError and OSError."""
+    """Return up to ``nbytes`` received bytes. Raises Ended, BlockingIOError and OSError."""
     chunk = sock.recv(nbytes)
     if not chunk:
         raise Ended("connection closed during the handshake")
@@ -243,7 +248,7 @@ def _come(sock: Connected, nbytes: int) -> bytes:
 
 
 def _read_all(sock: Connected, reader: Reader) -> bool:
-    """Read, and go on as long as there is something that no poll would tell of."""
+    """Read until no decrypted bytes are left, which no poll would report."""
     moved = reader.read()
     if isinstance(sock, TlsSocket):
         while sock.unread and not reader.blocked and reader.read():
@@ -252,12 +257,12 @@ def _read_all(sock: Connected, reader: Reader) -> bool:
 
 
 def _is_unsent(sock: Connected) -> bool:
-    """Say whether a socket holds what it has taken."""
+    """Return whether a TLS socket holds encrypted bytes that are not sent yet."""
     return isinstance(sock, TlsSocket) and sock.unsent
 
 
 def _flushed(sock: TlsSocket) -> bool:
-    """Have a socket send what it holds; return whether it could. Raises Ended."""
+    """Send the bytes that a TLS socket holds; return whether all were sent. Raises Ended."""
     try:
         sock.flush()
     except BlockingIOError:
@@ -285,18 +290,19 @@ def _new_socket(address: str) -> socket.socket:
 
 
 def prepare(sock: socket.socket) -> None:
-    """Set the options that every connection has, and keep it from forked children."""
+    """Set the options of every connection, and close it in forked children."""
     lifecycle.close_in_children(sock)
     sock.setblocking(False)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 6)):
-        if hasattr(socket, option):  # a host that vanished without a word is noticed within 40 s
+        # A host that vanishes is noticed within 40 s.
+        if hasattr(socket, option):
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
 def select_writable(sock: Connected) -> bool:
-    """Return whether a connect has come to an end, well or badly."""
+    """Return whether a connect has completed, with success or with an error."""
     poll = select.poll()
     poll.register(sock, WRITE)
     return bool(poll.poll(0))

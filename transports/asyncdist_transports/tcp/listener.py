@@ -1,4 +1,4 @@
-"""Where a rank is called: takes connections as they come, also when descriptors run out."""
+"""The listening socket of a rank: accepts connections, also when the process runs out of descriptors. Used by `transport`."""
 
 from __future__ import annotations
 
@@ -16,13 +16,16 @@ from asyncdist.transport.base import Host
 
 log = logging.getLogger("asyncdist.tcp")
 
-_BACKLOG = 4096  # a whole world may call within a second; the kernel caps it
-_AT_A_TIME = 256  # tries, before connections that exist and deadlines have their turn
-_PAUSE = 1.0  # seconds after an error that the next try would most likely meet too
+# All ranks of a world may connect within a second; the kernel caps the value.
+_BACKLOG = 4096
+# Accepts in one go, before existing connections and timers get their turn.
+_AT_A_TIME = 256
+# Seconds to pause after an error that an immediate retry would most likely meet again.
+_PAUSE = 1.0
 
 
 class Listener:
-    """A listening socket at a free port of ``where``; AddressError if this machine has no such address."""
+    """A listening socket at a free port of the address ``where``; AddressError if this machine has no such address."""
 
     def __init__(self, where: str) -> None:
         self._socket = sock = socket.socket(socket.AF_INET6 if ":" in where else socket.AF_INET, socket.SOCK_STREAM)
@@ -39,14 +42,14 @@ class Listener:
         self.port: int = sock.getsockname()[1]
         self._spare: int | None = os.open(os.devnull, os.O_RDONLY)
         self.paused = False
-        """Whether an error keeps the listener from taking connections for a while."""
+        """Whether the listener pauses after an error."""
         self._reported: int | None = None
 
     def fileno(self) -> int:
         return self._socket.fileno()
 
     def take(self, host: Host) -> Iterator[socket.socket]:
-        """Yield connections that wait to be taken; pause after an error that is not about one connection alone."""
+        """Yield the pending connections; pause after an error that does not concern one connection alone."""
         if self.paused:
             return
         for _ in range(_AT_A_TIME):
@@ -60,7 +63,7 @@ class Listener:
                 if not (is_exhausted(cause) and self._turn_away()):
                     self._pause(host, cause)
                     return
-                log.error("turned a connection away: %s; raise the limit on open files (ulimit -n)", cause)
+                log.error("rejected a connection: %s; raise the limit on open files (ulimit -n)", cause)
             else:
                 self._reported = None
                 yield sock
@@ -83,7 +86,7 @@ class Listener:
         self.paused = False
 
     def _turn_away(self) -> bool:
-        """Take a connection with the descriptor kept for this, and close it: left waiting, it would wake us each time."""
+        """Accept and close a connection with the spare descriptor; left pending, it would wake the poll each time."""
         if self._spare is None:
             with contextlib.suppress(OSError):
                 self._spare = os.open(os.devnull, os.O_RDONLY)
@@ -92,7 +95,8 @@ class Listener:
         self._spare = None
         try:
             self._socket.accept()[0].close()
-        except OSError:  # there was none, or another thread took the descriptor
+        # No connection was pending, or another thread took the descriptor.
+        except OSError:
             return False
         finally:
             with contextlib.suppress(OSError):
@@ -100,7 +104,7 @@ class Listener:
         return True
 
     def close(self, host: Host) -> None:
-        """Take no more connections."""
+        """Stop listening."""
         host.timers.cancel(self)
         host.retire(self._socket)
         if self._spare is not None:

@@ -1,4 +1,7 @@
-"""The TCP transport of one rank: its listener, and every connection that it has opened or accepted."""
+"""The TCP transport of one rank: its listener, and every connection that it has opened or accepted.
+
+`asyncdist.transport.registry` loads `TcpTransport`; the engine's endpoint drives it through the `Transport` contract.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +21,12 @@ from asyncdist_transports.tcp.listener import Listener
 
 log = logging.getLogger("asyncdist.tcp")
 
-_MOST_STRANGERS = 256  # connections beside those of all peers that may be about to prove themselves
+# Unauthenticated connections allowed in addition to those of all peers.
+_MOST_STRANGERS = 256
 
 
 class TcpTransport(Transport):
-    """Non-blocking TCP sockets, driven by whoever drives the world."""
+    """Non-blocking TCP sockets, driven by the thread or loop that drives the world."""
 
     name: ClassVar[str] = "tcp"
     preference: ClassVar[int] = 10
@@ -31,7 +35,8 @@ class TcpTransport(Transport):
         super().__init__(host)
         self._listener: Listener | None = None
         self._connections: dict[int, Inbound | Outbound] = {}
-        self._strangers: dict[Inbound, None] = {}  # the oldest first
+        # The oldest first.
+        self._strangers: dict[Inbound, None] = {}
         contexts = tls.rank_contexts(host.config)
         self._accepting = contexts[0] if contexts else None
         self._dialling = contexts[1] if contexts else None
@@ -40,7 +45,7 @@ class TcpTransport(Transport):
     def probe(cls) -> str | None:
         return None
 
-    # -- coming and going ----------------------------------------------------------------------
+    # -- opening and closing -------------------------------------------------------------------
 
     def listen(self, where: str) -> dict[str, Any]:
         self._listener = Listener(where)
@@ -53,17 +58,17 @@ class TcpTransport(Transport):
         return TcpLink(peer, (address["host"], address["port"]), self)
 
     def open(self, peer: int, lane: int, where: tuple[str, int]) -> Outbound:
-        """Begin to open one lane to a peer."""
+        """Start to open one lane to a peer."""
         connection = Outbound(peer, lane, where, self.host, self._dialling)
         self._connections[connection.fileno()] = connection
         return connection
 
     def hears(self, peer: int) -> bool:
-        """Return whether the peer has a connection to us, by whose end we would learn that it died."""
+        """Return whether the peer has a connection to this rank, whose end would report the peer's death."""
         return any(c.peer == peer for c in self._connections.values() if isinstance(c, Inbound))
 
     def forget(self, peer: int) -> None:
-        # Who reaches us though we do not reach it is told why on the way that it has; not where we broke off ourselves.
+        # A peer that reaches this rank, but is not reached by it, is told the reason over its own connection.
         unreached = isinstance(self.host.gone(peer), PeerLostError)
         for connection in [c for c in self._connections.values() if c.peer == peer]:
             self.drop(connection, say_goodbye=unreached and isinstance(connection, Inbound))
@@ -76,13 +81,13 @@ class TcpTransport(Transport):
             self.drop(connection, say_goodbye=True)
 
     def drop(self, connection: Inbound | Outbound, *, say_goodbye: bool) -> None:
-        """Close a connection and forget it."""
+        """Close a connection and remove it."""
         self._connections.pop(connection.fileno(), None)
         connection.close(say_goodbye=say_goodbye)
         if isinstance(connection, Inbound):
             self._no_stranger(connection)
 
-    # -- moving --------------------------------------------------------------------------------
+    # -- moving bytes --------------------------------------------------------------------------
 
     def advance(self, ready: Iterable[int] | None) -> bool:
         moved = False
@@ -106,13 +111,15 @@ class TcpTransport(Transport):
         return waits
 
     def busy(self) -> bool:
-        for connection in list(self._connections.values()):  # asked without the lock too
+        # Called without the driver lock too, hence the copy.
+        for connection in list(self._connections.values()):
             if type(connection) is Outbound and (connection.queue or (self._dialling is not None and connection.eager)):
                 return True
         return False
 
     def _pump(self, connection: Inbound | Outbound, ready: bool) -> bool:
-        if connection.closed:  # with the peer that another connection has just been found to have lost
+        # Another connection's error may have closed it.
+        if connection.closed:
             return False
         try:
             return connection.pump(ready)
@@ -136,14 +143,15 @@ class TcpTransport(Transport):
             log.warning("refused a connection: %s", reason)
         elif for_good or (connection.established and not self._may_say_more(peer)):
             self.host.lost(peer, reason)
-        else:  # what explains it may lie on another connection, or come from another rank
+        # Another connection or another rank may deliver the reason.
+        else:
             self.host.doubt(peer, reason)
 
     def _may_say_more(self, peer: int) -> bool:
-        """Return whether a connection is left that is the peer's, or may turn out to be once it has proven itself."""
+        """Return whether a connection is left that belongs to the peer, or may turn out to after authentication."""
         return bool(self._strangers) or any(c.peer == peer for c in self._connections.values())
 
-    # -- strangers -----------------------------------------------------------------------------
+    # -- unauthenticated connections -----------------------------------------------------------
 
     def _accept(self) -> bool:
         assert self._listener is not None
@@ -162,12 +170,13 @@ class TcpTransport(Transport):
         return moved
 
     def _overdue(self, stranger: Inbound) -> None:
-        self._pump(stranger, True)  # its proof may have come while nobody looked
+        # The proof may have arrived since the last read.
+        self._pump(stranger, True)
         if stranger in self._strangers:
             self._ended(stranger, "it did not prove itself in time")
 
     def _no_stranger(self, connection: Inbound) -> None:
-        """Note that a connection has proven itself, or is gone."""
+        """Stop the timer of a connection that has authenticated, or is closed."""
         if connection in self._strangers:
             del self._strangers[connection]
             self.host.timers.cancel(connection)
