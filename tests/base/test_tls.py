@@ -126,9 +126,10 @@ async def test_a_store_that_hangs_up_a_few_times_is_tried_again(monkeypatch):
         def admit(connection):
             nonlocal dialled
             dialled += 1
-            return dialled % 4 == 0 and StoreServer.admit(server, connection)
+            return dialled % 4 == 0 and admitted(connection)
 
-        monkeypatch.setattr(server, "admit", admit)
+        admitted = server.admission.admit
+        monkeypatch.setattr(server.admission, "admit", admit)
         async with await connect(server, config()) as store:
             await store.set("k", b"v")
         await asyncio.to_thread(lambda: TCPStore("127.0.0.1", server.port, timeout=LONG, config=config()).close())

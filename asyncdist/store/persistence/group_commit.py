@@ -15,18 +15,16 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
+from asyncdist.config import Config
 from asyncdist.errors import JournalError
 from asyncdist.store.persistence.change_log import ChangeLog
 from asyncdist.store.persistence.journal import Journal
 from asyncdist.store.protocol.codec import message_limit
+from asyncdist.store.state.machine import StoreState
 from asyncdist.store.state.model import Contents
-from asyncdist.store.state.sessions import ClientSession
-
-if TYPE_CHECKING:
-    from asyncdist.store.server.connection import ServerConnection
-    from asyncdist.store.server.server import StoreServer
+from asyncdist.store.state.sessions import ClientSession, SessionTable
 
 logger = logging.getLogger(__name__)
 
@@ -51,10 +49,39 @@ class Fsync(StrEnum):
     """When the kernel likes; it is the kernel's before it is acknowledged, and survives the daemon."""
 
 
+class ReplyReceiver(Protocol):
+    """A connection whose replies wait until what they tell of is written."""
+
+    def release(self, data: Any) -> None:
+        """Send data that was held."""
+
+    def settle(self) -> None:
+        """Continue after all data that was held has been sent."""
+
+
+class JournaledServer(Protocol):
+    """What a journal needs of the server whose state it keeps."""
+
+    config: Config
+    limit: int
+    lineage: str
+    members: SessionTable
+    state: StoreState
+
+    def pause_reading(self) -> None:
+        """Read no more requests."""
+
+    def resume_reading(self) -> None:
+        """Read requests again."""
+
+    def drop_all(self) -> None:
+        """Abort all connections."""
+
+
 class GroupCommit:
     """The journal of one server. ``failure`` is done, with a JournalError, when it cannot be written any more."""
 
-    def __init__(self, server: StoreServer, journal: Journal, policy: Fsync) -> None:
+    def __init__(self, server: JournaledServer, journal: Journal, policy: Fsync) -> None:
         self.journal = journal
         self.policy = policy
         self.book = ChangeLog(max_nbytes=server.config.store_max_nbytes, wake=self._wake)
@@ -63,7 +90,7 @@ class GroupCommit:
         self.failure: asyncio.Future[None] = self._loop.create_future()
         self.failure.add_done_callback(lambda failure: failure.cancelled() or failure.exception())
         self.num_commits = self.num_snapshots = 0
-        self._held: list[tuple[ServerConnection, bytes]] = []
+        self._held: list[tuple[ReplyReceiver, bytes]] = []
         self._writing: asyncio.Future[Any] | None = None
         self._syncing: asyncio.Future[Any] | None = None
         self._snapshot: asyncio.Future[Any] | None = None
@@ -77,7 +104,7 @@ class GroupCommit:
         self._look: asyncio.TimerHandle | None = None
 
     @classmethod
-    async def open(cls, server: StoreServer, folder: Path, policy: Fsync) -> GroupCommit:
+    async def open(cls, server: JournaledServer, folder: Path, policy: Fsync) -> GroupCommit:
         """Put what ``folder`` holds into the server's state, and from now on its changes there. Raises JournalError."""
         journal = await asyncio.to_thread(Journal, folder, compact_nbytes=server.config.store_compact_nbytes)
         durability = cls(server, journal, policy)
@@ -109,8 +136,8 @@ class GroupCommit:
         """Whether replies have to wait: something changed that is not written yet, as the policy has it."""
         return self._writing is not None or self.book.pending or self.failure.done()
 
-    def hold(self, connection: ServerConnection, data: bytes) -> None:
-        """Keep what is to be sent until all that has changed so far is written; then `ServerConnection.release` gets it."""
+    def hold(self, connection: ReplyReceiver, data: bytes) -> None:
+        """Keep what is to be sent until all that has changed so far is written; then `ReplyReceiver.release` gets it."""
         self._held.append((connection, data))
 
     # -- writing ----------------------------------------------------------------------------------
@@ -165,7 +192,7 @@ class GroupCommit:
         return self.journal.rotate() if rotate else 0
 
     def _written(
-        self, held: list[tuple[ServerConnection, bytes]], contents: Contents | None, job: asyncio.Future[int]
+        self, held: list[tuple[ReplyReceiver, bytes]], contents: Contents | None, job: asyncio.Future[int]
     ) -> None:
         self._writing = None
         if self._look is not None:
@@ -185,7 +212,7 @@ class GroupCommit:
             self._choked = False
             self._server.resume_reading()
 
-    def _release(self, held: list[tuple[ServerConnection, bytes]]) -> None:
+    def _release(self, held: list[tuple[ReplyReceiver, bytes]]) -> None:
         """Send what tells of nothing but what is written."""
         for connection, data in held:
             connection.release(data)

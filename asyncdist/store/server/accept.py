@@ -8,9 +8,12 @@ transport is handed to a session and the lobby forgotten.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
-from typing import TYPE_CHECKING, cast
+import ssl
+from collections.abc import Callable
+from typing import Protocol, cast
 
 from asyncdist.base.auth import NONCE_NBYTES, WANTS_TLS, HandshakeDriver, accept
 from asyncdist.base.network import is_loopback
@@ -20,14 +23,99 @@ from asyncdist.store.client.connect import tune
 from asyncdist.store.protocol import c10d as c10d_wire
 from asyncdist.store.protocol.codec import hello
 from asyncdist.store.protocol.operations import Reply
-from asyncdist.store.server.c10d_session import C10dSession
+from asyncdist.store.server.c10d_session import C10dContext, C10dSession
 from asyncdist.store.server.connection import ServerConnection, peer_name
-from asyncdist.store.server.session import Session
+from asyncdist.store.server.session import Session, SessionContext
 
-if TYPE_CHECKING:
-    from asyncdist.store.server.server import StoreServer
+logger = logging.getLogger("asyncdist.store.server.server")
 
 _C10D_OPENING = bytes([c10d_wire.Code.VALIDATE]) + c10d_wire.U32.pack(c10d_wire.MAGIC)
+
+
+class Admission:
+    """The connections of one server.
+
+    Args:
+        max_connections: How many connections may be open at a time.
+        dismiss: Releases what a connection has open; called before an evicted connection is aborted.
+    """
+
+    def __init__(self, max_connections: int, dismiss: Callable[[ServerConnection], None]) -> None:
+        self.max_connections = max_connections
+        self.connections: set[ServerConnection] = set()
+        self.num_admitted = self.num_refused = 0
+        self._dismiss = dismiss
+        self._unauthenticated: dict[ServerConnection, None] = {}  # the oldest first
+        self._warned = False
+        self._closed = False
+
+    @property
+    def num_unauthenticated(self) -> int:
+        """How many connections have not authenticated yet."""
+        return len(self._unauthenticated)
+
+    def close(self) -> None:
+        """Admit no further connection."""
+        self._closed = True
+
+    def admit(self, connection: ServerConnection) -> bool:
+        """Add a new connection; return False when the server is full or closes.
+
+        A full server evicts its oldest unauthenticated connection to make room.
+        """
+        # The event loop may deliver a connection one iteration after the listener was closed.
+        if self._closed:
+            return False
+        if len(self.connections) >= self.max_connections:
+            self.count_overflow()
+            if not self._unauthenticated:
+                return False
+            self.evict_oldest_unauthenticated()
+        else:
+            self._warned = False
+        self.num_admitted += 1
+        self.connections.add(connection)
+        self._unauthenticated[connection] = None
+        return True
+
+    def replace(self, before: ServerConnection, now: ServerConnection) -> None:
+        """Replace a pending connection by the session that serves the same socket."""
+        self.remove(before)
+        self.connections.add(now)
+
+    def remove(self, connection: ServerConnection) -> None:
+        """Remove a connection that has ended."""
+        self.connections.discard(connection)
+        self._unauthenticated.pop(connection, None)
+
+    def evict_oldest_unauthenticated(self) -> None:
+        """Drop the connection that has had the most time to authenticate: a client does so at once."""
+        oldest = next(iter(self._unauthenticated))
+        self._dismiss(oldest)
+        oldest.abort()
+
+    def count_refusal(self) -> None:
+        """Count a connection that was refused or dropped."""
+        self.num_refused += 1
+
+    def count_overflow(self) -> None:
+        """Count a connection that found the server full, and log the first one of a row."""
+        if not self._warned:
+            logger.warning(
+                "the store has %d connections and refuses more: ASYNCDIST_STORE_MAX_CONNECTIONS raises the limit",
+                self.max_connections,
+            )
+        self.count_refusal()
+        self._warned = True
+
+
+class PendingContext(SessionContext, C10dContext, Protocol):
+    """What a pending connection needs of its server: also what the session needs that it becomes."""
+
+    admission: Admission
+    c10d: C10d
+    tls: ssl.SSLContext | None
+    token: str | None
 
 
 class PendingConnection(ServerConnection):
@@ -35,7 +123,9 @@ class PendingConnection(ServerConnection):
 
     __slots__ = ("_begun", "_greeting", "_hurry", "_local", "_private")
 
-    def __init__(self, server: StoreServer) -> None:
+    _server: PendingContext
+
+    def __init__(self, server: PendingContext) -> None:
         super().__init__(server)
         self._begun = b""
         self._greeting: HandshakeDriver | None = None
@@ -49,12 +139,12 @@ class PendingConnection(ServerConnection):
         self.peer = peer_name(address)
         through_file = sock.family == socket.AF_UNIX
         if address is None and not through_file:  # it is gone already: what it has sent may be from anywhere
-            self._server.num_refused += 1
+            self._server.count_refusal()
             self.abort()
             return
         self._local = through_file or is_loopback(address[0])
         self._private = through_file or transport.get_extra_info("sslcontext") is not None
-        if not self._server.admit(self):
+        if not self._server.admission.admit(self):
             self.abort()
             return
         tune(sock)
@@ -101,7 +191,7 @@ class PendingConnection(ServerConnection):
     def _hand_over(self, session: ServerConnection, rest: bytes) -> None:
         assert self._transport is not None
         self._settle()
-        self._server.replace(self, session)
+        self._server.admission.replace(self, session)
         self._transport.set_protocol(session)
         self._transport = None
         session.data_received(rest)

@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from typing import Final, Protocol
 
+from asyncdist.config import Config
 from asyncdist.errors import ProtocolError
 from asyncdist.store.protocol import c10d
 from asyncdist.store.protocol.c10d import I64, U32, U64, Answer, Code, Decoder, Request, vector
 from asyncdist.store.protocol.operations import Op, Reply
-from asyncdist.store.server.connection import BATCH_NBYTES, ServerConnection
+from asyncdist.store.server.connection import BATCH_NBYTES, ConnectionContext, ServerConnection
+from asyncdist.store.server.fast_path import EpollFastPath
 from asyncdist.store.state.machine import HANDLERS, StoreState
 from asyncdist.store.state.model import BLOCKED, RequestRefused
-
-if TYPE_CHECKING:
-    from asyncdist.store.server.server import StoreServer
 
 _SET, _MULTI_SET, _APPEND = HANDLERS[Op.SET], HANDLERS[Op.MULTI_SET], HANDLERS[Op.APPEND]
 _ADD, _COMPARE_SET, _DELETE_KEY = HANDLERS[Op.ADD], HANDLERS[Op.COMPARE_SET], HANDLERS[Op.DELETE_KEY]
@@ -33,12 +32,26 @@ _NOBODY: Final = (None, 0)
 _NOTHING: Final = vector(b"")
 
 
+class C10dContext(ConnectionContext, Protocol):
+    """What a session of torch's protocol needs of its server."""
+
+    config: Config
+    state: StoreState
+    shortcuts: EpollFastPath
+    num_requests: int
+
+    def deliver(self, replies: list[Reply], asking: ServerConnection | None) -> None:
+        """Put replies into the connections that they are for."""
+
+
 class C10dSession(ServerConnection):
     """One client that speaks torch's format."""
 
     __slots__ = ("_decoder", "_last", "_state", "_todo", "_waiting")
 
-    def __init__(self, server: StoreServer, transport: asyncio.Transport, peer: str) -> None:
+    _server: C10dContext
+
+    def __init__(self, server: C10dContext, transport: asyncio.Transport, peer: str) -> None:
         super().__init__(server, server.shortcuts.take(transport, self.hear), peer)
         self._state = server.state
         self._decoder = Decoder(server.config.store_max_value_nbytes, server.limit)

@@ -10,14 +10,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from asyncdist.base import lifecycle
 from asyncdist.errors import AuthenticationError, ProtocolError
+from asyncdist.store.persistence.group_commit import GroupCommit
 from asyncdist.store.protocol.operations import Reply
-
-if TYPE_CHECKING:
-    from asyncdist.store.server.server import StoreServer
 
 logger = logging.getLogger("asyncdist.store.server.server")
 
@@ -25,6 +23,23 @@ BATCH_NBYTES = 256 << 10
 """Replies are handed to the socket at the latest when there are so many bytes of them."""
 BACKLOG_NBYTES = 64 << 20
 """What may wait for a reader, above one frame, before it is given up as too slow."""
+
+
+class ConnectionContext(Protocol):
+    """What a connection needs of its server."""
+
+    durability: GroupCommit | None
+    halted: bool
+    limit: int
+
+    def heard(self, client: object) -> None:
+        """Tell the busy poll that a client has sent something."""
+
+    def dismiss(self, connection: ServerConnection) -> None:
+        """Release everything that an ended connection has open."""
+
+    def count_refusal(self) -> None:
+        """Count a connection that is refused or dropped."""
 
 
 class ServerConnection(asyncio.Protocol, ABC):
@@ -44,7 +59,7 @@ class ServerConnection(asyncio.Protocol, ABC):
         "peer",
     )
 
-    def __init__(self, server: StoreServer, transport: asyncio.Transport | None = None, peer: str = "?") -> None:
+    def __init__(self, server: ConnectionContext, transport: asyncio.Transport | None = None, peer: str = "?") -> None:
         self.peer = peer
         self._server = server
         self._transport = transport
@@ -194,7 +209,7 @@ class ServerConnection(asyncio.Protocol, ABC):
         waiting = self._unasked_nbytes
         if waiting > self._server.limit + BACKLOG_NBYTES:
             logger.warning("store: %s does not read (%d bytes wait for it); it is disconnected", self.peer, waiting)
-            self._server.num_refused += 1
+            self._server.count_refusal()
             self.abort()
 
     # -- ends -------------------------------------------------------------------------------------
@@ -202,7 +217,7 @@ class ServerConnection(asyncio.Protocol, ABC):
     def refuse(self, why: str) -> None:
         """Say why in the log, and hang up when what has been put has been sent."""
         logger.warning("store: refused %s: %s", self.peer, why)
-        self._server.num_refused += 1
+        self._server.count_refusal()
         self.finish()
 
     def fail(self) -> None:

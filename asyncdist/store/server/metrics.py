@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from asyncdist.base import lifecycle
 from asyncdist.errors import UsageError
 from asyncdist.store.server import listener
-from asyncdist.store.server.status import MEANINGS, figures
-
-if TYPE_CHECKING:
-    from asyncdist.store.server.server import StoreServer
+from asyncdist.store.server.status import MEANINGS, StatusSource, figures
 
 TIMEOUT = 10.0
 """Seconds that one who connects has for its request, and for taking the answer."""
@@ -28,7 +25,7 @@ _CONNECTIONS = 32
 class Metrics:
     """The port. Make one with `start`, `close` it."""
 
-    def __init__(self, store: StoreServer, registry: Any, render: Any) -> None:
+    def __init__(self, store: StatusSource, registry: Any, render: Any) -> None:
         self.port = 0
         self._store = store
         self._registry = registry
@@ -37,7 +34,7 @@ class Metrics:
         self._visits: set[asyncio.Task[None]] = set()
 
     @classmethod
-    async def start(cls, store: StoreServer, host: str, port: int) -> Metrics:
+    async def start(cls, store: StatusSource, host: str, port: int) -> Metrics:
         """Listen at ``host`` and ``port``. Raises UsageError without prometheus-client, AddressError for the port."""
         check_available()
         from prometheus_client import CollectorRegistry, generate_latest
@@ -116,7 +113,7 @@ def _response(status: str, body: bytes, kind: str = "text/plain; charset=utf-8")
 class _Collector:
     """Reads the figures when they are asked for."""
 
-    def __init__(self, store: StoreServer) -> None:
+    def __init__(self, store: StatusSource) -> None:
         self._store = store
 
     def collect(self) -> Iterable[Any]:

@@ -1,69 +1,87 @@
-"""Doors of a server: ports of its own, behind each of which there is an empty store.
+"""Scoped ports of a store server: each has an empty store behind it, and closes with the connection that opened it.
 
-Clients of torch's TCPStore know a host and a port, and no namespaces: what two jobs, or two starts of one, write there
-would mix. So whoever starts them has a door opened for them, and all it gives them is its port. The door, and what was
-stored behind it, goes when its opener is gone.
+Clients of torch's TCPStore address a store by host and port and know no namespaces, so the keys of two jobs would mix.
+The launcher of a job opens a scoped port and gives its workers that port. `StoreServer` owns one `ScopedStores` and
+passes in how to start another server, so that this module does not import the server.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Protocol
 
 from asyncdist.errors import AddressError
 from asyncdist.store.protocol.operations import OperationKind, Reason, Reply
 from asyncdist.store.server.connection import ServerConnection
 
-if TYPE_CHECKING:
-    from asyncdist.store.server.server import StoreServer
+
+class ScopedStore(Protocol):
+    """A server behind a scoped port."""
+
+    port: int
+
+    async def close(self) -> None:
+        """Close the port and delete what is stored behind it."""
 
 
 class ScopedStores:
-    """The doors that clients of one server have opened."""
+    """The scoped ports that clients of one server have opened.
 
-    def __init__(self, server: StoreServer) -> None:
-        self._server = server
-        self._open: dict[int, tuple[ServerConnection, StoreServer]] = {}
+    Args:
+        start: Starts a server with an empty store on a free port.
+        serves: Returns whether a connection is still open.
+        send: Sends a reply to the connection that it is for.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[], Awaitable[ScopedStore]],
+        serves: Callable[[ServerConnection], bool],
+        send: Callable[[Reply], None],
+    ) -> None:
+        self._start = start
+        self._serves = serves
+        self._send = send
+        self._open: dict[int, tuple[ServerConnection, ScopedStore]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     def open(self, client: ServerConnection, request: int) -> None:
-        """Open a door; the reply follows when that is done."""
-        self._begin(self._open_for(client, request))
+        """Open a scoped port for ``client``; the reply, the port's number, follows."""
+        self._spawn(self._open_for(client, request))
 
-    def leave(self, client: ServerConnection) -> None:
-        """A client is gone: close its doors."""
+    def release(self, client: ServerConnection) -> None:
+        """Close the scoped ports of a connection that has ended."""
         for port in [port for port, (owner, _) in self._open.items() if owner is client]:
-            self._begin(self._shut(port))
+            self._spawn(self._close_port(port))
 
     async def close(self) -> None:
-        """Close all doors."""
+        """Close all scoped ports."""
         while self._tasks:
             await asyncio.wait(self._tasks)
         for port in list(self._open):
-            await self._shut(port)
+            await self._close_port(port)
 
-    def _begin(self, coroutine: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def _open_for(self, client: ServerConnection, request: int) -> None:
-        server = self._server
         try:
-            behind = await type(server).start(server.host, 0, token=server.token, config=server.config)
+            store = await self._start()
         except AddressError as error:
             text = f"the daemon cannot open another port: {error}"
-            if server.serves(client):
-                server.deliver([Reply(client, request, OperationKind.REFUSED, (Reason.INVALID, text))], None)
+            if self._serves(client):
+                self._send(Reply(client, request, OperationKind.REFUSED, (Reason.INVALID, text)))
             return
-        self._open[behind.port] = (client, behind)
-        if server.serves(client):
-            server.deliver([Reply(client, request, OperationKind.RESULT, behind.port)], None)
+        self._open[store.port] = (client, store)
+        if self._serves(client):
+            self._send(Reply(client, request, OperationKind.RESULT, store.port))
         else:
-            await self._shut(behind.port)
+            await self._close_port(store.port)
 
-    async def _shut(self, port: int) -> None:
-        _, behind = self._open.pop(port, (None, None))
-        if behind is not None:
-            await behind.close()
+    async def _close_port(self, port: int) -> None:
+        _, store = self._open.pop(port, (None, None))
+        if store is not None:
+            await store.close()

@@ -32,8 +32,8 @@ from asyncdist.store.protocol.c10d import RequestCache
 from asyncdist.store.protocol.chunking import LONG_NBYTES, ChunkedMessage, answer_piece, weight
 from asyncdist.store.protocol.codec import Encoder, message_limit
 from asyncdist.store.protocol.operations import OperationKind, Reason, Reply
-from asyncdist.store.server import listener
-from asyncdist.store.server.accept import PendingConnection
+from asyncdist.store.server import listener, status
+from asyncdist.store.server.accept import Admission, PendingConnection
 from asyncdist.store.server.busy_poll import AdaptiveBusyPoll
 from asyncdist.store.server.c10d_session import at_once
 from asyncdist.store.server.connection import ServerConnection
@@ -69,17 +69,14 @@ class StoreServer:
         self.attention: AdaptiveBusyPoll | None = None
         self._loop = asyncio.get_running_loop()
         self._servers: list[asyncio.Server | SniffingListener] = []
-        self._connections: set[ServerConnection] = set()
-        self._strangers: dict[ServerConnection, None] = {}  # those that have proven nothing yet, the oldest first
+        self.admission = Admission(config.store_max_connections, self.dismiss)
         self._emptied: asyncio.Future[None] | None = None
-        self._crowded = False
-        self._over = False
         self.halted = False
         """Whether nothing is read from anyone for now, and of what has been read no more is done than is begun."""
         self.started = time.monotonic()
-        self.num_admitted = self.num_refused = self.num_requests = 0
+        self.num_requests = 0
         self.pack = Encoder().pack
-        self.doors = ScopedStores(self)
+        self.doors = ScopedStores(self._start_scoped, self.serves, lambda reply: self.deliver([reply], None))
         self.shortcuts = EpollFastPath(self._loop, RequestCache(at_once(self.state)), self.answered)
         self.members = SessionTable()
         self.lineage = secrets.token_hex(8)
@@ -146,7 +143,11 @@ class StoreServer:
         sock.setblocking(False)
         if self.tls is not None and _is_tcp(sock):
             sock.listen(listener.BACKLOG)
-            self._servers.append(SniffingListener(self, sock, self.tls, lambda: PendingConnection(self)))
+            self._servers.append(
+                SniffingListener(
+                    self.admission, sock, self.tls, lambda: PendingConnection(self), self.config.handshake_timeout
+                )
+            )
             return
         make = self._loop.create_server if _is_tcp(sock) else self._loop.create_unix_server
         made = await make(lambda: PendingConnection(self), sock=sock, backlog=listener.BACKLOG)
@@ -154,12 +155,12 @@ class StoreServer:
 
     async def close(self) -> None:
         """Stop listening and drop every connection; returns when they are gone. May be called again."""
-        self._over = True
+        self.admission.close()
         await self.doors.close()
         for server in self._servers:
             server.close()
         self.drop_all()
-        if self._connections:
+        if self.admission.connections:
             self._emptied = self._emptied or self._loop.create_future()
             await asyncio.shield(self._emptied)
         self.shortcuts.close()
@@ -175,7 +176,7 @@ class StoreServer:
 
     async def drain(self, timeout: float) -> None:
         """Take nobody and do nothing more, and return when every reply has been sent, or after ``timeout`` seconds."""
-        self._over = True
+        self.admission.close()
         for server in self._servers:
             server.close()
         self.pause_reading()
@@ -183,9 +184,9 @@ class StoreServer:
             async with asyncio.timeout(timeout):
                 if self.durability is not None:
                     await self.durability.flush()
-                for connection in list(self._connections):
+                for connection in list(self.admission.connections):
                     connection.finish()
-                if self._connections:
+                if self.admission.connections:
                     self._emptied = self._emptied or self._loop.create_future()
                     await asyncio.shield(self._emptied)
 
@@ -197,6 +198,9 @@ class StoreServer:
         elif self.config.store_max_nbytes:
             self.book = self.state.ledger = self.members.ledger = ChangeLog(max_nbytes=self.config.store_max_nbytes)
 
+    async def _start_scoped(self) -> StoreServer:
+        return await type(self).start(self.host, 0, token=self.token, config=self.config)
+
     async def __aenter__(self) -> StoreServer:
         return self
 
@@ -206,89 +210,53 @@ class StoreServer:
     def pause_reading(self) -> None:
         """Read nothing from anyone for now."""
         self.halted = True
-        for connection in self._connections:
+        for connection in self.admission.connections:
             connection.pause_reading()
 
     def resume_reading(self) -> None:
         """Go on reading."""
         self.halted = False
-        for connection in list(self._connections):
+        for connection in list(self.admission.connections):
             connection.resume_reading()
 
     def drop_all(self) -> None:
         """Drop every connection with whatever waits in it."""
-        for connection in list(self._connections):
+        for connection in list(self.admission.connections):
             connection.abort()
 
     @property
     def num_connections(self) -> int:
-        return len(self._connections)
+        return len(self.admission.connections)
 
     def serves(self, connection: ServerConnection) -> bool:
         """Whether a connection is still there."""
-        return connection in self._connections
+        return connection in self.admission.connections
 
     # -- for connections --------------------------------------------------------------------------
 
-    def admit(self, connection: ServerConnection) -> bool:
-        """Take a new connection in, or say that there are too many, or that we are closing."""
-        if self._over:  # a loop hands over what it has accepted a turn later: whoever came in then would wait for ever
-            return False
-        if len(self._connections) >= self.most_connections:
-            self.note_crowd()
-            if not self._strangers:
-                return False
-            self.evict_oldest_unauthenticated()
-        else:
-            self._crowded = False
-        self.num_admitted += 1
-        self._connections.add(connection)
-        self._strangers[connection] = None
-        return True
+    def count_refusal(self) -> None:
+        """Count a connection that is refused or dropped."""
+        self.admission.count_refusal()
 
-    @property
-    def most_connections(self) -> int:
-        return self.config.store_max_connections
+    def open_scoped_port(self, connection: ServerConnection, request: int) -> None:
+        """Open a port with an empty store behind it, which closes with ``connection``; the reply follows."""
+        self.doors.open(connection, request)
 
-    @property
-    def num_strangers(self) -> int:
-        """How many connections have proven nothing yet."""
-        return len(self._strangers)
-
-    def evict_oldest_unauthenticated(self) -> None:
-        """Drop who has had longest to prove itself: those who can do so at once."""
-        oldest = next(iter(self._strangers))
-        self.dismiss(oldest)
-        oldest.abort()
-
-    def note_crowd(self) -> None:
-        """A connection is refused because there are too many."""
-        if not self._crowded:
-            logger.warning(
-                "the store has %d connections and refuses more: ASYNCDIST_STORE_MAX_CONNECTIONS raises the limit",
-                self.most_connections,
-            )
-        self.num_refused += 1
-        self._crowded = True
-
-    def replace(self, before: ServerConnection, now: ServerConnection) -> None:
-        """A connection goes on as another one."""
-        self._connections.discard(before)
-        self._strangers.pop(before, None)
-        self._connections.add(now)
+    def status(self) -> dict[str, Any]:
+        """Return what ``asyncdist store status`` shows."""
+        return status.status(self)
 
     def dismiss(self, connection: ServerConnection) -> None:
         """A connection is gone: give up what it had open."""
-        if connection not in self._connections:
+        if connection not in self.admission.connections:
             return
-        self._connections.discard(connection)
-        self._strangers.pop(connection, None)
+        self.admission.remove(connection)
         self.deliver(self.state.leave(connection), None)
-        self.doors.leave(connection)
+        self.doors.release(connection)
         if isinstance(connection, Session) and connection.member is not None:
             self.members.lost(connection.member, connection, time.monotonic())
             self._watch_leases()
-        if not self._connections and self._emptied is not None and not self._emptied.done():
+        if not self.admission.connections and self._emptied is not None and not self._emptied.done():
             self._emptied.set_result(None)
 
     def heard(self, client: object) -> None:

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from asyncdist.errors import ProtocolError
+from asyncdist.store.persistence.change_log import ChangeLog
 from asyncdist.store.protocol.chunk_sender import ChunkSender
 from asyncdist.store.protocol.chunking import FRAME_NBYTES, LONG_NBYTES, ChunkedMessage, Reassembler, answer_piece
 from asyncdist.store.protocol.codec import TOGETHER_NBYTES, FrameParser, decode_request, framed, messages_in
@@ -28,13 +29,39 @@ from asyncdist.store.protocol.operations import (
     Reason,
     Reply,
 )
-from asyncdist.store.server.connection import BACKLOG_NBYTES, ServerConnection
-from asyncdist.store.server.status import status
+from asyncdist.store.server.connection import BACKLOG_NBYTES, ConnectionContext, ServerConnection
+from asyncdist.store.state.machine import StoreState
 from asyncdist.store.state.model import RequestRefused
 from asyncdist.store.state.sessions import ClientSession
 
-if TYPE_CHECKING:
-    from asyncdist.store.server.server import StoreServer
+
+class SessionContext(ConnectionContext, Protocol):
+    """What a session of the store's own protocol needs of its server."""
+
+    state: StoreState
+    book: ChangeLog | None
+    num_requests: int
+
+    def pack(self, message: tuple[Any, ...], /) -> bytes:
+        """Encode one message."""
+
+    def encode(self, reply: Reply) -> bytes | ChunkedMessage:
+        """Return the message of a reply."""
+
+    def deliver(self, replies: list[Reply], asking: ServerConnection | None) -> None:
+        """Put replies into the connections that they are for."""
+
+    def resume(self, connection: Session, identity: bytes, lease: int) -> tuple[str, bool, bool]:
+        """Bind a connection to the client session ``identity``."""
+
+    def part(self, connection: Session) -> None:
+        """Close the client session of a connection."""
+
+    def open_scoped_port(self, connection: ServerConnection, request: int) -> None:
+        """Open a port with an empty store behind it; the reply follows."""
+
+    def status(self) -> dict[str, Any]:
+        """Return what ``asyncdist store status`` shows."""
 
 
 class Session(ServerConnection):
@@ -54,7 +81,9 @@ class Session(ServerConnection):
         "member",
     )
 
-    def __init__(self, server: StoreServer, transport: asyncio.Transport, peer: str) -> None:
+    _server: SessionContext
+
+    def __init__(self, server: SessionContext, transport: asyncio.Transport, peer: str) -> None:
         super().__init__(server, transport, peer)
         self._parser = FrameParser(FRAME_NBYTES)
         self._arriving = Reassembler(server.limit)
@@ -176,12 +205,12 @@ class Session(ServerConnection):
             if self.member is not None:
                 self.member.received(*args)
         elif op is Op.STATUS:
-            server.deliver([Reply(self, request, OperationKind.RESULT, status(server))], self)
+            server.deliver([Reply(self, request, OperationKind.RESULT, server.status())], self)
         elif op is Op.LEAVE:
             server.deliver(server.state.leave(self), self)
             server.part(self)
         elif op is Op.OPEN_DOOR:
-            server.doors.open(self, request)
+            server.open_scoped_port(self, request)
         else:
             raise ProtocolError("a piece of a message that has no other")
 

@@ -4,12 +4,29 @@ from __future__ import annotations
 
 import os
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from asyncdist.base.version import VERSION
+from asyncdist.config import Config
+from asyncdist.store.persistence.change_log import ChangeLog
+from asyncdist.store.persistence.group_commit import GroupCommit
+from asyncdist.store.server.accept import Admission
+from asyncdist.store.state.machine import StoreState
+from asyncdist.store.state.sessions import SessionTable
 
-if TYPE_CHECKING:
-    from asyncdist.store.server.server import StoreServer
+
+class StatusSource(Protocol):
+    """What the figures are read from: a server."""
+
+    admission: Admission
+    book: ChangeLog | None
+    config: Config
+    durability: GroupCommit | None
+    members: SessionTable
+    num_requests: int
+    started: float
+    state: StoreState
+
 
 MEANINGS = {
     "uptime_seconds": "seconds since the server was started",
@@ -31,15 +48,15 @@ MEANINGS = {
 """Every figure by its name, with its meaning; those that end in ``_total`` only grow."""
 
 
-def figures(server: StoreServer) -> dict[str, float]:
+def figures(server: StatusSource) -> dict[str, float]:
     """Return those figures that this server has."""
     state = server.state
     found: dict[str, float] = {
         "uptime_seconds": time.monotonic() - server.started,
-        "connections": server.num_connections,
+        "connections": len(server.admission.connections),
         "connections_limit": server.config.store_max_connections,
-        "connections_total": server.num_admitted,
-        "refusals_total": server.num_refused,
+        "connections_total": server.admission.num_admitted,
+        "refusals_total": server.admission.num_refused,
         "requests_total": server.num_requests,
         "clients": len(server.members),
         "keys": state.num_keys,
@@ -57,7 +74,7 @@ def figures(server: StoreServer) -> dict[str, float]:
     return found
 
 
-def status(server: StoreServer) -> dict[str, Any]:
+def status(server: StatusSource) -> dict[str, Any]:
     """Return the figures, and what is no figure."""
     durability = server.durability
     words = {

@@ -11,15 +11,12 @@ import logging
 import socket
 import ssl
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from asyncdist.base import lifecycle
 from asyncdist.base.descriptors import is_gone
 from asyncdist.base.tls import handshake_error
+from asyncdist.store.server.accept import Admission
 from asyncdist.store.server.connection import peer_name
-
-if TYPE_CHECKING:
-    from asyncdist.store.server.server import StoreServer
 
 logger = logging.getLogger("asyncdist.store.server.server")
 
@@ -31,9 +28,15 @@ class SniffingListener:
     """Takes connections as an `asyncio.Server` does, and closes like one."""
 
     def __init__(
-        self, server: StoreServer, sock: socket.socket, context: ssl.SSLContext, make: Callable[[], asyncio.Protocol]
+        self,
+        admission: Admission,
+        sock: socket.socket,
+        context: ssl.SSLContext,
+        make: Callable[[], asyncio.Protocol],
+        handshake_timeout: float,
     ) -> None:
-        self._server = server
+        self._admission = admission
+        self._handshake_timeout = handshake_timeout
         self._sock = sock
         self._context = context
         self._make = make
@@ -70,20 +73,21 @@ class SniffingListener:
                 self._loop.remove_reader(self._sock.fileno())  # for a moment: others may let go of descriptors
                 self._loop.call_later(1.0, self._accept_again)
                 return
-            if len(self._silent) + len(self._entering) + self._server.num_connections >= self._server.most_connections:
-                self._server.note_crowd()
+            admission = self._admission
+            num_open = len(self._silent) + len(self._entering) + len(admission.connections)
+            if num_open >= admission.max_connections:
+                admission.count_overflow()
                 if not self._make_room():
                     sock.close()
                     continue
             lifecycle.close_in_children(sock)
             sock.setblocking(False)
-            timeout = self._server.config.handshake_timeout
-            self._silent[sock] = self._loop.call_later(timeout, self._too_late, sock)
+            self._silent[sock] = self._loop.call_later(self._handshake_timeout, self._too_late, sock)
             self._loop.add_reader(sock.fileno(), self._look, sock, peer)
 
     def _make_room(self) -> bool:
         """Have the oldest of those who have proven nothing make room, of the kind of which there are most."""
-        kinds = (len(self._silent), len(self._entering), self._server.num_strangers)
+        kinds = (len(self._silent), len(self._entering), self._admission.num_unauthenticated)
         most = max(kinds)
         if most == 0:
             return False
@@ -92,7 +96,7 @@ class SniffingListener:
         elif kinds[1] == most:
             next(iter(self._entering)).cancel()
         else:
-            self._server.evict_oldest_unauthenticated()
+            self._admission.evict_oldest_unauthenticated()
         return True
 
     def _accept_again(self) -> None:
@@ -116,7 +120,7 @@ class SniffingListener:
         entering.add_done_callback(lambda entering: self._entering.pop(entering))
 
     async def _enter(self, sock: socket.socket, peer: object, *, tls: bool) -> None:
-        timeout = self._server.config.handshake_timeout if tls else None
+        timeout = self._handshake_timeout if tls else None
         try:
             await self._loop.connect_accepted_socket(
                 self._make, sock, ssl=self._context if tls else None, ssl_handshake_timeout=timeout
@@ -127,7 +131,7 @@ class SniffingListener:
             self._refuse(peer, f"it hung up during the TLS handshake ({error})")
 
     def _refuse(self, peer: object, why: str) -> None:
-        self._server.num_refused += 1
+        self._admission.count_refusal()
         logger.warning("store: refused %s: %s", peer_name(peer), why)
 
     def _too_late(self, sock: socket.socket) -> None:

@@ -315,7 +315,7 @@ def test_a_server_that_stops_reading_and_answering(threads):
     """Even a request that can be neither sent nor answered ends with its timeout."""
     server = background_loop().run(StoreServer.start("127.0.0.1", 0))
     other = TCPStore("127.0.0.1", server.port, timeout=LONG, config=Config(store_reconnect=0))
-    (connection,) = server._connections
+    (connection,) = server.admission.connections
     background_loop().call(connection._transport.pause_reading)
     other.set_timeout(UNIT)
     with pytest.raises(StoreTimeoutError):

@@ -298,7 +298,7 @@ async def test_replies_without_numbers_keep_their_order_behind_a_slow_disk(tmp_p
         for key, nbytes in sizes.items():
             await store.set(key.decode()[1:], b"v" * nbytes)
         with await asyncio.to_thread(Peer, server.port) as peer:
-            (session,) = [each for each in server._connections if isinstance(each, C10dSession)]
+            (session,) = [each for each in server.admission.connections if isinstance(each, C10dSession)]
             disk.stop()
             peer.send(Code.SET, b"/x", b"v")
             for key in (b"/k0", b"/k1"):
@@ -321,7 +321,7 @@ async def test_replies_that_wait_are_not_kept_without_limit(tmp_path, disk, even
         first = asyncio.ensure_future(store.set("k", b"v"))
         await eventually(lambda: disk.syncs > before)
         gets = [asyncio.ensure_future(store.get("large")) for _ in range(20)]
-        (connection,) = server._connections
+        (connection,) = server.admission.connections
         await eventually(lambda: connection._held_nbytes)
         assert await asyncio.wait_for(asyncio.sleep(0.05, "the loop turns"), LONG)
         assert connection._held_nbytes < 3 << 20  # one reply beyond the limit
@@ -475,7 +475,7 @@ async def test_draining_gives_up_on_who_does_not_read(tmp_path, eventually: Even
             peer.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)  # or the kernel may take it all for it
             for _ in range(50):
                 peer.send(Code.GET, b"/large")
-            await eventually(lambda: any(each._write_paused for each in server._connections))
+            await eventually(lambda: any(each._write_paused for each in server.admission.connections))
             await server.drain(0.05)
             assert server.num_connections == 1
 

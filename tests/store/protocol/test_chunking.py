@@ -291,7 +291,9 @@ def test_threads_are_told_that_there_is_no_room():
 
 def arriving_nbytes(server: StoreServer) -> int:
     """Return how much of values that are not whole a server holds."""
-    return sum(connection._arriving.nbytes for connection in server._connections if isinstance(connection, Session))
+    return sum(
+        connection._arriving.nbytes for connection in server.admission.connections if isinstance(connection, Session)
+    )
 
 
 async def test_half_a_value_leaves_nothing_when_its_client_goes(strict, eventually):
@@ -334,7 +336,7 @@ async def test_a_large_reply_that_nobody_waits_for_any_more_is_broken_off(server
         await eventually(lambda: arriving.nbytes > 0)
         getting.cancel()
         await eventually(lambda: arriving.nbytes == 0)
-    (session,) = server._connections
+    (session,) = server.admission.connections
     assert not session._carrier.busy
     assert not session._in_line
     assert session._in_line_nbytes == 0

@@ -195,7 +195,7 @@ async def test_what_others_said_before_they_reset_their_connection_is_not_done(s
     monkeypatch.setattr(accept, "is_loopback", lambda host: False)
     for _ in range(20):
         reset(server.port, HELLO[:5] + encode(Code.SET, b"/k", b"v"))
-    await eventually(lambda: server.num_refused == 20)
+    await eventually(lambda: server.admission.num_refused == 20)
     assert await store.check(["k"]) is False
 
 
@@ -316,8 +316,8 @@ async def test_one_who_asks_and_does_not_read_is_made_to_wait(server, store, cal
     async with call() as caller:
         caller.writer.transport.pause_reading()
         caller.writer.write(encode(Code.GET, b"/k") * 40 + encode(Code.ADD, b"/n", 1))
-        await eventually(lambda: any(connection._paused for connection in server._connections))
-        (slow,) = [connection for connection in server._connections if connection._paused]
+        await eventually(lambda: any(connection._paused for connection in server.admission.connections))
+        (slow,) = [connection for connection in server.admission.connections if connection._paused]
         assert slow._transport.get_write_buffer_size() < 4 << 20
         assert await store.check(["n"]) is False
         caller.writer.transport.resume_reading()
@@ -335,12 +335,12 @@ async def test_one_who_asks_for_much_is_not_dropped_when_what_it_waits_for_comes
     async with call() as caller:
         caller.writer.transport.pause_reading()
         caller.writer.write(encode(Code.WAIT, [b"/late"]) + encode(Code.LIST_KEYS))
-        await eventually(lambda: any(connection._paused for connection in server._connections))
+        await eventually(lambda: any(connection._paused for connection in server.admission.connections))
         await store.set("late", b"")
         caller.writer.transport.resume_reading()
         listed_nbytes = 8 + count * (8 + 1 + name_nbytes)
         assert (await caller.hear(listed_nbytes + 1))[listed_nbytes:] == STOP_WAITING
-    assert server.num_refused == 0
+    assert server.admission.num_refused == 0
 
 
 # -- many ------------------------------------------------------------------------------------------

@@ -117,7 +117,7 @@ def test_one_that_goes_is_forgotten_at_once(server, peers, reset):
 def test_one_that_is_put_out_in_the_turn_in_which_it_speaks(server, peers):
     """Its socket's number may be another's before its words are read."""
     speaking, other = peers[:2]
-    sessions = {session.peer: session for session in server._connections}
+    sessions = {session.peer: session for session in server.admission.connections}
     session = sessions["{}:{}".format(*speaking.sock.getsockname())]
 
     def put_out():
@@ -164,7 +164,7 @@ def test_a_mistake_of_ours_ends_one_and_no_other(server, peers, monkeypatch, cap
 
 
 def test_who_goes_the_short_way(server, peers):
-    short = {type(session._transport) is FastPathConnection for session in server._connections}
+    short = {type(session._transport) is FastPathConnection for session in server.admission.connections}
     assert short == {hasattr(select, "epoll")}
 
 

@@ -148,7 +148,7 @@ async def test_what_a_client_that_has_come_back_asked_before_is_left_to_its_new_
     await earlier.send(frame(2, Op.ADD, "n", 1))
     await eventually(lambda: session.unfinished)
     later = await Peer.proven(server)
-    (new,) = server._connections - {session}
+    (new,) = server.admission.connections - {session}
     server.resume(new, b"identity", 1000)
     session.resume_writing()
     assert server.state.peek("n") is None
@@ -162,7 +162,7 @@ async def test_a_client_that_vanishes_in_the_middle_of_a_frame(server, store, ca
     peer = await Peer.proven(server)
     with caplog.at_level(logging.INFO, LOGGER):
         await peer.send(frame(1, Op.SET, "k", bytes(1000))[:500])
-        await eventually(lambda: any(c.unfinished for c in server._connections))
+        await eventually(lambda: any(c.unfinished for c in server.admission.connections))
         await peer.leave()
         await eventually(lambda: server.num_connections == 1)
     assert "vanished in the middle of a request" in caplog.text
@@ -261,8 +261,8 @@ async def test_one_who_asks_and_does_not_read_is_made_to_wait(server, store, eve
     peer = await Peer.proven(server)
     peer.writer.transport.pause_reading()
     peer.writer.write(b"".join(frame(number, Op.GET, "k") for number in range(1, 201)))
-    await eventually(lambda: any(connection._paused for connection in server._connections))
-    (slow,) = [connection for connection in server._connections if connection._paused]
+    await eventually(lambda: any(connection._paused for connection in server.admission.connections))
+    (slow,) = [connection for connection in server.admission.connections if connection._paused]
     assert slow._transport.get_write_buffer_size() < 4 << 20
     assert not slow._transport.is_reading()
     assert await store.add("n", 1) == 1
@@ -289,7 +289,7 @@ async def test_one_who_asks_for_much_at_once_is_not_dropped(server, store, monke
         await store.set(key, bytes(1 << 20))
     values = await asyncio.gather(*(store.get(key, timeout=LONG) for key in "abc"))
     assert [len(value) for value in values] == [1 << 20] * 3
-    assert server.num_refused == 0
+    assert server.admission.num_refused == 0
 
 
 @pytest.fixture
@@ -403,14 +403,14 @@ async def test_one_who_asks_for_much_is_not_dropped_when_others_have_news_for_it
         store._line.link._transport.pause_reading()
         await other.set("late", bytes(nbytes))
         early = [store.get("there", timeout=LONG) for _ in range(count)]
-        await eventually(lambda: any(connection._paused for connection in server._connections))
+        await eventually(lambda: any(connection._paused for connection in server.admission.connections))
         for number in range(10):
             await other.set("heartbeat", str(number))
         store._line.link._transport.resume_reading()
         assert {len(value) for value in await asyncio.gather(*late, *early)} == {nbytes}
         while await anext(heartbeat) != b"9":
             pass
-    assert server.num_refused == 0
+    assert server.admission.num_refused == 0
 
 
 @pytest.mark.parametrize("nbytes", [LONG_NBYTES - 100, 1 << 19])

@@ -68,7 +68,7 @@ async def test_who_has_proven_itself_is_not_put_out(eventually):
         ]
         with socket.create_connection(("127.0.0.1", server.port)) as stranger:
             stranger.settimeout(LONG)
-            await eventually(lambda: server.num_refused == 1)
+            await eventually(lambda: server.admission.num_refused == 1)
             with contextlib.suppress(ConnectionResetError):
                 assert await asyncio.to_thread(stranger.recv, 1) == b""
         for store in stores:
@@ -83,7 +83,7 @@ async def test_connections_that_are_reset_at_once_are_counted_and_cost_no_traceb
             with socket.create_connection(("127.0.0.1", server.port)) as stranger:
                 stranger.sendall(said)
                 stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        await eventually(lambda: server.num_refused == 20 or "never retrieved" in caplog.text)
+        await eventually(lambda: server.admission.num_refused == 20 or "never retrieved" in caplog.text)
         gc.collect()
-        assert server.num_refused == 20
+        assert server.admission.num_refused == 20
         assert "Traceback" not in caplog.text
