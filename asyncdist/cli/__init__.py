@@ -1,4 +1,4 @@
-"""The command line. It starts fast: torch is imported by the commands that need it, when they do."""
+"""The command line ``asyncdist``. Its modules import torch inside the commands that need it, so that it starts fast."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class _Failure(click.ClickException):
 
 
 class _Main(click.Group):
-    """Shows the sentence of our errors and exits with 2; with 1 after a failed benchmark."""
+    """Prints the message of an `AsyncdistError` and exits with status 2, or 1 after a failed benchmark."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Have `bench store` measure the store, where `bench` with other names measures collectives."""
+        """Resolve `bench store` to the store's benchmark; `bench` with any other argument measures collectives."""
         if args[:2] == ["bench", "store"]:
             return "bench store", bench_store, args[2:]
         return super().resolve_command(ctx, args)
@@ -42,9 +42,9 @@ class _Main(click.Group):
 @click.group(cls=_Main, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, prog_name="asyncdist")
 def main() -> None:
-    """Collectives for PyTorch that you can await: the store, the benchmark, what there is here, and who is stuck where.
+    """Tools of asyncdist, a communication runtime for distributed PyTorch.
 
-    Settings come from ASYNCDIST_* variables; `asyncdist info` lists them all.
+    Every setting is an environment variable ASYNCDIST_*; `asyncdist info` lists all of them.
     """
 
 

@@ -1,4 +1,4 @@
-"""``python -m asyncdist.cli``: the same as ``asyncdist``."""
+"""Run the command line with ``python -m asyncdist.cli``."""
 
 from asyncdist.cli import main
 

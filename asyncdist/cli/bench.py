@@ -1,4 +1,4 @@
-"""``asyncdist bench``: measure ours beside gloo, Open MPI and plain sockets."""
+"""``asyncdist bench``: measure asyncdist, gloo, Open MPI and plain sockets in one run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _AVAILABLE = "available"
 
 
 def _rivals(ctx: click.Context, param: click.Parameter, value: str) -> tuple[str, ...]:
-    """Read names of rivals; "available" stands for all that are installed, and says who is not."""
+    """Read names of rivals; "available" means every installed one, and reports those that are not installed."""
     asked = list_options.names_among((*RIVALS, _AVAILABLE))(ctx, param, value)
     if _AVAILABLE not in asked:
         return asked
@@ -50,15 +50,15 @@ def _given_sizes(ctx: click.Context, param: click.Parameter, value: str | None) 
 
 
 def _transports(ctx: click.Context, param: click.Parameter, value: str) -> tuple[str, ...]:
-    """Read names of transports, each of which is a key of the results."""
+    """Read names of transports. The name of each further transport is its key in the results."""
     asked = list_options.words(value)
     taken = [name for name in asked[1:] if name in CONTENDERS]
     if not asked or taken:
-        raise click.BadParameter(f"{taken[0]!r} is no transport" if taken else "name at least one")
+        raise click.BadParameter(f"{taken[0]!r} is not a transport" if taken else "name at least one transport")
     return asked
 
 
-@click.command(short_help="Measure collectives, beside gloo, Open MPI and plain sockets in the same run.")
+@click.command(short_help="Measure collectives against gloo, Open MPI and plain sockets in the same run.")
 @click.argument(
     "collectives",
     nargs=-1,
@@ -70,31 +70,32 @@ def _transports(ctx: click.Context, param: click.Parameter, value: str) -> tuple
     default=2,
     show_default=True,
     type=click.IntRange(1, 64),
-    help="Rank processes to start, two at least unless on devices.",
+    help="Number of rank processes to start: at least 2 on the CPU.",
 )
-@click.option("--sizes", callback=_given_sizes, help=f"Bytes of the tensor.  [default: {_SIZES}]")
+@click.option("--sizes", callback=_given_sizes, help=f"Tensor sizes in bytes.  [default: {_SIZES}]")
 @click.option(
     "--device",
     default="cpu",
     show_default=True,
     type=click.Choice(("cpu", "cuda")),
-    help=f"`cuda`: measure {', '.join(ON_DEVICES)} of CUDA tensors, by every way and by gloo and NCCL of torch.",
+    help=f"`cuda`: measure {', '.join(ON_DEVICES)} of CUDA tensors over every usable device back end, and over gloo and "
+    "NCCL of torch.",
 )
 @click.option(
     "--against",
     default="",
     callback=_rivals,
-    help="Rivals in the same run: gloo, mpi, raw; or `available` ones.",
+    help="Rivals to measure in the same run: gloo, mpi, raw, or `available` for all that are installed.",
 )
-@click.option("--registered", is_flag=True, help="Measure ours on tensors of asyncdist.empty(shared=True) too.")
-@click.option("--awaited", is_flag=True, help="Measure `await` on uvloop too, and what it costs more than blocking.")
-@click.option("--ddp", is_flag=True, help="Measure a training step of 6.3 M parameters too.")
+@click.option("--registered", is_flag=True, help="Also measure tensors made by asyncdist.empty(shared=True).")
+@click.option("--awaited", is_flag=True, help="Also measure `await` on uvloop, and its extra cost over a blocking call.")
+@click.option("--ddp", is_flag=True, help="Also measure a training step of a model with 6.3 M parameters.")
 @click.option(
     "--through",
     default="",
     callback=list_options.names_among(WAYS),
-    help="`torch`: measure stock PyTorch on our back end and on gloo too, its calls and whole training steps (DDP, FSDP2, "
-    "tensor parallel).",
+    help="`torch`: also measure stock PyTorch on asyncdist's back end and on gloo: single calls and training steps (DDP, "
+    "FSDP2, tensor parallel).",
 )
 @click.option(
     "--transport",
@@ -102,12 +103,12 @@ def _transports(ctx: click.Context, param: click.Parameter, value: str) -> tuple
     default="auto",
     show_default=True,
     callback=_transports,
-    help="Transport of ours; each further one competes too.",
+    help="Transport of asyncdist. Each further one is measured as another contender.",
 )
-@click.option("--repeat", type=click.IntRange(1), help="Timed calls of each contender.  [default: by size, 400 to 12]")
-@click.option("--pin", is_flag=True, help="Keep each rank on a core of its own: less noise, less like real life.")
-@click.option("--json", "json_file", type=NewFile(allow_dash=True), help="Write all figures to this file; - is stdout.")
-@click.option("--plot", "plot_file", type=NewFile(), help="Draw time against size into this file (png, svg, pdf).")
+@click.option("--repeat", type=click.IntRange(1), help="Timed calls of each contender.  [default: by size, 1000 to 12]")
+@click.option("--pin", is_flag=True, help="Pin each rank to one core: less noise, but less realistic.")
+@click.option("--json", "json_file", type=NewFile(allow_dash=True), help="Write all results to this file as JSON; - is stdout.")
+@click.option("--plot", "plot_file", type=NewFile(), help="Plot time against size into this file (png, svg or pdf).")
 @click.option(
     "--output", type=NewFolder(), is_eager=True, help="Write bench.md, bench.json and bench.png into this folder."
 )
@@ -128,18 +129,21 @@ def bench(
     plot_file: Path | None,
     output: Path | None,
 ) -> None:
-    """Measure collectives (all_reduce, unless named) between processes that it starts itself.
+    """Measure collectives between rank processes on this machine.
 
-    Contenders take turns in one run, so that noise hits all alike; each result is checked before it is timed.
-    COLLECTIVE is one of all_reduce, reduce, broadcast, all_gather, reduce_scatter, all_to_all, gather, scatter,
-    barrier; with --through torch, six of them unless named.
+    The command starts the processes. Contenders take turns in one run, so that noise affects all of them alike, and
+    every result is checked before it is timed.
+
+    COLLECTIVE is one of all_reduce, reduce, broadcast, all_gather, reduce_scatter, all_to_all, gather, scatter and
+    barrier. The default is all_reduce, or with --through torch the six collectives that training uses. With
+    --device cuda it is one of all_reduce, broadcast and send, by default all of them.
 
     \b
     asyncdist bench --against gloo,mpi,raw --transport auto,tcp --registered
     asyncdist bench --through torch
     asyncdist bench broadcast all_gather --ranks 4 --sizes 64K,1M --json figures.json
-    asyncdist bench --device cuda          # with --ranks 1 our nccl beside torch's
-    asyncdist bench store --help           # the store beside torch's TCPStore
+    asyncdist bench --device cuda          # with --ranks 1: asyncdist's NCCL and torch's
+    asyncdist bench store --help           # the store against torch's TCPStore
     """
     from asyncdist.bench.processes import run
     from asyncdist.cli.console import configured
@@ -150,9 +154,9 @@ def bench(
         return
     unknown = [name for name in collectives if name not in COLLECTIVES]
     if unknown:
-        raise click.BadParameter(f"{unknown[0]} is measured with --device cuda only")
+        raise click.BadParameter(f"{unknown[0]} is measured only with --device cuda")
     if ranks < 2:
-        raise click.BadParameter("one rank has nobody to speak with", param_hint="--ranks")
+        raise click.BadParameter("a collective needs at least 2 ranks on the CPU", param_hint="--ranks")
     _check_before_measuring(plot_file, output)
     plan = BenchPlan(
         collectives=tuple(dict.fromkeys(collectives)) or (THROUGH_TORCH if through else ("all_reduce",)),
@@ -181,10 +185,10 @@ def _on_devices(
     json_file: Path | None,
     output: Path | None,
 ) -> None:
-    """Measure CUDA tensors; UnsupportedError where there is no device."""
+    """Measure CUDA tensors; raise UnsupportedError if there is no device."""
     others = [name for name in collectives if name not in ON_DEVICES]
     if others:
-        raise click.BadParameter(f"on devices only {', '.join(ON_DEVICES)} are measured, not {others[0]}")
+        raise click.BadParameter(f"--device cuda measures only {', '.join(ON_DEVICES)}, not {others[0]}")
     from asyncdist.bench.processes import run
     from asyncdist.transport.device_streams import cuda_missing
 
@@ -218,7 +222,7 @@ def _tell_of_devices(report: Report, json_file: Path | None, output: Path | None
 
 
 def _write_figures(report: Report, json_file: Path | None) -> str:
-    """Write all figures to a file, if there is to be one; return what was written."""
+    """Return all results as JSON text, and write it to ``json_file`` if that is given."""
     figures = json.dumps(report.as_json(), indent=1, ensure_ascii=False) + "\n"
     if json_file is not None:
         with reporting_write_errors(json_file), click.open_file(str(json_file), "w", encoding="utf-8") as file:
@@ -227,7 +231,7 @@ def _write_figures(report: Report, json_file: Path | None) -> str:
 
 
 def _steps(ranks: int) -> tuple[str, ...]:
-    """Return every training step that so many ranks can take here, and say which ones they cannot."""
+    """Return the training steps that ``ranks`` ranks can take here; report the others on stderr."""
     reasons = steps_left_out(ranks, installed("torch"))
     for step, reason in reasons.items():
         click.echo(f"{step.replace('_', ' ')} is left out: {reason}", err=True)
@@ -235,7 +239,7 @@ def _steps(ranks: int) -> tuple[str, ...]:
 
 
 def _check_before_measuring(plot_file: Path | None, output: Path | None) -> None:
-    """Fail now rather than after minutes of measuring."""
+    """Raise before the measurements, not minutes later, if the plot cannot be drawn."""
     if plot_file is not None or output is not None:
         from asyncdist.bench.report.plot import require_matplotlib
 
@@ -243,7 +247,7 @@ def _check_before_measuring(plot_file: Path | None, output: Path | None) -> None
 
 
 class _ProgressBar:
-    """A bar on stderr while ranks measure; nothing where that is no terminal."""
+    """A progress bar on stderr while ranks measure; disabled where stderr is not a terminal."""
 
     def __init__(self) -> None:
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -252,7 +256,7 @@ class _ProgressBar:
 
         console = screen(stderr=True)
         columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f} %"))
-        # It draws only when it is told something: the cores belong to the ranks.
+        # No automatic refresh: a drawing thread would take a core from the ranks.
         self._bar = Progress(
             *columns,
             TimeElapsedColumn(),
@@ -272,7 +276,7 @@ class _ProgressBar:
         self._bar.stop()
 
     def update(self, done: float, row: ResultRow | None) -> None:
-        """Draw what share is done and the newest figure."""
+        """Draw the share that is done (0 to 1), and the newest result if there is one."""
         from asyncdist.bench.report.table import duration, size
 
         said = "measuring"

@@ -1,4 +1,4 @@
-"""``asyncdist bench store``: measure our store beside torch's TCPStore."""
+"""``asyncdist bench store``: measure asyncdist's store against torch's TCPStore."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from asyncdist.cli.option_types import NewFolder, Seconds, reporting_write_error
 
 
 def _parts(ctx: click.Context, param: click.Parameter, value: str) -> tuple[str, ...]:
-    """Read what is to be measured; all of it where nothing is named."""
+    """Read the parts to measure; the default is all parts."""
     from asyncdist.bench.store.benchmark import PARTS
 
     return list_options.names_among(PARTS)(ctx, param, value) or PARTS
 
 
 @click.command("bench store")
-@click.option("--rounds", default=7, show_default=True, type=click.IntRange(1), help="Rounds in which all take turns.")
-@click.option("--seconds", default=0.4, show_default=True, type=Seconds(0.01), help="Of each turn.")
-@click.option("--crowd", default=8192, show_default=True, type=click.IntRange(4), help="Connections at a time.")
-@click.option("--in-flight", default=1000, show_default=True, type=click.IntRange(1), help="Calls of one client.")
+@click.option("--rounds", default=7, show_default=True, type=click.IntRange(1), help="Rounds in which all contenders take turns.")
+@click.option("--seconds", default=0.4, show_default=True, type=Seconds(0.01), help="Duration of each turn.")
+@click.option("--crowd", default=8192, show_default=True, type=click.IntRange(4), help="Number of simultaneous connections.")
+@click.option("--in-flight", default=1000, show_default=True, type=click.IntRange(1), help="Concurrent calls of one client.")
 @click.option(
-    "--clients", default="1,8", show_default=True, callback=list_options.counts, help="Numbers of torch's clients."
+    "--clients", default="1,8", show_default=True, callback=list_options.counts, help="Numbers of torch clients, separated by commas."
 )
-@click.option("--only", "parts", default="", callback=_parts, help="Some of theirs, ours, crowd, memory, restart.")
-@click.option("--output", type=NewFolder(), help="Write store.json and store.md there.")
+@click.option("--only", "parts", default="", callback=_parts, help="Parts to measure: theirs (torch clients), ours, crowd, memory, restart.")
+@click.option("--output", type=NewFolder(), help="Write store.json and store.md into this folder.")
 def bench_store(
     rounds: int,
     seconds: float,
@@ -37,11 +37,11 @@ def bench_store(
     parts: tuple[str, ...],
     output: Path | None,
 ) -> None:
-    """Measure the store beside torch's libuv TCPStore, servers and clients in processes of their own.
+    """Measure the store against torch's libuv TCPStore. Servers and clients run in separate processes.
 
-    Torch's clients, one and eight of them, on either server; our client against torch's, one call at a time and many
-    in flight; a crowd that connects, authenticates, adds and meets at a barrier; what a connection costs in memory; and a
-    restart from a log of a million sets. It takes a minute or two, and wants a machine with nothing else to do.
+    The parts are: torch clients on either server; asyncdist's client and torch's, one call at a time and with many
+    calls in flight; thousands of clients that connect, authenticate, add and meet at a barrier; the memory of a
+    connection; and a restart from a log of a million sets. A run takes one to two minutes and needs an idle machine.
 
     \b
     asyncdist bench store --output docs/bench

@@ -1,4 +1,4 @@
-"""The console that commands write to, and the settings that they read."""
+"""The console that commands write to, and the configuration that they read."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from asyncdist.errors import UsageError
 if TYPE_CHECKING:
     from rich.console import Console
 
-_WIDTH = 150  # of what is piped somewhere: a table is not folded then
+_WIDTH = 150
+"""Columns of output that does not go to a terminal: wide enough that no table is folded."""
 
 
 def screen(*, stderr: bool = False) -> Console:
-    """Return a console: as wide as the terminal, or wide enough for every table where there is none."""
+    """Return a console as wide as the terminal, or `_WIDTH` columns wide without a terminal."""
     from rich.console import Console
 
     console = Console(stderr=stderr, highlight=False)
@@ -22,7 +23,7 @@ def screen(*, stderr: bool = False) -> Console:
 
 
 def configured() -> Config:
-    """Return the settings; UsageError names the variable that cannot be read."""
+    """Return the configuration from the environment; UsageError names the variable that cannot be read."""
     try:
         return Config.from_environment()
     except ValueError as error:

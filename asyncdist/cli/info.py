@@ -1,4 +1,4 @@
-"""``asyncdist info``: what there is on this machine, and what the cost model thinks."""
+"""``asyncdist info``: show versions, transports, devices and settings, and explain the choice of algorithms."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from asyncdist.cli import list_options
 _SIZES = "4,1K,16K,64K,256K,1M,4M,25M,100M"
 
 
-@click.command(short_help="Show versions, transports, devices, addresses, settings; explain the choice of schedules.")
+@click.command(short_help="Show versions, transports, devices, addresses and settings; explain the algorithms.")
 @click.option(
-    "--collective", type=click.Choice(list(CANDIDATES)), help="Explain which schedule this collective runs, and why."
+    "--collective", type=click.Choice(list(CANDIDATES)), help="Explain which algorithm this collective runs, and why."
 )
-@click.option("--ranks", default=2, show_default=True, type=click.IntRange(1), help="Ranks to explain it for.")
+@click.option("--ranks", default=2, show_default=True, type=click.IntRange(1), help="World size to explain.")
 @click.option(
-    "--sizes", default=_SIZES, show_default=True, callback=list_options.sizes, help="Bytes to explain it for."
+    "--sizes", default=_SIZES, show_default=True, callback=list_options.sizes, help="Tensor sizes in bytes to explain."
 )
 @click.pass_context
 def info(ctx: click.Context, collective: str | None, ranks: int, sizes: tuple[int, ...]) -> None:
-    """Show versions, transports, ways between devices, addresses and settings; or explain the choice of schedules.
+    """Show versions, transports, device back ends, addresses and settings; or explain the choice of algorithms.
 
     \b
     asyncdist info
     asyncdist info --collective all_reduce --ranks 4
 
-    ASYNCDIST_ALGORITHM forces schedules, for instance all_reduce=ring,broadcast=tree: give it to every rank alike.
+    ASYNCDIST_ALGORITHM forces algorithms, for example all_reduce=ring,broadcast=tree. Set it alike on every rank.
     """
     from asyncdist.cli import tables
     from asyncdist.cli.console import configured, screen
@@ -38,10 +38,10 @@ def info(ctx: click.Context, collective: str | None, ranks: int, sizes: tuple[in
         return
     for option in ("ranks", "sizes"):
         if ctx.get_parameter_source(option) is ParameterSource.COMMANDLINE:
-            raise click.UsageError(f"--{option} is for --collective: name the one to explain")
+            raise click.UsageError(f"--{option} needs --collective: name the collective to explain")
     tables.show_versions(console)
     tables.show_transports(console)
     tables.show_devices(console)
     tables.show_addresses(console, config)
     tables.show_settings(console, config)
-    console.print("Which schedule runs at which size: [bold]asyncdist info --collective all_reduce --ranks 4[/]")
+    console.print("To see which algorithm runs at which size: [bold]asyncdist info --collective all_reduce --ranks 4[/]")

@@ -1,4 +1,4 @@
-"""Options that hold several values with commas between them: sizes in bytes, and names."""
+"""Callbacks of options with several values, separated by commas: sizes in bytes, numbers and names."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ def sizes(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, 
     except ValueError:
         read = ()
     if not read:
-        raise click.BadParameter(f"{value!r} is no list of sizes such as 4,64K,25M")
+        raise click.BadParameter(f"{value!r} is not a list of sizes such as 4,64K,25M")
     return read
 
 
 def counts(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, ...]:
-    """Read ``1,8`` as numbers from 1 up; a callback for `click.option`."""
+    """Read ``1,8`` as positive numbers; a callback for `click.option`."""
     read = tuple(int(word) if word.isdecimal() else 0 for word in words(value))
     if not read or 0 in read:
-        raise click.BadParameter(f"{value!r} is no list of numbers from 1 up such as 1,8")
+        raise click.BadParameter(f"{value!r} is not a list of positive numbers such as 1,8")
     return read
 
 
 def read_sizes(value: str) -> tuple[int, ...]:
-    """Read ``4,64K,25M`` as bytes; ValueError if that cannot be."""
+    """Read ``4,64K,25M`` as bytes; raise ValueError if a size cannot be read."""
     return tuple(whole_number(part) for part in words(value))
 
 
 def names_among(known: Sequence[str]) -> Callable[[click.Context, click.Parameter, str], tuple[str, ...]]:
-    """Return a callback that reads some of the known names."""
+    """Return a callback that reads names and refuses those that are not in ``known``."""
 
     def read(ctx: click.Context, param: click.Parameter, value: str) -> tuple[str, ...]:
         for name in words(value):
@@ -46,5 +46,5 @@ def names_among(known: Sequence[str]) -> Callable[[click.Context, click.Paramete
 
 
 def words(value: str) -> tuple[str, ...]:
-    """Read words with commas between them, each once."""
+    """Split ``value`` at commas; drop empty and repeated words."""
     return tuple(dict.fromkeys(part.strip() for part in value.split(",") if part.strip()))

@@ -1,4 +1,4 @@
-"""How a daemon's log looks: lines for people, or one JSON object a line for machines."""
+"""Log output of the store daemon: text lines for people, or one JSON object per line for machines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 class JsonFormatter(logging.Formatter):
-    """``{"time": …, "level": …, "logger": …, "message": …}``, and ``"error"`` with a traceback where there is one."""
+    """Writes ``{"time": …, "level": …, "logger": …, "pid": …, "message": …}``, and a traceback as ``"error"``."""
 
     def format(self, record: logging.LogRecord) -> str:
         moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
@@ -29,10 +29,10 @@ class JsonFormatter(logging.Formatter):
 
 
 def log_to_stderr(form: str, level: str) -> None:
-    """Have everything that asyncdist logs, from ``level`` on, written to the standard error."""
+    """Write every record that asyncdist logs at ``level`` or above to the standard error."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter() if form == "json" else logging.Formatter(_TEXT))
-    ours = logging.getLogger("asyncdist")
-    ours.addHandler(handler)
-    ours.setLevel(level.upper())
-    ours.propagate = False
+    logger = logging.getLogger("asyncdist")
+    logger.addHandler(handler)
+    logger.setLevel(level.upper())
+    logger.propagate = False

@@ -1,4 +1,4 @@
-"""What options take beside words and numbers: seconds, socket files, and files that are to be written."""
+"""Option types of the command line: seconds, socket files, and output files and folders."""
 
 from __future__ import annotations
 
@@ -15,27 +15,28 @@ from asyncdist.errors import UsageError
 
 
 class Seconds(click.FloatRange):
-    """A number of seconds from 0 up."""
+    """A number of seconds, at least ``at_least`` (0 by default)."""
 
     def __init__(self, at_least: float = 0.0) -> None:
         super().__init__(at_least)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         seconds = float(super().convert(value, param, ctx))
-        if math.isnan(seconds):  # which is not below any limit either
-            self.fail(f"{value} is no number of seconds", param, ctx)
+        # A comparison with NaN is false, so the range check accepts it.
+        if math.isnan(seconds):
+            self.fail(f"{value} is not a number of seconds", param, ctx)
         return seconds
 
 
 class SocketFile(click.Path):
-    """A path from the root on: by that a socket file is told from a host's name."""
+    """An absolute path, which distinguishes a socket file from a host name."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
         return Path(os.fsdecode(super().convert(value, param, ctx))).absolute()
 
 
 class NewFile(click.Path):
-    """A file that is to be written, in a folder that is there: one that is not is told of before the work is done."""
+    """An output file in an existing folder. A path that cannot be written is refused before the work starts."""
 
     def __init__(self, *, allow_dash: bool = False) -> None:
         super().__init__(dir_okay=False, writable=True, path_type=Path, allow_dash=allow_dash)
@@ -43,14 +44,14 @@ class NewFile(click.Path):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
         path = Path(os.fsdecode(super().convert(value, param, ctx)))
         if not path.parent.is_dir():
-            self.fail(f"there is no folder {str(path.parent)!r}", param, ctx)
+            self.fail(f"there is no folder {str(path.parent)!r}: create it first", param, ctx)
         if not path.exists() and not os.access(path.parent, os.W_OK):
-            self.fail(f"nothing may be written into {str(path.parent)!r}", param, ctx)
+            self.fail(f"the folder {str(path.parent)!r} is not writable", param, ctx)
         return path
 
 
 class NewFolder(click.Path):
-    """A folder to write into, made now if it is not there. Its option is to be eager: files may be meant to lie in it."""
+    """An output folder, created if it does not exist. Make the option eager where other options name files in it."""
 
     def __init__(self) -> None:
         super().__init__(file_okay=False, path_type=Path)
@@ -66,8 +67,8 @@ class NewFolder(click.Path):
 
 @contextlib.contextmanager
 def reporting_write_errors(path: Path) -> Iterator[None]:
-    """Raise UsageError, which names the file or folder, where the file system does not let it be written."""
+    """Turn an OSError inside the block into a UsageError that names the file or folder."""
     try:
         yield
     except OSError as error:
-        raise UsageError(f"{path} cannot be written ({error.strerror or error}): name another") from error
+        raise UsageError(f"{path} cannot be written ({error.strerror or error}): name another path") from error

@@ -1,4 +1,4 @@
-"""``asyncdist store``: the store as a daemon."""
+"""``asyncdist store``: run the store as a daemon, or send a command to a running one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from asyncdist.config import Config, whole_number
 
 
 class _Size(click.ParamType):  # type: ignore[type-arg]
-    """A number of bytes, as 64M."""
+    """A number of bytes, such as 64M."""
 
     name = "bytes"
 
@@ -24,58 +24,58 @@ class _Size(click.ParamType):  # type: ignore[type-arg]
         try:
             return value if isinstance(value, int) else whole_number(value)
         except ValueError:
-            self.fail(f"{value!r} is no number of bytes: write 1000000, 64M or 4G", param, ctx)
+            self.fail(f"{value!r} is not a number of bytes: write 1000000, 64M or 4G", param, ctx)
 
 
-@click.group(invoke_without_command=True, short_help="Serve a rendezvous store that outlives every worker, or ask one.")
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address or name to listen on; '' is everywhere.")
-@click.option("--port", default=29500, show_default=True, type=click.IntRange(0, 65535), help="0 picks a free port.")
+@click.group(invoke_without_command=True, short_help="Serve a rendezvous store that outlives every worker, or query one.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address or host name to listen on; '' means all interfaces.")
+@click.option("--port", default=29500, show_default=True, type=click.IntRange(0, 65535), help="Port to listen on; 0 picks a free one.")
 @click.option(
     "--unix",
     type=SocketFile(dir_okay=False),
-    help="Socket file to listen at; without --host and --port, there alone.",
+    help="Unix socket file to listen on; without --host and --port, the store listens only there.",
 )
 @click.option(
-    "--data", type=click.Path(path_type=Path, file_okay=False), help="Folder that keeps what is stored over restarts."
+    "--data", type=click.Path(path_type=Path, file_okay=False), help="Folder in which the store's data survives restarts."
 )
 @click.option(
     "--fsync",
     type=click.Choice(["always", "interval", "never"]),
     default="always",
     show_default=True,
-    help="When a change is on disk: before it is acknowledged, within a second, or when the kernel likes.",
+    help="When changes are flushed to disk: before each acknowledgement, once a second, or when the kernel decides.",
 )
-@click.option("--max-memory", type=_Size(), help="Bytes that keys, values and queues may take together, as 4G.")
+@click.option("--max-memory", type=_Size(), help="Limit of memory for keys, values and queues together, such as 4G.")
 @click.option(
     "--metrics-port",
     type=click.IntRange(0, 65535),
-    help="Port for /metrics (Prometheus) and /healthz on the same host.",
+    help="HTTP port for /metrics (Prometheus) and /healthz on the same host.",
 )
 @click.option(
-    "--drain", default=5.0, show_default=True, type=Seconds(), help="Seconds for the last replies at the end."
+    "--drain", default=5.0, show_default=True, type=Seconds(), help="Seconds to send the last replies at shutdown."
 )
-@click.option("--tls-cert", help="File of the store's certificate: it speaks TLS then.  [env: ASYNCDIST_TLS_CERT]")
-@click.option("--tls-key", help="File of its key.  [env: ASYNCDIST_TLS_KEY]")
-@click.option("--tls-ca", help="Whose certificates clients must have.  [env: ASYNCDIST_TLS_CA]")
-@click.option("--log-format", type=click.Choice(FORMATS), default="text", show_default=True, help="Lines or JSON.")
-@click.option("--log-level", type=click.Choice(LEVELS), default="warning", show_default=True, help="From where on.")
+@click.option("--tls-cert", help="Certificate file (PEM); enables TLS.  [env: ASYNCDIST_TLS_CERT]")
+@click.option("--tls-key", help="Private key file of the certificate.  [env: ASYNCDIST_TLS_KEY]")
+@click.option("--tls-ca", help="CA file that client certificates must verify against.  [env: ASYNCDIST_TLS_CA]")
+@click.option("--log-format", type=click.Choice(FORMATS), default="text", show_default=True, help="Text lines or JSON objects.")
+@click.option("--log-level", type=click.Choice(LEVELS), default="warning", show_default=True, help="Lowest level to log.")
 @click.option(
     "--c10d",
     type=click.Choice(["off", "loopback", "any"]),
-    help="From where to take clients of torch's TCPStore, which prove no token. Default: off with a token or TLS, else "
-    "loopback.  [env: ASYNCDIST_STORE_C10D]",
+    help="Where to accept clients of torch's TCPStore from; they do not authenticate. Default: off with a token or TLS, "
+    "else loopback.  [env: ASYNCDIST_STORE_C10D]",
 )
 @click.option("--allow-unauthenticated-c10d", is_flag=True, hidden=True, help="Deprecated: --c10d any.")
 @click.pass_context
 def store(ctx: click.Context, /, **given: Any) -> None:
-    """Serve a rendezvous store until SIGTERM or Ctrl-C; or, with a command, ask one that runs.
+    """Serve a rendezvous store until SIGTERM or Ctrl-C; or, with a command, query a running store.
 
-    Ranks meet in it, and workers may come and go while it stays. One line says when clients can connect. Beyond
-    loopback it wants the job's token in ASYNCDIST_TOKEN; a secret does not belong on a command line. Several jobs share
-    one: each takes a name of its own in asyncdist://host:port/name.
+    Ranks rendezvous through the store, and it outlives them. It prints one line when clients can connect. A store that
+    listens beyond loopback requires the job's token in ASYNCDIST_TOKEN, because a command line is no place for a
+    secret. Several jobs can share one store: each uses its own name in asyncdist://host:port/name.
 
-    Programs that know nothing of us use it as well: it speaks the format of torch's TCPStore on the same port. That
-    format has no authentication: a store with a token or TLS takes no such client unless --c10d says from where.
+    Programs without asyncdist can use it too: it speaks the wire format of torch's TCPStore on the same port. That
+    format has no authentication, so a store with a token or TLS accepts no such client unless --c10d allows it.
 
     \b
     ASYNCDIST_TOKEN=… asyncdist store --host 10.0.0.5 --port 29500 --data /var/lib/asyncdist
@@ -83,9 +83,9 @@ def store(ctx: click.Context, /, **given: Any) -> None:
     torchrun --rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:29500 --rdzv-id=a-new-one … train.py
     asyncdist store --port 29500 status
 
-    Told to stop, it takes nobody any more, sends the replies that are due, and exits with 0. It exits with 2 when it
-    cannot begin: the port is in use, the host does not resolve, it would be open to anyone, its data is damaged; and
-    with 1 when its data cannot be written any more.
+    After a signal to stop, the store accepts no more connections, sends the replies that are due, and exits with status
+    0. It exits with 2 if it cannot start: the port is in use, the host does not resolve, the store would be open to
+    anyone, or its data is damaged. It exits with 1 if it can no longer write its data.
     """
     if ctx.invoked_subcommand is not None:
         _check_is_an_address(ctx)
@@ -100,11 +100,11 @@ for _command in STORE_COMMANDS:
 
 
 def _check_is_an_address(ctx: click.Context) -> None:
-    """Raise for options of the daemon before a command that asks one."""
+    """Refuse options of the daemon before a command that queries one."""
     for name in _explicit(ctx) - {"host", "port", "unix", "tls_cert", "tls_key", "tls_ca"}:
         option = "--" + name.replace("_", "-")
         raise click.UsageError(
-            f"{option} is for serving; {ctx.invoked_subcommand} takes --host, --port and --unix", ctx
+            f"{option} applies only to serving: {ctx.invoked_subcommand} takes --host, --port and --unix", ctx
         )
 
 

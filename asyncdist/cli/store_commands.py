@@ -1,4 +1,4 @@
-"""``asyncdist store status|get|set|watch|keys``: ask a store that runs."""
+"""``asyncdist store status|get|set|watch|keys``: query a running store."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class StoreTarget(NamedTuple):
-    """Where the store is that is asked."""
+    """Address and TLS files of the store to query."""
 
     host: str
     port: int
@@ -27,21 +27,21 @@ class StoreTarget(NamedTuple):
 
 
 def _address(command: Callable[..., None]) -> Callable[..., Any]:
-    """Let the address stand behind the command as well as before it."""
+    """Accept the address options after the command as well as before it."""
     for option in (
         click.option(
             "--timeout", default=10.0, type=Seconds(), show_default=True, help="Seconds to wait for the store."
         ),
-        click.option("--unix", type=SocketFile(), help="Its socket file."),
-        click.option("--port", type=click.IntRange(1, 65535), help="Its port.  [default: 29500]"),
-        click.option("--host", help="Its host.  [default: 127.0.0.1]"),
+        click.option("--unix", type=SocketFile(), help="Unix socket file of the store."),
+        click.option("--port", type=click.IntRange(1, 65535), help="Port of the store.  [default: 29500]"),
+        click.option("--host", help="Host of the store.  [default: 127.0.0.1]"),
     ):
         command = option(command)
     return click.pass_context(command)
 
 
 def _run(ctx: click.Context, given: dict[str, Any], ask: Callable[[AsyncStore], Coroutine[Any, Any, None]]) -> None:
-    """Connect, ask, hang up."""
+    """Connect, run ``ask``, and disconnect."""
     target: StoreTarget = ctx.obj
     host, port = given["host"] or target.host, given["port"] or target.port
     unix = given["unix"] or (None if given["host"] or given["port"] else target.unix)
@@ -63,27 +63,27 @@ async def _asked(
 
 
 def _say(what: str | bytes, *, nl: bool = True) -> None:
-    """Write to the standard output. Who reads from it may be gone: that is nothing to complain of, and left to click."""
+    """Write to the standard output. A closed pipe is not an error: click ends the program quietly."""
     try:
         click.echo(what, nl=nl)
     except BrokenPipeError:
         raise
     except OSError as error:
-        raise click.ClickException(f"the standard output takes no more: {error.strerror}") from error
+        raise click.ClickException(f"cannot write to the standard output: {error.strerror}") from error
 
 
 def _read() -> bytes:
     """Return all of the standard input."""
     if sys.stdin is None:
-        raise click.ClickException("the standard input is closed: give the value on the command line, or send it here")
+        raise click.ClickException("the standard input is closed: give the value on the command line, or pipe it in")
     try:
         return sys.stdin.buffer.read()
     except OSError as error:
-        raise click.ClickException(f"the standard input cannot be read: {error.strerror}") from error
+        raise click.ClickException(f"cannot read the standard input: {error.strerror}") from error
 
 
 def _shown(value: bytes) -> str:
-    """Return a value as text, or as a Python literal where it is none."""
+    """Return a value as text, or as a Python literal if it is not UTF-8."""
     try:
         return _line(value.decode(), value)
     except UnicodeDecodeError:
@@ -91,15 +91,15 @@ def _shown(value: bytes) -> str:
 
 
 def _line(text: str, what: object) -> str:
-    """Return a text if it is one line that a terminal shows as it is, or else what it stands for as a Python literal."""
+    """Return ``text`` if a terminal shows it unchanged on one line, else ``what`` as a Python literal."""
     return text if text.isprintable() else repr(what)
 
 
-@click.command("status", short_help="Show how the store is.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.command("status", short_help="Show the store's state.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @_address
 def show_status(ctx: click.Context, as_json: bool, **given: Any) -> None:
-    """Show how the store is: connections, keys, bytes, what it has done."""
+    """Show the store's state: connections, keys, bytes, and counters of its operations."""
     import json
 
     from asyncdist.store.protocol import operations
@@ -119,10 +119,10 @@ def show_status(ctx: click.Context, as_json: bool, **given: Any) -> None:
 @click.command("get", short_help="Print a value.")
 @click.argument("key")
 @click.option("--wait", is_flag=True, help="Wait for the key until the timeout.")
-@click.option("--raw", is_flag=True, help="The bytes as they are, without a line's end.")
+@click.option("--raw", is_flag=True, help="Print the bytes unchanged, without a trailing newline.")
 @_address
 def print_value(ctx: click.Context, key: str, wait: bool, raw: bool, **given: Any) -> None:
-    """Print the value of KEY; exits with 1 if there is none."""
+    """Print the value of KEY. Exits with 1 if the key does not exist."""
 
     async def ask(store: AsyncStore) -> None:
         if not wait and key not in await store.list_keys(key):
@@ -151,7 +151,7 @@ def store_value(ctx: click.Context, key: str, value: str, **given: Any) -> None:
 @click.argument("prefix", default="")
 @_address
 def print_keys(ctx: click.Context, prefix: str, **given: Any) -> None:
-    """List the keys that begin with PREFIX, one a line, in order."""
+    """List the keys that begin with PREFIX, sorted, one per line."""
 
     async def ask(store: AsyncStore) -> None:
         for key in sorted(await store.list_keys(prefix)):
@@ -162,12 +162,12 @@ def print_keys(ctx: click.Context, prefix: str, **given: Any) -> None:
 
 @click.command("watch", short_help="Print values whenever they change.")
 @click.argument("prefix")
-@click.option("--channel", is_flag=True, help="PREFIX is a channel: print what is published there.")
+@click.option("--channel", is_flag=True, help="Treat PREFIX as a channel and print its messages.")
 @_address
 def print_changes(ctx: click.Context, prefix: str, channel: bool, **given: Any) -> None:
-    """Print the keys that begin with PREFIX, and again whichever comes, changes or goes, until Ctrl-C.
+    """Print the keys that begin with PREFIX, then every change of them, until Ctrl-C.
 
-    It goes on when the connection breaks and another one can be made.
+    The command reconnects if the connection breaks.
     """
 
     async def keys_under(store: AsyncStore) -> None:
@@ -183,7 +183,8 @@ def print_changes(ctx: click.Context, prefix: str, channel: bool, **given: Any) 
                 try:
                     async for message in published:
                         _say(_shown(message))
-                except StoreConnectionError as error:  # if it is the last, subscribing again says so
+                except StoreConnectionError as error:
+                    # Subscribing again raises if the store cannot be reached any more.
                     click.echo(error, err=True)
 
     _run(ctx, given, messages if channel else keys_under)

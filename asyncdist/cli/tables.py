@@ -1,4 +1,4 @@
-"""What ``asyncdist info`` shows, one table a function."""
+"""The tables of ``asyncdist info``, one function per table."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def show_versions(console: Console) -> None:
-    """Show the machine and the versions of what we stand on."""
+    """Show the machine and the versions of asyncdist and its dependencies."""
     table = _table("This machine")
     table.show_header = False
     table.add_column()
@@ -38,15 +38,15 @@ def show_versions(console: Console) -> None:
 
 
 def show_transports(console: Console) -> None:
-    """Show every announced transport and whether it can be used here."""
+    """Show every registered transport and whether this machine can use it."""
     _announced(console, "Transports (the preferred first)", registry.TRANSPORTS)
 
 
 def show_devices(console: Console) -> None:
-    """Show every way between devices and whether it can be gone here, and the devices that torch sees."""
+    """Show every device back end and whether this machine can use it, and the devices that torch sees."""
     from asyncdist.transport.device_streams import cuda_missing
 
-    title = "Ways between CUDA devices (the preferred first that all ranks can go)"
+    title = "Device back ends (in order of preference; ranks use the first one that all of them support)"
     _announced(console, title, registry.ENSEMBLES)
     if cuda_missing() is None:
         _seen_devices(console)
@@ -80,12 +80,12 @@ def _seen_devices(console: Console) -> None:
 
 
 def show_addresses(console: Console, config: Config) -> None:
-    """Show the addresses of this machine, and which one peers on other hosts are told."""
+    """Show the addresses of this machine, and the one that it advertises to other hosts."""
     try:
         told, complaint = outward(config), ""
     except AddressError as error:
         told, complaint = "", str(error)
-    table = _table("Addresses", "interface", "address", "told to other hosts")
+    table = _table("Addresses", "interface", "address", "advertised")
     for each in interface_addresses():
         table.add_row(escape(each.interface), each.host, "[green]yes[/]" if each.host == told else "")
     console.print(table)
@@ -105,7 +105,7 @@ def show_settings(console: Console, config: Config) -> None:
 
 
 def _complaints(config: Config) -> Iterator[str]:
-    """Yield what init_process_group would say to settings that name what there is not."""
+    """Yield the errors that init_process_group would raise for settings that name something unavailable."""
     for look in (selection.forced_by, registry.set_by):
         try:
             look(config)
@@ -120,7 +120,7 @@ def _text(value: object) -> str:
 
 
 def show_choice(console: Console, config: Config, collective: str, ranks: int, sizes: Sequence[int]) -> None:
-    """Show the cost model's prediction for every schedule of a collective; UsageError for a bad ASYNCDIST_ALGORITHM."""
+    """Show the cost model's prediction for every algorithm of a collective; UsageError for a bad ASYNCDIST_ALGORITHM."""
     forced = selection.forced_by(config)
     model = selection.Model(segment_nbytes=config.segment_nbytes)
     rows = selection.explain(collective, ranks, sizes, model=model, forced=forced)
@@ -135,12 +135,12 @@ def show_choice(console: Console, config: Config, collective: str, ranks: int, s
         f"time = {model.alpha * 1e6:g} µs × rounds + {model.overhead * 1e6:g} µs × messages "
         f"+ {model.beta * 1e9:g} ns × bytes moved + {model.gamma * 1e9:g} ns × bytes reduced"
     )
-    how = f"forced by ASYNCDIST_ALGORITHM={config.algorithm}" if collective in forced else "the cheapest runs"
-    console.print(f"{how}; to force one on every rank: ASYNCDIST_ALGORITHM={collective}={names[-1]}", markup=False)
+    reason = f"forced by ASYNCDIST_ALGORITHM={config.algorithm}" if collective in forced else "the cheapest one runs"
+    console.print(f"{reason}; to force one on every rank: ASYNCDIST_ALGORITHM={collective}={names[-1]}", markup=False)
     console.print(
-        "Ranks that share memory run it too, as it is forced."
+        "A forced algorithm also runs between ranks that share memory."
         if collective in forced
-        else "Ranks that share memory run none of these, but do it there; a schedule that is forced they run too."
+        else "Ranks that share memory use shared-memory collectives instead, unless an algorithm is forced."
     )
 
 

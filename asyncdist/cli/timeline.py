@@ -1,4 +1,4 @@
-"""The calls of all ranks against time: as a picture, and as a file for a viewer of traces."""
+"""Timelines of the calls of all ranks: a plot, and a file in Chrome's trace event format. Called by ``asyncdist trace``."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 Worlds = Sequence[Sequence[TraceRecord]]
 
-# Okabe and Ito's colours, which the colour-blind can tell apart; what is commonest in training comes first. They have
-# eight, one of them for what is stuck: a receive has a darker shade of its send.
+# Okabe and Ito's palette, which colour-blind readers can tell apart. It has eight colours, one of which marks
+# unfinished calls, so a receive gets a darker shade of its send.
 _COLOURS = {
     "all_reduce": "#0072b2",
     "all_gather": "#009e73",
@@ -30,16 +30,17 @@ _COLOURS = {
 }
 _OTHER = "#555555"
 _STUCK = "#d55e00"
-_BAR = 0.7  # of a rank's row
+_BAR = 0.7
+"""Height of a bar as a share of its rank's row."""
 
 
 def draw_timeline(worlds: Worlds, path: Path, seconds: float = 0.0) -> None:
-    """Draw a row a rank into a file whose name ends in png, svg or pdf; only the last ``seconds``, if they are not 0."""
+    """Plot one row per rank into a png, svg or pdf file; only the last ``seconds``, unless that is 0."""
     timeline_figure(worlds, seconds).savefig(path, dpi=150)
 
 
 def timeline_figure(worlds: Worlds, seconds: float = 0.0) -> Figure:
-    """Return the picture, a panel a world. What was not over when its rank wrote is red, and reaches as far as that."""
+    """Return the plot with one panel per world. Calls that were unfinished when their rank wrote its dump are red."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -54,7 +55,7 @@ def timeline_figure(worlds: Worlds, seconds: float = 0.0) -> Figure:
     shown: dict[str, str] = {}
     for axes, records in zip(panels, worlds, strict=True):
         shown |= _draw_world(axes, records, begin, end)
-        title = "Operations of each rank, from its call until it was over there"
+        title = "Operations of each rank, from the call to its completion on that rank"
         axes.set_title(f"{name_of(records)}: {title}" if len(worlds) > 1 else title, loc="left", weight="bold")
     axes.set_xlim(0, max(end - begin, 1e-6))
     axes.set_xlabel("seconds")
@@ -64,7 +65,7 @@ def timeline_figure(worlds: Worlds, seconds: float = 0.0) -> Figure:
 
 
 def _draw_world(axes: Axes, records: Sequence[TraceRecord], begin: float, end: float) -> dict[str, str]:
-    """Draw the operations of one world between two moments; return the colour of each kind that is seen."""
+    """Draw the operations of one world between two times; return the colour of each kind that is drawn."""
     shown: dict[str, str] = {}
     for row, record in enumerate(records):
         bars: dict[str, list[tuple[float, float]]] = {}
@@ -91,23 +92,23 @@ def _all(records: Sequence[TraceRecord]) -> Iterator[tuple[TraceRecord, TracedCa
 
 
 def _look_of(call: TracedCall) -> tuple[str, str]:
-    """Return what a call is named in the picture, and its colour."""
+    """Return a call's label in the legend and its colour."""
     if call.finished is None:
-        return "not over", _STUCK
+        return "unfinished", _STUCK
     kind = next((kind for kind in _COLOURS if call.op.startswith(kind)), None)
     return (kind, _COLOURS[kind]) if kind else ("others", _OTHER)
 
 
 def _place_of(shown: tuple[str, str]) -> tuple[bool, bool, str]:
-    """Return what the legend is sorted by: operations by name, then the others, then what was not over."""
+    """Return the sort key of a legend entry: operations by name, then other operations, then unfinished ones."""
     name, colour = shown
     return colour == _STUCK, colour == _OTHER, name
 
 
 def export_trace_events(worlds: Worlds, path: Path) -> None:
-    """Write the calls in Chrome's trace event format: a process a rank, a row a group, microseconds.
+    """Write the calls in Chrome's trace event format: one process per rank, one row per group, times in microseconds.
 
-    A process's number is its rank, and in further worlds its rank after all of those before.
+    A process's number is its rank plus the sizes of all worlds before its own.
     """
     events: list[dict[str, Any]] = []
     first = min((call.issued for records in worlds for _, call in _all(records)), default=0.0)

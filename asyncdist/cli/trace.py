@@ -1,4 +1,4 @@
-"""``asyncdist trace``: who is stuck where, from the flight recorders that ranks have written."""
+"""``asyncdist trace``: report from flight recorder dumps which rank is stuck in which call."""
 
 from __future__ import annotations
 
@@ -17,28 +17,29 @@ if TYPE_CHECKING:
 
     from asyncdist.tracing.desync_report import RankPace, RankPosition, TracedCall, TraceRecord
 
-_GROUPS = 8  # groups that get a table, those that are held up first
+_GROUPS = 8
+"""Largest number of groups that get a table; blocked groups come first."""
 
 
-@click.command(short_help="Say from flight recorders which rank is stuck where; draw what the ranks did.")
+@click.command(short_help="Report from flight recorder dumps which rank is stuck in which call; plot a timeline.")
 @click.argument(
     "folder", type=click.Path(exists=True, file_okay=False, path_type=Path), envvar="ASYNCDIST_DUMP_DIR", default="."
 )
-@click.option("--calls", default=0, type=click.IntRange(0), help="Show so many of the last calls, rank beside rank.")
-@click.option("--plot", type=NewFile(), help="Draw the calls of all ranks against time (png, svg, pdf).")
-@click.option("--seconds", default=0.0, type=Seconds(), help="Draw only so many last seconds.")
-@click.option("--perfetto", type=NewFile(), help="Write them for ui.perfetto.dev or chrome://tracing.")
+@click.option("--calls", default=0, type=click.IntRange(0), help="Show this many of the last calls, one column per rank.")
+@click.option("--plot", type=NewFile(), help="Plot the calls of all ranks against time into this file (png, svg or pdf).")
+@click.option("--seconds", default=0.0, type=Seconds(), help="Plot only this many of the last seconds; 0 plots all.")
+@click.option("--perfetto", type=NewFile(), help="Write the calls to this file for ui.perfetto.dev or chrome://tracing.")
 def trace(folder: Path, calls: int, plot: Path | None, seconds: float, perfetto: Path | None) -> None:
-    """Say from the flight recorders in FOLDER which call holds each group up, and which rank is not in it.
+    """Report from the flight recorder dumps in FOLDER which call blocks each group, and which ranks have not joined it.
 
-    FOLDER is ASYNCDIST_DUMP_DIR if that is set, or else the current one. Ranks write them there when a group fails;
-    with ASYNCDIST_DUMP_SIGNAL=USR2 also when they get that signal, which asks a job that seems to hang where it is.
-    Gather the files of all hosts in one folder first. Who comes last, and how late, is by the hosts' wall clocks.
-    Of several worlds those are told of that wrote within half a minute of the one that wrote last.
+    FOLDER defaults to ASYNCDIST_DUMP_DIR, or else to the current folder. Ranks write their dumps there when a group
+    fails. With ASYNCDIST_DUMP_SIGNAL=USR2 they also write them on that signal, which shows where a hanging job is.
+    Copy the files of all hosts into one folder first. Latencies between ranks rely on the hosts' wall clocks.
+    If the folder holds several worlds, the report covers those that wrote within 30 seconds of the last one.
 
     \b
     ASYNCDIST_DUMP_DIR=/tmp/dumps ASYNCDIST_DUMP_SIGNAL=USR2 torchrun --nproc-per-node=8 train.py
-    pkill -USR2 -f -- '-u train.py'          # torchrun's ranks, and not torchrun, which such a signal ends
+    pkill -USR2 -f -- '-u train.py'          # matches torchrun's ranks, not torchrun, which the signal would end
     asyncdist trace /tmp/dumps --plot timeline.png
     """
     from asyncdist.cli import timeline
@@ -60,7 +61,7 @@ def trace(folder: Path, calls: int, plot: Path | None, seconds: float, perfetto:
     if plot is not None:
         with reporting_write_errors(plot):
             timeline.draw_timeline(worlds, plot, seconds)
-        console.print(f"drawn into {plot}", markup=False)
+        console.print(f"plotted into {plot}", markup=False)
     if perfetto is not None:
         with reporting_write_errors(perfetto):
             timeline.export_trace_events(worlds, perfetto)
@@ -68,7 +69,7 @@ def trace(folder: Path, calls: int, plot: Path | None, seconds: float, perfetto:
 
 
 def _show(records: Sequence[TraceRecord], calls: int, console: Console) -> None:
-    """Print what is to be said of one world."""
+    """Print the report of one world."""
     from asyncdist.tracing import desync_report
 
     for sentence in desync_report.tell(records):
@@ -80,7 +81,7 @@ def _show(records: Sequence[TraceRecord], calls: int, console: Console) -> None:
         if table.row_count:
             console.print(table)
     if len(standings) > _GROUPS:
-        console.print(f"and {len(standings) - _GROUPS} more groups, in which nothing is held up longer")
+        console.print(f"and {len(standings) - _GROUPS} more groups, which are not blocked for longer")
 
 
 def _table(standing: RankPosition, records: Sequence[TraceRecord], paces: dict[int, RankPace]) -> Table:

@@ -94,7 +94,7 @@ def test_without_a_device_nothing_is_measured_and_one_sentence_says_so():
     [
         (["--device", "cuda", "barrier"], "on devices only all_reduce, broadcast, send"),
         (["send"], "send is measured with --device cuda only"),
-        (["--ranks", "1"], "one rank has nobody to speak with"),
+        (["--ranks", "1"], "at least 2 ranks on the CPU"),
         (["--device", "tpu"], "'tpu' is not one of"),
     ],
 )

@@ -293,7 +293,7 @@ def test_through_torch_measures_what_so_many_ranks_can_do_with_this_torch(ranks,
     assert (f"fsdp2 is left out: torch {torch} cannot do it on CPUs" in said.output) == ("fsdp2" in left_out)
 
 
-@pytest.mark.parametrize(("text", "said"), [("auto,gloo", "'gloo' is no transport"), (",", "name at least one")])
+@pytest.mark.parametrize(("text", "said"), [("auto,gloo", "'gloo' is not a transport"), (",", "name at least one")])
 def test_a_transport_is_no_rival(text, said):
     run = CliRunner().invoke(main, ["bench", "--transport", text])
     assert run.exit_code == 2

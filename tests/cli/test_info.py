@@ -117,15 +117,15 @@ def test_the_cost_model_is_shown_as_it_decides(collective, ranks):
             pytest.approx(value, abs=0.051) for value in predicted
         ]
     assert f"ASYNCDIST_ALGORITHM={collective}=" in said
-    assert "the cheapest runs" in said
-    assert "Ranks that share memory run none of these" in said
+    assert "the cheapest one runs" in said
+    assert "Ranks that share memory use shared-memory collectives instead" in said
 
 
 def test_a_forced_schedule_is_shown_as_forced():
     said = info("--collective", "all_reduce", "--sizes", "4", ASYNCDIST_ALGORITHM="all_reduce=ring")
     assert row(said, "4")[2] == "ring"
     assert "forced by ASYNCDIST_ALGORITHM=all_reduce=ring" in said
-    assert "Ranks that share memory run it too" in said
+    assert "A forced algorithm also runs between ranks that share memory" in said
 
 
 def test_a_forced_schedule_that_does_not_exist():

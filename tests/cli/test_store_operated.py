@@ -52,7 +52,7 @@ def test_one_that_runs_is_asked(tmp_path):
         assert status["data"] == str(tmp_path)
         assert status["stored_bytes_limit"] == 1 << 20
         assert re.search(r"^keys +3$", daemon.ask("status"), re.MULTILINE)
-        assert "--data is for serving" in asked("--data", str(tmp_path), "status", code=2)
+        assert "--data applies only to serving" in asked("--data", str(tmp_path), "status", code=2)
 
 
 @pytest.mark.parametrize("told_by", ["options", "environment"])
@@ -91,7 +91,7 @@ def test_where_an_answer_cannot_be_written_or_a_value_not_read_it_says_so():
         with open("/dev/full", "wb") as full:
             for question in (("get", "k", "--raw"), ("keys",)):
                 assert complaint(*question, stdout=full) == (
-                    "Error: the standard output takes no more: No space left on device\n"
+                    "Error: cannot write to the standard output: No space left on device\n"
                 )
         closed = complaint("set", "k", "-", preexec_fn=lambda: os.close(0))
         assert closed.startswith("Error: the standard input is closed")

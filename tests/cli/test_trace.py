@@ -71,14 +71,14 @@ def test_the_picture(dumps):
     (axes,) = figure.axes
     assert [label.get_text() for label in axes.get_yticklabels()] == ["rank 0", "rank 1"]
     names = [text.get_text() for text in axes.get_legend().get_texts()]
-    assert names[-1] == "not over"
+    assert names[-1] == "unfinished"
     assert names[:-1] == sorted(names[:-1])
 
 
 def test_only_the_last_seconds_are_drawn(dumps):
     records = desync_report.read(dumps)
     (axes,) = timeline.timeline_figure(records, seconds=1e-9).axes
-    assert {text.get_text() for text in axes.get_legend().get_texts()} == {"not over"}
+    assert {text.get_text() for text in axes.get_legend().get_texts()} == {"unfinished"}
 
 
 def test_the_file_for_a_viewer(dumps):
