@@ -88,7 +88,9 @@ def _transports(ctx: click.Context, param: click.Parameter, value: str) -> tuple
     help="Rivals to measure in the same run: gloo, mpi, raw, or `available` for all that are installed.",
 )
 @click.option("--registered", is_flag=True, help="Also measure tensors made by asyncdist.empty(shared=True).")
-@click.option("--awaited", is_flag=True, help="Also measure `await` on uvloop, and its extra cost over a blocking call.")
+@click.option(
+    "--awaited", is_flag=True, help="Also measure `await` on uvloop, and its extra cost over a blocking call."
+)
 @click.option("--ddp", is_flag=True, help="Also measure a training step of a model with 6.3 M parameters.")
 @click.option(
     "--through",
@@ -107,7 +109,9 @@ def _transports(ctx: click.Context, param: click.Parameter, value: str) -> tuple
 )
 @click.option("--repeat", type=click.IntRange(1), help="Timed calls of each contender.  [default: by size, 1000 to 12]")
 @click.option("--pin", is_flag=True, help="Pin each rank to one core: less noise, but less realistic.")
-@click.option("--json", "json_file", type=NewFile(allow_dash=True), help="Write all results to this file as JSON; - is stdout.")
+@click.option(
+    "--json", "json_file", type=NewFile(allow_dash=True), help="Write all results to this file as JSON; - is stdout."
+)
 @click.option("--plot", "plot_file", type=NewFile(), help="Plot time against size into this file (png, svg or pdf).")
 @click.option(
     "--output", type=NewFolder(), is_eager=True, help="Write bench.md, bench.json and bench.png into this folder."

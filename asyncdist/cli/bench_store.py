@@ -19,14 +19,30 @@ def _parts(ctx: click.Context, param: click.Parameter, value: str) -> tuple[str,
 
 
 @click.command("bench store")
-@click.option("--rounds", default=7, show_default=True, type=click.IntRange(1), help="Rounds in which all contenders take turns.")
-@click.option("--seconds", default=0.4, show_default=True, type=Seconds(0.01), help="Duration of each turn.")
-@click.option("--crowd", default=8192, show_default=True, type=click.IntRange(4), help="Number of simultaneous connections.")
-@click.option("--in-flight", default=1000, show_default=True, type=click.IntRange(1), help="Concurrent calls of one client.")
 @click.option(
-    "--clients", default="1,8", show_default=True, callback=list_options.counts, help="Numbers of torch clients, separated by commas."
+    "--rounds", default=7, show_default=True, type=click.IntRange(1), help="Rounds in which all contenders take turns."
 )
-@click.option("--only", "parts", default="", callback=_parts, help="Parts to measure: theirs (torch clients), ours, crowd, memory, restart.")
+@click.option("--seconds", default=0.4, show_default=True, type=Seconds(0.01), help="Duration of each turn.")
+@click.option(
+    "--crowd", default=8192, show_default=True, type=click.IntRange(4), help="Number of simultaneous connections."
+)
+@click.option(
+    "--in-flight", default=1000, show_default=True, type=click.IntRange(1), help="Concurrent calls of one client."
+)
+@click.option(
+    "--clients",
+    default="1,8",
+    show_default=True,
+    callback=list_options.counts,
+    help="Numbers of torch clients, separated by commas.",
+)
+@click.option(
+    "--only",
+    "parts",
+    default="",
+    callback=_parts,
+    help="Parts to measure: theirs (torch clients), ours, crowd, memory, restart.",
+)
 @click.option("--output", type=NewFolder(), help="Write store.json and store.md into this folder.")
 def bench_store(
     rounds: int,

@@ -44,4 +44,6 @@ def info(ctx: click.Context, collective: str | None, ranks: int, sizes: tuple[in
     tables.show_devices(console)
     tables.show_addresses(console, config)
     tables.show_settings(console, config)
-    console.print("To see which algorithm runs at which size: [bold]asyncdist info --collective all_reduce --ranks 4[/]")
+    console.print(
+        "To see which algorithm runs at which size: [bold]asyncdist info --collective all_reduce --ranks 4[/]"
+    )

@@ -27,16 +27,28 @@ class _Size(click.ParamType):  # type: ignore[type-arg]
             self.fail(f"{value!r} is not a number of bytes: write 1000000, 64M or 4G", param, ctx)
 
 
-@click.group(invoke_without_command=True, short_help="Serve a rendezvous store that outlives every worker, or query one.")
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address or host name to listen on; '' means all interfaces.")
-@click.option("--port", default=29500, show_default=True, type=click.IntRange(0, 65535), help="Port to listen on; 0 picks a free one.")
+@click.group(
+    invoke_without_command=True, short_help="Serve a rendezvous store that outlives every worker, or query one."
+)
+@click.option(
+    "--host", default="127.0.0.1", show_default=True, help="Address or host name to listen on; '' means all interfaces."
+)
+@click.option(
+    "--port",
+    default=29500,
+    show_default=True,
+    type=click.IntRange(0, 65535),
+    help="Port to listen on; 0 picks a free one.",
+)
 @click.option(
     "--unix",
     type=SocketFile(dir_okay=False),
     help="Unix socket file to listen on; without --host and --port, the store listens only there.",
 )
 @click.option(
-    "--data", type=click.Path(path_type=Path, file_okay=False), help="Folder in which the store's data survives restarts."
+    "--data",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder in which the store's data survives restarts.",
 )
 @click.option(
     "--fsync",
@@ -57,8 +69,12 @@ class _Size(click.ParamType):  # type: ignore[type-arg]
 @click.option("--tls-cert", help="Certificate file (PEM); enables TLS.  [env: ASYNCDIST_TLS_CERT]")
 @click.option("--tls-key", help="Private key file of the certificate.  [env: ASYNCDIST_TLS_KEY]")
 @click.option("--tls-ca", help="CA file that client certificates must verify against.  [env: ASYNCDIST_TLS_CA]")
-@click.option("--log-format", type=click.Choice(FORMATS), default="text", show_default=True, help="Text lines or JSON objects.")
-@click.option("--log-level", type=click.Choice(LEVELS), default="warning", show_default=True, help="Lowest level to log.")
+@click.option(
+    "--log-format", type=click.Choice(FORMATS), default="text", show_default=True, help="Text lines or JSON objects."
+)
+@click.option(
+    "--log-level", type=click.Choice(LEVELS), default="warning", show_default=True, help="Lowest level to log."
+)
 @click.option(
     "--c10d",
     type=click.Choice(["off", "loopback", "any"]),

@@ -25,10 +25,16 @@ _GROUPS = 8
 @click.argument(
     "folder", type=click.Path(exists=True, file_okay=False, path_type=Path), envvar="ASYNCDIST_DUMP_DIR", default="."
 )
-@click.option("--calls", default=0, type=click.IntRange(0), help="Show this many of the last calls, one column per rank.")
-@click.option("--plot", type=NewFile(), help="Plot the calls of all ranks against time into this file (png, svg or pdf).")
+@click.option(
+    "--calls", default=0, type=click.IntRange(0), help="Show this many of the last calls, one column per rank."
+)
+@click.option(
+    "--plot", type=NewFile(), help="Plot the calls of all ranks against time into this file (png, svg or pdf)."
+)
 @click.option("--seconds", default=0.0, type=Seconds(), help="Plot only this many of the last seconds; 0 plots all.")
-@click.option("--perfetto", type=NewFile(), help="Write the calls to this file for ui.perfetto.dev or chrome://tracing.")
+@click.option(
+    "--perfetto", type=NewFile(), help="Write the calls to this file for ui.perfetto.dev or chrome://tracing."
+)
 def trace(folder: Path, calls: int, plot: Path | None, seconds: float, perfetto: Path | None) -> None:
     """Report from the flight recorder dumps in FOLDER which call blocks each group, and which ranks have not joined it.
 
