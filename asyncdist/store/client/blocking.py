@@ -1,10 +1,16 @@
-"""A connection of threads to a store: no thread serves it.
+"""A store connection that many threads share: TCPStore's. No background thread serves it.
 
-All threads share it: each sends its request and then waits, and of those who wait one at a time, the *leader*, reads from
-the socket and hands answers to the others. When the leader has its own answer it goes, and the first of the others leads.
-So a thread that waits for a key blocks nobody, and nobody's call hops through another thread.
+Each calling thread queues its request and waits for the answer. One waiting thread at a time, the *leader*, reads the
+socket and completes the requests of all threads. The leader leaves with its own answer, and another thread takes over.
+A thread that waits for a key therefore blocks no other thread, and no call hops through another thread.
 
-When the socket breaks, the leader waits for a new one (`reconnecting`), and the conversation goes on over that.
+Sending works alike. Each thread appends to the socket's one outgoing queue, and the thread that holds the send lock
+drains it. A thread that leaves while the socket is full hands the rest of the queue to a background thread.
+
+When a socket breaks, a background thread connects again, and `ClientProtocol` resumes the session over the new socket.
+So a socket whose state is unknown, such as after an interrupt in the middle of a send, is simply replaced.
+
+Locks, in this order: the send lock, then the state lock ``lock``. Only the send lock is held during I/O.
 """
 
 from __future__ import annotations
@@ -13,39 +19,49 @@ import contextlib
 import os
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from asyncdist.base.deadline import Deadline, Timeout
 from asyncdist.base.error_text import describe_error
+from asyncdist.base.tls import client_context
 from asyncdist.config import Config
-from asyncdist.errors import ProtocolError, StoreConnectionError, UsageError
-from asyncdist.store.client.blocking_socket import BlockingSocket
-from asyncdist.store.client.connect import broken, closed
-from asyncdist.store.client.pending import PendingRequest, StreamBuffer, acquire
-from asyncdist.store.client.reconnecting import Reconnecting
-from asyncdist.store.protocol.chunking import ChunkedMessage
+from asyncdist.errors import AsyncdistError, ProtocolError, StoreConnectionError, UsageError
+from asyncdist.store.client.blocking_socket import BlockingSocket, open_blocking_socket, shake_hands
+from asyncdist.store.client.connect import ConnectRetry, ReconnectPolicy, broken, closed
+from asyncdist.store.client.pending import BlockingClient, PendingRequest, StreamBuffer, acquire
+from asyncdist.store.protocol.client_protocol import IDENTITY_NBYTES, ClientProtocol
 from asyncdist.store.protocol.codec import framed
 from asyncdist.store.protocol.operations import Command
 
 T = TypeVar("T")
-_MOMENT, _GOODBYE_TIMEOUT = 0.05, 1.0
-"""Seconds that a thread waits to send what has no answer, and that it waits to say that we shall not be back."""
+_GOODBYE_TIMEOUT = 1.0
+"""Seconds within which `BlockingConnection.close` tries to end the session at the server."""
 
 
-def _handler_called() -> UsageError:
-    return UsageError(
-        "a signal handler has called a store in the middle of a call to it: let it set an event for a thread"
-    )
-
-
-class BlockingConnection(Reconnecting):
-    """A conversation with a store that many threads take part in, over one socket, and the next when that breaks."""
+class BlockingConnection(BlockingClient):
+    """One client session that many threads use, over one socket, and over the next one when that breaks."""
 
     def __init__(self, host: str, port: int, token: str | None, config: Config) -> None:
-        super().__init__(host, port, token, config)
+        super().__init__()
+        self.where = f"{host}:{port}"
+        self._host, self._port, self._token, self._config = host, port, token, config
+        self._tls = client_context(config)
+        self._protocol = ClientProtocol(self.where, config.store_lease, os.urandom(IDENTITY_NBYTES))
         self._pid = os.getpid()
-        self._turn, self._carrying = threading.RLock(), threading.RLock()
-        self._led = False
+        self._send_lock = threading.RLock()
+        self._socket: BlockingSocket | None = None
+        self._connecting: BlockingSocket | None = None
+        self._broken: list[BlockingSocket] = []
+        """Sockets that a thread may still use."""
+        self._reconnect_policy = ReconnectPolicy(self._protocol, host, port, config.store_reconnect)
+        self._reconnected: threading.Event | None = None
+        """Set while a background thread connects again; the event is set when that thread ends."""
+        self._over: StoreConnectionError | None = None
+        self._closing = threading.Event()
+        self._inside: set[int] = set()
+        """The threads that are in a call and may hold its locks."""
+        self._has_leader = False
         self._standby: dict[PendingRequest[Any], None] = {}
         self._others: weakref.WeakSet[BlockingConnection] = weakref.WeakSet()
 
@@ -53,17 +69,16 @@ class BlockingConnection(Reconnecting):
     def open(
         cls, host: str, port: int, token: str | None, timeout: Timeout, config: Config | None = None
     ) -> BlockingConnection:
-        """Connect, trying again while nothing answers, for ``timeout`` seconds; raises what AsyncStore.connect does."""
+        """Connect, with retries for ``timeout`` seconds. Raises the errors of `AsyncStore.connect`."""
         connection = cls(host, port, token, config or Config())
-        connection.reach(timeout)
+        connection._reach(timeout)
         return connection
 
     def another(self, timeout: Timeout) -> BlockingConnection:
-        """Open one more to the same store, which is closed with this one."""
-        self._be_ours()
+        """Open another connection to the same store. It is closed together with this one."""
         connection = BlockingConnection(self._host, self._port, self._token, self._config)
         self._within(self._add, connection)
-        connection._within(connection.reach, timeout)
+        connection._within(connection._reach, timeout)
         return connection
 
     def _add(self, connection: BlockingConnection) -> None:
@@ -72,273 +87,357 @@ class BlockingConnection(Reconnecting):
                 raise closed(self.where)
             self._others.add(connection)
 
-    # -- asking -----------------------------------------------------------------------------------
+    @property
+    def num_open(self) -> int:
+        """The number of requests without a final answer."""
+        return self._protocol.num_open
 
-    def settle(self, command: Command[Any], ticket: PendingRequest[Any], limit: float) -> int:
-        self._admit()
-        return self._within(super().settle, command, ticket, limit)
-
-    def take(self, arrivals: StreamBuffer[T], deadline: Deadline) -> T:
-        self._admit()
-        taken: T = self._within(super().take, arrivals, deadline)
-        return taken
-
-    def _admit(self) -> None:
-        """Refuse who is in here already: what it waited for would only come when the call that it is in goes on."""
-        self._be_ours()
-        if threading.get_ident() in self._inside:
-            raise _handler_called()
-
-    def _be_ours(self) -> None:
+    def _within(self, call: Callable[..., T], *args: Any) -> T:
+        """Make a call, and refuse a signal handler's call that interrupts another one of the same thread."""
         if self._pid != os.getpid():
             raise UsageError("this TCPStore was made before a fork, and its connection is the parent's: make a new one")
-
-    def begin(self, command: Command[Any], ticket: PendingRequest[Any], deadline: Deadline) -> int:
-        number = 0
+        thread = threading.get_ident()
+        if thread in self._inside:
+            raise UsageError(
+                "a signal handler has called a store in the middle of a call to it: let it set an event for a thread"
+            )
         try:
-            with self.lock:
-                self._go_on()
-                ticket.command = command
-                number, message = self._conversation.ask(ticket)
-                messages, wire = [*self._conversation.data_to_send(), message], self._wire
-            if wire is not None and message:
-                for each in messages:
-                    self._send(wire, each, deadline)
-        except BaseException:  # it may have gone just before an interrupt, or have been asked again over another socket
-            self.give_up(number)
-            raise
-        return number
+            self._inside.add(thread)
+            return call(*args)
+        finally:
+            self._inside.discard(thread)
+
+    def _start(self, call: Callable[..., object], *args: Any) -> None:
+        threading.Thread(target=self._within, args=(call, *args), daemon=True).start()
+
+    # -- sending ----------------------------------------------------------------------------------
+
+    def settle(self, command: Command[Any], pending: PendingRequest[Any], limit: float) -> None:
+        self._within(super().settle, command, pending, limit)
+
+    def take(self, buffer: StreamBuffer[T], deadline: Deadline) -> T:
+        taken: T = self._within(super().take, buffer, deadline)
+        return taken
+
+    def begin(self, command: Command[Any], pending: PendingRequest[Any], deadline: Deadline) -> None:
+        with self.lock:
+            if self._over is not None:
+                self._raise_over()
+            pending.command = command
+            pending.number, message = self._protocol.ask(pending)
+            sock = self._socket
+            if sock is not None and message:
+                if self._protocol.has_more:
+                    self._queue_output(sock)
+                sock.enqueue(message, pending.number)
+        if sock is not None and message:
+            self._flush(sock, deadline, pending)
 
     def give_up(self, number: int) -> None:
         with self.lock:
-            wire, word = self._wire, self._conversation.give_up(number) if self._over is None and number else b""
-        self._say(wire, word)
+            message = self._protocol.give_up(number) if self._over is None and number else b""
+            sock = self._enqueue(message)
+        self._flush_soon(sock)
 
     def confirm(self, number: int) -> None:
         with self.lock:
-            wire, word = self._wire, self._conversation.confirm(number) if self._over is None else b""
-        self._say(wire, word)
+            sock = self._enqueue(self._protocol.confirm(number) if self._over is None else b"")
+        self._flush_soon(sock)
 
-    def _say(self, wire: BlockingSocket | None, word: bytes) -> None:
-        """Have something sent that has no answer: next of all, and for certain unless the socket breaks first."""
-        if wire is None or not word:
-            return
-        try:
-            wire.words.append(word)
-            self._send_together(wire, [], Deadline.after(_MOMENT))
-        except StoreConnectionError:  # which says the same
-            pass
-        except BaseException as error:
-            self._start(self._send_words, wire)
-            if not isinstance(error, TimeoutError):
-                raise
+    def _enqueue(self, message: bytes) -> BlockingSocket | None:
+        """Queue a message that has no answer, and return its socket. The lock is held."""
+        if self._socket is not None and message:
+            self._socket.enqueue(message)
+        return self._socket
 
-    def _send_words(self, wire: BlockingSocket) -> None:
-        """Send what is to go next of all as soon as there is room for it, in a thread of its own."""
-        with self.lock:
-            if wire.attended:
+    def _queue_output(self, sock: BlockingSocket) -> None:
+        """Queue what the protocol has to send. The lock is held."""
+        for message in self._protocol.data_to_send():
+            sock.enqueue(message, 0 if isinstance(message, bytes) else message.request)
+
+    def _flush(self, sock: BlockingSocket, deadline: Deadline, pending: PendingRequest[Any] | None = None) -> None:
+        """Drain a socket's queue, unless another thread does; a broken socket is replaced.
+
+        The calling thread leaves when ``pending`` is answered. Raises TimeoutError and StoreConnectionError.
+        """
+        # The thread that holds the send lock looks at the queue once more after it has released the lock.
+        while sock is self._socket and sock.has_unsent:
+            if pending is not None and pending.ready:
+                self._start(self._flush_in_background, sock)
                 return
-            wire.attended = True
-        with contextlib.suppress(StoreConnectionError):
-            while wire.attended:
-                self._send_together(wire, [], Deadline.never())
-                with self.lock:
-                    wire.attended = bool(wire.words) and wire is self._wire
-
-    def _send(self, wire: BlockingSocket, message: bytes | ChunkedMessage, deadline: Deadline) -> None:
-        """Send over a socket, if that is still the one: what is open is asked again over the next."""
-        if isinstance(message, ChunkedMessage):
-            acquire(self._carrying, deadline)
             try:
-                self._send_in_pieces(wire, message, deadline)
-            finally:
-                self._carrying.release()
-        else:
-            self._send_together(wire, [message], deadline)
-
-    def _send_in_pieces(self, wire: BlockingSocket, parcel: ChunkedMessage, deadline: Deadline) -> None:
-        """Send a long message; what others send passes between its pieces."""
-        try:
-            self._break_off(wire)  # where an interrupt kept another thread from it
-            while wire is self._wire and self._conversation.is_open(parcel.request):
-                if deadline.expired():
-                    raise TimeoutError
-                self._send_together(wire, [next(parcel)], deadline, parcel)
-                if not parcel.is_under_way:
+                if not self._send_lock.acquire(blocking=False):
                     return
-        finally:
-            self._break_off(wire)
+                sock.drain(deadline, pending)
+            except BaseException as error:
+                if isinstance(error, TimeoutError) and deadline.expired():
+                    raise
+                # The socket may have taken any part of a message.
+                self._lose(sock, f"a request could not be sent: {describe_error(error)}")
+                if not isinstance(error, OSError):
+                    raise
+                if self._over is not None:
+                    self._raise_over()
+            finally:
+                # An interrupt could come after any call that precedes the release, such as suppress().
+                try:  # noqa: SIM105
+                    self._send_lock.release()
+                except RuntimeError:
+                    pass
 
-    def _break_off(self, wire: BlockingSocket) -> None:
-        """Have the store forget what it has of a long message, before the next one comes."""
-        if wire.parcel is not None:
-            self._say(wire, wire.parcel.end)
-            wire.parcel = None
-
-    def _send_apart(self, wire: BlockingSocket, messages: list[bytes | ChunkedMessage]) -> None:
-        """Send what is asked again, in a thread of its own: whoever reads has to read on meanwhile, or has to go."""
-        with contextlib.suppress(TimeoutError, StoreConnectionError):  # whoever waits for the answer knows better
-            self._send_words(wire)
-            for message in messages:
-                if isinstance(message, ChunkedMessage):
-                    self._send(wire, message, Deadline.never())
-
-    def _send_together(
-        self, wire: BlockingSocket, messages: list[bytes], deadline: Deadline, parcel: ChunkedMessage | None = None
-    ) -> None:
-        """Send messages, a piece of ``parcel`` perhaps, behind the words that are to go next; or words alone, in time."""
-        # Who has sent a piece and is back with the next waits for its turn behind those who have waited meanwhile.
-        acquire(self._turn, deadline)
+    def _flush_soon(self, sock: BlockingSocket | None) -> None:
+        """Send what the socket takes at once; a background thread sends the rest."""
         try:
-            acquire(self._sending, deadline)
-        except BaseException:
-            self._turn.release()
-            raise
-        try:
-            self._turn.release()
-            if wire is self._wire:
-                if not messages:
-                    wire.wait_for_room(deadline)
-                self._put_out(wire, messages, deadline, parcel)
-        finally:
-            self._sending.release()
+            if sock is not None:
+                self._flush(sock, Deadline.after(0))
+        except StoreConnectionError:
+            pass
+        except TimeoutError:
+            self._start(self._flush_in_background, sock)
 
-    def _put_out(
-        self, wire: BlockingSocket, messages: list[bytes], deadline: Deadline, parcel: ChunkedMessage | None
-    ) -> None:
-        """The same for the one thread that sends."""
-        try:
-            words = list(wire.words)
-            wire.send(b"".join(framed(each) for each in (words, messages) if each), deadline)
-            del wire.words[: len(words)]
-            if parcel is not None:
-                wire.parcel = parcel if parcel.is_under_way else None
-        except BaseException as error:
-            # Nobody knows how much has gone: after half a request, the store could not read another one.
-            self._lose(wire, f"a request could not be sent: {describe_error(error)}")
-            if not isinstance(error, OSError) or isinstance(error, TimeoutError):
-                raise
-            self._go_on()
+    def _flush_in_background(self, sock: BlockingSocket) -> None:
+        with contextlib.suppress(StoreConnectionError):
+            self._flush(sock, Deadline.never())
 
-    # -- waiting: one leads, the others follow ------------------------------------------------------
+    # -- receiving: one thread leads, the others follow ---------------------------------------------
 
-    def wait_for(self, ticket: PendingRequest[Any], deadline: Deadline) -> None:
+    def wait_for(self, pending: PendingRequest[Any], deadline: Deadline) -> None:
         leads = False
         try:
             while True:
                 with self.lock:
-                    if ticket.ready:
+                    if pending.ready:
                         return
-                    leads = not self._led
+                    leads = not self._has_leader
                     if leads:
-                        self._led = True
+                        self._has_leader = True
                     else:
-                        ticket.event = ticket.event or threading.Event()
-                        ticket.event.clear()
-                        self._standby[ticket] = None
+                        pending.event = pending.event or threading.Event()
+                        pending.event.clear()
+                        self._standby[pending] = None
                 if leads:
-                    self._lead(ticket, deadline)
+                    self._lead(pending, deadline)
                     return
-                ticket.sleep(deadline.remaining_or_none())
-                if deadline.expired() and not ticket.ready:
+                pending.sleep(deadline.remaining_or_none())
+                if deadline.expired() and not pending.ready:
                     raise TimeoutError
         finally:
             interrupt: BaseException | None = None
             while True:
                 try:
-                    with self.lock:  # while another thread has it, what a signal raises comes before what is in here
+                    with self.lock:  # a signal handler may raise while this thread waits for the lock
                         if leads:
-                            self._led = leads = False
-                        if self._closing.is_set() and not self._led:
-                            self._drop()
-                        self._standby.pop(ticket, None)
-                        self._promote()
+                            self._has_leader = leads = False
+                        if self._closing.is_set() and not self._has_leader:
+                            self._close_unused()
+                        self._standby.pop(pending, None)
+                        if self._standby:
+                            self._promote()
                     break
                 except BaseException as error:
                     interrupt = error
             if interrupt is not None:
                 raise interrupt
 
-    def _lead(self, ticket: PendingRequest[Any], deadline: Deadline) -> None:
-        while not ticket.ready:
-            wire = self._wire
-            if wire is None:
-                self._wait_for_another(deadline)
+    def _lead(self, pending: PendingRequest[Any], deadline: Deadline) -> None:
+        while not pending.ready:
+            sock = self._socket
+            if sock is None:
+                self._wait_for_reconnect(deadline)
             else:
-                self._read(wire, deadline)
+                self._read(sock, deadline)
 
-    def _read(self, wire: BlockingSocket, deadline: Deadline) -> None:
-        """Hand out the answers that come next over a socket."""
-        wire.wait(deadline)  # here nearly every interrupt comes, and costs nothing
+    def _read(self, sock: BlockingSocket, deadline: Deadline) -> None:
+        """Complete the requests whose answers arrive next."""
+        sock.wait(deadline)  # nearly every interrupt comes here, where it does no harm
         try:
-            data = wire.take()
+            data = sock.take()
             with self.lock:
-                if wire is not self._wire:
+                if sock is not self._socket:
                     return
-                self._conversation.receive(data)
-                more, lost = self._conversation.data_to_send(), self._conversation.lost
+                self._protocol.receive(data)
+                lost, more = self._protocol.lost, self._protocol.has_more
                 if more:
-                    wire.words += [
-                        each for each in more if not isinstance(each, ChunkedMessage)
-                    ]  # before it can be given up
+                    self._queue_output(sock)
             if lost is not None:
                 self._break(lost)
-                return
-            if more:
-                self._start(self._send_apart, wire, more)
+            elif more:
+                self._flush_soon(sock)
         except OSError as error:
-            self._lose(wire, describe_error(error))
+            self._lose(sock, describe_error(error))
         except ProtocolError as error:
             self._break(broken(self.where, describe_error(error)))
-        except BaseException as error:  # what has been read is lost with it
-            self._lose(wire, f"reading was interrupted: {describe_error(error)}")
+        except BaseException as error:  # the bytes that were read are lost
+            self._lose(sock, f"reading was interrupted: {describe_error(error)}")
             raise
 
     def _promote(self) -> None:
-        """Wake one of those who wait, to lead if nobody does. The lock is held."""
-        if self._led:
+        """Wake a waiting thread to lead, if no thread leads. The lock is held."""
+        if self._has_leader:
             return
-        for ticket in self._standby:
-            if not ticket.ready and ticket.event is not None:
-                ticket.event.set()
+        for pending in self._standby:
+            if not pending.ready and pending.event is not None:
+                pending.event.set()
                 return
+
+    # -- connecting -------------------------------------------------------------------------------
+
+    def _reach(self, timeout: Timeout) -> None:
+        """Connect for the first time, in the calling thread."""
+        retry = ConnectRetry(self._host, self._port, timeout)
+        while True:
+            try:
+                self._attempt(retry)
+                return
+            except OSError as error:
+                self._closing.wait(retry.pause_after(error))
+
+    def _attempt(self, retry: ConnectRetry) -> None:
+        """Try once to connect. Raises OSError if another attempt may succeed."""
+        if self._over is not None:
+            self._raise_over()
+        deadline = retry.attempt()
+        sock = open_blocking_socket(retry.host, retry.port, self._tls, deadline, self._protocol.is_open)
+        try:
+            with self.lock:
+                if self._over is not None:
+                    self._raise_over()
+                self._connecting = sock
+            sock.secure(deadline)
+            self._greet(sock, deadline)
+            with self.lock:
+                message = self._protocol.introduce()
+            sock.send(framed([message]), deadline)
+            with self.lock:
+                if self._over is not None:
+                    self._raise_over()
+                self._connecting, self._socket = None, sock
+        except BaseException:
+            with self.lock:
+                self._connecting = None
+                self._protocol.interrupted()
+            sock.close()
+            raise
+
+    def _greet(self, sock: BlockingSocket, deadline: Deadline) -> None:
+        """Authenticate, and read the server's hello."""
+        hello = shake_hands(sock, self._token, deadline)
+        while True:
+            with self.lock:
+                self._protocol.receive(hello)
+                if self._protocol.greeted:
+                    return
+            hello = sock.receive(deadline)
+
+    def _wait_for_reconnect(self, deadline: Deadline) -> None:
+        """Wait until there is another socket, or the connection is over. Raises TimeoutError."""
+        acquire(self._send_lock, deadline)
+        try:
+            with self.lock:
+                self._close_unused()
+                if self._over is not None:  # the open requests have been rejected
+                    return
+                reconnected = self._reconnected
+        finally:
+            self._send_lock.release()
+        if reconnected is None:
+            reconnected = threading.Event()
+            self._start(self._reconnect, reconnected)
+        if not reconnected.wait(deadline.remaining_or_none()):
+            raise TimeoutError
+
+    def _reconnect(self, reconnected: threading.Event) -> None:
+        """Connect again, in a background thread: the attempt must not end with the impatient caller that began it."""
+        with self.lock:
+            # An interrupt just after the start may have made another thread start one too.
+            needed = self._reconnected is None and self._socket is None
+            if needed:
+                self._reconnected = reconnected
+        try:
+            while needed and self._socket is None and self._over is None:
+                self._closing.wait(self._reconnect_policy.due.remaining())
+                try:
+                    self._attempt(self._reconnect_policy.persistence)
+                    self._reconnect_policy.succeeded()
+                except (OSError, AsyncdistError) as error:
+                    over = self._reconnect_policy.failed(error)
+                    if over is not None:
+                        self._break(over)
+        finally:
+            with self.lock:
+                if needed:
+                    self._reconnected = None
+            reconnected.set()
 
     # -- ends -------------------------------------------------------------------------------------
 
-    def _lose(self, wire: BlockingSocket, why: str) -> None:
-        """A socket is broken: who leads has another made, if there is a point in that."""
+    def _raise_over(self) -> None:
+        assert self._over is not None
+        raise StoreConnectionError(*self._over.args)
+
+    def _lose(self, sock: BlockingSocket, why: str) -> None:
+        """Note that a socket is broken. The leader makes another one if the policy allows it."""
         with self.lock:
-            if self._wire is not wire:
+            if self._socket is not sock:
                 return
-            self._wire = None
-            self._broken.append(wire)
-            self._conversation.interrupted()
-            over = self._redial.lost(why)
+            self._socket = None
+            self._broken.append(sock)
+            self._protocol.interrupted()
+            over = self._reconnect_policy.lost(why)
             if over is None:
                 self._promote()
             else:
                 self._end(over)
-        wire.wake()
+        sock.wake()
+
+    def _break(self, error: StoreConnectionError) -> None:
+        with self.lock:
+            self._end(error)
+
+    def _end(self, error: StoreConnectionError) -> None:
+        """Reject everything that is open, unless the connection is over already. The lock is held."""
+        over = self._over = self._over or error
+        self._protocol.end(over)
+        for sock in (self._socket, self._connecting):
+            if sock is not None:
+                sock.wake()
+        if self._reconnected is not None:
+            self._reconnected.set()
+
+    def _close_unused(self) -> None:
+        """Close the sockets that no thread uses any more. The send lock and the lock are held."""
+        for sock in self._broken:
+            sock.close()
+        self._broken.clear()
+        if self._over is not None and self._socket is not None:
+            self._socket.close()
+            self._socket = None
 
     def close(self) -> None:
         if self._pid != os.getpid():
-            return  # the fork has closed this process's copies of the sockets, and locks may be held by no thread
-        if threading.get_ident() in self._inside:  # this thread may have the locks
+            return  # the fork has closed this process's copies of the sockets, and no thread may release the locks
+        if threading.get_ident() in self._inside:  # this thread may hold the locks
             threading.Thread(target=self.close).start()
         else:
             self._within(self._close)
 
     def _close(self) -> None:
         with self.lock:
-            wire, goodbye = self._wire, self._conversation.goodbye() if self._over is None else b""
-        if wire is not None and goodbye:
-            with contextlib.suppress(TimeoutError, StoreConnectionError):  # then we are given up after our lease
-                self._send_together(wire, [goodbye], Deadline.after(_GOODBYE_TIMEOUT))
+            sock = self._enqueue(self._protocol.goodbye() if self._over is None else b"")
+        if sock is not None:
+            # If this fails, the session ends with its lease.
+            with contextlib.suppress(TimeoutError, StoreConnectionError):
+                deadline = Deadline.after(_GOODBYE_TIMEOUT)
+                acquire(self._send_lock, deadline)
+                try:
+                    self._flush(sock, deadline)
+                finally:
+                    self._send_lock.release()
         self._break(closed(self.where))
         self._closing.set()
-        with self._sending, self.lock:
-            if not self._led:
-                self._drop()
+        with self._send_lock, self.lock:
+            if not self._has_leader:
+                self._close_unused()
             others = list(self._others)
         for other in others:
             other.close()

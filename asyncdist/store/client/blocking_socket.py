@@ -7,22 +7,39 @@ import os
 import select
 import socket
 import ssl
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
 
 from asyncdist.base.auth import NONCE_NBYTES, HandshakeDriver, dial
 from asyncdist.base.deadline import Deadline
 from asyncdist.base.tls import TlsSocket
 from asyncdist.store.client.connect import connect, hung_up, tune, unknown
+from asyncdist.store.protocol.chunk_sender import ChunkSender
 from asyncdist.store.protocol.chunking import ChunkedMessage
+from asyncdist.store.protocol.codec import framed
 
 _READ_NBYTES, _LONG_READ_NBYTES = 64 << 10, 1 << 20
 _LONGEST_POLL = (1 << 31) - 1
 """Milliseconds, 24 days: poll() takes a C int."""
 
 
-class BlockingSocket:
-    """A connected socket with deadlines. One thread may send while another one receives."""
+class Answered(Protocol):
+    """A request; ``ready`` once it is answered."""
 
-    def __init__(self, sock: socket.socket, tls: TlsSocket | None = None) -> None:
+    ready: bool
+
+
+class BlockingSocket:
+    """A connected socket with deadlines and a queue of outgoing messages.
+
+    One thread may send while another one receives. Any thread may `enqueue`, one at a time.
+    ``is_open(request)`` tells whether a queued request still has to be sent.
+    """
+
+    def __init__(
+        self, sock: socket.socket, tls: TlsSocket | None = None, is_open: Callable[[int], bool] = lambda request: True
+    ) -> None:
         sock.setblocking(False)
         self._sock: socket.socket | TlsSocket = tls or sock
         self._tls = tls
@@ -30,12 +47,10 @@ class BlockingSocket:
         self._readable.register(sock, select.POLLIN)
         self._writable.register(sock, select.POLLOUT)
         self._read_nbytes = _READ_NBYTES
-        self.words: list[bytes] = []
-        """Messages that go ahead of whatever is sent next."""
-        self.attended = False
-        """Whether a thread sends them as soon as there is room."""
-        self.parcel: ChunkedMessage | None = None
-        """What the store has a part of."""
+        self._is_open = is_open
+        self._queue: deque[tuple[int, bytes]] = deque()
+        self._chunks = ChunkSender(lambda data: self._unsent.append(data), is_open, schedule=lambda call: None)
+        self._unsent: deque[bytes | memoryview] = deque()
 
     def secure(self, deadline: Deadline) -> None:
         """Begin TLS. Raises TimeoutError, CertificateError and ConnectionError."""
@@ -51,22 +66,58 @@ class BlockingSocket:
         return self._tls is not None and self._tls.secured
 
     def send(self, data: bytes, deadline: Deadline) -> None:
-        """Send all of it. Raises TimeoutError, when part of it may have gone, or ConnectionError."""
-        rest = memoryview(data)
-        while rest:
+        """Send all of ``data``. Raises TimeoutError, and the next call sends the rest first; raises ConnectionError."""
+        self._unsent.append(data)
+        self._send_unsent(deadline)
+
+    def _send_unsent(self, deadline: Deadline) -> None:
+        unsent = self._unsent
+        while unsent:
+            data = unsent[0]
             try:
-                rest = rest[self._sock.send(rest) :]
+                nbytes = self._sock.send(data)
             except BlockingIOError:
                 _poll(self._writable, deadline)
+                continue
+            if nbytes == len(data):
+                unsent.popleft()
+            else:
+                unsent[0] = memoryview(data)[nbytes:]
         while self._tls is not None and self._tls.unsent:
             try:
                 self._tls.flush()
             except BlockingIOError:
                 _poll(self._writable, deadline)
 
-    def wait_for_room(self, deadline: Deadline) -> None:
-        """Return when something can be sent. Raises TimeoutError."""
-        _poll(self._writable, deadline)
+    # -- the outgoing queue -------------------------------------------------------------------------
+
+    def enqueue(self, message: bytes | ChunkedMessage, request: int = 0) -> None:
+        """Queue a message. It is dropped if its ``request`` is given up before it is sent; 0 is always sent."""
+        if isinstance(message, ChunkedMessage):
+            self._chunks.send(message)
+        else:
+            self._queue.append((request, message))
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether there is anything to be sent."""
+        return bool(self._queue or self._unsent or self._chunks.busy or (self._tls is not None and self._tls.unsent))
+
+    def drain(self, deadline: Deadline, pending: Answered | None = None) -> None:
+        """Send the queue, or leave as soon as ``pending`` is ready: short messages first, then one chunk, and so on.
+
+        Raises TimeoutError, and the next call goes on where this one stopped; raises ConnectionError.
+        """
+        while self.has_unsent and not (pending is not None and pending.ready):
+            if not self._unsent:
+                queue = self._queue
+                queued = [queue.popleft() for _ in range(len(queue))]
+                messages = [message for request, message in queued if not request or self._is_open(request)]
+                if messages:
+                    self._unsent.append(framed(messages))
+                if self._chunks.busy:
+                    self._chunks.send_next()
+            self._send_unsent(deadline)
 
     def wait(self, deadline: Deadline) -> None:
         """Return when something may have come. Raises TimeoutError."""
@@ -108,7 +159,13 @@ def _poll(poll: select.poll, deadline: Deadline) -> None:
             raise TimeoutError
 
 
-def open_blocking_socket(host: str, port: int, tls: ssl.SSLContext | None, deadline: Deadline) -> BlockingSocket:
+def open_blocking_socket(
+    host: str,
+    port: int,
+    tls: ssl.SSLContext | None,
+    deadline: Deadline,
+    is_open: Callable[[int], bool] = lambda request: True,
+) -> BlockingSocket:
     """Connect; TLS, which has no use within a host, is to be begun (`secure`).
 
     Raises OSError where another attempt may do better.
@@ -122,7 +179,7 @@ def open_blocking_socket(host: str, port: int, tls: ssl.SSLContext | None, deadl
         secured = (
             None if tls is None or sock.family == socket.AF_UNIX else TlsSocket(sock, tls, serves=False, name=host)
         )
-        return BlockingSocket(sock, secured)
+        return BlockingSocket(sock, secured, is_open)
     except BaseException:
         sock.close()
         raise

@@ -21,6 +21,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+from asyncdist.base.backoff import Backoff
 from asyncdist.base.deadline import Deadline
 from asyncdist.errors import ProtocolError, StoreError, UsageError
 from asyncdist.store.client.local import DEFAULT_TIMEOUT, LocalClient, LocalStore
@@ -81,23 +82,22 @@ class FileClient(LocalClient):
     def leave(self) -> None:
         self._log(LogRecord(self.name, 0, Op.LEAVE, ()))
 
-    def wait_for(self, ticket: PendingRequest[Any], deadline: Deadline) -> None:
-        pause, roll_call = _FIRST_PAUSE, time.monotonic()
+    def wait_for(self, pending: PendingRequest[Any], deadline: Deadline) -> None:
+        backoff, roll_call = Backoff(_FIRST_PAUSE, _LONGEST_PAUSE, deadline), time.monotonic()
         with self.lock:
-            event = self.event_of(ticket)
+            event = self.event_of(pending)
         while True:
             with self.lock:
-                if ticket.ready:  # as it also is once the file is closed
+                if pending.ready:  # as it also is once the file is closed
                     return
                 self.look()
-                if not ticket.ready and time.monotonic() >= roll_call:
+                if not pending.ready and time.monotonic() >= roll_call:
                     roll_call = time.monotonic() + _ROLL_CALL_PAUSE
                     self._call_roll()
-            if event.wait(min(pause, deadline.remaining())):
+            if event.wait(backoff.next_pause()):
                 return
             if deadline.expired():
                 raise TimeoutError
-            pause = min(1.5 * pause, _LONGEST_PAUSE)
 
     # -- the file. The lock of this desk is held in all of these ----------------------------------------
 

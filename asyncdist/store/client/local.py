@@ -38,9 +38,9 @@ class LocalClient(BlockingClient):
         """Return the client under whose name we ask for ``op``."""
         return "threads of this process"
 
-    def wait_for(self, ticket: PendingRequest[Any], deadline: Deadline) -> None:
+    def wait_for(self, pending: PendingRequest[Any], deadline: Deadline) -> None:
         with self.lock:
-            event = self.event_of(ticket)
+            event = self.event_of(pending)
         if not event.wait(deadline.remaining_or_none()):
             raise TimeoutError
 
@@ -54,19 +54,18 @@ class LocalClient(BlockingClient):
             ticket.event.set()
         return ticket.event
 
-    def begin(self, command: Command[Any], ticket: PendingRequest[Any], deadline: Deadline) -> int:
+    def begin(self, command: Command[Any], pending: PendingRequest[Any], deadline: Deadline) -> None:
         with self.lock:
             if self._over is not None:
                 raise StoreConnectionError(*self._over.args)
             self._last += 1
-            number = self._last
-            self._tickets[number] = command.op, ticket
+            number = pending.number = self._last
+            self._tickets[number] = command.op, pending
             try:
                 self.deliver(self.execute(number, command.op, command.args))
             except BaseException:
                 self._tickets.pop(number, None)
                 raise
-        return number
 
     def give_up(self, number: int) -> None:
         with self.lock:

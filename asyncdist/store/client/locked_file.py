@@ -26,11 +26,12 @@ import contextlib
 import errno
 import fcntl
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from asyncdist.base import lifecycle
+from asyncdist.base.backoff import Backoff
+from asyncdist.base.deadline import Deadline
 from asyncdist.errors import AddressError, AsyncdistError, StoreError
 
 PATIENCE = 60.0
@@ -99,20 +100,14 @@ class SharedFile:
             raise self._explained(error) from error
 
     def _lock(self, how: int) -> None:
-        pause, until = _FIRST_PAUSE, time.monotonic() + PATIENCE
-        while True:
-            try:
+        for _ in Backoff(_FIRST_PAUSE, _LONGEST_PAUSE, Deadline.after(PATIENCE)):
+            with contextlib.suppress(BlockingIOError, InterruptedError):
                 fcntl.flock(self._fd, how | fcntl.LOCK_NB)
                 return
-            except (BlockingIOError, InterruptedError):
-                pass
-            if time.monotonic() >= until:
-                raise StoreError(
-                    f"the lock of {self.path} has been held by another process for {PATIENCE:g} s: one that is stopped, or "
-                    "of a host that is gone; find it (fuser, lslocks), or begin anew with another file"
-                )
-            time.sleep(pause)
-            pause = min(1.5 * pause, _LONGEST_PAUSE)
+        raise StoreError(
+            f"the lock of {self.path} has been held by another process for {PATIENCE:g} s: one that is stopped, or "
+            "of a host that is gone; find it (fuser, lslocks), or begin anew with another file"
+        )
 
     def is_current(self) -> bool:
         """Say whether the file is still what its name stands for."""

@@ -26,11 +26,12 @@ _NOTHING = operations.wait([])
 class PendingRequest(Generic[T]):
     """What one thread waits for. Changed under its desk's lock only."""
 
-    __slots__ = ("command", "error", "event", "ready", "value")
+    __slots__ = ("command", "error", "event", "number", "ready", "value")
     value: T
 
     def __init__(self) -> None:
         self.command: Command[Any] = _NOTHING
+        self.number = 0
         self.ready = False
         self.error: Exception | None = None
         self.event: threading.Event | None = None
@@ -80,12 +81,12 @@ class BlockingClient(ABC):
         self.lock = threading.Lock()
 
     @abstractmethod
-    def begin(self, command: Command[Any], ticket: PendingRequest[Any], deadline: Deadline) -> int:
-        """Ask for ``command`` and return the request's number. Raises TimeoutError."""
+    def begin(self, command: Command[Any], pending: PendingRequest[Any], deadline: Deadline) -> None:
+        """Send ``command``, and number ``pending``. Raises TimeoutError."""
 
     @abstractmethod
-    def wait_for(self, ticket: PendingRequest[Any], deadline: Deadline) -> None:
-        """Return when ``ticket`` is ready. Raises TimeoutError."""
+    def wait_for(self, pending: PendingRequest[Any], deadline: Deadline) -> None:
+        """Return when ``pending`` is ready. Raises TimeoutError."""
 
     @abstractmethod
     def give_up(self, number: int) -> None:
@@ -101,40 +102,39 @@ class BlockingClient(ABC):
 
     def perform(self, command: Command[T], limit: float) -> T:
         """Carry out a command within ``limit`` seconds and return its result."""
-        ticket: PendingRequest[T] = PendingRequest()
-        self.settle(command, ticket, limit)
-        if ticket.error is not None:
-            raise ticket.error
-        return ticket.value
+        pending: PendingRequest[T] = PendingRequest()
+        self.settle(command, pending, limit)
+        if pending.error is not None:
+            raise pending.error
+        return pending.value
 
-    def settle(self, command: Command[Any], ticket: PendingRequest[Any], limit: float) -> int:
+    def settle(self, command: Command[Any], pending: PendingRequest[Any], limit: float) -> None:
+        """Send a command, and return when ``pending`` holds the first answer. Raises StoreTimeoutError."""
         deadline = Deadline.after(limit)
-        number = 0
         try:
-            number = self.begin(command, ticket, deadline)
-            if not ticket.ready:
-                self.wait_for(ticket, deadline)
-            if command.op is Op.QUEUE_POP and ticket.error is None:
-                self.confirm(number)
+            self.begin(command, pending, deadline)
+            if not pending.ready:
+                self.wait_for(pending, deadline)
+            if command.op is Op.QUEUE_POP and pending.error is None:
+                self.confirm(pending.number)
         except TimeoutError:
-            self.give_up(number)
+            self.give_up(pending.number)
             raise command.overdue(limit) from None
         except BaseException:
-            self.give_up(number)
+            self.give_up(pending.number)
             raise
-        return number
 
-    def take(self, arrivals: StreamBuffer[T], deadline: Deadline) -> T:
-        """Return what a stream has next. Raises TimeoutError."""
-        acquire(arrivals.taking, deadline)
+    def take(self, buffer: StreamBuffer[T], deadline: Deadline) -> T:
+        """Return the next item of a stream. Raises TimeoutError."""
+        acquire(buffer.taking, deadline)
         try:
             while True:
                 with self.lock:
-                    if arrivals.look():
-                        return arrivals.waiting.popleft()
-                self.wait_for(arrivals, deadline)
+                    if buffer.look():
+                        return buffer.waiting.popleft()
+                self.wait_for(buffer, deadline)
         finally:
-            arrivals.taking.release()
+            buffer.taking.release()
 
 
 # -- what comes again and again ----------------------------------------------------------------------
@@ -214,7 +214,7 @@ class ClientStream(BlockingStream[T]):
         self._owned = owned
         self._arrivals = arrivals
         self._closed = False
-        self._number = desk.settle(command, arrivals, limit)
+        desk.settle(command, arrivals, limit)
         if arrivals.error is not None and not arrivals.waiting:
             raise arrivals.error
 
@@ -231,4 +231,4 @@ class ClientStream(BlockingStream[T]):
         if self._owned:
             self._desk.close()
         else:
-            self._desk.give_up(self._number)
+            self._desk.give_up(self._arrivals.number)

@@ -13,16 +13,24 @@ Done = Callable[[ChunkedMessage], object]
 
 
 class ChunkSender:
-    """Sends parcels over a socket, one after the other. Make one on the loop that is to use it.
+    """Sends long messages over a socket, one after the other, one chunk per call of `send_next`.
 
-    ``write`` sends bytes. ``is_wanted(request)`` says whether there is a point in sending the rest of a parcel.
+    Args:
+        write: Sends bytes.
+        is_wanted: ``is_wanted(request)`` tells whether the rest of the request's message still has to be sent.
+        schedule: Calls `send_next` in a moment; by default the running loop's ``call_soon``.
     """
 
-    __slots__ = ("_carrying", "_is_wanted", "_loop", "_parcels", "_paused", "_write")
+    __slots__ = ("_carrying", "_is_wanted", "_parcels", "_paused", "_schedule", "_write")
 
-    def __init__(self, write: Callable[[bytes], object], is_wanted: Callable[[int], bool]) -> None:
+    def __init__(
+        self,
+        write: Callable[[bytes], object],
+        is_wanted: Callable[[int], bool],
+        schedule: Callable[[Callable[[], None]], object] | None = None,
+    ) -> None:
         self._write, self._is_wanted = write, is_wanted
-        self._loop = asyncio.get_running_loop()
+        self._schedule = schedule or asyncio.get_running_loop().call_soon
         self._parcels: deque[tuple[ChunkedMessage, Done]] = deque()
         self._paused = False  # the socket takes no more
         self._carrying = False  # a piece is about to be sent
@@ -58,9 +66,10 @@ class ChunkSender:
     def _carry_on(self) -> None:
         if self._parcels and not self._paused and not self._carrying:
             self._carrying = True
-            self._loop.call_soon(self._carry)
+            self._schedule(self.send_next)
 
-    def _carry(self) -> None:
+    def send_next(self) -> None:
+        """Send the next chunk; the schedule calls this."""
         self._carrying = False
         if self._paused or not self._parcels:
             return

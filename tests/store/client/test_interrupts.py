@@ -19,10 +19,10 @@ from asyncdist.base.deadline import Deadline
 from asyncdist.config import Config
 from asyncdist.errors import StoreConnectionError, UsageError
 from asyncdist.store import TCPStore
-from asyncdist.store.client import blocking, blocking_socket, pending, reconnecting
+from asyncdist.store.client import blocking, blocking_socket, pending
 
 LONG, CONFIG = 10.0, Config()
-FILES = {module.__file__ for module in (pending, reconnecting, blocking, blocking_socket)}
+FILES = {module.__file__ for module in (pending, blocking, blocking_socket)}
 
 
 @cache
@@ -89,7 +89,7 @@ def get_what_comes_later(store: TCPStore, master: TCPStore) -> None:
 
 def get_over_another_connection(store: TCPStore, master: TCPStore) -> None:
     connection = store._connection
-    breaking = threading.Thread(target=connection._lose, args=(connection._wire, "said by a test"))
+    breaking = threading.Thread(target=connection._lose, args=(connection._socket, "said by a test"))
     breaking.start()
     breaking.join()
     store.set("k", b"v")
@@ -113,7 +113,7 @@ def test_an_interrupt_at_any_moment_leaves_a_store_that_works(call: Callable[[TC
                 over = True
             try:
                 assert other_thread.submit(store.add, "n", 1).result(LONG) > 0
-                assert store._connection._conversation.num_open == 0
+                assert store._connection.num_open == 0
                 assert server.state.num_open == 0  # no item is held for who has gone
             finally:
                 other_thread.submit(store.close).result(LONG)
@@ -151,7 +151,7 @@ def test_an_interrupt_of_who_waits_for_another_thread_leaves_a_store_that_works(
                     call(store, master)
                     over = True
                 assert other_thread.submit(store.add, "n", 1).result(LONG) > 0
-                assert store._connection._conversation.num_open == 0
+                assert store._connection.num_open == 0
             if over:
                 break
         assert place > 3
@@ -160,14 +160,13 @@ def test_an_interrupt_of_who_waits_for_another_thread_leaves_a_store_that_works(
 def test_a_signal_handler_that_calls_in_the_middle_of_a_call_is_told(monkeypatch):
     with TCPStore("127.0.0.1", 0, is_master=True, timeout=LONG, config=CONFIG) as store:
         connection = store._connection
-        send = connection._wire.send
 
-        def interrupted(data: bytes, deadline: Deadline) -> None:
+        def interrupted(deadline: Deadline, pending: object) -> None:
             monkeypatch.undo()
-            send(data[:3], deadline)
+            connection._socket.send(b"\0\0\0", deadline)
             store.set("k", "its bytes would stand in the middle of another request")
 
-        monkeypatch.setattr(connection._wire, "send", interrupted)
+        monkeypatch.setattr(connection._socket, "drain", interrupted)
         with pytest.raises(UsageError, match="signal handler"):
             store.set("k", "v")
         store.set("l", "w")
@@ -183,7 +182,7 @@ def test_a_signal_handler_that_calls_while_its_thread_waits_is_told(monkeypatch)
     ):
 
         def interrupts(connection: blocking.BlockingConnection, call: Callable[[], object]) -> None:
-            wait = connection._wire.wait
+            wait = connection._socket.wait
 
             def interrupted(deadline: Deadline) -> None:
                 patch.undo()
@@ -192,7 +191,7 @@ def test_a_signal_handler_that_calls_while_its_thread_waits_is_told(monkeypatch)
                 master.set("k", "v") if connection is store._connection else master.publish("news", "v")
                 wait(deadline)
 
-            patch.setattr(connection._wire, "wait", interrupted)
+            patch.setattr(connection._socket, "wait", interrupted)
 
         with monkeypatch.context() as patch:
             interrupts(store._connection, lambda: store.set("another", ""))
@@ -203,9 +202,7 @@ def test_a_signal_handler_that_calls_while_its_thread_waits_is_told(monkeypatch)
         assert store.list_keys() == ["k"]
 
 
-@pytest.mark.parametrize(
-    ("holder", "method"), [("_conversation", "ask"), ("_conversation", "receive"), ("_wire", "send")]
-)
+@pytest.mark.parametrize(("holder", "method"), [("_protocol", "ask"), ("_protocol", "receive"), ("_socket", "drain")])
 def test_a_signal_handler_may_close_the_store_in_the_middle_of_a_call(holder, method, monkeypatch):
     with (
         TCPStore("127.0.0.1", 0, is_master=True, timeout=LONG, config=CONFIG) as master,

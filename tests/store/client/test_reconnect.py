@@ -25,8 +25,8 @@ from asyncdist.base.deadline import Deadline
 from asyncdist.config import Config
 from asyncdist.errors import ProtocolError, StoreConnectionError, StoreError, StoreTimeoutError
 from asyncdist.store import AsyncStore, StoreServer, TCPStore
+from asyncdist.store.client import blocking
 from asyncdist.store.client import connect as dialling
-from asyncdist.store.client import reconnecting
 from asyncdist.store.client.blocking_socket import BlockingSocket
 from asyncdist.store.client.pending import PendingRequest
 from asyncdist.store.persistence.change_log import ChangeLog, replay
@@ -150,11 +150,12 @@ def test_what_others_asked_is_asked_again_though_who_reads_has_no_time_for_it():
     ):
         connection, other = store._connection, PendingRequest()
         connection.begin(operations.get("later"), other, Deadline.never())
-        connection._lose(connection._wire, "said by a test")
-        another.submit(connection._turn.acquire).result(LONG)  # as one who sends over a slow line
+        connection._lose(connection._socket, "said by a test")
+        another.submit(connection._send_lock.acquire).result(LONG)  # as one who sends over a slow line
         with pytest.raises(StoreTimeoutError):
             store.get("never", timeout=SHORT)
-        another.submit(connection._turn.release).result(LONG)
+        another.submit(connection._send_lock.release).result(LONG)
+        connection.give_up(0)  # as a thread that sends looks at the queue once more
         master.set("later", b"v")
         connection.wait_for(other, Deadline.after(LONG / 4))
         assert other.value == b"v"
@@ -162,7 +163,7 @@ def test_what_others_asked_is_asked_again_though_who_reads_has_no_time_for_it():
 
 def test_calls_with_short_timeouts_wait_for_one_and_the_same_attempt_to_connect(monkeypatch):
     """Else a client that polls would never come back where connecting takes longer than one of its calls."""
-    answered, begun, greet = threading.Event(), [], reconnecting.shake_hands
+    answered, begun, greet = threading.Event(), [], blocking.shake_hands
 
     def shake_hands(wire: BlockingSocket, token: str | None, deadline: Deadline) -> bytes:
         begun.append(deadline)
@@ -174,8 +175,8 @@ def test_calls_with_short_timeouts_wait_for_one_and_the_same_attempt_to_connect(
         TCPStore("127.0.0.1", 0, is_master=True, config=CONFIG) as master,
         TCPStore("127.0.0.1", master.port, timeout=LONG, config=CONFIG.with_(store_reconnect=LONG)) as store,
     ):
-        monkeypatch.setattr(reconnecting, "shake_hands", shake_hands)
-        store._connection._lose(store._connection._wire, "said by a test")
+        monkeypatch.setattr(blocking, "shake_hands", shake_hands)
+        store._connection._lose(store._connection._socket, "said by a test")
         for _ in range(5):
             with pytest.raises(StoreTimeoutError):
                 store.get("k", timeout=SHORT / 10)

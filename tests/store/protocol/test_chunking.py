@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import itertools
-import time
+import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -16,11 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncdist.base.background_loop import background_loop
+from asyncdist.base.deadline import Deadline
 from asyncdist.config import Config
 from asyncdist.errors import ProtocolError, StoreError, StoreTimeoutError, UsageError
 from asyncdist.store import AsyncStore, StoreServer, TCPStore
 from asyncdist.store.client.blocking_socket import BlockingSocket
-from asyncdist.store.protocol.chunk_sender import ChunkSender
 from asyncdist.store.protocol.chunking import (
     FRAME_NBYTES,
     LONG_NBYTES,
@@ -160,43 +161,32 @@ async def test_small_requests_pass_while_a_large_value_goes_through(server, stor
     assert await getting == value
 
 
-def test_threads_pass_while_a_large_value_goes_through(monkeypatch):
-    """Whoever is quicker: the first pieces go when a small request waits behind them, or one was answered for each."""
-    send, carry = BlockingSocket.send, ChunkSender._carry
-    enough, count, pieces = 6, 0, 0
+def test_blocking_socket_sends_queued_requests_between_the_chunks_of_a_large_value():
+    """Each chunk that is written has another thread queue a request: the request goes before the next chunk."""
+    near, far = socket.socketpair()
+    with near, far:
+        blocking = BlockingSocket(near)
+        value = ChunkedMessage(Encoder().pack, (1, Op.SET, "large", bytes(4 * PIECE_NBYTES)), request_piece)
+        frames, parser = [], FrameParser(FRAME_NBYTES)
+        write = blocking._sock.send
 
-    def send_before_another(wire, data, deadline):
-        """Send a piece of the client's when another thread waits for its turn."""
-        while len(data) > PIECE_NBYTES and count < enough and not deadline.expired():
-            if not store._connection._turn.acquire(blocking=False):
-                break
-            store._connection._turn.release()
-            time.sleep(0)
-        send(wire, data, deadline)
+        class Sock:
+            def send(self, data):
+                sent = write(data)
+                far.setblocking(False)
+                with contextlib.suppress(BlockingIOError):
+                    while True:
+                        new = list(parser.feed(far.recv(1 << 20)))
+                        for frame in new:
+                            if len(frame) > PIECE_NBYTES:
+                                blocking.enqueue(b"\x01")
+                        frames.extend(new)
+                return sent
 
-    def carry_behind_another(carrier):
-        """Send a piece of the server's."""
-        nonlocal pieces
-        if carrier.busy and count < min(pieces, enough):
-            carrier._loop.call_soon(carrier._carry)
-            return
-        pieces += 1
-        carry(carrier)
-
-    monkeypatch.setattr(BlockingSocket, "send", send_before_another)
-    monkeypatch.setattr(ChunkSender, "_carry", carry_behind_another)
-    server = background_loop().run(StoreServer.start("127.0.0.1", 0, token=TOKEN))
-    value = patterned(LARGE_NBYTES // 4)
-    with ThreadPoolExecutor(1) as threads, TCPStore("127.0.0.1", server.port, timeout=LONG, config=CONFIG) as store:
-        for ask in ((store.set, "large", value), (store.get, "large")):
-            count = 0
-            large = threads.submit(*ask)
-            while not large.done():
-                store.add("n", 1)
-                count += 1
-            assert count >= enough
-        assert large.result() == value
-    background_loop().run(server.close())
+        blocking._sock = Sock()
+        blocking.enqueue(value, 1)
+        blocking.drain(Deadline.after(LONG))
+        assert [len(frame) > PIECE_NBYTES for frame in frames[:-1]] == [True, False] * 4
 
 
 async def test_large_values_one_behind_the_other_and_in_lists(server, store):
