@@ -91,7 +91,12 @@ class CollectiveOps(ABC):
 
         Its value is ``tensors[0]``.
         """
-        return self._named(self._begin, name, first, make, (*tensors, *more), how)
+        try:
+            at = self._at(first)
+            return at._issue(name, make(at._who, *tensors, *more), how)
+        except UsageError as error:
+            self.refused(name, error)
+            raise
 
     def _begin(self, name: str, first: Any, make: Callable[..., Plan], args: tuple[Any, ...], how: CallOptions) -> Work:
         at = self._at(first)

@@ -26,7 +26,9 @@ class DriverLoop:
         self._leaving = threading.Lock()
         self.replaced = False
         """Whether a thread drives just now because it stands still."""
-        self._vigil = LoopShutdownHook(self._end) if loop is not None and asyncio._get_running_loop() is loop else None
+        self._shutdown_hook = (
+            LoopShutdownHook(self._end) if loop is not None and asyncio._get_running_loop() is loop else None
+        )
 
     def __bool__(self) -> bool:
         """Whether there is a loop of the user's that has not ended."""
@@ -47,7 +49,7 @@ class DriverLoop:
         return own is not None and not own.is_running() and not own.is_closed()
 
     def _end(self) -> None:
-        if self._own is not None and self._vigil is not None:
+        if self._own is not None and self._shutdown_hook is not None:
             self._leave(self._own)
 
     def _leave(self, own: asyncio.AbstractEventLoop) -> None:
@@ -58,9 +60,9 @@ class DriverLoop:
 
     def close(self) -> None:
         """Watch for the end of the loop no longer."""
-        vigil, self._vigil = self._vigil, None
-        if vigil is not None:
-            vigil.end()
+        hook, self._shutdown_hook = self._shutdown_hook, None
+        if hook is not None:
+            hook.end()
 
 
 class LoopShutdownHook:

@@ -46,7 +46,7 @@ class Endpoint:
     """The peers of one rank in one world.
 
     ``kinds`` are the transports to use, the preferred first. Call `listen`, exchange what it returns with every rank,
-    hand all of it to `settle`, exchange that too, and hand it to `agree`; links are then made when first used.
+    hand all of it to `probe_peers`, exchange that too, and hand it to `finalize`; links are then made when first used.
     """
 
     def __init__(
@@ -64,9 +64,10 @@ class Endpoint:
         self.config = config
         self.recorder = Recorder(rank, world_size, config.flight_recorder_size, world_id)
         self.progress = Progress(self, home)
-        self.ways = TransportSelector(rank, [kind(self) for kind in kinds])
+        self.transport_selector = TransportSelector(rank, [kind(self) for kind in kinds])
         self.of_parent: tuple[object, ...] = ()  # in a forked child: what only the parent may use
         self._executor = Executor(self, Scratch(), config.piece_nbytes)
+        self.operations = self._executor.operations
         self.recorder.pending.append(self._executor.pending)
         self._links: dict[int, Link] = {}
         self._inboxes: dict[int, MatchingQueue] = {}
@@ -87,26 +88,26 @@ class Endpoint:
 
     def listen(self, where: str) -> dict[str, Any]:
         """Start every transport's listener at this machine's address; return what the peers need, by transport."""
-        return {transport.name: transport.listen(where) for transport in self.ways.transports}
+        return {transport.name: transport.listen(where) for transport in self.transport_selector.transports}
 
-    async def settle(self, addresses: Sequence[Addresses], timeout: float) -> dict[str, list[int]]:
+    async def probe_peers(self, addresses: Sequence[Addresses], timeout: float) -> dict[str, list[int]]:
         """Take what every rank's `listen` returned, by rank; try whom we reach; return it for every rank to learn."""
-        self.ways.connect(addresses)
-        return await self.ways.settle(timeout)
+        self.transport_selector.connect(addresses)
+        return await self.transport_selector.probe_peers(timeout)
 
-    def agree(self, reached: Sequence[Mapping[str, Sequence[int]]]) -> None:
-        """Take what every rank's `settle` returned, by rank: now groups may be made."""
-        self.ways.agree(reached)
-        spin, spread = self.ways.spin()
+    def finalize(self, reached: Sequence[Mapping[str, Sequence[int]]]) -> None:
+        """Take what every rank's `probe_peers` returned, by rank: now groups may be made."""
+        self.transport_selector.finalize(reached)
+        spin, spread = self.transport_selector.spin()
         self.progress.spin_for(spin, min(spin, self.config.await_spin_us * 1e-6), spread)
         self.progress.idle_watch.last_call = lambda: self.recorder.last
         self.progress.ensure_driven()
 
-    def told(self) -> Until:
+    def notices_flushed(self) -> Until:
         """Return what is completed once nobody is left to be told of a failure, on connections that open for it too."""
         begun: list[bool] = []
         self.progress.submit(lambda: begun.append(True))  # behind failures that another thread is to do
-        return Until(lambda: bool(begun) and not (self._failures and self.ways.busy()))
+        return Until(lambda: bool(begun) and not (self._failures and self.transport_selector.busy()))
 
     def close(self) -> None:
         """Fail what is pending, say goodbye to every peer, and close every connection. Idempotent."""
@@ -125,12 +126,12 @@ class Endpoint:
 
     def _tell_all(self) -> None:
         if asyncio._get_running_loop() is None:  # where there is one, `World.close` waits
-            self.progress.drive(self.told(), monotonic() + LAST_WORDS)
+            self.progress.drive(self.notices_flushed(), monotonic() + LAST_WORDS)
 
     def after_fork_in_child(self) -> None:
         """Fail everything in a forked child, and keep what is the parent's from being used or collected."""
-        self.of_parent = (self.progress, self.ways.transports)
-        self.progress, self.ways.transports = Progress(self), []
+        self.of_parent = (self.progress, self.transport_selector.transports)
+        self.progress, self.transport_selector.transports = Progress(self), []
         error = GroupAbortedError(f"this process was forked from rank {self.rank} and is none itself", peer=self.rank)
         self._gone = dict.fromkeys(range(self.world_size), error)
         for channel in self._channels.values():
@@ -140,7 +141,7 @@ class Endpoint:
     def _close(self) -> None:
         for channel in list(self._channels.values()):
             self.end(channel)
-        for transport in self.ways.transports:
+        for transport in self.transport_selector.transports:
             transport.close()
 
     # -- groups --------------------------------------------------------------------------------
@@ -175,7 +176,7 @@ class Endpoint:
         if channel.error is None:
             channel.error = closed
         self._executor.abandon(channel, closed)
-        self._bin(channel, None)
+        self._discard_pending(channel, None)
 
     def start(self, operation: Operation) -> None:
         """Begin an operation. Under the lock."""
@@ -195,11 +196,11 @@ class Endpoint:
             if one is not None and one.error is None:
                 one.error = error
                 self._executor.abandon(one, error)
-                self._bin(one, error)
+                self._discard_pending(one, error)
         peers = to_tell(channel.members, self.rank, told_by)
         self._notify(peers, lambda peer: abort(peer, channel.number, error, self.rank))
 
-    def _bin(self, channel: Channel, error: GroupError | None) -> None:
+    def _discard_pending(self, channel: Channel, error: GroupError | None) -> None:
         self._ended[channel.prefix] = error
         if len(self._ended) > _MOST_ENDED:
             del self._ended[next(iter(self._ended))]
@@ -219,7 +220,7 @@ class Endpoint:
         """Return the link to a peer, made when first asked for; raises what ended it if the peer is gone."""
         link = self._links.get(peer)
         if link is None:
-            link = self._links[peer] = self.ways.link(peer)
+            link = self._links[peer] = self.transport_selector.link(peer)
         if peer in self._gone:
             raise self._gone[peer]
         return link
@@ -230,14 +231,14 @@ class Endpoint:
             inbox = self._inboxes[peer] = MatchingQueue(peer, self)
         return inbox
 
-    def trouble(self, peers: Iterable[int]) -> str:
-        said = (self._links[peer].trouble() for peer in peers if peer in self._links)
+    def connectivity_problem(self, peers: Iterable[int]) -> str:
+        said = (self._links[peer].connectivity_problem() for peer in peers if peer in self._links)
         return ", ".join(itertools.islice(filter(None, said), _MOST_TROUBLES))
 
     def gone(self, peer: int) -> GroupError | None:
         return self._gone.get(peer)
 
-    def ask(self, operation: Operation, peers: Iterable[int]) -> None:
+    def query_peers(self, operation: Operation, peers: Iterable[int]) -> None:
         self._notify(peers, lambda peer: called(peer, operation.key, operation.plan.fingerprint))
 
     def wake_later(self, work: Work) -> None:
@@ -280,7 +281,7 @@ class Endpoint:
         if kind == GOODBYE:
             self._leaving[peer] = body.decode(errors="replace") or LEFT
         elif kind == ABORT:
-            error = decode_abort(body, peer, self.rank, self.trouble)
+            error = decode_abort(body, peer, self.rank, self.connectivity_problem)
             channel = self._channels.get(key[:8])
             if channel is not None:
                 self.fail(channel, error, told_by=peer)
@@ -293,22 +294,24 @@ class Endpoint:
         if peer in self._gone:
             return
         if peer in self._leaving:
-            if any(transport.hears(peer) for transport in self.ways.transports):
+            if any(transport.hears(peer) for transport in self.transport_selector.transports):
                 return  # what it sent before it left is still to be read
             reason = self._leaving[peer]
         error = self._gone[peer] = PeerLostError(peer, reason)
         for channel in list(self._channels.values()):
             if peer in channel.members and (peer not in self._leaving or self._waits_for(channel, peer)):
                 self.fail(channel, error)
-        for transport in self.ways.transports:
+        for transport in self.transport_selector.transports:
             transport.forget(peer)
 
-    def doubt(self, peer: int, reason: str) -> None:
+    def suspect(self, peer: int, reason: str) -> None:
         if peer not in self._gone:
             self.timers.schedule(peer, monotonic() + _BENEFIT, functools.partial(self._given_up, peer, reason))
 
     def _given_up(self, peer: int, reason: str) -> None:
-        self.ways.look(self.inbox(peer))  # a process that was held up may not have read yet what has long been there
+        self.transport_selector.look(
+            self.inbox(peer)
+        )  # a process that was held up may not have read yet what has long been there
         self.lost(peer, reason)
 
     def _waits_for(self, channel: Channel, peer: int) -> bool:
@@ -319,7 +322,7 @@ class Endpoint:
         self.progress.post(action)
 
     @property
-    def last_words(self) -> bytes:
+    def closing_frames(self) -> bytes:
         return closing_frames(self._failures, self.rank, self._goodbye)
 
     def retire(self, sock: Any) -> None:
@@ -329,13 +332,13 @@ class Endpoint:
 
     def advance(self, ready: Iterable[int] | None) -> bool:
         moved = False
-        for transport in self.ways.transports:
+        for transport in self.transport_selector.transports:
             moved = transport.advance(ready) or moved
         return self._executor.run() or moved
 
     def waits(self) -> list[Wait] | None:
         waits: list[Wait] = []
-        for transport in self.ways.transports:
+        for transport in self.transport_selector.transports:
             wanted = transport.waits()
             if wanted is None:
                 return None
@@ -343,12 +346,9 @@ class Endpoint:
         # Peers ring from now on; what they did just before, without ringing, is seen by looking once more.
         return None if self._executor.run() else waits
 
-    def idle(self) -> bool:
-        return not self._executor.operations
-
     def busy(self) -> bool:
         # After a failure we stay to be reached: who waits for us must hear of it, also where it connects only now.
-        return bool(self._executor.operations or self._failures or self.timers.pending) or self.ways.busy()
+        return bool(self._executor.operations or self._failures or self.timers.pending) or self.transport_selector.busy()
 
     def next_deadline(self) -> float:
         if self.timers.pending:
@@ -367,7 +367,7 @@ class Endpoint:
         self._gone = dict.fromkeys(range(self.world_size), error)
         for channel in list(self._channels.values()):
             self.fail(channel, error)
-        for transport in self.ways.transports:
+        for transport in self.transport_selector.transports:
             for peer in self._gone:
                 transport.forget(peer)
 

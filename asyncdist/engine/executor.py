@@ -37,13 +37,13 @@ class Peers(Protocol):
 
     def inbox(self, peer: int) -> MatchingQueue: ...
 
-    def trouble(self, peers: Iterable[int]) -> str: ...
+    def connectivity_problem(self, peers: Iterable[int]) -> str: ...
 
     def gone(self, peer: int) -> GroupError | None: ...
 
     def fail(self, channel: Channel, error: GroupError) -> None: ...
 
-    def ask(self, operation: Operation, peers: Iterable[int]) -> None: ...
+    def query_peers(self, operation: Operation, peers: Iterable[int]) -> None: ...
 
     def wake_later(self, work: Work) -> None: ...
 
@@ -241,11 +241,9 @@ class Executor:
             return
         if receive.done:
             return
-        gone = self._peers.gone(peer)
-        if gone is not None:
-            raise gone
+        link = self._peers.link(peer)  # raises if the peer is lost
         task.transfers.append(receive)
-        self._peers.link(peer).open()
+        link.open()
 
     def _post_any(self, task: Task, action: RecvAny) -> None:
         """Take the message that is there already, else leave the receive where `unclaimed` finds it."""
@@ -287,12 +285,12 @@ class Executor:
                 continue
             if now < operation.deadline:
                 operation.due = operation.deadline
-                self._peers.ask(operation, senders(operation))
+                self._peers.query_peers(operation, senders(operation))
                 continue
             reason, peers = waiting_for(operation)
             error = OperationTimeoutError(
                 f"timed out after {operation.timeout:g} s, {reason}", peers=peers, timeout=operation.timeout
             )
-            error.explain(self._peers.trouble(peers))
+            error.explain(self._peers.connectivity_problem(peers))
             self._peers.fail(operation.channel, error)
         self._due = min((operation.due for operation in self.operations.values()), default=math.inf)

@@ -26,15 +26,17 @@ class IdleWatch:
     Args:
         machine: The machine whose descriptors the loop watches.
         lock: The lock under which a thread touches the machine.
-        seat: The lock that an inline driver holds while it drives the machine.
-        lookout: The lookout of the machine's `Progress`, which drives the machine when a descriptor is ready.
+        driver_lock: The lock that an inline driver holds while it drives the machine.
+        loop_watcher: The watcher of the machine's `Progress`, which drives the machine when a descriptor is ready.
 
     Attributes:
         last_call: Returns an object that differs from one call to the next. Nothing is watched before it is set.
     """
 
-    def __init__(self, machine: Machine, lock: threading.Lock, seat: threading.Lock, lookout: LoopWatcher) -> None:
-        self._machine, self._lock, self._driver_lock, self._lookout = machine, lock, seat, lookout
+    def __init__(
+        self, machine: Machine, lock: threading.Lock, driver_lock: threading.Lock, loop_watcher: LoopWatcher
+    ) -> None:
+        self._machine, self._lock, self._driver_lock, self._loop_watcher = machine, lock, driver_lock, loop_watcher
         self.last_call: Callable[[], object] | None = None
         self._seen: object = None
         self._complete = False
@@ -66,7 +68,7 @@ class IdleWatch:
         quiet = self._seen is before
         driven = self._driver_lock.locked() or self._machine.busy()
         # A call may have opened connections that the loop does not watch yet.
-        self._complete = self._complete and quiet and bool(self._lookout.watched)
+        self._complete = self._complete and quiet and bool(self._loop_watcher.watched)
         if quiet and not driven and not self._complete and self._lock.acquire(blocking=False):
             try:
                 self._watch(loop)
@@ -80,7 +82,7 @@ class IdleWatch:
         # This takes back the request to be rung for data, which would cost the peers a system call.
         self._machine.advance(())
         if wanted is not None:
-            self._lookout.watch(loop, dict(wanted))
+            self._loop_watcher.watch(loop, dict(wanted))
             self._complete = True
         if self._machine.busy():
-            self._lookout.set_timer(loop, monotonic())
+            self._loop_watcher.set_timer(loop, monotonic())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import select
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 READ, WRITE = select.POLLIN, select.POLLOUT
@@ -42,10 +42,15 @@ class Failing(Protocol):
 class Machine(Protocol):
     """Everything that is pending for one rank; its methods are called under the lock of its `Progress`.
 
-    ``finished`` is what `take_finished` would return.
+    Attributes:
+        finished: The callbacks that the next `take_finished` returns.
     """
 
     finished: list[Callable[[], None]]
+
+    @property
+    def operations(self) -> Mapping[bytes, object]:
+        """The pending operations, by key."""
 
     def advance(self, ready: Iterable[int] | None) -> bool:
         """Move what can be moved, of the given descriptors or of all that want to; return whether anything moved."""
@@ -55,9 +60,6 @@ class Machine(Protocol):
 
     def busy(self) -> bool:
         """Return whether anything is pending that needs a driver."""
-
-    def idle(self) -> bool:
-        """Return whether no operation is pending."""
 
     def next_deadline(self) -> float:
         """Return the monotonic time at which `expire` has something to do; infinity for never."""

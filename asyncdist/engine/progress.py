@@ -56,15 +56,15 @@ class Progress:
         self._spin = self._loop_spin = self._spread_at = 0.0
         self._polls, self._spins = 512, 1
         self._spread: Callable[[], None] | None = None
-        self.home = DriverLoop(home, self._left_home)
+        self.home = DriverLoop(home, self._on_home_left)
         self._lock = threading.Lock()
         self._inbox: deque[Callable[[], None]] = deque()
         self._driver_lock = threading.Lock()
         self._standby: deque[threading.Event] = deque()
-        self._sleeping = self._yielding = self._kicked = self._slice_exhausted = self._closed = False
-        self._bell: Waker | None = None
-        self._lookout = LoopWatcher(self._drive_on_loop)
-        self.idle_watch = IdleWatch(machine, self._lock, self._driver_lock, self._lookout)
+        self._sleeping = self._yielding = self._scheduled = self._slice_exhausted = self._closed = False
+        self._waker: Waker | None = None
+        self._loop_watcher = LoopWatcher(self._drive_on_loop)
+        self.idle_watch = IdleWatch(machine, self._lock, self._driver_lock, self._loop_watcher)
 
     def spin_for(self, spin: float, loop_spin: float, spread: Callable[[], None] | None) -> None:
         """Set for how many seconds an inline driver tries again before it sleeps, and the home loop before it turns.
@@ -83,13 +83,13 @@ class Progress:
         """The loop that drives when nobody blocks."""
         return self.home.loop
 
-    def _left_home(self, home: asyncio.AbstractEventLoop) -> None:
+    def _on_home_left(self, home: asyncio.AbstractEventLoop) -> None:
         """Go on in the background: what was asked of a loop that has ended will never come."""
-        self._kicked, self._loop_spin = False, 0.0
+        self._scheduled, self._loop_spin = False, 0.0
         if home.is_closed():
-            self._lookout.forget()
+            self._loop_watcher.forget()
         else:
-            self._lookout.leave(home)
+            self._loop_watcher.leave(home)
         if not self._closed:
             self._schedule_loop()
 
@@ -104,12 +104,12 @@ class Progress:
         """Have a driver do ``action`` soon; safe to call while another machine's lock is held."""
         self._inbox.append(action)
         self._wake()
-        if not self._driver_lock.locked() and (self.home or self._lookout.watched or self._machine.busy()):
+        if not self._driver_lock.locked() and (self.home or self._loop_watcher.watched or self._machine.busy()):
             self._schedule_loop()
 
     def retire(self, sock: socket.socket) -> None:
         """Close a socket once no loop watches it. Called under the lock."""
-        if self._lookout.retire(sock):
+        if self._loop_watcher.retire(sock):
             self._schedule_loop()
 
     def _turn(self, ready: Iterable[int] | None) -> bool:
@@ -159,7 +159,7 @@ class Progress:
             raise LoopThreadError(what)
 
     def run(self, action: Callable[[], None], work: Finishable, until: float) -> None:
-        """Do ``action``, which starts ``work``, and drive until that is completed."""
+        """Run ``action``, which starts ``work``, and drive until ``work`` is completed."""
         self._inbox.append(action)
         self.drive(work, until)
 
@@ -175,7 +175,7 @@ class Progress:
             if not self._lock.acquire(False):
                 return False
             try:
-                if group.error is not None or self._inbox or not self._machine.idle():
+                if group.error is not None or self._inbox or self._machine.operations:
                     return False
                 until, polls, enough = 0.0, 0, self._polls if wait else self._spins
                 end = 0.0 if wait or not asyncio._get_running_loop() else monotonic() + _SLICE  # a loop is to turn
@@ -211,7 +211,7 @@ class Progress:
         while not work.is_completed():
             if self._driver_lock.acquire(blocking=False):
                 try:
-                    self._drive_seated(work, until)
+                    self._drive_locked(work, until)
                 finally:
                     self._driver_lock.release()
                     self._hand_over()
@@ -219,7 +219,7 @@ class Progress:
             if not self._follow(work, until):
                 return
 
-    def _drive_seated(self, work: Finishable, until: float) -> None:
+    def _drive_locked(self, work: Finishable, until: float) -> None:
         ready: Iterable[int] | None = None
         now = spin_until = 0.0
         while True:
@@ -232,7 +232,7 @@ class Progress:
                         spin_until = now + self._spin
                     elif now >= spin_until:
                         waits = self._machine.waits()
-                        self._bell = self._bell or Waker()  # before the word: who reads it finds a bell to ring
+                        self._waker = self._waker or Waker()  # before the word: who reads it finds a waker to ring
                         self._sleeping = waits is not None
                     else:  # a peer may share it; two that both want to run are soon moved apart
                         self._offer_core(now)
@@ -245,10 +245,10 @@ class Progress:
     def _sleep(self, waits: list[Wait], until: float) -> list[int] | None:
         """Sleep until a descriptor is ready, somebody rings, or it is time; return the ready ones, None if not known."""
         try:
-            bell = self._bell
-            if bell is None or self._inbox:  # put there between our turn and our falling asleep
+            waker = self._waker
+            if waker is None or self._inbox:  # put there between our turn and our falling asleep
                 return None
-            return bell.sleep(waits, min(until, self._machine.next_deadline()) - monotonic())
+            return waker.sleep(waits, min(until, self._machine.next_deadline()) - monotonic())
         finally:
             self._sleeping = False
 
@@ -278,8 +278,8 @@ class Progress:
 
     def _wake(self) -> None:
         """Wake an inline driver that fell asleep over what it saw before our turn, which may have ended its work."""
-        if self._sleeping and (bell := self._bell) is not None:
-            bell.ring()
+        if self._sleeping and (waker := self._waker) is not None:
+            waker.ring()
 
     def _wake_idle(self) -> None:
         """Wake whoever fell asleep before our turn, in which we have told the peers that nobody has to be rung for."""
@@ -319,15 +319,15 @@ class Progress:
             self._schedule_loop()
 
     def _schedule_loop(self) -> None:
-        if not self._kicked and not self._closed:
-            self._kicked = True
+        if not self._scheduled and not self._closed:
+            self._scheduled = True
             loop = self.loop
             with contextlib.suppress(RuntimeError):  # the loop was closed under us: nothing is left to drive
                 soon = loop.call_soon if asyncio._get_running_loop() is loop else loop.call_soon_threadsafe
-                soon(self._kicked_on_loop)
+                soon(self._run_scheduled)
 
-    def _kicked_on_loop(self) -> None:
-        self._kicked = self._slice_exhausted = False
+    def _run_scheduled(self) -> None:
+        self._scheduled = self._slice_exhausted = False
         self._drive_on_loop()
 
     def _drive_on_loop(self, descriptor: int | None = None) -> None:
@@ -335,7 +335,7 @@ class Progress:
         if asyncio._get_running_loop() is not self.loop:  # what the home loop had still to call when it was left
             return
         if self._driver_lock.locked():
-            self._lookout.watch(self.loop, {})
+            self._loop_watcher.watch(self.loop, {})
             return
         now = monotonic()
         until, spin_until = now + (0.0 if self._slice_exhausted else _SLICE), now + self._loop_spin
@@ -358,8 +358,8 @@ class Progress:
             self._yielding = wanted is not None and self._machine.busy()
             at = self._machine.next_deadline()
             if wanted is not None:  # under the lock: who retires a socket would close it under the loop's eyes
-                self._lookout.watch(self.loop, dict(wanted))
-        self._lookout.set_timer(self.loop, at)
+                self._loop_watcher.watch(self.loop, dict(wanted))
+        self._loop_watcher.set_timer(self.loop, at)
         self._deliver()
         self._wake()
         if moved or wanted is None or self._inbox or self._slice_exhausted:
@@ -372,7 +372,7 @@ class Progress:
         loop = self.loop
         if asyncio._get_running_loop() is loop or not loop.is_running():
             self._leave_loop()
-        elif self._is_looked_after():
+        elif self._is_registered_on_loop():
             done = threading.Event()
 
             def leave() -> None:
@@ -385,17 +385,17 @@ class Progress:
         with self._lock:  # what was left to a driver that has none to follow it
             while self._inbox:
                 self._inbox.popleft()()
-        self._bell = None
+        self._waker = None
         self.home.close()
 
-    def _is_looked_after(self) -> bool:
+    def _is_registered_on_loop(self) -> bool:
         """Return whether the loop has anything of ours; if not, it gets nothing any more, though it waits for the lock."""
         with self._lock:
-            looks = self._lookout.looks or self._kicked or self.idle_watch.runs
+            looks = self._loop_watcher.looks or self._scheduled or self.idle_watch.runs
             self._closed = not looks
         return looks
 
     def _leave_loop(self) -> None:
         self.idle_watch.end()
-        self._lookout.leave(self.loop)
+        self._loop_watcher.leave(self.loop)
         self._closed = True

@@ -37,17 +37,17 @@ class TransportSelector:
         """Take every rank's addresses, by rank."""
         self._addresses = addresses
 
-    async def settle(self, timeout: float) -> dict[str, list[int]]:
+    async def probe_peers(self, timeout: float) -> dict[str, list[int]]:
         """Try whom we reach by which transport; return it for every rank to learn."""
         reached = {}
         for transport in self.transports:
-            tried = await transport.settle([address.get(transport.name) for address in self._addresses], timeout)
+            tried = await transport.probe_peers([address.get(transport.name) for address in self._addresses], timeout)
             if tried is not None:
                 reached[transport.name] = tried
         return reached
 
-    def agree(self, reached: Sequence[Mapping[str, Sequence[int]]]) -> None:
-        """Take what every rank's `settle` returned, by rank. Two ranks use a transport if both reach the other.
+    def finalize(self, reached: Sequence[Mapping[str, Sequence[int]]]) -> None:
+        """Take what every rank's `probe_peers` returned, by rank. Two ranks use a transport if both reach the other.
 
         What others have tried counts also where we could not, for all ranks are to see their groups alike.
         """
@@ -89,7 +89,7 @@ class TransportSelector:
         return [each.name for each in self.transports if each in ours or each.name in joined]
 
     @property
-    def here(self) -> int:
+    def local_size(self) -> int:
         """How many ranks there are on this host: those who can share memory; where nobody has tried, it may be all."""
         ours = [self._tried[each.name][self._rank] for each in self.transports if each.name in self._tried]
         return max((len(peers) + 1 for peers in ours), default=len(self._addresses))
@@ -97,13 +97,16 @@ class TransportSelector:
     def spin(self) -> tuple[float, Callable[[], None] | None]:
         """Return for how many seconds one who waits had better try on, and what keeps ranks spread if cores are fewer."""
         ways = {self.to(peer) for peer in range(len(self._addresses)) if peer != self._rank}
-        waits = [way.spin(self.here) for way in ways if way is not None]
+        waits = [way.spin(self.local_size) for way in ways if way is not None]
         crowded = any(crowded for _, crowded in waits)
         return min((spin for spin, _ in waits), default=0.0), self._spread if crowded else None
 
     def busy(self) -> bool:
         """Return whether messages are queued that nobody else drives out."""
-        return any(transport.busy() for transport in self.transports)
+        for transport in self.transports:  # a loop: a generator costs two frames on the way of each call
+            if transport.busy():
+                return True
+        return False
 
     def look(self, inbox: MatchingQueue) -> None:
         """Take what lies at our descriptors, as who comes from a sleep on them does, also behind what nobody wants."""

@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("asyncdist")
 
-_LOOK = 0.05  # seconds between two looks of who awaits on another loop at whether the one that drives stands still
+_STALL_CHECK = (
+    0.05  # seconds between two looks of who awaits on another loop at whether the one that drives stands still
+)
 _TURN = 1e-3  # seconds for which a task may await what is over at once, until it lets its loop turn
 
 
@@ -71,7 +73,7 @@ class Work:
             self._unseen = _Unseen(error)
         self._value, self._error, self._done = value, error, True
 
-    def _look(self) -> None:
+    def _mark_seen(self) -> None:
         """Note that somebody has seen how the operation ended, or chose not to."""
         self._seen = True
         if self._unseen is not None:
@@ -104,7 +106,7 @@ class Work:
 
     def exception(self) -> BaseException | None:
         """Return what the operation failed with; None if it went well or still goes on."""
-        self._look()
+        self._mark_seen()
         return self._error
 
     def result(self) -> Any:
@@ -115,7 +117,7 @@ class Work:
 
     def _outcome(self) -> Any:
         if self._error is not None:
-            self._look()
+            self._mark_seen()
             raise self._error
         return self._value
 
@@ -169,27 +171,27 @@ class Work:
                 loop.call_soon_threadsafe(wake)
 
         self.add_done_callback(completed)
-        looks: asyncio.TimerHandle | None = None
+        stall_check: asyncio.TimerHandle | None = None
 
-        def look_after(progress: Progress) -> None:
-            nonlocal looks
+        def check_for_stall(progress: Progress) -> None:
+            nonlocal stall_check
             _replace_home(progress, self)
-            looks = loop.call_later(_LOOK, look_after, progress)
+            stall_check = loop.call_later(_STALL_CHECK, check_for_stall, progress)
 
         if progress is not None:
             progress.ensure_driven()
             if progress.home and progress.loop is not loop:
-                look_after(progress)
+                check_for_stall(progress)
         try:
             if not self._done:
                 yield from woken
         except BaseException:
-            self._look()
+            self._mark_seen()
             raise
         finally:
             self.remove_done_callback(completed)
-            if looks is not None:
-                looks.cancel()
+            if stall_check is not None:
+                stall_check.cancel()
 
     def add_done_callback(self, callback: Callable[[Work], object]) -> None:
         """Call ``callback(work)`` when the operation has ended, at once if it has; from any thread, so keep it short."""
@@ -322,7 +324,7 @@ def _replace_home(progress: Progress, work: Work) -> None:
 
     def drive() -> None:
         try:
-            progress.drive(work, monotonic() + _LOOK)
+            progress.drive(work, monotonic() + _STALL_CHECK)
         finally:
             home.replaced = False
 

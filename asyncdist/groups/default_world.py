@@ -202,7 +202,7 @@ def get_backend(group: AnyGroup = None) -> str:
     Of a group of one, what was asked for. `init_process_group` takes what this returns.
     """
     of = resolve_group(group)
-    return ",".join(of.mesh.ways.used(of.ranks)) or of.mesh.backend
+    return ",".join(of.mesh.transport_selector.used(of.ranks)) or of.mesh.backend
 
 
 def get_process_group_ranks(group: AnyGroup = None) -> list[int]:

@@ -93,8 +93,8 @@ class Group(CollectiveOps):
         forced = forced_by(mesh.config)
         model = Model(segment_nbytes=mesh.config.segment_nbytes)
         try:
-            self._native = mesh.ways.native(self._channel) if len(self.ranks) > 1 else None
-            lies = mesh.ways.islands(self._channel) if self._native is None else None
+            self._native = mesh.transport_selector.native(self._channel) if len(self.ranks) > 1 else None
+            lies = mesh.transport_selector.islands(self._channel) if self._native is None else None
         except SharedMemoryError as cause:
             mesh.refuse(self._channel, cause)
             raise
@@ -218,7 +218,9 @@ class Group(CollectiveOps):
         background: bool = True,
         timeout: Timeout = None,
     ) -> Work:
-        limit = self._limit(name, background, timeout)
+        limit = self.timeout
+        if timeout is not None or self._closed or (not background and _get_running_loop() is not None):
+            limit = self._limit(name, background, timeout)
         if number is None:  # counted only now: a call that was refused on one rank must not shift its numbers
             number = next(self._sequence)
         entry = Entry(self.name, name, number, plan.fingerprint, plan.nbytes)
@@ -272,7 +274,9 @@ class Group(CollectiveOps):
         how: CallOptions,
         *more: Hashable,
     ) -> Work:
-        key = None if self._native is None else _looks((name, more), tensors)
+        if self._native is None:
+            return super()._call(name, first, make, tensors, how, *more)
+        key = _looks((name, more), tensors)
         try:
             known = None if key is None else self._known.get(key)
         except TypeError:  # what no look-up takes, no plan does

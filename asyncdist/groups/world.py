@@ -88,7 +88,7 @@ class World:
     async def close(self) -> None:
         """Leave the peers, and then the store, on the loop where the world was opened. Idempotent."""
         try:
-            told, until = self.mesh.told(), monotonic() + LAST_WORDS
+            told, until = self.mesh.notices_flushed(), monotonic() + LAST_WORDS
             while not told.is_completed() and monotonic() < until:  # noqa: ASYNC110 - nobody says when, and it is rare
                 await asyncio.sleep(_PAUSE)
         finally:
@@ -154,9 +154,9 @@ async def _open(
             ours = {"addresses": mesh.listen(meeting.listen_host), **runs}
             everyone = [msgpack.unpackb(payload) for payload in await meeting.exchange(msgpack.packb(ours), more=True)]
             _compare(everyone, meeting.rank)
-            settling = mesh.settle([one["addresses"] for one in everyone], meeting.remaining())
+            settling = mesh.probe_peers([one["addresses"] for one in everyone], meeting.remaining())
             reached = await meeting.before_exchange(settling)
-            mesh.agree([msgpack.unpackb(each) for each in await meeting.exchange(msgpack.packb(reached))])
+            mesh.finalize([msgpack.unpackb(each) for each in await meeting.exchange(msgpack.packb(reached))])
             return World(meeting, mesh, name, limit)
         except BaseException:
             mesh.close()

@@ -262,8 +262,10 @@ def proxied_world(
             if writer != reader
         }
         for rank, mesh in enumerate(meshes):
-            mesh.ways.connect([_behind(proxies.get((rank, peer)), listening[peer]) for peer in range(size)])
-            mesh.agree([{}] * size)
+            mesh.transport_selector.connect(
+                [_behind(proxies.get((rank, peer)), listening[peer]) for peer in range(size)]
+            )
+            mesh.finalize([{}] * size)
         yield ProxiedWorld(meshes, [Group(mesh, range(size), "world", timeout) for mesh in meshes], proxies)
 
 

@@ -65,7 +65,7 @@ def _part_of(world: World, ranks: Sequence[int], opts: Any) -> ProcessGroup:
 def _wrap(group: Group, world: World | None) -> ProcessGroup:
     # Whoever else went on with an operation in shared memory would take the core of the very thread that called, which
     # mostly waits soon: DDP when its last bucket is full, functional collectives when the result is used.
-    group.patient = not has_free_cores(group.mesh.ways.here, torch.get_num_threads())
+    group.patient = not has_free_cores(group.mesh.transport_selector.local_size, torch.get_num_threads())
     return ProcessGroup(group, world)
 
 

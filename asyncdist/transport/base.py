@@ -14,7 +14,7 @@ Everything here is called under the lock of the world's `progress.Progress`; not
 its `Host`, the mesh. To write one: implement `Transport` and `Link`, announce the class under the entry-point group
 ``asyncdist.transports``, and run the drills and the promises of `asyncdist.testing` over it.
 
-A transport that reaches some peers only by trying (shared memory) says so in `Transport.settle`, before the world is
+A transport that reaches some peers only by trying (shared memory) says so in `Transport.probe_peers`, before the world is
 complete; one that can do better than messages where it reaches a whole group offers a `native.Native`.
 """
 
@@ -83,7 +83,7 @@ class Link(ABC):
     def open(self) -> None:
         """Begin to connect if we have not, so that a dead peer is noticed even by who only receives."""
 
-    def trouble(self) -> str:
+    def connectivity_problem(self) -> str:
         """Say in words that the network, and not the peer, lets nothing through to it yet; empty if it does."""
         return ""
 
@@ -119,7 +119,7 @@ class Transport(ABC):
     def reaches(self, address: Address) -> bool:
         """Return whether a peer that published ``address`` can be reached from here by this transport."""
 
-    async def settle(self, addresses: Sequence[Address | None], timeout: float) -> list[int] | None:
+    async def probe_peers(self, addresses: Sequence[Address | None], timeout: float) -> list[int] | None:
         """Try, for ``timeout`` seconds at most, whom of all ranks (None: it does not use this transport) we reach.
 
         Returns their ranks, which every rank learns of all others; None if `reaches` says it all. Never raises because
@@ -201,11 +201,11 @@ class Host(MatchingHost, Protocol):
     def lost(self, peer: int, reason: str) -> None:
         """Fail every group with a peer whose connection ended without goodbye."""
 
-    def doubt(self, peer: int, reason: str) -> None:
+    def suspect(self, peer: int, reason: str) -> None:
         """Call a peer lost unless what it still has to say explains the end of a connection to it soon."""
 
     @property
-    def last_words(self) -> bytes:
+    def closing_frames(self) -> bytes:
         """The notices to write at the end of a connection that is closed in order: failures, then goodbye."""
 
     def post(self, action: Callable[[], None]) -> None:

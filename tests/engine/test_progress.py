@@ -9,6 +9,7 @@ import select
 import socket
 import threading
 from time import monotonic
+from typing import ClassVar
 
 import pytest
 import torch
@@ -196,8 +197,7 @@ class Mill:
     def busy(self):
         return self.moves
 
-    def idle(self):
-        return True
+    operations: ClassVar = {}
 
     def next_deadline(self):
         return math.inf
@@ -281,7 +281,7 @@ def door():
 def test_a_socket_is_not_closed_under_the_eyes_of_a_loop_that_comes_to_watch_it(door, monkeypatch, until):
     """Another thread leaves when the loop has been told what to watch, and has not begun to: uvloop would abort."""
     machine, progress = door
-    watch, closed = progress._lookout.watch, []
+    watch, closed = progress._loop_watcher.watch, []
 
     def watch_late(loop, wanted):
         if wanted:
@@ -291,12 +291,12 @@ def test_a_socket_is_not_closed_under_the_eyes_of_a_loop_that_comes_to_watch_it(
             closed.append(machine.sock.fileno() < 0)
         watch(loop, wanted)
 
-    monkeypatch.setattr(progress._lookout, "watch", watch_late)
+    monkeypatch.setattr(progress._loop_watcher, "watch", watch_late)
     progress.ensure_driven()
     until(lambda: closed)
     assert closed == [False]
     until(lambda: machine.sock.fileno() < 0)
-    assert not progress._lookout.looks
+    assert not progress._loop_watcher.looks
 
 
 def test_who_closes_while_a_loop_has_its_turn_leaves_nothing_to_that(door, monkeypatch):
@@ -327,4 +327,4 @@ def test_who_closes_while_a_loop_has_its_turn_leaves_nothing_to_that(door, monke
     ending.join(PATIENCE)
     background_loop().call(lambda: None)  # after that turn
     assert machine.sock.fileno() < 0
-    assert not progress._lookout.looks
+    assert not progress._loop_watcher.looks

@@ -54,7 +54,7 @@ def test_a_thread_that_aborts_and_leaves_at_once_is_heard_by_all(transport, toge
 async def test_who_leaves_after_a_failure_waits_for_peers_that_do_not_answer_only_so_long(transport):
     async with world_of(2, transport=transport) as (_, leaver):
         leaver.abort("on purpose")
-        leaver.mesh.told = lambda: Until(lambda: False)
+        leaver.mesh.notices_flushed = lambda: Until(lambda: False)
         async with asyncio.timeout(5.0):
             await leaver.world.close()
 

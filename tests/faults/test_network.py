@@ -259,7 +259,7 @@ async def left_behind(request, eventually):
     What rank 1 has seen is the end of its own connection: with a goodbye, unless rank 0 never heard whose it was.
     """
     with proxied_world(2, home=asyncio.get_running_loop()) as world:
-        (leaver,), (tcp,) = (mesh.ways.transports for mesh in world.meshes)
+        (leaver,), (tcp,) = (mesh.transport_selector.transports for mesh in world.meshes)
 
         def ours():
             return [connection for connection in tcp._connections.values() if connection.peer == 0]
@@ -292,7 +292,7 @@ async def test_a_process_that_was_held_up_reads_what_is_there_before_it_takes_an
 
     def hold_up():  # while the loop does not turn
         proxy.release()
-        proxy.until(lambda: proxy.passed_nbytes == HEADER + 12 + len(world.meshes[0].last_words))
+        proxy.until(lambda: proxy.passed_nbytes == HEADER + 12 + len(world.meshes[0].closing_frames))
         while time.monotonic() < due:
             time.sleep(0.01)
 

@@ -44,7 +44,7 @@ async def sums(world, count=1000):
 
 
 def num_connections(world):
-    return [len(mesh.ways.transports[0]._connections) for mesh in world.meshes]
+    return [len(mesh.transport_selector.transports[0]._connections) for mesh in world.meshes]
 
 
 @pytest.fixture
@@ -183,7 +183,7 @@ async def test_hundreds_of_silent_connections_keep_nobody_out(a_world, eventuall
 
 
 def _connections(mesh):
-    return list(mesh.ways.transports[0]._connections.values())
+    return list(mesh.transport_selector.transports[0]._connections.values())
 
 
 def _is_proven(connection):
@@ -215,13 +215,15 @@ class Failing:
 async def test_listener_pauses_after_an_accept_error_and_reports_it(a_world, caplog, eventually, monkeypatch, code):
     async with a_world() as world:
         mesh = world.meshes[0]
-        listener = mesh.ways.transports[0]._listener
+        listener = mesh.transport_selector.transports[0]._listener
         failing = Failing(listener._socket, code, math.inf)
         monkeypatch.setattr(listener, "_socket", failing)
         with connect(address(world, 0)):
             await eventually(lambda: failing.calls)
             assert listener.paused
-            assert listener.fileno() not in [descriptor for descriptor, _ in mesh.ways.transports[0].waits()]
+            assert listener.fileno() not in [
+                descriptor for descriptor, _ in mesh.transport_selector.transports[0].waits()
+            ]
             assert await sums(world) == [3.0, 3.0]
             assert caplog.text.count(f"cannot take connections at port {listener.port}: [Errno {code}]") == 1
             failing.left = 0
@@ -233,7 +235,7 @@ async def test_listener_pauses_after_an_accept_error_and_reports_it(a_world, cap
 
 async def test_listener_takes_the_next_connection_at_once_after_one_was_aborted(a_world, eventually, monkeypatch):
     async with a_world() as world:
-        listener = world.meshes[0].ways.transports[0]._listener
+        listener = world.meshes[0].transport_selector.transports[0]._listener
         failing = Failing(listener._socket, errno.ECONNABORTED, 3)
         monkeypatch.setattr(listener, "_socket", failing)
         before = num_connections(world)[0]

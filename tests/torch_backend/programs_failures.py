@@ -246,7 +246,7 @@ def aborts(test, rank, world, meeting):
         mesh = below.mesh
         dist.distributed_c10d._abort_process_group()
         test.send([failure_of(each.wait) for each in pending])
-        test.send(mesh.ways.transports[0].waits())
+        test.send(mesh.transport_selector.transports[0].waits())
         test.send(failure_of(lambda: whole.group.world.new_group(None)))
         whole.shutdown()
     else:

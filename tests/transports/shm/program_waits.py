@@ -247,7 +247,7 @@ def says_all_are_on_one_core(test, where, rank, size):
 
     os.sched_setaffinity = noted
     with sync.process_group("shm", init_method=where, rank=rank, world_size=size, timeout=60) as group:
-        (shm,) = [transport for transport in group.mesh.ways.transports if transport.name == "shm"]
+        (shm,) = [transport for transport in group.mesh.transport_selector.transports if transport.name == "shm"]
         shm._core_placement._find_core = lambda: cores[0]
         moved = torch.zeros(1)
         while not moved.item():

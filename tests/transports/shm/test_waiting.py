@@ -32,7 +32,7 @@ LONG = 10.0
 
 
 def shm_of(group):
-    return group.mesh.ways.transports[0]
+    return group.mesh.transport_selector.transports[0]
 
 
 # -- lost wake-ups ----------------------------------------------------------------------------------

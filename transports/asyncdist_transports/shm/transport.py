@@ -93,7 +93,7 @@ class ShmTransport(Transport):
         # Only called for ranks that `settle` has returned.
         return True
 
-    async def settle(self, addresses: Sequence[Address | None], timeout: float) -> list[int]:
+    async def probe_peers(self, addresses: Sequence[Address | None], timeout: float) -> list[int]:
         listener, own = self._listener, addresses[self.host.rank]
         assert listener is not None
         assert own is not None
@@ -375,7 +375,7 @@ class ShmTransport(Transport):
             return
         self._closed = True
         for local_peer in self._connected.values():
-            local_peer.send_control(self.host.last_words)
+            local_peer.send_control(self.host.closing_frames)
         self._connected.clear()
         self._by_descriptor.clear()
         for local_peer in self._local_peers.values():

@@ -110,7 +110,7 @@ class Outbound:
         return (self._reader.read() or moved) if ready else moved
 
     @property
-    def trouble(self) -> str:
+    def connectivity_problem(self) -> str:
         """Describe a connection whose packets no host has answered, not even with a refusal; else empty.
 
         A peer that has not accepted the connection yet is no problem: its kernel answers.
@@ -277,7 +277,7 @@ def _end(sock: Connected, host: Host, say_goodbye: bool) -> None:
         with contextlib.suppress(OSError):
             if isinstance(sock, TlsSocket):
                 sock.finish(_LAST_BYTES_TIMEOUT)
-            sock.send(host.last_words)
+            sock.send(host.closing_frames)
     with contextlib.suppress(OSError):
         sock.shutdown(socket.SHUT_WR)
     host.retire(cast(socket.socket, sock))

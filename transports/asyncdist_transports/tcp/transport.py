@@ -145,7 +145,7 @@ class TcpTransport(Transport):
             self.host.lost(peer, reason)
         # Another connection or another rank may deliver the reason.
         else:
-            self.host.doubt(peer, reason)
+            self.host.suspect(peer, reason)
 
     def _may_say_more(self, peer: int) -> bool:
         """Return whether a connection is left that belongs to the peer, or may turn out to after authentication."""
@@ -201,8 +201,10 @@ class TcpLink(Link):
         if self._lanes[0] is None and not self._transport.hears(self.peer):
             self._open(0)
 
-    def trouble(self) -> str:
-        return next((lane.trouble for lane in self._lanes if lane is not None and lane.trouble), "")
+    def connectivity_problem(self) -> str:
+        return next(
+            (lane.connectivity_problem for lane in self._lanes if lane is not None and lane.connectivity_problem), ""
+        )
 
     def _open(self, lane: int) -> Outbound:
         connection = self._lanes[lane] = self._transport.open(self.peer, lane, self._where)
