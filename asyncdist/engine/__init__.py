@@ -1,1 +1,1 @@
-"""What moves bytes: the progress engine, its drivers, the endpoint with its peers, operations and their work handles."""
+"""The progress engine: it moves the bytes of operations and completes their work handles."""

@@ -1,7 +1,8 @@
-"""Whether the members of a group call the same: compared by what arrives, and by asking where nothing does.
+"""Checks that the members of a group call the same collective with the same arguments.
 
-Each message says what its sender has called. Where ranks wait for one another none arrives, as when two of them take each
-other for the root of a broadcast. So who has waited for a while tells those for whom it waits what it has called.
+Each message carries the fingerprint of its sender's call. Ranks that wait for each other receive no message, as two ranks
+that each take the other for the root of a broadcast. A rank that has waited for a while therefore sends its peers the
+fingerprint of its call.
 """
 
 from __future__ import annotations
@@ -40,20 +41,20 @@ class CollectiveChecker:
         return MismatchError(peer, describe_call(Fingerprint.unpack(ours), rank, Fingerprint.unpack(theirs), peer))
 
     def begin(self, operation: Operation) -> None:
-        """Compare a call of ours with what was heard of it before."""
+        """Compare a call of this rank with the fingerprints that peers have sent for it before."""
         ours = operation.plan.fingerprint
         for peer, theirs in self._heard.pop(operation.key, ()) if self._heard else ():
             if theirs != ours:
                 self._fail(operation.channel, self.difference(peer, ours, theirs))
 
     def refuses(self, peer: int, key: bytes, theirs: int) -> bool:
-        """Compare a message that nobody waits for with our call; return whether there is no use for it."""
+        """Compare a message without a posted receive with this rank's call; return whether to discard it."""
         channel, operation = self._channels.get(key[:8]), self._operations.get(key[:12])
         if operation is not None:
             channel, ours = operation.channel, operation.plan.fingerprint
             if theirs == ours:
                 return False
-        elif channel is not None and channel.has_ended(key):  # nobody will ask for it any more
+        elif channel is not None and channel.has_ended(key):  # no receive will be posted for it
             ours = self._recorder.fingerprint(channel.name, key)
         else:
             if channel is None or not channel.point_to_point:
@@ -63,7 +64,7 @@ class CollectiveChecker:
         return True
 
     def answer(self, peer: int, key: bytes, theirs: int) -> None:
-        """Compare what a peer that waits for us has called with ours, which may be over, or still to come."""
+        """Compare the call of a peer that waits for this rank with this rank's call, which may be over or still to come."""
         channel, operation = self._channels.get(key[:8]), self._operations.get(key[:12])
         if operation is not None:
             ours = operation.plan.fingerprint

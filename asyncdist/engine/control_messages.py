@@ -1,4 +1,4 @@
-"""What ranks tell each other about a group rather than send in it: that it failed, what they wait in, that they leave."""
+"""Control messages about a group: that it failed, which call a rank waits in, and that a rank leaves."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def decode_abort(body: bytes, peer: int, rank: int, trouble: Callable[[Sequence[
 
 
 def to_tell(members: Sequence[int], rank: int, told_by: int | None) -> list[int]:
-    """Return whom ``rank`` tells: all members if it noticed by itself, else those at distances 1, 2, 4, …"""
+    """Return the ranks that ``rank`` notifies: all members if it detected the failure, else those at distances 1, 2, 4, …"""
     if told_by is None:
         others = list(members)
     else:
@@ -75,7 +75,7 @@ def to_tell(members: Sequence[int], rank: int, told_by: int | None) -> list[int]
 def closing_frames(failures: Mapping[int, GroupError], rank: int, reason: str) -> bytes:
     """Return what ``rank`` writes at the end of a connection: how groups (by number) have failed, then goodbye.
 
-    So nobody takes who leaves because of a failure for its cause.
+    The failures come first, so that a peer does not take a rank that leaves because of a failure for its cause.
     """
     frames = []
     for number, error in list(failures.items())[-_MOST:]:

@@ -1,4 +1,4 @@
-"""Whose loop drives what nobody blocks for: the loop in which a world was made, and the runtime's when that has ended."""
+"""Selects the event loop that drives background operations: the user's loop while it is alive, then the runtime's."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class DriverLoop:
         self._left = left
         self._leaving = threading.Lock()
         self.replaced = False
-        """Whether a thread drives just now because it stands still."""
+        """Whether a thread drives at the moment because the loop is not running."""
         self._shutdown_hook = (
             LoopShutdownHook(self._end) if loop is not None and asyncio._get_running_loop() is loop else None
         )
 
     def __bool__(self) -> bool:
-        """Whether there is a loop of the user's that has not ended."""
+        """Whether the user's loop has not ended."""
         return self._own is not None
 
     @property
@@ -44,7 +44,7 @@ class DriverLoop:
 
     @property
     def stands_still(self) -> bool:
-        """Whether nobody drives what is left to itself: the user's loop does not run, and may run again."""
+        """Whether no loop drives background operations: the user's loop is not running, but is not closed."""
         own = self._own
         return own is not None and not own.is_running() and not own.is_closed()
 
@@ -59,7 +59,7 @@ class DriverLoop:
                 self._left(own)
 
     def close(self) -> None:
-        """Watch for the end of the loop no longer."""
+        """Stop watching for the end of the loop."""
         hook, self._shutdown_hook = self._shutdown_hook, None
         if hook is not None:
             hook.end()

@@ -81,7 +81,7 @@ class Endpoint:
         self._failures: dict[int, GroupError] = {}
         self._goodbye = LEFT
         self.finished: list[Callable[[], None]] = []
-        self.backend = "auto"  # what the user asked for
+        self.backend = "auto"  # the ``backend`` argument of `init_process_group`
         lifecycle.register_hooks(self)
 
     # -- coming and going ----------------------------------------------------------------------
@@ -104,7 +104,7 @@ class Endpoint:
         self.progress.ensure_driven()
 
     def notices_flushed(self) -> Until:
-        """Return what is completed once nobody is left to be told of a failure, on connections that open for it too."""
+        """Return a condition that holds once every failure notice has been sent, also over connections opened for it."""
         begun: list[bool] = []
         self.progress.submit(lambda: begun.append(True))  # behind failures that another thread is to do
         return Until(lambda: bool(begun) and not (self._failures and self.transport_selector.busy()))
@@ -120,7 +120,7 @@ class Endpoint:
         """Say goodbye for a program that ends without closing us."""
         self._goodbye = ENDED
         for operation in self._executor.operations.values():
-            operation.work.exception()  # that it fails now is no news to anybody
+            operation.work.exception()  # mark the error as seen: the program ends anyway
         self._tell_all()
         self.progress.submit(self._close)
 
@@ -132,7 +132,10 @@ class Endpoint:
         """Fail everything in a forked child, and keep what is the parent's from being used or collected."""
         self.of_parent = (self.progress, self.transport_selector.transports)
         self.progress, self.transport_selector.transports = Progress(self), []
-        error = GroupAbortedError(f"this process was forked from rank {self.rank} and is none itself", peer=self.rank)
+        error = GroupAbortedError(
+            f"this process was forked from rank {self.rank} and is not a rank itself; create the world in the child",
+            peer=self.rank,
+        )
         self._gone = dict.fromkeys(range(self.world_size), error)
         for channel in self._channels.values():
             channel.error = channel.error or error
@@ -217,7 +220,7 @@ class Endpoint:
     # -- what the executor needs: Peers --------------------------------------------------------
 
     def link(self, peer: int) -> Link:
-        """Return the link to a peer, made when first asked for; raises what ended it if the peer is gone."""
+        """Return the link to a peer, made on first use; raise the peer's error if the peer is lost."""
         link = self._links.get(peer)
         if link is None:
             link = self._links[peer] = self.transport_selector.link(peer)
@@ -242,7 +245,7 @@ class Endpoint:
         self._notify(peers, lambda peer: called(peer, operation.key, operation.plan.fingerprint))
 
     def wake_later(self, work: Work) -> None:
-        """Have a completed work's callbacks called once the lock is free."""
+        """Run the callbacks of a completed work after the lock is released."""
         if work.has_callbacks:
             self.finished.append(work.run_callbacks)
 
@@ -348,7 +351,9 @@ class Endpoint:
 
     def busy(self) -> bool:
         # After a failure we stay to be reached: who waits for us must hear of it, also where it connects only now.
-        return bool(self._executor.operations or self._failures or self.timers.pending) or self.transport_selector.busy()
+        return (
+            bool(self._executor.operations or self._failures or self.timers.pending) or self.transport_selector.busy()
+        )
 
     def next_deadline(self) -> float:
         if self.timers.pending:
@@ -360,7 +365,7 @@ class Endpoint:
         self._executor.expire(now)
 
     def interrupted(self, cause: BaseException) -> None:
-        # A stream whose middle nobody knows is of no use: its end tells the peers, which a notice on it could not.
+        # A stream that was cut at an unknown byte carries no further notice; closing it tells the peers.
         reason = f"interrupted by {type(cause).__name__} in the middle of a transfer"
         error = GroupAbortedError(f"rank {self.rank} was {reason}", peer=self.rank)
         error.__cause__ = cause
@@ -384,7 +389,7 @@ class Endpoint:
             try:
                 self.progress.run(start, operation.work, float("inf"))
             except BaseException:
-                operation.work.exception()  # whoever is interrupted never gets the work to look at
+                operation.work.exception()  # the interrupted caller never gets the work
                 raise
             return
         self.progress.submit(start)

@@ -1,6 +1,6 @@
-"""Makes schedules so: posts what each step asks for, and resumes the generator when the step is over.
+"""Runs schedules: posts the transfers of each step, and resumes the generator when they are complete.
 
-The executor never waits: transfers report back when they are over, and a task whose step has none left is run on.
+The executor never waits. A transfer reports its completion to its task; the last one makes the task runnable again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from asyncdist.transport.base import Link, MatchingQueue, Outgoing, Receive
 
 
 class Peers(Protocol):
-    """What the executor needs of the mesh."""
+    """The part of the endpoint that the executor uses."""
 
     def link(self, peer: int) -> Link: ...
 
@@ -82,7 +82,7 @@ class Executor:
             self._complete(operation)
 
     def run(self) -> bool:
-        """Run every task whose step is over, and look once at those that are to be polled; return whether any moved."""
+        """Run every runnable task and poll each polled task once; return whether any made progress."""
         moved = self._poll() if self._polled else False
         runnable = self._runnable
         while runnable:
@@ -122,7 +122,7 @@ class Executor:
         self._peers.wake_later(operation.work)
 
     def _break(self, operation: Operation, cause: Exception) -> None:
-        """Something in our own half failed: nobody else can finish this operation either."""
+        """Fail the group: this rank failed in the operation, so no other rank can complete it either."""
         if isinstance(cause, GroupError):
             error = cause
         else:
@@ -147,7 +147,7 @@ class Executor:
             del self.any_source[key]
 
     def waits_for(self, channel: Channel, peer: int, *, last: bool) -> bool:
-        """Return whether anything pending on a channel needs a peer, or anybody at all when it was the ``last``."""
+        """Return whether a pending operation needs ``peer``; if it was the ``last`` peer, whether one needs any peer."""
         self.run()  # what it has done may be all that was needed
         tasks = [task for operation in channel.operations.values() for task in operation.tasks]
         awaited = {t.peer for task in tasks for t in task.transfers if not t.done} | {task.awaits for task in tasks}
@@ -246,7 +246,7 @@ class Executor:
         link.open()
 
     def _post_any(self, task: Task, action: RecvAny) -> None:
-        """Take the message that is there already, else leave the receive where `unclaimed` finds it."""
+        """Receive a message that has arrived already, else leave the receive where `unclaimed` finds it."""
         operation = task.operation
         receive = AnyReceive(task, operation.plan.fingerprint, action.place.view)
         others = [peer for peer in operation.channel.members if peer != operation.channel.world_rank]
@@ -258,7 +258,7 @@ class Executor:
                     task.reply = peer
                 return
         gone = [error for peer in others if (error := self._peers.gone(peer)) is not None]
-        if gone and len(gone) == len(others):  # nobody can send it any more
+        if gone and len(gone) == len(others):  # no rank is left that could send it
             raise gone[-1]
         for peer in others:
             self._peers.inbox(peer).unblock()

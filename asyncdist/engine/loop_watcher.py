@@ -1,4 +1,4 @@
-"""What an event loop looks out for on a machine's behalf: descriptors that become ready, and one point in time."""
+"""Registers the descriptors and the timer of one machine on an event loop."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from asyncdist.engine.machine import READ, WRITE
 
 
 class LoopWatcher:
-    """Has a loop call ``found(descriptor)`` when a watched one is ready, and ``found(None)`` when it is time.
+    """Makes a loop call ``found(descriptor)`` when a watched descriptor is ready, and ``found(None)`` when the timer fires.
 
-    On the loop's thread only, but for `retire`.
+    Only the loop's thread calls the methods, except `retire`.
     """
 
     def __init__(self, found: Callable[[int | None], None]) -> None:
@@ -26,11 +26,11 @@ class LoopWatcher:
 
     @property
     def looks(self) -> bool:
-        """Whether the loop has anything of ours."""
+        """Whether the loop holds a descriptor, a timer or a retired socket of the machine."""
         return bool(self.watched or self._timer or self._retired)
 
     def retire(self, sock: socket.socket) -> bool:
-        """Close a socket, if it is watched as soon as it is no more; return whether that is still to come."""
+        """Close a socket, or if it is watched, once it is not; return whether the close is still pending."""
         if sock.fileno() in self.watched:
             self._retired.append(sock)
             return True
@@ -56,7 +56,7 @@ class LoopWatcher:
             self._retired.pop().close()
 
     def set_timer(self, loop: asyncio.AbstractEventLoop, at: float) -> None:
-        """Be called at a monotonic time, and not at the one asked for before; infinity for never."""
+        """Set the timer to a monotonic time, in place of the previous one; infinity for no timer."""
         if self._timer is not None:
             if self._timer_at == at:
                 return
@@ -71,11 +71,11 @@ class LoopWatcher:
         self._found(None)
 
     def forget(self) -> None:
-        """Take what the loop was asked for as never asked: it was closed."""
+        """Drop all registrations without touching the loop, which is closed."""
         self.watched, self._timer, self._timer_at = {}, None, math.inf
 
     def leave(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Have the loop look out for nothing."""
+        """Remove all registrations from the loop."""
         self.set_timer(loop, math.inf)
         if loop.is_closed():
             self.watched = {}

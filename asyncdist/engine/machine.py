@@ -1,4 +1,4 @@
-"""What `progress.Progress` drives: the contract between it and the mesh of one rank."""
+"""The contract between `asyncdist.engine.progress.Progress` and the endpoint that it drives."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Wait = tuple[int, int]
 
 
 class Finishable(Protocol):
-    """What a driver drives for: a Work."""
+    """What a driver waits for: a `Work`, or a condition (`Until`)."""
 
     def is_completed(self) -> bool: ...
 
@@ -21,22 +21,22 @@ class Finishable(Protocol):
 
 
 class Until:
-    """What a driver drives for where it is no work: that something is so."""
+    """A condition that a driver waits for."""
 
     def __init__(self, true: Callable[[], bool]) -> None:
         self.is_completed = true
 
     def add_done_callback(self, callback: Callable[..., object], /) -> None:
-        """Nobody says when it is: who waits for another driver looks again when that one leaves."""
+        """Do nothing: a thread that stands by checks the condition again when the current driver stops."""
 
     remove_done_callback = add_done_callback
 
 
 class Failing(Protocol):
-    """What a schedule belongs to: a group's channel. Written under the lock."""
+    """The channel of the group that a schedule belongs to. Written under the lock."""
 
     error: Any
-    """What it has failed with, or that it was destroyed; None while it works."""
+    """The error of the failed or destroyed group; None while the group works."""
 
 
 class Machine(Protocol):
@@ -56,7 +56,7 @@ class Machine(Protocol):
         """Move what can be moved, of the given descriptors or of all that want to; return whether anything moved."""
 
     def waits(self) -> list[Wait] | None:
-        """Return the descriptors and events to sleep on, and have peers ring there; None if something moved meanwhile."""
+        """Return the descriptors and poll events to sleep on; peers signal them from now on. None if something has moved."""
 
     def busy(self) -> bool:
         """Return whether anything is pending that needs a driver."""
@@ -68,7 +68,7 @@ class Machine(Protocol):
         """Fail what has run out of time."""
 
     def interrupted(self, cause: BaseException) -> None:
-        """Fail everything: ``cause`` struck in the middle of a move, and nobody knows what was moved."""
+        """Fail everything: ``cause`` interrupted a transfer, and the number of transferred bytes is unknown."""
 
     def take_finished(self) -> list[Callable[[], None]]:
-        """Return and forget what is to be called, without the lock, for operations that have ended."""
+        """Return and remove the callbacks of completed operations, which the caller runs without the lock."""

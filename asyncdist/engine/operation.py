@@ -1,4 +1,4 @@
-"""What is being done: plans, the operations they become when issued, their tasks, and the receives of these.
+"""Plans, the operations that they become when issued, the tasks of operations, and the receives of tasks.
 
 A *plan* is what a group wants done: one or several schedules (parts) and the arithmetic between them. An *operation* is
 a plan that was issued on a channel, a *task* one of its generators.
@@ -32,7 +32,7 @@ class RecvAny(NamedTuple):
 
 @dataclass(slots=True)
 class Plan:
-    """What is to be done: the schedules of the parts, and what to do around them.
+    """One planned call: the schedules of its parts, their arithmetic, and how to complete it.
 
     ``fold`` does the arithmetic of Reduce and Combine. At most ``window`` parts go on at once. ``finish`` is called when
     all are over and gives the operation's value. Instead of parts there may be ``native(number, fingerprint)``, which
@@ -53,7 +53,7 @@ class Plan:
 
 
 class Channel:
-    """What the executor knows of a group: its members by group rank, whether it has failed, its collectives' numbers."""
+    """A group as the executor sees it: members by group rank, the error if it failed, and its sequence numbers."""
 
     def __init__(
         self, number: int, name: str, members: Sequence[int], world_rank: int, *, point_to_point: bool = False

@@ -1,22 +1,34 @@
-"""Who moves the bytes: one machine of pending operations, driven by one thread at a time.
+"""The progress engine: drives the pending operations of one rank, on one thread at a time.
 
-A *machine* (the mesh of one rank) knows how to move everything that can move without waiting, and which file
-descriptors to wait for when nothing can. `Progress` sees to it that somebody drives it:
+A `Machine` (the rank's `Endpoint`) moves everything that can move without waiting, and names the file descriptors to wait
+for when nothing can. `Progress` makes sure that a *driver* calls it:
 
-* a thread that blocks in ``wait()`` drives it itself and sleeps in ``poll`` (the inline driver), so that a blocking
-  call never hops to another thread and back;
-* an event loop drives it with ``add_reader`` and ``add_writer`` (the loop driver) when work is awaited or left to
-  itself. That is the loop in which the world was made, or the runtime's background loop for blocking programs;
-* who merely issues an operation makes a first attempt on the spot.
+* The inline driver is a thread that blocks in ``wait()``. It drives the machine itself and sleeps in ``poll``, so a blocking
+  call needs no thread switch.
+* The loop driver is an event loop that drives through ``add_reader`` and ``add_writer`` while no thread blocks. It is the loop
+  in which the world was opened, or the runtime's background loop for blocking programs.
+* A thread that only issues an operation tries once, inline, to complete it.
 
-An operation belongs to none of them: begun by one it may be finished by another. The rules:
+An operation belongs to no driver: one driver may begin it and another complete it. The rules:
 
-1. The machine is touched only under ``_lock``, and nobody sleeps while holding it.
-2. What has to happen under the lock is put into ``_inbox``; whoever gets the lock does it. Nobody queues for the lock
-   just to issue: after releasing it one looks at the inbox once more.
-3. At most one inline driver at a time (``_seat``); other blocked threads follow and are given the seat in turn.
-4. While there is an inline driver the loop keeps its hands off; who leaves the seat arms the loop if work is left.
-5. Users' callbacks run without the lock.
+1. A thread touches the machine only under ``_lock``. No thread sleeps while it holds ``_lock``.
+2. An action that needs the lock goes into the queue ``_inbox``. The thread that holds the lock runs it. No thread waits for
+   the lock in order to issue: after it releases the lock, a thread checks the queue again.
+3. At most one inline driver exists: the holder of ``_driver_lock``. Other blocked threads stand by and take over in turn.
+4. While an inline driver exists, the loop does not drive. The thread that stops driving schedules the loop if work is left.
+5. Callbacks of the user run without the lock.
+
+The loop driver is in one of four states::
+
+                  _schedule_loop()                  _run_scheduled()
+        IDLE ------------------------> SCHEDULED --------------------> DRIVING
+         ^   <---------------------------------------------------------   |
+         |      descriptors watched, timer set      slice exhausted or    |
+         |                                          work left: SCHEDULED <+
+         +---- close() from any state ----> CLOSED
+
+In IDLE the loop calls the machine when a watched descriptor is ready or the timer fires. `DriverLoop` replaces the user's
+loop by the background loop when the user's loop ends.
 """
 
 from __future__ import annotations
@@ -40,15 +52,19 @@ from asyncdist.engine.waker import Waker
 from asyncdist.errors import LoopThreadError
 
 _yield_core: Callable[[], None] = getattr(os, "sched_yield", lambda: None)
-_SLICE = 1e-3  # seconds for which the loop driver goes on before it lets the loop's other callbacks run
-_SPREAD_EVERY = 1e-3  # seconds after which who waits looks again whether its core is the right one
+_SLICE = 1e-3
+"""Seconds for which the loop driver continues before the loop's other callbacks run."""
+_SPREAD_EVERY = 1e-3
+"""Seconds between two checks by a waiting thread whether it should move to another core."""
 
 
 class Progress:
-    """Sees to it that exactly one driver at a time advances a machine, and that there is one when it is needed.
+    """Ensures that a machine has exactly one driver while operations are pending.
 
-    ``home`` is the loop that drives when nobody blocks, until it is closed; ``None`` takes the runtime's background
-    loop, and only while something is pending.
+    Args:
+        machine: The machine to drive.
+        home: The event loop that drives while no thread blocks, until that loop ends. By default the runtime's background
+            loop, and only while an operation is pending.
     """
 
     def __init__(self, machine: Machine, home: asyncio.AbstractEventLoop | None = None) -> None:
@@ -67,24 +83,28 @@ class Progress:
         self.idle_watch = IdleWatch(machine, self._lock, self._driver_lock, self._loop_watcher)
 
     def spin_for(self, spin: float, loop_spin: float, spread: Callable[[], None] | None) -> None:
-        """Set for how many seconds an inline driver tries again before it sleeps, and the home loop before it turns.
+        """Set how long drivers spin before they wait.
 
-        Where there is a ``spread``, peers need our core while we wait: they get it more often, and that is called too.
+        Args:
+            spin: Seconds for which an inline driver spins before it sleeps in ``poll``.
+            loop_spin: Seconds for which the home loop spins before it runs its other callbacks.
+            spread: Called now and then by a spinning thread to move ranks to different cores. Set if ranks outnumber cores;
+                a spinning thread then also yields its core more often.
         """
         self._spread = spread
         self._spin, self._loop_spin = spin, loop_spin if self.home else 0.0
-        # Looks before the core is offered; and at the call itself, in less time than making an operation takes.
+        # Polls before the core is yielded; and polls at the call itself, which cost less than an operation object.
         self._polls, self._spins = (2, 1) if spread or not spin else (512, 32)
 
     # -- for everyone --------------------------------------------------------------------------
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """The loop that drives when nobody blocks."""
+        """The loop that drives while no thread blocks."""
         return self.home.loop
 
     def _on_home_left(self, home: asyncio.AbstractEventLoop) -> None:
-        """Go on in the background: what was asked of a loop that has ended will never come."""
+        """Continue on the background loop: a loop that has ended runs no more callbacks."""
         self._scheduled, self._loop_spin = False, 0.0
         if home.is_closed():
             self._loop_watcher.forget()
@@ -94,14 +114,14 @@ class Progress:
             self._schedule_loop()
 
     def submit(self, action: Callable[[], None]) -> None:
-        """Do ``action`` under the lock: now if it is free, else whoever holds it does."""
+        """Run ``action`` under the lock: now if the lock is free, else on the thread that holds it."""
         self._inbox.append(action)
         while self._inbox and self._lock.acquire(blocking=False):
             self._take_turn()
         self._wake_idle()
 
     def post(self, action: Callable[[], None]) -> None:
-        """Have a driver do ``action`` soon; safe to call while another machine's lock is held."""
+        """Let a driver run ``action`` soon. Safe to call while the lock of another machine is held."""
         self._inbox.append(action)
         self._wake()
         if not self._driver_lock.locked() and (self.home or self._loop_watcher.watched or self._machine.busy()):
@@ -121,12 +141,12 @@ class Progress:
             return self._machine.advance(ready) or moved
         except BaseException as cause:
             self._machine.interrupted(cause)
-            self._schedule_loop()  # whoever waits for what has failed by this is to hear of it from another driver
+            self._schedule_loop()  # threads that wait for the failed operations learn it from another driver
             self._wake()
             raise
 
     def _take_turn(self) -> bool:
-        try:  # the lock is ours
+        try:  # the caller has acquired the lock
             moved = self._turn(None)
         finally:
             self._lock.release()
@@ -164,10 +184,17 @@ class Progress:
         self.drive(work, until)
 
     def attempt(self, schedule: Schedule, group: Failing, *, wait: bool) -> bool:
-        """Run a schedule that needs no links in this thread; ``wait`` lets it wait for peers as long as one spins.
+        """Run a schedule that needs no links inline, without an operation object.
 
-        Not begun if its group has failed: where one was destroyed just now, its memory is another's.
-        Returns whether it is over; else it is as far as it got, and perhaps not begun: an operation goes on with it.
+        The schedule is not started if its group has failed: the memory of a destroyed group may belong to another group.
+
+        Args:
+            schedule: The schedule to run.
+            group: The channel of the group.
+            wait: Whether to wait for peers for as long as an inline driver spins.
+
+        Returns:
+            Whether the schedule is complete. If not, an operation continues it from where it stopped.
         """
         if not self._driver_lock.acquire(False):
             return False
@@ -207,7 +234,7 @@ class Progress:
                 self._hand_over()
 
     def drive(self, work: Finishable, until: float) -> None:
-        """Block until ``work`` is completed or the monotonic time ``until`` has come, driving meanwhile."""
+        """Drive, or wait for another driver, until ``work`` is completed or the monotonic time ``until`` has come."""
         while not work.is_completed():
             if self._driver_lock.acquire(blocking=False):
                 try:
@@ -243,7 +270,7 @@ class Progress:
             ready = None if waits is None else self._sleep(waits, until)
 
     def _sleep(self, waits: list[Wait], until: float) -> list[int] | None:
-        """Sleep until a descriptor is ready, somebody rings, or it is time; return the ready ones, None if not known."""
+        """Sleep until a descriptor is ready, the waker is signalled or a deadline comes; return the ready ones, None if unknown."""
         try:
             waker = self._waker
             if waker is None or self._inbox:  # put there between our turn and our falling asleep
@@ -253,7 +280,7 @@ class Progress:
             self._sleeping = False
 
     def _follow(self, work: Finishable, until: float) -> bool:
-        """Wait until another driver has completed ``work`` or left its seat; False if time is up."""
+        """Wait until another driver has completed ``work`` or stopped driving; return False if the time is up."""
         event = threading.Event()
         self._standby.append(event)
 
@@ -277,12 +304,12 @@ class Progress:
             self.ensure_driven()
 
     def _wake(self) -> None:
-        """Wake an inline driver that fell asleep over what it saw before our turn, which may have ended its work."""
+        """Wake an inline driver that fell asleep before this turn, which may have completed its work."""
         if self._sleeping and (waker := self._waker) is not None:
             waker.ring()
 
     def _wake_idle(self) -> None:
-        """Wake whoever fell asleep before our turn, in which we have told the peers that nobody has to be rung for."""
+        """Wake the driver that fell asleep before this turn: the turn told the peers that they need not wake this rank."""
         self._wake()
         if self._yielding and not self._driver_lock.locked():
             self._schedule_loop()
@@ -290,7 +317,7 @@ class Progress:
     # -- the loop driver -----------------------------------------------------------------------
 
     def ensure_driven(self) -> None:
-        """See that the loop drives what is pending, unless somebody blocks and does it anyway."""
+        """Let the loop drive the pending operations, unless a blocked thread drives them already."""
         if self._driver_lock.locked() or self._closed:
             return
         if asyncio._get_running_loop() is self.loop and not self._slice_exhausted:
@@ -299,7 +326,7 @@ class Progress:
             self._schedule_loop()
 
     def try_now(self, work: Finishable) -> None:
-        """Try for a moment to complete ``work`` on the spot, unless this turn of the loop has had its slice."""
+        """Try for a moment to complete ``work`` inline, unless this turn of the loop has used its time slice."""
         now = monotonic()
         until, end = now + self._loop_spin, now + _SLICE
         while not (self._slice_exhausted or self._driver_lock.locked()) and self._lock.acquire(blocking=False):
@@ -366,7 +393,7 @@ class Progress:
             self._schedule_loop()
 
     def close(self) -> None:
-        """Stop driving; afterwards no loop watches anything of this machine's."""
+        """Stop driving. Afterwards no loop watches a descriptor of this machine."""
         if self._closed:
             return
         loop = self.loop
@@ -389,7 +416,7 @@ class Progress:
         self.home.close()
 
     def _is_registered_on_loop(self) -> bool:
-        """Return whether the loop has anything of ours; if not, it gets nothing any more, though it waits for the lock."""
+        """Return whether the loop holds a callback of this machine; if not, close, so that it never gets one."""
         with self._lock:
             looks = self._loop_watcher.looks or self._scheduled or self.idle_watch.runs
             self._closed = not looks

@@ -1,7 +1,8 @@
-"""By which transport each peer is reached, and where that is good enough for native collectives.
+"""Selects the transport to each peer, and the groups whose collectives can be native.
 
-Every rank publishes an address for each transport that it can use; some transports then try whom they really reach. What
-each rank found out all ranks learn, so that any two agree on how they speak, and any group on whether it shares memory.
+Every rank publishes an address for each of its transports. Some transports then probe which peers they reach. Every rank
+learns the result of every other rank, so that any two ranks select the same transport, and all members of a group agree
+whether they share memory.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ from asyncdist.errors import TransportUnavailableError
 from asyncdist.transport.base import Link, MatchingQueue, Transport
 from asyncdist.transport.native import Native
 
-_MOST_LOOKS = 64  # at what has always something more
+_MOST_LOOKS = 64
+"""Most reads in a row from a peer that always has more data."""
 
 Addresses = Mapping[str, Mapping[str, Any]]
 
 
 class TransportSelector:
-    """The transports of one rank, the preferred first, and whom they reach."""
+    """The transports of one rank, the preferred first, and the peers that each reaches."""
 
     def __init__(self, rank: int, transports: Sequence[Transport]) -> None:
         self._rank = rank
@@ -38,7 +40,7 @@ class TransportSelector:
         self._addresses = addresses
 
     async def probe_peers(self, timeout: float) -> dict[str, list[int]]:
-        """Try whom we reach by which transport; return it for every rank to learn."""
+        """Probe the peers with each transport; return the ranks reached, by transport, for every rank to learn."""
         reached = {}
         for transport in self.transports:
             tried = await transport.probe_peers([address.get(transport.name) for address in self._addresses], timeout)
@@ -49,7 +51,7 @@ class TransportSelector:
     def finalize(self, reached: Sequence[Mapping[str, Sequence[int]]]) -> None:
         """Take what every rank's `probe_peers` returned, by rank. Two ranks use a transport if both reach the other.
 
-        What others have tried counts also where we could not, for all ranks are to see their groups alike.
+        A probe of another rank counts even if this rank does not have the transport: all ranks must see a group alike.
         """
         for name in dict.fromkeys(name for one in reached for name in one):
             self._tried[name] = [set(one.get(name, ())) for one in reached]
@@ -90,26 +92,26 @@ class TransportSelector:
 
     @property
     def local_size(self) -> int:
-        """How many ranks there are on this host: those who can share memory; where nobody has tried, it may be all."""
+        """The number of ranks on this host: those that share memory, or all ranks if no transport has probed."""
         ours = [self._tried[each.name][self._rank] for each in self.transports if each.name in self._tried]
         return max((len(peers) + 1 for peers in ours), default=len(self._addresses))
 
     def spin(self) -> tuple[float, Callable[[], None] | None]:
-        """Return for how many seconds one who waits had better try on, and what keeps ranks spread if cores are fewer."""
+        """Return how many seconds to spin before sleeping, and, if ranks outnumber cores, what spreads them over the cores."""
         ways = {self.to(peer) for peer in range(len(self._addresses)) if peer != self._rank}
         waits = [way.spin(self.local_size) for way in ways if way is not None]
         crowded = any(crowded for _, crowded in waits)
         return min((spin for spin, _ in waits), default=0.0), self._spread if crowded else None
 
     def busy(self) -> bool:
-        """Return whether messages are queued that nobody else drives out."""
+        """Return whether messages are queued that only this rank's drivers can send."""
         for transport in self.transports:  # a loop: a generator costs two frames on the way of each call
             if transport.busy():
                 return True
         return False
 
     def look(self, inbox: MatchingQueue) -> None:
-        """Take what lies at our descriptors, as who comes from a sleep on them does, also behind what nobody wants."""
+        """Read what has arrived, as a thread that wakes from a sleep does, and unblock stalled messages before it."""
         for _ in range(_MOST_LOOKS):
             inbox.unblock()
             ready = [(each, [descriptor for descriptor, _ in each.waits() or ()]) for each in self.transports]

@@ -1,4 +1,4 @@
-"""What wakes a thread of ours that sleeps in poll."""
+"""Wakes a thread that sleeps in ``poll``."""
 
 from __future__ import annotations
 

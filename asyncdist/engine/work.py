@@ -74,7 +74,7 @@ class Work:
         self._value, self._error, self._done = value, error, True
 
     def _mark_seen(self) -> None:
-        """Note that somebody has seen how the operation ended, or chose not to."""
+        """Note that the program has seen, or declined to see, how the operation ended."""
         self._seen = True
         if self._unseen is not None:
             self._unseen.error = None
@@ -151,7 +151,7 @@ class Work:
             yield from self._suspend(self._progress)
             _turns.last = monotonic()
         elif monotonic() > _turns.last + _TURN:
-            # Who awaits one short operation after the other would keep everybody else from the loop.
+            # A task that awaits one short operation after the other would starve the other tasks of the loop.
             yield
             _turns.last = monotonic()
         return self._outcome()
@@ -200,7 +200,7 @@ class Work:
                 self._callbacks = [callback]
             else:
                 self._callbacks.append(callback)
-        if self._done:  # it may have ended meanwhile: whoever takes the list calls it
+        if self._done:  # it may have ended since: the thread that takes the list calls it
             self.run_callbacks()
 
     def remove_done_callback(self, callback: Callable[[Work], object]) -> None:
@@ -212,7 +212,7 @@ class Work:
     def get_future(self) -> torch.futures.Future[Any]:
         """Return a `torch.futures.Future` of the operation's value; one and the same at every call.
 
-        It is completed on a thread of its own kind, never on the loop's: its callbacks run inline and may block.
+        A daemon thread completes it, never the loop's thread: its callbacks run inline and may block.
         """
         import torch
 
@@ -233,7 +233,7 @@ class Work:
 
 
 class _Unseen:
-    """Goes with a failed work, and speaks up if nobody has looked at it by then."""
+    """Logs the error of a failed work that is collected before the program has retrieved it."""
 
     __slots__ = ("error",)
 
@@ -242,7 +242,7 @@ class _Unseen:
 
     def __del__(self) -> None:
         if self.error is not None:
-            log.error("an operation failed and nobody looked: %s", self.error)
+            log.error("an operation failed and its error was never retrieved: %s", self.error)
 
 
 def completed(value: Any = None) -> Work:
@@ -253,7 +253,7 @@ def completed(value: Any = None) -> Work:
 
 
 def joined(works: Sequence[Work]) -> Work:
-    """Return a work that ends when all of ``works`` have; its value is the list of theirs, its error the first one's."""
+    """Return a work that completes with the last of ``works``; its value is the list of their values, its error the first."""
     pending = [work for work in works if not work.is_completed()]
     driven = all(work._progress is not None for work in pending)
     whole = Work(pending[0]._progress if pending else None) if driven else _Several(works)
@@ -313,13 +313,13 @@ _apart = DaemonThreadPool("asyncdist-futures", max_threads=32)
 
 
 def call_apart(function: Callable[[], object]) -> None:
-    """Call what may block on another operation in a thread of its own kind: never on the one that drives them all."""
-    with contextlib.suppress(RuntimeError):  # a process at its end starts no thread, and nobody in it would hear
+    """Run a function that may block on another operation in a daemon thread, never on the driving thread."""
+    with contextlib.suppress(RuntimeError):  # an interpreter that shuts down starts no thread
         _apart.submit(function)
 
 
 def _replace_home(progress: Progress, work: Work) -> None:
-    """Have a thread drive for a moment if the loop that should stands still, unless one does already."""
+    """Drive in a daemon thread for a moment if the home loop is not running, unless one does already."""
     home = progress.home
 
     def drive() -> None:

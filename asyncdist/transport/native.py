@@ -1,13 +1,13 @@
-"""What a transport may offer beside links: whole collectives of a group, as schedules of its own.
+"""The contract of native collectives: whole collectives of a group as schedules without messages.
 
-Where all ranks of a group share memory (or a device), messages are a detour. A `Native` runs a collective where the data
-lies: its methods return schedules that send nothing. They do a piece of the work and yield ``()``, or yield the member for
-whom they wait, to be resumed when something may have changed. So they run under either driver, or in the calling thread
-without any, and one that begun here may be finished there.
+Where all ranks of a group share memory or a device, messages are a detour. A `Native` runs a collective where the data is:
+its methods return schedules that send nothing. A schedule does a piece of the work and yields ``()``, or it yields the
+member that it waits for and is resumed when something may have changed. It runs under either driver, or in the calling
+thread without a driver, and one driver may continue what another began.
 
-``number`` counts the group's collectives from 1; every one of them goes through the native, be it only by `announce`, so
-that ranks who called different things find that out. ``fingerprint`` is what this rank believes the call to be. Members
-and roots are ranks in the group.
+``number`` counts the collectives of the group from 1. Every collective passes through the native, at least by `announce`, so
+that ranks that call different collectives detect it. ``fingerprint`` identifies the call of this rank. Members and roots are
+ranks in the group.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class MemoryBlocks(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CallSignature:
-    """What calls of a collective that differ in nothing but their memory have in common."""
+    """What calls of one collective have in common that differ only in their memory."""
 
     collective: Collective
     fingerprint: int
@@ -80,19 +80,19 @@ class Native(ABC):
     """
 
     def quick(self, kind: CallSignature) -> PreparedCall | None:
-        """Return what does calls of one kind in less time than the methods below; None if nothing does.
+        """Return a faster implementation of the calls with one signature; None if the methods below are the fastest.
 
-        A call that was made so meets calls of other members that were made by the methods.
+        It is compatible with members that use the methods for the same call.
         """
         return None
 
     @abstractmethod
     def open(self) -> None:
-        """Let the members find us; they may have called something already."""
+        """Make this rank visible to the members, which may have called collectives already."""
 
     @abstractmethod
     def announce(self, number: int, fingerprint: int) -> Schedule:
-        """Say what was called, for a collective that then goes over links; waits for nobody's data."""
+        """Publish the fingerprint of a collective that then runs over links; wait for no data."""
 
     @abstractmethod
     def all_reduce(self, number: int, fingerprint: int, memories: Sequence[Memory], how: Arithmetic) -> Schedule:
@@ -106,7 +106,7 @@ class Native(ABC):
     def reduce_scatter(
         self, number: int, fingerprint: int, inputs: MemoryBlocks, own: Memory, how: Arithmetic
     ) -> Schedule:
-        """Leave in ``own`` the reduction of everybody's ``inputs[rank]``; inputs are only read."""
+        """Leave in ``own`` the reduction of all members' ``inputs[rank]``; inputs are only read."""
 
     @abstractmethod
     def broadcast(self, number: int, fingerprint: int, memory: Memory, root: int) -> Schedule:
@@ -114,7 +114,7 @@ class Native(ABC):
 
     @abstractmethod
     def all_gather(self, number: int, fingerprint: int, rows: Sequence[tuple[MemoryBlocks, Memory]]) -> Schedule:
-        """Copy, for each row (blocks, own), each member's ``own`` into everybody's ``blocks[rank]``, ours too."""
+        """Copy, for each row (blocks, own), each member's ``own`` into every member's ``blocks[rank]``, its own included."""
 
     @abstractmethod
     def gather(self, number: int, fingerprint: int, own: Memory, blocks: MemoryBlocks, root: int) -> Schedule:
@@ -132,15 +132,15 @@ class Native(ABC):
 
     @abstractmethod
     def barrier(self, number: int, fingerprint: int) -> Schedule:
-        """End when every member has come."""
+        """Complete when every member has called it."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of what the group holds; what members still read stays until they are done."""
+        """Release the memory of the group; memory that members still read stays until they are done."""
 
 
 def announced(announcement: Schedule, parts: Iterable[Schedule]) -> Iterator[Schedule]:
-    """Have the first of several parts begin with an announcement."""
+    """Yield the parts, the first of them preceded by an announcement."""
 
     def first(part: Schedule) -> Schedule:
         yield from announcement
@@ -151,6 +151,6 @@ def announced(announcement: Schedule, parts: Iterable[Schedule]) -> Iterator[Sch
 
 
 def raising(cause: Exception) -> Schedule:
-    """Return a schedule that raises what a schedule has raised before it was an operation's."""
+    """Return a schedule that raises the error of a schedule that failed before it had an operation."""
     yield ()
     raise cause
