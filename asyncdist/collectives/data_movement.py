@@ -42,7 +42,7 @@ _KEPT_CHOICES = 4096
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupContext:
-    """Who calls: rank and size in the group, and the world's settings."""
+    """The calling rank: its rank and size in the group, and the settings of the world."""
 
     rank: int
     size: int
@@ -56,23 +56,23 @@ class GroupContext:
     islands: HierarchicalCollectives | None = None  # what does them partly so, if the group lies on several hosts
 
     def peer(self, rank: int, what: str) -> int:
-        """Return a rank of the group; UsageError if it is none."""
+        """Return ``rank``; raise UsageError if the group has no such rank."""
         if not 0 <= rank < self.size:
             raise UsageError(f"{what}={rank} is not a rank of the group, which has {self.size}")
         return rank
 
     def other(self, rank: int, what: str) -> int:
-        """Return a rank of the group other than our own; UsageError if it is none."""
+        """Return ``rank``; raise UsageError unless it is another rank of the group."""
         if self.peer(rank, what) == self.rank:
             raise UsageError(f"{what}={rank} is this rank itself: a message to oneself is a copy")
         return rank
 
     def native_for(self, collective: str) -> Native | None:
-        """Return what runs a whole collective without links, None if it goes over links, as one that is forced does."""
+        """Return the native collectives; None if the collective uses links, as one with a forced algorithm does."""
         return None if collective in self.forced else self.native
 
     def islands_for(self, collective: str) -> HierarchicalCollectives | None:
-        """Return what runs a collective over several hosts, None if that goes over links alone."""
+        """Return the hierarchical collectives; None if the collective uses links alone."""
         return None if collective in self.forced else self.islands
 
     def choose(self, collective: str, nbytes: int, *, contiguous: bool = True) -> str:
@@ -378,7 +378,7 @@ def barrier(who: GroupContext) -> Plan:
 
 
 def monitored_barrier(who: GroupContext) -> Plan:
-    """Have rank 0 hear from everybody before it lets anybody go, so that it can name who did not come."""
+    """Rank 0 receives from every rank before it releases any rank, so that it can name the missing ranks."""
 
     def part() -> Schedule:
         others = [rank for rank in range(who.size) if rank != 0]

@@ -1,4 +1,4 @@
-"""Collectives of a group that lies on several islands: shared memory inside each, messages along the rails between them.
+"""Collectives of a group on several hosts: shared memory inside each node, messages along the rails between nodes.
 
 `hierarchy` says what islands and rails are. Every collective is cut into parts, each a generator of its own, so that the
 links carry one part while the islands work at others:
@@ -49,7 +49,7 @@ Sources = Sequence[Memory] | TensorBlocks
 
 
 class HierarchicalCollectives:
-    """The collectives of one group over its islands; ``native`` does those of ours, None if we are alone there.
+    """The collectives of one group over its nodes; ``native`` has those of this node, None if this rank is alone on it.
 
     ``call`` is the fingerprint of what was called. Methods give the parts of a plan; at most `window` of them go on.
     """
@@ -164,7 +164,7 @@ class HierarchicalCollectives:
         return self._numbered((1, _bound(part, blocks[place])) for place in range(len(blocks)))
 
     def reduce_scatter(self, inputs: Sources, own: Memory, op: Reduction, call: int) -> Iterator[Schedule]:
-        """Leave in ``own`` the reduction of everybody's ``inputs[rank]``; inputs are only read."""
+        """Leave in ``own`` the reduction of all members' ``inputs[rank]``; inputs are only read."""
         how = arithmetic(op, own.dtype)
         count = self._cut(sum(inputs[rank].nbytes for rank in range(self._size)))
         cut = [TensorBlocks.split(inputs[rank], count) for rank in range(self._size)]

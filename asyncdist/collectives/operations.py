@@ -215,7 +215,7 @@ def _hashable(sizes: Sequence[int] | None) -> tuple[int, ...] | None:
 
 
 def checked_tag(tag: int) -> int:
-    """Return a message's tag; UsageError if it is none."""
+    """Return ``tag``; raise UsageError if it is not a valid tag."""
     if not 0 <= tag < 1 << 32:
         raise UsageError(f"a tag is a number from 0 to 2^32 - 1, not {tag}")
     return tag

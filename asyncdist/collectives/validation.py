@@ -1,4 +1,4 @@
-"""What users pass to collectives, checked and turned into memory, with sentences for what is wrong with it."""
+"""Checks the arguments that users pass to collectives, and turns tensors into memory."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from asyncdist.memory.buffers import Memory, OutputTensor, TensorBlocks, input_m
 
 
 def reduction(op: object) -> Reduction:
-    """Return ``op`` as one of ours; torch.distributed's values and plain names are taken by their name.
+    """Return a reduction from a value of `ReduceOp` or of torch.distributed, or from its name.
 
-    UsageError for what is none.
+    Raises:
+        UsageError: ``op`` is not a reduction.
     """
     if isinstance(op, (ReduceOp, PremulSum)):
         if op is ReduceOp.PREMUL_SUM:
@@ -22,7 +23,7 @@ def reduction(op: object) -> Reduction:
     name = op if isinstance(op, str) else getattr(op, "name", None)
     if isinstance(name, str) and name.upper() in ReduceOp.__members__:
         return reduction(ReduceOp[name.upper()])
-    raise UsageError(f"{op!r} is no reduction; there are {', '.join(ReduceOp.__members__)}")
+    raise UsageError(f"{op!r} is not a reduction; use one of {', '.join(ReduceOp.__members__)}")
 
 
 def check_length(values: Sequence[Any] | None, size: int, what: str) -> None:
@@ -72,7 +73,7 @@ def even(memory: Memory, size: int, what: str) -> TensorBlocks:
 
 
 def split_by(memory: Memory, tensor: Any, sizes: Sequence[int] | None, ranks: int, what: str) -> list[Memory]:
-    """Return memory in blocks of ``sizes`` rows (of the first dimension) each; equal ones if there are none."""
+    """Return memory in blocks of ``sizes`` rows (of the first dimension) each; in equal blocks without ``sizes``."""
     shape = tuple(tensor.shape)
     rows = shape[0] if shape else 1
     if not sizes:

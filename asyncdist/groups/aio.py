@@ -33,7 +33,7 @@ async def init_process_group(
 ) -> None:
     """Meet the other ranks and make the default process group; arguments and errors as `asyncdist.sync`'s.
 
-    The running loop becomes the one that drives operations which nobody blocks on.
+    The running loop becomes the loop that drives operations while no thread blocks on them.
     """
     default_world.begin_initialization(enable_reconfigure)
     world: World | None = None

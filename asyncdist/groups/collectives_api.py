@@ -400,7 +400,7 @@ class CollectivesApi(Generic[R, V]):
         use_batch: bool = False,
         weights_only: bool = False,
     ) -> V:
-        """Receive a list of objects of the same length from ``src`` or anybody; the result is the sender's global rank."""
+        """Receive a list of objects of the same length from ``src`` or any rank; the result is the sender's global rank."""
         of = resolve_group(group)
         source = None if src is None and group_src is None else _member(of, "recv_object_list", src, group_src, "src")
         work = of.recv_object_list(object_list, source, weights_only=weights_only, background=self._runs(False))

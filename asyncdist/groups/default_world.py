@@ -20,8 +20,8 @@ _initializing = False
 
 
 SAME_RANKS = (
-    "the ranks of a group of ours stay the same. Leave enable_reconfigure out, and when ranks were lost or others have "
-    "come, call destroy_process_group() and init_process_group() on those that are there"
+    "the ranks of a group never change. Leave enable_reconfigure out; when ranks were lost or have "
+    "joined, call destroy_process_group() and init_process_group() on those that are there"
 )
 
 
@@ -45,14 +45,14 @@ def end_initialization(world: World | None) -> None:
 
 
 def take_world() -> World:
-    """Return the default world and forget it: who takes it closes it."""
+    """Return the default world and forget it; the caller closes it."""
     global _world
     world, _world = default_world(), None
     return world
 
 
 def default_world() -> World:
-    """Return the default world; NotInitializedError if there is none."""
+    """Return the default world; raise NotInitializedError before `init_process_group`."""
     if _world is None:
         raise _no_world()
     return _world
@@ -216,7 +216,7 @@ def get_group_rank(group: AnyGroup, global_rank: int) -> int:
 
 
 def get_global_rank(group: AnyGroup, group_rank: int) -> int:
-    """Return the global rank of a rank in the group; UsageError if there is none."""
+    """Return the global rank of a rank in the group; raise UsageError if the group has no such rank."""
     ranks = resolve_group(group).ranks
     if not 0 <= group_rank < len(ranks):
         raise UsageError(f"rank {group_rank} is not in a group of {len(ranks)}")

@@ -393,7 +393,7 @@ class Group(CollectiveOps):
 
     @property
     def error(self) -> Exception | None:
-        """What this group failed with; None while it works."""
+        """The error that this group failed with; None while it works."""
         return self._channel.error
 
     def abort(self, reason: str = "abort() was called") -> None:

@@ -27,7 +27,8 @@ from asyncdist.rendezvous import RendezvousSession, meet
 from asyncdist.tracing import dump_signal
 from asyncdist.transport import registry
 
-_PAUSE = 1e-3  # seconds between two looks whether peers have been told
+_PAUSE = 1e-3
+"""Seconds between two checks whether every failure notice has been sent."""
 
 
 class World:
@@ -89,7 +90,7 @@ class World:
         """Leave the peers, and then the store, on the loop where the world was opened. Idempotent."""
         try:
             told, until = self.mesh.notices_flushed(), monotonic() + LAST_WORDS
-            while not told.is_completed() and monotonic() < until:  # noqa: ASYNC110 - nobody says when, and it is rare
+            while not told.is_completed() and monotonic() < until:  # noqa: ASYNC110 - no event reports it, and it is rare
                 await asyncio.sleep(_PAUSE)
         finally:
             self.leave()
@@ -141,7 +142,7 @@ async def _open(
     config: Config,
     home: asyncio.AbstractEventLoop | None,
 ) -> World:
-    forced_by(config)  # what nobody can do is refused before anybody is met
+    forced_by(config)  # raises for an impossible setting before the rendezvous
     kinds = registry.selected(backend) if backend else registry.set_by(config)
     meeting = await meet_others()
     try:
@@ -167,7 +168,7 @@ async def _open(
 
 
 def _compare(everyone: Sequence[dict[str, Any]], rank: int) -> None:
-    """Raise if a rank runs another version or with other settings than ours: its schedules would not fit ours."""
+    """Raise if the version or the settings of a rank differ from this rank's: their schedules would not match."""
     ours = everyone[rank]
     for peer, theirs in enumerate(everyone):
         if theirs["version"] != ours["version"]:

@@ -1,21 +1,21 @@
-"""What a transport is: how messages get from one rank to another, and how they find who waits for them.
+"""The contract of a transport: how messages get from one rank to another, and how they find their receives.
 
-A world has one `Transport` of each usable kind. It listens, and makes a `Link` to each peer that is written to. Links
-carry *messages*: a header (`framing`) and a run of bytes, taken straight from the sender's memory. On the other side
-each peer has an `MatchingQueue`, shared by whatever connections that peer has opened to us, in which messages meet the
-*receives* that were posted for them:
+A world has one `Transport` of each usable kind. A transport listens, and makes a `Link` to each peer that this rank sends to.
+Links carry *messages*: a header (`wire_format`) and a body, read directly from the sender's memory. The receiving rank has one
+`MatchingQueue` for each peer, shared by all connections of that peer. There messages meet the *receives* posted for them:
 
-* posted before the message comes: the bytes go straight into the posted memory;
-* not yet posted, and small: the message is put aside and copied when somebody asks for it;
-* not yet posted, and large, or too much put aside already: it stays on the wire, which is back-pressure on the sender.
-  Only when something else is posted that may lie behind it (a deadlock otherwise) is it put aside after all.
+* A receive is posted before the message arrives: the bytes go directly into the posted memory.
+* No receive is posted and the message is small: it is kept as an `UnexpectedMessage` and copied when a receive is posted.
+* No receive is posted and the message is large, or too many bytes are kept already: the body stays on the wire, which is
+  back-pressure on the sender. If another receive is posted whose message may be behind it, the message is kept after all,
+  because waiting would be a deadlock.
 
-Everything here is called under the lock of the world's `progress.Progress`; nothing here blocks. A transport reports to
-its `Host`, the mesh. To write one: implement `Transport` and `Link`, announce the class under the entry-point group
-``asyncdist.transports``, and run the drills and the promises of `asyncdist.testing` over it.
+Every method here is called under the lock of the world's `Progress`; no method blocks. A transport reports to its `Host`, the
+rank's endpoint. To write a transport, implement `Transport` and `Link`, announce the class under the entry-point group
+``asyncdist.transports``, and run the conformance tests of `asyncdist.testing` over it.
 
-A transport that reaches some peers only by trying (shared memory) says so in `Transport.probe_peers`, before the world is
-complete; one that can do better than messages where it reaches a whole group offers a `native.Native`.
+A transport that must try which peers it reaches (shared memory) implements `Transport.probe_peers`, which runs before the world
+is complete. A transport that can do better than messages within a whole group offers a `native.Native`.
 """
 
 from __future__ import annotations
@@ -63,45 +63,46 @@ Address = Mapping[str, Any]
 Wait = tuple[int, int]
 
 
-# -- the two classes that a transport writes --------------------------------------------------------
+# -- the two classes that a transport implements --------------------------------------------------------
 
 
 class Link(ABC):
-    """The way to one peer: carries our messages there. What the peer sends us comes to its `MatchingQueue`."""
+    """Carries the messages of this rank to one peer. Messages from the peer arrive at its `MatchingQueue`."""
 
     def __init__(self, peer: int) -> None:
         self.peer = peer
 
     @abstractmethod
     def send(self, message: Outgoing) -> bool:
-        """Send a message, after those sent before in its lane; return True if it has left already.
+        """Send a message after the earlier messages of its lane.
 
-        Else it is finished later with ``message.finish()``. The body's memory is read until then.
+        Returns:
+            True if the message has left already. Otherwise the link calls ``message.finish()`` later and reads the memory
+            of the body until then.
         """
 
     @abstractmethod
     def open(self) -> None:
-        """Begin to connect if we have not, so that a dead peer is noticed even by who only receives."""
+        """Start to connect unless connected, so that a rank that only receives detects a dead peer too."""
 
     def connectivity_problem(self) -> str:
-        """Say in words that the network, and not the peer, lets nothing through to it yet; empty if it does."""
+        """Describe a network problem that keeps messages from a peer that may be alive; empty if there is no problem."""
         return ""
 
     @abstractmethod
     def close(self) -> None:
-        """Say goodbye if the peer still listens, and let go of every connection with it."""
+        """Send goodbye if the peer still listens, and close every connection to it."""
 
 
 class Transport(ABC):
-    """One way of reaching peers.
-
-    ``name`` is what users select it by; ``preference`` orders automatic choice; ``same_thread`` says that peers may be
-    driven by the very thread that waits for them.
-    """
+    """One way of reaching peers."""
 
     name: ClassVar[str]
+    """The name by which users select the transport."""
     preference: ClassVar[int] = 0
+    """The order of automatic selection, highest first."""
     same_thread: ClassVar[bool] = False
+    """Whether the thread that waits for a peer may also drive that peer, as with ranks in one process."""
 
     def __init__(self, host: Host) -> None:
         self.host = host
@@ -109,76 +110,88 @@ class Transport(ABC):
     @classmethod
     @abstractmethod
     def probe(cls) -> str | None:
-        """Return None if this transport can be used here, else the reason in words."""
+        """Return None if this process can use the transport, else the reason as text."""
 
     @abstractmethod
     def listen(self, where: str) -> dict[str, Any]:
-        """Start to take connections at the address ``where`` of this machine; return what peers need to reach us."""
+        """Start to listen at the address ``where`` of this host; return the address that peers need."""
 
     @abstractmethod
     def reaches(self, address: Address) -> bool:
         """Return whether a peer that published ``address`` can be reached from here by this transport."""
 
     async def probe_peers(self, addresses: Sequence[Address | None], timeout: float) -> list[int] | None:
-        """Try, for ``timeout`` seconds at most, whom of all ranks (None: it does not use this transport) we reach.
+        """Probe which ranks this rank reaches. An unreachable peer is not an error: another transport reaches it.
 
-        Returns their ranks, which every rank learns of all others; None if `reaches` says it all. Never raises because
-        of a peer: who cannot be reached so will be by another transport.
+        Args:
+            addresses: The address of each rank; None for a rank that does not use this transport.
+            timeout: Limit in seconds.
+
+        Returns:
+            The ranks that were reached, which every rank then learns; None if `reaches` is sufficient.
         """
         return None
 
     def native(self, number: int, members: Sequence[int]) -> Native | None:
         """Return the native collectives of a group whose members all reach each other by this transport, if any.
 
-        ``number`` is the same on every member and no other group's. Any thread; messages go on over links.
+        Any thread may call this. Point-to-point messages of the group still use links.
+
+        Args:
+            number: The channel number of the group: equal on every member, and unique to the group.
+            members: The world ranks of the members.
         """
         return None
 
     def spin(self, here: int) -> tuple[float, bool]:
-        """Return for how many seconds one who waits had better try on than sleep, and whether peers need our core.
+        """Return how long to spin before sleeping, because waking a thread takes longer than a short message.
 
-        ``here`` is how many ranks there are on this host. Waking a sleeper takes longer than a short message.
+        Args:
+            here: The number of ranks on this host.
+
+        Returns:
+            The seconds to spin, and whether ranks outnumber cores.
         """
         crowded = here > (os.cpu_count() or 1)
         return (0.0 if crowded or self.same_thread else self.host.config.spin_us * 1e-6), crowded
 
-    def spread(self) -> None:  # noqa: B027 - which transports need not do
-        """Move this thread to another core if too many peers crowd on its own. Called now and then by one who waits."""
+    def spread(self) -> None:  # noqa: B027 - optional
+        """Move this thread to another core if too many ranks share its core. A spinning thread calls this now and then."""
 
     @abstractmethod
     def link(self, peer: int, address: Address) -> Link:
-        """Make the link to a peer. It connects when it is first used."""
+        """Return a link to a peer. The link connects on first use."""
 
     @abstractmethod
     def advance(self, ready: Iterable[int] | None) -> bool:
-        """Move what can be moved: on the given descriptors, or on all that have something to do."""
+        """Send and receive without waiting, on the given descriptors or on all; return whether any bytes moved."""
 
     @abstractmethod
     def waits(self) -> list[Wait] | None:
-        """Return the descriptors and poll events to sleep on; from now until `advance` peers must wake us there.
+        """Return the descriptors and poll events to sleep on, or None if data has arrived and the caller must not sleep.
 
-        None if something has moved meanwhile: who wanted to sleep looks again first.
+        From now until the next `advance`, peers signal new data on these descriptors.
         """
 
     @abstractmethod
     def busy(self) -> bool:
-        """Return whether messages are queued that nobody else drives out."""
+        """Return whether messages are queued that only this rank's drivers can send."""
 
     @abstractmethod
     def hears(self, peer: int) -> bool:
-        """Return whether the peer can still send us something, be it only what it sent before it left."""
+        """Return whether data from the peer may still arrive, including data it sent before it left."""
 
     @abstractmethod
     def forget(self, peer: int) -> None:
-        """Close whatever goes to or comes from a peer that is lost to us, so that it learns so if it is alive."""
+        """Close every connection to a lost peer, so that the peer detects the failure if it is alive."""
 
     @abstractmethod
     def close(self) -> None:
-        """Stop listening and close every link; nothing is left behind."""
+        """Stop listening, close every link and release all resources."""
 
 
 class Host(MatchingHost, Protocol):
-    """What a transport sees of the mesh that it serves."""
+    """The part of the endpoint that a transport uses."""
 
     rank: int
     world_size: int
@@ -187,29 +200,29 @@ class Host(MatchingHost, Protocol):
     """Timers that the endpoint runs under its lock."""
 
     def inbox(self, peer: int) -> MatchingQueue:
-        """Return the inbox of a peer."""
+        """Return the matching queue of a peer."""
 
     def difference(self, peer: int, ours: int, theirs: int) -> Exception:
-        """Return the error to raise where a peer's fingerprint of a collective is not ours."""
+        """Return the error for a collective whose fingerprint differs between this rank and a peer."""
 
     def control(self, peer: int, kind: int, key: bytes, body: bytes) -> None:
-        """Take a message about the peer or a group rather than for one."""
+        """Handle a control message (ABORT, GOODBYE or CALLED)."""
 
     def gone(self, peer: int) -> Exception | None:
-        """Return what a peer was lost with; no connection of its is to be taken any more. None if it is not lost."""
+        """Return the error of a lost peer, whose connections must be refused; None if the peer is not lost."""
 
     def lost(self, peer: int, reason: str) -> None:
-        """Fail every group with a peer whose connection ended without goodbye."""
+        """Fail every group that contains a peer whose connection ended without goodbye."""
 
     def suspect(self, peer: int, reason: str) -> None:
-        """Call a peer lost unless what it still has to say explains the end of a connection to it soon."""
+        """Declare a peer lost after a grace period, unless a message of the peer explains the closed connection before."""
 
     @property
     def closing_frames(self) -> bytes:
-        """The notices to write at the end of a connection that is closed in order: failures, then goodbye."""
+        """The frames to write before a connection is closed: the failures of groups, then goodbye."""
 
     def post(self, action: Callable[[], None]) -> None:
-        """Have ``action`` done soon under this host's lock; callable from any thread and under any other lock."""
+        """Run ``action`` soon under this endpoint's lock. Any thread may call this, under any other lock."""
 
     def retire(self, sock: socket.socket) -> None:
         """Close a socket once no event loop watches it."""

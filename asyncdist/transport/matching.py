@@ -1,4 +1,4 @@
-"""Where messages meet the receives that were posted for them; see `asyncdist.transport.base`, which hands all of this on."""
+"""Matches messages with posted receives: the posted and unexpected queues of MPI; see `asyncdist.transport.base`."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from asyncdist.transport.wire_format import pack_header
 
 
 class Owner(Protocol):
-    """Who is told that a transfer is over."""
+    """Is notified when a transfer is complete."""
 
     def transferred(self) -> None: ...
 
 
 class Outgoing:
-    """One message on its way out: header and body, and how many of their bytes have left."""
+    """An outgoing message: header, body, and the number of bytes already sent."""
 
     __slots__ = ("body", "done", "header", "owner", "peer", "sent")
 
@@ -66,7 +66,7 @@ class Receive:
 
 
 class UnexpectedMessage(Receive):
-    """An early message, received into memory of its own until somebody posts for it."""
+    """A message that arrived before its receive was posted, received into memory of its own."""
 
     __slots__ = ("bytes", "claimed")
 
@@ -83,7 +83,7 @@ class UnexpectedMessage(Receive):
 
 
 class DiscardReceive(Receive):
-    """The bin: takes the bytes of a message that nobody wants any more."""
+    """Receives and drops the bytes of a message that has no receive any more."""
 
     __slots__ = ("_left",)
 
@@ -111,14 +111,14 @@ def copy_into(source: memoryview, receive: Receive) -> None:
 
 
 class StalledMessage(Protocol):
-    """A connection that has read a header nobody has posted for, and waits with the body on the wire."""
+    """A connection that has read the header of a message without a posted receive, and leaves the body on the wire."""
 
     key: bytes
     fingerprint: int
     nbytes: int
 
     def resume(self, receive: Receive) -> None:
-        """Go on, with the body into ``receive``."""
+        """Continue to read, with the body into ``receive``."""
 
 
 class MatchingHost(Protocol):
@@ -141,7 +141,7 @@ class MatchingHost(Protocol):
 
 
 class MatchingQueue:
-    """The messages from one peer that wait for a receive, and the receives that wait for a message."""
+    """The unexpected messages from one peer, and the receives posted for messages from it."""
 
     __slots__ = ("_aside", "_aside_nbytes", "_blocked", "_host", "peer", "posted")
 
@@ -154,15 +154,17 @@ class MatchingQueue:
         self._host = host
 
     def first(self) -> Receive | None:
-        """Return the receive that was posted first: most likely the next message is for it."""
+        """Return the receive that was posted first, which the next message most likely matches."""
         for queue in self.posted.values():
             return queue[0]
         return None
 
     def post(self, receive: Receive) -> bool:
-        """Post a receive; True if an early message has filled it on the spot, and nobody will be told that it is done.
+        """Post a receive.
 
-        Else its owner is told, perhaps before this returns.
+        Returns:
+            True if an unexpected message has filled the receive; its owner is then not notified. Otherwise its owner is
+            notified when the message has arrived, perhaps before this method returns.
         """
         key = receive.key
         if self._aside:
@@ -183,13 +185,13 @@ class MatchingQueue:
         return False
 
     def unblock(self) -> None:
-        """Put aside what waits on the wire: what somebody waits for may lie behind it."""
+        """Receive stalled messages as unexpected messages: an awaited message may be behind them on the wire."""
         while self._blocked:
             blocked = self._blocked.pop(0)  # in their order: several may wait under one key
             blocked.resume(self._put_aside(blocked.key, blocked.fingerprint, blocked.nbytes))
 
     def arrive(self, key: bytes, fingerprint: int, nbytes: int) -> Receive | None:
-        """Return what receives the message whose header has come; None if its body is to wait on the wire.
+        """Return the receive for a message whose header has arrived; None to leave its body on the wire.
 
         In that case the connection calls `block` and reads no further until it is resumed.
         """
@@ -211,11 +213,11 @@ class MatchingQueue:
         return None
 
     def block(self, connection: StalledMessage) -> None:
-        """Remember a connection that waits with a message nobody has posted for."""
+        """Remember a connection that is stalled by a message without a posted receive."""
         self._blocked.append(connection)
 
     def purge(self, channel: bytes) -> None:
-        """Forget everything of a channel (the first 8 bytes of its keys) whose group has ended."""
+        """Remove everything of the channel (the first 8 bytes of its keys) of a group that has ended."""
         for key in [key for key in self.posted if key.startswith(channel)]:
             del self.posted[key]
         for key in [key for key in self._aside if key.startswith(channel)]:
@@ -250,7 +252,7 @@ class MatchingQueue:
         return True
 
     def _checked(self, receive: Receive, fingerprint: int, nbytes: int) -> Receive:
-        """Return the receive if the message is what it expects; else report the mismatch and have it discarded."""
+        """Return the receive if the message matches it; else report the mismatch and return a `DiscardReceive`."""
         if receive.nbytes == nbytes and receive.fingerprint == fingerprint:
             return receive
         self._host.mismatch(self.peer, receive, fingerprint, nbytes)

@@ -1,8 +1,7 @@
-"""Which transports there are: everything that is announced under the entry-point group ``asyncdist.transports``.
+"""Finds transports: the classes announced under the entry-point group ``asyncdist.transports``.
 
-Which ways between devices there are is announced under ``asyncdist.ensembles``. Ours come in by the same door as a third
-party's. Where the package was not installed, as in a checkout that somebody put into PYTHONPATH, the door is in the
-checkout's pyproject.toml.
+Device back ends are announced under ``asyncdist.ensembles``. The built-in ones are announced like those of third parties. For a
+checkout that is on PYTHONPATH but not installed, the registry reads the entry points from the checkout's pyproject.toml.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ def _announced(group: str) -> dict[str, EntryPoint]:
 
 
 def _in_checkout(group: str) -> dict[str, EntryPoint]:
-    """Return what the pyproject.toml beside our package announces; nothing where there is none."""
+    """Return the entry points of the checkout's pyproject.toml; empty if the package is not in a checkout."""
     try:
         project = tomllib.loads((_CHECKOUT / "pyproject.toml").read_text(encoding="utf-8")).get("project", {})
     except (OSError, ValueError):

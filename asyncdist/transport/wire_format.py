@@ -6,7 +6,7 @@
     12-15   part         which generator of that operation (a segment, one tensor of a list)
     16-23   fingerprint  what operation the sender believes this to be (see `Fingerprint`)
     24-31   nbytes       length of what follows
-    32      kind         DATA, or what is told beside it: ABORT, GOODBYE, CALLED
+    32      kind         DATA, or a control message: ABORT, GOODBYE, CALLED
     33-35   zero
 
 Bytes 0-15 are the *key*: a receiver matches a message to what it has posted by that key alone, first come first served,
@@ -60,9 +60,9 @@ _FIELDS = (("collective", 6), ("dtype", 6), ("reduction", 4), ("root", 12), ("co
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """What one rank believes an operation to be, in 64 bits that can be read back.
+    """A rank's description of a call in 64 bits, which can be decoded for an error message.
 
-    ``root`` is 1 + the root's group rank (0: there is none), ``count`` the number of elements modulo 2^24 and
+    ``root`` is 1 + the root's group rank (0: no root), ``count`` the number of elements modulo 2^24 and
     ``shape`` a 12-bit checksum of the shape; dtype and reduction are numbers of `buffers` and `ops`. A field that an
     operation does not compare is zero on every rank.
     """
