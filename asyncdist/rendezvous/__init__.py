@@ -1,7 +1,7 @@
-"""How ranks find each other: `meet`, given what init_process_group was given.
+"""Rendezvous: how the ranks of a world find each other. `groups` calls `meet` with the arguments of init_process_group.
 
-Read in this order: `method` (what the caller said), `place` (where an address can be left), `address` (which one),
-`serving` (rank 0's store), `joining` (how a rank comes in), `meeting` (what it then has).
+Read the modules in this order: `init_method` (parses the arguments), `record_store` and `sources` (where rank 0 publishes
+an address), `addresses` (which address), `host_store` (rank 0's store), `join` (how a rank joins), `session` (the result).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from asyncdist.rendezvous.addresses import advertised, outward, reachable, to_li
 from asyncdist.rendezvous.init_method import InitMethod, url_of
 from asyncdist.rendezvous.join import WorldSpec, by_address, by_record, host_world, join_world
 from asyncdist.rendezvous.session import RendezvousSession, TimeLimit
-from asyncdist.rendezvous.sources import check_token, host_of, open_place
+from asyncdist.rendezvous.sources import check_token, host_of, open_record_store
 
 __all__ = ["RendezvousSession", "meet"]
 
@@ -32,15 +32,27 @@ async def meet(
     config: Config | None = None,
     launch: Launch | None = None,
 ) -> RendezvousSession:
-    """Come together with the other ranks of the world ``name``; rank 0 serves the store that all of them share.
+    """Meet the other ranks of the world ``name``; rank 0 serves the store that all of them share.
 
-    ``timeout`` (seconds; None: the configured one) is for this and for the first `RendezvousSession.exchange`. Returns when this
-    rank has its place: `RendezvousSession.exchange` waits for the others. Close the meeting in the end, also after a failed
-    exchange. A call that fails or is cancelled leaves nothing behind, and may be made again.
+    Returns when this rank has claimed its place; `RendezvousSession.exchange` waits for the other ranks. Close the session
+    in the end, also after a failed exchange. A call that fails or is cancelled leaves nothing open and may be repeated.
 
-    Raises UsageError for arguments that do not suffice, AddressError for a host that does not resolve, a port in use or
-    an unknown interface, AuthenticationError where tokens differ or one is needed, RendezvousTimeoutError when rank 0
-    is not found in time, and RendezvousError where this rank is taken or the world has another size.
+    Args:
+        init_method: A URL, or None for ``env://``; see `asyncdist.rendezvous.init_method`.
+        rank: Rank of this process; by default from the URL or the launcher.
+        world_size: Number of ranks; by default from the URL or the launcher.
+        store: A store that every rank has, instead of ``init_method``.
+        timeout: Seconds for this call and the first exchange; by default ASYNCDIST_TIMEOUT.
+        name: Name of the world; worlds with different names do not meet.
+        config: The settings; by default from the environment.
+        launch: The launcher's variables; by default from the environment.
+
+    Raises:
+        UsageError: Arguments are missing or wrong.
+        AddressError: A host does not resolve, a port is in use, or an interface is unknown.
+        AuthenticationError: Tokens differ, or a token is required.
+        RendezvousTimeoutError: Rank 0 was not found in time.
+        RendezvousError: The rank is taken, or the world has another size.
     """
     config = Config.from_environment() if config is None else config
     launch = Launch.from_environment() if launch is None else launch
@@ -51,30 +63,30 @@ async def meet(
     async with AsyncExitStack() as stack:
         if method.kind == "direct":
             return await _meet_directly(stack, method, world)
-        place = await open_place(method, store, name, config, launch, limit)
-        stack.push_async_callback(place.close)
+        records = await open_record_store(method, store, name, config, launch, limit)
+        stack.push_async_callback(records.close)
         if method.rank != 0:
-            return await join_world(stack, world, by_record(world, place), place.where)
+            return await join_world(stack, world, by_record(world, records), records.where)
         host = await _own_host(host_of(method, store), config, limit.deadline)
         token = config.token or secrets.token_hex(16)
-        return await host_world(stack, world, host, 0, token=token, place=place, known_as=host)
+        return await host_world(stack, world, host, 0, token=token, records=records, known_as=host)
 
 
 async def _meet_directly(stack: AsyncExitStack, method: InitMethod, world: WorldSpec) -> RendezvousSession:
-    """Meet in rank 0's store at an address that every rank was told."""
+    """Meet in rank 0's store at an address that every rank was given."""
     token = world.config.token
     where = url_of(method.host, method.port)
-    why = f"{where} is no loopback address, and nothing can pass a token on from rank 0 to the others there"
+    why = f"{where} is not a loopback address, and rank 0 cannot pass a generated token to the other ranks there"
     check_token(method.host, world.config, why)
     if method.rank != 0:
         return await join_world(stack, world, by_address(world, method.host, method.port, token), where)
     host, guessed = await to_listen_on(method.host, world.config, world.limit.deadline)
     note = f" (served at {host}; ASYNCDIST_SOCKET_IFNAME chooses another)" if guessed else ""
-    return await host_world(stack, world, host, method.port, token=token, place=None, known_as=method.host, note=note)
+    return await host_world(stack, world, host, method.port, token=token, records=None, known_as=method.host, note=note)
 
 
 async def _own_host(master: str | None, config: Config, deadline: Deadline) -> str:
-    """Return the address at which rank 0 serves the store: the one from which it reaches the meeting place."""
+    """Return the address at which rank 0 serves the store: the one from which it reaches the record store."""
     if master is None:
         return outward(config)
     return advertised((await reachable(master, config, deadline))[0], config)

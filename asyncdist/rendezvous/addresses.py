@@ -1,8 +1,8 @@
-"""Find the addresses to listen on, to dial, and to tell the peers.
+"""Find the addresses on which a rank listens, which it dials, and which it advertises to its peers.
 
-One rule stands above the others: 127.0.0.1 is told to nobody unless the meeting place itself is loopback by its
-spelling. A host name that resolves to loopback (Debian's ``127.0.1.1``) means "this host", and its address towards the
-outside is taken instead, by rank 0 and by the other ranks on that host alike.
+`rendezvous` and `join` call it. A loopback address is advertised only if the meeting point itself is loopback by its
+spelling. A host name that resolves to loopback (Debian's ``127.0.1.1``) means "this host": rank 0 and the other ranks on
+that host use the host's outward address instead.
 """
 
 from __future__ import annotations
@@ -26,20 +26,24 @@ from asyncdist.config import Config
 from asyncdist.errors import AddressError, LookUpTimeoutError
 from asyncdist.store.client.connect import ConnectRetry, unknown, unresolved
 
-_OUTSIDE = ("198.51.100.1", "2001:db8::1")  # documentation addresses: only the route to them is looked up
+_OUTSIDE = ("198.51.100.1", "2001:db8::1")
+"""Documentation addresses (RFC 5737, RFC 3849): only the route to them is looked up."""
 
 
 async def resolve(host: str, deadline: Deadline) -> list[str]:
-    """Return the addresses of a host, IPv4 first, the same list on every host that asks the same names server.
+    """Return the addresses of a host, IPv4 first; every host with the same name server gets the same list.
 
-    A scheduler may start a worker before its name is known: asked again for some seconds, then AddressError.
-    LookUpTimeoutError where the deadline comes before an answer.
+    A scheduler may start a worker before its name resolves, so an unknown name is retried for some seconds.
+
+    Raises:
+        AddressError: The name does not resolve.
+        LookUpTimeoutError: The deadline passed before the name server answered.
     """
     if is_address(host):
         return [host]
     if is_loopback(host):
         return ["127.0.0.1"] if is_local("127.0.0.1") else ["::1"]
-    persistence = ConnectRetry(host, 0, deadline.remaining())
+    retry = ConnectRetry(host, 0, deadline.remaining())
     answer: socket.gaierror | None = None
     while True:
         try:
@@ -49,13 +53,13 @@ async def resolve(host: str, deadline: Deadline) -> list[str]:
             if limit.expired():
                 raise (unresolved(host, answer) if answer else _unanswered(host)) from None
             answer = unknown(error)
-            pause = persistence.pause_after(answer)
+            pause = retry.pause_after(answer)
         await asyncio.sleep(pause)
 
 
 def _unanswered(host: str) -> LookUpTimeoutError:
     return LookUpTimeoutError(
-        f"nobody said in time where host {host!r} is; see whether its name server answers, or give an address"
+        f"the name server did not resolve host {host!r} in time; check that it answers, or give an address"
     )
 
 
@@ -65,7 +69,7 @@ async def _look_up(name: str) -> list[str]:
 
 
 async def probe(host: str, port: int, timeout: float | None) -> None:
-    """Connect and hang up. Raises OSError where nothing listens there; a refusal is an answer, and not tried again."""
+    """Connect once, and close the connection. Raises OSError if nothing listens there; there is no retry."""
     async with asyncio.timeout(timeout):
         _, writer = await asyncio.open_connection(host, port)
         writer.close()
@@ -74,7 +78,7 @@ async def probe(host: str, port: int, timeout: float | None) -> None:
 
 
 async def reachable(host: str, config: Config, deadline: Deadline) -> list[str]:
-    """Return the addresses under which ``host`` can be dialled from anywhere that its name is known."""
+    """Return the addresses at which other hosts can dial ``host``."""
     return _from_outside(host, await resolve(host, deadline), config)
 
 
@@ -85,25 +89,28 @@ def _from_outside(host: str, resolved: list[str], config: Config) -> list[str]:
 
 
 async def to_listen_on(host: str, config: Config, deadline: Deadline) -> tuple[str, bool]:
-    """Return the address of this host that ``host`` means; AddressError if it means another host.
+    """Return the address of this host to which ``host`` refers, and whether it is a guess.
 
-    And whether it is a guess: the name says no more than "this host", and the user has chosen no interface of it. On
-    other hosts the same name may lead to another of its addresses.
+    It is a guess if the name only means "this host" and the user has chosen no interface: on other hosts the name may
+    resolve to another address of this host.
+
+    Raises:
+        AddressError: ``host`` refers to another host.
     """
     resolved = await resolve(host, deadline)
     found = _from_outside(host, resolved, config)
-    ours = [one for one in found if is_local(one)]
-    if not ours:
+    local = [one for one in found if is_local(one)]
+    if not local:
         means = "" if found == [host] else f" ({', '.join(found)})"
         raise AddressError(
-            f"rank 0 is to serve the store at {host}{means}, which is no address of this host: it has {_listed()}; "
+            f"rank 0 is to serve the store at {host}{means}, which is not an address of this host: it has {_listed()}; "
             "start rank 0 on that host, or name this one"
         )
-    return ours[0], ours[0] not in resolved and config.interface is None
+    return local[0], local[0] not in resolved and config.interface is None
 
 
 def outward(config: Config) -> str:
-    """Return this host's address towards the outside; loopback only if it has no other."""
+    """Return this host's outward address; loopback only if it has no other."""
     if config.interface is not None:
         return by_interface(config.interface, None)
     for outside in _OUTSIDE:
@@ -114,7 +121,7 @@ def outward(config: Config) -> str:
 
 
 def by_interface(rule: str, route: str | None) -> str:
-    """Return an address of the interfaces that the user's rule lets through; AddressError lists what exists."""
+    """Return an address of the interfaces that match the user's rule. Raises AddressError, which lists the interfaces."""
     every = interface_addresses()
     try:
         chosen = choose_address(addresses_of_interface(every, rule), route)
@@ -128,7 +135,7 @@ def by_interface(rule: str, route: str | None) -> str:
 
 
 def advertised(store_host: str, config: Config) -> str:
-    """Return the address that this rank tells its peers, given the address at which it reaches the store."""
+    """Return the address that this rank advertises, given the address at which it reaches the store."""
     route = address_towards(store_host)
     if config.interface is not None:
         return by_interface(config.interface, route)
@@ -138,4 +145,4 @@ def advertised(store_host: str, config: Config) -> str:
 
 
 def _listed() -> str:
-    return ", ".join(map(str, interface_addresses())) or "none that is up"
+    return ", ".join(map(str, interface_addresses())) or "no interface that is up"

@@ -1,6 +1,7 @@
-"""Serve the store of a world on the process's runtime loop, where it goes on while the program computes.
+"""Serve the store of a world on the process's background loop, where it runs while the program computes.
 
-Worlds of one process that are told the same host and port share one server, as they must: a port is bound once.
+`join.host_world` calls it on rank 0. Worlds of one process with the same host and port share one server, because a port
+can be bound only once.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class _Shared:
 
 @dataclass
 class _Servers:
-    """The servers on one runtime loop, touched only there."""
+    """The servers on one background loop, accessed only there."""
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     by_address: dict[tuple[str, int], _Shared] = field(default_factory=dict)
@@ -35,27 +36,29 @@ _servers: WeakKeyDictionary[asyncio.AbstractEventLoop, _Servers] = WeakKeyDictio
 
 
 class ServerHandle:
-    """One world's use of a server. Make it, `open` it, and `close` it in any case, also when `open` was cancelled."""
+    """One world's reference to a server. `close` it in any case, also if `open` was cancelled."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._shared: _Shared | None = None
 
     async def open(self, host: str, port: int, *, token: str | None, config: Config) -> StoreServer:
-        """Start the server, or join the one that this process has at that address with the same token.
+        """Start the server, or share the one that this process serves at that address with the same token.
 
-        Raises AddressError when the port is in use by anybody else.
+        Raises:
+            AddressError: Another process uses the port, or this process serves it with another token.
         """
         self._loop = background_loop().loop
         return await on_loop(self._loop, self._open(host, port, token, config))
 
     async def close(self) -> None:
-        """Close the server if nobody else in this process uses it. One that is cancelled is waited out."""
+        """Close the server unless other worlds of this process use it. A cancelled caller waits until it is closed."""
         if self._loop is None or self._loop.is_closed():
             return
         closing = on_loop(self._loop, self._close())
         try:
-            await asyncio.wait([closing])  # cancelled at once, it would not even begin on Python 3.14
+            # On Python 3.14 a task that is cancelled at once does not start.
+            await asyncio.wait([closing])
         except asyncio.CancelledError:
             await asyncio.wait([closing])
             raise
@@ -75,7 +78,9 @@ class ServerHandle:
                 shared = _Shared(server, token)
                 servers.by_address[host, shared.server.port] = shared
             elif shared.token != token:
-                raise AddressError(f"this process serves a store at {host}:{port} already, with another token")
+                raise AddressError(
+                    f"this process already serves a store at {host}:{port} with another token; use the same token, or another port"
+                )
             shared.users += 1
             self._shared = shared
             return shared.server

@@ -1,11 +1,13 @@
-"""Read what the caller and the launcher said about where to meet and who we are. Nothing is opened here.
+"""Parse init_method and the launcher's variables: the meeting point, the rank and the world size. It performs no I/O.
+
+`rendezvous.meet` calls it.
 
     init_method                       where the ranks meet
-    None, env://                      MASTER_ADDR:MASTER_PORT; in torchrun's own store where its agent serves one there
+    None, env://                      MASTER_ADDR:MASTER_PORT; or torchrun's own store, if its agent serves one there
     tcp://host:port                   rank 0's store; port 0 on rank 0 picks a free one; IPv6 in brackets
     asyncdist://host:port/job         a store daemon (``asyncdist store``); ``job`` keeps jobs on one daemon apart
-    file:///path                      a file, or a folder, that every rank sees
-    (store=)                          any store that every rank holds
+    file:///path                      a file, or a folder, that every rank can access
+    (store=)                          any store that every rank has
 
 Each URL may carry ``?rank=&world_size=``; arguments override it, and it overrides the launcher.
 """
@@ -97,7 +99,7 @@ def _split(url: str) -> SplitResult:
     except ValueError as error:
         raise UsageError(f"init_method {url!r} cannot be read ({error}); use {_SPELLINGS}") from None
     if parts.scheme not in ("env", "tcp", "asyncdist", "file"):
-        raise UsageError(f"init_method {url!r} is of no known kind; use {_SPELLINGS}")
+        raise UsageError(f"init_method {url!r} has an unknown scheme; use {_SPELLINGS}")
     return parts
 
 
@@ -132,7 +134,7 @@ def _address(parts: SplitResult, url: str) -> tuple[str, int]:
     try:
         port = parts.port
     except ValueError:
-        raise UsageError(f"the port in init_method {url!r} is no number from 0 to 65535") from None
+        raise UsageError(f"the port in init_method {url!r} is not a number from 0 to 65535") from None
     if not parts.hostname or port is None:
         raise UsageError(
             f"init_method {url!r} lacks its {'port' if parts.hostname else 'host'}; use {parts.scheme}://host:port"

@@ -1,8 +1,8 @@
-"""How a rank comes into a world: rank 0 leads, the others follow.
+"""Join a world: rank 0 hosts its store (`host_world`), the other ranks join it (`join_world`).
 
-Rank 0 starts a store, claims its own rank there, and publishes the store's address. The others read the address, go
-there, and claim theirs. What they read may be stale, and is known to be so when nothing answers there, when what
-answers holds another token, or when it has never heard of that world or was left by its rank 0: then they read again.
+`rendezvous.meet` calls it. Rank 0 starts a store, claims rank 0 there, and publishes the store's address. Every other rank
+reads the address, connects, and claims its own rank. The address may be stale. It is, if nothing answers there, if the
+store holds another token, or if the store does not know the world, or rank 0 has left it. The rank then reads again.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
+from asyncdist.base.backoff import Backoff
 from asyncdist.base.deadline import Deadline
 from asyncdist.base.error_text import describe_error
 from asyncdist.config import Config
@@ -41,12 +42,12 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.2
 _FIRST_TRY, _LONGEST_TRY = 0.4, 8.0
 _PREDECESSOR_TRIES = (1.0, 10.0)
 _REFUSAL_GRACE = 3.0
-_TAKE_BACK_TIMEOUT = 1.0
+_WITHDRAW_TIMEOUT = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class WorldSpec:
-    """The world that a rank wants to come into."""
+    """The world that a rank joins."""
 
     name: str
     rank: int
@@ -56,32 +57,38 @@ class WorldSpec:
 
     @property
     def key(self) -> str:
-        """The key of its record in rank 0's own store."""
+        """The key of the world's record in rank 0's own store."""
         return f"world-of/{self.name}"
 
     async def connect(self, host: str, port: int, token: str | None, patience: float | None = None) -> AsyncStore:
-        """Connect to its store within what is left of the rendezvous, or ``patience`` seconds of that."""
+        """Connect to the world's store before the deadline of the rendezvous, and within ``patience`` seconds."""
         left = self.limit.deadline.remaining()
         timeout = left if patience is None else min(left, patience)
         client = await AsyncStore.connect(host, port, token=token, timeout=timeout, config=self.config)
-        client.set_timeout(left)  # a store that is stopped must not hold us past the deadline
+        # A suspended store must not delay this rank past the deadline.
+        client.set_timeout(left)
         return client
 
-    def meeting(self, record: AddressRecord, client: AsyncStore, token: str | None, where: str) -> RendezvousSession:
-        """Make its meeting. Raises AddressError when there is no address to advertise."""
+    def open_session(
+        self, record: AddressRecord, client: AsyncStore, token: str | None, where: str
+    ) -> RendezvousSession:
+        """Return the session of this rank. Raises AddressError without an address to advertise."""
         listen_host = advertised(client.host, self.config)
-        meeting = RendezvousSession(
+        session = RendezvousSession(
             record, self.rank, client, token=token, listen_host=listen_host, where=where, limit=self.limit
         )
-        meeting.store.set_timeout(self.config.timeout)
-        return meeting
+        session.store.set_timeout(self.config.timeout)
+        return session
 
 
 class RetryLater(Exception):
-    """What was read leads nowhere, or there was nothing to read; another look may find more.
+    """Rank 0's store was not found this time; a later attempt may locate it.
 
-    ``refusal`` is the error to end with if it stays so for some seconds; ``slow`` says that nothing answered at all,
-    neither yes nor no, so that more patience may help; ``cut_short``, that the deadline of all came first.
+    Args:
+        seen: What was found instead, for the message of a timeout.
+        refusal: The error to raise if it is found again for `_REFUSAL_GRACE` seconds.
+        slow: Whether nothing answered, so that a longer attempt may succeed.
+        cut_short: Whether the deadline of the rendezvous ended the attempt.
     """
 
     def __init__(
@@ -104,79 +111,90 @@ async def host_world(
     port: int,
     *,
     token: str | None,
-    place: RecordStore | None,
+    records: RecordStore | None,
     known_as: str,
     note: str = "",
 ) -> RendezvousSession:
-    """Serve the world's store at ``host:port`` and publish it in ``place``; None: all know it as ``known_as:port``.
+    """Serve the world's store on rank 0, and publish its address.
 
-    ``note`` is what errors have to add to that.
+    Args:
+        stack: Receives what is opened, until the returned session owns it.
+        world: The world to host.
+        host: Address on which to serve.
+        port: Port on which to serve; 0 picks a free one.
+        token: The token of the store, None without one.
+        records: Where to publish the address; None if every rank knows it as ``known_as:port``.
+        known_as: The host that the other ranks were given.
+        note: A remark for error messages that name the address.
 
-    What is opened is left to the meeting, or on failure to ``stack``. Raises AddressError for a port in use,
-    RendezvousError where another rank 0 leads already, and RendezvousTimeoutError.
+    Raises:
+        AddressError: The port is in use.
+        RendezvousError: Another process hosts the world as rank 0.
+        RendezvousTimeoutError: The deadline passed.
     """
     lease = ServerHandle()
     stack.push_async_callback(lease.close)
     server = await lease.open(host, port, token=token, config=world.config)
     shown = known_as if known_as not in ("0.0.0.0", "::") else advertised(host, world.config)
-    where = place.where if place is not None else url_of(shown, server.port) + note
+    where = records.where if records is not None else url_of(shown, server.port) + note
     try:
         client = await world.connect(host, server.port, token)
         stack.push_async_callback(client.close)
-        passed_on = token if place is not None and world.config.token is None else None
+        passed_on = token if records is not None and world.config.token is None else None
         record = AddressRecord(host, server.port, passed_on, secrets.token_hex(8), world.world_size)
-        place = place or OwnedStoreRecords(client, world.key, where)
-        meeting = world.meeting(record, client, token, where)
-        meeting.server = server
-        keys = meeting.keys
+        records = records or OwnedStoreRecords(client, world.key, where)
+        session = world.open_session(record, client, token, where)
+        session.server = server
+        keys = session.keys
         await client.multi_set([keys("size"), keys("joined", 0)], [str(world.world_size), _this_process()])
-        await _publish(world, place, record)
+        await _publish(world, records, record)
     except StoreError as error:
         if not world.limit.deadline.expired():
             raise
         raise RendezvousTimeoutError((), range(world.world_size), world.limit.timeout, where) from error
-    meeting.own(stack, place)
-    return meeting
+    session.adopt(stack, records)
+    return session
 
 
-async def _publish(world: WorldSpec, place: RecordStore, record: AddressRecord) -> None:
-    """Put our record where an old one may be, unless the rank 0 that left it still leads."""
+async def _publish(world: WorldSpec, records: RecordStore, record: AddressRecord) -> None:
+    """Replace a stale record by this rank's record, unless the rank 0 that published it still hosts its world."""
     encoded = record.encode()
     try:
         while True:
-            seen = await place.read()
+            seen = await records.read()
             old = AddressRecord.decode(seen)
-            holder = await _leader(world, old) if old is not None else None
+            holder = await _current_host(world, old) if old is not None else None
             if holder is not None:
-                raise RendezvousError(_claimed_twice(0, holder, place.where))
-            if await place.swap(seen, encoded) == encoded:
+                raise RendezvousError(_claimed_twice(0, holder, records.where))
+            if await records.swap(seen, encoded) == encoded:
                 return
     except BaseException:
         with contextlib.suppress(AsyncdistError, TimeoutError):
-            async with asyncio.timeout(_TAKE_BACK_TIMEOUT):
-                await place.withdraw(encoded)
+            async with asyncio.timeout(_WITHDRAW_TIMEOUT):
+                await records.withdraw(encoded)
         raise
 
 
-async def _leader(world: WorldSpec, old: AddressRecord) -> bytes | None:
-    """Return who leads the world of an old record, or None if nobody does any more.
+async def _current_host(world: WorldSpec, old: AddressRecord) -> bytes | None:
+    """Return the process that hosts the world of an old record, or None if that world has ended.
 
-    Silence may be no more than a stall, here or there, and has a second and longer try; but it is also all that comes of
-    a host that is gone, so it has not all of our time.
+    A host that does not answer may be stalled, so there is a second, longer attempt. It may also be gone, so the attempts
+    do not use up the time of this rendezvous.
     """
     for longest in _PREDECESSOR_TRIES:
         try:
-            return await _holder(world, old, min(longest, world.limit.deadline.remaining() / 2))
+            return await _claimant(world, old, min(longest, world.limit.deadline.remaining() / 2))
         except (OSError, StoreError, AuthenticationError, ProtocolError) as error:
             if not isinstance(error, TimeoutError) and not _is_slow(error):
                 break
     return None
 
 
-async def _holder(world: WorldSpec, old: AddressRecord, patience: float) -> bytes | None:
-    """Return who holds rank 0 in the store that a record leads to; None if that world has ended."""
+async def _claimant(world: WorldSpec, old: AddressRecord, patience: float) -> bytes | None:
+    """Return the process that claims rank 0 in the store of a record; None if that world has ended."""
     token = old.token if old.token is not None else world.config.token
-    await probe(old.host, old.port, patience)  # the way of `WorldSpec.connect` would be to try on
+    # A single attempt: `WorldSpec.connect` would retry a refused connection.
+    await probe(old.host, old.port, patience)
     client = await world.connect(old.host, old.port, token, patience)
     try:
         client.set_timeout(patience)
@@ -189,16 +207,16 @@ async def _holder(world: WorldSpec, old: AddressRecord, patience: float) -> byte
         await client.close()
 
 
-# -- the others -----------------------------------------------------------------------------------
+# -- other ranks ----------------------------------------------------------------------------------
 
-Find = Callable[[float], Awaitable[tuple[AsyncStore, AddressRecord, str | None]]]
-"""Go where the record says, waiting for at most so many seconds; raises NotYet."""
+Locate = Callable[[float], Awaitable[tuple[AsyncStore, AddressRecord, str | None]]]
+"""Connect to rank 0's store within a number of seconds; raises `RetryLater`."""
 
 
-def by_address(world: WorldSpec, host: str, port: int, token: str | None) -> Find:
-    """Find rank 0's store by the address that everybody was told."""
+def by_address(world: WorldSpec, host: str, port: int, token: str | None) -> Locate:
+    """Locate rank 0's store by the address that every rank was given."""
 
-    async def find(patience: float) -> tuple[AsyncStore, AddressRecord, str | None]:
+    async def locate(patience: float) -> tuple[AsyncStore, AddressRecord, str | None]:
         error: Exception | None = None
         try:
             addresses = await reachable(host, world.config, world.limit.deadline)
@@ -213,38 +231,40 @@ def by_address(world: WorldSpec, host: str, port: int, token: str | None) -> Fin
             try:
                 record = AddressRecord.decode(await client.get(world.key))
                 if record is None:
-                    raise RetryLater("the world served there has ended")
+                    raise RetryLater("the world that was served there has ended")
                 return client, record, token
             except StoreError as failed:
                 await client.close()
-                raise RetryLater(f"rank 0's store answers, but there is no world {world.name!r} in it") from failed
+                raise RetryLater(f"rank 0's store answers, and does not hold the world {world.name!r}") from failed
             except BaseException:
                 await client.close()
                 raise
         raise RetryLater(_why(error), slow=_is_slow(error))
 
-    return find
+    return locate
 
 
-def by_record(world: WorldSpec, place: RecordStore) -> Find:
-    """Find rank 0's store by the record that it leaves in a place."""
+def by_record(world: WorldSpec, records: RecordStore) -> Locate:
+    """Locate rank 0's store by the record that rank 0 publishes."""
 
-    async def find(patience: float) -> tuple[AsyncStore, AddressRecord, str | None]:
-        record = AddressRecord.decode(await place.read())
+    async def locate(patience: float) -> tuple[AsyncStore, AddressRecord, str | None]:
+        record = AddressRecord.decode(await records.read())
         if record is None:
-            raise RetryLater("no address has been left there")
+            raise RetryLater("rank 0 has not published its address there")
         token = _token(record, world.config)
         try:
             return await world.connect(record.host, record.port, token, patience), record, token
         except AuthenticationError as refusal:
-            raise RetryLater(f"the store at {record.host}:{record.port} turned us away", refusal) from None
+            raise RetryLater(
+                f"the store at {record.host}:{record.port} refused the token of this rank", refusal
+            ) from None
         except (StoreError, ProtocolError, AddressError) as failed:
             raise RetryLater(
-                f"the address left there, {record.host}:{record.port}, leads nowhere: {_why(failed)}",
+                f"the published address {record.host}:{record.port} cannot be used: {_why(failed)}",
                 slow=_is_slow(failed),
             ) from None
 
-    return find
+    return locate
 
 
 def _token(record: AddressRecord, config: Config) -> str | None:
@@ -258,7 +278,7 @@ def _token(record: AddressRecord, config: Config) -> str | None:
 
 
 def _why(error: Exception | None) -> str:
-    """Return the root of a failure to connect in a few words."""
+    """Return the root cause of a failed connection in a few words."""
     return describe_error(error.__cause__ or error) if error is not None else "it has no address"
 
 
@@ -266,77 +286,85 @@ def _is_slow(error: Exception | None) -> bool:
     return error is not None and isinstance(error.__cause__, TimeoutError)
 
 
-async def join_world(stack: AsyncExitStack, world: WorldSpec, find: Find, where: str) -> RendezvousSession:
-    """Come into the world that rank 0 leads, looking again until there is one.
+async def join_world(stack: AsyncExitStack, world: WorldSpec, locate: Locate, where: str) -> RendezvousSession:
+    """Join the world that rank 0 hosts; retry until it is found or the deadline passes.
 
-    Raises RendezvousTimeoutError, AuthenticationError, and RendezvousError where the rank is taken or rank 0 was
-    told another world size. What is opened is left to the meeting, or on failure to ``stack``.
+    Args:
+        stack: Receives what is opened, until the returned session owns it.
+        world: The world to join.
+        locate: `by_address` or `by_record`.
+        where: Name of the session point, for error messages.
+
+    Raises:
+        RendezvousTimeoutError: Rank 0 was not found in time.
+        AuthenticationError: The tokens differ.
+        RendezvousError: Another process claims the rank, or rank 0 has another world size.
     """
-    pause, patience, refused_until = _FIRST_PAUSE, _FIRST_TRY, Deadline.never()
+    backoff = Backoff(_FIRST_PAUSE, _LONGEST_PAUSE, world.limit.deadline)
+    patience, refused_until = _FIRST_TRY, Deadline.never()
     refusal: AsyncdistError | None = None
     seen = ""
     while True:
         try:
-            client, record, token = await find(patience)
+            client, record, token = await locate(patience)
             try:
-                meeting = world.meeting(record, client, token, where)
-                await _claim(world, record, client, meeting)
+                session = world.open_session(record, client, token, where)
+                await _claim(world, record, client, session)
             except BaseException:
                 await client.close()
                 raise
             stack.push_async_callback(client.close)
-            meeting.own(stack)
-            return meeting
+            session.adopt(stack)
+            return session
         except RetryLater as failed:
-            not_yet = failed
-        except StoreError as error:  # it went away under our hands
-            not_yet = RetryLater(_why(error))
+            failure = failed
+        except StoreError as error:  # the store ended during the attempt
+            failure = RetryLater(_why(error))
         left = world.limit.deadline.remaining()
-        # The loop's clock may run ahead of the deadline's by some milliseconds: it may have cut what the deadline did not.
-        cut_short = not_yet.cut_short or left <= 0
-        if not cut_short or not seen:  # otherwise it tells nothing new
-            seen = not_yet.seen
-        if not_yet.refusal is None and not cut_short:
+        # The loop's clock may run ahead of the deadline's by milliseconds, and end an attempt before the deadline.
+        cut_short = failure.cut_short or left <= 0
+        if not cut_short or not seen:
+            seen = failure.seen
+        if failure.refusal is None and not cut_short:
             refusal, refused_until = None, Deadline.never()
-        elif not_yet.refusal is not None:
+        elif failure.refusal is not None:
             refused_until = Deadline.after(_REFUSAL_GRACE) if refusal is None else refused_until
-            refusal = not_yet.refusal
+            refusal = failure.refusal
         if refusal is not None and (refused_until.expired() or left <= 0):
             raise refusal
         if left <= 0:
             raise RendezvousTimeoutError((world.rank,), (0,), world.limit.timeout, where, world.world_size, seen)
-        await asyncio.sleep(min(pause, left))
-        pause = min(2 * pause, _LONGEST_PAUSE)
-        if not_yet.slow:
+        await asyncio.sleep(backoff.next_pause())
+        if failure.slow:
             patience = min(2 * patience, _LONGEST_TRY)
 
 
-async def _claim(world: WorldSpec, record: AddressRecord, client: AsyncStore, meeting: RendezvousSession) -> None:
-    """Claim our rank, in one flight with the questions whether the world is the one that was published and goes on."""
-    keys, rank, process = meeting.keys, world.rank, _this_process()
+async def _claim(world: WorldSpec, record: AddressRecord, client: AsyncStore, session: RendezvousSession) -> None:
+    """Claim this rank, and check in the same round trip that the store holds the published world and rank 0 has not left."""
+    keys, rank, process = session.keys, world.rank, _this_process()
     claimed = keys("joined", rank)
     try:
-        known, left, led_out, holder = await asyncio.gather(
+        known, left, host_left, holder = await asyncio.gather(
             client.check([keys("size")]),
             client.check([keys("left", rank)]),
             client.check([keys("left", 0)]),
             client.compare_set(claimed, b"", process),
         )
-        if not known or left or led_out:
-            raise RetryLater("the world whose address was left there has ended")
+        if not known or left or host_left:
+            raise RetryLater("the world whose address was published there has ended")
         if record.world_size != world.world_size:
             reason = (
                 f"rank {rank} was started with world_size {world.world_size}, and rank 0 with {record.world_size}; "
-                "start every rank with the same one"
+                "start every rank with the same world_size"
             )
-            await meeting.refuse(reason, min(rank, record.world_size - 1))
+            await session.refuse(reason, min(rank, record.world_size - 1))
             raise RendezvousError(reason)
         if holder != process:
-            raise RendezvousError(_claimed_twice(rank, holder, meeting.where))
+            raise RendezvousError(_claimed_twice(rank, holder, session.where))
     except BaseException:
-        # Only what is ours is taken back: whoever has the rank by right keeps it.
+        # Withdraw only the claim of this process: another process may hold the rank.
         with contextlib.suppress(StoreError, TimeoutError):
-            async with asyncio.timeout(_TAKE_BACK_TIMEOUT):
+            async with asyncio.timeout(_WITHDRAW_TIMEOUT):
                 if await client.compare_set(claimed, process, process) == process:
                     await client.delete_key(claimed)
         raise
@@ -352,6 +380,6 @@ def _claimed_twice(rank: int, holder: bytes, where: str) -> str:
     except (ValueError, TypeError):
         host, pid = "unknown", "unknown"
     return (
-        f"rank {rank} is taken at {where}, by process {pid} on host {host}: two processes were started as rank {rank}; "
-        "give each its own RANK (if that process has died, start the whole world again)"
+        f"rank {rank} is taken at {where} by process {pid} on host {host}: two processes were started as rank {rank}; "
+        "give each process its own RANK (if that process has died, restart all ranks)"
     )

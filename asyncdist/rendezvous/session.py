@@ -1,12 +1,14 @@
-"""A world that is coming together, or has: who we are in it, the store that its ranks share, and the way out.
+"""A rendezvous session: this rank's place in a world, the store that the ranks share, and the orderly exit.
+
+`join` creates it; `groups.world` uses it to exchange addresses, and closes it.
 
 Keys of one world in rank 0's store, all under ``world/<id>/``:
 
-    size               the number of ranks, as rank 0 knows it; its presence proves that a record is not stale
-    joined/<rank>      which process claims the rank; the first one keeps it
+    size               the number of ranks, as rank 0 knows it; present unless the record is stale
+    joined/<rank>      the process that claims the rank; the first claim wins
     left/<rank>        the rank is done with the store
-    payload/<n>/<rank> the rank's part of the n-th exchange, or why there will be none
-    kv/                what users of `RendezvousSession.store` keep
+    payload/<n>/<rank> the rank's payload of the n-th exchange, or the reason why it failed
+    kv/                the keys of `RendezvousSession.store`
 """
 
 from __future__ import annotations
@@ -34,15 +36,15 @@ from asyncdist.store.prefix import AsyncPrefixStore
 from asyncdist.store.server.server import StoreServer
 
 T = TypeVar("T")
-FAREWELL = 5.0
-_PAYLOAD, _VERDICT = b"\x01", b"\x00"
-_LAST_LOOK = 5.0
-_HEAD_COUNT_PAUSE = 0.05
+CLOSE_TIMEOUT = 5.0
+_PAYLOAD, _ERROR = b"\x01", b"\x00"
+_LAST_READ_TIMEOUT = 5.0
+_CONNECTION_CHECK_INTERVAL = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """The names of one world's keys."""
+    """The names of a world's keys."""
 
     world_id: str
 
@@ -55,19 +57,24 @@ class Keys:
 
 @dataclass(frozen=True, slots=True)
 class TimeLimit:
-    """The time that a whole rendezvous has: the seconds that the user gave, and the deadline made of them once."""
+    """The time limit of a whole rendezvous: the user's timeout in seconds, and its deadline."""
 
     timeout: float
     deadline: Deadline
 
 
 class RendezvousSession:
-    """This rank's place in a world. It belongs to the loop that made it; close it when the world is destroyed.
+    """This rank's place in a world. It belongs to the loop that created it; close it when the world is destroyed.
 
-    Attributes: ``rank``, ``world_size``; ``world_id``, the same on every rank and never used twice; ``token`` (None in
-    a world without one); ``listen_host``, the address to listen on and to tell the peers; ``server``, on rank 0;
-    ``where`` in words, a ``tcp://`` URL if ranks meet at rank 0's store, else the name of the meeting place; ``store``,
-    for the use of the world's own members.
+    Attributes:
+        rank: Rank of this process.
+        world_size: Number of ranks.
+        world_id: Identifier of the world, equal on every rank and never used twice.
+        token: The job's token; None without one.
+        listen_host: The address on which to listen, and which peers dial.
+        server: The store's server on rank 0; None on other ranks.
+        where: The meeting point for messages: a ``tcp://`` URL of rank 0's store, or the name of the record store.
+        store: A store for the members of the world.
     """
 
     def __init__(
@@ -94,34 +101,41 @@ class RendezvousSession:
         self._client = client
         self._limit = limit
         self._resources = AsyncExitStack()
-        self._place: RecordStore | None = None
+        self._records: RecordStore | None = None
         self._exchanges = 0
-        self._promised = [0]  # the exchanges in which others may wait for us
+        self._promised = [0]
+        """Numbers of the exchanges in which other ranks may wait for this one."""
         self._loop = asyncio.get_running_loop()
         self._closed = False
 
     def __repr__(self) -> str:
-        return f"<Meeting rank {self.rank} of {self.world_size} at {self.where}, world {self.world_id}>"
+        return f"<RendezvousSession rank {self.rank} of {self.world_size} at {self.where}, world {self.world_id}>"
 
-    def own(self, resources: AsyncExitStack, place: RecordStore | None = None) -> None:
-        """Take over what `close` shall close, and the place from which rank 0 shall take its record back."""
+    def adopt(self, resources: AsyncExitStack, records: RecordStore | None = None) -> None:
+        """Own what `close` closes, and the record store from which rank 0 withdraws its record."""
         self._resources = resources.pop_all()
-        self._place = place
+        self._records = records
 
     def remaining(self) -> float:
-        """Return the seconds that are left of the rendezvous's own time."""
+        """Return the seconds left until the deadline of the rendezvous."""
         return self._limit.deadline.remaining()
 
     async def exchange(self, payload: bytes, *, timeout: float | None = None, more: bool = False) -> list[bytes]:
-        """Give this rank's payload and return every rank's, in order of rank. Every rank calls it equally often.
+        """All-gather one payload of each rank, in one round trip to the store. Every rank calls it equally often.
 
-        ``more`` says that another exchange follows at once, without which the world is not complete.
+        Close the session after a failed exchange.
 
-        One flight: the payload goes out together with the wait for all of them. The time allowed is what is left of
-        the rendezvous's own, or ``timeout`` seconds.
+        Args:
+            payload: The payload of this rank.
+            timeout: Seconds to wait; by default until the deadline of the rendezvous.
+            more: Whether another exchange follows at once, without which the world is not complete.
 
-        Raises RendezvousTimeoutError, on every rank that waits, as soon as the first of them runs out of time; and
-        RendezvousError when a rank gave up or rank 0's store is gone. Then close the meeting.
+        Returns:
+            The payloads in order of rank.
+
+        Raises:
+            RendezvousTimeoutError: The first of the waiting ranks ran out of time; raised on all of them.
+            RendezvousError: A rank gave up, or the connection to rank 0's store was lost.
         """
         limit = self._limit if timeout is None else TimeLimit(timeout, Deadline.after(timeout))
         number, self._exchanges = self._exchanges, self._exchanges + 1
@@ -130,41 +144,41 @@ class RendezvousSession:
         try:
             values = await self._offer_and_wait(keys, _PAYLOAD + payload, limit)
         except StoreConnectionError as error:
-            raise self._deserted() from error
+            raise self._host_lost() from error
         self._promised = [number + 1] if more else []
         for value in values:
             if not value.startswith(_PAYLOAD):
-                raise _verdict(value, self.where)
+                raise _error_in(value, self.where)
         return [value[len(_PAYLOAD) :] for value in values]
 
-    async def before_exchange(self, doing: Coroutine[Any, Any, T]) -> T:
-        """Do something before the next exchange; RendezvousError as soon as there will be none.
+    async def before_exchange(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Await a coroutine before the next exchange; raise RendezvousError as soon as that exchange has failed.
 
-        Then a verdict stands where our payload would, or rank 0's store is gone.
+        It has failed if another rank wrote an error in place of this rank's payload, or if rank 0's store is gone.
         """
-        told = self._client.get(self.keys("payload", self._exchanges, self.rank), timeout=math.inf)
-        done = asyncio.ensure_future(doing)
-        either: list[asyncio.Future[Any]] = [told, done]
+        failed = self._client.get(self.keys("payload", self._exchanges, self.rank), timeout=math.inf)
+        done = asyncio.ensure_future(coroutine)
+        either: list[asyncio.Future[Any]] = [failed, done]
         try:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if done.done():
                 return await done
-            raise _verdict(await told, self.where)
+            raise _error_in(await failed, self.where)
         except StoreConnectionError as error:
-            raise self._deserted() from error
+            raise self._host_lost() from error
         finally:
-            told.cancel()
+            failed.cancel()
             done.cancel()
-            await asyncio.gather(told, done, return_exceptions=True)
+            await asyncio.gather(failed, done, return_exceptions=True)
 
-    def _deserted(self) -> RendezvousError:
+    def _host_lost(self) -> RendezvousError:
         return RendezvousError(
-            f"rank 0 left or died before the world was complete: its store (met at {self.where}) hung up; "
-            "look at rank 0's own log first"
+            f"rank 0 left or died before the world was complete: its store (at {self.where}) closed the connection; "
+            "read rank 0's log first"
         )
 
     async def _offer_and_wait(self, keys: list[str], offer: bytes, limit: TimeLimit) -> list[bytes]:
-        # Compare and set, not set: a rank that comes after the others gave up finds their verdict in its place.
+        # Not a plain set: a rank that comes after the others gave up has to find their error in place of its payload.
         offering = asyncio.ensure_future(self._client.compare_set(keys[self.rank], b"", offer))
         try:
             return await self._client.multi_get(keys, timeout=limit.deadline.remaining())
@@ -175,84 +189,88 @@ class RendezvousSession:
             await asyncio.gather(offering, return_exceptions=True)
 
     async def _give_up(self, keys: list[str], limit: TimeLimit) -> list[bytes]:
-        """Put the verdict where payloads are missing, so that every waiting rank hears it now; raise it here.
+        """Write a timeout error in place of the missing payloads, so that every waiting rank raises it, and raise it here.
 
-        Returns the payloads if the last of them came in just now.
+        Returns:
+            The payloads, if the last of them arrived just now.
         """
         present = set(await self._client.list_keys(keys[0].removesuffix("0")))
         joined = [rank for rank, key in enumerate(keys) if key in present]
         missing = [rank for rank, key in enumerate(keys) if key not in present]
-        verdict = _VERDICT + json.dumps({"joined": joined, "missing": missing, "timeout": limit.timeout}).encode()
-        await asyncio.gather(*(self._client.compare_set(keys[rank], b"", verdict) for rank in missing))
-        return await self._client.multi_get(keys, timeout=_LAST_LOOK)
+        failure = _ERROR + json.dumps({"joined": joined, "missing": missing, "timeout": limit.timeout}).encode()
+        await asyncio.gather(*(self._client.compare_set(keys[rank], b"", failure) for rank in missing))
+        return await self._client.multi_get(keys, timeout=_LAST_READ_TIMEOUT)
 
     async def refuse(self, reason: str, rank: int) -> None:
-        """Tell the ranks that wait for ``rank`` that there will be no world, and why."""
-        verdict = _VERDICT + json.dumps({"reason": reason}).encode()
-        await self._client.compare_set(self.keys("payload", self._exchanges, rank), b"", verdict)
+        """Fail the exchange on the ranks that wait for ``rank``, with a reason."""
+        failure = _ERROR + json.dumps({"reason": reason}).encode()
+        await self._client.compare_set(self.keys("payload", self._exchanges, rank), b"", failure)
 
-    async def close(self, timeout: float = FAREWELL) -> None:
-        """Say goodbye and let go of everything; rank 0 first waits until the others are done, ``timeout`` at most.
+    async def close(self, timeout: float = CLOSE_TIMEOUT) -> None:
+        """Leave the world and close all connections. Rank 0 first waits for the other ranks, at most ``timeout`` seconds.
 
-        Where the loop that made it was closed before, as `asyncio.run` does at its end, there is nobody to say goodbye.
+        If the loop that created the session is closed, as `asyncio.run` does at its end, it only closes what it can.
         """
         if self._closed:
             return
         self._closed = True
         if self._loop.is_closed():
-            with contextlib.suppress(RuntimeError):  # from what can be closed on its own loop only, and ended with that
+            # A connection can be closed on its own loop only, and has ended with it.
+            with contextlib.suppress(RuntimeError):
                 await self._resources.aclose()
             return
         try:
             async with asyncio.timeout(timeout):
-                await (self._lead_out() if self.rank == 0 else self._leave())
+                await (self._close_as_host() if self.rank == 0 else self._close_as_member())
         except (TimeoutError, StoreError, RendezvousError):
-            pass  # whoever would have heard it is gone
+            pass  # rank 0 or its store is gone
         finally:
             await self._resources.aclose()
 
-    async def _leave(self) -> None:
-        if not self._exchanges:  # nobody has seen us yet: a second attempt as this rank is welcome
+    async def _close_as_member(self) -> None:
+        # No rank has seen this one yet, so another process may claim the rank.
+        if not self._exchanges:
             await self._client.delete_key(self.keys("joined", self.rank))
             return
-        await self._break_promise()
+        await self._fail_promised()
         await self._client.set(self.keys("left", self.rank), b"1")
 
-    async def _lead_out(self) -> None:
-        if self._place is not None:
-            await self._place.withdraw(self._record.encode())
+    async def _close_as_host(self) -> None:
+        if self._records is not None:
+            await self._records.withdraw(self._record.encode())
         await self._client.set(self.keys("left", 0), b"1")
-        await self._break_promise()
+        await self._fail_promised()
         prefix = self.keys("joined", "")
         joined = [int(key.removeprefix(prefix)) for key in await self._client.list_keys(prefix)]
-        await self._until_deserted([rank for rank in joined if rank != 0])
-        for key in await self._client.list_keys(self.keys("")):  # the server may go on for other worlds
+        await self._until_alone([rank for rank in joined if rank != 0])
+        # The server may continue to serve other worlds.
+        for key in await self._client.list_keys(self.keys("")):
             await self._client.delete_key(key)
 
-    async def _until_deserted(self, ranks: list[int]) -> None:
-        """Wait until all of them said goodbye, or nobody is connected any more: the dead do not say goodbye."""
-        goodbyes = self._client.wait(self.keys.each("left", ranks), timeout=math.inf)
+    async def _until_alone(self, ranks: list[int]) -> None:
+        """Wait until all of ``ranks`` have left, or no other client is connected: a dead rank does not announce that it left."""
+        left = self._client.wait(self.keys.each("left", ranks), timeout=math.inf)
         try:
-            while self.server is not None and self.server.num_connections > 1 and not goodbyes.done():
-                await asyncio.wait([goodbyes], timeout=_HEAD_COUNT_PAUSE)
+            while self.server is not None and self.server.num_connections > 1 and not left.done():
+                await asyncio.wait([left], timeout=_CONNECTION_CHECK_INTERVAL)
         finally:
-            goodbyes.cancel()
-            await asyncio.gather(goodbyes, return_exceptions=True)
+            left.cancel()
+            await asyncio.gather(left, return_exceptions=True)
 
-    async def _break_promise(self) -> None:
-        """If we leave an exchange before it is complete, let those who wait, or come later, hear that instead."""
+    async def _fail_promised(self) -> None:
+        """Fail the exchanges that wait for this rank's payload, on the ranks that wait now or later."""
         if not self._promised:
             return
-        reason = f"rank {self.rank} gave up before the world was complete; look at its own log first"
-        verdict = _VERDICT + json.dumps({"reason": reason}).encode()
+        reason = f"rank {self.rank} gave up before the world was complete; read its log first"
+        failure = _ERROR + json.dumps({"reason": reason}).encode()
         for number in self._promised:
             keys = [self.keys("payload", number, rank) for rank in range(self.world_size)]
-            await self._client.set(keys[self.rank], verdict)
-            await asyncio.gather(*(self._client.compare_set(key, b"", verdict) for key in keys))
+            await self._client.set(keys[self.rank], failure)
+            await asyncio.gather(*(self._client.compare_set(key, b"", failure) for key in keys))
 
 
-def _verdict(value: bytes, where: str) -> RendezvousError:
-    said = json.loads(value[len(_VERDICT) :])
+def _error_in(value: bytes, where: str) -> RendezvousError:
+    said = json.loads(value[len(_ERROR) :])
     if "missing" in said:
         return RendezvousTimeoutError(said["joined"], said["missing"], said["timeout"], where)
     return RendezvousError(said["reason"])

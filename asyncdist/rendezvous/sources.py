@@ -1,4 +1,7 @@
-"""Open the place where the ranks meet: the store of torchrun's agent, of a daemon, or of the caller; or a file."""
+"""Open the record store that an init_method names: torchrun's agent store, a store daemon, the caller's store, or a file.
+
+`rendezvous.meet` calls it.
+"""
 
 from __future__ import annotations
 
@@ -35,17 +38,17 @@ from asyncdist.store.client.c10d_probe import accepts_c10d_clients
 from asyncdist.store.server.listener import unguarded
 
 _PAUSE = 0.1
-_HEAD_START = 0.25
+_PROBE_DELAY = 0.25
 _AGENT_TIMEOUT = 30.0
 
 
-async def open_place(
+async def open_record_store(
     method: InitMethod, store: Any, name: str, config: Config, launch: Launch, limit: TimeLimit
 ) -> RecordStore:
-    """Return the place of the world ``name`` that a method other than ``direct`` means."""
+    """Return the record store of the world ``name``, for any method but ``direct``."""
     key = f"asyncdist/{name}"
     if method.kind == "agent":
-        _check_torchs(method.host, config, launch)
+        _check_torch_store(method.host, config, launch)
         return await _open_agent_store(method, f"asyncdist/{launch.run_id}/{name}", config, limit)
     if method.kind == "daemon":
         daemon = await AsyncStore.connect(
@@ -60,28 +63,31 @@ async def open_place(
         return AsyncStoreRecords(store, key, f"store={store!r}", _innermost(store).loop)
     if callable(getattr(store, "compare_set", None)):
         if not isinstance(store, Store):
-            _check_torchs(host_of(method, store), config, launch)
+            _check_torch_store(host_of(method, store), config, launch)
         return BlockingStoreRecords(store, key, f"store={type(store).__name__}")
     raise UsageError(f"store= takes a store of asyncdist or of torch.distributed, not {type(store).__name__}")
 
 
 def host_of(method: InitMethod, store: Any) -> str | None:
-    """Return the host of the meeting place, None where it has none."""
+    """Return the host of the record store, None without one."""
     if method.kind in ("agent", "daemon"):
         return method.host
     if store is None:
         return None
     store = _innermost(store)
-    if type(store).__name__ == "HashStore":  # ours or torch's: all ranks are in this process
+    if type(store).__name__ == "HashStore":  # asyncdist's or torch's: all ranks are in this process
         return "127.0.0.1"
     host = getattr(store, "host", None)
     return host if isinstance(host, str) and host else None
 
 
 def check_token(host: str | None, config: Config, why: str) -> None:
-    """Raise AuthenticationError, which says ``why``, if ranks of other hosts would meet at ``host`` without a token.
+    """Raise AuthenticationError if ranks on other hosts would meet at ``host`` without a token.
 
-    None is the host of a store that no network leads to.
+    Args:
+        host: Host of the store; None if no network reaches it.
+        config: The settings.
+        why: The reason, for the message.
     """
     if host is not None and unguarded([host], config.token, config):
         raise AuthenticationError(
@@ -89,10 +95,10 @@ def check_token(host: str | None, config: Config, why: str) -> None:
         )
 
 
-def _check_torchs(host: str | None, config: Config, launch: Launch) -> None:
-    """Raise AuthenticationError if a token of ours would lie in a store of torch's that other hosts can read."""
+def _check_torch_store(host: str | None, config: Config, launch: Launch) -> None:
+    """Raise AuthenticationError if the token would be stored in a store of torch's that other hosts can read."""
     if not launch.on_one_host:
-        why = f"torch's store at {host} lets in whoever asks, and so cannot pass a token on to other hosts"
+        why = f"torch's store at {host} authenticates no client, so a token cannot be passed through it to other hosts"
         check_token(host, config, why)
 
 
@@ -103,21 +109,24 @@ def _innermost(store: Any) -> Any:
 
 
 async def _open_agent_store(method: InitMethod, key: str, config: Config, limit: TimeLimit) -> RecordStore:
-    """Connect to the store of torchrun's agent once it is there: with torch's own client, in a thread, if it is torch's.
+    """Connect to the store of torchrun's agent once it listens.
 
-    That of a daemon of ours on another host takes none of torch's clients.
+    A store of torch's is used with torch's own client, in a thread. An asyncdist daemon on another host accepts no client
+    of torch's, and is used with asyncdist's client.
     """
     where = f"torchrun's store at {method.host}:{method.port}"
-    await _until_served(method, where, limit)
+    await _wait_until_listening(method, where, limit)
     try:
-        ours = await _as_ours(method, config, limit) if config.token or config.allow_unauthenticated else None
-        if ours is not None:
-            return DaemonRecords(ours, key, where)
+        native = (
+            await _connect_natively(method, config, limit) if config.token or config.allow_unauthenticated else None
+        )
+        if native is not None:
+            return DaemonRecords(native, key, where)
         left = min(limit.deadline.remaining(), _AGENT_TIMEOUT)
         if not await run_in_daemon_thread(lambda: accepts_c10d_clients(method.host, method.port, left)):
             raise RendezvousError(
-                f"{where} hung up on a client of torch's TCPStore: if an asyncdist store is served there, set "
-                "ASYNCDIST_TOKEN on this rank to the store's, or start the store with --c10d loopback; if that is no "
+                f"{where} closed the connection of a torch TCPStore client: if an asyncdist store is served there, set "
+                "ASYNCDIST_TOKEN on this rank to the store's, or start the store with --c10d loopback; if it is not a "
                 "torchrun agent, unset TORCHELASTIC_USE_AGENT_STORE"
             )
         caller = BlockingCaller()
@@ -130,17 +139,17 @@ async def _open_agent_store(method: InitMethod, key: str, config: Config, limit:
         raise
     except (RuntimeError, OSError) as error:  # torch's network errors are RuntimeErrors
         raise RendezvousError(
-            f"{where} cannot be used: {first_line(error)}; if that is no torchrun agent, unset "
+            f"{where} cannot be used: {first_line(error)}; if it is not a torchrun agent, unset "
             "TORCHELASTIC_USE_AGENT_STORE"
         ) from error
     return BlockingStoreRecords(store, key, where, caller)
 
 
-async def _as_ours(method: InitMethod, config: Config, limit: TimeLimit) -> AsyncStore | None:
-    """Connect to a store of ours; None where torch's client is taken, and ours was not greeted before that was known.
+async def _connect_natively(method: InitMethod, config: Config, limit: TimeLimit) -> AsyncStore | None:
+    """Connect with asyncdist's client; return None if the server accepts torch's client and did not answer asyncdist's.
 
-    Torch's server leaves what it does not understand without an answer, so it is asked in its own words too; after
-    ours, for a store that takes no such clients writes each of them into its log.
+    torch's server does not answer an unknown protocol, so it is probed in torch's protocol too. The probe comes second,
+    because an asyncdist store that accepts no such client logs each one.
     """
     timeout = min(limit.deadline.remaining(), _AGENT_TIMEOUT)
     connecting = asyncio.ensure_future(
@@ -151,18 +160,18 @@ async def _as_ours(method: InitMethod, config: Config, limit: TimeLimit) -> Asyn
         return connecting.done() and connecting.exception() is None
 
     try:
-        await asyncio.wait([connecting], timeout=_HEAD_START)
-        theirs = not connected() and await run_in_daemon_thread(
+        await asyncio.wait([connecting], timeout=_PROBE_DELAY)
+        accepts_torch = not connected() and await run_in_daemon_thread(
             lambda: accepts_c10d_clients(method.host, method.port, timeout)
         )
-        return await connecting if connected() or not theirs else None
+        return await connecting if connected() or not accepts_torch else None
     finally:
         connecting.cancel()
         await asyncio.wait([connecting])
 
 
-async def _until_served(method: InitMethod, where: str, limit: TimeLimit) -> None:
-    """Wait until something listens there: torch's own client would wait in a way that nobody can cancel."""
+async def _wait_until_listening(method: InitMethod, where: str, limit: TimeLimit) -> None:
+    """Wait until a server listens there: the wait of torch's own client cannot be cancelled."""
     seen = ""
     while True:
         try:
@@ -186,6 +195,6 @@ def _torch_client(host: str, port: int, timeout: float) -> BlockingStore:
     import torch.distributed as torch_distributed
 
     limit = timedelta(seconds=min(max(timeout, 1.0), _AGENT_TIMEOUT))
-    client: Any = torch_distributed.TCPStore  # type: ignore[attr-defined]  # it is there, and not in __all__
+    client: Any = torch_distributed.TCPStore  # type: ignore[attr-defined]  # not in __all__
     store: BlockingStore = client(host, port, is_master=False, timeout=limit, wait_for_workers=False)
     return store

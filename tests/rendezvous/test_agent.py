@@ -77,17 +77,17 @@ async def test_an_agent_that_never_comes(meet_as, monkeypatch):
 
 @pytest.mark.parametrize("token", [None, "the user's own"])
 async def test_what_is_no_agent(meet_as, monkeypatch, token):
-    until_served = sources._until_served
+    until_served = sources._wait_until_listening
 
     async def briefly(method, where, limit):
         await until_served(method, where, limit)
         object.__setattr__(limit, "deadline", Deadline.after(0.3))  # only now, when it has taken a connection
 
-    monkeypatch.setattr(sources, "_until_served", briefly)
+    monkeypatch.setattr(sources, "_wait_until_listening", briefly)
     listener = await asyncio.start_server(lambda reader, writer: writer.close(), HOST, 0)
     port = listener.sockets[0].getsockname()[1]
     try:
-        with pytest.raises(RendezvousError, match="if that is no torchrun agent, unset TORCHELASTIC_USE_AGENT_STORE"):
+        with pytest.raises(RendezvousError, match="if it is not a torchrun agent, unset TORCHELASTIC_USE_AGENT_STORE"):
             await meet_as(world_size=None, launch=launched(0, port), config=Config(token=token))
     finally:
         listener.close()
@@ -103,7 +103,7 @@ async def test_no_token_is_left_where_other_hosts_can_read_it(meet_as):
     several_hosts = Launch(
         rank=0, world_size=2, local_world_size=1, master_addr="10.1.2.3", master_port=1, agent_store=True
     )
-    with pytest.raises(AuthenticationError, match=r"cannot pass a token on.*ASYNCDIST_TOKEN to the same value"):
+    with pytest.raises(AuthenticationError, match=r"cannot be passed through it.*ASYNCDIST_TOKEN to the same value"):
         await meet_as(world_size=None, launch=several_hosts)
 
 
@@ -135,7 +135,7 @@ async def test_ranks_with_our_client_and_with_torchs_find_each_other_at_one_agen
     served = await StoreServer.start(HOST, 0, token="secret", config=config)
     try:
         first = await meet_as(world_size=None, launch=launched(0, served.port), config=config)
-        monkeypatch.setattr(sources, "_HEAD_START", 0.0)
+        monkeypatch.setattr(sources, "_PROBE_DELAY", 0.0)
         second = await meet_as(world_size=None, launch=launched(1, served.port), config=config)
         assert second.world_id == first.world_id
         await asyncio.gather(first.close(), second.close())

@@ -68,7 +68,7 @@ def test_minus_one_is_not_given():
         ({"rank": 0, "world_size": 0}, "at least one rank"),
         ({"url": "tcp://node0", "rank": 0, "world_size": 1}, "lacks its port"),
         ({"url": "tcp://:29500", "rank": 0, "world_size": 1}, "lacks its host"),
-        ({"url": "tcp://node0:99999", "rank": 0, "world_size": 1}, "no number from 0 to 65535"),
+        ({"url": "tcp://node0:99999", "rank": 0, "world_size": 1}, "not a number from 0 to 65535"),
         ({"url": "tcp://[::1:3", "rank": 0, "world_size": 1}, "cannot be read"),
         ({"url": "tcp://node0:1?rank=one", "world_size": 1}, "rank='one' .* not a whole number"),
         (
@@ -84,7 +84,7 @@ def test_minus_one_is_not_given():
             "^MASTER_PORT is 0, so .* every rank the same port",
         ),
         ({"url": "file://", "rank": 0, "world_size": 1}, "lacks its path"),
-        ({"url": "zeus://node0:1", "rank": 0, "world_size": 1}, "of no known kind; use env://, tcp://"),
+        ({"url": "zeus://node0:1", "rank": 0, "world_size": 1}, "has an unknown scheme; use env://, tcp://"),
         ({"url": "env://", "rank": 0, "world_size": 1, "has_store": True}, "exclude each other"),
         (
             {"launch": Launch(rank=0, world_size=1, master_addr="node0", master_port=70000)},

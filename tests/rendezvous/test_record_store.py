@@ -156,7 +156,7 @@ def test_an_empty_file_is_taken(tmp_path):
 def test_somebody_elses_file_is_left_alone(tmp_path):
     path = tmp_path / "thesis.txt"
     path.write_text("four years of work")
-    with pytest.raises(AddressError, match=r"thesis\.txt holds something that is not ours"):
+    with pytest.raises(AddressError, match=r"thesis\.txt does not hold a record of asyncdist"):
         RecordFile(str(path), "").compare_set("", b"", ONE.encode())
     assert path.read_text() == "four years of work"
 

@@ -361,7 +361,7 @@ async def test_somebody_else_answers(said):
 
     async with await asyncio.start_server(answer, "127.0.0.1", 0) as other:
         port = other.sockets[0].getsockname()[1]
-        with pytest.raises(ProtocolError, match="no asyncdist store"):
+        with pytest.raises(ProtocolError, match="did not come from an asyncdist store"):
             await AsyncStore.connect("127.0.0.1", port, timeout=LONG)
 
 
