@@ -64,7 +64,9 @@ async def test_ipv4_first_on_every_host():
 
 @pytest.mark.usefixtures("host")
 async def test_rank_0_on_the_wrong_host():
-    with pytest.raises(AddressError, match=r"at node0 \(10\.0\.0\.1\), which is not an address of this host: .*eth0 \(10"):
+    with pytest.raises(
+        AddressError, match=r"at node0 \(10\.0\.0\.1\), which is not an address of this host: .*eth0 \(10"
+    ):
         await addresses.to_listen_on("node0", Config(), soon())
 
 

@@ -446,7 +446,9 @@ async def test_an_unknown_interface(meet_as):
 
 async def test_an_address_beyond_loopback_needs_a_token(meet_as):
     for rank in range(2):
-        with pytest.raises(AuthenticationError, match=r"not a loopback address.*ALLOW_UNAUTHENTICATED=1.*ASYNCDIST_TOKEN"):
+        with pytest.raises(
+            AuthenticationError, match=r"not a loopback address.*ALLOW_UNAUTHENTICATED=1.*ASYNCDIST_TOKEN"
+        ):
             await meet_as("tcp://203.0.113.1:4000", rank)
 
 
@@ -513,7 +515,9 @@ async def test_rank_0_dies_while_the_others_wait(meet_as):
     await leader._client.wait([leader.keys("payload", 0, 1)])
     since = Stopwatch()
     await asyncio.wrap_future(background_loop().submit(leader.server.close()))
-    with pytest.raises(RendezvousError, match=r"rank 0 left or died before the world was complete.*closed the connection"):
+    with pytest.raises(
+        RendezvousError, match=r"rank 0 left or died before the world was complete.*closed the connection"
+    ):
         await waiting
     assert since.seconds() < 2
 
