@@ -1,8 +1,8 @@
-"""The store: a key-value machine that ranks find each other in, and wait for each other at.
+"""The key-value store over which ranks find and wait for each other. Nothing in this folder imports torch.
 
-Read in this order: `operations` (what can be asked), `state` (what happens then), `messages` (how it travels),
-`conversation` (a client's side of it), `server`; then the clients: `faces` (their methods), `client` (awaited), `desk`,
-`blocking`, `local`, `files` (by torch's names), `prefix`. Nothing here imports torch.
+Read in this order: `protocol.operations` (the commands), `state.machine` (their effects), `protocol.codec` (the wire
+format), `protocol.client_protocol` (a client's session), `server`; then `base` (the methods of every store) and the
+clients: `client.aio`, `client.pending`, `client.blocking`, `client.local`, `client.file`, and `prefix`.
 """
 
 from asyncdist.store.base import AsyncStoreBase, AsyncSubscription, Store, Subscription

@@ -161,7 +161,7 @@ class BlockingConnection(BlockingClient):
         The calling thread leaves when ``pending`` is answered. Raises TimeoutError and StoreConnectionError.
         """
         # The thread that holds the send lock looks at the queue once more after it has released the lock.
-        while sock is self._socket and sock.has_unsent:
+        while sock is self._socket:
             if pending is not None and pending.ready:
                 self._start(self._flush_in_background, sock)
                 return
@@ -184,6 +184,8 @@ class BlockingConnection(BlockingClient):
                     self._send_lock.release()
                 except RuntimeError:
                     pass
+            if not sock.has_unsent:
+                return
 
     def _flush_soon(self, sock: BlockingSocket | None) -> None:
         """Send what the socket takes at once; a background thread sends the rest."""

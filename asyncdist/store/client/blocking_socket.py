@@ -108,16 +108,21 @@ class BlockingSocket:
 
         Raises TimeoutError, and the next call goes on where this one stopped; raises ConnectionError.
         """
-        while self.has_unsent and not (pending is not None and pending.ready):
-            if not self._unsent:
-                queue = self._queue
-                queued = [queue.popleft() for _ in range(len(queue))]
-                messages = [message for request, message in queued if not request or self._is_open(request)]
+        queue, unsent, chunks = self._queue, self._unsent, self._chunks
+        while not (pending is not None and pending.ready):
+            if not unsent:
+                messages = []
+                for _ in range(len(queue)):
+                    request, message = queue.popleft()
+                    if not request or self._is_open(request):
+                        messages.append(message)
                 if messages:
-                    self._unsent.append(framed(messages))
-                if self._chunks.busy:
-                    self._chunks.send_next()
+                    unsent.append(framed(messages))
+                if chunks.busy:
+                    chunks.send_next()
             self._send_unsent(deadline)
+            if not queue and not chunks.busy:
+                return
 
     def wait(self, deadline: Deadline) -> None:
         """Return when something may have come. Raises TimeoutError."""

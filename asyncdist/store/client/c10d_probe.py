@@ -1,4 +1,4 @@
-"""Ask a port whether it takes clients of torch's TCPStore: what torch says where it does not helps nobody."""
+"""A probe whether a port serves clients of torch's TCPStore, since torch's own error message does not name the cause."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ _PING = bytes([Code.VALIDATE]) + U32.pack(MAGIC) + bytes([Code.PING]) + U32.pack
 
 
 def accepts_c10d_clients(host: str, port: int, timeout: float) -> bool:
-    """Return whether what serves there answers a client of torch's TCPStore from here within ``timeout`` seconds.
+    """Return whether the server at a port answers a client of torch's TCPStore within ``timeout`` seconds.
 
-    A store of ours that takes no such client from here (`c10d_policy`) hangs up instead.
+    An asyncdist store that refuses such clients from this host (`c10d_policy`) closes the connection instead.
     """
     try:
         with socket.create_connection((host, port), timeout=timeout) as sock:

@@ -1,7 +1,8 @@
-"""Where threads ask and wait for a blocking store's answers: what TCPStore, HashStore and FileStore have in common.
+"""The requests of a blocking store's threads, and the base of its clients: TCPStore, HashStore and FileStore use it.
 
-A thread draws a `PendingRequest`, and waits until it is ready. How it waits is each desk's own: one reads a socket for all, one
-sleeps until another thread has served it, one looks into a file from time to time.
+A thread makes a `PendingRequest` and waits until it is ready. Each `BlockingClient` has its own way to wait: the TCP client
+reads a socket on behalf of all threads, the in-memory client sleeps until another thread completes the request, and the
+file client polls a file.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _NOTHING = operations.wait([])
 
 
 class PendingRequest(Generic[T]):
-    """What one thread waits for. Changed under its desk's lock only."""
+    """One thread's request and its answer. It is changed only while the client's lock is held."""
 
     __slots__ = ("command", "error", "event", "number", "ready", "value")
     value: T
@@ -45,7 +46,7 @@ class PendingRequest(Generic[T]):
         self._wake()
 
     def publish(self, message: bytes) -> None:
-        """Only subscriptions get messages."""
+        """Ignore a published message: only a stream receives any."""
 
     def _wake(self) -> None:
         self.ready = True
@@ -53,21 +54,22 @@ class PendingRequest(Generic[T]):
             self.event.set()
 
     def sleep(self, timeout: float | None) -> None:
-        """Wait until woken, for whatever reason, or until the time is over."""
+        """Wait until the event is set or the timeout has passed; the request may not be ready then."""
         assert self.event is not None
         self.event.wait(timeout)
 
 
 def acquire(lock: threading.RLock, deadline: Deadline) -> None:
-    """Get a lock, and no Ctrl-C leaves it locked: that of a Lock could come when it was got and nobody knew it yet.
+    """Acquire a lock, such that an interrupt never leaves it locked.
 
-    Raises TimeoutError.
+    It takes an RLock, because only the thread that owns an RLock can release it: a release in vain is an error, which is
+    ignored. Raises TimeoutError.
     """
     left = deadline.remaining_or_none()
     try:
         acquired = lock.acquire(timeout=-1 if left is None else min(left, threading.TIMEOUT_MAX))
     except BaseException:
-        with contextlib.suppress(RuntimeError):  # it is not ours yet
+        with contextlib.suppress(RuntimeError):  # this thread does not own it yet
             lock.release()
         raise
     if not acquired:
@@ -90,15 +92,15 @@ class BlockingClient(ABC):
 
     @abstractmethod
     def give_up(self, number: int) -> None:
-        """Withdraw a request, answered or not."""
+        """Cancel a request, whether it is answered or not."""
 
     @abstractmethod
     def confirm(self, number: int) -> None:
-        """Say that a popped item has arrived."""
+        """Acknowledge a popped item."""
 
     @abstractmethod
     def close(self) -> None:
-        """End everything that is open here. May be called again."""
+        """Reject every open request. A second call does nothing."""
 
     def perform(self, command: Command[T], limit: float) -> T:
         """Carry out a command within ``limit`` seconds and return its result."""
@@ -141,18 +143,18 @@ class BlockingClient(ABC):
 
 
 class StreamBuffer(PendingRequest[Any], Generic[T]):
-    """The ticket of a stream: ready when it has begun, later when something is there to be taken or it has ended."""
+    """The request of a stream: ready when the stream has begun, later when an item is buffered or the stream has ended."""
 
     __slots__ = ("taking", "waiting")
 
     def __init__(self) -> None:
         super().__init__()
         self.taking = threading.RLock()
-        """Of several threads one at a time waits, or one's leaving would be taken for another's."""
+        """Held by the one thread that waits for the next item, since the request has a single event."""
         self.waiting: deque[T] = deque()
 
     def look(self) -> bool:
-        """Say whether something is there to be taken, and be ready only then. Raises what has ended the stream."""
+        """Return whether an item is buffered, and update ``ready``. Raises the error that has ended the stream."""
         if not self.waiting and self.error is not None:
             raise self.error
         self.ready = bool(self.waiting)
@@ -162,7 +164,7 @@ class StreamBuffer(PendingRequest[Any], Generic[T]):
 
 
 class SubscriptionBuffer(StreamBuffer[bytes]):
-    """The ticket of a subscription."""
+    """The request of a subscription."""
 
     __slots__ = ()
 
@@ -172,7 +174,7 @@ class SubscriptionBuffer(StreamBuffer[bytes]):
 
 
 class WatchBuffer(StreamBuffer[bytes | None]):
-    """The ticket of a watch: of the values not taken yet only the newest is kept."""
+    """The request of a key watch. It buffers only the newest value."""
 
     __slots__ = ("_last",)
 
@@ -188,7 +190,7 @@ class WatchBuffer(StreamBuffer[bytes | None]):
         self._note(operations.watched(message))
 
     def _note(self, value: bytes | None) -> None:
-        if value != self._last:  # it may be told again over another connection
+        if value != self._last:  # a server repeats the value after a reconnect
             self._last = value
             self.waiting.clear()
             self.waiting.append(value)
@@ -196,7 +198,7 @@ class WatchBuffer(StreamBuffer[bytes | None]):
 
 
 class ClientStream(BlockingStream[T]):
-    """A stream at a desk; with ``owned``, at one of its own that it closes in the end. Keeps ``store`` alive."""
+    """A stream of a blocking client. It keeps ``store`` alive, and closes the client in the end if it is ``owned``."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Long messages on their way out: at either end of a connection a piece goes in each turn of the loop, others between."""
+"""The sender of long messages: one chunk at a time, so that short messages pass between the chunks."""
 
 from __future__ import annotations
 
@@ -32,35 +32,35 @@ class ChunkSender:
         self._write, self._is_wanted = write, is_wanted
         self._schedule = schedule or asyncio.get_running_loop().call_soon
         self._parcels: deque[tuple[ChunkedMessage, Done]] = deque()
-        self._paused = False  # the socket takes no more
-        self._carrying = False  # a piece is about to be sent
+        self._paused = False
+        self._carrying = False
 
     @property
     def busy(self) -> bool:
-        """Whether there is something to be sent."""
+        """Whether a message is queued or under way."""
         return bool(self._parcels)
 
     @property
     def nbytes_under_way(self) -> int:
-        """The length of the parcel that is being sent."""
+        """The length in bytes of the message that is being sent."""
         return len(self._parcels[0][0]) if self._parcels else 0
 
     def send(self, parcel: ChunkedMessage, done: Done = lambda parcel: None) -> None:
-        """Send a parcel behind those that are here; ``done`` is told when it is sent, or need be sent no further."""
+        """Queue a message; ``done(message)`` is called when it is sent or abandoned."""
         self._parcels.append((parcel, done))
         self._carry_on()
 
     def pause(self) -> None:
-        """Send nothing for now."""
+        """Stop sending, because the socket is full."""
         self._paused = True
 
     def resume(self) -> None:
-        """Go on."""
+        """Send again."""
         self._paused = False
         self._carry_on()
 
     def drop(self) -> None:
-        """Forget everything: the connection is gone."""
+        """Discard the queue, because the connection is lost."""
         self._parcels.clear()
 
     def _carry_on(self) -> None:

@@ -25,14 +25,14 @@ from asyncdist.store.protocol.codec import TOGETHER_NBYTES, messages_in
 from asyncdist.store.protocol.operations import Op, OperationKind
 
 LONG_NBYTES = TOGETHER_NBYTES
-"""What goes in one frame, with others perhaps."""
+"""The longest message that is sent in one frame; the frame may carry further messages."""
 PIECE_NBYTES = 256 << 10
 FRAME_NBYTES = PIECE_NBYTES + 1024
 """The longest frame there is: that of a piece."""
 
 _VALUE, _MESSAGE = 1, 2
 _ITEM_NBYTES = 5
-"""What an item of a list may cost beside its own bytes."""
+"""The encoding overhead of a list item, at most."""
 
 Fields = tuple[Any, ...]
 
@@ -102,7 +102,7 @@ class ChunkedMessage:
 
 
 def _cut(values: list[bytes], message: bytes, piece: Callable[[int, Any], bytes]) -> Iterator[bytes]:
-    """Yield the messages of a parcel. No method of it: it would hold the parcel that holds it, and both the values."""
+    """Yield the chunks. This is not a method, whose reference cycle would keep the values alive."""
     for number, value in enumerate(values):
         view = memoryview(value)
         for start in range(0, len(view), PIECE_NBYTES):
@@ -121,7 +121,7 @@ def answer_piece(request: int, number: int, piece: Any) -> Fields:
 
 
 class Reassembler:
-    """What has come in pieces, until the message that refers to it does. ``limit`` bounds it, in bytes."""
+    """The chunks that have arrived, until the message that refers to them does; at most ``limit`` bytes."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit

@@ -47,9 +47,9 @@ log = logging.getLogger("asyncdist")
 IDENTITY_NBYTES = 16
 """Of a random identity: enough that no two clients have the same."""
 _LONGEST_LEASE = 365 * 86400.0
-"""Seconds, a year: who says more means for ever."""
+"""Seconds: a year stands for no limit."""
 _TELL_AFTER_NBYTES = 64 << 10
-"""What the store may keep of answers to changes before it is told, with the next request, that they have arrived."""
+"""Bytes of answers to changes that the server may keep before the next request acknowledges them."""
 _LASTING = frozenset((Op.SET, Op.ADD, Op.COMPARE_SET, Op.DELETE_KEY, Op.APPEND, Op.MULTI_SET))
 """Changes after which a key that went with us does not any more."""
 
@@ -95,7 +95,7 @@ class ClientProtocol:
         self._asked: dict[int, ResponseHandler] = {}
         self._changes: dict[int, None] = {}  # those of them that change something
         self._kept_nbytes = 0  # by the store, of answers that have arrived here
-        self._restoring: dict[int, Command[Any]] = {}  # asked by nobody but us
+        self._restoring: dict[int, Command[Any]] = {}  # by this class, not by a caller
         self._held: set[int] = set()  # not to be sent yet
         self._ephemeral: dict[str, Command[Any]] = {}
         self._tied = False
@@ -181,7 +181,7 @@ class ClientProtocol:
         return self._encoder.pack((0, Op.CANCEL, request))
 
     def confirm(self, request: int) -> bytes:
-        """Return the message that says that a popped item has reached who asked for it."""
+        """Return the message that acknowledges a popped item."""
         return self._encoder.pack((0, Op.CONFIRM, request)) if self._talking else b""
 
     def goodbye(self) -> bytes:
@@ -212,7 +212,7 @@ class ClientProtocol:
         return bool(self._out)
 
     def data_to_send(self) -> list[bytes | ChunkedMessage]:
-        """Return what is to be sent because of what has been received or asked."""
+        """Return the messages to send after `receive` or `ask`, and forget them."""
         out, self._out = self._out, []
         return out
 
@@ -285,7 +285,7 @@ class ClientProtocol:
         keys = ", ".join(map(repr, command.keys[:3]))
         return StoreConnectionError(
             f"the connection to the store at {self.where} broke, and {why}: whether "
-            f"{command.name}({keys}) was done, nobody can tell; look at what is there before you repeat it"
+            f"{command.name}({keys}) was done is unknown; look at what is there before you repeat it"
         )
 
     def _missed(self, command: Command[Any]) -> StoreConnectionError:
@@ -303,7 +303,7 @@ class ClientProtocol:
                 self._hear(*decode_answer(message))
 
     def _hear(self, request: int, kind: int, value: Any) -> None:
-        # An answer may cross its CANCEL on the way: then nobody is there for it.
+        # An answer may cross its CANCEL on the way.
         sink = self._asked.get(request)
         if sink is None:
             if kind == HELLO:
@@ -346,12 +346,12 @@ class ClientProtocol:
             self._do_without(request, value[1])
         else:
             key = self._close_restoring(request)
-            if value is False:  # somebody has set it since
+            if value is False:  # another client has set it since
                 del self._ephemeral[key]
         self._go_on()
 
     def _do_without(self, request: int, why: str) -> None:
-        """The store does not take back a key of ours: it may take less than it did, or than the one before."""
+        """Forget an ephemeral key that the server refuses to restore, such as for its size."""
         key = self._close_restoring(request)
         del self._ephemeral[key]
         log.warning("the store at %s does not take back the ephemeral key %s: %s", self.where, named(key), why)

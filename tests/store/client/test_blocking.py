@@ -262,7 +262,7 @@ def test_somebody_else_answers(threads):
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         answering = threads.submit(answer)
-        with pytest.raises(ProtocolError, match="no asyncdist store"):
+        with pytest.raises(ProtocolError, match="did not come from an asyncdist store"):
             TCPStore("127.0.0.1", listener.getsockname()[1], timeout=LONG)
         answering.result(LONG)
 

@@ -223,7 +223,7 @@ async def test_a_client_that_was_forgotten_does_not_claim_to_know_what_it_did(se
     await eventually(lambda: not other._line.link._corked)  # they are under way
     proxy.cut()
     proxy.unclog()
-    with pytest.raises(StoreConnectionError, match=r"whether add\('n'\) was done, nobody can tell"):
+    with pytest.raises(StoreConnectionError, match=r"whether add\('n'\) was done is unknown"):
         await adding
     await setting  # which may be done twice
     await store.set("later", b"now")
