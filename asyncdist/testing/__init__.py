@@ -1,7 +1,7 @@
-"""The public test kit, for those who write a schedule, a transport, or a program on top.
+"""The public test kit, for authors of schedules, transports and programs.
 
-`simulator` runs schedules over arrays, without links; `drills` has every operation with its outcome, and `promises` what
-else every transport must pass; `arithmetic` is what is expected of reductions; `cluster` starts worlds of ranks in one
-process, `processes` ranks of their own; `faults` cuts, delays and clogs what lies between them. Import the module you
-need.
+`simulator` runs schedules over arrays, without links. `collective_cases` has every operation with its expected outcome, and
+`conformance` what else every transport must pass. `arithmetic` computes the expected results of reductions. `cluster` starts
+worlds of ranks in one process, `processes` starts ranks as processes. `faults` delays, blocks and cuts the network between
+ranks. Import the module you need; the product itself does not import this package.
 """

@@ -1,4 +1,4 @@
-"""What collectives should come to, computed by torch without communicating; values that make every order exact."""
+"""Expected results of collectives, computed by torch without communication, on values for which every order is exact."""
 
 from __future__ import annotations
 

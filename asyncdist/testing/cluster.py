@@ -33,9 +33,13 @@ async def world_of(
     config: Config | None = None,
     hosts: Sequence[str] | None = None,
 ) -> AsyncIterator[list[Group]]:
-    """Hold a world of ``size`` ranks in the running loop; gives their groups by rank.
+    """Run a world of ``size`` ranks in the running loop.
 
-    ``hosts`` names a host for each rank: those of different names share no memory, as if they were on several machines.
+    Args:
+        hosts: A host name for each rank. Ranks with different names share no memory, as if on several machines.
+
+    Yields:
+        The ranks' groups, by rank.
     """
     store = HashStore()
     home = asyncio.get_running_loop()
@@ -70,9 +74,9 @@ def run_ranks(
     timeout: float = 20.0,
     hosts: Sequence[str] | None = None,
 ) -> list[T]:
-    """Run ``program(group)`` in one thread a rank and return the results by rank; ``hosts`` as in `world_of`.
+    """Run ``program(group)`` in one thread per rank and return the results by rank; ``hosts`` as in `world_of`.
 
-    If some raise, the first rank's error is raised once all have ended.
+    If programs raise, the lowest rank's error is raised once all have ended.
     """
     store = HashStore()
 

@@ -1,13 +1,13 @@
-"""Every collective against plain arithmetic: what a group owes its ranks, whatever carries it.
+"""Every collective with inputs and expected outputs, for conformance tests of groups over any transport.
 
-A *drill* is one operation with inputs for all ranks and the outcome that torch computes for them without communicating.
-Whoever holds the groups starts it on each of them, waits in whatever way is to be tested, and has it checked:
+A *drill* is one operation with inputs for all ranks and the result that torch computes for them without communication.
+A test that holds the groups starts the drill on each of them, waits in the way under test, and checks the outcome:
 
     for drill in drills(size=4, count=1000, dtype=torch.float32):
         await asyncio.gather(*(work for group in groups for work in drill.start(group)))
         drill.check()
 
-Values are whole and small enough for every order of additions to give the same bits, so nothing is compared loosely.
+Values are integers small enough that every order of additions gives the same bits, so all comparisons are exact.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _flat(rows: Iterable[Iterable[T]]) -> list[T]:
 
 
 def reducing(size: int, count: int, dtype: torch.dtype, op: Reduction = ReduceOp.SUM) -> Iterator[CollectiveCase]:
-    """Yield a drill of every operation that reduces, from and to every rank; ``count`` elements a rank and block."""
+    """Yield a drill of every reduction, for every root; ``count`` elements per rank and block."""
     inputs = [numbers(count, dtype, seed=rank) for rank in range(size)]
     yield _all_reduce(inputs, op)
     for root in range(size):
@@ -142,7 +142,7 @@ def _reduce_scatter_single(size: int, count: int, dtype: torch.dtype, op: Reduct
 
 
 def moving(size: int, count: int, dtype: torch.dtype) -> Iterator[CollectiveCase]:
-    """Yield a drill of every operation that moves tensors, from and to every rank; ``count`` elements a block."""
+    """Yield a drill of every operation that copies tensors, for every root; ``count`` elements per block."""
     even, uneven = [count] * size, [(count + 5 * rank) % (2 * count + 1) for rank in range(size)]
     for root in range(size):
         yield _broadcast(size, count, dtype, root)
@@ -266,7 +266,7 @@ def _all_to_all(size: int, count: int, dtype: torch.dtype) -> CollectiveCase:
 
 
 def _all_to_all_single(size: int, count: int, dtype: torch.dtype, *, uneven: bool) -> CollectiveCase:
-    """Rows of two elements; how many each sends to each differs, or is ``count``."""
+    """Return a drill of rows of two elements; each rank sends each rank ``count`` rows, or different numbers."""
     ranks = range(size)
     rows = [[(count + mine * theirs) % (count + 2) if uneven else count for theirs in ranks] for mine in ranks]
     incoming = [[rows[sender][rank] for sender in range(size)] for rank in range(size)]
@@ -290,7 +290,7 @@ def _cut(whole: torch.Tensor, size: int) -> list[torch.Tensor]:
 
 
 def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Concatenate rows by their bytes: not every dtype can be concatenated."""
+    """Concatenate rows as bytes, because torch cannot concatenate every dtype."""
     raw = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors])
     return raw.view(tensors[0].dtype).view(-1, 2)
 
@@ -302,7 +302,7 @@ _tag_numbers = itertools.count(1)
 
 
 def between_two(size: int, count: int, dtype: torch.dtype) -> Iterator[CollectiveCase]:
-    """Yield drills of send and recv: around a circle, one and three of one tag; two tags the other way round; from any."""
+    """Yield drills of send and recv: around a ring, one and three per tag; two tags in reverse order; from any rank."""
     if size > 1:
         yield _circle(size, count, dtype)
         yield _in_a_row(size, count, dtype)
@@ -324,7 +324,7 @@ def _circle(size: int, count: int, dtype: torch.dtype) -> CollectiveCase:
 
 
 def _in_a_row(size: int, count: int, dtype: torch.dtype) -> CollectiveCase:
-    """Three messages of one tag, whose memory is written over as soon as they are said to have left."""
+    """Three messages with one tag, whose memory is overwritten as soon as their sends have completed."""
     inputs = [_row(3, [count] * 3, dtype, seed=5000 * (rank + 1)) for rank in range(size)]
     kept = [[tensor.clone() for tensor in row] for row in inputs]
     outputs = [_room(row) for row in inputs]

@@ -1,13 +1,13 @@
-"""What `asyncdist.transport.base` promises beside the outcome of a collective, each on a world that would show it broken.
+"""Conformance tests for transports: the guarantees of `asyncdist.transport.base` beyond the results of collectives.
 
-The `drills` see to it that bytes arrive; these, that they do so in their order, from memory that is still the sender's,
-into memory that is still the receiver's, and that whoever waits hears of an end:
+`collective_cases` checks that bytes arrive. These tests check that messages arrive in order, are read from memory that is
+still the sender's, are written to memory that is still the receiver's, and that a waiting rank learns of a peer's end:
 
     for promise in PROMISES:
         await promise("tcp")
 
-Each raises AssertionError, or what the broken promise led to. Nothing in them waits for a time to pass, but that a rank is
-never told of an end shows only in a receive that times out.
+Each raises AssertionError, or the error that the broken guarantee causes. No test waits for a time to pass, except that a
+rank which never learns of an end is noticed by the timeout of a receive.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ from asyncdist.errors import GroupError, PeerLostError
 from asyncdist.groups.group import Group
 from asyncdist.testing.cluster import world_of
 
-_LARGE = 2_000_000  # elements of 4 bytes: more than what lies between two ranks holds
+# Elements of 4 bytes: more than the buffers between two ranks hold.
+_LARGE = 2_000_000
 _PATIENCE = 10.0  # seconds for what takes milliseconds
 
 
 async def messages_queue_in_order(transport: str) -> None:
-    """Large messages under one tag, which nobody wants yet, and a small one behind them, which is wanted first.
+    """Large messages under one tag without a receive, and a small one behind them that is received first.
 
-    As soon as a message is said to have left, its memory is used for something else.
+    As soon as a send has completed, its memory is overwritten.
     """
     async with world_of(2, transport=transport) as (zero, one):
         tensors = [torch.full((_LARGE,), float(turn)) for turn in (1, 2, 3)]
@@ -51,7 +52,7 @@ async def messages_queue_in_order(transport: str) -> None:
 
 
 async def cancelled_receive_leaves_memory_alone(transport: str) -> None:
-    """A group fails in the middle of a message; what comes of it still must go nowhere, and hold up nobody behind."""
+    """A group fails in the middle of a message: the rest is discarded, and later messages are not held up."""
     async with world_of(2, transport=transport) as (zero, one):
         beside = _groups_beside(zero, one)
         room = torch.zeros(_LARGE)
@@ -67,7 +68,7 @@ async def cancelled_receive_leaves_memory_alone(transport: str) -> None:
 
 
 async def receiver_learns_of_closed_link(transport: str) -> None:
-    """A rank that has never said a word leaves: it is missed by one that waits for it, and has never written to it."""
+    """A rank that has never sent leaves: a rank that waits for it, and has never sent to it, learns of that."""
     async with world_of(2, transport=transport) as (zero, one):
         received = zero.recv(torch.zeros(1), 1, timeout=_PATIENCE)
         await asyncio.sleep(0)
@@ -76,7 +77,7 @@ async def receiver_learns_of_closed_link(transport: str) -> None:
 
 
 async def orderly_departure_is_not_a_loss(transport: str) -> None:
-    """A rank leaves that nobody waits for in a group: the others go on there, although they have seen it leave."""
+    """A rank leaves while no rank of the group waits for it: the others continue."""
     async with world_of(3, transport=transport) as groups:
         zero, one, two = groups
         beside = _groups_beside(*groups)
@@ -93,9 +94,9 @@ async def orderly_departure_is_not_a_loss(transport: str) -> None:
 
 
 async def peer_declared_lost_is_told(transport: str) -> None:
-    """One rank has lost another, which waits for it: `Transport.forget` ends what joins them.
+    """One rank has lost another rank, which waits for it: `Transport.forget` ends the connection between them.
 
-    For ranks that can lose one another while both are alive, which those of one process cannot by messages in memory.
+    For transports whose ranks can lose each other while both are alive, unlike messages within one process.
     """
     async with world_of(2, transport=transport) as (zero, one):
         await asyncio.gather(*(group.all_reduce(torch.ones(3)) for group in (zero, one)))

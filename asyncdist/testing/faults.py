@@ -1,14 +1,13 @@
-"""Bad networks, bad peers and bad moments: a proxy that delays, clogs and cuts, a peer that says what it likes, a
-cancellation at any step.
+"""Faults for tests: a proxy that delays, blocks and cuts connections, a misbehaving peer, and cancellation at any step.
 
-    with proxied_world(2) as world:                       # every connection goes through a proxy of its own
-        world.proxies[0, 1].cut_after(1000)               # what rank 0 writes to rank 1
+    with proxied_world(2) as world:                       # every connection goes through its own proxy
+        world.proxies[0, 1].cut_after(1000)               # what rank 0 sends to rank 1
         await world.groups[0].all_reduce(tensor)          # raises PeerLostError
 
-    for number in itertools.count():                      # until it is over before it would be cancelled
+    for number in itertools.count():                      # until the coroutine ends before the cancellation
         task = asyncio.ensure_future(cancelled_at(number, coroutine()))
 
-Processes that are killed and frozen: `asyncdist.testing.processes`.
+For processes that are killed and frozen see `asyncdist.testing.processes`.
 """
 
 from __future__ import annotations
@@ -39,17 +38,18 @@ T = TypeVar("T")
 PATIENCE = 20.0
 """Seconds after which waiting for a proxy or a peer is an error."""
 
-_BUFFER_NBYTES = 1 << 16  # what the kernel may hold on either side of a proxy, so that a clogged one holds little
+# Socket buffer size on either side of a proxy, small so that a clogged proxy holds little.
+_BUFFER_NBYTES = 1 << 16
 
 
 class Proxy:
-    """A TCP proxy at ``address``, in front of the ``target`` ``(host, port)``, in a thread of its own.
+    """A TCP proxy at ``address`` in front of the ``target`` ``(host, port)``, in its own thread.
 
     All methods are thread-safe.
 
-    Two faults are attributes, to be set at any time: ``delay`` (seconds before each chunk is passed on, either way) and
-    ``chunk_nbytes`` (the longest chunk). ``passed_nbytes`` counts what was passed on towards the target; ``cut_at`` is
-    the monotonic time of the latest cut, and ``since_cut`` counts from there.
+    Two faults are attributes that may be set at any time: ``delay`` (seconds before each chunk is passed on, in both
+    directions) and ``chunk_nbytes`` (the longest chunk). ``passed_nbytes`` counts the bytes passed on towards the target;
+    ``cut_at`` is the monotonic time of the latest cut, and ``since_cut`` a `Stopwatch` started then.
     """
 
     def __init__(self, host: str, port: int) -> None:
@@ -80,7 +80,7 @@ class Proxy:
     # -- faults --------------------------------------------------------------------------------
 
     def clog(self) -> None:
-        """Pass nothing on, and so stop reading, until `unclog`."""
+        """Stop reading and passing on, until `unclog`."""
         self._call(self._gate.clear)
 
     def unclog(self) -> None:
@@ -88,29 +88,29 @@ class Proxy:
         self._call(self._gate.set)
 
     def cut(self) -> None:
-        """Reset every connection, as the end of a host does. New ones are taken."""
+        """Reset every connection, like the death of a host. New connections are accepted."""
         self._call(self._cut)
 
     def cut_after(self, nbytes: int) -> None:
-        """`cut` once, when exactly ``nbytes`` have been passed on towards the target, over all connections together."""
+        """`cut` once, when exactly ``nbytes`` have been passed on towards the target over all connections."""
         self._limit = nbytes
 
     def hold_after(self, nbytes: int) -> None:
-        """Pass what goes beyond ``nbytes`` on towards the target only after `release`."""
+        """Pass the bytes after the first ``nbytes`` on towards the target only after `release`."""
         self._call(self._held.clear)
         self._hold = nbytes
 
     def release(self) -> None:
-        """Pass on what is held."""
+        """Pass on the held bytes."""
         self._call(self._held.set)
 
     def refuse(self) -> None:
-        """Take no more connections: whoever tries is refused. Those that exist go on."""
+        """Refuse new connections. Existing ones continue."""
         self._call(self._refuse)
 
     @property
     def num_connections(self) -> int:
-        """How many connections go through it now."""
+        """The number of open connections."""
         return len(self._connections)
 
     def until(self, true: Callable[[], object]) -> None:
@@ -120,7 +120,7 @@ class Proxy:
                 raise TimeoutError(f"still not so, with {self.passed_nbytes} bytes passed on")
 
     def close(self) -> None:
-        """Cut everything and stop. Idempotent."""
+        """Cut every connection and stop. Idempotent."""
         if self._loop.is_closed():
             return
         self._call(self._refuse)
@@ -222,7 +222,7 @@ class Proxy:
 
 @dataclass
 class ProxiedWorld:
-    """Ranks of this process whose every connection goes through a `Proxy` of its own.
+    """Ranks of this process, each of whose connections goes through its own `Proxy`.
 
     ``groups`` and ``meshes`` by rank; ``proxies[writer, reader]`` is what the one rank's connections to the other go
     through: a connection carries messages from who opened it.
@@ -243,9 +243,10 @@ class ProxiedWorld:
 def proxied_world(
     size: int, *, timeout: float = PATIENCE, config: Config | None = None, home: asyncio.AbstractEventLoop | None = None
 ) -> Iterator[ProxiedWorld]:
-    """Hold a world of ``size`` ranks over tcp in this process, without a store, each connection behind a proxy.
+    """Run a world of ``size`` ranks over tcp in this process, without a store, with a proxy for each connection.
 
-    ``home`` is the loop that drives them; None for blocking calls, one thread a rank. ``timeout`` is that of operations.
+    ``home`` is the loop that drives them; None for blocking calls, with one thread per rank. ``timeout`` is the operations'
+    timeout in seconds.
     """
     config = config or Config(token=secrets.token_hex(8))
     kinds = registry.selected("tcp")
@@ -313,7 +314,7 @@ def impostor(address: tuple[str, int], world_id: str, rank: int, token: str | No
 
 @types.coroutine
 def cancelled_at(number: int, coroutine: Coroutine[Any, Any, T]) -> Generator[Any, Any, T]:
-    """Await a coroutine in a task that is cancelled when it suspends for the ``number``-th time, from 0 on."""
+    """Await a coroutine in a task that is cancelled when it suspends for the ``number``-th time, counted from 0."""
     resume: Callable[[Any], Any] = coroutine.send
     value: Any = None
     suspended = 0

@@ -1,8 +1,8 @@
-"""Ranks as real processes that a test starts, talks with, stops and kills.
+"""Ranks as real processes that a test starts, exchanges values with, stops and kills.
 
-A `Nursery` is a process that has imported torch and asyncdist once and forks a rank off in milliseconds. A rank runs one
-function of a program file, whose first argument is the rank's end of a pipe; with that the two sides tell each other how
-far they are, so that no test has to sleep::
+A `Nursery` is a process that has imported torch and asyncdist once and forks a rank in milliseconds. A rank runs one
+function of a program file, whose first argument is the rank's end of a pipe. Over the pipe the test and the rank tell each
+other how far they are, so that no test has to sleep::
 
     with Nursery() as nursery:
         ranks = [nursery.start("program.py", "train", rank) for rank in range(4)]   # def train(test, rank): ...
@@ -37,11 +37,11 @@ PATIENCE = 60.0
 
 
 class RankEndedError(AssertionError):
-    """A rank ended where the test expected it to say something."""
+    """A rank ended while the test waited for a value from it."""
 
 
 class RankProcess:
-    """One forked rank, as the test sees it. ``pid`` is its process."""
+    """One forked rank, seen from the test. ``pid`` is its process id."""
 
     def __init__(self, nursery: Nursery, pid: int, pipe: Connection, output: Any) -> None:
         self.pid = pid
@@ -63,19 +63,19 @@ class RankProcess:
             raise RankEndedError(f"it ended with status {self.wait()}; its output: {self.output()}") from None
 
     def kill(self) -> None:
-        """Kill it as a machine that loses power would: nothing of its own runs any more."""
+        """Kill the rank with SIGKILL, as a power failure would: none of its handlers run."""
         os.kill(self.pid, signal.SIGKILL)
 
     def stop(self) -> None:
-        """Freeze it, as a swapping or suspended machine is frozen."""
+        """Stop the rank with SIGSTOP, like a suspended machine."""
         os.kill(self.pid, signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Let a frozen one go on."""
+        """Continue a frozen rank."""
         os.kill(self.pid, signal.SIGCONT)
 
     def interrupt(self) -> None:
-        """Do what Ctrl-C does."""
+        """Send SIGINT, as Ctrl-C does."""
         os.kill(self.pid, signal.SIGINT)
 
     def wait(self, timeout: float = PATIENCE) -> int:
@@ -83,18 +83,18 @@ class RankProcess:
         return self._nursery.status(self, timeout)
 
     def output(self) -> str:
-        """Return what it has written to its standard output and error so far."""
+        """Return the rank's standard output and error so far."""
         size = os.fstat(self._output.fileno()).st_size
         return os.pread(self._output.fileno(), size, 0).decode(errors="replace")
 
     def close(self) -> None:
-        """Let go of the pipe and the output."""
+        """Close the pipe and the output."""
         self._pipe.close()
         self._output.close()
 
 
 class Nursery:
-    """Forks ranks off a process that has imported what they need. Close it: that kills what still runs."""
+    """Forks ranks off a process that has imported their modules. Closing it kills the ranks that still run."""
 
     def __init__(self, preload: Sequence[str] = ("torch", "asyncdist", "asyncdist.sync")) -> None:
         self._control, theirs = Pipe()
@@ -147,7 +147,7 @@ class Nursery:
         return Stopwatch(*running, ended=self._stood)
 
     def clear(self) -> None:
-        """Kill every rank that still runs, and wait until it is gone: the end of one test."""
+        """Kill every rank that still runs, and wait for it; call it at the end of each test."""
         for rank in self._ranks:
             if rank.pid not in self._statuses:
                 with contextlib.suppress(ProcessLookupError):
@@ -160,7 +160,7 @@ class Nursery:
         self._stood.clear()
 
     def close(self) -> None:
-        """Kill what still runs and end the process that forks."""
+        """Kill the ranks that still run, and end the forking process."""
         if self._process.returncode is None:
             self.clear()
             self._control.close()
@@ -179,7 +179,7 @@ class Nursery:
 
 
 class _Job:
-    """What a forked rank is to do."""
+    """What a forked rank runs."""
 
     def __init__(self, control: Connection) -> None:
         self.program, self.function, self.args, self.environment = control.recv()
@@ -187,7 +187,7 @@ class _Job:
         self.output = recv_handle(control)
 
     def run(self) -> None:
-        """Become the rank. Returns or raises as its program does, so that the interpreter ends as usual."""
+        """Run the rank's program in the forked child, and return or raise as the program does."""
         os.dup2(self.output, 1)
         os.dup2(self.output, 2)
         os.close(self.output)
@@ -195,7 +195,7 @@ class _Job:
         runpy.run_path(self.program)[self.function](self.pipe, *self.args)
 
     def forget(self) -> None:
-        """Close the parent's copies, so that the test sees the rank's end as the end of the pipe."""
+        """Close the parent's copies of the descriptors, so that the rank's end is the end of the pipe."""
         self.pipe.close()
         os.close(self.output)
 

@@ -1,11 +1,11 @@
-"""Run schedules over numpy arrays: in lock step, where they are counted, or in whatever order a seed picks.
+"""Runs schedules over numpy arrays: in lock step, which counts their cost, or in an order drawn from a seed.
 
-`lock_step` moves in rounds, and a message is handed over when both ends have come to it; nothing is buffered. So what
-ends here needs no buffer, and what it cost can be compared with what its author promised. `adversary` buffers
-everything, lets ranks run ahead of or behind each other, overwrites memory that is waiting to be received into and
-swaps the operands of `ReduceTraffic`; so what gives the same result here relies on nothing that the rules do not grant.
+`lock_step` moves in rounds and hands a message over when both ends have reached it, without buffers. A schedule that
+completes here needs no buffering, and its cost can be compared with its author's claim. `adversary` buffers every message,
+lets ranks run ahead of or behind each other, overwrites memory that waits for a message, and swaps the operands of
+`ReduceTraffic`. A schedule with the same result there relies on nothing that the rules do not guarantee.
 
-Both check the rules of `asyncdist.algorithms.schedule` and say in words what was broken::
+Both check the rules of `asyncdist.algorithms.schedule` and describe a violation::
 
     tensors = [numpy.full(10, rank) for rank in range(3)]
     trace = lock_step([ring.all_reduce(rank, 3, ArrayBlocks(tensors[rank], 3)) for rank in range(3)])
@@ -34,19 +34,19 @@ Fold = Callable[[Array, Array], Array]
 
 
 class ScheduleError(AssertionError):
-    """A schedule broke a rule; base of what follows."""
+    """A schedule broke a rule. Base class."""
 
 
 class UnsafeStepError(ScheduleError):
-    """Two places of one rank that are in use at once overlap, or an action names a rank that is not a peer."""
+    """Two places that a rank uses at the same time overlap, or an action names a rank that is not a peer."""
 
 
 class SizeMismatchError(ScheduleError):
-    """A message has another size than the place that its receiver has for it."""
+    """A message has another size than its receiver's place."""
 
 
 class DeadlockError(ScheduleError):
-    """Nobody can go on. ``waiting`` maps a rank to the peers that it waits for."""
+    """No schedule can continue. ``waiting`` maps each rank to the peers that it waits for."""
 
     def __init__(self, waiting: dict[int, list[int]], report: str) -> None:
         super().__init__(report)
@@ -54,7 +54,7 @@ class DeadlockError(ScheduleError):
 
 
 class ArrayBlocks:
-    """An array cut into ``count`` blocks as equal as can be, or at the given ``bounds``; each a view."""
+    """An array cut into ``count`` blocks of nearly equal size, or at the given ``bounds``; each block is a view."""
 
     def __init__(self, array: Array, count: int, bounds: Sequence[int] | None = None) -> None:
         self._flat = array.reshape(-1)
@@ -70,7 +70,7 @@ class ArrayBlocks:
 
 
 class Trace(NamedTuple):
-    """What a run in lock step took: its cost, and what each rank sent."""
+    """The cost of a run in lock step, and the messages and bytes that each rank sent."""
 
     cost: Cost
     sent_messages: list[int]
@@ -99,12 +99,13 @@ def lock_step(
             if not task.open:
                 world.begin(task)
         busiest.append(world.close_round())
-    cost = sum(busiest, Cost(rounds=-1))  # what comes before the first message is no round
+    # Steps before the first message are not a round.
+    cost = sum(busiest, Cost(rounds=-1))
     return Trace(cost, world.sent_messages, world.sent_nbytes)
 
 
 def adversary(schedules: Sequence[Schedule | Sequence[Schedule]], *, seed: int, fold: Fold = np.add) -> None:
-    """Run the schedules in an order drawn from ``seed``; messages between two ends of a schedule stay in order.
+    """Run the schedules in an order drawn from ``seed``; messages between the same two ends stay in order.
 
     Raises `ScheduleError`.
     """
@@ -141,7 +142,7 @@ def adversary(schedules: Sequence[Schedule | Sequence[Schedule]], *, seed: int, 
 
 
 class _Channel(NamedTuple):
-    """Messages of one channel stay in order. ``part`` is which of its rank's schedules."""
+    """A pair of ranks whose messages stay in order. ``part`` is the index of the schedule on its rank."""
 
     part: int
     source: int
@@ -150,7 +151,7 @@ class _Channel(NamedTuple):
 
 @dataclass(eq=False)
 class _Task:
-    """One schedule of one rank: its current step and the messages of it that are still open."""
+    """One schedule of one rank: its current step and the step's open messages."""
 
     rank: int
     part: int
@@ -166,7 +167,7 @@ class _Task:
 
 
 class _SimulatedEnd(NamedTuple):
-    """One end of a message: an open action and whose it is."""
+    """One end of a message: an open action and its schedule."""
 
     task: _Task
     action: Send | Recv | Reduce
@@ -196,7 +197,7 @@ class _World:
     # a step begins
 
     def begin(self, task: _Task) -> None:
-        """Resume a schedule until it is at its end or has something to wait for."""
+        """Resume a schedule until it ends or waits for a message."""
         while not task.done and not task.open:
             task.step = ()
             try:
@@ -233,7 +234,7 @@ class _World:
     # messages
 
     def meetings(self, ports: int | None) -> Iterator[tuple[_SimulatedEnd, _SimulatedEnd]]:
-        """Take out of the channels, and yield, the messages that a round hands over."""
+        """Remove from the channels, and yield, the messages that a round delivers."""
         leaving, coming = [0] * self.size, [0] * self.size
         for channel in sorted(self.sends):
             sends, receives = self.sends[channel], self.receives.get(channel, deque())
@@ -245,7 +246,7 @@ class _World:
                 yield sends.popleft(), receives.popleft()
 
     def hand_over(self, send: _SimulatedEnd | None, receive: _SimulatedEnd, data: bytes) -> None:
-        """Put a message into its receiver's place and close both ends."""
+        """Copy a message into its receiver's place and complete both ends."""
         action, target = receive.action, receive.task.rank
         if len(data) != action.place.nbytes:
             raise SizeMismatchError(
@@ -264,7 +265,7 @@ class _World:
             self.close(send)
 
     def close(self, end: _SimulatedEnd) -> None:
-        """Count an end of a message as done."""
+        """Complete one end of a message."""
         if isinstance(end.action, Send):
             self._sent[end.task.rank] += 1, end.action.place.nbytes
             self.sent_messages[end.task.rank] += 1
@@ -275,7 +276,7 @@ class _World:
     # books
 
     def close_round(self) -> Cost:
-        """Return what the busiest rank did since the last call."""
+        """Return the cost of the busiest rank since the last call."""
         messages, nbytes = np.maximum(self._sent, self._received).max(axis=0, initial=0)
         cost = Cost(1, int(messages), int(nbytes), max(self._reduced.tolist(), default=0))
         self._clear_round()

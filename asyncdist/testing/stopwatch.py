@@ -1,11 +1,10 @@
-"""Seconds that processes could use: those for which they stood in line for a processor do not count.
+"""Measures seconds in which processes could run: time spent waiting for a processor does not count.
 
-A failure is to be known everywhere within a second; but where others want the processors too, more than that may pass
-before anybody gets to look::
+A failure has to be known on all ranks within a second. On a busy machine more time may pass before a rank is scheduled::
 
     since = Stopwatch(*(rank.pid for rank in ranks))
     ranks[2].kill()
-    ...                                        # the others say when they heard of it, by `time.monotonic`
+    ...                                        # the other ranks send when they noticed it, by `time.monotonic`
     assert since.seconds(heard_at) < 1.0
 """
 
@@ -22,10 +21,10 @@ _NOBODY: Mapping[int, float] = MappingProxyType({})
 
 
 class Stopwatch:
-    """Counts from when it is made, for this process and those with the numbers ``pids``.
+    """Counts from its creation, for this process and the processes ``pids``.
 
-    Linux says of each thread how long it wanted to run and could not. Elsewhere all seconds count; and everywhere those
-    for which a process slept. Of one that has ended, ``ended`` says what `stood_in_line` said last, if it says anything.
+    Linux reports for each thread how long it was runnable without running. On other systems all seconds count. Time in which
+    a process slept always counts. ``ended`` holds the last value of `stood_in_line` for processes that have ended.
     """
 
     def __init__(self, *pids: int, ended: Mapping[int, float] = _NOBODY) -> None:
@@ -34,7 +33,7 @@ class Stopwatch:
         self._began = monotonic()
 
     def seconds(self, at: float | None = None) -> float:
-        """Return the seconds until now, or until the monotonic time ``at``, whichever process has taken it."""
+        """Return the seconds until now, or until the monotonic time ``at``, which any process may have taken."""
         elapsed = (monotonic() if at is None else at) - self._began
         return elapsed - sum(seconds - self._stood.get(thread, 0.0) for thread, seconds in self._standing().items())
 

@@ -91,7 +91,7 @@ class TraceRecord:
 def read(folder: Path) -> list[list[TraceRecord]]:
     """Return the dumps in a folder by world and rank; the world that wrote last comes first.
 
-    Raises UsageError if the folder holds no dump, or a file that is none.
+    Raises UsageError if the folder holds no dump, or another kind of file.
     """
     worlds: dict[str, list[TraceRecord]] = {}
     for record in sorted(map(_record, folder.glob(FILE_NAMES)), key=lambda record: record.rank):

@@ -321,7 +321,7 @@ class ShmTransport(Transport):
             reason = str(error)
         self._by_descriptor.pop(local_peer.sock.fileno(), None)
         local_peer.mark_ended(reason)
-        # What the peer sent before is still in the ring, and is read first.
+        # Messages that the peer sent before its end are still in the ring, and are read first.
         self._pump()
         if local_peer.peer in self._connected and local_peer.peer in self._used:
             self.host.lost(local_peer.peer, reason)

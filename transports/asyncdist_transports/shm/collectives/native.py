@@ -1,8 +1,8 @@
-"""The collectives of a group whose members share memory: which way each call goes.
+"""The collectives of a group whose members share memory: selects the protocol of each call.
 
-What is small goes as a `Swap`, with one meeting. An all-reduce of open tensors is a `ZeroCopyAllReduce`, where they lie. All else is
-staged in rounds, see `large`. Members choose alike, by what their calls have in common: sizes, and whether data lies
-open, which they tell each other.
+Small tensors use a `SmallExchange`, with one synchronisation. An all-reduce of registered tensors is a `ZeroCopyAllReduce`. All
+other calls are staged in rounds (see `large`). Members select alike, by what their calls have in common: sizes, and whether
+the data is registered, which the members tell each other. `ShmTransport.native` makes one `ShmNative` per group.
 """
 
 from __future__ import annotations

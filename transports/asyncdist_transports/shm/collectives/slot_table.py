@@ -48,7 +48,7 @@ _LINES_NBYTES = PAGE_NBYTES
 
 
 class PeerHandle(NamedTuple):
-    """What the transport provides about another member of a group."""
+    """Access to another member of a group, provided by the transport."""
 
     mapping: ArenaMapping
     find: Callable[[int], int | None]
