@@ -47,7 +47,7 @@ async def ended(task):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("way", "victim"), [("file", 0), ("store", 1), ("tcp", 0), ("tcp", 1)])
-async def test_a_world_that_is_cancelled_at_any_step_of_opening_leaves_nothing_and_may_be_tried_again(
+async def test_opening_cancelled_at_any_step_leaks_nothing_and_can_be_retried(
     tmp_path, monkeypatch, caplog, way, victim
 ):
     gc.collect()  # what works of other tests have to say, they say now
@@ -83,7 +83,7 @@ async def test_a_world_that_is_cancelled_at_any_step_of_opening_leaves_nothing_a
     assert {(2.0, 2.0)} < outcomes <= {(2.0, 2.0), given_up, lost, 2.0, "PeerLostError"}
 
 
-async def test_a_rank_that_comes_to_a_store_just_as_that_is_closed_finds_the_one_that_comes_after_it(monkeypatch):
+async def test_rank_that_finds_a_closing_store_uses_its_successor(monkeypatch):
     close = StoreServer.close
 
     async def close_while_somebody_comes_in(server):
@@ -105,7 +105,7 @@ def said(outcome):
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-async def test_the_default_group_can_be_made_after_making_it_was_cancelled(tmp_path, victim):
+async def test_default_group_can_be_created_after_cancelled_attempt(tmp_path, victim):
     for number in range(6):
         where = f"file://{tmp_path}/world{number}"
         making = asyncdist.init_process_group(init_method=where, rank=victim, world_size=2)
@@ -116,7 +116,7 @@ async def test_the_default_group_can_be_made_after_making_it_was_cancelled(tmp_p
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-async def test_leaving_that_is_cancelled_at_any_step_leaves_nothing_behind(tmp_path, victim):
+async def test_leaving_cancelled_at_any_step_leaks_nothing(tmp_path, victim):
     for number in itertools.count():
         where = {"init_method": f"file://{tmp_path}/world{number}"}
         worlds = [asyncdist.process_group("tcp", rank=rank, world_size=2, **where) for rank in range(2)]
@@ -131,7 +131,7 @@ async def test_leaving_that_is_cancelled_at_any_step_leaves_nothing_behind(tmp_p
 
 
 @pytest.mark.parametrize("count", [10, 500_000])
-async def test_a_cancelled_waiter_stops_waiting_and_the_operation_goes_on(transport, count):
+async def test_cancelled_waiter_does_not_cancel_the_operation(transport, count):
     async with world_of(2, transport=transport) as groups:
         for number in range(12):
             tensors = [torch.full((count,), rank + 1.0) for rank in range(2)]
@@ -183,7 +183,7 @@ async def beside(work, coroutine):
         tasks.create_task(coroutine)
 
 
-def test_a_blocking_wait_that_times_out_leaves_the_operation_going(together, transport):
+def test_timed_out_wait_does_not_cancel_the_operation(together, transport):
     def program(group):
         tensor = torch.ones(1000)
         if group.rank() == 0:
@@ -200,7 +200,7 @@ def test_a_blocking_wait_that_times_out_leaves_the_operation_going(together, tra
     assert together(2, program, transport=transport) == [2.0, 2.0]
 
 
-async def test_who_waits_for_a_rank_that_gives_up_before_the_world_is_complete_hears_of_it(tmp_path):
+async def test_rank_that_aborts_opening_is_reported_to_waiting_ranks(tmp_path):
     where = {"init_method": f"file://{tmp_path}/world"}
     leading = asyncio.ensure_future(use(0, **where))
     following = asyncio.ensure_future(use(1, **where))

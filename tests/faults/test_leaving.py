@@ -17,7 +17,7 @@ pytestmark = pytest.mark.each_loop
 
 
 @pytest.mark.parametrize("source", [1, None], ids=["from one", "from anybody"])
-async def test_who_waits_for_ranks_that_leave_without_a_word_hears_of_it(transport, source):
+async def test_receive_from_left_ranks_fails(transport, source):
     async with world_of(3, transport=transport) as (stayer, *leavers):
         waiting = stayer.recv(torch.zeros(1), source)
         await asyncio.sleep(0)
@@ -29,7 +29,7 @@ async def test_who_waits_for_ranks_that_leave_without_a_word_hears_of_it(transpo
 
 
 @pytest.mark.parametrize("source", [1, 2, None], ids=["from it", "from another", "from anybody"])
-async def test_who_aborts_and_leaves_at_once_is_heard_by_all(transport, source):
+async def test_abort_reaches_all_ranks_although_sender_leaves_at_once(transport, source):
     """Also by ranks to which there is no connection yet, and which wait for another."""
     async with world_of(3, transport=transport) as (stayer, leaver, _):
         waiting = stayer.recv(torch.zeros(1), source)
@@ -39,7 +39,7 @@ async def test_who_aborts_and_leaves_at_once_is_heard_by_all(transport, source):
             await waiting
 
 
-def test_a_thread_that_aborts_and_leaves_at_once_is_heard_by_all(transport, together):
+def test_abort_from_a_thread_reaches_all_ranks_although_sender_leaves_at_once(transport, together):
     def rank(group):
         if group.rank() == 1:
             group.abort("on purpose")
@@ -51,7 +51,7 @@ def test_a_thread_that_aborts_and_leaves_at_once_is_heard_by_all(transport, toge
 
 
 @pytest.mark.exhaustive
-async def test_who_leaves_after_a_failure_waits_for_peers_that_do_not_answer_only_so_long(transport):
+async def test_leaving_after_failure_waits_for_silent_peers_only_until_timeout(transport):
     async with world_of(2, transport=transport) as (_, leaver):
         leaver.abort("on purpose")
         leaver.mesh.notices_flushed = lambda: Until(lambda: False)
@@ -59,7 +59,7 @@ async def test_who_leaves_after_a_failure_waits_for_peers_that_do_not_answer_onl
             await leaver.world.close()
 
 
-async def test_the_failure_by_a_rank_that_has_left_keeps_nothing_of_who_calls_later(transport):
+async def test_failure_by_left_rank_keeps_no_reference_to_later_callers(transport):
     """It is kept as long as the world, to be told to all who call."""
     async with world_of(2, transport=transport) as (stayer, leaver):
         waiting = stayer.recv(torch.zeros(1), None)

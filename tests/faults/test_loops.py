@@ -54,7 +54,7 @@ def two(transport, new_loop):
     home.close()
 
 
-def test_what_is_left_when_its_loop_ends_goes_on_in_the_background(two, until):
+def test_operation_continues_in_background_after_its_loop_ends(two, until):
     async def begin():
         return two.all_reduce()
 
@@ -65,7 +65,7 @@ def test_what_is_left_when_its_loop_ends_goes_on_in_the_background(two, until):
     assert work.result().tolist() == [2.0, 2.0]
 
 
-def test_what_is_left_when_its_loop_ends_keeps_its_deadline(two, until):
+def test_operation_keeps_its_deadline_after_its_loop_ends(two, until):
     async def begin():
         return two.all_reduce(timeout=0.5)
 
@@ -76,7 +76,7 @@ def test_what_is_left_when_its_loop_ends_keeps_its_deadline(two, until):
 
 
 @pytest.mark.parametrize("ends", [True, False], ids=["ends", "stops"])
-def test_who_awaits_on_another_loop_does_not_hang_when_the_first_one(two, ends):
+def test_waiter_on_another_loop_does_not_hang_when_driving_loop_ends(two, ends):
     works = []
 
     async def elsewhere():
@@ -96,7 +96,7 @@ def test_who_awaits_on_another_loop_does_not_hang_when_the_first_one(two, ends):
         assert result.result() == [2.0, 2.0]
 
 
-def test_who_awaits_on_another_loop_does_not_hang_while_the_first_stands_still(two):
+def test_waiter_on_another_loop_does_not_hang_while_driving_loop_is_blocked(two):
     async def await_one():
         waiting = asyncio.ensure_future(two.all_reduce())
         await asyncio.sleep(0)
@@ -108,7 +108,7 @@ def test_who_awaits_on_another_loop_does_not_hang_while_the_first_stands_still(t
         two.home.run_until_complete(asyncio.sleep(0))
 
 
-def test_waits_that_are_given_up_while_the_first_loop_stands_still_keep_no_threads(two):
+def test_cancelled_waits_keep_no_threads_while_driving_loop_is_blocked(two):
     async def give_up_many():
         works = [two.all_reduce() for _ in range(50)]
         waiting = [asyncio.ensure_future(work) for work in works]

@@ -44,7 +44,7 @@ def all_reduces(world, count):
     [1, 12, GREETING - 1, GREETING, GREETING + 1, PROOF - 1, PROOF, PROOF + 4, HELLO - 1, HELLO, HELLO + 1,
      HEADER - 1, HEADER, HEADER + 1, HEADER + 2000, HEADER + 3999],
 )  # fmt: skip
-async def test_a_connection_cut_at_any_byte_fails_the_operation_on_both_sides_soon(nbytes, eventually, monkeypatch):
+async def test_connection_cut_at_any_byte_fails_the_operation_on_both_ranks(nbytes, eventually, monkeypatch):
     # A handshake that has taken so long is begun again; where this machine is as slow, too, and the proxy cuts only once.
     monkeypatch.setattr("asyncdist_transports.tcp.connection._KEPT_WAITING", math.inf)
     with proxied_world(2, home=asyncio.get_running_loop()) as world:
@@ -59,7 +59,7 @@ async def test_a_connection_cut_at_any_byte_fails_the_operation_on_both_sides_so
 
 
 @pytest.mark.parametrize("nbytes", [HELLO + 100_000, HELLO + 1_000_000, HELLO + 3_999_999])
-async def test_a_cut_in_the_middle_of_a_large_message_reaches_also_ranks_that_are_not_next_to_it(nbytes):
+async def test_cut_in_large_message_fails_the_operation_on_all_ranks(nbytes):
     with proxied_world(4, home=asyncio.get_running_loop()) as world:
         world.proxies[0, 1].cut_after(nbytes)
         errors = await outcomes(all_reduces(world, 5_000_000))
@@ -70,7 +70,7 @@ async def test_a_cut_in_the_middle_of_a_large_message_reaches_also_ranks_that_ar
         assert all(group.error is not None for group in world.groups)
 
 
-async def test_groups_that_do_not_hold_both_ends_of_a_cut_go_on():
+async def test_groups_without_both_ends_of_a_cut_continue():
     with proxied_world(3, home=asyncio.get_running_loop()) as world:
         untouched = world.new_group([0, 2])
         await asyncio.gather(*all_reduces(world, 10))
@@ -82,7 +82,7 @@ async def test_groups_that_do_not_hold_both_ends_of_a_cut_go_on():
 
 
 @pytest.mark.parametrize("cut", [(0, 1), (1, 0)])
-async def test_a_cut_while_nothing_is_pending_is_found_at_the_latest_by_the_next_operation(cut, eventually):
+async def test_idle_cut_is_noticed_by_the_next_operation(cut, eventually):
     with proxied_world(2, home=asyncio.get_running_loop()) as world:
         await asyncio.gather(*all_reduces(world, 10))
         world.proxies[cut].cut()
@@ -93,7 +93,7 @@ async def test_a_cut_while_nothing_is_pending_is_found_at_the_latest_by_the_next
         assert [type(error) for error in errors] == [PeerLostError, PeerLostError]
 
 
-async def test_a_slow_network_changes_nothing_but_the_time():
+async def test_slow_network_gives_correct_results():
     with proxied_world(2, home=asyncio.get_running_loop()) as world:
         for proxy in world.proxies.values():
             proxy.delay = 0.002
@@ -105,7 +105,7 @@ async def test_a_slow_network_changes_nothing_but_the_time():
 
 
 @pytest.mark.parametrize("count", [1, 700])
-async def test_bytes_may_come_one_at_a_time(count):
+async def test_single_byte_chunks_give_correct_results(count):
     with proxied_world(3, home=asyncio.get_running_loop()) as world:
         for proxy in world.proxies.values():
             proxy.chunk_nbytes = 1
@@ -116,7 +116,7 @@ async def test_bytes_may_come_one_at_a_time(count):
             assert all(torch.equal(tensor, torch.full((count,), 6.0)) for tensor in tensors)
 
 
-async def test_a_clogged_network_holds_the_sender_back_without_filling_memory():
+async def test_blocked_network_applies_backpressure_without_buffering():
     with proxied_world(2, home=asyncio.get_running_loop()) as world:
         await asyncio.gather(*all_reduces(world, 10))
         sent = torch.arange(16_000_000, dtype=torch.int32)
@@ -146,7 +146,7 @@ async def _of(work):
     return await work
 
 
-async def test_large_messages_that_nobody_asked_for_wait_in_the_senders_memory(eventually):
+async def test_unexpected_large_messages_stay_in_sender_memory(eventually):
     with proxied_world(2, home=asyncio.get_running_loop()) as world:
         await asyncio.gather(*all_reduces(world, 10))
         tensors = [torch.full((1_000_000,), number) for number in range(10)]
@@ -163,7 +163,7 @@ async def test_large_messages_that_nobody_asked_for_wait_in_the_senders_memory(e
         assert grown < 24 << 10, f"{grown} KiB"
 
 
-async def test_small_messages_that_nobody_asks_for_do_not_fill_the_receivers_memory(eventually):
+async def test_unexpected_small_messages_do_not_fill_receiver_memory(eventually):
     config = Config(token="secret", aside_nbytes=1 << 20)
     with proxied_world(2, home=asyncio.get_running_loop(), config=config) as world:
         await asyncio.gather(*all_reduces(world, 10))
@@ -199,7 +199,7 @@ async def test_a_refused_connection_names_the_rank_and_the_reason():
             assert "refused" in str(error)
 
 
-async def test_operations_issued_after_a_loss_say_what_became_of_the_group():
+async def test_operation_after_peer_loss_raises_the_groups_error():
     with proxied_world(2, home=asyncio.get_running_loop()) as world:
         world.proxies[0, 1].cut_after(HEADER)
         await outcomes(all_reduces(world, 10))
@@ -209,7 +209,7 @@ async def test_operations_issued_after_a_loss_say_what_became_of_the_group():
 
 
 @pytest.mark.parametrize("transport", ["tcp", "inproc"])
-async def test_a_receive_from_anybody_is_not_held_up_by_a_large_message_that_nobody_wants_yet(transport):
+async def test_receive_from_any_source_is_not_blocked_by_unexpected_large_message(transport):
     async with world_of(2, transport=transport) as (receiver, sender):
         large = torch.arange(1_000_000)
         first = sender.send(large, 0, tag=5)
@@ -223,7 +223,7 @@ async def test_a_receive_from_anybody_is_not_held_up_by_a_large_message_that_nob
         await asyncio.gather(first, second)
 
 
-async def test_a_receive_from_anybody_fails_when_the_last_rank_that_could_send_has_left():
+async def test_receive_from_any_source_fails_when_last_sender_has_left():
     with proxied_world(3, home=asyncio.get_running_loop()) as world:
         await asyncio.gather(*(group.monitored_barrier() for group in world.groups))  # rank 0 hears from all
         receiving = world.groups[0].recv(torch.ones(1), None)
@@ -235,9 +235,7 @@ async def test_a_receive_from_anybody_fails_when_the_last_rank_that_could_send_h
             await receiving
 
 
-async def test_a_receive_from_anybody_that_comes_when_all_have_left_takes_what_they_sent_and_fails_then(
-    transport, eventually
-):
+async def test_receive_from_any_source_gets_messages_of_left_ranks_then_fails(transport, eventually):
     async with world_of(3, transport=transport) as groups:
         receiver, *senders = groups
         await asyncio.gather(*(group.barrier() for group in groups))
@@ -280,13 +278,13 @@ async def left_behind(request, eventually):
         assert torch.equal(room, torch.ones(3))
 
 
-async def test_who_leaves_before_it_knows_all_our_connections_may_have_said_all_on_its_own(left_behind):
+async def test_rank_that_left_before_accepting_may_have_sent_on_its_own_connection(left_behind):
     world, coming = left_behind
     world.proxies[0, 1].release()
     await coming
 
 
-async def test_a_process_that_was_held_up_reads_what_is_there_before_it_takes_anybody_for_lost(left_behind):
+async def test_delayed_process_reads_pending_bytes_before_declaring_peer_lost(left_behind):
     world, coming = left_behind
     proxy, due = world.proxies[0, 1], world.meshes[1].next_deadline()
 
@@ -300,7 +298,7 @@ async def test_a_process_that_was_held_up_reads_what_is_there_before_it_takes_an
     await coming
 
 
-async def test_what_waits_on_the_wire_from_who_has_left_without_knowing_our_connection_is_kept(eventually):
+async def test_pending_messages_of_left_rank_are_kept(eventually):
     with proxied_world(2, home=asyncio.get_running_loop()) as world:
         leaver, stayer = world.groups
         world.proxies[1, 0].hold_after(PROOF)  # who opens it does not know of the other way yet
@@ -315,7 +313,7 @@ async def test_what_waits_on_the_wire_from_who_has_left_without_knowing_our_conn
         assert torch.equal(room, torch.ones(50_000))
 
 
-async def test_a_group_with_a_rank_that_has_left_fails_only_when_that_is_needed(transport, eventually):
+async def test_group_with_left_rank_fails_only_when_rank_is_needed(transport, eventually):
     async with world_of(3, transport=transport) as groups:
         await asyncio.gather(*(group.barrier() for group in groups))
         groups[2].world.leave()
@@ -329,7 +327,7 @@ async def test_a_group_with_a_rank_that_has_left_fails_only_when_that_is_needed(
             assert "rank 2 was lost" in str(error)
 
 
-async def test_both_sides_say_which_address_of_theirs_cannot_be_reached():
+async def test_unreachable_address_is_reported_on_both_ranks():
     nowhere = free_port()
     async with world_of(2, transport="tcp") as groups:
         groups[1].mesh.link(0)._where = ("127.0.0.1", nowhere)
@@ -356,7 +354,7 @@ def unanswered():
         yield where
 
 
-async def test_a_timeout_says_that_no_connection_was_ever_opened(unanswered):
+async def test_timeout_error_mentions_missing_connection(unanswered):
     async with world_of(2, transport="tcp") as groups:
         groups[0].mesh.link(1)._where = unanswered
         groups[0].set_timeout(0.5)
@@ -371,7 +369,7 @@ async def test_a_timeout_says_that_no_connection_was_ever_opened(unanswered):
         assert str(pickle.loads(pickle.dumps(late.value))) == str(late.value)
 
 
-async def test_who_is_told_of_a_timeout_says_that_it_has_no_connection_to_who_waited(unanswered):
+async def test_reported_timeout_mentions_missing_connection_to_waiting_rank(unanswered):
     async with world_of(2, transport="tcp") as groups:
         groups[0].mesh.link(1)._where = unanswered
         groups[1].set_timeout(0.5)
@@ -385,7 +383,7 @@ async def test_who_is_told_of_a_timeout_says_that_it_has_no_connection_to_who_wa
         assert str(told).endswith("check ASYNCDIST_SOCKET_IFNAME on that rank, routes and firewalls")
 
 
-async def test_a_rank_that_has_not_come_to_accept_us_is_no_trouble_of_the_network():
+async def test_unaccepted_connection_is_not_reported_as_network_problem():
     async with world_of(2, transport="tcp") as groups:
         with socket.create_server(("127.0.0.1", 0)) as busy:
             groups[0].mesh.link(1)._where = busy.getsockname()

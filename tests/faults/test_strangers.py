@@ -81,7 +81,7 @@ GARBAGE = {
 
 
 @pytest.mark.parametrize("bytes_", GARBAGE.values(), ids=GARBAGE.keys())
-async def test_garbage_on_the_listener_is_refused_logged_and_forgotten(a_world, eventually, caplog, bytes_):
+async def test_garbage_on_the_listener_is_refused_and_logged(a_world, eventually, caplog, bytes_):
     async with a_world() as world:
         before = num_connections(world)
         with connect(address(world, 0)) as stranger:
@@ -103,9 +103,7 @@ async def test_garbage_on_the_listener_is_refused_logged_and_forgotten(a_world, 
         (TOKEN, "another world", "did not hold the token of this process"),
     ],
 )
-async def test_who_cannot_prove_that_it_is_of_this_world_is_not_let_in(
-    a_world, caplog, eventually, token, world_id, says
-):
+async def test_connection_without_valid_proof_is_refused(a_world, caplog, eventually, token, world_id, says):
     async with a_world() as world:
         before = num_connections(world)
         purpose = f"peer of world {world_id or world.meshes[0].world_id}"
@@ -132,7 +130,7 @@ async def in_thread(function):
 
 
 @pytest.mark.parametrize("rank", [0, 2, 65535])
-async def test_a_rank_that_cannot_be_is_not_let_in(a_world, caplog, eventually, rank):
+async def test_connection_with_impossible_rank_is_refused(a_world, caplog, eventually, rank):
     async with a_world() as world:
         before = num_connections(world)
         where, world_id = address(world, 0), world.meshes[0].world_id
@@ -142,7 +140,7 @@ async def test_a_rank_that_cannot_be_is_not_let_in(a_world, caplog, eventually, 
         assert await sums(world) == [3.0, 3.0]
 
 
-async def test_who_never_finishes_its_handshake_is_closed_after_a_time(a_world, caplog, eventually):
+async def test_unfinished_handshake_is_closed_after_timeout(a_world, caplog, eventually):
     async with a_world(handshake_timeout=0.1) as world:
         caplog.clear()  # so short a time may have been too short for the ranks themselves, which have come again
         before = num_connections(world)
@@ -154,7 +152,7 @@ async def test_who_never_finishes_its_handshake_is_closed_after_a_time(a_world, 
         assert await sums(world) == [3.0, 3.0]
 
 
-async def test_ranks_that_are_too_slow_to_prove_themselves_come_again():
+async def test_ranks_with_timed_out_handshakes_reconnect():
     config = Config(token=TOKEN).with_(handshake_timeout=0.02)
     async with world_of(2, transport="tcp", config=config) as groups:
         talking = asyncio.create_task(sums(SimpleNamespace(groups=groups)))
@@ -164,7 +162,7 @@ async def test_ranks_that_are_too_slow_to_prove_themselves_come_again():
         assert await talking == [3.0, 3.0]
 
 
-async def test_hundreds_of_silent_connections_keep_nobody_out(a_world, eventually):
+async def test_hundreds_of_silent_connections_do_not_block_peers(a_world, eventually):
     async with a_world() as world:
         before = num_connections(world)
         where, world_id = address(world, 0), world.meshes[0].world_id
@@ -246,7 +244,7 @@ async def test_listener_takes_the_next_connection_at_once_after_one_was_aborted(
         monkeypatch.undo()
 
 
-async def test_a_process_without_descriptors_refuses_instead_of_spinning(a_world, caplog, eventually):
+async def test_process_without_descriptors_refuses_connections_without_busy_loop(a_world, caplog, eventually):
     resource = pytest.importorskip("resource")
     async with a_world() as world:
         where = address(world, 0)
@@ -285,7 +283,7 @@ async def test_a_process_without_descriptors_refuses_instead_of_spinning(a_world
         (b"\xff" * HEADER_NBYTES, "the stream is damaged"),
     ],
 )
-async def test_a_proven_peer_that_sends_damage_is_lost_and_so_it_says(eventually, caplog, frame, says):
+async def test_authenticated_peer_sending_damaged_frames_is_lost(eventually, caplog, frame, says):
     """A broken rank 2 of a world of three: the others lose it, and their own group goes on."""
     with proxied_world(3, home=asyncio.get_running_loop(), config=Config(token=TOKEN)) as world:
         pair = world.new_group([0, 1])
@@ -302,7 +300,7 @@ async def test_a_proven_peer_that_sends_damage_is_lost_and_so_it_says(eventually
         assert [tensor[0].item() for tensor in tensors] == [2.0, 2.0]
 
 
-async def test_a_proven_peer_may_send_what_nobody_asked_for(eventually):
+async def test_authenticated_peer_may_send_unexpected_messages(eventually):
     """Messages of groups that do not exist here are put aside up to the limit, and thrown away with the world."""
     config = Config(token=TOKEN, aside_nbytes=1 << 18)
     with proxied_world(3, home=asyncio.get_running_loop(), config=config) as world:
@@ -322,7 +320,7 @@ async def test_a_proven_peer_may_send_what_nobody_asked_for(eventually):
 
 
 @pytest.mark.parametrize("nbytes", [HEADER_NBYTES - 1, HEADER_NBYTES, HEADER_NBYTES + 3])
-async def test_a_proven_peer_that_vanishes_halfway_is_lost(eventually, nbytes):
+async def test_authenticated_peer_that_disconnects_mid_message_is_lost(eventually, nbytes):
     with proxied_world(3, home=asyncio.get_running_loop(), config=Config(token=TOKEN)) as world:
         receiving = world.groups[0].recv(torch.zeros(2), 2)
         where, world_id = world.proxies[1, 0].target, world.meshes[0].world_id
@@ -335,7 +333,7 @@ async def test_a_proven_peer_that_vanishes_halfway_is_lost(eventually, nbytes):
         assert lost.value.peer == 2
 
 
-async def test_a_rank_that_is_given_up_as_a_stranger_because_it_was_slow_comes_again(caplog, eventually):
+async def test_rank_evicted_as_unauthenticated_reconnects(caplog, eventually):
     """As one does that computes for minutes between connecting and its next call."""
     config = Config(token=TOKEN, handshake_timeout=1.1)
     with proxied_world(2, home=asyncio.get_running_loop(), config=config) as world:

@@ -40,7 +40,7 @@ def warmed(world, threads):
     return world
 
 
-def test_a_cut_reaches_every_thread_that_blocks_on_any_group_with_the_lost_rank(threads):
+def test_cut_fails_every_thread_blocked_on_groups_with_the_lost_rank(threads):
     with proxied_world(3) as world:
         warmed(world, threads)
         pairs = [world.new_group([0, 1]) for _ in range(3)]
@@ -65,7 +65,7 @@ def test_a_cut_reaches_every_thread_that_blocks_on_any_group_with_the_lost_rank(
         assert unharmed.result()[0][0] == 2.0
 
 
-def test_a_world_that_is_closed_under_blocked_threads_lets_them_go(threads, until):
+def test_closing_world_releases_blocked_threads(threads, until):
     with proxied_world(2) as world:
         warmed(world, threads)
         groups = [world.groups[0], world.new_group([0, 1])[0], world.new_group([1, 0])[0]]
@@ -83,7 +83,7 @@ def test_a_world_that_is_closed_under_blocked_threads_lets_them_go(threads, unti
         assert since.seconds(at) < SOON
 
 
-def test_a_group_that_another_thread_aborts_lets_the_blocked_one_go(threads, until):
+def test_abort_from_another_thread_releases_blocked_thread(threads, until):
     with proxied_world(2) as world:
         warmed(world, threads)
         waiting = [threads.submit(outcome, group.recv, torch.ones(1), 1 - group.rank()) for group in world.groups]
@@ -98,9 +98,7 @@ def test_a_group_that_another_thread_aborts_lets_the_blocked_one_go(threads, unt
 @pytest.mark.parametrize("where", [Writer, Reader], ids=["writing", "reading"])
 @pytest.mark.parametrize("cause", [KeyboardInterrupt, ZeroDivisionError], ids=["interrupt", "bug"])
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_whatever_strikes_in_the_middle_of_a_move_ends_everything_of_that_rank_and_is_told(
-    threads, monkeypatch, where, cause
-):
+def test_exception_in_the_driver_fails_the_rank_and_is_reported(threads, monkeypatch, where, cause):
     """Nobody knows what was moved, so the connections are closed: the peer must not take halves for a whole."""
     with proxied_world(2, timeout=20) as world:
         warmed(world, threads)
@@ -130,9 +128,7 @@ def test_whatever_strikes_in_the_middle_of_a_move_ends_everything_of_that_rank_a
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_cuts_anywhere_at_any_time_end_every_operation_soon_with_the_right_value_or_an_error(
-    threads, monkeypatch, seed
-):
+def test_random_cuts_end_operations_with_correct_value_or_error(threads, monkeypatch, seed):
     """Random collectives of three blocking ranks, a random connection cut at a random byte."""
     monkeypatch.setattr("asyncdist.engine.endpoint._BENEFIT", 0.05)
     chance = random.Random(seed)

@@ -25,7 +25,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "writing-a-transport.md"
 
 
 @pytest.mark.parametrize("promise", PROMISES, ids=lambda promise: promise.__name__)
-async def test_ours_keep_their_promises(transport, promise):
+async def test_product_transports_conform(transport, promise):
     if transport == "inproc" and promise is conformance.peer_declared_lost_is_told:
         pytest.skip("nothing lies between ranks of one process that could break")
     await promise(transport)
@@ -109,12 +109,12 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("promise", PROMISES, ids=lambda promise: promise.__name__)
-async def test_the_transport_of_the_page_keeps_them(pair, promise):
+async def test_documented_example_transport_conforms(pair, promise):
     await promise("pair")
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-async def test_a_fault_is_found_out(pair, fault, monkeypatch):
+async def test_conformance_detects_injected_fault(pair, fault, monkeypatch):
     monkeypatch.setattr(conformance, "_PATIENCE", 1.0)  # which is waited out where nobody is told of an end
     promise, words = FAULTS[fault]
     fault(pair)
@@ -123,7 +123,7 @@ async def test_a_fault_is_found_out(pair, fault, monkeypatch):
 
 
 @pytest.mark.parametrize("fault", [overtakes, finishes_before_it_has_left], ids=lambda fault: fault.__name__)
-async def test_a_fault_is_found_by_drills_too(pair, fault):
+async def test_drills_detect_injected_fault(pair, fault):
     fault(pair)
     with pytest.raises(AssertionError, match="three in a row"):
         await drilled()

@@ -31,7 +31,7 @@ either = pytest.mark.parametrize("run", [lock_step, run_adversary])
 
 
 @either
-def test_moves_folds_and_ends(run: Callable[[list[Schedule]], object]) -> None:
+def test_schedule_sends_reduces_and_completes(run: Callable[[list[Schedule]], object]) -> None:
     here, there, spare = np.array([1, 2]), np.array([10, 20]), np.array([0, 0])
     run([
         steps(Send(1, here), (Recv(1, spare),), Combine(spare, here, swapped=False)),
@@ -53,7 +53,7 @@ def test_counts_the_busiest_rank_of_each_round() -> None:
     assert trace.sent_nbytes == [4, 4, 0]
 
 
-def test_ports_limit_what_a_rank_does_in_a_round() -> None:
+def test_ports_limit_messages_per_round() -> None:
     places = [np.zeros(1) for _ in range(6)]
 
     def star() -> list[Schedule]:
@@ -66,7 +66,7 @@ def test_ports_limit_what_a_rank_does_in_a_round() -> None:
 
 
 @either
-def test_deadlock_names_who_waits_for_whom(run: Callable[[list[Schedule]], object]) -> None:
+def test_deadlock_error_names_waiting_ranks(run: Callable[[list[Schedule]], object]) -> None:
     place = [np.zeros(2, np.uint8) for _ in range(3)]
     with pytest.raises(DeadlockError) as caught:
         run([steps(Recv(1, place[0])), steps(Recv(2, place[1]), Send(0, place[1])), steps(Recv(0, place[2]))])
@@ -74,7 +74,7 @@ def test_deadlock_names_who_waits_for_whom(run: Callable[[list[Schedule]], objec
     assert "rank 1, step 1: receive 2 bytes from rank 2" in str(caught.value)
 
 
-def test_what_needs_a_buffer_is_a_deadlock_in_lock_step() -> None:
+def test_schedule_that_needs_buffering_deadlocks_in_lock_step() -> None:
     def head_on() -> list[Schedule]:
         ours, theirs, more, yet_more = (np.zeros(1) for _ in range(4))
         return [steps(Send(1, ours), Recv(1, theirs)), steps(Send(0, more), Recv(0, yet_more))]
@@ -91,7 +91,7 @@ def test_sizes_must_agree(run: Callable[[list[Schedule]], object]) -> None:
 
 
 @either
-def test_a_message_that_nobody_receives(run: Callable[[list[Schedule]], object]) -> None:
+def test_unreceived_message_is_an_error(run: Callable[[list[Schedule]], object]) -> None:
     with pytest.raises(ScheduleError):
         run([steps(Send(1, np.zeros(2))), steps()])
 
@@ -117,7 +117,7 @@ def test_schedules_of_one_rank_must_not_overlap_either() -> None:
         lock_step([[steps(Recv(1, MEMORY[:5])), steps(Recv(1, MEMORY[4:]))], steps()])
 
 
-def test_sends_may_share_and_neighbours_may_touch() -> None:
+def test_sends_may_share_memory_and_adjacent_places_are_allowed() -> None:
     spare = np.zeros(16)
     lock_step([
         steps((Send(1, MEMORY[:4]), Send(1, MEMORY[:4]), Recv(1, MEMORY[4:]))),
@@ -143,7 +143,7 @@ def test_an_empty_step_is_refused() -> None:
         lock_step([steps(())])
 
 
-def test_the_adversary_overwrites_memory_that_waits_to_be_received_into() -> None:
+def test_adversary_overwrites_posted_receive_memory() -> None:
     """A schedule that looks at it by other means than actions, which the rules cannot see, sees what is not there."""
 
     def seen(seed: int) -> float:

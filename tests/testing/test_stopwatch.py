@@ -15,13 +15,13 @@ from asyncdist.testing.stopwatch import Stopwatch
 pytestmark = pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="the kernel does not say who waits")
 
 
-def test_who_sleeps_lets_time_pass():
+def test_sleep_counts_as_elapsed():
     since, before = Stopwatch(), time.monotonic()
     time.sleep(0.2)
     assert 0.1 < since.seconds() <= time.monotonic() - before
 
 
-def test_until_a_moment_that_another_has_noted():
+def test_seconds_until_a_time_from_another_process():
     since = Stopwatch()
     assert 99.0 < since.seconds(time.monotonic() + 100.0) <= 100.1
 
@@ -35,7 +35,7 @@ def _run(cores: set[int], going) -> None:
 
 @pytest.mark.processes
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-def test_who_shares_a_processor_has_only_its_share(until):
+def test_time_waiting_for_a_processor_does_not_count(until):
     """Two that run on one core: whichever of them is asked, what the other had does not count."""
     fork, cores = multiprocessing.get_context("fork"), {min(os.sched_getaffinity(0))}
     going = [fork.Event() for _ in range(2)]
@@ -66,7 +66,7 @@ def run_on(test, core, seconds):
 
 
 @pytest.mark.processes
-def test_what_one_that_has_ended_stood_in_line_for_is_known(tmp_path):
+def test_waiting_time_of_ended_process_is_known(tmp_path):
     (tmp_path / "runs.py").write_text(RUNS)
     core = min(os.sched_getaffinity(0))
     with Nursery(()) as nursery:

@@ -76,7 +76,7 @@ def told(records):
     return "\n".join(desync_report.tell(records))
 
 
-def test_all_is_well(ranks):
+def test_report_of_completed_calls(ranks):
     three = ranks(3)
     for rank in range(3):
         three.call(rank, 1, 0, 1)
@@ -89,11 +89,11 @@ def test_all_is_well(ranks):
     assert standing.number is None
 
 
-def test_nothing_was_called(ranks):
+def test_report_without_calls(ranks):
     assert "No collective is held up" in told(ranks(2).records())
 
 
-def test_a_rank_that_has_not_called_is_what_the_others_wait_for(ranks):
+def test_report_names_rank_that_has_not_called(ranks):
     three = ranks(3)
     for rank in range(3):
         three.call(rank, 1, 0, 1)
@@ -107,7 +107,7 @@ def test_a_rank_that_has_not_called_is_what_the_others_wait_for(ranks):
     ]
 
 
-def test_who_has_gone_on_from_what_another_has_not_called(ranks):
+def test_report_when_other_ranks_continued_past_a_missing_call(ranks):
     """Of a broadcast the root may be done long before the others."""
     two = ranks(2)
     for number in (1, 2):
@@ -130,7 +130,7 @@ def test_different_calls(ranks):
     )
 
 
-def test_a_rank_that_wrote_nothing(ranks):
+def test_report_names_rank_without_dump(ranks):
     three = ranks(3)
     for rank in (0, 2):
         three.call(rank, 1)
@@ -139,7 +139,7 @@ def test_a_rank_that_wrote_nothing(ranks):
     assert "  rank 1 of this group left no recorder." in said
 
 
-def test_what_is_over_and_forgotten_is_no_call_that_was_not_made(ranks):
+def test_evicted_call_does_not_count_as_missing(ranks):
     two = ranks(2, "w", 10)
     two.group("world", range(2), last={0: 5, 1: 5})
     for number in range(1, 6):
@@ -153,7 +153,7 @@ def test_what_is_over_and_forgotten_is_no_call_that_was_not_made(ranks):
     assert standing.number is None
 
 
-def test_who_is_in_a_call_is_known_whatever_came_after_it(ranks):
+def test_pending_call_is_found_behind_later_calls(ranks):
     three = ranks(3, "w", 10)
     three.group("world", range(3), last={0: 3, 1: 2, 2: 4})
     for number in range(1, 4):
@@ -173,7 +173,7 @@ def test_who_is_in_a_call_is_known_whatever_came_after_it(ranks):
     ]
 
 
-def test_groups_that_are_held_up_come_first(ranks):
+def test_blocked_groups_are_reported_first(ranks):
     four = ranks(4)
     four.group("pair", (1, 2))
     for rank in range(4):
@@ -184,7 +184,7 @@ def test_groups_that_are_held_up_come_first(ranks):
     assert (second.group, second.number) == ("world", None)
 
 
-def test_groups_of_one_name_are_told_apart_by_their_ranks(ranks):
+def test_groups_with_equal_names_are_distinguished_by_ranks(ranks):
     four = ranks(4)
     four.group("half", (0, 1))
     four.group("half", (2, 3))
@@ -196,7 +196,7 @@ def test_groups_of_one_name_are_told_apart_by_their_ranks(ranks):
     ]
 
 
-def test_messages_that_nobody_answers(ranks):
+def test_report_of_unmatched_messages(ranks):
     two = ranks(2)
     two.call(0, 7, 90, op="recv", fingerprint=SEND, peer=1)
     two.call(0, 7, 95, op="recv", fingerprint=SEND, peer=1)
@@ -207,14 +207,14 @@ def test_messages_that_nobody_answers(ranks):
     ]
 
 
-def test_the_peer_of_a_message_is_a_rank_of_the_world(ranks):
+def test_message_peer_is_reported_as_world_rank(ranks):
     four = ranks(4)
     four.group("half", (2, 3))
     four.call(3, 1, 90, op="send", fingerprint=SEND, peer=0, group="half")
     assert "rank 3 waits in 1 message, the longest a send(8 x float32) to rank 2 (tag 1," in told(four.records())
 
 
-def test_who_comes_last(ranks):
+def test_report_of_slowest_rank(ranks):
     two = ranks(2)
     for number in range(1, 11):
         late = number != 5
@@ -227,7 +227,7 @@ def test_who_comes_last(ranks):
     assert paces[1].duration == pytest.approx(0.375)
 
 
-def test_of_several_worlds_those_that_wrote_at_about_the_same_time(ranks):
+def test_only_worlds_dumped_at_the_same_time_are_reported(ranks):
     ranks(3, "old").records()
     ranks(1, "other").records(at=95.0)
     two = ranks(2, "new")
@@ -237,7 +237,7 @@ def test_of_several_worlds_those_that_wrote_at_about_the_same_time(ranks):
     assert [[record.rank for record in records] for records in desync_report.recent(worlds)] == [[0, 1], [0]]
 
 
-def test_a_later_dump_takes_the_place_of_the_one_before(ranks):
+def test_later_dump_replaces_earlier_one(ranks):
     one = ranks(1)
     one.records()
     one.call(0, 1)
@@ -251,7 +251,7 @@ def test_an_empty_folder(tmp_path):
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", json.dumps({"time": 1, "clock": 1, "groups": {}, "entries": 5})])
-def test_what_is_no_flight_recorder(tmp_path, content):
+def test_foreign_file_is_rejected(tmp_path, content):
     (tmp_path / "asyncdist-w-rank0.json").write_text(content)
     with pytest.raises(UsageError, match=r"rank0\.json is no flight recorder"):
         desync_report.read(tmp_path)
@@ -260,7 +260,7 @@ def test_what_is_no_flight_recorder(tmp_path, content):
 @pytest.mark.parametrize(
     ("fact", "value"), [("rank", "one"), ("world_size", None), ("world", 3), ("host", ["a"]), ("time", "now")]
 )
-def test_facts_of_another_type(ranks, tmp_path, fact, value):
+def test_header_field_of_wrong_type_is_rejected(ranks, tmp_path, fact, value):
     ranks(1).records()
     (path,) = tmp_path.iterdir()
     path.write_text(json.dumps(json.loads(path.read_text()) | {fact: value}))
@@ -271,7 +271,7 @@ def test_facts_of_another_type(ranks, tmp_path, fact, value):
 @pytest.mark.parametrize(
     ("fact", "value"), [("group", ["world"]), ("op", 1), ("seq", "1"), ("issued", None), ("fingerprint", [])]
 )
-def test_entries_of_another_type(ranks, tmp_path, fact, value):
+def test_entry_field_of_wrong_type_is_rejected(ranks, tmp_path, fact, value):
     one = ranks(1)
     one.call(0, 1)
     one.records()

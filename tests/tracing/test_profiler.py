@@ -34,7 +34,7 @@ def seen_from_elsewhere():
         pytest.skip(f"the profiler of torch {torch.__version__} does not see what ends on another thread")
 
 
-async def test_each_operation_is_there_once_a_rank(transport):
+async def test_profiler_shows_each_operation_once_per_rank(transport):
     async with world_of(2, transport=transport) as groups:
         with profiled() as profiler:
             for _ in range(2):  # the second goes by what is known of the first
@@ -48,7 +48,7 @@ async def test_each_operation_is_there_once_a_rank(transport):
         }  # fmt: skip
 
 
-async def test_a_span_lasts_until_the_operation_is_over_and_takes_no_other_operator_for_its_part():
+async def test_span_ends_with_the_operation_and_contains_no_other_operator():
     async with world_of(2) as (early, late):
         with profiled() as profiler:
             waiting = early.recv(torch.ones(1), 1)
@@ -63,7 +63,7 @@ async def test_a_span_lasts_until_the_operation_is_over_and_takes_no_other_opera
 
 @pytest.mark.usefixtures("seen_from_elsewhere")
 @pytest.mark.parametrize("background", [False, True])
-def test_only_the_thread_that_is_profiled_is_seen_and_work_of_its_own_ends_elsewhere(together, transport, background):
+def test_only_the_profiled_thread_is_recorded(together, transport, background):
     def program(group):
         if group.rank() == 1:
             group.all_reduce(torch.ones(300_000), background=background).wait()
@@ -78,7 +78,7 @@ def test_only_the_thread_that_is_profiled_is_seen_and_work_of_its_own_ends_elsew
     assert together(2, program, transport=transport) == [["asyncdist:all_reduce"], []]
 
 
-async def test_what_ends_after_the_profiler_and_what_fails_is_there_too():
+async def test_profiler_shows_late_and_failed_operations():
     async with world_of(2) as (first, second):
         with profiled() as profiler:
             waiting = first.recv(torch.ones(1), 1)
@@ -91,13 +91,13 @@ async def test_what_ends_after_the_profiler_and_what_fails_is_there_too():
 
 
 @pytest.mark.usefixtures("seen_from_elsewhere")
-async def test_operations_of_a_device_are_seen():
+async def test_profiler_shows_device_operations():
     async with devices_of(2) as groups:
         with profiled() as profiler:
             await asyncio.gather(*(group.all_reduce(torch.ones(4)) for group in groups))
         assert Counter(event.name for event in ours(profiler))["asyncdist:all_reduce"] >= 2
 
 
-def test_nothing_is_begun_where_nobody_looks(monkeypatch):
+def test_no_span_without_profiler(monkeypatch):
     monkeypatch.setattr("asyncdist.tracing.profiler.begin", None)
     run_ranks(2, lambda group: group.all_reduce(torch.ones(4), background=False).wait())

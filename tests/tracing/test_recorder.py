@@ -21,7 +21,7 @@ from asyncdist.tracing.recorder import Recorder
 from tests.support.devices import devices_of
 
 
-async def test_a_group_that_fails_is_written(tmp_path, transport):
+async def test_failed_group_writes_dump(tmp_path, transport):
     folder = tmp_path / "made"
     async with world_of(2, transport=transport, config=Config(dump_dir=str(folder))) as groups:
         works = [group.all_reduce(torch.ones(3)) for group in groups]
@@ -40,7 +40,7 @@ async def test_a_group_that_fails_is_written(tmp_path, transport):
     assert standing.calls == {0: "all_reduce(3 x float32, SUM)"}
 
 
-async def test_messages_are_written_with_their_peers(tmp_path, transport):
+async def test_dump_contains_message_peers(tmp_path, transport):
     async with world_of(3, transport=transport) as groups:
         part = [groups[rank].world.new_group([1, 2]) for rank in range(3)]
         pending = part[2].recv(torch.ones(5), 0, tag=7)
@@ -55,7 +55,7 @@ async def test_messages_are_written_with_their_peers(tmp_path, transport):
         assert calls == {"recv": 0, "send": 1, "recv_object_list": None, "send_object_list": 0}
 
 
-async def test_what_is_pending_is_written_however_much_came_after_it(tmp_path, transport):
+async def test_dump_contains_pending_operations_evicted_from_the_ring(tmp_path, transport):
     async with world_of(2, transport=transport, config=Config(flight_recorder_size=5)) as groups:
         for _ in range(3):
             await asyncio.gather(*(group.barrier() for group in groups))
@@ -72,7 +72,7 @@ async def test_what_is_pending_is_written_however_much_came_after_it(tmp_path, t
         assert len(list(groups[0].mesh.recorder)) == 5
 
 
-async def test_what_is_pending_on_a_device_is_written_too(tmp_path):
+async def test_dump_contains_pending_device_operations(tmp_path):
     async with devices_of(2, config=Config(flight_recorder_size=5)) as groups:
         pending = groups[0].all_reduce(torch.ones(3))
         for _ in range(10):
@@ -87,7 +87,7 @@ async def test_what_is_pending_on_a_device_is_written_too(tmp_path):
         assert [pending.__name__ for pending in recorder.pending] == ["pending"]
 
 
-def test_a_folder_that_cannot_be_made(tmp_path, caplog):
+def test_dump_into_uncreatable_folder_is_logged(tmp_path, caplog):
     (tmp_path / "file").write_text("")
     assert Recorder(0, 1, 10).dump(str(tmp_path / "file" / "below"), "why") is None
     assert "cannot write the flight recorder" in caplog.text
@@ -130,7 +130,7 @@ def test_dump_that_fails_leaves_no_unfinished_file(tmp_path, caplog):
     assert [each.name for each in tmp_path.iterdir()] == ["asyncdist-world-rank0.json"]
 
 
-def test_the_oldest_groups_are_forgotten(tmp_path):
+def test_oldest_groups_are_evicted(tmp_path):
     recorder = Recorder(0, 2, 3)
     for number in range(5):
         recorder.add_group(f"group {number}", (0, 1), itertools.count(1))
@@ -148,7 +148,7 @@ def usr1():
 
 
 @pytest.mark.usefixtures("usr1")
-def test_a_signal_writes_and_does_what_it_did_before(tmp_path):
+def test_dump_signal_writes_and_calls_previous_handler(tmp_path):
     heard = []
     signal.signal(signal.SIGUSR1, lambda number, _: heard.append(number))
     config = Config(dump_dir=str(tmp_path), dump_signal="USR1")
@@ -169,7 +169,7 @@ def test_a_signal_writes_and_does_what_it_did_before(tmp_path):
 
 
 @pytest.mark.usefixtures("usr1")
-def test_who_is_gone_is_not_written(tmp_path):
+def test_signal_skips_collected_recorders(tmp_path):
     config = Config(dump_dir=str(tmp_path), dump_signal="SIGUSR1")
     on_demand.install_signal_handler(config)
     recorder = Recorder(0, 1, 10)
@@ -180,7 +180,7 @@ def test_who_is_gone_is_not_written(tmp_path):
 
 
 @pytest.mark.usefixtures("usr1")
-def test_another_thread_can_only_say_that_it_cannot(tmp_path, caplog):
+def test_signal_handler_off_main_thread_is_logged(tmp_path, caplog):
     config = Config(dump_dir=str(tmp_path), dump_signal="USR1")
     thread = threading.Thread(target=on_demand.install_signal_handler, args=(config,))
     thread.start()
@@ -196,6 +196,6 @@ def test_another_thread_can_only_say_that_it_cannot(tmp_path, caplog):
         ({"dump_signal": "USR1"}, "DUMP_DIR"),
     ],
 )
-def test_settings_that_do_not_fit(settings, words):
+def test_invalid_dump_settings_are_rejected(settings, words):
     with pytest.raises(UsageError, match=words):
         on_demand.install_signal_handler(Config(**settings))

@@ -47,14 +47,14 @@ def system(monkeypatch):
     return lambda core, allowed=(0, 1): System(monkeypatch, core=core, allowed=allowed)
 
 
-def test_of_three_on_one_core_the_last_moves_and_may_go_anywhere_again(system):
+def test_highest_rank_on_crowded_core_moves_and_restores_its_affinity(system):
     seen, own = system(core=0), peer_at(-1)
     CorePlacement(3, own)([(0, peer_at(0)), (1, peer_at(1)), (2, peer_at(0))])
     assert seen.asked == [{1}, {0, 1}]
     assert own.core == seen.core == 1
 
 
-def test_the_others_stay_and_say_where_they_are(system):
+def test_lower_ranks_stay_and_publish_their_core(system):
     seen, own = system(core=0), peer_at(-1)
     CorePlacement(2, own)([(0, peer_at(0)), (1, peer_at(1)), (3, peer_at(0))])
     assert seen.asked == []
@@ -62,25 +62,25 @@ def test_the_others_stay_and_say_where_they_are(system):
 
 
 @pytest.mark.parametrize("others", [(0, 1, 1), (1, 1, 1), (0, 1, -1), (0, 0, 1)])
-def test_nobody_moves_to_where_it_would_be_no_better(system, others):
+def test_no_rank_moves_to_an_equally_loaded_core(system, others):
     seen = system(core=0, allowed=(0, 1) if others != (0, 0, 1) else (0,))
     CorePlacement(3, peer_at(-1))([(rank, peer_at(core)) for rank, core in enumerate(others)])
     assert seen.asked == []
 
 
-def test_who_sleeps_takes_no_room(system):
+def test_sleeping_rank_does_not_count_as_load(system):
     seen = system(core=0)
     CorePlacement(3, peer_at(-1))([(0, peer_at(0, asleep=True)), (1, peer_at(0)), (2, peer_at(1))])
     assert seen.asked == []
 
 
-def test_the_emptiest_of_the_cores_that_are_ours_is_chosen(system):
+def test_least_loaded_allowed_core_is_chosen(system):
     seen = system(core=5, allowed=(4, 5, 6))
     CorePlacement(9, peer_at(-1))([(0, peer_at(5)), (1, peer_at(4)), (2, peer_at(5)), (3, peer_at(5))])
     assert seen.asked == [{6}, {4, 5, 6}]
 
 
-def test_who_has_moved_rests_before_the_next_time(system):
+def test_rank_pauses_between_moves(system):
     seen, own = system(core=0), peer_at(-1)
     crowd, move = [(0, peer_at(0)), (1, peer_at(0))], CorePlacement(2, own)
     move(crowd)
@@ -93,7 +93,7 @@ def test_who_has_moved_rests_before_the_next_time(system):
     assert seen.core == 1
 
 
-def test_a_core_that_is_taken_away_meanwhile_changes_nothing(system):
+def test_core_removed_from_affinity_mask_is_ignored(system):
     seen = system(core=0)
     seen.taken_away = 1
     CorePlacement(2, peer_at(-1))([(0, peer_at(0)), (1, peer_at(0))])
@@ -101,7 +101,7 @@ def test_a_core_that_is_taken_away_meanwhile_changes_nothing(system):
     assert seen.core == 0
 
 
-def test_where_nobody_can_say_its_core_nothing_happens(system, monkeypatch):
+def test_without_getcpu_no_rank_moves(system, monkeypatch):
     seen, own = system(core=0), peer_at(-1)
     monkeypatch.setattr(core_placement, "_core_finder", lambda: None)
     CorePlacement(2, own)([(0, peer_at(0)), (1, peer_at(0))])
@@ -109,7 +109,7 @@ def test_where_nobody_can_say_its_core_nothing_happens(system, monkeypatch):
 
 
 @pytest.mark.processes
-def test_ranks_that_wait_for_each_other_on_one_core_move_apart(tmp_path):
+def test_waiting_ranks_on_one_core_spread_over_cores(tmp_path):
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("needs two cores")
     with Nursery(("torch", "asyncdist", "asyncdist.sync", "asyncdist_transports.shm")) as nursery:

@@ -77,7 +77,7 @@ def outlasted():
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_a_world_is_freed_whenever_between_two_questions_its_peers_leave(monkeypatch, size):
+def test_world_is_freed_when_peers_leave_between_two_checks(monkeypatch, size):
     """Whoever asks twice whether somebody is gone may be told different things."""
     used = arena().used_nbytes
     gone, free, hide = LocalPeer.has_left, ArenaBlock.free, OwnControlBlock.remove_group
@@ -115,7 +115,7 @@ def test_a_world_is_freed_whenever_between_two_questions_its_peers_leave(monkeyp
     assert last > 1
 
 
-def test_a_process_at_its_end_which_may_start_no_thread_leaves_nevertheless(monkeypatch):
+def test_world_is_left_when_no_thread_can_be_started(monkeypatch):
     def refuse(thread):
         raise RuntimeError("can't create new thread at interpreter shutdown")
 

@@ -36,7 +36,7 @@ def nursery():
         yield nursery
 
 
-def test_the_name_of_a_rank_that_was_killed_at_its_door_goes_with_the_next_door(nursery, tmp_path):
+def test_socket_file_of_killed_rank_is_removed_by_next_listener(nursery, tmp_path):
     environment = {"TMPDIR": str(tmp_path)}
     victim = nursery.start(PROGRAM, "dies_while_socket_has_a_name", environment=environment)
     assert victim.wait() == -9
@@ -47,7 +47,7 @@ def test_the_name_of_a_rank_that_was_killed_at_its_door_goes_with_the_next_door(
 
 
 @pytest.mark.exhaustive
-def test_ranks_killed_at_random_points_leave_no_hang_no_leak_and_no_wrong_sum(nursery, tmp_path):
+def test_ranks_killed_at_random_points_cause_no_hang_leak_or_wrong_sum(nursery, tmp_path):
     chance = random.Random(1)
     folder = tmp_path / "temporary"
     folder.mkdir()

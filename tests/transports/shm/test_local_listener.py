@@ -30,7 +30,7 @@ async def check_sums(groups):
 
 
 @pytest.mark.parametrize("name", ["tmp", "a folder whose name is longer than the address of a socket may be" * 3])
-async def test_ranks_of_different_network_namespaces_meet_at_a_door(monkeypatch, tmp_path, name):
+async def test_ranks_of_different_network_namespaces_connect_by_descriptor(monkeypatch, tmp_path, name):
     """Abstract addresses would not be seen from there: each rank says that it lives in a namespace of its own."""
     folder = tmp_path / name
     folder.mkdir()
@@ -57,7 +57,7 @@ def listener_here():
     return LocalListener(types.SimpleNamespace(config=types.SimpleNamespace(host="here")))
 
 
-def test_who_opens_a_door_removes_no_names_but_of_dead_ones(monkeypatch, tmp_path):
+def test_listen_by_descriptor_removes_only_stale_socket_files(monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     bound(tmp_path / "asyncdist-dead").close()
     bound(tmp_path / "another's").close()
@@ -70,7 +70,7 @@ def test_who_opens_a_door_removes_no_names_but_of_dead_ones(monkeypatch, tmp_pat
     assert {entry.name for entry in tmp_path.iterdir()} == {"another's", "asyncdist-notes", "asyncdist-alive"}
 
 
-def test_a_door_whose_name_is_swept_away_before_it_is_open_is_opened_again(monkeypatch, tmp_path):
+def test_listen_by_descriptor_retries_when_its_socket_file_is_removed(monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     listener, listening, swept = listener_here(), local_listener._listening, []
 
@@ -92,7 +92,7 @@ def test_a_door_whose_name_is_swept_away_before_it_is_open_is_opened_again(monke
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("says", [None, b"", b"garbage", b"x" * 44, b"asyncdist/1\n" + bytes(32)])
-async def test_strangers_at_the_door_neither_come_in_nor_keep_anybody_out(monkeypatch, says):
+async def test_unauthenticated_connections_are_refused_and_do_not_block_peers(monkeypatch, says):
     address, strangers = LocalListener.address, []
 
     def visited(listener):
@@ -116,7 +116,7 @@ async def test_strangers_at_the_door_neither_come_in_nor_keep_anybody_out(monkey
             stranger.close()
 
 
-async def test_another_user_is_turned_away_by_who_is_visited(monkeypatch):
+async def test_accepting_rank_refuses_another_user(monkeypatch):
     """The kernel says who is at the other end; the address says nothing of it here."""
     true = local_listener.os.getuid()
     monkeypatch.setattr("asyncdist_transports.shm.transport._PATIENCE", 0.5)
@@ -130,7 +130,7 @@ async def test_another_user_is_turned_away_by_who_is_visited(monkeypatch):
     assert time.monotonic() - began < 5
 
 
-def test_who_is_unreachable_reason():
+def test_unreachable_reason():
     own = {"user": 1, "net": 1, "pids": 1}
     assert unreachable_reason(own, own) is None
     assert unreachable_reason(own, {**own, "net": 2}) is None
@@ -138,7 +138,7 @@ def test_who_is_unreachable_reason():
     assert "namespace" in unreachable_reason(own, {**own, "net": 2, "pids": 2})
 
 
-async def test_a_porch_is_closed_by_any_thread_but_not_under_the_eyes_of_a_loop():
+async def test_listener_closed_by_another_thread_keeps_watched_sockets_open():
     """A process that ends closes it on its main thread; uvloop aborts over a watched descriptor that has been closed."""
     listener = listener_here()
     listener.listen_by_descriptor()
@@ -161,7 +161,7 @@ async def come_and_go(rank, **where):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("victim", [0, 1])
-async def test_opening_that_is_cancelled_at_any_step_leaves_no_socket_and_no_memory(victim):
+async def test_opening_cancelled_at_any_step_leaks_no_socket_or_memory(victim):
     used = arena().used_nbytes
     for number in itertools.count():
         where = {"backend": "shm", "store": HashStore(), "world_size": 2, "timeout": 20}
@@ -178,7 +178,7 @@ async def test_opening_that_is_cancelled_at_any_step_leaves_no_socket_and_no_mem
 
 
 @pytest.mark.exhaustive
-async def test_groups_that_come_and_go_leave_no_memory_behind():
+async def test_destroyed_groups_leak_no_memory():
     used = arena().used_nbytes
     async with world_of(2, transport="shm") as groups:
         most = []
@@ -193,7 +193,7 @@ async def test_groups_that_come_and_go_leave_no_memory_behind():
 
 
 @pytest.mark.exhaustive
-async def test_worlds_that_come_and_go_leave_no_memory_behind():
+async def test_closed_worlds_leak_no_memory():
     used = arena().used_nbytes
     for _ in range(60):
         async with world_of(2, transport="shm") as groups:
@@ -205,7 +205,7 @@ async def test_worlds_that_come_and_go_leave_no_memory_behind():
 @pytest.mark.parametrize(
     "short", [(LocalListener, "accept"), (transport, "connect_peer")], ids=["of those who come", "of those who go"]
 )
-async def test_a_process_that_gets_no_more_sockets_says_so_and_uses_the_next_transport(monkeypatch, caplog, short):
+async def test_process_out_of_sockets_logs_it_and_uses_next_transport(monkeypatch, caplog, short):
     async def no_socket(*_):
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 

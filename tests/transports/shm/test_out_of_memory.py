@@ -67,7 +67,7 @@ class Requests:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", LARGE)
-def test_whichever_request_for_memory_is_refused_nothing_has_been_touched_by_others(monkeypatch, name):
+def test_refused_memory_request_leaves_tensors_untouched(monkeypatch, name):
     for refused in itertools.count():
         requests = Requests(refused)
         ready = threading.Barrier(3, requests.count)
@@ -84,7 +84,7 @@ def test_whichever_request_for_memory_is_refused_nothing_has_been_touched_by_oth
     assert refused > 0
 
 
-async def test_more_groups_than_a_board_has_places_harm_none_of_the_others(monkeypatch):
+async def test_more_groups_than_directory_entries_do_not_affect_existing_groups(monkeypatch):
     monkeypatch.setattr(control_block, "_PAIRS", 3)
     async with world_of(2, transport="shm") as groups:
         used = arena().used_nbytes
@@ -110,7 +110,7 @@ async def sums(groups):
     return await asyncio.gather(*[group.all_reduce(torch.ones(10)) for group in groups])
 
 
-async def test_a_group_that_gets_no_memory_leaves_none_behind_and_its_world_goes_on(monkeypatch):
+async def test_group_creation_out_of_memory_leaks_nothing_and_world_continues(monkeypatch):
     async with world_of(2, transport="shm") as groups:
         used = arena().used_nbytes
         with monkeypatch.context() as patch:

@@ -58,7 +58,7 @@ def test_no_wake_up_is_lost(start, spin):
     assert [rank.wait() for rank in ranks] == [0, 0]
 
 
-def test_who_waits_for_a_stopped_rank_sleeps_and_gives_up_at_its_deadline(nursery, start):
+def test_waiting_for_stopped_rank_sleeps_until_deadline(nursery, start):
     waiting, stopped = start("waits_for_a_stopped_one")
     assert [waiting.hear(), stopped.hear()] == ["warm", "warm"]
     stopped.stop()
@@ -73,7 +73,7 @@ def test_who_waits_for_a_stopped_rank_sleeps_and_gives_up_at_its_deadline(nurser
     stopped.resume()
 
 
-def test_a_death_is_noticed_though_a_forked_child_lives_on(nursery, start):
+def test_rank_death_is_noticed_while_its_forked_child_lives(nursery, start):
     survivor, victim = start("dies_with_a_child")
     child = victim.hear()
     try:
@@ -88,7 +88,7 @@ def test_a_death_is_noticed_though_a_forked_child_lives_on(nursery, start):
 
 
 @pytest.mark.exhaustive
-def test_every_group_ends_in_a_child_that_is_forked_in_the_middle_of_an_operation(start):
+def test_groups_fail_in_child_forked_during_an_operation(start):
     ranks = start("forks_in_the_middle")
     assert [rank.hear() for rank in ranks] == [0, 0]
     assert [rank.wait() for rank in ranks] == [0, 0]
@@ -102,7 +102,7 @@ def store():
 
 
 @pytest.mark.parametrize("how", ["nothing", "another folder"])
-def test_ranks_of_one_host_share_memory_whatever_else_differs(start, store, how):
+def test_ranks_of_one_host_share_memory(start, store, how):
     ranks = start("falls_back", how, store.port)
     for rank in ranks:
         total, names, lines, _ = rank.hear()
@@ -122,7 +122,7 @@ def test_ranks_of_one_host_share_memory_whatever_else_differs(start, store, how)
         pytest.param("another user", ["runs as another user, 0", "runs as another user, 65534"], marks=as_root),
     ],
 )
-def test_ranks_that_cannot_share_memory_use_the_next_transport_and_say_why_at_once(start, store, how, reasons):
+def test_ranks_without_shared_memory_use_next_transport_and_log_why(start, store, how, reasons):
     ranks = start("falls_back", how, store.port)
     said = []
     for rank in ranks:
@@ -143,7 +143,7 @@ LARGE = (
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("how", [pytest.param("full", marks=mounts), "refused"])
-def test_where_memory_is_full_is_an_error_on_every_rank_before_anything_is_touched_and_no_death(start, how):
+def test_full_shared_memory_raises_on_every_rank_before_tensors_change(start, how):
     """Written to with no memory behind it, a page would be the end of the process (SIGBUS)."""
     ranks = start("runs_out", how)
     assert [rank.hear() for rank in ranks] == ["ready", "ready"]

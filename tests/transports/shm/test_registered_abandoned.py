@@ -30,7 +30,7 @@ def _all_reduce(group, tensor, **how):
 
 
 @pytest.mark.parametrize("call", [_all_reduce, _broadcast, _gather])
-def test_who_comes_late_neither_writes_to_it_nor_takes_it_for_what_it_was(call):
+def test_late_rank_neither_writes_to_nor_reads_from_an_abandoned_tensor(call):
     given_up, over = threading.Event(), threading.Event()
 
     def give_up(group):
@@ -56,7 +56,7 @@ def test_who_comes_late_neither_writes_to_it_nor_takes_it_for_what_it_was(call):
     assert run_ranks(2, program, transport="shm") == [True, True]
 
 
-def test_a_call_does_not_begin_in_the_memory_of_a_group_destroyed_just_now(monkeypatch):
+def test_call_does_not_use_memory_of_a_destroyed_group(monkeypatch):
     """Another thread destroys the group, and makes the next, between what a call looks at and its first attempt."""
     late, attempt = {}, Progress.attempt
     meet = threading.Barrier(2)

@@ -102,7 +102,7 @@ COLLECTIVES = [all_reduce, reduce, reduce_scatter, broadcast, all_gather, gather
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
 @pytest.mark.parametrize("size", [2, 3])
-def test_what_is_repeated_meets_what_is_planned(size, collective):
+def test_repeated_call_matches_planned_call(size, collective):
     """In turn everybody's tensors lie in order, and one member's do not: it makes a plan for what the others repeat."""
 
     def program(group):
@@ -113,7 +113,7 @@ def test_what_is_repeated_meets_what_is_planned(size, collective):
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
-def test_every_size_up_to_what_is_no_longer_small(collective):
+def test_sizes_up_to_the_small_limit(collective):
     counts = [0, 1, 1000, *(MOST_NBYTES // 4 // blocks + more for blocks in (1, 2) for more in (0, 1))]
 
     def program(group):
@@ -125,7 +125,7 @@ def test_every_size_up_to_what_is_no_longer_small(collective):
 @pytest.mark.parametrize("registered", [False, True])
 @pytest.mark.parametrize("count", [0, 5, 9000, MOST_NBYTES // 4 + 1])
 @pytest.mark.parametrize("size", [2, 3])
-def test_who_sends_everybody_as_much_meets_who_does_not(size, count, registered):
+def test_uniform_all_to_all_matches_nonuniform_one(size, count, registered):
     """What a rank sends itself is its own affair: its blocks may differ in size where all of the others' are alike."""
 
     def program(group):
@@ -146,7 +146,7 @@ def test_who_sends_everybody_as_much_meets_who_does_not(size, count, registered)
 
 
 @pytest.mark.parametrize("counts", [(3, 4), (3, MOST_NBYTES)])
-def test_two_who_send_each_other_unequally_much_find_that_out(counts):
+def test_all_to_all_size_mismatch_is_reported_on_both_ranks(counts):
     def program(group):
         tensor = torch.ones(2, counts[group.rank()])
         return type(group.all_to_all_single(tensor, tensor.clone(), background=False).exception())
@@ -154,7 +154,7 @@ def test_two_who_send_each_other_unequally_much_find_that_out(counts):
     assert run_ranks(2, program, transport="shm") == [MismatchError] * 2
 
 
-def test_what_tensors_look_like_is_not_all_that_counts():
+def test_conjugate_views_gradients_and_factors_are_not_confused():
     """Conjugate views, tensors that want gradients, factors: what differs although it looks alike is not repeated."""
 
     def program(group):
@@ -179,7 +179,7 @@ def test_what_tensors_look_like_is_not_all_that_counts():
     assert run_ranks(2, program, transport="shm") == [expected] * 2
 
 
-def test_two_who_wait_for_each_other_in_different_calls_find_that_out():
+def test_different_calls_that_wait_for_each_other_are_reported():
     """The one reduces to itself, the other waits for a broadcast: neither stages anything."""
 
     def program(group):
@@ -195,7 +195,7 @@ def test_two_who_wait_for_each_other_in_different_calls_find_that_out():
 
 @pytest.mark.parametrize("count", [1, 5000, 16 << 10])
 @pytest.mark.parametrize("crowded", [True, False])
-async def test_where_members_share_cores_the_first_adds_and_the_others_copy(crowded, count, monkeypatch):
+async def test_oversubscribed_members_copy_the_first_result(crowded, count, monkeypatch):
     added, add = [], Arithmetic.reduce
     monkeypatch.setattr(Arithmetic, "reduce", lambda how, *areas: added.append(how) or add(how, *areas))
     monkeypatch.setattr(ShmTransport, "_oversubscribed", crowded)

@@ -78,7 +78,7 @@ def backwards(schedules: list[Schedule]) -> list[Schedule]:
 
 
 @pytest.mark.parametrize("orders", [(forwards, backwards), (backwards, forwards), (backwards, backwards)])
-async def test_large_all_reduces_end_in_whatever_order_each_rank_comes_to_them(monkeypatch, orders):
+async def test_large_all_reduces_complete_in_any_order(monkeypatch, orders):
     drills = [next(reducing(2, count * PIECE + 1, torch.float32)) for count in range(2, 2 * SLOTS + 4)]
     async with world_of(2, transport="shm", config=SMALL) as groups:
         run(start(groups, drills, monkeypatch), orders)
@@ -89,7 +89,7 @@ async def test_large_all_reduces_end_in_whatever_order_each_rank_comes_to_them(m
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("seed", range(4))
-async def test_every_collective_ends_in_whatever_order_each_rank_comes_to_them(monkeypatch, size, seed):
+async def test_every_collective_completes_in_any_order(monkeypatch, size, seed):
     chance = random.Random(seed)
     drills = [
         drill

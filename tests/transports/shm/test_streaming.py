@@ -47,7 +47,7 @@ def stage(group, far):
 
 
 @pytest.mark.parametrize("ahead", [[0, 0], [streaming.AHEAD] * 2, [0, streaming.AHEAD], [streaming.AHEAD, 1], [2, 0]])
-async def test_members_may_stage_as_far_ahead_as_they_like(ahead):
+async def test_members_stage_different_distances_ahead(ahead):
     async with world_of(2, transport="shm", config=SMALL) as groups:
         for group, far in zip(groups, ahead, strict=True):
             stage(group, far)
@@ -56,13 +56,13 @@ async def test_members_may_stage_as_far_ahead_as_they_like(ahead):
         assert all(group._native._stream._tuners for group in groups)
 
 
-async def test_several_at_once_take_their_turns():
+async def test_concurrent_collectives_share_the_stream():
     async with world_of(2, transport="shm", config=SMALL) as groups:
         for _ in range(3):
             await check(groups, 40 * PIECE, 10, 21 * PIECE + 1, 2 * PIECE, 5, 70 * PIECE, *[3 * PIECE] * 10)
 
 
-async def test_parts_of_one_collective_take_their_turns():
+async def test_coalesced_tensors_share_the_stream():
     async with world_of(2, transport="shm", config=SMALL) as groups:
         counts = (30 * PIECE + 3, 17, 2 * PIECE, 45 * PIECE)
         for _ in range(3):
@@ -81,7 +81,7 @@ async def test_more_than_two_members_with_tiny_areas():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int64])
-async def test_both_ways_give_the_same_bits_on_all_ranks(dtype):
+async def test_near_and_far_staging_give_identical_bits(dtype):
     op = ReduceOp.SUM if dtype is torch.int64 else ReduceOp.AVG
     async with world_of(2, transport="shm", config=SMALL) as groups:
         source = [(torch.randn(30 * PIECE, generator=torch.Generator().manual_seed(r)) * 9).to(dtype) for r in (0, 1)]
@@ -95,7 +95,7 @@ async def test_both_ways_give_the_same_bits_on_all_ranks(dtype):
         torch.testing.assert_close(seen[0], (exact if op is ReduceOp.SUM else exact / 2).to(dtype))
 
 
-async def test_without_memory_to_stage_ahead_pieces_are_staged_at_once(monkeypatch):
+async def test_staging_ahead_falls_back_without_memory(monkeypatch):
     reserve, refused = Arena.reserve, []
     async with world_of(2, transport="shm", config=SMALL) as groups:
         await check(groups, 20 * PIECE)  # at once, as the first always is
@@ -111,7 +111,7 @@ async def test_without_memory_to_stage_ahead_pieces_are_staged_at_once(monkeypat
         assert len(refused) == 2
 
 
-def test_both_are_tried_and_the_faster_is_kept_until_it_is_the_slower():
+def test_tuner_keeps_the_faster_distance():
     tried = streaming._AheadTuner()
     far = streaming.AHEAD
     speed = {0: 5.0, far: 2.0}
@@ -146,7 +146,7 @@ def pieces_of(group):
     return pieces
 
 
-async def test_calls_go_on_in_the_stream_where_the_one_before_has_left_off():
+async def test_calls_continue_in_the_stream_after_the_previous_call():
     async with world_of(2, transport="shm", config=SMALL) as groups:
         for group in groups:
             stage(group, streaming.AHEAD)
@@ -160,7 +160,7 @@ async def test_calls_go_on_in_the_stream_where_the_one_before_has_left_off():
         assert all(set(of_rank[35:]) == {0, 1} for of_rank in pieces)
 
 
-async def test_a_piece_of_a_call_before_is_kept_until_it_has_been_taken(eventually):
+async def test_piece_is_not_overwritten_before_it_is_read(eventually):
     """The root of two broadcasts may stage as much as there is room for before anybody takes; not one piece more."""
     async with world_of(2, transport="shm", config=SMALL) as groups:
         stage(groups[0], streaming.AHEAD)
@@ -234,7 +234,7 @@ def sent(group, count):
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("ahead", [0, streaming.AHEAD, 3])
-async def test_who_only_sends_may_stage_ahead(ahead, size):
+async def test_sending_only_members_stage_ahead(ahead, size):
     async with world_of(size, transport="shm", config=SMALL) as groups:
         for group in groups:
             stage(group, ahead)
@@ -246,7 +246,7 @@ async def test_who_only_sends_may_stage_ahead(ahead, size):
         assert kinds == [set(), {"broadcast", "scatter", "gather", "reduce"}, {"gather", "reduce"}][:size]
 
 
-async def test_who_finds_the_stream_with_a_later_collective_uses_the_areas_of_its_slot():
+async def test_collective_uses_slot_areas_while_a_later_one_has_the_stream():
     async with world_of(3, transport="shm", config=SMALL) as groups:
         for group in groups[:2]:
             group._native._slots._streamed = 1 << 20

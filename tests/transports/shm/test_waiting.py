@@ -38,7 +38,7 @@ def shm_of(group):
 # -- lost wake-ups ----------------------------------------------------------------------------------
 
 
-async def test_what_a_peer_publishes_before_we_sleep_is_seen():
+async def test_word_published_before_sleep_is_seen():
     """The peer looks at our flag before we raise it, and so does not ring: the look after it must find the step."""
     async with world_of(2, transport="shm") as (zero, one):
         await asyncio.gather(zero.barrier(), one.barrier())
@@ -73,7 +73,7 @@ class Watched:
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("name", sorted(CALLS))
-def test_nobody_looks_who_sleeps_before_a_full_barrier_behind_the_last_word(name, shared, count):
+def test_full_fence_separates_published_word_from_sleep_flag_check(name, shared, count):
     """Else a peer that lies down meanwhile is not rung, once in a million calls: no run of a program shows that."""
 
     def program(group):
@@ -146,9 +146,7 @@ MOVES = {
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("name", MOVES)
-def test_a_fence_stands_before_each_word_that_tells_and_between_one_that_was_asked_and_data(
-    arm64, monkeypatch, name, shared, count
-):
+def test_fence_precedes_published_words_and_follows_read_words(arm64, monkeypatch, name, shared, count):
     local = threading.local()
 
     def noting(move, address_of):
@@ -187,7 +185,7 @@ def test_a_fence_stands_before_each_word_that_tells_and_between_one_that_was_ask
             since = set() if event == "fence" else since | {event}
 
 
-def test_a_barrier_that_is_interrupted_at_any_moment_can_be_used_again(monkeypatch):
+def test_fence_interrupted_at_any_step_stays_usable(monkeypatch):
     """Ctrl-C comes behind any call in C: here behind the one that lets go of the fence's lock."""
     lock, interrupted = threading.Lock(), []
 
@@ -208,7 +206,7 @@ def test_a_barrier_that_is_interrupted_at_any_moment_can_be_used_again(monkeypat
     assert lock.locked()
 
 
-async def test_what_a_peer_publishes_after_we_said_that_we_sleep_rings():
+async def test_word_published_after_sleep_flag_wakes_the_rank():
     async with world_of(2, transport="shm") as (zero, one):
         await asyncio.gather(zero.barrier(), one.barrier())
         rung, cleared = [], []
@@ -233,7 +231,7 @@ async def test_what_a_peer_publishes_after_we_said_that_we_sleep_rings():
             await work
 
 
-async def test_a_message_that_came_while_we_fell_asleep_is_seen():
+async def test_message_arriving_while_falling_asleep_is_seen():
     async with world_of(2, transport="shm") as (zero, one):
         await asyncio.gather(one.send(torch.ones(1), 0), zero.recv(torch.empty(1), 1))
         received = zero.recv(tensor := torch.empty(3), 1)
@@ -250,7 +248,7 @@ async def test_a_message_that_came_while_we_fell_asleep_is_seen():
 # -- waiting at the call -----------------------------------------------------------------------------
 
 
-async def test_who_awaits_gives_the_loop_its_turn_in_the_middle_of_what_goes_on_without_a_pause():
+async def test_awaiting_task_yields_to_the_loop_during_a_long_operation():
     async with world_of(2, transport="shm") as (zero, _):
         until = time.monotonic() + LONG
 
@@ -264,7 +262,7 @@ async def test_who_awaits_gives_the_loop_its_turn_in_the_middle_of_what_goes_on_
         assert zero.mesh.progress.attempt(schedule, zero._channel, wait=True)  # who blocks has nothing else to do
 
 
-async def test_a_patient_group_waits_at_the_call_for_what_goes_on_by_itself_but_never_on_a_loop():
+async def test_patient_group_waits_in_the_call_only_off_the_loop():
     async with world_of(2, transport="shm") as (zero, one):
         zero.patient = True
 
@@ -287,12 +285,12 @@ def test_ranks_of_one_process_do_not_spin():
     assert run_ranks(2, lambda group: shm_of(group).spin(2)[0], transport="shm") == [0.0, 0.0]
 
 
-def test_nobody_who_waits_keeps_a_core_for_more_than_a_millisecond_by_default():
+def test_default_spin_is_at_most_one_millisecond():
     """Also a blocked task, which tries on before the thread that drives it for the others begins to."""
     assert Config().spin_us + Config().await_spin_us <= 1000
 
 
-async def test_the_spin_is_a_setting():
+async def test_spin_setting_is_applied():
     async with world_of(2, transport="shm", config=Config(spin_us=0.0)) as groups:
         assert [group.mesh.progress._spin for group in groups] == [0.0, 0.0]
 
@@ -301,7 +299,7 @@ async def test_the_spin_is_a_setting():
 
 
 @pytest.mark.parametrize("count", COUNTS)
-async def test_begun_inline_and_finished_by_the_loop(count):
+async def test_operation_begun_inline_is_finished_by_the_loop(count):
     """A schedule that was attempted, and had to wait, goes on as an operation of the loop."""
     async with world_of(2, transport="shm") as (zero, one):
         tensors = [torch.full((count,), rank + 1.0) for rank in range(2)]
@@ -314,7 +312,7 @@ async def test_begun_inline_and_finished_by_the_loop(count):
 
 
 @pytest.mark.parametrize("count", COUNTS)
-def test_begun_in_the_background_and_finished_by_who_waits(count):
+def test_background_operation_is_finished_by_the_waiting_thread(count):
     late = threading.Event()
 
     def program(group):
@@ -332,7 +330,7 @@ def test_begun_in_the_background_and_finished_by_who_waits(count):
     assert run_ranks(2, program, transport="shm") == [3.0, 3.0]
 
 
-def test_threads_and_overlapping_groups_at_once():
+def test_concurrent_threads_with_overlapping_groups():
     """Threads with a group each, over the same ranks and over parts of them, many operations in flight."""
 
     def program(group):
@@ -364,7 +362,7 @@ def test_threads_and_overlapping_groups_at_once():
 # -- who has left -----------------------------------------------------------------------------------
 
 
-async def test_whoever_comes_to_wait_for_a_rank_that_has_left_in_order_is_told(eventually):
+async def test_waiting_for_a_rank_that_left_in_order_raises(eventually):
     """While it left, nobody waited for it: its part of the first round was there, and rank 2 had not come."""
     async with world_of(3, transport="shm") as (zero, one, two):
         await asyncio.gather(*(group.barrier() for group in (zero, one, two)))
