@@ -1,8 +1,7 @@
-"""What a schedule promises. The formulas stand beside the algorithms; tests hold the algorithms to them.
+"""The cost of a schedule. Each algorithm has a formula next to it, which tests compare with a simulation in lock step.
 
-Time is counted as if all ranks went in lock step, in *rounds*: in one round every rank that can go on sends and
-receives what its step asks for. Each field is a sum over the rounds of what the busiest rank does in that round, so
-that the fields add up along the path that decides when the last rank is done.
+Time is counted in *rounds*: in one round every rank that can proceed completes one step. Each field sums, over the
+rounds, the maximum over the ranks in that round, so the fields add up along the critical path.
 """
 
 from __future__ import annotations
@@ -12,11 +11,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """The price of one collective among ``size`` ranks; ``cost_a + cost_b`` is one after the other.
+    """The cost of one collective; ``cost_a + cost_b`` is the cost of one after the other.
 
-    ``rounds`` that follow upon each other; ``messages`` and ``nbytes`` through the busiest rank, in or out, whichever
-    is more; ``reduced``, the bytes that the busiest rank folds into others. Bytes are exact where a tensor divides into
-    its blocks and, where it does not, hold for the next larger one that does.
+    Bytes are exact for a tensor that divides evenly into its blocks. For any other they hold for the next larger one.
+
+    Attributes:
+        rounds: Number of sequential rounds.
+        messages: Messages of the busiest rank, in or out, whichever are more.
+        nbytes: Bytes of the busiest rank, in or out, whichever are more.
+        reduced: Bytes that the busiest rank reduces.
     """
 
     rounds: int = 0

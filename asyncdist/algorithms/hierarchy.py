@@ -1,11 +1,13 @@
-"""Where the ranks of a group lie: islands, inside which memory is shared, and rails, which join them.
+"""The layout of two-level collectives: islands (nodes), whose ranks share memory, and rails between the nodes.
+
+`collectives.hierarchical` calls it. It imports no tensors and performs no I/O.
 
 An *island* is a set of members that share memory pairwise: the ranks of one host. A *rail* takes one member of each island,
-the carrier of its number; there are as many rails as the smallest island has members. What is reduced inside an island
-first, and spread inside it last, goes between islands once a rail, each rail its own slice; so the bytes between hosts
-fall by the number of ranks a host, and every carrier has its share of the sending.
+its carrier; there are as many rails as the smallest island has members. Data is reduced inside each island first, crosses
+between islands in slices, one per rail, and is broadcast inside each island last. So the bytes between hosts fall by the
+number of ranks per host, and the carriers share the sending.
 
-    island 0      0   1   2          rails: 0-3 and 1-4; rank 2 is no carrier
+    island 0      0   1   2          rails: 0-3 and 1-4; rank 2 is not a carrier
                   |   |
     island 1      3   4
 
@@ -25,19 +27,19 @@ from asyncdist.algorithms.selection import Model
 
 _FEWEST_PARTS = 8
 _LEAST_SLICE_NBYTES = 256 << 10
-_MEETING = 10e-6  # seconds that members of an island need to meet once
-_COPY = 0.2e-9  # seconds a byte that goes through shared memory
+_SYNCHRONIZATION = 10e-6  # seconds for one synchronization inside an island
+_COPY = 0.2e-9  # seconds per byte that is copied through shared memory
 
 
 @dataclass(frozen=True)
 class NodeLayout:
-    """The islands of a group, as seen by one member. Members are ranks in the group, islands in order of their first."""
+    """The islands of a group, as seen by one member. Members are group ranks; islands are ordered by their first member."""
 
     islands: tuple[tuple[int, ...], ...]
     rank: int
     island: int = field(init=False)
     place: int = field(init=False)
-    """Our place in our island; its number is that of our rail, if we are a carrier."""
+    """Index of this rank in its island; also the number of its rail, if it is a carrier."""
     rails: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -48,12 +50,12 @@ class NodeLayout:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """The members of our island."""
+        """The members of this rank's island."""
         return self.islands[self.island]
 
     @property
     def carries(self) -> bool:
-        """Whether we are on a rail."""
+        """Whether this rank is a carrier."""
         return self.place < self.rails
 
     @property
@@ -66,7 +68,7 @@ class NodeLayout:
         return tuple(members[number] for members in self.islands)
 
     def carrier(self, island: int, rank: int) -> int:
-        """Return the member of an island that carries to and from a member of another."""
+        """Return the member of an island that sends to and receives from a member of another island."""
         home = next(members for members in self.islands if rank in members)
         return self.islands[island][home.index(rank) % self.rails]
 
@@ -75,17 +77,22 @@ class NodeLayout:
         return self.islands[island][rail :: self.rails]
 
     def turns(self, island: int) -> Iterator[tuple[int, ...]]:
-        """Yield the members of an island as its rails take them, one a rail each time."""
+        """Yield the members of an island in batches of one member per rail."""
         members = self.islands[island]
         for start in range(0, len(members), self.rails):
             yield members[start : start + self.rails]
 
 
 def layout(members: Sequence[int], own: int, shares: Callable[[int, int], bool]) -> NodeLayout | None:
-    """Return how the members of a group lie, from who shares memory with whom; None where that gives no hierarchy.
+    """Return the layout of a group, or None if it has no hierarchy.
 
-    ``members`` are world ranks by rank in the group, ``own`` is ours. There is none if all or no two share memory, or if
-    sharing is not transitive. Every rank that knows the same of ``shares`` gets the same islands.
+    It has none if all ranks share memory, if no two do, or if sharing is not transitive. Ranks whose ``shares`` agree get
+    the same islands.
+
+    Args:
+        members: Global ranks, in order of the group rank.
+        own: Global rank of this process.
+        shares: Whether two global ranks share memory.
     """
     islands: list[list[int]] = []
     for rank, member in enumerate(members):
@@ -102,12 +109,12 @@ def layout(members: Sequence[int], own: int, shares: Callable[[int, int], bool])
 
 
 def among(members: Sequence[int], schedule: Schedule) -> Schedule:
-    """Run a schedule of a part of a group, whose peers are places in ``members``, in the group."""
+    """Run the schedule of a subset of a group, whose peers are indices into ``members``, in the whole group."""
     try:
         for step in schedule:
             yield members[step] if isinstance(step, int) else tuple(_renamed(action, members) for action in step)
     finally:
-        schedule.close()  # at once: it may have to clear up behind itself
+        schedule.close()  # at once: it may have to release resources
 
 
 def _renamed(action: Action, members: Sequence[int]) -> Action:
@@ -129,7 +136,7 @@ def gather_runs(place: int, size: int, runs: Sequence[Sequence[Place]]) -> Sched
 
 
 def part_count(nbytes: int, rails: int, segment_nbytes: int) -> int:
-    """Return into how many parts to cut what goes over the rails, so that the links are busy while islands reduce."""
+    """Return into how many parts to split the data on the rails, so that the links are busy while islands reduce."""
     return max(
         1,
         -(-nbytes // (rails * max(1, segment_nbytes))),
@@ -138,10 +145,10 @@ def part_count(nbytes: int, rails: int, segment_nbytes: int) -> int:
 
 
 def slices_pay(nbytes: int, where: NodeLayout, model: Model) -> bool:
-    """Say whether an all-reduce had better go over each rail in slices than whole over all of them at once.
+    """Return whether an all-reduce is faster with one slice per rail than with the whole tensor on every rail.
 
-    Whole, it is reduced inside once and then known to each carrier, so nothing need be spread: one meeting less, for as
-    many times the bytes as there are rails. Takes what is equal on every rank.
+    With the whole tensor every carrier holds the result, so there is no broadcast inside the island: one synchronization
+    less, for as many times the bytes as there are rails. The arguments must be equal on every rank.
     """
     if not where.even:
         return True
@@ -152,8 +159,8 @@ def slices_pay(nbytes: int, where: NodeLayout, model: Model) -> bool:
             recursive_doubling.all_reduce_cost(hosts, int(nbytes)),
             ring.all_reduce_cost(hosts, int(nbytes)),
         ]
-        return min(model.seconds(cost) + model.beta * cost.nbytes * (rails - 1) for cost in costs)  # a link in common
+        return min(model.seconds(cost) + model.beta * cost.nbytes * (rails - 1) for cost in costs)
 
     whole = exchange(nbytes)
-    sliced = exchange(nbytes / rails) + _MEETING + _COPY * nbytes
+    sliced = exchange(nbytes / rails) + _SYNCHRONIZATION + _COPY * nbytes
     return sliced < whole

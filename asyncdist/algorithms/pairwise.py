@@ -1,4 +1,4 @@
-"""Pairwise exchange: every block goes straight from the rank that has it to the one that wants it.
+"""Pairwise exchange: every block goes directly from its source rank to its destination.
 
 Where every byte is meant for one rank, nothing travels shorter; and where blocks are small, all can go at once. In
 round k each rank sends to the one k to its right and receives from the one k to its left, so that nobody is sent to
@@ -34,7 +34,7 @@ def all_to_all_cost(size: int, nbytes: int) -> Cost:
 
 
 def reduce_scatter(rank: int, size: int, blocks: Blocks, own: Place) -> Schedule:
-    """Fold everybody's ``blocks[rank]`` into ``own``, where the caller has put ours; ``blocks`` are only read.
+    """Fold every rank's ``blocks[rank]`` into ``own``, which holds the caller's block; ``blocks`` are only read.
 
     Costs P-1 rounds, in each of which a rank sends, receives and reduces 1/P of the tensor.
     """
@@ -51,7 +51,7 @@ def reduce_scatter_cost(size: int, nbytes: int) -> Cost:
 
 
 def all_gather(rank: int, size: int, blocks: Blocks) -> Schedule:
-    """Copy each rank's ``blocks[rank]`` to all ranks, everybody to everybody at once.
+    """Copy each rank's ``blocks[rank]`` to all ranks, every rank to every other at once.
 
     Costs one round of P-1 messages in and P-1 out; a rank sends and receives (P-1)/P of the tensor.
     """
@@ -108,7 +108,7 @@ def scatter_cost(size: int, nbytes: int) -> Cost:
 
 
 def _circle(rank: int, size: int) -> Iterator[tuple[int, int]]:
-    """Yield the ranks 1, 2, … P-1 to our left and right, so that each rank begins with another."""
+    """Yield the ranks 1, 2, … P-1 to the left and right, so that each rank starts with a different peer."""
     return (((rank - distance) % size, (rank + distance) % size) for distance in range(1, size))
 
 

@@ -1,15 +1,14 @@
-"""Recursive doubling and halving: whom a rank speaks to is twice (or half) as far away in each round.
+"""Recursive doubling and halving: the distance to the peer doubles (or halves) in each round.
 
-With P a power of two, ranks that differ in one bit form pairs, and after log2 P rounds of pairs everybody has heard, at
-first or second hand, of everybody:
+If P is a power of two, ranks that differ in one bit form pairs, and after log2 P rounds every rank has the data of all:
 
     distance 1     0-1   2-3   4-5   6-7
     distance 2     0-2   1-3   4-6   5-7
     distance 4     0-4   1-5   2-6   3-7
 
 With any other P, the *core* is the largest power of two below it. The first ranks go in pairs (0, 1), (2, 3), … of
-which the even one lends its data to the odd one, sits out, and is given the result: as many pairs as there are ranks
-too many. What is left keeps the order of the ranks.
+which the even rank sends its data to the odd one, sits out, and receives the result. There are as many pairs as P exceeds
+the core. The remaining ranks keep their order.
 
 Source: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH", Int. J. High
 Perform. Comput. Appl. 19 (2005).
@@ -35,8 +34,8 @@ def floor_power_of_two(size: int) -> int:
 def all_reduce(rank: int, size: int, data: Place, scratch: Place) -> Schedule:
     """Leave in ``data`` of all ranks its reduction; ``scratch`` is as large and is clobbered.
 
-    Costs log2 P rounds, in each of which a rank sends, receives and reduces the whole tensor; where P is no power of
-    two one more before (lending) and one after (giving back).
+    Costs log2 P rounds, in each of which a rank sends, receives and reduces the whole tensor; if P is not a power of
+    two, one more round before and one after.
 
     Both ranks of a pair compute the same sum, so they name the lower one's operand first. Before a round at distance d
     all ranks that agree but for their lowest log2 d bits hold the same bits; so they do after it.
@@ -60,10 +59,10 @@ def halving_all_reduce(rank: int, size: int, blocks: Blocks) -> Schedule:
     """Leave in all blocks of all ranks their reduction; there are ``floor_power_of_two(size)`` blocks.
 
     Recursive halving (each rank of a pair reduces one half of what they have in common and leaves the other to its
-    peer) brings every rank of the core one complete block; recursive doubling gathers them. Of blocks, runs
-    ``blocks[lo:hi]`` are asked for.
+    peer) brings every rank of the core one complete block; recursive doubling gathers them. It uses runs
+    ``blocks[lo:hi]``.
 
-    Costs 2 log2 P rounds; a rank sends and receives 2(P-1)/P of the tensor and reduces (P-1)/P of it. Where P is no
+    Costs 2 log2 P rounds; a rank sends and receives 2(P-1)/P of the tensor and reduces (P-1)/P of it. If P is not a
     power of two, two more rounds with the whole tensor. Source: Rabenseifner, "Optimization of Collective Reduction
     Operations", ICCS 2004.
     """
@@ -95,7 +94,7 @@ def halving_all_reduce_cost(size: int, nbytes: int) -> Cost:
 def all_gather(rank: int, size: int, blocks: Blocks) -> Schedule:
     """Copy each rank's ``blocks[rank]`` to all ranks; ``size`` must be a power of two.
 
-    Of blocks, runs ``blocks[lo:hi]`` are asked for. Costs log2 P rounds; a rank sends and receives (P-1)/P of the
+    It uses runs ``blocks[lo:hi]``. Costs log2 P rounds; a rank sends and receives (P-1)/P of the
     tensor.
     """
     if size != floor_power_of_two(size):
@@ -112,7 +111,7 @@ def all_gather_cost(size: int, nbytes: int) -> Cost:
 
 
 def barrier(rank: int, size: int, nothing_out: Place, nothing_in: Place) -> Schedule:
-    """Return when every rank has come; the places are empty.
+    """Return when every rank has entered; the places are empty.
 
     Dissemination: tell the rank at distance 1, 2, 4, … to the right; what one has heard by then is passed on with it.
     Costs ceil(log2 P) rounds, for any P. Source: Hensgen, Finkel, Manber, "Two algorithms for barrier synchronization",
@@ -130,7 +129,7 @@ def barrier_cost(size: int, nbytes: int = 0) -> Cost:
     return Cost(rounds, rounds)
 
 
-# -- the core and the ranks beside it -------------------------------------------------------------
+# -- the core and the other ranks -----------------------------------------------------------------
 
 
 @lru_cache(maxsize=1024)

@@ -1,10 +1,10 @@
-"""Ring: everyone passes to the right and takes from the left, always one block of P.
+"""Ring algorithms: each rank sends one of P blocks to its right neighbour and receives one from its left.
 
 The tensor is cut into P blocks. A block that travels once around the ring and is added to at every stop arrives
-complete (`reduce_scatter`); one that travels on is known to all (`all_gather`). No algorithm moves fewer bytes, and all
+complete (`reduce_scatter`); a complete block that travels once more reaches all ranks (`all_gather`). No algorithm moves fewer bytes, and all
 of them go between neighbours; the price is a number of rounds that grows with P.
 
-Three ranks, blocks a b c, and who has been added to them; each line follows one round:
+Three ranks, blocks a b c, and the ranks that have been added to them; each line follows one round:
 
                     rank 0            rank 1            rank 2
                     a0   b0   c0      a1   b1   c1      a2   b2   c2
@@ -14,7 +14,7 @@ Three ranks, blocks a b c, and who has been added to them; each line follows one
                     a012 b012 c012    a012 b012 c012    a012 b012 c012
 
 Source: Patarasuk, Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", J. Parallel Distrib.
-Comput. 69 (2009). Each block's sum is made on one path and then copied, so all ranks end with the same bits.
+Comput. 69 (2009). Each block is reduced along one path and then copied, so all ranks get identical bits.
 """
 
 from __future__ import annotations

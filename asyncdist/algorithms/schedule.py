@@ -1,14 +1,15 @@
-"""What a collective algorithm says: send this place, receive that one, fold one into another.
+"""The language of collective algorithms: send from a place, receive into one, fold one into another.
 
-A schedule is a generator. It does no I/O and knows no tensor: it yields *steps*, and a driver makes each step so before
-it resumes the generator. A step is a tuple of actions that go on at once; it is over when all of them are.
+The modules of `algorithms` write schedules; the engine's executor runs them. A schedule is a generator without I/O and
+tensors. It yields *steps*, and the executor completes each step before it resumes the generator. A step is a tuple of
+actions that run concurrently; it is complete when all of them are.
 
-A *place* is a piece of memory, opaque to the schedule: a driver's business. *Blocks* are places numbered like ranks:
-``blocks[i]`` is one, and where a schedule says so ``blocks[lo:hi]`` is the run of them as one place. Peers are ranks in
-the group. Between two ranks, messages of one generator are matched in the order in which both yield them.
+A *place* is a piece of memory, opaque to the schedule. *Blocks* are places numbered like ranks: ``blocks[i]`` is one, and
+``blocks[lo:hi]``, where a schedule requires it, is the contiguous run of them as one place. Peers are group ranks. Between
+two ranks, messages of one generator are matched in the order in which both yield them.
 
-A schedule that moves data itself (`asyncdist.transport.native`) yields steps without actions: ``()`` when it has done a piece of its
-work and would go on, or the number of the member for whom it waits. It is resumed to look again.
+A schedule that moves data itself (`asyncdist.transport.native`) yields steps without
+actions: ``()`` after a piece of its work, or the group rank for which it waits. It is resumed to check again.
 
 The rules that make a step safe, which the simulator in `asyncdist.testing` checks:
 
@@ -46,7 +47,7 @@ class Reduce(NamedTuple):
 
 
 class Combine(NamedTuple):
-    """Fold ``other`` into ``place``, both ours; ``swapped`` puts ``other`` first.
+    """Fold ``other`` into ``place``, both local; ``swapped`` makes ``other`` the first operand.
 
     Floating-point reductions are commutative but for signed zeros and NaN payloads; two ranks that compute the same
     result name the lower rank's operand first, and so agree bit for bit.
@@ -60,7 +61,7 @@ class Combine(NamedTuple):
 Action = Send | Recv | Reduce | Combine
 Step = tuple[Action, ...]
 Wait = int
-"""The member for whom a schedule that moves data itself waits."""
+"""The group rank for which a schedule that moves data itself waits."""
 
 Schedule = Generator[Step | Wait, None, Any]
 

@@ -1,12 +1,11 @@
-"""Which schedule for which size: the one that a small model of time calls cheapest.
+"""Select the schedule of a collective by size: the cheapest one by a small performance model.
 
 The model (Hockney's latency and bandwidth, with Thakur, Rabenseifner and Gropp's term for reduction and LogP's overhead
 per message) prices what each schedule promises in its `Cost`:
 
     seconds = alpha * rounds + overhead * messages + beta * nbytes + gamma * reduced
 
-Each rank chooses for itself, and all must choose alike: so nothing enters but what is equal on all of them. ``nbytes``
-is the size of all blocks of a rank together: of the tensor in all_reduce, reduce and broadcast, of what is gathered,
+Each rank chooses for itself and all must agree, so the inputs are equal on all ranks. ``nbytes`` is the size of all blocks of a rank together: of the tensor in all_reduce, reduce and broadcast, of what is gathered,
 of what is scattered, of one side of an all_to_all.
 """
 
@@ -55,7 +54,7 @@ DEFAULT = Model()
 class Candidate:
     """One schedule for a collective, its price, and what it asks for.
 
-    ``contiguous``: it takes runs of blocks as one place, so they must lie one after the other in memory.
+    ``contiguous`` means that it uses runs of blocks as one place, so the blocks must be contiguous in memory.
     """
 
     name: str
@@ -78,7 +77,7 @@ def _chain_cost(size: int, nbytes: int, model: Model) -> Cost:
     return tree.chain_broadcast_cost(size, nbytes, tree.segment_count(nbytes, model.segment_nbytes))
 
 
-# Of equals the first is chosen; and the first of each applies always.
+# Among equal costs the first is chosen. The first schedule of each collective always applies.
 CANDIDATES: Mapping[str, tuple[Candidate, ...]] = {
     "all_reduce": (
         Candidate("doubling", _priced(recursive_doubling.all_reduce_cost)),
@@ -128,7 +127,7 @@ def _cheapest(collective: str, nbytes: int, size: int, model: Model, contiguous:
 
 
 def candidates(collective: str) -> tuple[Candidate, ...]:
-    """Return the schedules that there are for a collective; ValueError names the collectives if it is none."""
+    """Return the schedules that there are for a collective; an unknown name raises ValueError, which lists the collectives."""
     try:
         return CANDIDATES[collective]
     except KeyError:
@@ -165,7 +164,7 @@ def forced_by(config: Config) -> dict[str, str]:
 
 
 class SelectionRow(NamedTuple):
-    """What the model thinks of one size. ``microseconds`` by schedule; ``None`` where one cannot run."""
+    """The model's prediction for one size: ``microseconds`` by schedule, None for a schedule that cannot run."""
 
     nbytes: int
     chosen: str

@@ -1,1 +1,1 @@
-"""What every other folder may use: deadlines, timers, threads, the process's end, addresses, TLS, authentication. No torch."""
+"""Parts without torch that every other folder may use: deadlines, timers, threads, the process's end, addresses, TLS, authentication. No torch."""

@@ -1,8 +1,8 @@
-"""Tensors in mapped memory, for users: collectives on them read and write them where they lie.
+"""Registered tensors: users' tensors in shared memory, which collectives read and write in place.
 
 A registered tensor is an ordinary tensor whose storage lies in this process's arena (`asyncdist.memory.shared_arena`), which every rank
-of the host has mapped. Nothing remembers it: what lies in the arena is registered, slices and views too, for all groups.
-The memory is given back with the last tensor that shares it.
+of the host has mapped. Registration keeps no record: every tensor in the arena is registered, slices and views too, for all
+groups. The memory is freed with the last tensor that shares it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ T = TypeVar("T", bound="torch.Tensor | nn.Module")
 
 log = logging.getLogger("asyncdist")
 
-_told = False
+_warned = False
 
 
 def empty(
@@ -46,11 +46,11 @@ def empty(
 
 
 def _possible() -> bool:
-    """Say whether this machine shares memory between processes; where it does not, log that once."""
-    global _told
+    """Return whether this machine shares memory between processes; log once if it does not."""
+    global _warned
     reason = unavailable()
-    if reason is not None and not _told:
-        _told = True
+    if reason is not None and not _warned:
+        _warned = True
         log.warning("registered tensors are ordinary ones here: %s", reason)
     return reason is None
 
@@ -82,7 +82,7 @@ def register(target: T, *, wanted: bool = True) -> T:
 
 
 def _tensors(target: object) -> Sequence[torch.Tensor]:
-    """Return the tensors of what is to be registered; raise if one of them cannot be."""
+    """Return the tensors of a tensor or module; raise if one of them cannot be registered."""
     if isinstance(target, nn.Module):
         tensors = [*target.parameters(), *target.buffers()]
     elif isinstance(target, torch.Tensor):

@@ -1,11 +1,11 @@
-"""Memory that the processes of one host share: one anonymous, sparse segment a process, and what lives in it.
+"""Memory that the processes of one host share: one anonymous, sparse segment per process.
 
-A process makes its *arena* when it first needs one: a memfd far larger than it will ever use, of which nothing exists until
-pages are reserved. Other processes get its descriptor and map the whole of it once; whatever is allocated later they see
-at its offset. It has no name, so nothing is left of it when its processes are gone, however they went.
+The shm transport and `registered` use it. A process creates its *arena* on first use: a memfd far larger than it needs, of
+which no memory exists until pages are reserved. Other processes receive its descriptor and map the whole of it once, so
+they see later allocations at their offsets. It has no name, so the system frees it when its processes have ended.
 
-Pages are reserved (`fallocate`) before they are used: where there is no memory left an allocation fails with
-`SharedMemoryError`, and no access ever ends in SIGBUS.
+Pages are reserved (`fallocate`) before use: without free memory an allocation fails with `SharedMemoryError`, and no
+access ends in SIGBUS.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def unavailable() -> str | None:
 
 
 class ArenaMapping:
-    """A whole arena, ours or another process's, as this process sees it."""
+    """A whole arena, of this or another process, mapped into this process."""
 
     def __init__(self, descriptor: int, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -55,7 +55,7 @@ class ArenaMapping:
             self._map = mmap.mmap(descriptor, nbytes, mmap.MAP_SHARED)
         except (OSError, ValueError) as cause:
             raise SharedMemoryError(f"cannot map {nbytes >> 20} MiB of shared memory: {cause}") from cause
-        with torch.inference_mode(False):  # else only who is in that mode could write
+        with torch.inference_mode(False):  # else only code in inference mode could write
             self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
         self.address = self._bytes.data_ptr()
 
@@ -82,7 +82,7 @@ class ArenaMapping:
 
 
 class ArenaBlock:
-    """A run of reserved pages of this process's arena, ours until `free`."""
+    """A run of reserved pages of this process's arena, allocated until `free`."""
 
     __slots__ = ("__weakref__", "_arena", "nbytes", "offset")
 
@@ -92,7 +92,7 @@ class ArenaBlock:
         self.nbytes = nbytes
 
     def free(self) -> None:
-        """Give the block back; nobody, in any process, may use it any more. Idempotent, from any thread."""
+        """Free the block; no process may use it any more. Idempotent and thread-safe."""
         arena, self._arena = self._arena, None
         if arena is not None:
             arena.take_back(self.offset, self.nbytes)
@@ -136,11 +136,11 @@ class Arena:
                     return ArenaBlock(self, offset, nbytes)
         raise SharedMemoryError(
             f"no {nbytes >> 20} MiB in one piece are left in this process's shared segment of {self.nbytes >> 20} MiB: "
-            "let go of registered tensors, destroy groups, or lower ASYNCDIST_SHM_AREA_NBYTES, a group takes 32 of them"
+            "let go of registered tensors, destroy groups, or lower ASYNCDIST_SHM_AREA_NBYTES (a group takes 32 of these areas)"
         )
 
     def reserve(self, offset: int, nbytes: int) -> None:
-        """See that there is memory behind a range; SharedMemoryError if there is none left."""
+        """Reserve memory for an address range. Raises SharedMemoryError without free memory."""
         try:
             os.posix_fallocate(self.descriptor, offset, nbytes)
         except OSError as cause:
@@ -190,9 +190,9 @@ class Arena:
 
 
 def _sparse_nbytes() -> int:
-    """Return the size of a new arena: the machine's memory and room for groups, or as large as a file of ours may be.
+    """Return the size of a new arena: the machine's memory plus room for groups, within the limit of a file's size.
 
-    Where addresses are limited it is the memory alone.
+    With limited address space it is the machine's memory alone.
     """
     import resource
 
@@ -213,7 +213,7 @@ _making = threading.Lock()
 
 
 def arena() -> Arena:
-    """Return this process's arena, made when first asked for; a forked child gets one of its own."""
+    """Return this process's arena, created on first use; a forked child gets its own."""
     global _arena
     current = _arena
     if current is None or current.pid != os.getpid():

@@ -1,7 +1,8 @@
-"""What `torch.compile` does not look into: the methods that programs call of ours, and all that they call.
+"""Exclude this package's methods, and all functions that they call, from `torch.compile`.
 
-What it cannot put into a graph it runs as it is, and then compiles the functions that come to be called meanwhile. Ours
-would not do: they are about threads, memory and other ranks. Of a process group it knows a few members of C++'s alone.
+The public classes use the decorator. The compiler runs code that it cannot put into a graph as it is, and compiles the
+functions that this code calls. The functions of this package handle threads, memory and other ranks, and must not be
+compiled.
 """
 
 from __future__ import annotations
@@ -14,19 +15,19 @@ import torch
 
 T = TypeVar("T")
 
-# Of C++, as `torch.compiler.disable` would import the whole compiler, which few programs want.
+# The C++ interface, because `torch.compiler.disable` would import the whole compiler.
 _frames: Any = torch._C._dynamo.eval_frame
 
 
 def excluded_from_compile(owner: type[T]) -> type[T]:
-    """Keep the compiler from a class's own methods: they are called, and neither compiled nor inlined where they are."""
+    """Exclude a class's own methods from the compiler: it calls them, and neither compiles nor inlines them."""
     for name, member in list(vars(owner).items()):
         if isinstance(member, FunctionType):
-            setattr(owner, name, _left_alone(member))
+            setattr(owner, name, _excluded(member))
     return owner
 
 
-def _left_alone(function: Any) -> Any:
+def _excluded(function: Any) -> Any:
     if hasattr(_frames, "set_code_exec_strategy"):
         skip = _frames._FrameAction.SKIP
         _frames.set_code_exec_strategy(function.__code__, _frames._FrameExecStrategy(skip, skip))
