@@ -1,7 +1,7 @@
-"""torchrun's way to us: the entry point ``asyncdist`` of ``torchrun.handlers``, for ``torchrun --rdzv-backend=asyncdist``.
+"""The entry point ``asyncdist`` in the group ``torchrun.handlers``, for ``torchrun --rdzv-backend=asyncdist``.
 
-torch loads every such entry point whenever its elastic package is imported, in programs that have nothing to do with us
-too. So nothing is imported here until a handler is made.
+torch loads every such entry point whenever its elastic package is imported, also in programs that do not use asyncdist.
+This module therefore imports nothing until a handler is created.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def handler() -> Callable[[Any], Any]:
-    """Return what makes torchrun's rendezvous handler of its parameters."""
+    """Return the factory of torchrun's rendezvous handler."""
     return _make
 
 

@@ -1,4 +1,4 @@
-"""A back end of torch.distributed: stock PyTorch code runs on our groups, unchanged.
+"""A back end of torch.distributed: unmodified PyTorch code communicates over asyncdist's groups.
 
     import asyncdist.torch_backend
     torch.distributed.init_process_group("asyncdist")
@@ -7,10 +7,23 @@ DDP, FSDP2, DTensor, DeviceMesh, tensor and pipeline parallel, checkpointing, fu
 then use shared memory between the ranks of a host and TCP between hosts. An asynchronous operation may be awaited:
 ``await torch.distributed.all_reduce(tensor, async_op=True)``.
 
-Read in this order: `process_group` (torch's methods, and what they are here), `work` (what they return), `reductions`,
-`registration` (how a group comes about), `kernels` (two operators that torch's own code cannot bring to us), `patches`
-(everything in torch that we replace), `keep_alive` (what C++ would forget), `bucket_memory` and `memory_pool` (where
-buckets lie), `store`, `init_method` and `torchrun` (how a job finds a store daemon).
+Each module implements one hook of torch:
+
+process_group        `torch.distributed.ProcessGroup`: the collectives, by torch's names
+torch_work           `torch.distributed.Work`: the handle that a collective returns
+reduce_ops           translates `torch.distributed.ReduceOp`
+registration         `Backend.register_backend`: creates a process group
+kernels              two operators of ``_c10d_functional`` whose kernels in torch require a C++ back end
+patches              every function of torch that this package replaces
+held_references      keeps the Python half of a Work that C++ code holds
+bucket_memory        registered memory for the buckets of `torch.nn.parallel.DistributedDataParallel`
+memory_pool          registered memory for ``ProcessGroup.allocate_tensor``
+torch_store          `torch.distributed.Store`
+url_handler          ``init_method="asyncdist://..."``
+rendezvous_handler   ``torchrun --rdzv-backend=asyncdist``
+lease_keep_alive     keeps a job's keys at the store daemon alive
+
+Importing the package registers the back end. The package may use every layer except `bench` and `cli`.
 """
 
 from asyncdist.torch_backend import kernels, patches, registration, url_handler

@@ -1,6 +1,6 @@
-"""Two functional operators whose kernels in torch ask for a C++ back end; these ask the group itself.
+"""CPU kernels of two operators of ``_c10d_functional``. torch's own kernels require a back end written in C++.
 
-They serve groups of every back end, as torch's do: a kernel is found by the tensor's device, not by its group.
+These kernels serve process groups of every back end, because torch selects a kernel by the tensor's device.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ from functools import cache
 from typing import Any
 
 import torch
-import torch.distributed._functional_collectives  # defines the operators
+
+# Defines the operators.
+import torch.distributed._functional_collectives
 from torch.distributed import distributed_c10d
 
 from asyncdist.torch_backend.held_references import wait_tensor_waits_for
@@ -22,7 +24,8 @@ def register_kernels() -> None:
     """Register the kernels for tensors on the CPU. Idempotent."""
     for kernel in (all_gather_into_tensor_out, batch_p2p_ops):
         operator = f"_c10d_functional::{kernel.__name__}"
-        if _is_defined(operator):  # not by every torch
+        # Not every release of torch defines both.
+        if _is_defined(operator):
             torch.library.impl(operator, "CPU", kernel)
 
 
@@ -33,7 +36,7 @@ def _is_defined(operator: str) -> bool:
 def all_gather_into_tensor_out(
     input: torch.Tensor, group_size: int, group_name: Any, *, out: torch.Tensor
 ) -> torch.Tensor:
-    """Start to gather every rank's ``input`` into ``out``; ``wait_tensor(out)`` waits for it."""
+    """Start an all-gather of ``input`` into ``out``; ``wait_tensor(out)`` waits for it."""
     group = _group(group_name)
     gather = getattr(group, "all_gather_single", None) or group._allgather_base
     wait_tensor_waits_for(out, gather(out, input.contiguous()))
@@ -43,7 +46,7 @@ def all_gather_into_tensor_out(
 def batch_p2p_ops(
     op_list: list[str], peer_list: list[int], tag_list: list[int], tensors: list[torch.Tensor], group_name: Any
 ) -> list[torch.Tensor]:
-    """Start sends and receives, each to or from a rank of the group; ``wait_tensor`` of each result waits for it."""
+    """Start sends and receives with ranks of the group; ``wait_tensor`` of each result waits for its operation."""
     group = _group(group_name)
     started = []
     for op, peer, tag, tensor in zip(op_list, peer_list, tag_list, tensors, strict=True):

@@ -1,4 +1,7 @@
-"""Staying at a store daemon while a process computes: what its job keeps there is not to go meanwhile."""
+"""Keep the lease of a job's keys at the store daemon alive while the process computes.
+
+Called by `url_handler` and `rendezvous_handler`.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,14 @@ from asyncdist.store.state.ownership import lodging
 
 
 def connect_with_long_lease(host: str, port: int, timeout: Timeout) -> TCPStore:
-    """Connect to a daemon to stay there: it waits for us as long as we try to come back to it.
+    """Connect to the daemon with a lease that lasts at least as long as the client tries to reconnect.
 
-    Waited for less long, all of a job could be back in time and find nothing of what it kept.
+    With a shorter lease, all ranks of a job could reconnect in time and find the job's keys deleted.
+
+    Args:
+        host: Host name or address of the daemon.
+        port: Port of the daemon.
+        timeout: Seconds after which an operation on the store fails.
     """
     config = Config.from_environment()
     lease = max(config.store_lease, config.store_reconnect)
@@ -24,18 +32,19 @@ def connect_with_long_lease(host: str, port: int, timeout: Timeout) -> TCPStore:
 
 
 class LeaseKeepAlive(threading.Thread):
-    """Stays under ``prefix`` from now on; once started, over every connection of ``daemon`` (`connect_with_long_lease`) until that is closed.
+    """Keeps the keys under ``prefix`` while ``daemon`` is open; start the thread to keep them across reconnects too.
 
-    A blocking client notices only in its next call that its connection is broken, and that may come long after its lease
-    has run out. So this thread always waits at the daemon, and takes part in making the next connection at once.
+    A blocking client notices a broken connection only in its next call, which may come after its lease has expired.
+    This thread therefore always has a call pending at the daemon, so that the client reconnects at once.
     """
 
     def __init__(self, daemon: TCPStore, prefix: str, name: str) -> None:
-        super().__init__(name="asyncdist-lodger", daemon=True)
+        super().__init__(name="asyncdist-lease", daemon=True)
         self._daemon = daemon
         self._never = f"{prefix}\0never"
         daemon.set(lodging(prefix, name), b"", ephemeral=True)
 
     def run(self) -> None:
-        with contextlib.suppress(AsyncdistError):  # it was closed, or is over: whoever needs it will hear that
+        # The client was closed or has failed: its next caller gets that error.
+        with contextlib.suppress(AsyncdistError):
             self._daemon.wait([self._never], math.inf)

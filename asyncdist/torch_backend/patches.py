@@ -1,7 +1,7 @@
-"""Everything in torch that we replace, and why.
+"""Every function of torch that this package replaces, with the reason.
 
-What is only added to torch is where it is made: the back end in `registration`, operators in `kernels`, an init method in
-`init_method`.
+What the package only adds to torch lies elsewhere: the back end in `registration`, operators in `kernels`, the init
+method in `url_handler`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from asyncdist.torch_backend.process_group import ProcessGroup
 _bindings: Any = torch._C._distributed_c10d
 
 Instead = Callable[..., Any]
-"""What is called instead of something in torch: with that, and the arguments."""
+"""A replacement of a function of torch: called with the original function and its arguments."""
 
 
 def for_our_groups(group_of: Callable[..., Any], ours: Callable[..., Any]) -> Instead:
-    """Return what calls ``ours`` where ``group_of`` finds a group of ours in the arguments, and torch's otherwise."""
+    """Return a replacement that calls ``ours`` if ``group_of(*args)`` is an asyncdist group, and torch's function if not."""
 
     def instead(theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         call = ours if isinstance(group_of(*args, **kwargs), ProcessGroup) else theirs
@@ -47,8 +47,8 @@ def _group_of_model(model: Any, comm_hook_type: Any) -> Any:
 
 
 def _register_twin(model: Any, comm_hook_type: Any) -> None:
-    """Have a model's buckets averaged as ``comm_hook_type`` says, in whole or as float16, with the same arithmetic."""
-    # Only now: with them come all the hooks that torch has, which hardly a program uses.
+    """Register torch's Python version of a built-in communication hook (all-reduce, or compression to float16)."""
+    # Imported late: the module imports every hook of torch.
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
     types = _bindings.BuiltinCommHookType
@@ -69,24 +69,24 @@ _ends = {
 }
 
 _REPLACED: list[tuple[Any, str, Instead]] = [
-    # Lets through no groups but gloo's.
+    # Accepts only gloo's groups.
     (torch_distributed, "monitored_barrier", _barrier),
     (distributed_c10d, "monitored_barrier", _barrier),
-    # These hooks are written in C++, and read the futures of C++ back ends only; torch has both in Python too.
+    # torch's built-in hooks are written in C++ and read only futures of C++ back ends.
     (DistributedDataParallel, "_register_builtin_comm_hook", _hook),
-    # Keeps the C++ half of a Work only.
+    # Keeps only the C++ half of a Work.
     (_bindings.Reducer, "_set_forward_pass_work_handle", held_references.set_forward_pass_work_handle),
-    # Make buckets in ordinary memory, unless the back end is written in C++.
+    # Allocate buckets in ordinary memory, unless the back end is written in C++.
     (_bindings.Reducer, "__init__", bucket_memory.make_reducer),
     (_bindings.Reducer, "_rebuild_buckets", bucket_memory.rebuild_buckets),
-    # End NCCL's groups only, and forget the others. Of torch 2.6: later releases call the group itself.
+    # In torch 2.6 these end only NCCL's groups; later releases call the group.
     *((distributed_c10d, name, end) for name, end in _ends.items() if hasattr(distributed_c10d, name)),
 ]
 
 
 @functools.cache
 def apply_patches() -> None:
-    """Replace it all. Idempotent."""
+    """Install all replacements. Idempotent."""
     for owner, name, instead in _REPLACED:
         theirs = getattr(owner, name)
         setattr(owner, name, functools.wraps(theirs)(_calls(instead, theirs)))

@@ -1,7 +1,7 @@
-"""torch.distributed's process group, as a thin coat over a `Group`.
+"""`torch.distributed.ProcessGroup` as a thin wrapper of `Group`.
 
-torch calls a method for each of its operations, with its options and with ranks of the group. Each method here is one
-line: our operation, what it writes, and its arguments, given to `ProcessGroup._run`.
+torch calls one method per operation, with an options object and with ranks of the group. Each method here passes the
+operation of `Group`, its output tensors and its arguments to `ProcessGroup._run`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ NAME = "asyncdist"
 T = TypeVar("T")
 Tensors = list[torch.Tensor]
 
-_NO_TIME = timedelta(0)  # less than that, torch's unset timeout, means the group's own
+_NO_TIME = timedelta(0)
+"""A timeout below it is torch's unset one, and means the group's own timeout."""
 _UNSET: Any = SimpleNamespace(
     asyncOp=True,
     timeout=timedelta(milliseconds=-1),
@@ -43,10 +44,13 @@ _UNSET: Any = SimpleNamespace(
 
 @excluded_from_compile
 class ProcessGroup(torch_distributed.ProcessGroup):
-    """A `Group` as torch.distributed sees it. Made by ``init_process_group("asyncdist")`` and ``new_group``.
+    """A `Group` as a process group of torch, made by ``init_process_group("asyncdist")`` and ``new_group``.
 
-    ``group`` is ours, for everything that torch has no name for. Ranks in arguments are ranks in the group. ``world``
-    is given to the group that holds it, and is closed with that.
+    Ranks in arguments are ranks in the group.
+
+    Args:
+        group: The group; also an attribute, for features that torch has no name for.
+        world: The world to close with this group; None if another group closes it.
     """
 
     supports_splitting = False
@@ -65,15 +69,16 @@ class ProcessGroup(torch_distributed.ProcessGroup):
         self._torch_name = self._torch_description = ""
         self._pool = MemoryPool()
 
-    # -- the one path --------------------------------------------------------------------------
+    # -- starting operations -------------------------------------------------------------------
 
     def _run(self, start: Callable[..., started.Work], outputs: Tensors, opts: Any, *args: Any) -> Work:
-        """Start an operation of ours as torch's options say; a blocking one is over when this returns."""
+        """Start an operation according to torch's options; a synchronous operation is complete on return."""
         timeout = opts.timeout
         limit = None if timeout < _NO_TIME else timeout
         if self._coalesced is not None:
             return self._background(start, outputs, limit, *args)
-        if getattr(opts, "asyncOp", True):  # torch 2.6 does not say: then its wait() drives
+        # torch 2.6 has no `asyncOp`: there its call of wait() drives the operation.
+        if getattr(opts, "asyncOp", True):
             return make_work(start(*args, timeout=limit), outputs)
         work = start(*args, background=False, timeout=limit)
         if not work.is_success():
@@ -83,7 +88,7 @@ class ProcessGroup(torch_distributed.ProcessGroup):
     def _run_together(
         self, start: Callable[..., started.Work], calls: Sequence[tuple[Any, ...]], outputs: Tensors, opts: Any
     ) -> Work:
-        """Start several operations as one; functional collectives wait for that once for each of its outputs."""
+        """Start several operations as one Work, which functional collectives wait for once per output."""
         return self._run(_together(start, calls), outputs, opts).waited_for(len(outputs))
 
     def _background(
@@ -124,7 +129,7 @@ class ProcessGroup(torch_distributed.ProcessGroup):
         calls = [(output, tensor, op) for output, tensor in zip(outputs, inputs, strict=True)]
         return self._run_together(self.group.reduce_scatter_single, calls, outputs, opts)
 
-    # -- moving --------------------------------------------------------------------------------
+    # -- data movement -------------------------------------------------------------------------
 
     def broadcast(self, tensors: Tensors, opts: Any = _UNSET) -> Work:
         return self._run(self.group.broadcast, tensors, opts, _single(tensors), opts.rootRank)
@@ -172,7 +177,7 @@ class ProcessGroup(torch_distributed.ProcessGroup):
         return self._run(self._barrier_on(devices[0]) if devices else self.group.barrier, [], opts)
 
     def _barrier_on(self, index: int) -> Callable[..., started.Work]:
-        """Return what meets the others when a CUDA device has done what stood in its current stream."""
+        """Return a barrier that a rank enters when its CUDA device has completed the current stream's work."""
         on = self.group.on(torch.device("cuda", index))
 
         def barrier(background: bool = True, timeout: Timeout = None) -> started.Work:
@@ -184,10 +189,10 @@ class ProcessGroup(torch_distributed.ProcessGroup):
         return barrier
 
     def monitored_barrier(self, timeout: Timeout = None, wait_all_ranks: bool = False) -> None:
-        """Return when every rank has come; when ``timeout`` passes, rank 0's error names every rank that has not."""
+        """Return when every rank has called it; after ``timeout``, rank 0's error names every missing rank."""
         self.group.monitored_barrier(timeout=timeout, background=False).result()
 
-    # -- between two ranks ---------------------------------------------------------------------
+    # -- point-to-point ------------------------------------------------------------------------
 
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> Work:
         return self._background(self.group.send, [], None, _single(tensors), dst, tag)
@@ -202,7 +207,7 @@ class ProcessGroup(torch_distributed.ProcessGroup):
         start = self.group.recv
         return self._background(start, tensors, None, _single(tensors), src, tag, source=self.group.group_rank)
 
-    # -- several as one ------------------------------------------------------------------------
+    # -- coalescing ----------------------------------------------------------------------------
 
     def _start_coalescing(self, device: object = None) -> None:
         self._coalesced = []
@@ -211,7 +216,7 @@ class ProcessGroup(torch_distributed.ProcessGroup):
         works, self._coalesced = self._coalesced or [], None
         return make_work(started.joined(works), [])
 
-    # -- what torch asks -----------------------------------------------------------------------
+    # -- properties that torch reads -----------------------------------------------------------
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -222,27 +227,29 @@ class ProcessGroup(torch_distributed.ProcessGroup):
         return self
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
-        """Return whether `allocate_tensor` gives memory that all ranks see."""
+        """Return whether `allocate_tensor` returns memory that all ranks share."""
         return device.type == "cpu" and self.group.shares_memory
 
     def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return a flat uninitialised tensor for collectives: registered, as long as there is room."""
+        """Return an uninitialised tensor of shape ``(size,)``, in registered memory unless that is full."""
         if size and self.supports_tensor_alloc(device):
-            with contextlib.suppress(SharedMemoryError):  # slower is better than not at all
+            with contextlib.suppress(SharedMemoryError):
                 return self._pool.lend(size * dtype.itemsize).view(dtype)
         return torch.empty(size, dtype=dtype, device=device)
 
     def get_reconfigure_handle(self) -> str:
-        """Refuse what ``enable_reconfigure=True`` is for, which torch has back ends without it ignore until then."""
+        """Raise UnsupportedError: torch accepts ``enable_reconfigure=True`` for every back end until this call."""
         raise UnsupportedError(SAME_RANKS)
 
     def reconfigure(self, opts: object) -> Work:
-        """Refuse it, as `get_reconfigure_handle` does."""
+        """Raise UnsupportedError, as `get_reconfigure_handle` does."""
         raise UnsupportedError(SAME_RANKS)
 
     def new_window(self, tensor: torch.Tensor | None = None) -> object:
-        """Refuse it."""
-        raise UnsupportedError("a group of ours has no windows for one-sided access: use send and recv, or collectives")
+        """Raise UnsupportedError."""
+        raise UnsupportedError(
+            "the back end asyncdist has no windows for one-sided access: use send and recv, or collectives"
+        )
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         return NAME
@@ -272,10 +279,10 @@ class ProcessGroup(torch_distributed.ProcessGroup):
 
     set_timeout = _set_default_timeout
 
-    # -- the end -------------------------------------------------------------------------------
+    # -- closing -------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
-        """Destroy the group, and the world with the group that holds it. Idempotent, in any order."""
+        """Destroy the group, and its world if this group owns one. Idempotent; groups may close in any order."""
         self.group.close()
         world, self._world = self._world, None
         if world is not None:
@@ -283,9 +290,9 @@ class ProcessGroup(torch_distributed.ProcessGroup):
             background_loop.background_loop().run(world.close())
 
     def abort(self) -> None:
-        """Fail everything pending on this group, here and on every other rank; with the last one, leave the world.
+        """Fail every pending operation of this group on every rank, and leave the world with its last group.
 
-        torch forgets what it has aborted, and would never shut it down.
+        torch never calls `shutdown` on a group that it has aborted.
         """
         self.group.abort("torch.distributed aborted the process group")
         if self._world is not None and all(group.aborted for group in self._world.groups):
@@ -296,7 +303,7 @@ class ProcessGroup(torch_distributed.ProcessGroup):
         return f"<asyncdist {self.group!r}>"
 
 
-# What torch calls the same methods before 2.13, from C++, and by its own latest names.
+# Names of the same methods in releases before 2.13, in C++ callers, and in the newest releases.
 _OTHER_NAMES = {
     "gather_into_tensor": "gather_single",
     "_allgather_base": "all_gather_single",
@@ -310,16 +317,17 @@ for _other, _name in _OTHER_NAMES.items():
 
 
 def _listed(tensors: Tensors | torch.Tensor) -> Tensors:
-    return tensors if isinstance(tensors, list) else [tensors]  # DDP's join passes a bare one
+    # DDP's join passes a single tensor.
+    return tensors if isinstance(tensors, list) else [tensors]
 
 
 def _single(ones: Sequence[T]) -> T:
-    """Return what there is one of a rank; of anything else the list, which our operations refuse, and say where."""
+    """Return the only item; otherwise the list itself, which the operation refuses with its own error."""
     return ones[0] if len(ones) == 1 else cast(T, ones)
 
 
 def _together(start: Callable[..., started.Work], calls: Sequence[tuple[Any, ...]]) -> Callable[..., started.Work]:
-    """Return what starts several operations at once and waits for all of them."""
+    """Return a function that starts several operations and returns one Work for all of them."""
 
     def start_all(background: bool = True, timeout: Timeout = None) -> started.Work:
         return started.joined([start(*call, background=background, timeout=timeout) for call in calls])

@@ -1,4 +1,4 @@
-"""torch.distributed's reductions as ours."""
+"""Translate `torch.distributed.ReduceOp` to `asyncdist.ReduceOp`."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from asyncdist.base.ops import ReduceOp, Reduction, premul_sum
 
 _Theirs: Any = torch_distributed.ReduceOp
 
-# By hash, which is an operation's number: asking torch's objects for their name, or comparing them, costs a microsecond.
+# By hash, which is the operation's number: reading the name of torch's objects, or comparing them, takes a microsecond.
 _OURS: dict[int, ReduceOp] = {
     hash(_Theirs(getattr(_Theirs, ours.name))): ours for ours in ReduceOp if ours is not ReduceOp.PREMUL_SUM
 }
 
 
 def reduction_of(theirs: Any) -> Reduction:
-    """Return our reduction for one of torch's; one that we do not know as it is, for our operations to refuse."""
+    """Return the reduction for one of torch's; an unknown one is returned unchanged, and the operation refuses it."""
     ours = _OURS.get(hash(theirs))
     if ours is not None:
         return ours

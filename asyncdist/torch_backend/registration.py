@@ -1,4 +1,4 @@
-"""How torch.distributed comes to a process group of ours."""
+"""Registration with ``torch.distributed.Backend.register_backend``, and the factory that torch then calls."""
 
 from __future__ import annotations
 
@@ -24,22 +24,23 @@ def register_backend() -> None:
 
 
 def add_backend(name: str, maker: Callable[[Any, object], ProcessGroup], devices: Sequence[str]) -> None:
-    """Have torch.distributed call ``maker``, which is like `make_backend`, for a group over the back end ``name``. Idempotent."""
+    """Register ``maker``, a function like `make_backend`, as the factory of the back end ``name``. Idempotent."""
     backends: Any = torch_distributed.Backend
     if name.upper() not in backends._plugins:
         backends.register_backend(name, maker, extended_api=True, devices=list(devices))
-    # torch 2.15 hooks its flight recorder into groups whose back end keeps none. We keep one, and a group that is a Python
-    # object cannot take the hook.
+    # torch 2.15 hooks its flight recorder into groups whose back end has none. This one has its own, and a group that is
+    # a Python object does not support the hook.
     recording = getattr(c10d, "_FR_SELF_RECORDING_BACKENDS", None)
     if recording is not None:
         c10d._FR_SELF_RECORDING_BACKENDS = {*recording, name}
 
 
 def make_backend(opts: Any, pg_options: object = None) -> ProcessGroup:
-    """Make a process group, as torch asks for it: on every member, in the same order.
+    """Create a process group. torch calls it on every member, in the same order.
 
-    A group of ranks of our own default world stands on that world's connections, and costs no communication. Any other
-    meets in the store that torch hands over. ``pg_options`` is ignored, and so is ``enable_reconfigure``.
+    A subgroup of an asyncdist default group uses the connections of that group's world and needs no communication. Any
+    other group performs a rendezvous through the store that torch passes. ``pg_options`` and ``enable_reconfigure`` are
+    ignored.
     """
     world = _default_world()
     if world is not None and opts.global_ranks_in_group:
@@ -56,21 +57,21 @@ def make_backend(opts: Any, pg_options: object = None) -> ProcessGroup:
 
 
 def _part_of(world: World, ranks: Sequence[int], opts: Any) -> ProcessGroup:
-    # Not by torch's name for it, which ranks may count differently once some of them have made a group by themselves.
+    # torch's group name is not used: ranks count differently after some of them have created a group without the others.
     group = world.new_group(ranks, timeout=opts.timeout)
     assert group is not None, "torch asks members only"
     return _wrap(group, None)
 
 
 def _wrap(group: Group, world: World | None) -> ProcessGroup:
-    # Whoever else went on with an operation in shared memory would take the core of the very thread that called, which
-    # mostly waits soon: DDP when its last bucket is full, functional collectives when the result is used.
+    # Without a free core, a background thread that drives an operation takes the core of the calling thread, which
+    # usually waits soon: DDP after its last bucket, functional collectives when the result is used.
     group.patient = not has_free_cores(group.mesh.transport_selector.local_size, torch.get_num_threads())
     return ProcessGroup(group, world)
 
 
 def _default_world() -> World | None:
-    """Return the world of torch's default group, None if there is none or it is another back end's."""
+    """Return the world of torch's default group; None without a default group, or if it has another back end."""
     if not torch_distributed.is_initialized():
         return None
     default = torch_distributed.group.WORLD

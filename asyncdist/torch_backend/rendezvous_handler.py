@@ -1,7 +1,8 @@
-"""``torchrun --rdzv-backend=asyncdist --rdzv-endpoint=host:port``: agents and workers meet at a store daemon of ours.
+"""``torchrun --rdzv-backend=asyncdist --rdzv-endpoint=host:port``: rendezvous at an ``asyncdist store`` daemon.
 
-Every round is a generation of its own, whether workers were restarted or nodes came and went: its workers get an empty
-store, which ends with it. What the agents of a job keep at the daemon goes when the last of them has ended or been killed.
+Implements `torch.distributed.elastic.rendezvous.RendezvousHandler`. The workers of every round, after a restart or a
+change of nodes, get a new empty store, which ends with the round. The daemon deletes the keys of a job's agents when the
+last agent has ended or been killed.
 """
 
 from __future__ import annotations
@@ -34,35 +35,38 @@ _ASKED_FOR = 5.0
 
 
 def make_handler(parameters: RendezvousParameters) -> RendezvousHandler:
-    """Return a handler at the daemon that ``parameters.endpoint`` names; raises StoreConnectionError if none answers."""
+    """Return a handler that uses the daemon at ``parameters.endpoint``; StoreConnectionError if no daemon answers."""
     host, port = parse_rendezvous_endpoint(parameters.endpoint, default_port=DEFAULT_PORT)
     daemon = connect_with_long_lease(host, port, parameters.get_as_int("read_timeout", 60))
-    name = f"torchrun/{quote(parameters.run_id, safe='')}"  # without a slash: no job's keys lie among another's
-    # Before anything of the job is read: from now on nothing of it goes before we do.
-    lodger = LeaseKeepAlive(daemon, f"{name}/", secrets.token_hex(8))
+    # Quoted, slashes included, so that no job's prefix contains another job's keys.
+    name = f"torchrun/{quote(parameters.run_id, safe='')}"
+    # Created before the first read: from here on the job's keys last at least as long as this agent.
+    lease = LeaseKeepAlive(daemon, f"{name}/", secrets.token_hex(8))
     job = PrefixStore(name, daemon)
     generation, membership = _join_generation(job)
     membership.start()
-    lodger.start()
+    lease.start()
     store = Store(PrefixStore(generation, job))
     agents = create_handler(store, C10dRendezvousBackend(store, parameters.run_id), parameters)
     return DaemonHandler(agents, daemon, store, membership)
 
 
 def _join_generation(job: PrefixStore) -> tuple[str, _Membership]:
-    """Become one of the job's agents, of a new generation if nobody is left of the last; return its name.
+    """Join the job's agents, in a new generation if the last one has no agent left; return its name and membership.
 
-    So one may run a job again under its name, and what the last generation left in the store is not taken for news.
+    A job can therefore run again under the same name, without reading keys of an earlier generation.
     """
     while True:
         last = job.get("generation").decode() if job.check(["generation"]) else ""
         if last and job.publish(f"agents/{last}", b""):
             return last, _Membership(job, last)
         if last and job.list_keys(f"agents/{last}/"):
-            time.sleep(_PAUSE)  # until one of them is back, or all their leases are over
+            # An agent of that generation may still reconnect, until its lease expires.
+            time.sleep(_PAUSE)
             continue
         own = secrets.token_hex(8)
-        membership = _Membership(job, own)  # before anybody can hear of it, and find it deserted
+        # Joined before the generation is published, so that no agent finds it empty.
+        membership = _Membership(job, own)
         if job.compare_set("generation", last, own).decode() == own:
             for key in job.list_keys(f"{last}/") if last else ():
                 job.delete_key(key)
@@ -71,11 +75,11 @@ def _join_generation(job: PrefixStore) -> tuple[str, _Membership]:
 
 
 class _Membership(threading.Thread):
-    """An agent's place in a generation, over all its connections: start it when the generation is the job's.
+    """An agent's membership in a generation, across reconnects. Start it when the generation is the job's current one.
 
-    Agents are subscribed to their generation's channel: whom a message reaches is there. A subscription ends with its
-    connection, so each has a key too, which outlives that for a lease: whose key is there may be back in a moment. This
-    thread sees that the subscription has ended while its agent waits for something else, and begins another.
+    Every agent subscribes to its generation's channel; an agent that a message reaches is present. A subscription ends
+    with its connection, so each agent also owns a key, which outlives the connection by a lease: the agent may still
+    reconnect. This thread renews the subscription when it ends while the agent waits for something else.
     """
 
     def __init__(self, job: PrefixStore, generation: str) -> None:
@@ -88,7 +92,8 @@ class _Membership(threading.Thread):
         self._messages = job.subscribe(self._channel)
 
     def run(self) -> None:
-        with contextlib.suppress(AsyncdistError):  # the agent's own connection is over: it will hear that itself
+        # The agent's client is closed or has failed: the agent's own next call raises that error.
+        with contextlib.suppress(AsyncdistError):
             self._listen()
             while not self._left:
                 self._job.set(self._key, b"", ephemeral=True)
@@ -102,7 +107,7 @@ class _Membership(threading.Thread):
                 messages.get()
 
     def leave(self) -> None:
-        """Be no member any more."""
+        """End the membership."""
         self._left = True
         self._messages.close()
         with contextlib.suppress(StoreConnectionError):
@@ -110,19 +115,19 @@ class _Membership(threading.Thread):
 
 
 class DaemonHandler(RendezvousHandler):
-    """Agents meet at the daemon by torch's own protocol; each round's workers get an empty store of their own there.
+    """Agents run torch's own rendezvous protocol at the daemon; the workers of each round get an empty store there.
 
-    Workers are torch's and know a host and a port only: the first agent of a round opens a *door*, a port of the
-    daemon's behind which there is nothing but that round. A door goes with the connection that it was opened over, so
-    each has one of its own: the agent's is made again when it breaks.
+    Workers know only a host and a port. The first agent of a round therefore opens a scoped store: an extra port of the
+    daemon with an empty store. A scoped store ends with the connection that opened it, so it has a connection of its
+    own, which does not reconnect.
     """
 
     def __init__(
         self, agents: DynamicRendezvousHandler, daemon: TCPStore, store: Store, membership: _Membership
     ) -> None:
         self._agents = agents
-        # torch's handler would serve the workers from the first agent, with a server that lets in everybody: it is told
-        # that it does so already.
+        # torch's handler would start an unauthenticated store server in the first agent. These two attributes make it
+        # believe that it already has.
         agents._bootstrap_store_info = RendezvousStoreInfo(daemon.host, daemon.port)
         agents._shared_tcp_store_server = store
         self._daemon = daemon
@@ -172,13 +177,13 @@ class DaemonHandler(RendezvousHandler):
 
     @staticmethod
     def _look_at(workers: RendezvousStoreInfo) -> None:
-        """Say what will keep workers that know torch.distributed alone from meeting: they would hardly say it."""
+        """Warn if the daemon refuses workers that use only torch.distributed: their own errors would not name the cause."""
         if not accepts_c10d_clients(workers.master_addr, workers.master_port, _ASKED_FOR):
             log.warning(
-                "the daemon at %s takes no clients of torch's TCPStore from here: workers here that call "
-                "asyncdist's init_process_group meet, and those that call torch.distributed's do not, unless they give it "
-                "init_method='asyncdist://…'; start the daemon with --c10d loopback where every user of its machine is "
-                "trusted and all workers run there, or with --c10d any in a network that you trust",
+                "the daemon at %s accepts no clients of torch's TCPStore from this host: workers that call "
+                "torch.distributed.init_process_group without init_method='asyncdist://…' will fail; workers that call "
+                "asyncdist.init_process_group will not. Start the daemon with --c10d loopback if all workers run on its "
+                "machine and every user there is trusted, or with --c10d any in a trusted network",
                 workers.master_addr,
             )
 

@@ -1,4 +1,4 @@
-"""A store of ours as a store of torch's: ``init_process_group(store=...)`` and everything in C++ take it."""
+"""An asyncdist store as a `torch.distributed.Store`, for ``init_process_group(store=...)`` and torch's C++ code."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from asyncdist.base.deadline import Timeout
 from asyncdist.store import base as faces
 
 _ENDLESS = timedelta(days=10_000)
-"""No limit, as far as torch can count."""
+"""Stands for no timeout: torch cannot represent an unlimited one."""
 
-# torch's own PrefixStore holds a store's C++ half only, which calls into nothing once the Python half is collected.
+# torch's PrefixStore keeps only the C++ half of a store alive, whose calls fail after the Python half is collected.
 _open: set[Store] = set()
 
 
 class Store(torch_distributed.Store):  # type: ignore[misc,name-defined]  # torch does not say that it exports it
-    """Any blocking store of ours, under the names by which torch's C++ and Python code calls it.
+    """A blocking asyncdist store under the method names that torch's C++ and Python code calls.
 
-    What waits does so for its own ``timeout``, at first that of ``store``: torch's code sets it through a PrefixStore
-    around this one, in C++, where nothing calls Python. `close` it in the end, which closes ``store`` too. Raises the
-    errors of `asyncdist.store`, which are RuntimeErrors. Through a PrefixStore of torch's it has neither queues nor
-    `list_keys`, which torch calls of its own stores only; asyncdist's PrefixStore has both.
+    Waiting methods use this object's ``timeout``, initially that of ``store``: torch changes it in C++ through a
+    PrefixStore, without calling Python. Methods raise the errors of `asyncdist.store`, which are RuntimeErrors. `close`
+    also closes ``store``. torch's PrefixStore offers queues and `list_keys` only for torch's own stores; asyncdist's
+    PrefixStore offers both.
     """
 
     def __init__(self, store: faces.Store) -> None:
@@ -35,12 +35,12 @@ class Store(torch_distributed.Store):  # type: ignore[misc,name-defined]  # torc
 
     @property
     def underlying(self) -> faces.Store:
-        """The store of ours."""
+        """The asyncdist store."""
         return self._store
 
     @property
     def host(self) -> str | None:
-        """Where the store is served, None where it is not."""
+        """The host of the store's server, None without a server."""
         return getattr(self._store, "host", None)
 
     def set(self, key: str, value: Any) -> None:
@@ -95,9 +95,9 @@ class Store(torch_distributed.Store):  # type: ignore[misc,name-defined]  # torc
         return True
 
     def clone(self) -> Store:
-        """Return another store of torch's on the same store of ours, which any number of threads may use.
+        """Return another wrapper of the same asyncdist store, which any number of threads may use.
 
-        It has a timeout of its own, at first the same.
+        The clone has its own timeout, initially the same.
         """
         other = Store(self._store)
         other.set_timeout(self.timeout)
@@ -107,13 +107,14 @@ class Store(torch_distributed.Store):  # type: ignore[misc,name-defined]  # torc
     deleteKey, getNumKeys, hasExtendedApi = delete_key, num_keys, has_extended_api  # noqa: N815
 
     def close(self) -> None:
-        """Let go of the store. Idempotent."""
+        """Close the store. Idempotent."""
         _open.discard(self)
         self._store.close()
 
     def __repr__(self) -> str:
-        return f"<torch's face of {self._store!r}>"
+        return f"<torch store over {self._store!r}>"
 
 
 def _bytes(value: Any) -> Any:
-    return bytes(value) if isinstance(value, list) else value  # as C++ gives a vector of bytes
+    # C++ passes a vector of bytes as a list.
+    return bytes(value) if isinstance(value, list) else value

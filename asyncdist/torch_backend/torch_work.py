@@ -1,4 +1,4 @@
-"""What our process group returns to torch: its `Work`, standing on ours."""
+"""`torch.distributed.Work` over an asyncdist `Work`: what the methods of `ProcessGroup` return."""
 
 from __future__ import annotations
 
@@ -14,15 +14,18 @@ from asyncdist.engine import work as started
 from asyncdist.engine.work import call_apart
 from asyncdist.memory.torch_compile import excluded_from_compile
 
-_NONE = timedelta(0)  # how torch spells "no timeout"
+_NONE = timedelta(0)
+"""torch's value for "no timeout"."""
 
 
 @excluded_from_compile
 class Work(torch_distributed.Work):
-    """One operation: wait() on it as torch's code does, or await it.
+    """The handle of one operation: block in `wait`, or await it.
 
-    ``outputs`` are the tensors that the operation writes: what `result` and the future give. A receive has none but
-    ``source``, which finds the sender's rank in the group.
+    Args:
+        work: The operation.
+        outputs: The tensors that it writes; `result` and the future return them.
+        source: For a receive, maps the sender's global rank to its rank in the group.
     """
 
     def __init__(
@@ -35,36 +38,36 @@ class Work(torch_distributed.Work):
         self._future: torch.futures.Future[list[torch.Tensor]] | None = None
 
     def wait(self, timeout: timedelta = _NONE) -> bool:
-        """Block until the operation has ended and return True; raise what it failed with.
+        """Block until the operation is complete and return True; raise its error if it failed.
 
-        On a device the current stream is ordered behind the operation instead, and the host goes on. ``timeout`` limits
-        the waiting only: WaitTimeoutError leaves the operation going.
+        On a device, order the current stream after the operation and return without blocking. ``timeout`` limits only
+        this wait: after a WaitTimeoutError the operation is still running.
         """
         return self._work.wait(timeout or None)
 
     def synchronize(self) -> None:
-        """Wait: on a device the current stream does it for us, on the CPU there is none."""
+        """Order the current stream after the operation on a device; block on the CPU."""
         self._work.wait()
 
     def is_completed(self) -> bool:
-        """Return whether the operation has ended, well or badly."""
+        """Return whether the operation has succeeded or failed."""
         return self._work.is_completed()
 
     def is_success(self) -> bool:
-        """Return whether the operation has ended well."""
+        """Return whether the operation has succeeded."""
         return self._work.is_success()
 
     def exception(self) -> BaseException | None:
-        """Return what the operation failed with, None if it went well or still goes on."""
+        """Return the operation's error, None if it has succeeded or is still running."""
         return self._work.exception()
 
     def result(self) -> list[torch.Tensor]:
-        """Return the tensors that the operation wrote; raise what it failed with, or UsageError while it goes on."""
+        """Return the output tensors; raise the operation's error, or UsageError while it is running."""
         self._work.result()
         return self._outputs
 
     def _source_rank(self) -> int:
-        """Return the sender's rank in the group, of a receive from any rank."""
+        """Return the sender's rank in the group, for a receive from any rank."""
         sender = self._work.result()
         return sender if self._source is None else self._source(sender)
 
@@ -74,10 +77,10 @@ class Work(torch_distributed.Work):
         return self._work.__await__()
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """Return a future of the tensors that the operation wrote, one and the same at every call.
+        """Return a future of the output tensors; every call returns the same one.
 
-        Its callbacks run where they may block on other operations: not on the thread that drives these. A failure
-        comes out of a ``then``: with one put in by ``set_exception``, DDP's reducer would take the process down.
+        Its callbacks run on a thread where they may block on other operations. A failure is raised inside ``then``: a
+        failure set by ``set_exception`` makes DDP's reducer abort the process.
         """
         if self._future is None:
             over: torch.futures.Future[Any] = torch.futures.Future()
@@ -92,9 +95,9 @@ class Work(torch_distributed.Work):
         return self._future
 
     def _future_in_order(self, work: DeviceWork) -> torch.futures.Future[list[torch.Tensor]]:
-        """Return a future that is complete, as torch's own are, when the operation stands in the device's queue.
+        """Return a future that completes when the operation is enqueued on the device, as torch's own futures do.
 
-        What its callbacks put into their streams, and what comes after its ``wait()``, is ordered behind the operation.
+        Device work that its callbacks, or code after its ``wait()``, enqueue is ordered after the operation.
         """
         devices: Any = list({tensor.device for tensor in self._outputs if tensor.is_cuda})
         queued: torch.futures.Future[Any] = torch.futures.Future(devices=devices)
@@ -108,11 +111,11 @@ class Work(torch_distributed.Work):
         return future
 
     def waited_for(self, times: int) -> Work:
-        """Return this work, which C++ waits for so many times: once for each of several tensors."""
+        """Return this work, announcing that C++ waits for it ``times`` times: once per tensor."""
         return self
 
     def held(self) -> HeldWork:
-        """Return the same operation as a Work that lives until it is waited for, whoever else lets go of it."""
+        """Return a Work of the same operation that stays alive until it is waited for."""
         return HeldWork(self._work, self._outputs, self._source)
 
     def __repr__(self) -> str:
@@ -121,9 +124,9 @@ class Work(torch_distributed.Work):
 
 @excluded_from_compile
 class HeldWork(Work):
-    """A Work that holds itself until it is waited for: for C++ code that keeps no more than its C++ half.
+    """A Work that stays alive until it is waited for, because C++ code keeps only its C++ half.
 
-    So does torch 2.6 with every Work.
+    torch 2.6 keeps only the C++ half of every Work.
     """
 
     _held: ClassVar[dict[int, HeldWork]] = {}
@@ -134,7 +137,8 @@ class HeldWork(Work):
     ) -> None:
         super().__init__(work, outputs, source)
         self._held[id(self)] = self
-        while len(self._held) > _MOST_HELD:  # of those that nobody will wait for any more
+        # A work that is never waited for would otherwise be kept until the process ends.
+        while len(self._held) > _MOST_HELD:
             self._held.pop(next(iter(self._held)))
 
     def wait(self, timeout: timedelta = _NONE) -> bool:
@@ -166,4 +170,4 @@ class _Done(Work):
 
 
 DONE = _Done(started.completed(), [])
-"""What a blocking call returns when it is over: torch waits on it once, and throws it away."""
+"""The Work that a completed synchronous call returns; torch waits for it once and discards it."""

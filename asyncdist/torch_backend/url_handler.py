@@ -1,7 +1,8 @@
-"""``init_method="asyncdist://host:port/job"``: a job of torch's finds a store daemon of ours (``asyncdist store``).
+"""``init_method="asyncdist://host:port/job"``: rendezvous of torch.distributed at an ``asyncdist store`` daemon.
 
-Every start of a job is a generation of its own: what an earlier one left at the daemon, killed or not, is never read. It
-goes with the last rank that has left or been killed. A rank that comes back when it may be gone is told so by an error.
+Registered as a handler in `torch.distributed.rendezvous`. Every start of a job is a new generation and never reads keys
+of an earlier one. The daemon deletes a generation's keys after its last rank has left or been killed. A rank that
+reconnects too late for its keys gets an error.
 """
 
 from __future__ import annotations
@@ -23,17 +24,21 @@ SCHEME = "asyncdist"
 
 
 def register_url_scheme() -> None:
-    """Make ``asyncdist://`` an init method of torch.distributed. Idempotent."""
+    """Register ``asyncdist://`` as an init method of torch.distributed. Idempotent."""
     handlers: dict[str, Any] = importlib.import_module("torch.distributed.rendezvous")._rendezvous_handlers
     handlers.setdefault(SCHEME, rendezvous)
 
 
 def rendezvous(url: str, timeout: Timeout = None, **ignored: Any) -> Iterator[tuple[Store, int, int]]:
-    """Yield the job's store at the daemon, our rank and the world size, as torch asks an init method.
+    """Yield the job's store at the daemon, this process's rank and the world size.
 
-    Rank and world size come from the URL's query (torch puts its arguments there) or from the launcher. Raises what
-    `asyncdist.init_process_group` raises: RendezvousTimeoutError that names who is missing, UsageError,
-    AuthenticationError, StoreConnectionError.
+    Rank and world size come from the URL's query, where torch puts its arguments, or from the launcher.
+
+    Raises:
+        RendezvousTimeoutError: Ranks are missing; the error names them.
+        UsageError: The URL, rank or world size is invalid.
+        AuthenticationError: The daemon refuses the token.
+        StoreConnectionError: The daemon does not answer.
     """
     rank, world_size, world_id = background_loop().run(_agree(url, timeout))
     parts = urlsplit(url)
@@ -43,11 +48,11 @@ def rendezvous(url: str, timeout: Timeout = None, **ignored: Any) -> Iterator[tu
     world = f"{parts.path.strip('/')}/{world_id}"
     LeaseKeepAlive(daemon, f"{world}/", str(rank)).start()
     yield Store(PrefixStore(world, daemon)), rank, world_size
-    raise RuntimeError(f"{SCHEME}:// makes one world a call: call init_process_group again")
+    raise RuntimeError(f"{SCHEME}:// creates one world per call: call init_process_group again")
 
 
 async def _agree(url: str, timeout: Timeout) -> tuple[int, int, str]:
-    """Meet the other ranks of this generation at the daemon; return rank, world size, and the generation's name."""
+    """Rendezvous with the other ranks of this generation; return rank, world size and the generation's name."""
     meeting = await meet(url, timeout=timeout, name="torch.distributed")
     try:
         await meeting.exchange(b"")
