@@ -1,11 +1,12 @@
-"""Data-parallel training: `DistributedDataParallel` averages gradients over the ranks while backward goes on.
+"""Data-parallel training: `DistributedDataParallel` averages gradients over the ranks during backward.
 
-buckets     which parameters travel together, in which order (pure)
-agreement   that all ranks hold the same model, and that they start from the same values
-reducer     the machine behind the hooks: fills buckets, starts their all-reduces, waits for them
-in_place    linear layers whose gradients are written into buckets instead of copied
-uneven      what ranks do that have run out of inputs before others
-module      what a user wraps a model in
+buckets            assigns parameters to buckets, in order (pure)
+model_sync         checks that all ranks hold the same model, and broadcasts rank 0's values
+reducer            fills buckets in autograd hooks, starts their all-reduces and waits for them
+direct_gradients   linear layers whose gradients are computed directly in the buckets
+uneven_inputs      training steps of ranks that have run out of inputs before others
+module             the public wrapper of a model
+sampler            `DistributedSampler`
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ __all__ = ["BucketTimes", "DistributedDataParallel", "StepTimes"]
 
 
 def __getattr__(name: str) -> object:
-    # Late, because `asyncdist.ddp.buckets` is pure and must not bring torch with it.
+    # Imported late, because importing the pure module `asyncdist.ddp.buckets` must not import torch.
     if name in __all__:
-        room = import_module("asyncdist.ddp.module" if name == "DistributedDataParallel" else "asyncdist.ddp.reducer")
-        return getattr(room, name)
+        home = import_module("asyncdist.ddp.module" if name == "DistributedDataParallel" else "asyncdist.ddp.reducer")
+        return getattr(home, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,7 +1,7 @@
-"""Which gradients travel together: parameters are dealt into buckets in the order in which gradients come.
+"""Assign parameters to buckets, in the order in which their gradients arrive. Called by `reducer`; imports no torch.
 
-Backward meets the layers in reverse, so before the first step the order is guessed to be the reverse of the order of
-definition; after it, it is known. The first bucket is kept small, so that the wire has something to do early.
+Backward visits the layers in reverse. Before the first step the expected order is therefore the reverse order of
+definition; afterwards it is the observed order. The first bucket is small, so that communication starts early.
 
 Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020, section 3.2.3.
 """
@@ -18,22 +18,28 @@ Layout = tuple[tuple[int, ...], ...]
 
 
 def caps(bucket_cap_mb: float | None = None) -> tuple[int, int]:
-    """Return the caps in bytes of the first bucket and of every later one, from the cap in MiB that a user gave."""
+    """Return the caps in bytes of the first bucket and of all later ones, for a cap in MiB (25 by default)."""
     if bucket_cap_mb is None:
         return FIRST_CAP_NBYTES, DEFAULT_CAP_NBYTES
     cap = int(bucket_cap_mb * MIB)
     if cap <= 0:
-        raise ValueError(f"bucket_cap_mb is a number of MiB above 0, not {bucket_cap_mb!r}")
+        raise ValueError(f"bucket_cap_mb must be greater than 0 (MiB), not {bucket_cap_mb!r}")
     return min(FIRST_CAP_NBYTES, cap), cap
 
 
 def assign(nbytes: Sequence[int], kinds: Sequence[Hashable], order: Iterable[int], limits: Sequence[int]) -> Layout:
-    """Deal parameters into buckets of one kind (dtype and device) each; return their numbers, bucket by bucket.
+    """Assign parameters to buckets of one kind (dtype and device) each.
 
-    ``nbytes[p]`` and ``kinds[p]`` describe parameter ``p``; ``order`` names every parameter once, as its gradient is
-    expected. A bucket is full when it has reached its cap, so it exceeds it by less than its last parameter;
-    ``limits`` are the caps of each kind's buckets in turn, the last one holding for all that follow. Buckets are
-    ordered by their last parameter, which is when they can be sent.
+    A bucket is full when it has reached its cap, so it exceeds the cap by less than its last parameter.
+
+    Args:
+        nbytes: Size of each parameter in bytes.
+        kinds: Kind of each parameter.
+        order: Every parameter's number once, in the order in which gradients are expected.
+        limits: Caps in bytes of each kind's buckets in turn; the last one applies to all further buckets.
+
+    Returns:
+        The parameters' numbers, bucket by bucket. Buckets are ordered by their last parameter, after which they can be sent.
     """
     done: list[tuple[int, list[int]]] = []
     filling: dict[Hashable, tuple[list[int], int]] = {}
@@ -60,11 +66,11 @@ def assign(nbytes: Sequence[int], kinds: Sequence[Hashable], order: Iterable[int
 
 
 def definition_order(count: int) -> list[int]:
-    """Return the order in which gradients are expected before the first step: last defined, first come."""
+    """Return the order in which gradients are expected before the first step: the reverse order of definition."""
     return list(range(count - 1, -1, -1))
 
 
 def arrival_order(arrived: Iterable[int], count: int) -> list[int]:
-    """Return ``arrived`` followed by those of ``count`` parameters that did not come, so that each is there once."""
+    """Return ``arrived`` without duplicates, followed by those of ``count`` parameters that it lacks."""
     known = dict.fromkeys(arrived)
     return [*known, *(parameter for parameter in definition_order(count) if parameter not in known)]

@@ -1,13 +1,12 @@
-"""Gradients of linear layers, written by backward where they will be averaged: into their buckets.
+"""Linear layers whose backward writes the weight's gradient directly into its bucket.
 
-Autograd has a weight's gradient written into new memory, from where it would be copied into its bucket: as many bytes again
-as the model has, out of memory that is cold by then. A `Linear` of ours computes as torch's does, but has the product that
-is its weight's gradient written into the bucket at once. Autograd then takes over what it is given. (Megatron-LM does the
-same on GPUs, as "gradient accumulation fusion".)
+Autograd writes a weight's gradient into new memory, from which DDP copies it into its bucket: as many bytes again as the
+model has, out of cold memory. The `Linear` of this module computes the same product straight into the bucket, and
+autograd adopts that tensor as ``grad``. Megatron-LM does the same on GPUs ("gradient accumulation fusion").
 
-What is not quite ordinary goes torch's way, and is copied: autocast, compiled or traced programs, tensor subclasses,
-functorch, second derivatives, gradients that accumulate, weights that are used twice, hooks that are shown a gradient and
-may keep it. Hooks of autograd's own nodes, and those after the accumulation, cannot be told: let them copy what they keep.
+These cases use torch's own path and a copy: autocast, compiled or traced programs, tensor subclasses, functorch, second
+derivatives, accumulated gradients, weights that are used twice, and hooks that see a gradient and may keep it. Hooks on
+autograd nodes and post-accumulation hooks cannot be detected; they must copy a gradient that they keep.
 """
 
 from __future__ import annotations
@@ -22,24 +21,25 @@ from torch.autograd import forward_ad
 from torch.nn.functional import linear
 
 LEAST_NBYTES = 256 << 10
-"""Smaller weights are copied in less time than our way through Python takes."""
+"""Copying a smaller weight's gradient takes less time than the Python code of this module."""
 
 
 class Places(Protocol):
-    """Who knows where gradients are to be."""
+    """Provides the memory of gradients; implemented by `Reducer`."""
 
     def place(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Return where a parameter's gradient may be written now, None if nowhere."""
+        """Return the tensor to write a parameter's gradient into, None if it must not be written directly."""
 
 
 class Linear(nn.Linear):
-    """A linear layer that asks `Places` where to write its weight's gradient. Copies and pickles of it are torch's."""
+    """A linear layer that writes its weight's gradient into memory of `Places`. Its copies and pickles are plain `nn.Linear`."""
 
-    if TYPE_CHECKING:  # TorchScript reads annotations, and does not know this one
+    # TorchScript reads annotations and cannot resolve this one.
+    if TYPE_CHECKING:
         _places: weakref.ref[Places]
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Return what torch's layer returns."""
+        """Return the same as `nn.Linear.forward`."""
         if torch.jit.is_scripting():  # type: ignore[attr-defined]
             return linear(input, self.weight, self.bias)
         else:
@@ -47,12 +47,13 @@ class Linear(nn.Linear):
 
     @torch.jit.unused
     def _product(self, data: torch.Tensor) -> torch.Tensor:
-        shown = self._backward_hooks and not self._is_full_backward_hook  # these see all gradients of an operation
+        # Backward hooks that are not "full" see every gradient of the operation.
+        shown = self._backward_hooks and not self._is_full_backward_hook
         if shown or torch.compiler.is_compiling() or not _is_ordinary(data, self.weight):
             return linear(data, self.weight, self.bias)
         rows = data.flatten(0, -2)
         result: torch.Tensor = _Product.apply(rows, self.weight, self.bias, self._places)  # type: ignore[no-untyped-call]
-        # Not a view: what follows may change it in place.
+        # Not a view, because the caller may change the result in place.
         return result if rows is data else torch.ops.aten._unsafe_view(result, (*data.shape[:-1], self.out_features))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -61,7 +62,7 @@ class Linear(nn.Linear):
 
 
 def adopt(module: nn.Module, places: Places) -> None:
-    """Have ``module``'s linear layers ask ``places``, which is not kept alive."""
+    """Make ``module``'s linear layers write their gradients into memory of ``places``, which they reference weakly."""
     for layer in module.modules():
         if isinstance(layer, nn.Linear) and _is_worth_it(layer):
             layer.__class__ = Linear
@@ -97,7 +98,8 @@ class _Product(torch.autograd.Function):
         ctx: Any, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, places: weakref.ref[Places]
     ) -> torch.Tensor:
         ctx.save_for_backward(rows, weight)
-        ctx.parameter, ctx.places = weight, places  # what was saved may come back as another tensor
+        # The parameter itself too: a saved tensor may be unpacked as another object.
+        ctx.parameter, ctx.places = weight, places
         return linear(rows, weight, bias)
 
     @staticmethod
@@ -118,7 +120,7 @@ def _of_weight(columns: torch.Tensor, rows: torch.Tensor, place: torch.Tensor | 
 
 
 def _place(ctx: Any) -> torch.Tensor | None:
-    """Return where to write the weight's gradient: nowhere if it has derivatives, does not go to ``grad``, or is shown."""
+    """Return where to write the weight's gradient; None if it is differentiated, not accumulated, or seen by hooks."""
     places, shown = ctx.places(), ctx.parameter._backward_hooks
     if places is None or shown or torch.is_grad_enabled() or not _accumulates(ctx.next_functions[1][0]):
         return None
@@ -127,8 +129,9 @@ def _place(ctx: Any) -> torch.Tensor | None:
 
 
 def _accumulates(node: Any) -> bool:
-    """Return whether this backward adds to ``grad`` what reaches a node; `torch.autograd.grad` takes it away instead."""
+    """Return whether this backward accumulates a node's gradient into ``grad``; `torch.autograd.grad` returns it instead."""
+    # It raises for leaves inside `torch.autograd.grad`.
     try:
         return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # so it says of leaves in `torch.autograd.grad`
+    except RuntimeError:
         return False

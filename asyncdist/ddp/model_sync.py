@@ -1,4 +1,4 @@
-"""Before the first step: do all ranks hold the same model, and do they start from rank 0's values?"""
+"""Verify before the first step that all ranks hold the same model, and broadcast rank 0's values. Called by `module`."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def verify(
 ) -> None:
     """Raise `MismatchError` on every rank, naming parameter and rank, unless all ranks hold the model of rank 0.
 
-    Compared are names, shapes, dtypes, strides and ``requires_grad``. Cost: a broadcast of 16 bytes and an
-    all-reduce of 8 bytes a rank; only on disagreement are whole descriptions sent.
+    Compares names, shapes, dtypes, strides and ``requires_grad``. Cost: a broadcast of 16 bytes and an all-reduce of 8
+    bytes per rank; whole descriptions are sent only on a mismatch.
     """
     own = describe_model("parameter", parameters) + describe_model("buffer", buffers)
     text = json.dumps(own).encode()
@@ -53,7 +53,7 @@ Description = list[list[object]]
 
 
 def describe_model(kind: str, named: Iterable[tuple[str, torch.Tensor]]) -> Description:
-    """Return what must be equal on all ranks, one tensor an entry."""
+    """Return the properties that must be equal on all ranks, one entry per tensor."""
     return [
         [f"{kind} {name!r}", list(tensor.shape), str(tensor.dtype), list(tensor.stride()), tensor.requires_grad]
         for name, tensor in named
@@ -61,7 +61,7 @@ def describe_model(kind: str, named: Iterable[tuple[str, torch.Tensor]]) -> Desc
 
 
 def difference(expected: Description, found: Description, root: int, peer: int) -> str:
-    """Say in words how rank ``peer``'s description first differs from that of rank ``root``."""
+    """Return a sentence on the first difference between the descriptions of ranks ``root`` and ``peer``."""
     for here, there in zip(expected, found, strict=False):
         if here[0] != there[0]:
             return f"where rank {root} has {here[0]}, rank {peer} has {there[0]}"
@@ -77,10 +77,10 @@ def _show(value: object) -> str:
 
 
 def broadcast_values(group: Group, tensors: Iterable[torch.Tensor], src: int = 0) -> None:
-    """Overwrite ``tensors`` (any dtypes) by those of the group's rank ``src``; shapes and strides must be equal.
+    """Overwrite ``tensors`` (any dtypes) with those of the group's rank ``src``; shapes and strides must be equal.
 
-    Large contiguous tensors go from and into their own memory, the rest in packs of about 1 MiB, so that small ones
-    cost no round each.
+    Large contiguous tensors are broadcast in place. The others are packed into messages of about 1 MiB, so that small
+    tensors do not cost one round each.
     """
     if group.size() == 1:
         return
@@ -94,7 +94,7 @@ def broadcast_values(group: Group, tensors: Iterable[torch.Tensor], src: int = 0
             if group.rank() != src:
                 parts = joined.split([tensor.nbytes for tensor in pack])
                 for tensor, part in zip(pack, parts, strict=True):
-                    # A dtype's view needs its alignment, which a part in the middle of a pack may not have.
+                    # Viewing bytes as a dtype requires its alignment, which a part inside a pack may lack.
                     tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
 
 

@@ -1,4 +1,4 @@
-"""DistributedSampler: each rank's share of a dataset, index for index as torch.utils.data.distributed deals it."""
+"""`DistributedSampler`: each rank's share of a dataset, with the same indices as `torch.utils.data.DistributedSampler`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,20 @@ from asyncdist.groups.default_world import default_group
 
 
 class DistributedSampler(Sampler[int]):
-    """Deal the indices of ``dataset`` to ``num_replicas`` ranks in turn: rank r gets the r-th, the (r+P)-th, and so on.
+    """Deal the indices of ``dataset`` to P ranks in turn: rank r gets positions r, r + P, r + 2P and so on.
 
-    ``num_replicas`` and ``rank`` default to those of the default group. With ``shuffle`` the order is a permutation
-    seeded by ``seed + epoch``, so call `set_epoch` before each epoch. Every rank gets equally many indices: the first
-    ones are given out again at the end, or with ``drop_last`` the last ones are left out.
+    Every rank gets the same number of indices.
+
+    Args:
+        dataset: Anything with a length.
+        num_replicas: Number of ranks P; by default the size of the default group.
+        rank: This process's rank, from 0 to P - 1; by default its rank in the default group.
+        shuffle: Permute the indices, seeded by ``seed + epoch``; call `set_epoch` before each epoch.
+        seed: Seed of the permutation, equal on all ranks.
+        drop_last: Leave out the last indices that do not divide evenly, instead of repeating the first ones.
+
+    Raises:
+        UsageError: ``rank`` is not in ``range(num_replicas)``.
     """
 
     def __init__(
@@ -34,7 +43,7 @@ class DistributedSampler(Sampler[int]):
             num_replicas = group.size() if num_replicas is None else num_replicas
             rank = group.rank() if rank is None else rank
         if not 0 <= rank < num_replicas:
-            raise UsageError(f"rank {rank} is none of {num_replicas} replicas: pass one from 0 to {num_replicas - 1}")
+            raise UsageError(f"rank {rank} is out of range for {num_replicas} replicas: pass one from 0 to {num_replicas - 1}")
         self.dataset = dataset
         self.num_replicas = num_replicas
         self.rank = rank
@@ -55,12 +64,13 @@ class DistributedSampler(Sampler[int]):
         else:
             indices = list(range(count))
         if count:
-            indices *= math.ceil(self.total_size / count)  # more than once where ranks outnumber samples
+            # Repeated more than once if there are more ranks than samples.
+            indices *= math.ceil(self.total_size / count)
         return iter(indices[self.rank : self.total_size : self.num_replicas])
 
     def __len__(self) -> int:
         return self.num_samples
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the permutation of the next iteration; call it with the same number on every rank."""
+        """Select the permutation of the next iteration; call it with the same number on every rank."""
         self.epoch = epoch

@@ -1,13 +1,13 @@
-"""Training with uneven inputs: a rank that has run out stands in for itself until the last one has.
+"""Training with uneven inputs: a rank without inputs takes part in collectives until every rank has run out.
 
-Inside ``with model.join()`` the ranks meet before whatever they do together, and each says what it is about to do:
+Inside ``with model.join()`` the ranks synchronise before each collective step, and each announces its next step:
 
     a forward with gradients     check()      only where running out early is an error
     buffers are overwritten      source()     by the lowest rank that has inputs left
     a backward's first bucket    reduction()  by which number its sums are divided
-    the end of the inputs        stand_in()   do as the others say: take what they send, add zeros to their gradients
+    the end of the inputs        stand_in()   follow the other ranks: receive buffers, add zeros to their gradients
 
-A meeting is an all-gather of one byte a rank, so everybody knows the same after it.
+The announcement is an all-gather of one byte per rank, so every rank knows the same afterwards.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from asyncdist.groups.group import Group
 
 
 class StepKind(IntEnum):
-    """What a rank is about to do; the number is what it says."""
+    """A rank's next step; the value is the byte that it announces."""
 
     end = 0
     forward = 1
@@ -32,7 +32,7 @@ class StepKind(IntEnum):
 
 
 class Joining:
-    """One ``with model.join()`` on one rank; `going` are the ranks that had inputs left when they last met."""
+    """One ``with model.join()`` on one rank; `going` are the ranks that had inputs left at the last announcement."""
 
     def __init__(self, group: Group, *, divides_by_all: bool, throws: bool) -> None:
         self.going = list(range(group.size()))
@@ -48,13 +48,14 @@ class Joining:
     # -- a rank that has inputs -----------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise UnevenInputsError if a rank has run out and that is an error."""
+        """Raise UnevenInputsError if a rank has run out of inputs and ``throws`` is set."""
         if self._throws:
             self._meet(StepKind.forward)
 
     def source(self) -> int:
-        """Return the rank in the group whose buffers overwrite the others' now."""
-        if not self._throws:  # else all have been seen before this forward
+        """Return the group rank whose buffers all ranks receive now."""
+        # With ``throws`` the ranks have already synchronised before this forward.
+        if not self._throws:
             self._meet(StepKind.refresh)
         return self.going[0]
 
@@ -67,44 +68,44 @@ class Joining:
     # -- a rank that has run out ----------------------------------------------------------------
 
     def stand_in(self, refresh: Callable[[int], None], average: Callable[[Reduction], None]) -> None:
-        """Do what the other ranks do until all have run out: ``refresh`` from a rank, or ``average`` with zeros.
+        """Follow the other ranks until all have run out: ``refresh`` from a rank, or ``average`` with zeros.
 
-        UnevenInputsError at once if others go on and that is an error.
+        With ``throws``, raise UnevenInputsError at once if another rank has inputs left.
         """
-        while (deed := self._meet(StepKind.end)) is not StepKind.end:
-            if deed is StepKind.refresh:
+        while (step := self._meet(StepKind.end)) is not StepKind.end:
+            if step is StepKind.refresh:
                 refresh(self.going[0])
-            elif deed is StepKind.average:
+            elif step is StepKind.average:
                 average(self._reduction())
 
     # -- all ------------------------------------------------------------------------------------
 
-    def _meet(self, deed: StepKind) -> StepKind:
-        """Say what this rank is about to do; return what those are who have not run out, ``end`` if all have."""
-        own = torch.tensor([deed], dtype=torch.uint8, device="cpu")
+    def _meet(self, step: StepKind) -> StepKind:
+        """Announce this rank's next step; return the step of the ranks with inputs left, ``end`` if there are none."""
+        own = torch.tensor([step], dtype=torch.uint8, device="cpu")
         said = torch.empty(self._group.size(), dtype=torch.uint8, device="cpu")
         self._group.all_gather_single(said, own, background=False).wait()
-        deeds = [StepKind(number) for number in said.tolist()]
-        going = [rank for rank, one in enumerate(deeds) if one is not StepKind.end]
+        steps = [StepKind(number) for number in said.tolist()]
+        going = [rank for rank, one in enumerate(steps) if one is not StepKind.end]
         if not going:
             return StepKind.end
         self.going = going
         if self._throws and not self.is_even:
-            ended = [self._group.ranks[rank] for rank, one in enumerate(deeds) if one is StepKind.end]
+            ended = [self._group.ranks[rank] for rank, one in enumerate(steps) if one is StepKind.end]
             raise UnevenInputsError(ended, [self._group.ranks[rank] for rank in going])
-        first = deeds[going[0]]
+        first = steps[going[0]]
         for rank in going:
-            if deeds[rank] is not first:
-                raise self._differ(going[0], first, rank, deeds[rank])
+            if steps[rank] is not first:
+                raise self._differ(going[0], first, rank, steps[rank])
         return first
 
     def _reduction(self) -> Reduction:
         return ReduceOp.AVG if self._divides_by_all or self.is_even else premul_sum(1 / len(self.going))
 
-    def _differ(self, first: int, deed: StepKind, peer: int, other: StepKind) -> MismatchError:
+    def _differ(self, first: int, step: StepKind, peer: int, other: StepKind) -> MismatchError:
         ranks = self._group.ranks
         reason = (
-            f"inside join() rank {ranks[first]} is at the {_WORDS[deed]}, rank {ranks[peer]} at the {_WORDS[other]}: "
+            f"inside join() rank {ranks[first]} is at the {_WORDS[step]}, rank {ranks[peer]} at the {_WORDS[other]}: "
             "ranks that have inputs left must do the same"
         )
         return MismatchError(ranks[peer], reason, group=self._group.name, rank=ranks[self._group.rank()])
