@@ -43,7 +43,9 @@ class DistributedSampler(Sampler[int]):
             num_replicas = group.size() if num_replicas is None else num_replicas
             rank = group.rank() if rank is None else rank
         if not 0 <= rank < num_replicas:
-            raise UsageError(f"rank {rank} is out of range for {num_replicas} replicas: pass one from 0 to {num_replicas - 1}")
+            raise UsageError(
+                f"rank {rank} is out of range for {num_replicas} replicas: pass one from 0 to {num_replicas - 1}"
+            )
         self.dataset = dataset
         self.num_replicas = num_replicas
         self.rank = rank
