@@ -13,7 +13,7 @@ from asyncdist.base.deadline import Timeout
 from asyncdist.config import Config
 from asyncdist.errors import AsyncdistError
 from asyncdist.store import TCPStore
-from asyncdist.store.state.ownership import lodging
+from asyncdist.store.state.ownership import prefix_lease
 
 
 def connect_with_long_lease(host: str, port: int, timeout: Timeout) -> TCPStore:
@@ -42,7 +42,7 @@ class LeaseKeepAlive(threading.Thread):
         super().__init__(name="asyncdist-lease", daemon=True)
         self._daemon = daemon
         self._never = f"{prefix}\0never"
-        daemon.set(lodging(prefix, name), b"", ephemeral=True)
+        daemon.set(prefix_lease(prefix, name), b"", ephemeral=True)
 
     def run(self) -> None:
         # The client was closed or has failed: its next caller gets that error.

@@ -1,4 +1,6 @@
-"""What changes in a store, as it stands in a daemon's log: msgpack arrays, those of one turn of the loop in one frame.
+"""Changes of a store's state as a daemon's log holds them: msgpack arrays, one frame per iteration of the event loop.
+
+Written by `ChangeLog` and read by `replay`; `journal` puts the frames on disk. No I/O.
 
     [1, key, value]          a value was set
     [2, key, piece]          something was appended to one
@@ -32,7 +34,7 @@ from asyncdist.store.state.model import ENTRY_NBYTES, Contents, RequestRefused, 
 
 _CHUNK_COUNT, _CHUNK_NBYTES = 500, 1 << 20
 _BIN32 = b"\xc6"
-"""What msgpack has before the length, 4 bytes, of many bytes."""
+"""msgpack's marker of a long binary value; a length of 4 bytes follows."""
 
 
 class Change(IntEnum):
@@ -207,7 +209,7 @@ class ChangeLog:
 
 
 def replay(body: bytes, contents: Contents) -> bool:
-    """Make the changes of one frame; return whether they end a snapshot. Raises ProtocolError for what are none."""
+    """Make the changes of one frame; return whether they end a snapshot. Raises ProtocolError for malformed changes."""
     unpacker = msgpack.Unpacker(max_buffer_size=len(body) + 1)
     unpacker.feed(body)
     values, ended = contents.values, False
@@ -219,7 +221,7 @@ def replay(body: bytes, contents: Contents) -> bool:
             else:
                 ended = _replay_other(change, contents)
     except (TypeError, ValueError, LookupError, msgpack.UnpackException, RecursionError) as error:
-        raise ProtocolError(f"a change that is none ({type(error).__name__}: {error})") from None
+        raise ProtocolError(f"a malformed change ({type(error).__name__}: {error})") from None
     if unpacker.tell() != len(body):
         raise ProtocolError("the last change of a frame is cut short")
     return ended

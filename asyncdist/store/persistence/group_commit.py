@@ -1,9 +1,8 @@
-"""A server's durability: what changes in one turn of the loop is written at once, and no reply gets out before it is safe.
+"""Group commit: the changes of one loop iteration are written together, and replies wait until they are safe.
 
-This is group commit: one write, and one `fsync` where the policy has it so, serve all requests that were executed while
-the one before was under way. Replies of that time, also those to requests that only read, wait for it, since they may tell
-of what is not written yet. The disk is waited for in a thread; the loop goes on reading and executing meanwhile, up to a
-limit.
+One write, and one `fsync` if the policy asks for it, serve all requests that were executed during the previous write.
+Replies of that time wait for it, those to reads included, because they may show what is not written yet. A thread waits
+for the disk; the loop continues to read and execute, up to a limit. Called by `store.server`, which it does not import.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ class JournaledServer(Protocol):
     config: Config
     limit: int
     lineage: str
-    members: SessionTable
+    sessions: SessionTable
     state: StoreState
 
     def pause_reading(self) -> None:
@@ -84,7 +83,7 @@ class GroupCommit:
     def __init__(self, server: JournaledServer, journal: Journal, policy: Fsync) -> None:
         self.journal = journal
         self.policy = policy
-        self.book = ChangeLog(max_nbytes=server.config.store_max_nbytes, wake=self._wake)
+        self.change_log = ChangeLog(max_nbytes=server.config.store_max_nbytes, wake=self._wake)
         self._server = server
         self._loop = asyncio.get_running_loop()
         self.failure: asyncio.Future[None] = self._loop.create_future()
@@ -109,21 +108,21 @@ class GroupCommit:
         journal = await asyncio.to_thread(Journal, folder, compact_nbytes=server.config.store_compact_nbytes)
         durability = cls(server, journal, policy)
         contents, journal.contents = journal.contents or Contents(), None
-        durability.book.open(contents)
+        durability.change_log.open(contents)
         server.state.restore(contents)
         server.limit = max(server.limit, message_limit(*contents.longest_nbytes))  # what is held can be read
-        server.members.ledger = durability.book
-        server.members.restore(contents.members, time.monotonic())
+        server.sessions.ledger = durability.change_log
+        server.sessions.restore(contents.members, time.monotonic())
         for key, (identity, _) in contents.ephemeral.items():
-            server.state.own(server.members.get(identity), key)
-        server.state.ledger = durability.book
+            server.state.own(server.sessions.get(identity), key)
+        server.state.ledger = durability.change_log
         server.lineage = journal.lineage
         return durability
 
     def _contents(self) -> Contents:
         """Return a copy of all that a later server has to know."""
         contents = self._server.state.contents()
-        contents.members = self._server.members.contents()
+        contents.members = self._server.sessions.contents()
         for key, (owner, value) in self._server.state.owned().items():
             if isinstance(owner, ClientSession):  # others do not come back
                 contents.ephemeral[key] = (owner.identity, value)
@@ -134,10 +133,10 @@ class GroupCommit:
     @property
     def holding(self) -> bool:
         """Whether replies have to wait: something changed that is not written yet, as the policy has it."""
-        return self._writing is not None or self.book.pending or self.failure.done()
+        return self._writing is not None or self.change_log.pending or self.failure.done()
 
     def hold(self, connection: ReplyReceiver, data: bytes) -> None:
-        """Keep what is to be sent until all that has changed so far is written; then `ReplyReceiver.release` gets it."""
+        """Hold data until all changes so far are written, then pass it to `ReplyReceiver.release`."""
         self._held.append((connection, data))
 
     # -- writing ----------------------------------------------------------------------------------
@@ -154,18 +153,18 @@ class GroupCommit:
 
     def _choke(self) -> None:
         """The disk does not keep up: read from nobody until it has."""
-        if self._writing is not None and self.book.pending_nbytes > PENDING_NBYTES:
+        if self._writing is not None and self.change_log.pending_nbytes > PENDING_NBYTES:
             self._choked = True
             self._server.pause_reading()
         elif self._writing is not None:
             self._look_later()
 
     def _commit(self) -> None:
-        """Write what has changed. Its replies, and all others that were held meanwhile, follow."""
-        if self._writing is not None or self.failure.done() or not (self.book.pending or self._little_unsynced):
+        """Write the pending changes; then send the held replies."""
+        if self._writing is not None or self.failure.done() or not (self.change_log.pending or self._little_unsynced):
             return
         self.num_commits += 1
-        body = self.book.take()
+        body = self.change_log.take()
         held, self._held = self._held, []
         contents = self._contents() if self._little_unsynced and self._is_to_be_compacted() else None
         self._little_unsynced = False
@@ -203,7 +202,7 @@ class GroupCommit:
             return
         if contents is not None:
             self._begin_snapshot(job.result(), contents)
-        if not self.book.pending:
+        if not self.change_log.pending:
             held += self._held  # those were only waiting behind what was being written
             self._held = []
         self._release(held)
@@ -288,7 +287,7 @@ class GroupCommit:
 
     async def flush(self) -> None:
         """Return when everything that has changed is written, as the policy has it, and all held replies are sent."""
-        while (self._writing is not None or self.book.pending) and not self.failure.done():
+        while (self._writing is not None or self.change_log.pending) and not self.failure.done():
             if self._writing is None:
                 self._commit()
             if self._writing is not None:

@@ -1,11 +1,11 @@
-"""A store's data on disk: a log in segments, a snapshot from time to time, and what they hold put together again.
+"""A store's data on disk: log segments, periodic snapshots, and recovery from both.
 
-    DIR/lock             held by the one daemon that uses the folder; in it, the name of what is stored here
+    DIR/lock             held by the daemon that uses the folder; contains the id of the data set
     DIR/snapshot-3       all that the store held when log-3 was begun
     DIR/log-3, log-4 …   what changed since; the last is appended to
 
-Compaction begins a new segment, writes the snapshot that belongs to it under another name, and renames it when it is
-whole and on disk; only then what came before is removed. So at each moment the newest snapshot and the segments from its
+Compaction begins a new segment, writes its snapshot under a temporary name, renames it once it is complete and on disk,
+and then removes the older files. So at each moment the newest snapshot and the segments from its
 number on are everything. The numbers of the frames (`log`) go on from one segment to the next. A frame that the end of
 the last segment cuts short was never acknowledged, and is cut off with a warning; a last segment without a whole header
 is begun anew with a warning. Anything else that is not as it was written is refused.
@@ -41,12 +41,12 @@ _AT_ONCE = 1024
 class Journal:
     """The data of one store in a folder, open for appending. `contents` is what it held; take it once.
 
-    All methods may be called from any thread, one at a time, but `write_snapshot`, which may go on beside the others, and
-    `sync`, beside which `commit` may: what it writes then may be on disk afterwards, or not.
+    All methods may be called from any thread, one at a time, with two exceptions: `write_snapshot` may run in parallel
+    with the others, and `commit` in parallel with `sync`, which then may or may not cover that commit.
     """
 
     def __init__(self, folder: Path, *, compact_nbytes: int) -> None:
-        """Open ``folder``, made if it is not there. Raises JournalError when it is in use, damaged, or not ours."""
+        """Open ``folder``, made if it is not there. Raises JournalError when it is in use, damaged, or not a store's."""
         self.folder = folder
         self.contents: Contents | None = None
         self._compact_nbytes = compact_nbytes
@@ -92,7 +92,7 @@ class Journal:
             self.sync()
 
     def sync(self) -> None:
-        """Have everything that was committed on disk."""
+        """Flush everything that was committed to disk."""
         os.fdatasync(self._fd)
 
     @property
@@ -305,7 +305,7 @@ def _make(folder: Path) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Have the names in a folder on disk."""
+    """Flush the names in a folder to disk."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
@@ -314,7 +314,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _write_snapshot(path: Path, contents: Contents, pause: Callable[[], bool]) -> int:
-    """Have a snapshot on disk and return its length; 0 if it was given up."""
+    """Write a snapshot to disk and return its length; 0 if it was given up."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         salt = secrets.token_bytes(log_format.SALT_NBYTES)

@@ -5,7 +5,7 @@
 
 A frame is what was written at once: it is there as a whole or not at all. The header has a checksum of its own, so that a
 damaged length is not taken for a frame that never got its end; the salt keeps a log that somebody stored as a value from
-being taken for frames of ours. Frames are numbered without a gap, so that a reader detects a whole frame that was
+being taken for frames of this one. Frames are numbered without a gap, so that a reader detects a whole frame that was
 removed, repeated or moved; only the last frames of a log can be removed without a trace.
 
 The file store's frames are the requests of its members (`LogRecord`), those of the daemon the changes of its state

@@ -9,7 +9,7 @@ A conversation outlives its connections. What has not been answered when one bre
 the same number: the store knows by the client's identity and that number what it has done already, and does it once
 (`members`). Where the store does not know us any more, because it was started anew or our lease has run out, what only
 looks, waits or sets is still asked again; of any other change nobody knows whether it was made, and its sink is told so.
-So it is where more changes were under way than the store keeps answers to. Who stayed there for a job (`ties.lodging`) does
+So it is where more changes were under way than the store keeps answers to. Who stayed there for a job (`state.ownership.prefix_lease`) does
 not go on when it is not known any more: what the job kept may be gone, and nobody would notice.
 """
 
@@ -40,7 +40,7 @@ from asyncdist.store.protocol.operations import (
     Reason,
 )
 from asyncdist.store.state.model import cost_of, named
-from asyncdist.store.state.ownership import lodged_under
+from asyncdist.store.state.ownership import leased_prefix
 
 log = logging.getLogger("asyncdist")
 
@@ -140,7 +140,7 @@ class ClientProtocol:
         op = command.op
         if op in CHANGING:
             self._changes[request] = None
-        elif op is Op.OPEN_DOOR:
+        elif op is Op.OPEN_SCOPED_STORE:
             self._tied = True  # what is behind a door goes with the connection
         if not self._talking:
             self._held.add(request)
@@ -227,7 +227,7 @@ class ClientProtocol:
                 "there; `asyncdist store --data` outlives its own end"
             )
             return
-        if not known and any(map(lodged_under, self._ephemeral)):
+        if not known and any(map(leased_prefix, self._ephemeral)):
             self.lost = StoreConnectionError(
                 f"the store at {self.where} has not heard of us for more than {self._lease:g} s, and what our job kept "
                 "there may be gone: start it again; a larger ASYNCDIST_STORE_LEASE has the store wait longer"

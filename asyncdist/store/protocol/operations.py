@@ -42,7 +42,7 @@ class Op(IntEnum):
     """The item of an earlier QUEUE_POP has arrived and need not be kept. Has no reply."""
     LEAVE = 21
     """Give up all earlier requests. Has no reply; a file store's log says so of a process that died."""
-    OPEN_DOOR = 22
+    OPEN_SCOPED_STORE = 22
     """Open a port behind which there is an empty store, as long as the client is connected. Servers only."""
     RESUME = 24
     """Say who this client is, on a new connection, and for how many milliseconds it is waited for. Servers only."""
@@ -86,7 +86,7 @@ ARGUMENTS: dict[Op, tuple[str, ...]] = {
     Op.CANCEL: (NUMBER,),
     Op.CONFIRM: (NUMBER,),
     Op.LEAVE: (),
-    Op.OPEN_DOOR: (),
+    Op.OPEN_SCOPED_STORE: (),
     Op.RESUME: (VALUE, NUMBER),
     Op.RECEIVED: (NUMBER,),
     Op.SET_EPHEMERAL: (KEY, VALUE),
@@ -126,7 +126,7 @@ EPHEMERAL = frozenset((Op.SET_EPHEMERAL, Op.RESTORE_EPHEMERAL))
 SWEEPING = frozenset((Op.LIST_KEYS, Op.WATCH_KEYS, Op.STATUS))
 """Operations that look at everything there is, and so may take long: after each, others have their turn."""
 
-SERVERS = frozenset((Op.OPEN_DOOR, Op.RESUME, Op.RECEIVED, Op.STATUS, Op.PIECE))
+SERVERS = frozenset((Op.OPEN_SCOPED_STORE, Op.RESUME, Op.RECEIVED, Op.STATUS, Op.PIECE))
 """Operations that are no matter of the state machine, but of the server around it."""
 
 
@@ -342,7 +342,7 @@ def status() -> Command[dict[str, Any]]:
 
 
 def open_scoped_store() -> Command[int]:
-    return Command(Op.OPEN_DOOR)
+    return Command(Op.OPEN_SCOPED_STORE)
 
 
 def watch(key: str) -> Command[bytes | None]:

@@ -1,8 +1,9 @@
-"""Where a new connection stands until it is known what it speaks, and that it may.
+"""Admission of new connections, and the phase before a connection's protocol and authentication are known.
 
-Our clients begin with the handshake's greeting, torch's with a zero byte and a magic number. Ours prove that they hold the
-token; torch's format has no authentication, and the server's `c10d_policy` says from where its clients are let in. Then the
-transport is handed to a session and the lobby forgotten.
+Clients of this package begin with the greeting of `base.auth`, torch's clients with a zero byte and a magic number. The
+former prove that they hold the token. Torch's format has no authentication, so the server's `c10d_policy` says from which
+addresses its clients are accepted. A `PendingConnection` then passes its transport to a session. Called by
+`asyncdist.store.server.server`, which this module does not import.
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ class PendingContext(SessionContext, C10dContext, Protocol):
 
 
 class PendingConnection(ServerConnection):
-    """A connection that has not said what it wants."""
+    """A connection whose protocol is not known yet, or whose client has not authenticated yet."""
 
     __slots__ = ("_begun", "_greeting", "_hurry", "_local", "_private")
 
@@ -197,7 +198,7 @@ class PendingConnection(ServerConnection):
         session.data_received(rest)
 
     def answer(self, reply: Reply) -> None:
-        raise ProtocolError("a reply for one who has asked nothing")
+        raise ProtocolError("a reply for a connection that has sent no request")
 
     @property
     def unfinished(self) -> bool:

@@ -1,9 +1,8 @@
-"""How a server stays awake for the one client that is talking to it.
+"""Adaptive busy polling of the event loop, for a client that sends one request after the other.
 
-A client that calls and waits, again and again, spends most of its time waiting for two processes to be woken. So after a
-row of requests by one client and nobody else, the loop goes on looking for a moment instead of sleeping, and the next
-request is found at once. Only a server in a process of its own does this: it takes nobody's time but an idle core's. Where
-the next request does not come while it looks (the client pauses, or waits for this very core), it soon looks no more.
+Such a client spends most of its time waiting for two processes to wake up. After a number of consecutive requests of one
+client the loop polls for a moment instead of sleeping, and finds the next request at once. When polling is in vain, the
+number of requests that it takes doubles. Only a server in a process of its own does this (`daemon`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""A client of torch's TCPStore, at the server: its requests in terms of the one state machine.
+"""A client of torch's TCPStore, at the server: translates its requests for the state machine.
 
-Torch's requests have no ids, so those that wait get some of ours. They are answered when they come due, possibly after
-later ones, as torch's server does. What has no reply to be refused in (a value that is too large, an ``add`` to what is no
-number) costs the client its connection and is explained in the log.
+Requests of torch's format have no ids, so the session numbers those that block. Their replies are sent when they are due,
+possibly after those of later requests, as torch's server does. A failed request without a reply in the format (a value
+that is too long, ``add`` to a value that is not an integer) ends the connection, and the log says why. It does not import
+the server.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _CHECK, _NUM_KEYS, _LIST_KEYS = HANDLERS[Op.CHECK], HANDLERS[Op.NUM_KEYS], HANDL
 _QUEUE_PUSH, _QUEUE_LEN = HANDLERS[Op.QUEUE_PUSH], HANDLERS[Op.QUEUE_LEN]
 _WAIT, _BARRIER, _CANCEL = HANDLERS[Op.WAIT], HANDLERS[Op.BARRIER], HANDLERS[Op.CANCEL]
 
-_NOBODY: Final = (None, 0)
+_NO_PLACE: Final = (None, 0)
 """The place of a request that cannot wait."""
 _NOTHING: Final = vector(b"")
 
@@ -37,7 +38,7 @@ class C10dContext(ConnectionContext, Protocol):
 
     config: Config
     state: StoreState
-    shortcuts: EpollFastPath
+    fast_path: EpollFastPath
     num_requests: int
 
     def deliver(self, replies: list[Reply], asking: ServerConnection | None) -> None:
@@ -52,7 +53,7 @@ class C10dSession(ServerConnection):
     _server: C10dContext
 
     def __init__(self, server: C10dContext, transport: asyncio.Transport, peer: str) -> None:
-        super().__init__(server, server.shortcuts.take(transport, self.hear), peer)
+        super().__init__(server, server.fast_path.take(transport, self.hear), peer)
         self._state = server.state
         self._decoder = Decoder(server.config.store_max_value_nbytes, server.limit)
         self._todo: list[Request] = []
@@ -67,7 +68,7 @@ class C10dSession(ServerConnection):
     def receive(self, data: bytes) -> None:
         try:
             self._decoder.decode(data, self._todo)
-        finally:  # what came before a request that is none is done all the same
+        finally:  # requests before a malformed one are executed
             self._work()
 
     def _work(self) -> None:
@@ -122,19 +123,19 @@ class C10dSession(ServerConnection):
         return U32.pack(request[1])
 
     def _set(self, request: Request) -> None:
-        _SET(self._state, _NOBODY, request[1], request[2])
+        _SET(self._state, _NO_PLACE, request[1], request[2])
 
     def _multi_set(self, request: Request) -> None:
-        _MULTI_SET(self._state, _NOBODY, request[1], request[2])
+        _MULTI_SET(self._state, _NO_PLACE, request[1], request[2])
 
     def _append(self, request: Request) -> None:
-        _APPEND(self._state, _NOBODY, request[1], request[2])
+        _APPEND(self._state, _NO_PLACE, request[1], request[2])
 
     def _add(self, request: Request) -> bytes:
-        return I64.pack(_ADD(self._state, _NOBODY, request[1], request[2]))
+        return I64.pack(_ADD(self._state, _NO_PLACE, request[1], request[2]))
 
     def _compare_set(self, request: Request) -> bytes:
-        return vector(_COMPARE_SET(self._state, _NOBODY, *request[1:]))
+        return vector(_COMPARE_SET(self._state, _NO_PLACE, *request[1:]))
 
     def _get(self, request: Request) -> bytes:
         value = self._state.peek(request[1])
@@ -142,38 +143,38 @@ class C10dSession(ServerConnection):
 
     def _multi_get(self, request: Request) -> bytes:
         values = [self._state.peek(key) or b"" for key in request[1]]
-        # Measured before it is built: one value may have been asked for a hundred thousand times over.
+        # The size is checked before the reply is built: a request may repeat one key many times.
         if sum(map(len, values)) > self._server.limit:
             raise ProtocolError(f"a multi_get of more than the store's {self._server.limit} bytes: ask for fewer keys")
         return c10d.vectors(values)
 
     def _delete_key(self, request: Request) -> bytes:
-        return I64.pack(_DELETE_KEY(self._state, _NOBODY, request[1]))
+        return I64.pack(_DELETE_KEY(self._state, _NO_PLACE, request[1]))
 
     def _check(self, request: Request) -> bytes:
-        return c10d.READY if _CHECK(self._state, _NOBODY, request[1]) else c10d.NOT_READY
+        return c10d.READY if _CHECK(self._state, _NO_PLACE, request[1]) else c10d.NOT_READY
 
     def _num_keys(self, request: Request) -> bytes:
-        return I64.pack(_NUM_KEYS(self._state, _NOBODY))
+        return I64.pack(_NUM_KEYS(self._state, _NO_PLACE))
 
     def _list_keys(self, request: Request) -> bytes:
-        keys = [c10d.raw_key(key) for key in _LIST_KEYS(self._state, _NOBODY, "")]
+        keys = [c10d.raw_key(key) for key in _LIST_KEYS(self._state, _NO_PLACE, "")]
         return U64.pack(len(keys)) + c10d.vectors(keys)
 
     def _queue_push(self, request: Request) -> None:
-        _QUEUE_PUSH(self._state, _NOBODY, request[1], request[2])
+        _QUEUE_PUSH(self._state, _NO_PLACE, request[1], request[2])
 
     def _queue_pop(self, request: Request) -> bytes:
         length, item = self._state.take(self, request[1])
         return I64.pack(length) + vector(item) if length else I64.pack(0)
 
     def _queue_len(self, request: Request) -> bytes:
-        return I64.pack(_QUEUE_LEN(self._state, _NOBODY, request[1]))
+        return I64.pack(_QUEUE_LEN(self._state, _NO_PLACE, request[1]))
 
     # -- requests that wait -----------------------------------------------------------------------
 
     def _wait(self, request: Request) -> bytes | None:
-        if _CHECK(self._state, _NOBODY, request[1]):
+        if _CHECK(self._state, _NO_PLACE, request[1]):
             return c10d.STOP_WAITING
         number = self._last = self._last + 1
         _WAIT(self._state, (self, number), request[1])
@@ -188,11 +189,11 @@ class C10dSession(ServerConnection):
         return None
 
     def _cancel_wait(self, request: Request) -> bytes:
-        """Give up all that waits; what it was woken for meanwhile, and will not pop now, is another's."""
+        """Cancel all blocked requests; wake-ups for queue items pass to other clients."""
         waiting, self._waiting = self._waiting, set()
         for number in waiting:
             _CANCEL(self._state, (self, 0), number)
-        self._state.forgo(self)
+        self._state.release_wakeups(self)
         return c10d.WAIT_CANCELED
 
 
@@ -219,7 +220,7 @@ ANSWERS: Final[dict[int, Callable[[C10dSession, Request], bytes | None]]] = {
 }
 
 
-# -- short requests that were asked before: what answers them needs no session ---------------------
+# -- cached replies to short requests that were seen before, without a session -----------------------
 
 
 def at_once(state: StoreState) -> dict[int, Callable[..., Answer]]:
@@ -244,6 +245,6 @@ def at_once(state: StoreState) -> dict[int, Callable[..., Answer]]:
         return lambda: None if peek(key) is None else c10d.STOP_WAITING
 
     def check(keys: list[str]) -> Answer:
-        return lambda: c10d.READY if _CHECK(state, _NOBODY, keys) else c10d.NOT_READY
+        return lambda: c10d.READY if _CHECK(state, _NO_PLACE, keys) else c10d.NOT_READY
 
     return {Code.GET: get, Code.ADD: add, Code.WAIT: wait, Code.CHECK: check}

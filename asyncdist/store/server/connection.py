@@ -1,8 +1,8 @@
-"""What every connection to a store's server does, whatever is spoken on it: it takes replies and gives them to a socket.
+"""Base of all connections to a store server: queues replies and applies backpressure, whatever the format.
 
-Nothing is awaited here and no task is made: the loop calls in, requests are executed on the spot, and each connection
-that a read concerns is written to once. A client that does not take its replies is read from no longer; one for whom more
-piles up all the same, because others publish to it, is dropped. What it has asked for itself never costs it that.
+The event loop calls in; nothing is awaited and no task is made. A connection stops reading requests while its client does
+not read replies. A subscriber that does not read what other clients publish is disconnected; replies to its own requests
+never cause that. Subclassed in `session`, `c10d_session` and `accept`; it does not import the server.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ logger = logging.getLogger("asyncdist.store.server.server")
 BATCH_NBYTES = 256 << 10
 """Replies are handed to the socket at the latest when there are so many bytes of them."""
 BACKLOG_NBYTES = 64 << 20
-"""What may wait for a reader, above one frame, before it is given up as too slow."""
+"""Published bytes that may wait for a client, above one frame, before the server disconnects it."""
 
 
 class ConnectionContext(Protocol):
@@ -80,20 +80,24 @@ class ServerConnection(asyncio.Protocol, ABC):
 
     @abstractmethod
     def receive(self, data: bytes) -> None:
-        """Take bytes that arrived, and do what has been asked. Raises ProtocolError and AuthenticationError."""
+        """Execute the requests in the bytes that arrived.
+
+        Raises:
+            ProtocolError: The client breaks the protocol.
+            AuthenticationError: The client cannot prove that it holds the token."""
 
     @abstractmethod
     def answer(self, reply: Reply) -> None:
-        """Put what has come due for this client."""
+        """Queue a reply that is due to this client."""
 
     def joined(self, pieces: list[bytes]) -> bytes:
-        """Return what has been put as it goes over the wire."""
+        """Return the queued pieces in wire format."""
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     @property
     @abstractmethod
     def unfinished(self) -> bool:
-        """Whether something has been asked in part, or not been done."""
+        """Whether a request has arrived in part or has not been executed."""
 
     # -- what the loop calls ----------------------------------------------------------------------
 
@@ -102,7 +106,7 @@ class ServerConnection(asyncio.Protocol, ABC):
         self._server.heard(self)
 
     def take(self, data: bytes) -> None:
-        """Do what has been asked; end the connection of who asks what there is not, or what we cannot do."""
+        """Execute the requests in ``data``; refuse a client that breaks the protocol, and drop it on an internal error."""
         try:
             self.receive(data)
         except (ProtocolError, AuthenticationError) as error:
@@ -118,7 +122,7 @@ class ServerConnection(asyncio.Protocol, ABC):
         self._go_on()
 
     def _go_on(self) -> None:
-        """Execute again, if nothing is against it any more."""
+        """Resume execution unless backpressure still applies."""
         if self._backpressured:
             return
         self._paused = False
@@ -127,7 +131,7 @@ class ServerConnection(asyncio.Protocol, ABC):
             self.data_received(b"")
 
     def _rest(self) -> None:
-        """Execute nothing more until everybody else has had a turn."""
+        """Pause execution until the other connections have had a turn."""
         self._yielding = self._paused = True
         asyncio.get_running_loop().call_soon(self._rested)
 
@@ -174,7 +178,7 @@ class ServerConnection(asyncio.Protocol, ABC):
         self._write(data)
 
     def settle(self) -> None:
-        """Less waits to be sent: hang up if that was the last of it, or go on."""
+        """Continue after data has been sent: close the connection if that is pending, else resume execution."""
         if self._closing and not self._held_nbytes:
             self._hang_up()
         elif self._paused:
@@ -191,7 +195,7 @@ class ServerConnection(asyncio.Protocol, ABC):
 
     @property
     def _backpressured(self) -> bool:
-        """Whether nothing more is to be executed: so much waits to be sent, or it is not this one's turn."""
+        """Whether execution is paused: too many bytes wait to be sent, or other connections have their turn."""
         return self._write_paused or self._held_nbytes >= BATCH_NBYTES or self._yielding or self._server.halted
 
     @property
@@ -205,7 +209,7 @@ class ServerConnection(asyncio.Protocol, ABC):
         return 0
 
     def drop_slow_reader(self) -> None:
-        """End the connection of one who does not read, and to whom others have published too much."""
+        """Disconnect a client that does not read and has too many published bytes waiting."""
         waiting = self._unasked_nbytes
         if waiting > self._server.limit + BACKLOG_NBYTES:
             logger.warning("store: %s does not read (%d bytes wait for it); it is disconnected", self.peer, waiting)
@@ -215,18 +219,18 @@ class ServerConnection(asyncio.Protocol, ABC):
     # -- ends -------------------------------------------------------------------------------------
 
     def refuse(self, why: str) -> None:
-        """Say why in the log, and hang up when what has been put has been sent."""
+        """Log the reason, and close the connection once the queued replies have been sent."""
         logger.warning("store: refused %s: %s", self.peer, why)
         self._server.count_refusal()
         self.finish()
 
     def fail(self) -> None:
-        """Drop it because of what is being raised, which is our own mistake."""
+        """Log the current exception, which is an internal error, and drop the connection."""
         logger.exception("store: a request of %s could not be served; it is disconnected", self.peer)
         self.abort()
 
     def finish(self) -> None:
-        """Do nothing more for it, and hang up when what has been put has been sent."""
+        """Execute nothing more, and close the connection once the queued replies have been sent."""
         self.flush()
         if self._transport is None:
             return
@@ -237,19 +241,19 @@ class ServerConnection(asyncio.Protocol, ABC):
             self._hang_up()
 
     def pause_reading(self) -> None:
-        """Read nothing from it for now."""
+        """Stop reading from the socket."""
         if self._transport is not None:
             self._transport.pause_reading()
 
     def resume_reading(self) -> None:
-        """Read from it again, unless it is its own fault that nothing is read."""
+        """Read from the socket again, unless backpressure from this client applies."""
         if self._paused:
             self._go_on()
         elif self._transport is not None:
             self._transport.resume_reading()
 
     def abort(self) -> None:
-        """Drop the connection with whatever waits in it."""
+        """Close the connection at once and drop its queued replies."""
         if self._transport is not None:
             self._transport.abort()
 

@@ -1,4 +1,4 @@
-"""The store as a program of its own: it outlives every worker, and ends when it is told to."""
+"""The store as a process of its own, which outlives the workers: `asyncdist store serve` calls `serve`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How a daemon serves, beside the address: none of it is needed."""
+    """Options of a daemon, all of them optional."""
 
     unix: Path | None = None
     """A socket file to listen at too; whoever may not write it cannot connect."""
@@ -35,7 +35,7 @@ class Options:
     drain_timeout: float = 5.0
     """Seconds that replies may take to be sent when the daemon is told to stop."""
     service: Service = field(default_factory=Service)
-    """What systemd said when it started us. Sockets that it opened are listened at instead of the address."""
+    """The environment that systemd set. The server listens on sockets that systemd opened, instead of on the address."""
     own_process: bool = False
     """Whether the process ends with the daemon: from then on SIGTERM and SIGINT are ignored, so as not to spoil that."""
 
@@ -69,13 +69,13 @@ async def serve(
         if sockets:
             host = None
         if options.unix is not None:
-            sockets += _beside(ends, options.unix, host, port)
+            sockets += _unix_and_tcp(ends, options.unix, host, port)
         server = await StoreServer.start(
             host or "", port, token=token, config=config, sockets=sockets, data=options.data, fsync=options.fsync
         )
         ends.push_async_callback(server.close)
         server.stays = True
-        server.attention = AdaptiveBusyPoll.where_it_pays(loop, config)
+        server.busy_poll = AdaptiveBusyPoll.where_it_pays(loop, config)
         if options.metrics_port is not None:
             where = server.host if server.port else "127.0.0.1"  # of socket files alone
             metrics = await Metrics.start(server, where, options.metrics_port)
@@ -88,7 +88,7 @@ async def serve(
         await stop.unless_again(server.drain(options.drain_timeout))
 
 
-def _beside(ends: contextlib.AsyncExitStack, unix: Path, host: str | None, port: int) -> list[socket.socket]:
+def _unix_and_tcp(ends: contextlib.AsyncExitStack, unix: Path, host: str | None, port: int) -> list[socket.socket]:
     """Listen at a socket file, which goes in the end, and, if there is a host, at the address too."""
     sockets = [ends.enter_context(listener.unix_socket(unix))]
     ends.callback(unix.unlink, missing_ok=True)
@@ -114,7 +114,10 @@ class _Stop:
         (self._insisted if self._asked.is_set() else self._asked).set()
 
     async def told(self, server: StoreServer) -> None:
-        """Return when asked to stop; raises JournalError if the server's data fails before."""
+        """Return on the first signal.
+
+        Raises:
+            JournalError: The server's data cannot be written any more."""
         asked: asyncio.Future[Any] = asyncio.ensure_future(self._asked.wait())
         failed = [server.durability.failure] if server.durability is not None else []
         try:
@@ -125,7 +128,7 @@ class _Stop:
             failed[0].result()
 
     async def unless_again(self, draining: Coroutine[Any, Any, None]) -> None:
-        """Wait for something, but no longer than until asked a second time."""
+        """Wait for ``draining``, or until the second signal."""
         work = asyncio.ensure_future(draining)
         insisted = asyncio.ensure_future(self._insisted.wait())
         await asyncio.wait([work, insisted], return_when=asyncio.FIRST_COMPLETED)
@@ -134,7 +137,7 @@ class _Stop:
         await asyncio.gather(work, insisted, return_exceptions=True)
 
     def close(self) -> None:
-        """Take no signals any more; where the process ends now, have them ignored."""
+        """Remove the signal handlers; ignore the signals if the process ends with the daemon."""
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # the loop restores handlers that end the process
         for number in _SIGNALS:
             self._loop.remove_signal_handler(number)

@@ -1,4 +1,7 @@
-"""The server of a store inside a program that blocks: it runs on the process's background loop."""
+"""A store server inside a blocking program: it runs on the background loop of the process.
+
+Called by the blocking `TCPStore` and by the rendezvous.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +66,7 @@ def _stop(running: BackgroundLoop, server: StoreServer) -> None:
 
 
 def _bind_to(host: str, port: int, token: str | None, config: Config) -> str:
-    """Return where to listen for those who know us as ``host``.
+    """Return the host to listen on for clients that connect to ``host``.
 
     A name that others resolve to our network address may resolve to loopback here (many an /etc/hosts says so): with a
     token, listen everywhere then. Without one the server itself sees to it that only loopback is listened on.

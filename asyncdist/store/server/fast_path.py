@@ -1,16 +1,12 @@
-"""A shorter way between a server and many sockets than the loop's transports: one callback reads and answers them all.
+"""Direct epoll path for clients of torch's TCPStore: one callback reads and answers all of their sockets.
 
-What a client of torch's TCPStore asks is done in a microsecond or two, of which the loop's way to a protocol and back is
-the greater part. So their sockets stand in an epoll of their own, which is a single descriptor to the loop. When it wakes,
-everything that has come on any of them is read, done and answered, as long as several speak, and then the loop goes on.
+A request of torch's client takes 1 to 2 microseconds, of which its path through the loop's transports is the greater part.
+Their sockets are therefore in an epoll instance of their own, one descriptor to the event loop. A short request whose bytes were
+seen before is answered through a dictionary look-up between `read` and `write`; every other request goes to the session.
 
-Nearly all that comes is one short request that was asked before, in the very same bytes. What answers these is called at
-once, with nothing between a read and a write but a look into a dictionary. All else goes the long way, to the session:
-what was never asked, is long, comes in pieces or several at a time, has to wait, cannot be done.
-
-A socket's transport stays what it was in all but that: it takes what the socket does not (a client that does not read),
-says when there is too much of that, and closes it. So there is nothing here that others could not do without: where there
-is no epoll (or no watching of descriptors in the loop), and over TLS, transports do it all.
+The socket's transport remains: it buffers what the socket does not accept, applies flow control and closes the socket.
+Without epoll, on loops that cannot watch descriptors, and with TLS, transports serve all clients. Used by `c10d_session`.
+Measurements: docs/decisions/0035 and 0044.
 """
 
 from __future__ import annotations
@@ -153,8 +149,8 @@ class FastPathConnection(asyncio.Transport):
         self.resume_reading()
 
     def serve(self, data: bytes = b"") -> None:
-        """Take what has come, of which some may have been read already, and have it answered the long way."""
-        if len(data) in (0, _SHORT_NBYTES):  # if all that was asked for has come, there may be more
+        """Pass what has arrived, ``data`` included, to the session."""
+        if len(data) in (0, _SHORT_NBYTES):  # a full read may leave more in the socket
             try:
                 more = read(self._fd, _READ_NBYTES)
             except (BlockingIOError, InterruptedError):

@@ -1,4 +1,7 @@
-"""Where a store listens: names become addresses, addresses become sockets, and whoever is let in must hold a token."""
+"""Listening sockets of a store: resolves names, binds sockets, and requires a token beyond loopback.
+
+Called by `server`, `daemon`, `embedded` and `metrics`. It knows no protocol.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ Addresses = list[tuple[socket.AddressFamily, str]]
 def resolve_listen_address(host: str, port: int) -> Addresses:
     """Return the addresses to listen on for ``host``; an empty one means every interface. Raises AddressError."""
     if not 0 <= port < 1 << 16:
-        raise AddressError(f"port {port} is none: ports go from 1 to 65535, and 0 picks a free one")
+        raise AddressError(f"port {port} is out of range: ports go from 1 to 65535, and 0 picks a free one")
     if not host:
         return [(socket.AF_INET6, "::")] if _has_ipv6() else [(socket.AF_INET, "0.0.0.0")]
     try:
@@ -39,7 +42,7 @@ def resolve_listen_address(host: str, port: int) -> Addresses:
 
 
 def unguarded(hosts: Iterable[str], token: str | None, config: Config) -> list[str]:
-    """Return at which of the hosts anyone on the network could come in, for want of a token that was not waived."""
+    """Return the hosts that are open to the network without a token and without an explicit permission."""
     if token or config.allow_unauthenticated:
         return []
     return [host for host in hosts if not is_loopback(host)]

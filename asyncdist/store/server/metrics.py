@@ -1,7 +1,7 @@
-"""A port for those who watch a store: ``/metrics`` for Prometheus, ``/healthz`` for whoever restarts it.
+"""HTTP port of a store: ``/metrics`` for Prometheus, ``/healthz`` for a process supervisor.
 
-It speaks as much HTTP as they need: one GET or HEAD a connection. The figures are those of `status`; a store whose journal
-failed is not healthy.
+It serves one GET or HEAD per connection. The figures are those of `status`. A store whose journal has failed answers
+``/healthz`` with 503. Called by `daemon`; it needs prometheus-client.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from asyncdist.store.server import listener
 from asyncdist.store.server.status import MEANINGS, StatusSource, figures
 
 TIMEOUT = 10.0
-"""Seconds that one who connects has for its request, and for taking the answer."""
+"""Seconds that a client has to send its request and to read the response."""
 _END = b"\r\n\r\n"  # of a head
 _REQUEST_NBYTES = 8 << 10
 _CONNECTIONS = 32
@@ -111,7 +111,7 @@ def _response(status: str, body: bytes, kind: str = "text/plain; charset=utf-8")
 
 
 class _Collector:
-    """Reads the figures when they are asked for."""
+    """Prometheus collector: reads the figures at each scrape."""
 
     def __init__(self, store: StatusSource) -> None:
         self._store = store

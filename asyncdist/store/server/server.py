@@ -1,10 +1,10 @@
-"""The store as an asyncio server: any loop, no task per connection, no torch.
+"""The store as an asyncio server: it runs on any event loop, with no task per connection and without torch.
 
-One port, two formats over one state machine: a new connection stands in the `lobby` until its first bytes have said what
-it speaks, and goes on as a `session` of ours, which has proved that it holds the token, or of torch's TCPStore
-(`c10d_session`). Each read is taken apart into requests, all of them are executed by the state machine, and each
-connection concerned is written to once. Whoever misbehaves is logged and dropped, and harms nobody else: garbage, a wrong
-token or none in time, a frame that claims too much, a reader too slow for what is published to it.
+One port serves two formats over one state machine. A new connection is a `PendingConnection` until its first bytes show
+its format. It continues as a `Session`, which has authenticated, or as a `C10dSession` of torch's TCPStore. Each read is
+decoded into requests, the state machine executes all of them, and each connection concerned is written to once. The
+server logs and drops a client that breaks the protocol, fails to authenticate, or reads too slowly; other clients are not
+affected. Called by `daemon` and `embedded`.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ class StoreServer:
         self.c10d = policy(config, token)
         """From where clients of torch's TCPStore are taken."""
         self.state = StoreState(config.store_max_value_nbytes, config.store_max_key_nbytes)
-        self.book: ChangeLog | None = None
+        self.change_log: ChangeLog | None = None
         self.durability: GroupCommit | None = None
         self.tls = server_context(config)
         self.limit = message_limit(config.store_max_value_nbytes, config.store_max_key_nbytes)
-        self.attention: AdaptiveBusyPoll | None = None
+        self.busy_poll: AdaptiveBusyPoll | None = None
         self._loop = asyncio.get_running_loop()
         self._servers: list[asyncio.Server | SniffingListener] = []
         self.admission = Admission(config.store_max_connections, self.dismiss)
@@ -76,9 +76,9 @@ class StoreServer:
         self.started = time.monotonic()
         self.num_requests = 0
         self.pack = Encoder().pack
-        self.doors = ScopedStores(self._start_scoped, self.serves, lambda reply: self.deliver([reply], None))
-        self.shortcuts = EpollFastPath(self._loop, RequestCache(at_once(self.state)), self.answered)
-        self.members = SessionTable()
+        self.scoped_ports = ScopedStores(self._start_scoped, self.serves, lambda reply: self.deliver([reply], None))
+        self.fast_path = EpollFastPath(self._loop, RequestCache(at_once(self.state)), self.answered)
+        self.sessions = SessionTable()
         self.lineage = secrets.token_hex(8)
         """Of servers one after the other that hold the same: the later has what the earlier left."""
         self.stays = False
@@ -156,14 +156,14 @@ class StoreServer:
     async def close(self) -> None:
         """Stop listening and drop every connection; returns when they are gone. May be called again."""
         self.admission.close()
-        await self.doors.close()
+        await self.scoped_ports.close()
         for server in self._servers:
             server.close()
         self.drop_all()
         if self.admission.connections:
             self._emptied = self._emptied or self._loop.create_future()
             await asyncio.shield(self._emptied)
-        self.shortcuts.close()
+        self.fast_path.close()
         if self._lease is not None:  # whoever has what we leave begins to wait anew
             self._lease.cancel()
             self._lease = None
@@ -175,7 +175,7 @@ class StoreServer:
             self.durability = None
 
     async def drain(self, timeout: float) -> None:
-        """Take nobody and do nothing more, and return when every reply has been sent, or after ``timeout`` seconds."""
+        """Accept and execute nothing more; return when every reply has been sent, or after ``timeout`` seconds."""
         self.admission.close()
         for server in self._servers:
             server.close()
@@ -194,9 +194,11 @@ class StoreServer:
         """Keep count of what is stored if that is limited; keep it in a folder if there is one."""
         if data is not None:
             self.durability = await GroupCommit.open(self, data, fsync)
-            self.book = self.durability.book
+            self.change_log = self.durability.change_log
         elif self.config.store_max_nbytes:
-            self.book = self.state.ledger = self.members.ledger = ChangeLog(max_nbytes=self.config.store_max_nbytes)
+            self.change_log = self.state.ledger = self.sessions.ledger = ChangeLog(
+                max_nbytes=self.config.store_max_nbytes
+            )
 
     async def _start_scoped(self) -> StoreServer:
         return await type(self).start(self.host, 0, token=self.token, config=self.config)
@@ -220,7 +222,7 @@ class StoreServer:
             connection.resume_reading()
 
     def drop_all(self) -> None:
-        """Drop every connection with whatever waits in it."""
+        """Abort every connection."""
         for connection in list(self.admission.connections):
             connection.abort()
 
@@ -240,7 +242,7 @@ class StoreServer:
 
     def open_scoped_port(self, connection: ServerConnection, request: int) -> None:
         """Open a port with an empty store behind it, which closes with ``connection``; the reply follows."""
-        self.doors.open(connection, request)
+        self.scoped_ports.open(connection, request)
 
     def status(self) -> dict[str, Any]:
         """Return what ``asyncdist store status`` shows."""
@@ -252,25 +254,25 @@ class StoreServer:
             return
         self.admission.remove(connection)
         self.deliver(self.state.leave(connection), None)
-        self.doors.release(connection)
+        self.scoped_ports.release(connection)
         if isinstance(connection, Session) and connection.member is not None:
-            self.members.lost(connection.member, connection, time.monotonic())
+            self.sessions.disconnect(connection.member, connection, time.monotonic())
             self._watch_leases()
         if not self.admission.connections and self._emptied is not None and not self._emptied.done():
             self._emptied.set_result(None)
 
     def heard(self, client: object) -> None:
         """A client has spoken, or several (None)."""
-        if self.attention is not None:
-            self.attention.heard(client)
+        if self.busy_poll is not None:
+            self.busy_poll.heard(client)
 
     def answered(self, client: object, count: int) -> None:
         """A client has spoken, or several (None); so many requests were answered without a session."""
         self.num_requests += count
         if self.state.due:
             self.deliver(self.state.collect(), None)
-        if self.attention is not None:
-            self.attention.heard(client)
+        if self.busy_poll is not None:
+            self.busy_poll.heard(client)
 
     # -- who comes back ---------------------------------------------------------------------------
 
@@ -279,23 +281,23 @@ class StoreServer:
 
         Return of what lineage this server is, whether it remembers the client, and whether it stays.
         """
-        member, known, before = self.members.arrive(identity, lease / 1e3, connection)
+        member, known, before = self.sessions.open(identity, lease / 1e3, connection)
         if isinstance(before, Session) and before is not connection:
             before.supersede()
             self.dismiss(before)
-        connection.come(member)
+        connection.bind(member)
         return self.lineage, known, self.stays
 
-    def part(self, connection: Session) -> None:
+    def close_session(self, connection: Session) -> None:
         """A client says that it will not be back."""
         if connection.member is not None:
-            self.members.farewell(connection.member)
+            self.sessions.close(connection.member)
             self.state.expire_owner(connection.member)
             self.deliver(self.state.collect(), connection)
             connection.member = None
 
     def _watch_leases(self) -> None:
-        end = self.members.next_end()
+        end = self.sessions.next_end()
         if self._lease is not None:
             self._lease.cancel()
         self._lease = None
@@ -303,7 +305,7 @@ class StoreServer:
             self._lease = self._loop.call_later(max(0.0, end - time.monotonic()), self._end_leases)
 
     def _end_leases(self) -> None:
-        for member in self.members.ended(time.monotonic()):
+        for member in self.sessions.expire(time.monotonic()):
             self.state.expire_owner(member)
         self.deliver(self.state.collect(), None)
         self._watch_leases()
@@ -328,7 +330,7 @@ class StoreServer:
         nbytes = weight((value,))
         if nbytes <= LONG_NBYTES:
             return self.pack((request, kind, value))
-        # Lists are measured before they are packed: one value may have been asked for a million times over.
+        # A list's size is checked before it is packed: a request may repeat one key many times.
         if nbytes <= self.limit or type(value) is bytes:
             parcel = ChunkedMessage(self.pack, (request, kind, value), answer_piece)
             if len(parcel) <= self.limit:

@@ -1,10 +1,8 @@
-"""A client of ours, at the server: frames become requests, replies become frames.
+"""A client of this package, at the server: frames become requests, and replies become frames.
 
-What is long comes and goes in pieces (`pieces`), and what is short passes between them. Of a value that has come in part
-nothing is left when its client goes; until then it counts against the store's memory.
-
-A client that has said who it is may come back over another connection, and ask again what it was not answered: what
-changes something is done once (`members`).
+Long messages are sent in chunks (`protocol.chunking`), and short ones pass between the chunks. A value in transfer counts
+against the store's memory, and is dropped with its connection. A client with an identity may reconnect and repeat its
+unanswered requests; each change is applied once (`state.sessions`). It does not import the server.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ class SessionContext(ConnectionContext, Protocol):
     """What a session of the store's own protocol needs of its server."""
 
     state: StoreState
-    book: ChangeLog | None
+    change_log: ChangeLog | None
     num_requests: int
 
     def pack(self, message: tuple[Any, ...], /) -> bytes:
@@ -54,7 +52,7 @@ class SessionContext(ConnectionContext, Protocol):
     def resume(self, connection: Session, identity: bytes, lease: int) -> tuple[str, bool, bool]:
         """Bind a connection to the client session ``identity``."""
 
-    def part(self, connection: Session) -> None:
+    def close_session(self, connection: Session) -> None:
         """Close the client session of a connection."""
 
     def open_scoped_port(self, connection: ServerConnection, request: int) -> None:
@@ -65,7 +63,7 @@ class SessionContext(ConnectionContext, Protocol):
 
 
 class Session(ServerConnection):
-    """One client that speaks our protocol, and has proved that it may."""
+    """One authenticated client of this package's protocol."""
 
     __slots__ = (
         "_arriving",
@@ -118,7 +116,7 @@ class Session(ServerConnection):
     def _take_piece(self, request: int, number: int, piece: bytes) -> None:
         self._arriving.add(number, piece)
         self._recount()
-        book, more = self._server.book, self._arriving.nbytes - self._expected_nbytes
+        book, more = self._server.change_log, self._arriving.nbytes - self._expected_nbytes
         if more <= 0:
             return
         self._work(in_turns=False)  # what came before may make room
@@ -136,9 +134,9 @@ class Session(ServerConnection):
             self.answer(answer)
 
     def _recount(self) -> None:
-        """What has come in pieces has become whole, or never will."""
-        if self._expected_nbytes and not self._arriving.nbytes and self._server.book is not None:
-            self._server.book.expect_no_more(self._expected_nbytes)
+        """Release the memory reserved for a chunked message that is complete or abandoned."""
+        if self._expected_nbytes and not self._arriving.nbytes and self._server.change_log is not None:
+            self._server.change_log.expect_no_more(self._expected_nbytes)
             self._expected_nbytes = 0
 
     def _work(self, in_turns: bool = True) -> None:
@@ -171,7 +169,7 @@ class Session(ServerConnection):
             self._transport.pause_reading()
 
     def _change(self, member: ClientSession, request: int, op: Op, args: tuple[Any, ...]) -> None:
-        """Change something, unless that was done for an earlier connection of this client."""
+        """Apply a change once, also if the client repeats it over another connection."""
         server = self._server
         before = member.answer_to(request)
         unsure = self._unsure(request) if request <= self._last_before else None
@@ -185,8 +183,8 @@ class Session(ServerConnection):
             member.remember(replies[-1])
         if op in EPHEMERAL and replies[-1].kind is OperationKind.RESULT and replies[-1].value is not False:
             server.state.own(member, args[0])
-            if server.book is not None:
-                server.book.owned(args[0], member.identity, args[1])
+            if server.change_log is not None:
+                server.change_log.owned(args[0], member.identity, args[1])
         server.deliver(replies, self)
 
     def _unsure(self, request: int) -> Reply | None:
@@ -197,7 +195,7 @@ class Session(ServerConnection):
         return Reply(self, request, OperationKind.REFUSED, why)
 
     def _serve(self, request: int, op: Op, args: tuple[Any, ...]) -> None:
-        """Do what concerns the client or the server rather than what is stored."""
+        """Execute a request that concerns the session or the server, not the stored state."""
         server = self._server
         if op is Op.RESUME:
             server.deliver([Reply(self, request, OperationKind.RESULT, server.resume(self, *args))], self)
@@ -208,13 +206,13 @@ class Session(ServerConnection):
             server.deliver([Reply(self, request, OperationKind.RESULT, server.status())], self)
         elif op is Op.LEAVE:
             server.deliver(server.state.leave(self), self)
-            server.part(self)
-        elif op is Op.OPEN_DOOR:
+            server.close_session(self)
+        elif op is Op.OPEN_SCOPED_STORE:
             server.open_scoped_port(self, request)
         else:
             raise ProtocolError("a piece of a message that has no other")
 
-    def come(self, member: ClientSession) -> None:
+    def bind(self, member: ClientSession) -> None:
         """Know who this is; it says so once, before it changes anything."""
         if self.member is not None:
             raise ProtocolError("a client that says twice who it is")
@@ -245,7 +243,7 @@ class Session(ServerConnection):
         if not isinstance(data, ChunkedMessage):
             super()._write(data)
         elif self._transport is not None:
-            self._carrier.send(data, self._strike_out)
+            self._carrier.send(data, self._chunks_sent)
             self._in_line_nbytes += len(data)
             self._paused = self._paused or self._backpressured
 
@@ -258,7 +256,7 @@ class Session(ServerConnection):
         super().resume_writing()
         self._carrier.resume()
 
-    def _strike_out(self, parcel: ChunkedMessage) -> None:
+    def _chunks_sent(self, parcel: ChunkedMessage) -> None:
         self._in_line -= Counter([parcel.request])
         self._in_line_nbytes -= len(parcel)
         self._published_in_line_nbytes -= len(parcel) if parcel.kind is OperationKind.PUBLISHED else 0

@@ -1,4 +1,7 @@
-"""How a store's server is: what `asyncdist store status` shows and Prometheus collects."""
+"""The figures of a store server that `asyncdist store status` prints and Prometheus collects.
+
+It reads a server through `StatusSource` and does not import it.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,13 @@ from asyncdist.store.state.sessions import SessionTable
 
 
 class StatusSource(Protocol):
-    """What the figures are read from: a server."""
+    """The attributes of a server that the figures are read from."""
 
     admission: Admission
-    book: ChangeLog | None
+    change_log: ChangeLog | None
     config: Config
     durability: GroupCommit | None
-    members: SessionTable
+    sessions: SessionTable
     num_requests: int
     started: float
     state: StoreState
@@ -58,13 +61,13 @@ def figures(server: StatusSource) -> dict[str, float]:
         "connections_total": server.admission.num_admitted,
         "refusals_total": server.admission.num_refused,
         "requests_total": server.num_requests,
-        "clients": len(server.members),
+        "clients": len(server.sessions),
         "keys": state.num_keys,
         "queue_items": state.num_items,
         "waiting": state.num_open,
     }
-    if server.book is not None:
-        found["stored_bytes"] = server.book.nbytes
+    if server.change_log is not None:
+        found["stored_bytes"] = server.change_log.nbytes
     if server.config.store_max_nbytes:
         found["stored_bytes_limit"] = server.config.store_max_nbytes
     if server.durability is not None:

@@ -1,4 +1,4 @@
-"""What systemd and its service have to say to each other: sockets that it opened for us, and how far we are."""
+"""systemd's protocols: inherits the sockets of a .socket unit and sends sd_notify messages. Called by `daemon`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A listening socket of a store with TLS: looks at a connection's first byte before anything is made of it.
+"""A listening socket that peeks at the first byte of a connection to choose TLS or plain TCP.
 
-One that begins TLS is taken with TLS; any other is taken plain, and the lobby lets in what may do without: clients of
-torch's TCPStore, whose format knows nothing of TLS. The byte is looked at and left where it is.
+A plain connection is passed on to `accept`, which accepts it only if its protocol may do without TLS: torch's TCPStore has
+no TLS. The peeked byte stays in the socket. Used by `server`, which it does not import.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class SniffingListener:
         self._context = context
         self._make = make
         self._loop = asyncio.get_running_loop()
-        self._silent: dict[socket.socket, asyncio.TimerHandle] = {}
-        self._entering: dict[asyncio.Task[None], None] = {}
+        self._unclassified: dict[socket.socket, asyncio.TimerHandle] = {}
+        self._handshaking: dict[asyncio.Task[None], None] = {}
         self._loop.add_reader(sock.fileno(), self._accept)
 
     def close(self) -> None:
@@ -50,15 +50,15 @@ class SniffingListener:
         if self._sock.fileno() >= 0:
             self._loop.remove_reader(self._sock.fileno())
             self._sock.close()
-        for sock in list(self._silent):
+        for sock in list(self._unclassified):
             self._forget(sock)
             sock.close()
-        for entering in self._entering:
+        for entering in self._handshaking:
             entering.cancel()
 
     async def wait_closed(self) -> None:
         """Return when nobody is in the middle of coming in."""
-        await asyncio.gather(*self._entering, return_exceptions=True)
+        await asyncio.gather(*self._handshaking, return_exceptions=True)
 
     def _accept(self) -> None:
         for _ in range(_AT_ONCE):
@@ -74,7 +74,7 @@ class SniffingListener:
                 self._loop.call_later(1.0, self._accept_again)
                 return
             admission = self._admission
-            num_open = len(self._silent) + len(self._entering) + len(admission.connections)
+            num_open = len(self._unclassified) + len(self._handshaking) + len(admission.connections)
             if num_open >= admission.max_connections:
                 admission.count_overflow()
                 if not self._make_room():
@@ -82,19 +82,19 @@ class SniffingListener:
                     continue
             lifecycle.close_in_children(sock)
             sock.setblocking(False)
-            self._silent[sock] = self._loop.call_later(self._handshake_timeout, self._too_late, sock)
-            self._loop.add_reader(sock.fileno(), self._look, sock, peer)
+            self._unclassified[sock] = self._loop.call_later(self._handshake_timeout, self._too_late, sock)
+            self._loop.add_reader(sock.fileno(), self._peek, sock, peer)
 
     def _make_room(self) -> bool:
-        """Have the oldest of those who have proven nothing make room, of the kind of which there are most."""
-        kinds = (len(self._silent), len(self._entering), self._admission.num_unauthenticated)
+        """Drop the oldest unauthenticated connection of the phase that has the most of them; return whether there was one."""
+        kinds = (len(self._unclassified), len(self._handshaking), self._admission.num_unauthenticated)
         most = max(kinds)
         if most == 0:
             return False
         if kinds[0] == most:
-            self._too_late(next(iter(self._silent)))
+            self._too_late(next(iter(self._unclassified)))
         elif kinds[1] == most:
-            next(iter(self._entering)).cancel()
+            next(iter(self._handshaking)).cancel()
         else:
             self._admission.evict_oldest_unauthenticated()
         return True
@@ -104,7 +104,7 @@ class SniffingListener:
             self._loop.add_reader(self._sock.fileno(), self._accept)
             self._accept()
 
-    def _look(self, sock: socket.socket, peer: object) -> None:
+    def _peek(self, sock: socket.socket, peer: object) -> None:
         try:
             first = sock.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
@@ -115,11 +115,11 @@ class SniffingListener:
         if not first:
             sock.close()
             return
-        entering = asyncio.ensure_future(self._enter(sock, peer, tls=first == _TLS_HANDSHAKE))
-        self._entering[entering] = None
-        entering.add_done_callback(lambda entering: self._entering.pop(entering))
+        entering = asyncio.ensure_future(self._handshake(sock, peer, tls=first == _TLS_HANDSHAKE))
+        self._handshaking[entering] = None
+        entering.add_done_callback(lambda entering: self._handshaking.pop(entering))
 
-    async def _enter(self, sock: socket.socket, peer: object, *, tls: bool) -> None:
+    async def _handshake(self, sock: socket.socket, peer: object, *, tls: bool) -> None:
         timeout = self._handshake_timeout if tls else None
         try:
             await self._loop.connect_accepted_socket(
@@ -139,5 +139,5 @@ class SniffingListener:
         sock.close()
 
     def _forget(self, sock: socket.socket) -> None:
-        self._silent.pop(sock).cancel()
+        self._unclassified.pop(sock).cancel()
         self._loop.remove_reader(sock.fileno())

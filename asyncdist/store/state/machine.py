@@ -1,20 +1,20 @@
-"""The key-value machine: what a store does, without who speaks to it, over what, or when.
+"""The store's state machine: executes requests on keys, queues, barriers, channels and watches, without I/O.
 
-A request is an operation of a *client* (any hashable; a server passes the connection itself) under a *request id* that
-is the client's own. It is answered at once or blocks, and what comes due, for whoever it may be, is returned as a list
-of `Reply`. The laws of this file:
+Called by `asyncdist.store.server` and by the file store, which replays its log. It imports only `store.protocol` and the
+standard library: no asyncio, no sockets, no clock. A request is an operation of a *client* (any hashable; a server passes
+the connection) under a *request id* that the client chooses. The invariants:
 
-* An operation that blocks is an entry of the table ``_open[client][request]``, and of the lines in which it stands.
-  `cancel` and `leave` take it out of all of them, so that no wake-up is ever spent on somebody who has gone.
-* A queue item is handed to exactly one client and is kept aside until that client confirms; one who cancels, leaves or
-  dies before that gives it back to the head of the queue, and the next in line gets it.
-* A barrier opens when enough requests stand in it *at one time*: who gave up or died does not count. Once open, it
-  stays open and its key holds the count, until the key is deleted.
-* Every change of a value or a queue is told to a `MemoryAccounting`, where there is one, before it is made. Queue items have serial
-  numbers, so that one can be said to be gone that was not the first.
-* An ephemeral key is its owner's until somebody sets or deletes it; it goes when the owner leaves. No ledger knows of it.
-* Nothing here depends on time: a timeout is a `cancel` by the one who waits. The same requests in the same order give
-  the same replies and the same state, which is what a file store's log relies on.
+* A blocked request is an entry of ``_open[client][request]`` and of each wait queue that it is in. `cancel` and `leave`
+  remove it from all of them, so that no wake-up is lost on a client that has gone.
+* A queue item goes to exactly one client and is kept until that client acknowledges it. A client that cancels, leaves or
+  dies first returns the item to the head of the queue.
+* A barrier opens when enough requests wait in it *at one time*. It stays open, and its key holds the count, until the key
+  is deleted.
+* `MemoryAccounting`, if there is one, hears of every change of a value or a queue before the change is made. Queue items
+  have serial numbers, because items may be acknowledged out of order.
+* An ephemeral key belongs to its owner until another request sets or deletes it, and is deleted when the owner leaves.
+* Nothing depends on time: a timeout is a `cancel` by the waiting client. The same requests in the same order give the
+  same replies and the same state, on which the file store's log relies.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class StoreState(KeyOwnership):
         self.max_value_nbytes = max_value_nbytes
         self.max_key_nbytes = max_key_nbytes
         self._surely_short = max_key_nbytes // 4  # no character has more than 4 bytes
-        self._waiting: dict[str, dict[Waiter, None]] = {}  # key -> for a value; `wait` stands in the next one too
-        self._standing: dict[str, tuple[int, dict[Place, None]]] = {}  # barrier -> world size, who is in
-        self._listening: dict[str, dict[Place, None]] = {}  # channel -> subscribers
+        self._value_waiters: dict[str, dict[Waiter, None]] = {}  # key -> for a value; `wait` stands in the next one too
+        self._barriers: dict[str, tuple[int, dict[Place, None]]] = {}  # barrier -> world size, who is in
+        self._subscriptions: dict[str, dict[Place, None]] = {}  # channel -> subscribers
 
     # -- the whole interface ----------------------------------------------------------------------
 
@@ -100,7 +100,7 @@ class StoreState(KeyOwnership):
         return Contents(lasting, {key: dict(sorted(items)) for key, items in queues.items()}, self._pushed)
 
     def restore(self, contents: Contents) -> None:
-        """Take what an earlier server left, before anyone has asked anything."""
+        """Restore what an earlier server left. Call it before the first request."""
         self._values = contents.values
         for key, (_, value) in contents.ephemeral.items():
             self._values[key] = value  # whoever restores the owners says whose it is
@@ -117,10 +117,10 @@ class StoreState(KeyOwnership):
             self._check_size(key, len(value))
         if self.ledger is not None:
             self.ledger.check_room(growth(key, value, self._values.get(key)))
-            self.ledger.set(key, value, self._lasting(key))
+            self.ledger.set(key, value, self._durable_value(key))
         self._store(key, value)
 
-    def _lasting(self, key: str) -> bytes | None:
+    def _durable_value(self, key: str) -> bytes | None:
         """Return what a ledger knows to be under a key."""
         return None if key in self._owners else self._values.get(key)
 
@@ -128,10 +128,10 @@ class StoreState(KeyOwnership):
         if key in self._owners:
             self._detach(key)
         self._values[key] = value
-        if key in self._observing or self._surveying:
-            self._tell(key)
-        if key in self._waiting:
-            for waiting in self._waiting.pop(key):
+        if key in self._key_watches or self._prefix_watches:
+            self._notify_watchers(key)
+        if key in self._value_waiters:
+            for waiting in self._value_waiters.pop(key):
                 self._arrived(waiting, key)
 
     def _check_size(self, key: str, nbytes: int) -> None:
@@ -214,8 +214,8 @@ class StoreState(KeyOwnership):
         elif self.ledger is not None:
             self.ledger.deleted(key, value)
         del self._values[key]
-        if key in self._observing or self._surveying:
-            self._tell(key)
+        if key in self._key_watches or self._prefix_watches:
+            self._notify_watchers(key)
         return True
 
     def _num_keys(self, place: Place) -> int:
@@ -230,8 +230,8 @@ class StoreState(KeyOwnership):
             self.ledger.check_room(len(value))
             self.ledger.append(key, value)
         extend(self._values, key, value)
-        if key in self._observing or self._surveying:
-            self._tell(key)
+        if key in self._key_watches or self._prefix_watches:
+            self._notify_watchers(key)
 
     def _multi_set(self, place: Place, keys: list[str], values: list[bytes]) -> None:
         if len(keys) != len(values):
@@ -243,7 +243,7 @@ class StoreState(KeyOwnership):
             self.ledger.check_room(sum(growth(key, value, self._values.get(key)) for key, value in last.items()))
         for key, value in last.items():
             if self.ledger is not None:
-                self.ledger.set(key, value, self._lasting(key))
+                self.ledger.set(key, value, self._durable_value(key))
             self._store(key, value)
 
     def _list_keys(self, place: Place, prefix: str) -> list[str]:
@@ -255,7 +255,7 @@ class StoreState(KeyOwnership):
         self._check_size(key, len(value))
         if self.ledger is not None:
             self.ledger.check_room(growth(key, value, self._values.get(key)))
-            before = self._lasting(key)
+            before = self._durable_value(key)
             if before is not None:
                 self.ledger.deleted(key, before)
         self._store(key, value)
@@ -273,17 +273,17 @@ class StoreState(KeyOwnership):
         waiting = Waiter(place, op, keys, missing)
         self._keep(place, waiting)
         for key in missing:
-            self._waiting.setdefault(key, {})[waiting] = None
+            self._value_waiters.setdefault(key, {})[waiting] = None
             if op is Op.WAIT:
-                self._watching.setdefault(key, {})[waiting] = None
+                self._presence_waiters.setdefault(key, {})[waiting] = None
         return BLOCKED
 
     def _arrived(self, waiting: Waiter, key: str) -> None:
         """One of the keys has come (and stays counted if it is deleted again)."""
         waiting.missing.discard(key)
         if waiting.op is Op.WAIT:
-            drop_from(self._watching, key, waiting)
-            drop_from(self._waiting, key, waiting)
+            drop_from(self._presence_waiters, key, waiting)
+            drop_from(self._value_waiters, key, waiting)
         if waiting.missing:
             return
         client, request = self._forget(waiting.place)
@@ -307,7 +307,7 @@ class StoreState(KeyOwnership):
         if world_size <= 0:
             raise RequestRefused(Reason.INVALID, f"a barrier of {world_size}")
         self._check_size(key, 0)
-        expected, standing = self._standing.setdefault(key, (world_size, {}))
+        expected, standing = self._barriers.setdefault(key, (world_size, {}))
         if expected != world_size:
             raise RequestRefused(
                 Reason.INVALID,
@@ -316,24 +316,24 @@ class StoreState(KeyOwnership):
         self._keep(place, BarrierWaiter(key))
         standing[place] = None
         if len(standing) == world_size:
-            del self._standing[key]
+            del self._barriers[key]
             for there in standing:
                 self.due.append(Reply(*self._forget(there), OperationKind.RESULT, None))
             count = b"%d" % world_size
-            if self.ledger is not None:  # which is not asked for room: so little, and so many have come for it
+            if self.ledger is not None:  # no room is requested: the count is small and all participants have arrived
                 self.ledger.set(key, count, None)
             self._store(key, count)
         return BLOCKED
 
     def _publish(self, place: Place, channel: str, message: bytes) -> int:
         self._check_size(channel, len(message))
-        listening = self._listening.get(channel, {})
+        listening = self._subscriptions.get(channel, {})
         self.due.extend(Reply(client, request, OperationKind.PUBLISHED, message) for client, request in listening)
         return len(listening)
 
     def _subscribe(self, place: Place, channel: str) -> None:
         self._keep(place, ChannelSubscription(channel))
-        self._listening.setdefault(channel, {})[place] = None
+        self._subscriptions.setdefault(channel, {})[place] = None
 
     # -- giving up --------------------------------------------------------------------------------
 
@@ -367,7 +367,7 @@ class StoreState(KeyOwnership):
             self._queues.setdefault(entry.key, deque()).appendleft(entry.item)
         for entry in given_back:
             self._serve(entry.key)
-        self.forgo(client)
+        self.release_wakeups(client)
         self.expire_owner(client)
         return SILENT
 
@@ -376,24 +376,24 @@ class StoreState(KeyOwnership):
         match entry:
             case Waiter():
                 for key in entry.missing:
-                    drop_from(self._waiting, key, entry)
-                    drop_from(self._watching, key, entry)
+                    drop_from(self._value_waiters, key, entry)
+                    drop_from(self._presence_waiters, key, entry)
             case PopWaiter():
-                drop_from(self._taking, entry.key, place)
+                drop_from(self._pop_waiters, entry.key, place)
             case UnackedItem():
                 self._queues.setdefault(entry.key, deque()).appendleft(entry.item)
                 self._serve(entry.key)
             case ChannelSubscription():
-                drop_from(self._listening, entry.channel, place)
+                drop_from(self._subscriptions, entry.channel, place)
             case KeyWatch():
-                drop_from(self._observing, entry.key, place)
+                drop_from(self._key_watches, entry.key, place)
             case PrefixWatch():
-                drop_from(self._surveying, entry.prefix, place)
+                drop_from(self._prefix_watches, entry.prefix, place)
             case BarrierWaiter():
-                standing = self._standing[entry.key][1]
+                standing = self._barriers[entry.key][1]
                 del standing[place]
                 if not standing:
-                    del self._standing[entry.key]
+                    del self._barriers[entry.key]
 
 
 HANDLERS: dict[Op, Callable[..., Any]] = {
@@ -401,6 +401,6 @@ HANDLERS: dict[Op, Callable[..., Any]] = {
 }
 """By operation: what does it, called with the state, the place, and the arguments.
 
-It returns a result or `BLOCKED`, or raises `RequestRefused`. Who calls one without `StoreState.execute` takes what has come due
-for others from `StoreState.collect`.
+It returns a result or `BLOCKED`, or raises `RequestRefused`. A caller that bypasses `StoreState.execute` fetches the replies
+that are due to other clients from `StoreState.collect`.
 """

@@ -1,4 +1,7 @@
-"""What a store keeps: of requests that it has not answered, or not answered for good, and beyond the end of a server."""
+"""Data model of the store's state: open requests, costs in memory, and the contents that outlive a server.
+
+Used by all of `store.state` and by `store.persistence`. It imports only `store.protocol.operations`.
+"""
 
 from __future__ import annotations
 
@@ -101,7 +104,7 @@ class Table:
 
     @property
     def clients(self) -> list[Client]:
-        """Who has something open."""
+        """The clients that have open requests."""
         return list(self._open)
 
     @property
@@ -130,9 +133,9 @@ KEPT_ANSWERS = 1 << 16
 KEPT_NBYTES = 128 << 20
 """Of one client: more than any has in flight, and bounds on what one costs that never says what has arrived."""
 ENTRY_NBYTES = 100
-"""What a value or an item costs in memory beside its own bytes and those of its key, roughly."""
+"""Approximate overhead in bytes of a value or an item, without the bytes of the value and of the key."""
 _ANSWER_NBYTES = 200
-"""What an answer costs in memory beside the bytes of a value or of an explanation, roughly."""
+"""Approximate overhead in bytes of a kept reply, without the bytes of its value or explanation."""
 
 
 def cost_of(value: Any) -> int:
@@ -146,7 +149,7 @@ def cost_of(value: Any) -> int:
 
 
 def growth(key: str, value: bytes, before: bytes | None) -> int:
-    """Return how many bytes more it costs to keep a value in place of the one before, None if there is none."""
+    """Return by how many bytes memory grows when ``value`` replaces ``before`` (None: the key is new)."""
     return len(key) + len(value) + ENTRY_NBYTES if before is None else len(value) - len(before)
 
 

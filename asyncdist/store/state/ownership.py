@@ -1,7 +1,7 @@
-"""What is tied to a key: an owner, with whom an ephemeral one goes, and those who watch it; the laws stand in `state`.
+"""Key ownership and watches: ephemeral keys are deleted with their owner, and watchers hear of every change.
 
-What belongs to several, as the keys of a job do to its ranks, goes with the last of them: each of them stays under the
-prefix of these keys (`lodging`).
+Keys that several clients share, as the ranks of a job do, are deleted with the last of them: each client holds a prefix
+lease (`prefix_lease`), an ephemeral key that names the prefix. Part of `asyncdist.store.state.machine`. No I/O.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from asyncdist.store.protocol.operations import CHANGED, GONE, Client, Operation
 from asyncdist.store.state.model import KeyWatch, Place, PrefixWatch, RequestRefused, named
 from asyncdist.store.state.queues import Queues
 
-_LODGING = "\0here/"
+_PREFIX_LEASE = "\0here/"
 
 
-def lodging(prefix: str, name: str) -> str:
-    """Return an ephemeral key by which its owner stays under ``prefix``, which is not empty.
+def prefix_lease(prefix: str, name: str) -> str:
+    """Return the ephemeral key that gives its owner a lease on ``prefix``, which must not be empty.
 
-    When the last of them has gone with its owner, everything goes whose key begins with ``prefix``. ``name`` is the owner's
-    among those who stay there.
+    When the last lease on ``prefix`` expires, every key that begins with ``prefix`` is deleted. ``name`` tells the owner
+    from the other holders of leases on this prefix.
     """
-    return f"{_LODGING}{prefix}\0{name}"
+    return f"{_PREFIX_LEASE}{prefix}\0{name}"
 
 
-def lodged_under(key: str) -> str:
-    """Return the prefix under which a key has its owner stay; empty for one that says nothing of the kind."""
-    return key.removeprefix(_LODGING).rpartition("\0")[0] if key.startswith(_LODGING) else ""
+def leased_prefix(key: str) -> str:
+    """Return the prefix that a key is a lease on; empty for a key that is not a prefix lease."""
+    return key.removeprefix(_PREFIX_LEASE).rpartition("\0")[0] if key.startswith(_PREFIX_LEASE) else ""
 
 
 class KeyOwnership(Queues):
@@ -40,66 +40,66 @@ class KeyOwnership(Queues):
         self._values: dict[str, bytes] = {}
         self._owners: dict[str, Client] = {}  # ephemeral key -> whose it is
         self._owned: dict[Client, dict[str, None]] = {}
-        self._lodgers: Counter[str] = Counter()  # prefix -> how many stay there
-        self._observing: dict[str, dict[Place, None]] = {}  # key -> `watch`
-        self._surveying: dict[str, dict[Place, None]] = {}  # prefix -> `watch_keys`
+        self._prefix_leases: Counter[str] = Counter()  # prefix -> how many stay there
+        self._key_watches: dict[str, dict[Place, None]] = {}  # key -> `watch`
+        self._prefix_watches: dict[str, dict[Place, None]] = {}  # prefix -> `watch_keys`
         self.max_value_nbytes = 1 << 62
 
     # -- owners -----------------------------------------------------------------------------------
 
     def own(self, owner: Client, key: str) -> None:
-        """Have an ephemeral key go with ``owner``, whoever has set it."""
+        """Attach an ephemeral key to ``owner``."""
         if key in self._owners:
             self._detach(key)
         if self.ledger is not None:
             self.ledger.tied(key, self._values[key])
         self._owners[key] = owner
         self._owned.setdefault(owner, {})[key] = None
-        self._lodge(key, 1)
+        self._count_lease(key, 1)
 
     def owned(self) -> dict[str, tuple[Client, bytes]]:
         """Return the ephemeral keys, each with its owner and its value."""
         return {key: (owner, self._values[key]) for key, owner in self._owners.items()}
 
     def _detach(self, key: str) -> None:
-        """Have a key be nobody's; it still holds what it held as somebody's."""
+        """Detach a key from its owner; its value is kept."""
         if self.ledger is not None:
             self.ledger.disowned(key, self._values[key])
         owner = self._owners.pop(key)
-        self._lodge(key, -1)
+        self._count_lease(key, -1)
         mine = self._owned[owner]
         del mine[key]
         if not mine:
             del self._owned[owner]
 
     def expire_owner(self, owner: Client) -> None:
-        """Delete the ephemeral keys of an owner that is gone; those who watch them are told (`collect`)."""
+        """Delete the ephemeral keys of an owner that is gone; `collect` returns the notices to watchers."""
         left: list[str] = []
         for key in self._owned.pop(owner, ()):
             if self.ledger is not None:
                 self.ledger.disowned(key, self._values[key])
             del self._owners[key]
             del self._values[key]
-            if (prefix := self._lodge(key, -1)) is not None:
+            if (prefix := self._count_lease(key, -1)) is not None:
                 left.append(prefix)
-            if key in self._observing or self._surveying:
-                self._tell(key)
+            if key in self._key_watches or self._prefix_watches:
+                self._notify_watchers(key)
         for prefix in left:
-            if prefix not in self._lodgers:
+            if prefix not in self._prefix_leases:
                 self._clear(prefix)
 
-    def _lodge(self, key: str, more: int) -> str | None:
-        """Count who stays under a prefix; return that, None for a key that says nothing of the kind."""
-        prefix = lodged_under(key)
+    def _count_lease(self, key: str, more: int) -> str | None:
+        """Count the leases on a key's prefix; return the prefix, None if the key is not a prefix lease."""
+        prefix = leased_prefix(key)
         if not prefix:
             return None
-        self._lodgers[prefix] += more
-        if not self._lodgers[prefix]:
-            del self._lodgers[prefix]
+        self._prefix_leases[prefix] += more
+        if not self._prefix_leases[prefix]:
+            del self._prefix_leases[prefix]
         return prefix
 
     def _clear(self, prefix: str) -> None:
-        """Delete everything under a prefix; who holds an item of a queue keeps it."""
+        """Delete all keys under a prefix; an item that a client has popped stays with that client."""
         for key in [key for key in self._values if key.startswith(prefix)]:
             self._delete_key((None, 0), key)
         for key in [key for key in self._queues if key.startswith(prefix)]:
@@ -108,13 +108,13 @@ class KeyOwnership(Queues):
 
     @abstractmethod
     def _delete_key(self, place: Place, key: str) -> bool:
-        """Delete a value, and tell those who watch it."""
+        """Delete a value and notify its watchers."""
 
     # -- watchers ---------------------------------------------------------------------------------
 
     def _watch(self, place: Place, key: str) -> bytes | None:
         self._keep(place, KeyWatch(key))
-        self._observing.setdefault(key, {})[place] = None
+        self._key_watches.setdefault(key, {})[place] = None
         return self._values.get(key)
 
     def _watch_keys(self, place: Place, prefix: str) -> list[str | bytes]:
@@ -126,20 +126,22 @@ class KeyOwnership(Queues):
             )
             raise RequestRefused(Reason.TOO_LARGE, text)
         self._keep(place, PrefixWatch(prefix))
-        self._surveying.setdefault(prefix, {})[place] = None
+        self._prefix_watches.setdefault(prefix, {})[place] = None
         return list(itertools.chain.from_iterable(found.items()))
 
-    def _tell(self, key: str) -> None:
-        """Tell those who watch a key what it holds now."""
+    def _notify_watchers(self, key: str) -> None:
+        """Send a key's current value to its watchers."""
         value = self._values.get(key)
         kind, content = (GONE, b"") if value is None else (CHANGED, value)
-        if observing := self._observing.get(key):
-            self._tell_all(observing, kind + content)
-        surveying = [place for prefix, places in self._surveying.items() if key.startswith(prefix) for place in places]
+        if observing := self._key_watches.get(key):
+            self._publish_to(observing, kind + content)
+        surveying = [
+            place for prefix, places in self._prefix_watches.items() if key.startswith(prefix) for place in places
+        ]
         if surveying:
             name = key.encode()
-            self._tell_all(surveying, b"".join((kind, len(name).to_bytes(4, "little"), name, content)))
+            self._publish_to(surveying, b"".join((kind, len(name).to_bytes(4, "little"), name, content)))
 
-    def _tell_all(self, places: Iterable[Place], message: bytes) -> None:
-        """Publish one message, which is as long as a value, and is not to be there once for each."""
+    def _publish_to(self, places: Iterable[Place], message: bytes) -> None:
+        """Send one message to all of ``places``, which share its bytes."""
         self.due.extend(Reply(client, request, OperationKind.PUBLISHED, message) for client, request in places)

@@ -1,4 +1,7 @@
-"""Queues of the store, and those who wait for their items; the laws stand in `state`."""
+"""Queues of the store's state machine, and the requests that wait for their items.
+
+The invariants are those of `asyncdist.store.state.machine`. No I/O.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +32,9 @@ class Queues(Table):
         self._queues: dict[str, deque[Item]] = {}
         self._pushed = 0  # the serial number of the item that came last
         # Lines are dicts used as ordered sets: first come, first served, and leaving from the middle is cheap.
-        self._watching: dict[str, dict[Waiter, None]] = {}  # queue -> `wait`
-        self._taking: dict[str, dict[Place, None]] = {}  # queue -> pops
-        self._told: dict[Client, dict[str, None]] = {}  # client -> queues it was woken for and has not popped from
+        self._presence_waiters: dict[str, dict[Waiter, None]] = {}  # queue -> `wait`
+        self._pop_waiters: dict[str, dict[Place, None]] = {}  # queue -> pops
+        self._woken: dict[Client, dict[str, None]] = {}  # client -> queues it was woken for and has not popped from
 
     @property
     def num_items(self) -> int:
@@ -57,18 +60,18 @@ class Queues(Table):
         self._serve(key)
 
     def _queue_pop(self, place: Place, key: str, block: bool) -> Any:
-        self._heed(place[0], key)
+        self._clear_wakeup(place[0], key)
         if key in self._queues:
             return self._hold(place, key)
         if not block:
             raise RequestRefused(Reason.EMPTY, f"queue {named(key)} is empty")
         self._keep(place, PopWaiter(key))
-        self._taking.setdefault(key, {})[place] = None
+        self._pop_waiters.setdefault(key, {})[place] = None
         return BLOCKED
 
     def take(self, client: Client, key: str) -> tuple[int, bytes]:
         """Pop for one whose protocol has no confirmation; return the length before and the item (b"" from none)."""
-        self._heed(client, key)
+        self._clear_wakeup(client, key)
         queue = self._queues.get(key)
         if queue is None:
             return 0, b""
@@ -78,32 +81,32 @@ class Queues(Table):
             self.ledger.gone(key, serial, item)
         return length, item
 
-    def forgo(self, client: Client) -> None:
+    def release_wakeups(self, client: Client) -> None:
         """Wake others for the items that a client was woken for and is not going to pop."""
-        for key in self._told.pop(client, ()):
+        for key in self._woken.pop(client, ()):
             if key in self._queues:
                 self._serve(key)
 
-    def _heed(self, client: Client, key: str) -> None:
-        told = self._told.get(client)
+    def _clear_wakeup(self, client: Client, key: str) -> None:
+        told = self._woken.get(client)
         if told is not None:
             told.pop(key, None)
             if not told:
-                del self._told[client]
+                del self._woken[client]
 
     def _queue_len(self, place: Place, key: str) -> int:
         return len(self._queues.get(key, ()))
 
     def _serve(self, key: str) -> None:
         """A queue has gained an item: hand the head to the first who wants it, or else tell the first who watches."""
-        if key in self._taking:
-            client, request = place = next(iter(self._taking[key]))
-            drop_from(self._taking, key, place)
+        if key in self._pop_waiters:
+            client, request = place = next(iter(self._pop_waiters[key]))
+            drop_from(self._pop_waiters, key, place)
             self._forget(place)
             self.due.append(Reply(client, request, OperationKind.RESULT, self._hold(place, key)))
-        elif key in self._watching:
-            waiting = next(iter(self._watching[key]))
-            self._told.setdefault(waiting.place[0], {})[key] = None
+        elif key in self._presence_waiters:
+            waiting = next(iter(self._presence_waiters[key]))
+            self._woken.setdefault(waiting.place[0], {})[key] = None
             self._arrived(waiting, key)
 
     def _hold(self, place: Place, key: str) -> bytes:

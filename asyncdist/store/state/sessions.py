@@ -1,10 +1,10 @@
-"""Who a store's clients are, across their connections: what each has been answered, and how long it is waited for.
+"""Client sessions that survive reconnects, and their leases.
 
-A client gives itself an identity and says it at the beginning of each connection. What its changes came to is kept until
-it says that the answers have arrived, so that a change it asks for again, because a connection broke in between, is not
-made twice. There is a limit to that: beyond it the oldest answers are thrown away, and what is known is up to where. When
-a connection breaks, its *lease* begins to run; a client that is not back when it has run out is forgotten, and its
-ephemeral keys go. No clock here: ``now`` is an argument.
+A client names itself with an identity at the beginning of each connection. The table keeps the replies to its changes
+until the client confirms them, so that a change that is retried after a broken connection is applied once. Beyond a limit
+the table drops the oldest replies and remembers up to which request it did. When a connection breaks, the session's
+*lease* starts to run; at its end the session closes and the server deletes its ephemeral keys. ``now`` is an argument of
+every method that needs the time. Used by `store.server` and `store.persistence`. No I/O, no clock.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class ClientSession:
         self.connection: Client | None = connection
         self.until = math.inf
         self.nbytes = 0
-        """What its answers cost."""
+        """Bytes that its kept replies cost."""
         self.unsure = 0
         """Up to this request, what is not known may have been done all the same."""
         self._answers: dict[int, Reply] = {}
@@ -86,7 +86,7 @@ class ClientSession:
 
     @property
     def last(self) -> int:
-        """The highest number of its requests that may be asked again and was done already."""
+        """The highest id of the requests that were executed and may be repeated."""
         return max(self._answers, default=self.unsure)
 
     def _count(self, nbytes: int) -> None:
@@ -134,7 +134,7 @@ class SessionTable:
     def __len__(self) -> int:
         return len(self._members)
 
-    def arrive(self, identity: bytes, lease: float, connection: Client) -> tuple[ClientSession, bool, Client | None]:
+    def open(self, identity: bytes, lease: float, connection: Client) -> tuple[ClientSession, bool, Client | None]:
         """A client has come over a connection: return it, whether it was known, and the connection it had till now."""
         member = self._members.get(identity)
         if member is None:
@@ -146,7 +146,7 @@ class SessionTable:
         member.lease, member.until = lease, math.inf
         return member, True, before
 
-    def lost(self, member: ClientSession, connection: Client, now: float) -> None:
+    def disconnect(self, member: ClientSession, connection: Client, now: float) -> None:
         """A connection is over. If it is the one that the client has, its lease runs."""
         if member.connection is connection:
             member.connection = None
@@ -156,7 +156,7 @@ class SessionTable:
         member.until = now + member.lease
         heapq.heappush(self._away, (member.until, member.identity))
 
-    def farewell(self, member: ClientSession) -> None:
+    def close(self, member: ClientSession) -> None:
         """A client says that it will not be back."""
         if self._members.pop(member.identity, None) is not None and self.ledger is not None:
             self.ledger.kept(-member.nbytes)
@@ -166,13 +166,13 @@ class SessionTable:
         """Return when the next lease may run out."""
         return self._away[0][0] if self._away else math.inf
 
-    def ended(self, now: float) -> list[ClientSession]:
+    def expire(self, now: float) -> list[ClientSession]:
         """Forget the clients whose leases have run out, and return them."""
         over = []
         while self._away and self._away[0][0] <= now:
             until, identity = heapq.heappop(self._away)
             member = self._members.get(identity)
             if member is not None and member.until == until:  # it has not been back since
-                self.farewell(member)
+                self.close(member)
                 over.append(member)
         return over

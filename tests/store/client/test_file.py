@@ -59,7 +59,7 @@ store.queue_push("queue", "item")
 store._desk.confirm = lambda number: None
 assert store.queue_pop("queue") == b"item"
 threading.Thread(target=store.barrier, args=("b", 2), daemon=True).start()
-while not store._desk.state._standing:
+while not store._desk.state._barriers:
     time.sleep(0.001)
 print("ready", flush=True)
 time.sleep(60)

@@ -275,7 +275,7 @@ async def test_a_subscription_says_that_messages_may_have_been_missed(server, pr
 async def test_what_a_client_has_heard_is_not_kept_for_it(server, store):
     for _ in range(5):
         await asyncio.gather(*(store.add("n", 1) for _ in range(400)))
-    (member,) = server.members._members.values()
+    (member,) = server.sessions._members.values()
     assert len(member._answers) < 1000
 
 
@@ -428,27 +428,27 @@ def test_threads_wait_through_the_end_of_a_store_with_data(tmp_path):
 
 def test_a_lease_runs_from_when_the_connection_is_lost():
     members = SessionTable()
-    member, known, _ = members.arrive(b"a", 10.0, "first")
+    member, known, _ = members.open(b"a", 10.0, "first")
     assert not known
-    assert members.ended(1e9) == []
-    members.lost(member, "first", 100.0)
+    assert members.expire(1e9) == []
+    members.disconnect(member, "first", 100.0)
     assert members.next_end() == 110.0
-    assert members.ended(109.9) == []
-    assert members.arrive(b"a", 10.0, "second") == (member, True, None)
-    assert members.ended(110.0) == []  # it was back in time
-    members.lost(member, "first", 120.0)  # the one that it has not any more
-    assert members.ended(1e9) == []
-    members.lost(member, "second", 130.0)
-    assert members.ended(140.0) == [member]
+    assert members.expire(109.9) == []
+    assert members.open(b"a", 10.0, "second") == (member, True, None)
+    assert members.expire(110.0) == []  # it was back in time
+    members.disconnect(member, "first", 120.0)  # the one that it has not any more
+    assert members.expire(1e9) == []
+    members.disconnect(member, "second", 130.0)
+    assert members.expire(140.0) == [member]
     assert len(members) == 0
-    assert members.arrive(b"a", 10.0, "third")[1] is False
+    assert members.open(b"a", 10.0, "third")[1] is False
 
 
 def test_the_lease_that_a_client_said_last_counts():
     members = SessionTable()
-    member, _, _ = members.arrive(b"a", 10.0, "first")
-    members.arrive(b"a", 20.0, "second")
-    members.lost(member, "second", 100.0)
+    member, _, _ = members.open(b"a", 10.0, "first")
+    members.open(b"a", 20.0, "second")
+    members.disconnect(member, "second", 100.0)
     assert members.next_end() == 120.0
 
 
@@ -462,8 +462,8 @@ def test_a_client_that_is_waited_for_for_ever_says_a_long_time():
 def test_leases_run_from_the_start_of_the_server_that_takes_over():
     members = SessionTable()
     members.restore({b"a": (10.0, {7: (OperationKind.RESULT, 1)}, 0)}, 100.0)
-    assert members.ended(109.9) == []
-    (member,) = members.ended(110.0)
+    assert members.expire(109.9) == []
+    (member,) = members.expire(110.0)
     assert member.answer_to(7) == Reply(None, 7, OperationKind.RESULT, 1)
 
 
@@ -483,11 +483,11 @@ def test_answers_are_kept_until_they_have_been_heard_and_no_longer():
 def test_a_later_server_knows_what_has_been_heard_and_who_has_left():
     members, contents = SessionTable(), Contents()
     members.ledger = book = ChangeLog(wake=lambda: None)
-    stays, leaves = [members.arrive(identity, 10.0, "connection")[0] for identity in (b"a", b"b")]
+    stays, leaves = [members.open(identity, 10.0, "connection")[0] for identity in (b"a", b"b")]
     for request in range(1, 6):
         stays.remember(Reply("connection", request, OperationKind.RESULT, request))
     stays.received(4)
-    members.farewell(leaves)
+    members.close(leaves)
     replay(b"".join(book.take()), contents)
     assert contents.members == members.contents() == {b"a": (10.0, {4: (0, 4), 5: (0, 5)}, 0)}
 
@@ -678,7 +678,7 @@ async def test_the_entries_of_a_dead_process_go_when_its_lease_is_over(server, s
     await process.wait()
     await eventually_async(lambda: store.check(["rank 1"]))
     assert time.monotonic() - told > 0.29
-    assert len(server.members) == 1  # it is forgotten altogether
+    assert len(server.sessions) == 1  # it is forgotten altogether
 
 
 async def test_a_client_that_was_forgotten_puts_its_keys_back(server, proxy, store):
@@ -711,7 +711,7 @@ def test_a_long_value_that_a_blocking_client_puts_back_is_not_overtaken(until):
     ):
         store.set("here", bytes(200_000), ephemeral=True)
         proxy.cut()
-        until(lambda: len(server.members) == 0)
+        until(lambda: len(server.sessions) == 0)
         assert store.check(["here"])
     background_loop().run(server.close())
 
@@ -736,7 +736,7 @@ async def test_a_watch_goes_on_over_another_connection(server, proxy, store, eve
         await store.delete_key("k")
         assert await waiting is None
     await watcher.close()
-    await eventually(lambda: server.state._observing == {})
+    await eventually(lambda: server.state._key_watches == {})
 
 
 async def test_a_watch_of_many_keys_tells_what_changed_between_two_connections(server, proxy, store, eventually):
@@ -762,7 +762,7 @@ async def test_a_watch_of_many_keys_tells_what_changed_between_two_connections(s
         await other.close()
         assert [await anext(changes) for _ in range(2)] == [("job/e", b"5"), ("job/e", None)]
     await watcher.close()
-    await eventually(lambda: server.state._surveying == {})
+    await eventually(lambda: server.state._prefix_watches == {})
 
 
 async def test_more_keys_than_go_into_one_reply_are_not_watched(server, store):

@@ -581,7 +581,7 @@ async def test_a_client_that_left_is_not_waited_for_by_the_next_server(tmp_path)
     await stays.set("k", b"w")
     await server.close()
     server = await started(tmp_path, server.port)
-    assert len(server.members) == 1
+    assert len(server.sessions) == 1
     assert await stays.get("k") == b"w"
     await stays.close()
     await server.close()

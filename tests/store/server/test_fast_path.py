@@ -124,8 +124,8 @@ def test_one_that_is_put_out_in_the_turn_in_which_it_speaks(server, peers):
         speaking.send(Code.SET, b"/k", b"v")
         session.abort()
         session.abort()
-        if server.shortcuts._epoll is not None:
-            server.shortcuts._serve()
+        if server.fast_path._epoll is not None:
+            server.fast_path._serve()
 
     on_server(put_out)
     assert other.ask(Code.CHECK, [b"/k"]) == 1

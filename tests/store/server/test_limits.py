@@ -25,8 +25,8 @@ class Store:
     """A state machine with a book, asked by numbered requests."""
 
     def __init__(self, max_nbytes: int = 0) -> None:
-        self.state, self.book = StoreState(LONGEST, LONGEST), ChangeLog(max_nbytes=max_nbytes)
-        self.state.ledger = self.book
+        self.state, self.change_log = StoreState(LONGEST, LONGEST), ChangeLog(max_nbytes=max_nbytes)
+        self.state.ledger = self.change_log
         self._number = 0
 
     def ask(self, client, op, *args):
@@ -65,7 +65,7 @@ def test_the_longest_value_and_key_are_taken_and_none_that_are_longer(which):
     for key, value in (("k", bytes(LONGEST + 1)), ("k" * (LONGEST + 1), b""), ("é" * (LONGEST // 2 + 1), b"")):
         store = Store()
         assert store.ask("a", *requests(key, value)[which]) is Reason.TOO_LARGE
-        assert store.held_nbytes == store.book.nbytes == store.state.num_keys == 0
+        assert store.held_nbytes == store.change_log.nbytes == store.state.num_keys == 0
 
 
 async def test_the_longest_value_travels_with_the_longest_key(tmp_path):
@@ -105,7 +105,7 @@ def test_a_store_is_full_when_not_one_byte_more_has_room():
         for less, expected in ((0, measured.held_nbytes), (1, 0)):
             store = Store(max_nbytes=measured.held_nbytes - less)
             assert (store.ask("a", *request) is Reason.FULL) is bool(less)
-            assert store.book.nbytes == store.held_nbytes == expected
+            assert store.change_log.nbytes == store.held_nbytes == expected
 
 
 def test_several_values_are_set_all_or_none_at_the_limit():
@@ -115,7 +115,7 @@ def test_several_values_are_set_all_or_none_at_the_limit():
         store.ask("a", Op.MULTI_SET, keys[:2], [b"", bytes(60)])
         assert (store.ask("a", Op.MULTI_SET, keys, values) is Reason.FULL) is bool(less)
         assert list(store.state.contents().values.values()) == expected
-        assert store.book.nbytes == store.held_nbytes == 372 - 104 * less
+        assert store.change_log.nbytes == store.held_nbytes == 372 - 104 * less
 
 
 def test_many_small_values_are_set_all_or_none():
@@ -126,11 +126,11 @@ def test_many_small_values_are_set_all_or_none():
 
 def test_what_is_on_its_way_counts():
     store = Store(max_nbytes=1000)
-    store.book.expect(950)
+    store.change_log.expect(950)
     with pytest.raises(RequestRefused):
-        store.book.expect(51)
+        store.change_log.expect(51)
     assert store.ask("a", Op.SET, "k", bytes(60)) is Reason.FULL
-    store.book.expect_no_more(950)
+    store.change_log.expect_no_more(950)
     assert store.ask("a", Op.SET, "k", bytes(60)) is None
 
 
@@ -141,16 +141,16 @@ def test_ephemeral_keys_fill_a_store_too_and_make_room_when_they_go():
     assert store.ask("b", Op.SET, "k", bytes(99)) is Reason.FULL
     store.state.leave("a")
     assert store.ask("b", Op.SET, "k", bytes(99)) is None
-    assert store.book.nbytes == store.held_nbytes
+    assert store.change_log.nbytes == store.held_nbytes
 
 
 def test_an_item_makes_room_when_it_has_arrived():
     store = Store()
     store.ask("a", Op.QUEUE_PUSH, "q", b"item")
     store.state.execute("b", 7, Op.QUEUE_POP, ("q", False))
-    assert store.book.nbytes == store.held_nbytes > 0  # it may have to be given back
+    assert store.change_log.nbytes == store.held_nbytes > 0  # it may have to be given back
     store.state.execute("b", 7, Op.CONFIRM, (7,))
-    assert store.book.nbytes == store.held_nbytes == 0
+    assert store.change_log.nbytes == store.held_nbytes == 0
 
 
 # -- answers that are kept --------------------------------------------------------------------------
@@ -165,7 +165,7 @@ def counted(contents: Contents) -> int:
 def test_answers_that_nobody_has_heard_count_until_they_are_heard_or_their_client_goes():
     members = SessionTable()
     members.ledger = book = ChangeLog()
-    one, other = (members.arrive(name, 10.0, "connection")[0] for name in (b"one", b"other"))
+    one, other = (members.open(name, 10.0, "connection")[0] for name in (b"one", b"other"))
     for request, (kind, value) in enumerate(ANSWERS, 1):
         one.remember(Reply("connection", request, kind, value))
         other.remember(Reply("connection", request, kind, value))
@@ -196,7 +196,7 @@ def test_long_answers_are_kept_up_to_a_limit_and_the_last_in_any_case(monkeypatc
     book, contents = ChangeLog(wake=lambda: None), Contents()
     members = SessionTable()
     members.ledger = book
-    member, _, _ = members.arrive(b"one", 10.0, "connection")
+    member, _, _ = members.open(b"one", 10.0, "connection")
     for request in range(1, 10):
         member.remember(Reply("connection", request, OperationKind.RESULT, bytes(LONGEST)))
     assert member.answer_to(9) is not None
@@ -230,18 +230,18 @@ async def test_a_client_says_that_long_answers_have_arrived_with_what_it_asks_ne
         threads = await asyncio.to_thread(TCPStore, "127.0.0.1", server.port, config=config)
         store = await AsyncStore.connect("127.0.0.1", server.port, token="token", config=config)
         await store.compare_set("k", b"", value)
-        assert server.book.nbytes > 2 * len(value)
+        assert server.change_log.nbytes > 2 * len(value)
         await store.set("other", value)
         await store.delete_key("k")
         await store.compare_set("k", b"", value[1:])
         await store.num_keys()
-        assert 2 * len(value) < server.book.nbytes < 3 * len(value)
+        assert 2 * len(value) < server.change_log.nbytes < 3 * len(value)
         await store.delete_key("k")
         await asyncio.to_thread(threads.compare_set, "k", b"", value)
-        assert server.book.nbytes > 3 * len(value)
+        assert server.change_log.nbytes > 3 * len(value)
         await asyncio.to_thread(threads.delete_key, "k")
         await asyncio.to_thread(threads.set, "k", value)
-        assert server.book.nbytes < 3 * len(value)
+        assert server.change_log.nbytes < 3 * len(value)
         await asyncio.to_thread(threads.close)
         await store.close()
 
@@ -273,4 +273,4 @@ def test_what_is_counted_is_what_is_held_and_never_more_than_the_limit(asked, mo
             store.state.own(f"member {client}", args[0])
         elif op is Op.LEAVE:
             store.state.expire_owner(f"member {client}")
-        assert store.book.nbytes == store.held_nbytes <= most
+        assert store.change_log.nbytes == store.held_nbytes <= most

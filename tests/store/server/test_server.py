@@ -142,8 +142,8 @@ async def test_what_a_client_that_has_come_back_asked_before_is_left_to_its_new_
     """It will ask again there: whatever lies at the old one, which takes no replies, is not done as well."""
     earlier = await Peer.proven(server)
     await earlier.send(frame(1, Op.RESUME, b"identity", 1000))
-    await eventually(lambda: server.members.get(b"identity") is not None)
-    session = server.members.get(b"identity").connection
+    await eventually(lambda: server.sessions.get(b"identity") is not None)
+    session = server.sessions.get(b"identity").connection
     session.pause_writing()
     await earlier.send(frame(2, Op.ADD, "n", 1))
     await eventually(lambda: session.unfinished)
@@ -153,7 +153,7 @@ async def test_what_a_client_that_has_come_back_asked_before_is_left_to_its_new_
     session.resume_writing()
     assert server.state.peek("n") is None
     assert await earlier.ended()
-    assert server.members.get(b"identity").connection is new
+    assert server.sessions.get(b"identity").connection is new
     await earlier.leave()
     await later.leave()
 

@@ -23,7 +23,7 @@ SAYINGS = [b"", MAGIC[:4], MAGIC + bytes(32), b"\x00\xce\xf7", b"\x16\x03\x01", 
 
 
 @pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
-async def test_a_flood_of_strangers(tls):
+async def test_flood_of_unauthenticated_connections(tls):
     config = Config(store_max_connections=40, handshake_timeout=1000.0, store_reconnect=0.0, **(FILES if tls else {}))
     async with await StoreServer.start("127.0.0.1", 0, token=TOKEN, config=config) as server:
 

@@ -44,7 +44,7 @@ OURS = {
     Op.CANCEL: (1,),
     Op.CONFIRM: (1,),
     Op.LEAVE: (),
-    Op.OPEN_DOOR: (),
+    Op.OPEN_SCOPED_STORE: (),
     Op.RESUME: (b"who", 0),
     Op.RECEIVED: (1,),
     Op.STATUS: (),

@@ -434,7 +434,7 @@ def test_all_who_watch_are_told_in_one_message(a, b, c):
         (Op.SUBSCRIBE, ("k",)),
     ],
 )
-def test_who_gives_up_leaves_nothing_behind(a, b, op, args, how):
+def test_cancelled_request_leaves_no_entries(a, b, op, args, how):
     request = a.ask(op, *args)
     answered = len(a.log.get(("a", request), []))
     a.cancel(request) if how == "cancel" else a.leave()
@@ -471,7 +471,7 @@ def test_two_clients_may_use_one_request_id(a, b):
 
 
 def _assert_no_lines(state: StoreState) -> None:
-    lines = ("_open", "_waiting", "_watching", "_taking", "_standing", "_listening", "_told")
+    lines = ("_open", "_value_waiters", "_presence_waiters", "_pop_waiters", "_barriers", "_subscriptions", "_woken")
     assert {name: getattr(state, name) for name in lines} == {name: {} for name in lines}
     assert state.num_open == 0
     assert state.clients == []
