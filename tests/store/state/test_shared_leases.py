@@ -37,7 +37,7 @@ class NumberedState:
         self.state.expire_owner(f"member {client}")
         return self.state.collect()
 
-    def keys(self):
+    def key_names(self):
         return sorted(self.ask("anybody", Op.LIST_KEYS, "")[0])
 
 
@@ -59,9 +59,9 @@ OTHERS = ["job", "job/10/k", "other"]
 
 def test_keys_are_deleted_with_the_last_lease(state):
     state.expire("a")
-    assert state.keys() == sorted([*OTHERS, "job/1/k", "job/1/l", prefix_lease("job/1/", "b")])
+    assert state.key_names() == sorted([*OTHERS, "job/1/k", "job/1/l", prefix_lease("job/1/", "b")])
     state.expire("b")
-    assert state.keys() == OTHERS
+    assert state.key_names() == OTHERS
     assert state.ask("c", Op.QUEUE_LEN, "job/1/q") == [0]
     assert state.ask("c", Op.QUEUE_LEN, "job/2/q") == [1]
 
@@ -70,23 +70,23 @@ def test_new_lease_before_the_last_expires_keeps_the_keys(state):
     state.expire("a")
     state.acquire("d", "job/1/")
     state.expire("b")
-    assert "job/1/k" in state.keys()
+    assert "job/1/k" in state.key_names()
     state.expire("d")
-    assert state.keys() == OTHERS
+    assert state.key_names() == OTHERS
 
 
 def test_lease_acquired_twice_counts_once(state):
     state.acquire("a", "job/1/")
     state.expire("a")
     state.expire("b")
-    assert state.keys() == OTHERS
+    assert state.key_names() == OTHERS
 
 
 def test_client_holds_leases_on_several_prefixes(state):
     state.acquire("b", "job/10/")
     state.expire("a")
     state.expire("b")
-    assert state.keys() == ["job", "other"]
+    assert state.key_names() == ["job", "other"]
 
 
 def test_last_lease_deletes_ephemeral_keys_of_any_owner(state):
@@ -95,7 +95,7 @@ def test_last_lease_deletes_ephemeral_keys_of_any_owner(state):
     state.ask("stranger", Op.SET_EPHEMERAL, "job/1/strange", b"")
     state.expire("a")
     state.expire("b")
-    assert state.keys() == OTHERS
+    assert state.key_names() == OTHERS
     assert state.state.owned() == {}
 
 
@@ -110,9 +110,9 @@ def test_watchers_are_notified_of_deleted_keys(state):
 def test_key_without_prefix_is_not_a_lease(state, key):
     state.ask("d", Op.SET_EPHEMERAL, key, b"")
     state.state.own("member d", key)
-    before = state.keys()
+    before = state.key_names()
     state.expire("d")
-    assert state.keys() == [each for each in before if each != key]
+    assert state.key_names() == [each for each in before if each != key]
 
 
 async def test_client_that_returns_after_expiry_learns_of_the_loss(eventually):
