@@ -103,8 +103,8 @@ WRONG_SPLITS = {
     "what we keep": (lambda g: g.all_to_all_single(ones(4), ones(4), [2, 2], [3, 1]), "this rank sends itself 3"),
 }  # fmt: skip
 WRONG_OTHERS = {
-    "op": (lambda g: g.all_reduce(ones(3), "median"), "is no reduction; there are SUM"),
-    "several ops": (lambda g: g.all_reduce(ones(3), ["sum"]), "is no reduction"),
+    "op": (lambda g: g.all_reduce(ones(3), "median"), "is not a reduction; use one of SUM"),
+    "several ops": (lambda g: g.all_reduce(ones(3), ["sum"]), "is not a reduction"),
     "timeout": (lambda g: g.barrier(timeout=-1), "a timeout is a number of seconds"),
     "object": (lambda g: g.all_gather_object([None] * 2, Unknown()), "of type .*Unknown cannot be sent as plain data"),
 }
