@@ -41,7 +41,7 @@ at_exit(Stage.SERVERS, lambda: say("later-server"))
 """
 
 
-def test_stages_are_gone_through_in_order_after_the_programs_own_end_and_whatever_fails():
+def test_exit_stages_run_in_order_also_after_a_failure():
     said, errors = said_by(STAGES)
     assert said == """ends:False communicators later-server fails server peers:True threads loop""".split()
     assert errors.count("ValueError: a mistake") == 1

@@ -108,7 +108,7 @@ async def test_a_stranger_is_turned_away(who, caplog, eventually):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("who", ["no certificate", "one of another authority"])
-async def test_a_client_that_is_not_believed_does_not_try_for_ever(who):
+async def test_untrusted_client_stops_retrying(who):
     """Its own side of the handshake was over before the store had seen its certificate."""
     settings, _ = STRANGERS[who]
     async with await StoreServer.start("127.0.0.1", 0, token=TOKEN, config=config()) as server:
@@ -184,7 +184,7 @@ def _ended(sock: socket.socket) -> bool:
     return True
 
 
-def test_files_that_are_none(tmp_path):
+def test_unusable_certificate_files_raise_usage_error(tmp_path):
     with pytest.raises(UsageError, match=r"ASYNCDIST_TLS_CERT.*No such file"):
         server_context(config("absent"))
     (tmp_path / "ca").write_text("no certificate")

@@ -142,7 +142,7 @@ def test_no_memory_left_says_what_to_do(monkeypatch):
 
 def test_without_shared_memory_tensors_are_ordinary_and_the_log_says_so_once(monkeypatch, caplog):
     monkeypatch.setattr(registered, "unavailable", lambda: "there is none")
-    monkeypatch.setattr(registered, "_told", False)
+    monkeypatch.setattr(registered, "_warned", False)
     with caplog.at_level(logging.WARNING, logger="asyncdist"):
         tensors = [asyncdist.empty(2, 3, dtype=torch.int16, requires_grad=False) for _ in range(3)]
     assert [tensor.shape for tensor in tensors] == [(2, 3)] * 3

@@ -92,7 +92,7 @@ def test_minus_one_is_not_given():
         ),
     ],
 )
-def test_what_is_wrong_is_named(arguments, says):
+def test_invalid_arguments_are_named_in_the_error(arguments, says):
     with pytest.raises(UsageError, match=says):
         read(**arguments)
 

@@ -32,7 +32,7 @@ def test_a_record_comes_back():
         json.dumps({**json.loads(ONE.encode()), "more": 1}).encode(),
     ],
 )
-def test_what_is_no_record_is_none(data):
+def test_invalid_record_decodes_to_none(data):
     assert AddressRecord.decode(data) is None
 
 
@@ -153,7 +153,7 @@ def test_an_empty_file_is_taken(tmp_path):
     assert record.get("") == ONE.encode()
 
 
-def test_somebody_elses_file_is_left_alone(tmp_path):
+def test_foreign_file_is_not_overwritten(tmp_path):
     path = tmp_path / "thesis.txt"
     path.write_text("four years of work")
     with pytest.raises(AddressError, match=r"thesis\.txt does not hold a record of asyncdist"):
@@ -171,7 +171,7 @@ def test_what_is_no_file_is_refused():
         RecordFile("/dev/null", "").check([""])
 
 
-def test_of_many_writers_one_wins(tmp_path):
+def test_concurrent_compare_and_set_has_one_winner(tmp_path):
     outcomes, start = [], threading.Barrier(8)
 
     def write(number):

@@ -270,7 +270,7 @@ async def test_a_record_whose_port_serves_somebody_else_now(meet_as, token):
     store.close()
 
 
-async def test_a_record_left_by_a_leader_that_was_killed(meet_as):
+async def test_record_of_a_killed_rank_0_is_replaced(meet_as):
     store = HashStore()
     killed = await meet_as(rank=0, store=store)
     await asyncio.wrap_future(background_loop().submit(killed.server.close()))
@@ -306,7 +306,7 @@ async def test_a_world_that_stays_incomplete_names_the_missing_on_every_rank(mee
         await late.exchange(b"")
 
 
-async def test_rank_0_never_comes(meet_as, tmp_path):
+async def test_missing_rank_0_times_out(meet_as, tmp_path):
     port = free_port()
     for init_method in (f"tcp://127.0.0.1:{port}", f"file://{tmp_path}"):
         begun, since = time.monotonic(), Stopwatch()
@@ -341,7 +341,7 @@ async def test_a_world_of_another_name(meet_as, monkeypatch):
         await meet_as(leader.where, 1, name="blue")
 
 
-async def test_another_world_size(meet_as):
+async def test_different_world_size_is_refused(meet_as):
     leader = await meet_as("tcp://127.0.0.1:0", 0, 3)
     waiting = asyncio.ensure_future(leader.exchange(b""))
     reason = "rank 1 was started with world_size 4, and rank 0 with 3"
@@ -355,7 +355,7 @@ async def test_another_world_size(meet_as):
             await each
 
 
-async def test_two_processes_as_one_rank(meet_as):
+async def test_second_process_with_the_same_rank_is_refused(meet_as):
     meetings = await world_of(meet_as, 2, "tcp://127.0.0.1:0")
     with pytest.raises(RendezvousError, match=r"rank 1 is taken at tcp://.*two processes were started as rank 1"):
         await meet_as(meetings[0].where, 1)
@@ -363,7 +363,7 @@ async def test_two_processes_as_one_rank(meet_as):
     assert answers == [[b"still"] * 2] * 2, "those who were there first are not harmed"
 
 
-async def test_two_processes_as_rank_0(meet_as, tmp_path):
+async def test_second_rank_0_is_refused(meet_as, tmp_path):
     url = f"file://{tmp_path}"
     meetings = await world_of(meet_as, 2, url)
     with pytest.raises(RendezvousError, match=r"rank 0 is taken at file://.*two processes were started as rank 0"):
@@ -562,7 +562,7 @@ async def test_rank_0_waits_for_the_others_only_so_long(meet_as):
     assert since.seconds() < 2
 
 
-async def test_rank_0_does_not_wait_for_the_dead(meet_as):
+async def test_rank_0_close_does_not_wait_for_dead_ranks(meet_as):
     leader, other = await world_of(meet_as, 2, "tcp://127.0.0.1:0")
     await other._client.close()
     since = Stopwatch()
@@ -576,7 +576,7 @@ async def test_closing_twice_is_closing_once(meet_as):
     await close_all(meetings)
 
 
-async def test_a_cancelled_rank_may_come_again(meet_as, tmp_path):
+async def test_cancelled_rank_can_join_again(meet_as, tmp_path):
     for init_method in (f"tcp://127.0.0.1:{free_port()}", f"file://{tmp_path}"):
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(meet_as(init_method, 1), 0.05)
