@@ -22,7 +22,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class AsyncStream(Protocol[T_co]):
-    """What comes again and again: ``async with store.subscribe(name) as messages: async for message in messages: …``."""
+    """A stream of values: ``async with store.subscribe(name) as messages: async for message in messages: …``."""
 
     async def __aenter__(self) -> AsyncIterator[T_co]: ...
 
@@ -48,7 +48,7 @@ class AsyncStoreBase(ABC):
 
     ``timeout`` arguments are seconds or a timedelta; None is the store's own ``timeout``. What does not finish in time
     raises StoreTimeoutError, what the store refuses StoreError, and a wrong argument UsageError. A connection that breaks
-    is made again, and what was asked is done once; where that cannot be, or nobody knows whether it was done, it raises
+    is made again, and what was asked is done once; where that cannot be, or its outcome is unknown, it raises
     StoreConnectionError. A task that awaits one may be cancelled at any point: the store then stops waiting too.
     """
 
@@ -82,10 +82,10 @@ class AsyncStoreBase(ABC):
         self.timeout = seconds(timeout)
 
     def set(self, key: str, value: Value, *, ephemeral: bool = False) -> Future[None]:
-        """Store ``value`` under ``key``; wakes those who wait for it.
+        """Store ``value`` under ``key``; wakes the clients that wait for it.
 
         An ``ephemeral`` key goes with this client: when it closes, or when its lease has run out after its connection
-        broke (at once where it dies with a file store), unless somebody has set the key since. A client that comes back
+        broke (at once where it dies with a file store), unless another client has set the key since. A client that comes back
         later has its keys again, but for those under which there is something by then.
         """
         return self.request(operations.set_ephemeral(key, value) if ephemeral else operations.set_(key, value))
@@ -174,7 +174,7 @@ class AsyncStoreBase(ABC):
 
 
 class BlockingStream(ABC, Generic[T_co]):
-    """What comes again and again: iterate, or `get` one; `close` it, or use ``with``."""
+    """A stream of values: iterate over it, or `get` one; `close` it, or use ``with``."""
 
     @abstractmethod
     def get(self, timeout: Timeout = None) -> T_co:
@@ -241,7 +241,7 @@ class Store(ABC):
         """Store ``value`` (a str as UTF-8) under ``key``; an ``ephemeral`` one goes with this client.
 
         A client that calls nothing notices only in its next call that its connection is broken. If that comes after its
-        lease, the key has gone meanwhile, and is there again from then on.
+        lease, the key is missing in between.
         """
         self.request(operations.set_ephemeral(key, value) if ephemeral else operations.set_(key, value))
 

@@ -105,7 +105,7 @@ class AsyncStore(AsyncStoreBase):
         return RemotePrefixWatch(self._line, operations.watch_keys(prefix), self.timeout)
 
     async def close(self) -> None:
-        """Hang up; whatever is still awaited fails with StoreConnectionError."""
+        """Close the connection; open requests fail with StoreConnectionError."""
         await self._line.close()
 
     def __repr__(self) -> str:
@@ -146,7 +146,7 @@ class _ReconnectingConnection:
         self._limits.note(sink.deadline)
 
     def _elsewhere(self) -> UsageError:
-        """Return the error of who asks where our loop does not run."""
+        """Return the error of a call from outside the store's loop."""
         if not self._loop.is_running():
             return UsageError("this store's loop has ended: connect on the loop that is to use it")
         return UsageError(
@@ -212,7 +212,7 @@ class _ReconnectingConnection:
 
 
 class _Stream(ABC, Generic[T]):
-    """What comes in answer to one request, again and again."""
+    """The stream of answers to one request."""
 
     deadline = inf
 
@@ -287,7 +287,7 @@ class _Stream(ABC, Generic[T]):
         self._over = error
         if not self._subscribed.done():
             self._subscribed.set_exception(error)
-            self._subscribed.exception()  # whoever awaits it sees it; nobody else need
+            self._subscribed.exception()  # an error that no task awaits is not logged
         self._wake()
 
     def _wake(self) -> None:
@@ -325,7 +325,7 @@ class RemoteKeyWatch(_Stream[bytes | None]):
 
 
 class RemotePrefixWatch(_Stream[tuple[str, bytes | None]]):
-    """What the keys under a prefix hold, change by change: a key, and its value or None if it is gone."""
+    """The changes of the keys under a prefix: each key with its value, or None when it is gone."""
 
     def __init__(self, line: _ReconnectingConnection, command: Command[Any], limit: float) -> None:
         super().__init__(line, command, limit)

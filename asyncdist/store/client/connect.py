@@ -171,14 +171,14 @@ def hung_up(error: Exception | None, *, secured: bool) -> Exception:
 
 
 def broken(where: str, why: str) -> StoreConnectionError:
-    """Return the error of those whose connection to the store has broken."""
+    """Return the error of a call whose connection to the store has broken."""
     return StoreConnectionError(
         f"the connection to the store at {where} broke ({why}): see the log of the process that serves it"
     )
 
 
 def closed(where: str) -> StoreConnectionError:
-    """Return the error of those who use a connection that we closed."""
+    """Return the error of a call on a closed connection."""
     return StoreConnectionError(f"the connection to the store at {where} was closed by this process: connect again")
 
 
@@ -200,7 +200,7 @@ def connect(host: str, port: int, timeout: float) -> socket.socket:
 
 
 KEEPALIVE = (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4))
-"""Seconds of silence, seconds between the questions whether somebody is there, and how many go without an answer."""
+"""Idle seconds before the first probe, seconds between probes, and the number of lost probes that end the connection."""
 
 
 def tune(sock: socket.socket) -> None:

@@ -37,7 +37,7 @@ _ROLL_CALL_PAUSE = 0.5
 _MEMBERS = "\0members"
 """The channel that members of known number listen to, so that the last one to leave can be told."""
 _READERS = "\0readers"
-"""The client under whose name this process's reading requests wait; it is in nobody's log."""
+"""The client name of this process's read-only requests, which are not logged."""
 
 
 class FileClient(LocalClient):
@@ -99,7 +99,7 @@ class FileClient(LocalClient):
             if deadline.expired():
                 raise TimeoutError
 
-    # -- the file. The lock of this desk is held in all of these ----------------------------------------
+    # -- the file. The lock is held in all of these ----------------------------------------
 
     def look(self) -> None:
         """Execute what others have written since we last looked."""
@@ -177,7 +177,7 @@ class FileClient(LocalClient):
             with self.lock:
                 self.look()
                 self._call_roll()
-                with self._file.locked():  # or somebody could come in between
+                with self._file.locked():  # no other process may join in between
                     self._read()
                     if 0 < world_size <= len(self._members) and not self.state.clients:
                         self._file.remove()

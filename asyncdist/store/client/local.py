@@ -31,7 +31,7 @@ class LocalClient(BlockingClient):
     # -- what a file store does otherwise ---------------------------------------------------------
 
     def execute(self, number: int, op: Op, args: tuple[Any, ...]) -> list[Reply]:
-        """Execute a request of ours and return what came due for our tickets. The lock is held."""
+        """Execute a request, and return the replies to this client. The lock is held."""
         return self.state.execute(self.name_for(op), number, op, args)
 
     def name_for(self, op: Op) -> Client:
@@ -74,7 +74,7 @@ class LocalClient(BlockingClient):
                 self.deliver(self.withdraw(number, op))
 
     def withdraw(self, number: int, op: Op) -> list[Reply]:
-        """Cancel a request of ours. The lock is held."""
+        """Cancel a request. The lock is held."""
         return self.execute(number, Op.CANCEL, (number,))
 
     def confirm(self, number: int) -> None:
@@ -83,7 +83,7 @@ class LocalClient(BlockingClient):
                 self.deliver(self.execute(number, Op.CONFIRM, (number,)))
 
     def deliver(self, replies: list[Reply]) -> None:
-        """Hand replies to the tickets they are for. The lock is held."""
+        """Complete the requests that the replies belong to. The lock is held."""
         for _, number, kind, value in replies:
             op, ticket = self._tickets.get(number, (None, None))
             if ticket is None:
@@ -102,18 +102,18 @@ class LocalClient(BlockingClient):
         with self.lock:
             if self._over is None:
                 self.leave()
-                self._over = StoreConnectionError("this store was closed by us: make another")
+                self._over = StoreConnectionError("this store was closed by this process: make another")
             tickets, self._tickets = self._tickets, {}
             for _, ticket in tickets.values():
                 ticket.reject(StoreConnectionError(*self._over.args))
 
     def leave(self) -> None:
-        """Take everything of ours out of the state. The lock is held."""
+        """Remove this client from the state. The lock is held."""
         self.state.leave(self.name_for(Op.SET))
 
 
 class LocalStore(Store):
-    """A blocking store at a desk of this process."""
+    """A blocking store whose state is in this process."""
 
     def __init__(self, desk: LocalClient, timeout: Timeout) -> None:
         super().__init__(timeout)

@@ -82,7 +82,7 @@ class SharedFile:
 
     @property
     def on_a_network(self) -> bool:
-        """Whether other hosts may see the file, and we theirs, only when it is flushed."""
+        """Whether other hosts see a write only after fsync."""
         return self._kind not in _ONE_HOST
 
     @contextlib.contextmanager
@@ -126,7 +126,7 @@ class SharedFile:
         size = os.fstat(self._fd).st_size
         if size < offset:
             raise StoreError(
-                f"{self.path} has lost what had been written ({offset} bytes were there, and {size} are): somebody emptied "
+                f"{self.path} has lost what had been written ({offset} bytes were there, and {size} are): another process truncated "
                 "it, or its server failed; begin anew with another file"
             )
         pieces = []
@@ -151,7 +151,7 @@ class SharedFile:
     def remove(self) -> None:
         """Remove it, for good: who opened it before and comes to lock it makes another one.
 
-        What somebody has put in its place is left there.
+        A file that has replaced it is kept.
         """
         with contextlib.suppress(FileNotFoundError):
             if self.is_current():

@@ -1,4 +1,4 @@
-"""What the awaited client waits for: a future a request, and one timer for the time limits of all of them."""
+"""The awaited client's requests: one future each, and one timer for the deadlines of all."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TICK = 0.001
 
 
 class RequestChannel(Protocol):
-    """What requests go over."""
+    """The connection of a request."""
 
     def give_up(self, number: int) -> None:
         """Forget a request."""

@@ -73,7 +73,7 @@ class TCPStore(Store):
             raise
 
     def _meet(self, world_size: int, is_master: bool) -> None:
-        """Count ourselves; the last one tells the master."""
+        """Count this worker; the last worker releases the master."""
         if self.add(_WORKERS, 1) == world_size:
             self.set(_WORKERS_COMPLETE, b"")
         if is_master:
@@ -113,7 +113,7 @@ class TCPStore(Store):
             raise
 
     def close(self) -> None:
-        """Hang up, and stop the server if it is ours; who waits or listens here gets StoreConnectionError."""
+        """Close the connection, and stop the server if this store runs it; waiting calls raise StoreConnectionError."""
         if hasattr(self, "_connection"):
             self._connection.close()
         if hasattr(self, "_finalizer"):
