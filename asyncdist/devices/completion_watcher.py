@@ -24,7 +24,7 @@ _LINGER = 5.0  # seconds for which the thread waits for another operation
 
 @dataclass(slots=True, eq=False)
 class Pending:
-    """An operation that was called. Its plan, or ``held``, holds the tensors, which the device uses until the mark."""
+    """An operation that was called. Its plan, or ``held``, holds the tensors, which the device uses until the event."""
 
     work: DeviceWork
     plan: Plan
@@ -32,16 +32,16 @@ class Pending:
     issued: float
     deadline: float
     numbered: bool = True  # not a message, which has a tag
-    mark: DeviceEvent | None = None
+    event: DeviceEvent | None = None
     value: Any = None
     held: Any = None
-    troubled: float = 0.0  # when it was first seen to wait while peers are gone
+    problem_since: float = 0.0  # when it was first seen to wait while peers are gone
 
-    def stands(self, value: Any, mark: DeviceEvent) -> None:
-        """Note that all that the device is to do stands in its queues, up to a mark."""
+    def enqueued(self, value: Any, event: DeviceEvent) -> None:
+        """Note that all that the device is to do stands in its queues, up to a event."""
         self.value = value
-        self.work.queued(value, mark)
-        self.mark = mark
+        self.work.enqueued(value, event)
+        self.event = event
 
 
 class CompletionWatcher:
@@ -81,16 +81,16 @@ class CompletionWatcher:
         """Return the records of what is pending. From any thread."""
         return [one.entry for one in list(self._pending)]
 
-    def passed(self, mark: DeviceEvent) -> Work:
-        """Return a work that ends when the device has passed a mark: a step of a pending operation."""
+    def when_passed(self, event: DeviceEvent) -> Work:
+        """Return a work that ends when the device has passed a event: a step of a pending operation."""
         step = Work()
         with self._changed:
-            self._steps.append((mark, step))
+            self._steps.append((event, step))
             self._pause = _SHORTEST
             self._changed.notify()
         return step
 
-    def take_all(self) -> list[Pending]:
+    def remove_unfinished(self) -> list[Pending]:
         """Return what the device has not done yet, and look after it no more; what it has done has ended well."""
         with self._changed:
             pending, self._pending = self._pending, []
@@ -109,7 +109,7 @@ class CompletionWatcher:
             if not pending:
                 return
             try:
-                self._look_at(pending)
+                self._poll(pending)
             except Exception:  # the others are still to be looked after
                 log.exception("looking after %r failed", pending[0].entry.op)
             del pending  # or its tensors live on while we wait
@@ -121,9 +121,9 @@ class CompletionWatcher:
             self._watched = bool(self._pending)
             return list(self._pending)
 
-    def _look_at(self, pending: list[Pending]) -> None:
-        over = [self._look(one) for one in pending]
-        if self._take_steps() or any(over):
+    def _poll(self, pending: list[Pending]) -> None:
+        over = [self._poll_one(one) for one in pending]
+        if self._finish_steps() or any(over):
             self._pause = _SHORTEST
             return
         oldest = dict.fromkeys([*pending[:1], *[one for one in pending if one.numbered][:1]])
@@ -134,7 +134,7 @@ class CompletionWatcher:
             pause, self._pause = self._pause, min(2 * self._pause, _LONGEST)
             self._changed.wait(pause)
 
-    def _take_steps(self) -> bool:
+    def _finish_steps(self) -> bool:
         """End the steps that the device has done; return whether there are any."""
         with self._changed:
             steps = list(self._steps)
@@ -145,10 +145,10 @@ class CompletionWatcher:
             step.run_callbacks()
         return bool(done)
 
-    def _look(self, pending: Pending) -> bool:
+    def _poll_one(self, pending: Pending) -> bool:
         """Return whether an operation is over."""
         try:
-            over = pending.mark is not None and pending.mark.query()
+            over = pending.event is not None and pending.event.query()
         except Exception as cause:
             self._broken(pending, cause)
             return True
@@ -166,7 +166,7 @@ class CompletionWatcher:
 
 def _ended_well(pending: Pending) -> bool:
     try:
-        if pending.mark is None or not pending.mark.query():
+        if pending.event is None or not pending.event.query():
             return False
     except Exception:  # the device is broken: what it has not told us of yet has failed
         return False
@@ -174,9 +174,9 @@ def _ended_well(pending: Pending) -> bool:
     return True
 
 
-def _step_ended(mark: DeviceEvent, step: Work) -> bool:
+def _step_ended(event: DeviceEvent, step: Work) -> bool:
     try:
-        if not mark.query():
+        if not event.query():
             return False
         step.finish()
     except Exception as cause:

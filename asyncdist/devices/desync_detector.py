@@ -25,82 +25,88 @@ from asyncdist.errors import NotInitializedError
 from asyncdist.transport.device_collectives import DeviceContext
 from asyncdist.transport.host_group import HostWork
 
-_WORDS = struct.Struct("<QQ")  # the number of a call, and its fingerprint
+_REPORT = struct.Struct("<QQ")  # the number of a call, and its fingerprint
 _TAG = 0
-_KEPT = 1024
-_FIRST, _LAST = 1.0, 300.0  # seconds until one tells, the longer the more often one has told already
+_MAX_KEPT_CALLS = 1024
+_MIN_INTERVAL, _MAX_INTERVAL = 1.0, 300.0  # seconds until one tells, the longer the more often one has told already
 
 
 class DesyncDetector:
-    """One rank's calls, by number, and what it was told of others'. ``found(error)`` is told of a difference."""
+    """One rank's calls, by number, and what it was told of others'. ``on_mismatch(error)`` is told of a difference."""
 
-    def __init__(self, site: DeviceContext, found: Callable[[Exception], object]) -> None:
-        self._site, self._found = site, found
-        self._changing = threading.Lock()
+    def __init__(self, context: DeviceContext, on_mismatch: Callable[[Exception], object]) -> None:
+        self._context, self._on_mismatch = context, on_mismatch
+        self._lock = threading.Lock()
         self._calls: dict[int, int] = {}
         self._numbers: deque[int] = deque()
-        self._ahead: dict[int, tuple[int, int]] = {}  # by number: who told of a call before we made ours, and what
-        self._among = SideGroup(site.host, "roll call")
-        self._ear: HostWork | None = None
-        self._told = 0
-        self._until, self._pause = 0.0, _FIRST
+        self._early_reports: dict[
+            int, tuple[int, int]
+        ] = {}  # by number: who told of a call before we made ours, and what
+        self._side_group = SideGroup(context.host, "roll call")
+        self._posted_receive: HostWork | None = None
+        self._last_reported = 0
+        self._next_report_at, self._pause = 0.0, _MIN_INTERVAL
 
-    def made(self, number: int, fingerprint: int) -> None:
+    def record_call(self, number: int, fingerprint: int) -> None:
         """Note a call of ours, and compare it with what was told of it."""
-        with self._changing:
+        with self._lock:
             self._calls[number] = fingerprint
             self._numbers.append(number)
-            if len(self._numbers) > _KEPT:
+            if len(self._numbers) > _MAX_KEPT_CALLS:
                 del self._calls[self._numbers.popleft()]
-            early = self._ahead.pop(number, None) if self._ahead else None
+            early = self._early_reports.pop(number, None) if self._early_reports else None
         if early is not None:
             self._compare(number, *early)
 
     def listen(self) -> None:
         """Hear from now on what others tell, and of a peer's death: for that, something must be waited for."""
-        if self._ear is not None or self._site.size == 1:
+        if self._posted_receive is not None or self._context.size == 1:
             return
-        words = torch.empty(_WORDS.size, dtype=torch.uint8, device="cpu")
+        report = torch.empty(_REPORT.size, dtype=torch.uint8, device="cpu")
         with contextlib.suppress(NotInitializedError):  # destroyed meanwhile
-            self._ear = self._among.group().recv(words, None, _TAG, timeout=math.inf)
-            self._ear.add_done_callback(lambda work: self._heard(work, words))
+            self._posted_receive = self._side_group.group().recv(report, None, _TAG, timeout=math.inf)
+            self._posted_receive.add_done_callback(lambda work: self._on_report(work, report))
 
-    def tell(self, number: int, fingerprint: int, since: float) -> None:
+    def report_call(self, number: int, fingerprint: int, since: float) -> None:
         """Tell our neighbours of a call in which we have been since then, if that is long enough; once."""
         now = monotonic()
-        if number == self._told or now < max(self._until, since + _FIRST):
+        if number == self._last_reported or now < max(self._next_report_at, since + _MIN_INTERVAL):
             return
-        self._told, self._until, self._pause = number, now + self._pause, min(2 * self._pause, _LAST)
-        words = torch.frombuffer(bytearray(_WORDS.pack(number, fingerprint)), dtype=torch.uint8)
-        rank, size = self._site.rank, self._site.size
+        self._last_reported, self._next_report_at, self._pause = (
+            number,
+            now + self._pause,
+            min(2 * self._pause, _MAX_INTERVAL),
+        )
+        report = torch.frombuffer(bytearray(_REPORT.pack(number, fingerprint)), dtype=torch.uint8)
+        rank, size = self._context.rank, self._context.size
         for peer in {(rank + 1) % size, (rank - 1) % size} - {rank}:
             with contextlib.suppress(NotInitializedError):
-                sent = self._among.group().send(words, peer, _TAG, timeout=math.inf)
+                sent = self._side_group.group().send(report, peer, _TAG, timeout=math.inf)
                 sent.add_done_callback(lambda work: work.exception())
 
     @property
     def error(self) -> Exception | None:
         """What came to our ears: None while somebody may still tell us something."""
-        return self._among.error
+        return self._side_group.error
 
     def close(self) -> None:
         """Tell and hear no more. Idempotent."""
-        self._among.close()
+        self._side_group.close()
 
-    def _heard(self, work: HostWork, words: torch.Tensor) -> None:
+    def _on_report(self, work: HostWork, report: torch.Tensor) -> None:
         if work.exception() is not None:
             return  # the group has failed, or was destroyed
-        number, fingerprint = _WORDS.unpack(bytes(words.numpy()))
-        self._ear = None
+        number, fingerprint = _REPORT.unpack(bytes(report.numpy()))
+        self._posted_receive = None
         self.listen()
         self._compare(number, work.result(), fingerprint)
 
     def _compare(self, number: int, peer: int, theirs: int) -> None:
-        with self._changing:
+        with self._lock:
             ours = self._calls.get(number)
             if ours is None:
                 if not self._numbers or number > self._numbers[-1]:
-                    self._ahead[number] = peer, theirs
+                    self._early_reports[number] = peer, theirs
                 return
         if ours != theirs:
-            self._found(self._site.host.mesh.difference(peer, ours, theirs))
+            self._on_mismatch(self._context.host.mesh.difference(peer, ours, theirs))

@@ -44,23 +44,23 @@ from asyncdist.transport.native import Native
 
 log = logging.getLogger("asyncdist")
 
-_GRACE = 1.0  # seconds that the device has for what is in its queue when a peer is gone
+_DRAIN_TIMEOUT = 1.0  # seconds that the device has for what is in its queue when a peer is gone
 
 
-class _Later:
-    """Stands for the ensemble in plans that are made before the ranks have met."""
+class _LazyBackend:
+    """Stands for the backend in plans that are made before the ranks have met."""
 
-    def __init__(self, ensemble: Callable[[], DeviceCollectives]) -> None:
-        self._ensemble = ensemble
+    def __init__(self, backend: Callable[[], DeviceCollectives]) -> None:
+        self._backend = backend
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        return lambda *args, **keywords: getattr(self._ensemble(), name)(*args, **keywords)
+        return lambda *args, **keywords: getattr(self._backend(), name)(*args, **keywords)
 
 
 class DeviceGroup(CollectiveOps):
     """The members of ``host``, a group of its own, for tensors on ``device``.
 
-    ``kinds`` are the ways to try, the preferred first. ``whole`` is the group whose
+    ``backend_classes`` are the ways to try, the preferred first. ``owner`` is the group whose
     tensors on the device these are: where that has failed or was aborted, on whichever rank, so has this.
     """
 
@@ -68,42 +68,42 @@ class DeviceGroup(CollectiveOps):
         self,
         host: CpuGroup,
         device: torch.device,
-        kinds: Sequence[type[DeviceCollectives]],
+        backend_classes: Sequence[type[DeviceCollectives]],
         streams: Streams | None = None,
-        whole: CpuGroup | None = None,
+        owner: CpuGroup | None = None,
     ) -> None:
         self.name, self.ranks, self.timeout = host.name, host.ranks, host.timeout
         self.device = device
         self._rank = host.rank()
         self._host = host
-        self._whole = host if whole is None else whole
+        self._owner = host if owner is None else owner
         self._streams = CudaStreams(device) if streams is None else streams
-        self._site = DeviceContext(host, self._streams)
-        self._kinds = kinds
-        self._ensemble: DeviceCollectives | None = None
-        native = cast(Native, _Later(self._met))
+        self._context = DeviceContext(host, self._streams)
+        self._backend_classes = backend_classes
+        self._backend: DeviceCollectives | None = None
+        native = cast(Native, _LazyBackend(self._connected_backend))
         self._who = dataclasses.replace(host._who, native=native, islands=None, forced={})  # no schedules of ours here
         self._sequence = itertools.count(1)
-        self._line = SerialExecutor(f"asyncdist-{device}")
-        self._watch = CompletionWatcher(
-            f"asyncdist-watch-{device}", self._look_for_trouble, self._too_late, self._broken
+        self._executor = SerialExecutor(f"asyncdist-{device}")
+        self._watcher = CompletionWatcher(
+            f"asyncdist-watch-{device}", self._check_health, self._on_timeout, self._on_device_error
         )
         self._messages = DevicePointToPoint(
-            host, DeviceContext(host, self._streams.beside()), kinds, self._watch, self._guarded
+            host, DeviceContext(host, self._streams.with_new_stream()), backend_classes, self._watcher, self._guarded
         )
-        self._roll_call = DesyncDetector(self._site, self._fail_all)
+        self._desync_detector = DesyncDetector(self._context, self._fail_all)
         recorder = host.mesh.recorder
-        recorder.pending.append(self._watch.entries)
+        recorder.pending.append(self._watcher.entries)
         host.mesh.progress.submit(lambda: recorder.add_group(self.name, self.ranks, self._sequence))
-        self._begun = False
-        self._splitting: DeviceWork | None = None  # while a larger group splits off what we inherit
+        self._used = False
+        self._pending_split: DeviceWork | None = None  # while a larger group splits off what we inherit
         self._closed = False
         self.error: GroupError | None = None
 
     @property
-    def way(self) -> str | None:
+    def backend(self) -> str | None:
         """The name of the way that was chosen; None until the first operation is under way."""
-        return None if self._ensemble is None else self._ensemble.name
+        return None if self._backend is None else self._backend.name
 
     # -- the one path --------------------------------------------------------------------------
 
@@ -115,8 +115,8 @@ class DeviceGroup(CollectiveOps):
         return self
 
     def _issue(self, name: str, plan: Plan, how: CallOptions) -> Work:
-        prompt = self._ensemble is not None and not self._ensemble.blocks
-        return self._start(name, None, plan, how, self._line, self._do, prompt=prompt)
+        inline = self._backend is not None and not self._backend.blocks
+        return self._start(name, None, plan, how, self._executor, self._run_collective, inline=inline)
 
     def _start(
         self,
@@ -124,26 +124,26 @@ class DeviceGroup(CollectiveOps):
         tag: int | None,
         plan: Plan,
         how: CallOptions,
-        line: SerialExecutor,
+        executor: SerialExecutor,
         do: Callable[[Pending, DeviceEvent], None],
         *,
         held: Any = None,
-        prompt: bool = False,
+        inline: bool = False,
     ) -> DeviceWork:
-        """Have a call done on a line. Messages have a tag; ``prompt`` waits for nobody; the device uses what is held."""
+        """Have a call done on a executor. Messages have a tag; ``inline`` waits for nobody; the device uses what is held."""
         if self._closed:
             raise NotInitializedError("the group was destroyed: make a new one")
         blocking = not how.get("background", True)
         if blocking:
             self._host.mesh.progress.refuse_loop_thread(name)
-        if self._streams.capturing():
+        if self._streams.is_capturing():
             raise UnsupportedError(
                 "it cannot be captured into a CUDA graph: the ranks speak on the host; call it outside of the graph"
             )
         number = next(self._sequence) if tag is None else tag  # only now: a call that is refused takes none
         if tag is None:
-            self._begun = True
-            self._roll_call.made(number, plan.fingerprint)
+            self._used = True
+            self._desync_detector.record_call(number, plan.fingerprint)
         entry = Entry(self.name, name, number, plan.fingerprint, plan.nbytes)
         entry.peer = plan.peer
         self._host.mesh.recorder.add(entry)
@@ -151,17 +151,17 @@ class DeviceGroup(CollectiveOps):
         now = monotonic()
         work = DeviceWork(self._streams, self._host.mesh.progress)
         pending = Pending(work, plan, entry, now, now + limit, numbered=tag is None, held=held)
-        before = self._streams.mark()
-        self._watch.add(pending)
-        call = functools.partial(self._done, pending, functools.partial(do, pending, before))
-        line.put(call, inline=blocking or prompt)
+        before = self._streams.record_event()
+        self._watcher.add(pending)
+        call = functools.partial(self._run_call, pending, functools.partial(do, pending, before))
+        executor.put(call, inline=blocking or inline)
         if blocking and _succeeded(pending.work):
             pending.work.wait()
         return pending.work
 
-    def _done(self, pending: Pending, do: Callable[[], None]) -> None:
-        """Do a call, on a line; a failure is the group's."""
-        error = self.error or self._host.error or self._whole.error or self._messages.error
+    def _run_call(self, pending: Pending, do: Callable[[], None]) -> None:
+        """Do a call, on a executor; a failure is the group's."""
+        error = self.error or self._host.error or self._owner.error or self._messages.error
         if error is not None:
             self._fail(error, pending)
         elif not pending.work.failed:  # the group may have been destroyed meanwhile
@@ -173,42 +173,42 @@ class DeviceGroup(CollectiveOps):
         except Exception as cause:
             self._fail(cause, pending)
 
-    def _do(self, pending: Pending, before: DeviceEvent) -> None:
+    def _run_collective(self, pending: Pending, before: DeviceEvent) -> None:
         plan, entry = pending.plan, pending.entry
         assert plan.native is not None
-        self._site.deadline = pending.deadline
-        with self._streams.ours():
-            self._streams.follow(before)
+        self._context.deadline = pending.deadline
+        with self._streams.on_comm_stream():
+            self._streams.wait_event(before)
             for _ in plan.native(entry.seq, entry.fingerprint):
                 pass
             value = None if plan.finish is None else plan.finish()
-            pending.stands(value, self._streams.mark())
+            pending.enqueued(value, self._streams.record_event())
 
-    def _met(self) -> DeviceCollectives:
-        """Return the ensemble; the first time, meet the others. On the line only."""
-        if self._ensemble is None:
-            if self._splitting is not None:
-                self._splitting._until_queued(self._site.left)
-            self._ensemble = negotiate_backend(self._site, self._kinds, device=str(self.device))
-        return self._ensemble
+    def _connected_backend(self) -> DeviceCollectives:
+        """Return the backend; the first time, meet the others. On the executor only."""
+        if self._backend is None:
+            if self._pending_split is not None:
+                self._pending_split._wait_until_enqueued(self._context.remaining)
+            self._backend = negotiate_backend(self._context, self._backend_classes, device=str(self.device))
+        return self._backend
 
     def split(self, part: DeviceGroup | None, number: int) -> None:
         """Let a part of these ranks, the ``number``-th, have what it can share with us; called on all, in order.
 
         If nothing was done here yet, there is nothing to share: the same on all ranks, as they make the same calls.
         """
-        if not self._begun:
+        if not self._used:
             return
 
         def do(pending: Pending, before: DeviceEvent) -> None:
-            self._site.deadline = pending.deadline
-            with self._streams.ours():
-                self._met().split(None if part is None else part._site, number)
-                pending.stands(None, self._streams.mark())
+            self._context.deadline = pending.deadline
+            with self._streams.on_comm_stream():
+                self._connected_backend().split(None if part is None else part._context, number)
+                pending.enqueued(None, self._streams.record_event())
 
-        work = self._start("split", None, Plan(), {}, self._line, do)
+        work = self._start("split", None, Plan(), {}, self._executor, do)
         if part is not None:
-            part._splitting = work
+            part._pending_split = work
 
     # -- messages ------------------------------------------------------------------------------
 
@@ -216,7 +216,7 @@ class DeviceGroup(CollectiveOps):
         memory = input_memory(tensor)
         plan = Plan((), p2p.send(self._who, memory.tensor, peer).fingerprint, nbytes=memory.nbytes, peer=peer)
         begin = self._messages.send(memory, peer, checked_tag(tag), plan.fingerprint)
-        return self._start(name, tag, plan, how, self._messages.line, begin, held=memory)
+        return self._start(name, tag, plan, how, self._messages.executor, begin, held=memory)
 
     def _receive(self, name: str, tensor: Any, peer: int | None, tag: int, how: CallOptions) -> Work:
         target = OutputTensor(tensor)
@@ -227,33 +227,35 @@ class DeviceGroup(CollectiveOps):
             peer=peer,
         )
         begin = self._messages.receive(target, peer, checked_tag(tag), plan.fingerprint)
-        return self._start(name, tag, plan, how, self._messages.line, begin, held=target)
+        return self._start(name, tag, plan, how, self._messages.executor, begin, held=target)
 
     # -- failing -------------------------------------------------------------------------------
 
-    def _look_for_trouble(self, pending: Pending) -> None:
-        self._roll_call.listen()
-        ensemble = self._ensemble
-        if ensemble is not None and not ensemble.compares and pending.numbered:
-            self._roll_call.tell(pending.entry.seq, pending.entry.fingerprint, pending.issued)
-        cause = self._host.error or self._whole.error or self._messages.trouble()
-        cause = cause or (None if ensemble is None else ensemble.trouble())
-        if cause is not None and pending.mark is None:
+    def _check_health(self, pending: Pending) -> None:
+        self._desync_detector.listen()
+        backend = self._backend
+        if backend is not None and not backend.compares and pending.numbered:
+            self._desync_detector.report_call(pending.entry.seq, pending.entry.fingerprint, pending.issued)
+        cause = self._host.error or self._owner.error or self._messages.async_error()
+        cause = cause or (None if backend is None else backend.async_error())
+        if cause is not None and pending.event is None:
             self._fail(cause, pending)
-        elif cause := cause or self._roll_call.error:
+        elif cause := cause or self._desync_detector.error:
             # What stands in the queue, or is about to, may well be done without a peer that has left since, in order.
-            pending.troubled = pending.troubled or monotonic()
-            if monotonic() - pending.troubled > _GRACE:
+            pending.problem_since = pending.problem_since or monotonic()
+            if monotonic() - pending.problem_since > _DRAIN_TIMEOUT:
                 self._fail(cause, pending)
 
-    def _too_late(self, pending: Pending) -> None:
+    def _on_timeout(self, pending: Pending) -> None:
         elapsed = monotonic() - pending.issued
-        where = "in the device's queue" if pending.mark is not None else "waiting for its peers, or for calls before it"
+        where = (
+            "in the device's queue" if pending.event is not None else "waiting for its peers, or for calls before it"
+        )
         reason = f"not over after {elapsed:.1f} s: it is still {where}"
         peers = [rank for rank in self.ranks if rank != self.ranks[self._rank]]
         self._fail(OperationTimeoutError(reason, peers=peers, timeout=elapsed), pending)
 
-    def _broken(self, pending: Pending, cause: Exception) -> None:
+    def _on_device_error(self, pending: Pending, cause: Exception) -> None:
         self._fail(cause, pending)
 
     def _fail(self, cause: BaseException, pending: Pending) -> None:
@@ -270,10 +272,10 @@ class DeviceGroup(CollectiveOps):
                 self.error.__cause__ = cause
             self._host.abort(str(self.error.reason))
             self._messages.abort(str(self.error.reason))
-            self._roll_call.close()
-            if self._ensemble is not None:
-                self._ensemble.abort()
-        for one in self._watch.take_all():
+            self._desync_detector.close()
+            if self._backend is not None:
+                self._backend.abort()
+        for one in self._watcher.remove_unfinished():
             self._fail_one(one, self.error)
         return self.error
 
@@ -290,27 +292,27 @@ class DeviceGroup(CollectiveOps):
             return
         self._closed = True
         error = GroupAbortedError("the group was destroyed")
-        for pending in self._watch.take_all():
+        for pending in self._watcher.remove_unfinished():
             self._fail_one(pending, error)
-        self._watch.close()
-        self._host.mesh.recorder.pending.remove(self._watch.entries)
+        self._watcher.close()
+        self._host.mesh.recorder.pending.remove(self._watcher.entries)
         self._host.close()
         self._messages.close()
-        self._roll_call.close()
-        self._line.close(self._leave)
+        self._desync_detector.close()
+        self._executor.close(self._leave)
 
     def _leave(self) -> None:
-        """Let go of the others, on the line: a call that is being done ends first."""
-        if self._ensemble is not None:
-            self._ensemble.close()
-        for left in self._site.inherited.values():
+        """Let go of the others, on the executor: a call that is being done ends first."""
+        if self._backend is not None:
+            self._backend.close()
+        for left in self._context.inherited.values():
             left.close()
 
 
 def _succeeded(work: DeviceWork) -> bool:
     """Wait until a call has been put into the queue; return whether it has not failed."""
     try:
-        work._until_queued(None)
+        work._wait_until_enqueued(None)
         work.result()
     except GroupError:
         return False

@@ -27,13 +27,13 @@ from asyncdist.errors import MismatchError
 from asyncdist.memory.buffers import Memory, OutputTensor
 from asyncdist.transport.device_collectives import DeviceCollectives, DeviceContext
 from asyncdist.transport.device_p2p import (
-    LETTER_NBYTES,
-    NUMBERS,
+    CONTROL_MESSAGE_NBYTES,
+    MAX_CONCURRENT_MESSAGES,
     REFUSED,
     ControlChannel,
     ControlMessage,
-    Conversation,
     DeviceP2P,
+    Transfer,
     TransferRefused,
 )
 from asyncdist.transport.device_streams import DeviceEvent
@@ -42,15 +42,15 @@ from asyncdist.transport.host_group import HostWork
 log = logging.getLogger("asyncdist")
 
 _BY_HOST = "host"
-_UNDER_WAY = 3  # pieces at once, where a message goes through the host
-_MOMENT = 50e-6  # seconds
+_PIPELINE_DEPTH = 3  # pieces at once, where a message goes through the host
+_SPIN_SECONDS = 50e-6  # seconds
 
 
-class Arrival(NamedTuple):
+class TransferResult(NamedTuple):
     """How a message ended: the value of its work, and where on the device it is over."""
 
     value: Any
-    mark: DeviceEvent
+    event: DeviceEvent
 
 
 class DevicePointToPoint:
@@ -59,41 +59,43 @@ class DevicePointToPoint:
     def __init__(
         self,
         host: CpuGroup,
-        site: DeviceContext,
-        kinds: Sequence[type[DeviceCollectives]],
+        context: DeviceContext,
+        backend_classes: Sequence[type[DeviceCollectives]],
         watch: CompletionWatcher,
         guarded: Callable[[Pending, Callable[[], None]], None],
     ) -> None:
-        self.line = SerialExecutor(f"asyncdist-{site.streams.device}-messages")
+        self.executor = SerialExecutor(f"asyncdist-{context.streams.device}-messages")
         self._host = host
-        self._site, self._kinds, self._watch, self._guarded = site, kinds, watch, guarded
+        self._context, self._backend_classes, self._watcher, self._guarded = context, backend_classes, watch, guarded
         self._numbers = itertools.count()
-        self._piece_nbytes = max(1, site.host.mesh.config.device_piece_nbytes)
-        self._couriers: dict[str, DeviceP2P] | None = None
+        self._piece_nbytes = max(1, context.host.mesh.config.device_piece_nbytes)
+        self._backends: dict[str, DeviceP2P] | None = None
         self._refused: set[tuple[int, str]] = set()  # ranks in the group, and ways that cannot be gone with them
-        self._letters = SideGroup(site.host, "letters")  # what ranks tell one another beside the messages' tags
+        self._control_group = SideGroup(
+            context.host, "control_group"
+        )  # what ranks tell one another beside the messages' tags
 
     # -- one step after the other --------------------------------------------------------------
 
-    def go_on(self, conversation: Conversation[Arrival], pending: Pending, over: HostWork | None = None) -> None:
-        """Lead a conversation as far as it goes without waiting; what it waits for brings it back. On the line."""
+    def resume(self, transfer: Transfer[TransferResult], pending: Pending, over: HostWork | None = None) -> None:
+        """Lead a transfer as far as it goes without waiting; what it waits for brings it back. On the line."""
         if pending.work.failed:
-            conversation.close()
+            transfer.close()
             return
-        with self._site.streams.ours():
+        with self._context.streams.on_comm_stream():
             try:
                 while over is None or over.is_completed():
                     if over is not None:
                         over.result()
-                    over = next(conversation)
+                    over = next(transfer)
             except StopIteration as end:
-                pending.stands(*end.value)
+                pending.enqueued(*end.value)
                 return
             except BaseException:
-                conversation.close()
+                transfer.close()
                 raise
-        again = functools.partial(self.go_on, conversation, pending, over)
-        over.add_done_callback(lambda _: self.line.put(functools.partial(self._guarded, pending, again)))
+        again = functools.partial(self.resume, transfer, pending, over)
+        over.add_done_callback(lambda _: self.executor.put(functools.partial(self._guarded, pending, again)))
 
     # -- sending -------------------------------------------------------------------------------
 
@@ -101,45 +103,45 @@ class DevicePointToPoint:
         """Return what sends a tensor's elements, to be called on the line."""
 
         def begin(pending: Pending, before: DeviceEvent) -> None:
-            self.go_on(self._sending(memory, peer, tag, fingerprint, pending.deadline, before), pending)
+            self.resume(self._sending(memory, peer, tag, fingerprint, pending.deadline, before), pending)
 
         return begin
 
     def _sending(
         self, memory: Memory, peer: int, tag: int, fingerprint: int, deadline: float, before: DeviceEvent
-    ) -> Conversation[Arrival]:
+    ) -> Transfer[TransferResult]:
         host, data = self._host, memory.raw
 
-        def first(letter: torch.Tensor) -> Work:
-            plan = p2p.send(host._who, letter, peer)
+        def first(message: torch.Tensor) -> Work:
+            plan = p2p.send(host._who, message, peer)
             plan.fingerprint = fingerprint
             return host._start(host._messages, "send", tag, plan, timeout=max(0.0, deadline - monotonic()))
 
-        number = next(self._numbers) % NUMBERS
-        talk = ControlChannel(self._letters.group(), peer, number, data.numel(), deadline, first, sends=True)
-        for courier in self._ways_to(peer, data.numel()):
+        number = next(self._numbers) % MAX_CONCURRENT_MESSAGES
+        channel = ControlChannel(self._control_group.group(), peer, number, data.numel(), deadline, first, sends=True)
+        for backend in self._candidates(peer, data.numel()):
             try:
-                return Arrival(None, (yield from courier.send(data, talk, before)))
+                return TransferResult(None, (yield from backend.send(data, channel, before)))
             except TransferRefused as why:
-                self._refused.add((peer, courier.name))
-                log.info("messages to rank %d do not go by %s: %s", host.ranks[peer], courier.name, why)
-        return Arrival(None, (yield from self._send_by_host(data, talk, before)))
+                self._refused.add((peer, backend.name))
+                log.info("messages to rank %d do not go by %s: %s", host.ranks[peer], backend.name, why)
+        return TransferResult(None, (yield from self._send_by_host(data, channel, before)))
 
-    def _send_by_host(self, data: torch.Tensor, talk: ControlChannel, before: DeviceEvent) -> Conversation[DeviceEvent]:
-        on_their_way = deque([talk.say(_BY_HOST)])
-        streams = self._site.streams
-        streams.follow(before)
+    def _send_by_host(self, data: torch.Tensor, channel: ControlChannel, before: DeviceEvent) -> Transfer[DeviceEvent]:
+        in_flight = deque([channel.send(_BY_HOST)])
+        streams = self._context.streams
+        streams.wait_event(before)
         for piece in data.split(self._piece_nbytes):
             pinned = streams.pinned(piece.numel(), piece.dtype)
             pinned.copy_(piece, non_blocking=True)
-            mark = streams.mark()
-            if len(on_their_way) == _UNDER_WAY:
-                yield on_their_way.popleft()
-            if not _is_soon_passed(mark):
-                yield self._watch.passed(mark)
-            on_their_way.append(talk.put(pinned))
-        yield from on_their_way
-        return mark
+            event = streams.record_event()
+            if len(in_flight) == _PIPELINE_DEPTH:
+                yield in_flight.popleft()
+            if not _completes_soon(event):
+                yield self._watcher.when_passed(event)
+            in_flight.append(channel.send_data(pinned))
+        yield from in_flight
+        return event
 
     # -- receiving -----------------------------------------------------------------------------
 
@@ -149,121 +151,123 @@ class DevicePointToPoint:
         """Return what receives into a tensor, from any rank if ``peer`` is None; the value is the sender's global rank."""
 
         def begin(pending: Pending, before: DeviceEvent) -> None:
-            self.go_on(self._receiving(target, peer, tag, fingerprint, pending.deadline, before), pending)
+            self.resume(self._receiving(target, peer, tag, fingerprint, pending.deadline, before), pending)
 
         return begin
 
     def _receiving(
         self, target: OutputTensor, peer: int | None, tag: int, fingerprint: int, deadline: float, before: DeviceEvent
-    ) -> Conversation[Arrival]:
+    ) -> Transfer[TransferResult]:
         host, data = self._host, target.memory.raw
-        room = torch.empty(LETTER_NBYTES, dtype=torch.uint8, device="cpu")
-        plan = p2p.receive(host._who, room, peer, host.ranks)
+        buffer = torch.empty(CONTROL_MESSAGE_NBYTES, dtype=torch.uint8, device="cpu")
+        plan = p2p.receive(host._who, buffer, peer, host.ranks)
         plan.fingerprint = fingerprint
-        came = host._start(host._messages, "recv", tag, plan, timeout=max(0.0, deadline - monotonic()))
-        yield came
-        source, letter = came.result(), ControlMessage.unpacked(room)
-        if letter.nbytes != data.numel():  # a fingerprint counts elements modulo some number
-            words = f"rank {source} sent {letter.nbytes} bytes where {data.numel()} were expected"
+        received = host._start(host._messages, "recv", tag, plan, timeout=max(0.0, deadline - monotonic()))
+        yield received
+        source, message = received.result(), ControlMessage.unpacked(buffer)
+        if message.nbytes != data.numel():  # a fingerprint counts elements modulo some number
+            words = f"rank {source} sent {message.nbytes} bytes where {data.numel()} were expected"
             raise MismatchError(source, words)
-        talk = ControlChannel(
-            self._letters.group(), host.ranks.index(source), letter.number, letter.nbytes, deadline, sends=False
+        channel = ControlChannel(
+            self._control_group.group(), host.ranks.index(source), message.number, message.nbytes, deadline, sends=False
         )
-        mark = yield from self._taken(letter, data, talk, before)
+        event = yield from self._receive_offer(message, data, channel, before)
         if target.copied:
-            with self._site.streams.behind(mark):
+            with self._context.streams.ordered_after(event):
                 target.store()
-                mark = self._site.streams.mark()
+                event = self._context.streams.record_event()
         else:
             target.store()
-        return Arrival(source, mark)
+        return TransferResult(source, event)
 
-    def _taken(
-        self, letter: ControlMessage, data: torch.Tensor, talk: ControlChannel, before: DeviceEvent
-    ) -> Conversation[DeviceEvent]:
+    def _receive_offer(
+        self, message: ControlMessage, data: torch.Tensor, channel: ControlChannel, before: DeviceEvent
+    ) -> Transfer[DeviceEvent]:
         """Receive by the first offered way that we can go."""
-        while letter.word != _BY_HOST:
+        while message.kind != _BY_HOST:
             try:
-                return (yield from self._courier(letter.word).receive(data, talk, letter.content, before))
+                return (yield from self._backend(message.kind).receive(data, channel, message.payload, before))
             except TransferRefused as why:
-                talk.say(REFUSED, str(why).encode()[:400])
-                letter = yield from talk.hear()
-        return (yield from self._take_by_host(data, talk, before))
+                channel.send(REFUSED, str(why).encode()[:400])
+                message = yield from channel.recv()
+        return (yield from self._receive_by_host(data, channel, before))
 
-    def _take_by_host(self, data: torch.Tensor, talk: ControlChannel, before: DeviceEvent) -> Conversation[DeviceEvent]:
-        streams = self._site.streams
-        streams.follow(before)
-        coming: deque[tuple[torch.Tensor, torch.Tensor, HostWork]] = deque()
+    def _receive_by_host(
+        self, data: torch.Tensor, channel: ControlChannel, before: DeviceEvent
+    ) -> Transfer[DeviceEvent]:
+        streams = self._context.streams
+        streams.wait_event(before)
+        incoming: deque[tuple[torch.Tensor, torch.Tensor, HostWork]] = deque()
         left = deque(data.split(self._piece_nbytes))
-        while left or coming:
-            while left and len(coming) < _UNDER_WAY:
+        while left or incoming:
+            while left and len(incoming) < _PIPELINE_DEPTH:
                 piece = left.popleft()
                 pinned = streams.pinned(piece.numel(), piece.dtype)
-                coming.append((piece, pinned, talk.take(pinned)))
-            piece, pinned, came = coming.popleft()
-            yield came
+                incoming.append((piece, pinned, channel.recv_data(pinned)))
+            piece, pinned, received = incoming.popleft()
+            yield received
             piece.copy_(pinned, non_blocking=True)
-        return streams.mark()
+        return streams.record_event()
 
     # -- ways ----------------------------------------------------------------------------------
 
-    def _ways_to(self, peer: int, nbytes: int) -> Iterator[DeviceP2P]:
-        for name, courier in self._all().items():
-            if nbytes > courier.least_nbytes and (peer, name) not in self._refused:
-                yield courier
+    def _candidates(self, peer: int, nbytes: int) -> Iterator[DeviceP2P]:
+        for name, backend in self._all_backends().items():
+            if nbytes > backend.min_nbytes and (peer, name) not in self._refused:
+                yield backend
 
-    def _courier(self, name: str) -> DeviceP2P:
-        courier = self._all().get(name)
-        if courier is None:
-            raise TransferRefused(f"rank {self._site.host.ranks[self._site.rank]} cannot go this way")
-        return courier
+    def _backend(self, name: str) -> DeviceP2P:
+        backend = self._all_backends().get(name)
+        if backend is None:
+            raise TransferRefused(f"rank {self._context.host.ranks[self._context.rank]} cannot go this way")
+        return backend
 
-    def _all(self) -> dict[str, DeviceP2P]:
+    def _all_backends(self) -> dict[str, DeviceP2P]:
         """Return who carries messages, by name, the preferred first; made when first asked for."""
-        if self._couriers is None:
-            self._couriers = {}
-            for kind in self._kinds:
+        if self._backends is None:
+            self._backends = {}
+            for cls in self._backend_classes:
                 try:
-                    courier = kind.courier(self._site) if kind.probe() is None else None
+                    backend = cls.make_p2p(self._context) if cls.probe() is None else None
                 except Exception as cause:  # whatever a driver or a library says: it is the reason why not
-                    log.info("no messages by %s: %s: %s", kind.name, type(cause).__name__, cause)
+                    log.info("no messages by %s: %s: %s", cls.name, type(cause).__name__, cause)
                     continue
-                if courier is not None:
-                    self._couriers[kind.name] = courier
-        return self._couriers
+                if backend is not None:
+                    self._backends[cls.name] = backend
+        return self._backends
 
     # -- failing, and the end ------------------------------------------------------------------
 
     @property
     def error(self) -> Exception | None:
-        """What the letters failed with; None while they work."""
-        return self._letters.error
+        """What the control_group failed with; None while they work."""
+        return self._control_group.error
 
-    def trouble(self) -> Exception | None:
+    def async_error(self) -> Exception | None:
         """Return what has gone wrong beside any message, None if nothing has."""
-        troubles = (courier.trouble() for courier in list((self._couriers or {}).values()))
-        return self.error or next((one for one in troubles if one is not None), None)
+        async_errors = (backend.async_error() for backend in list((self._backends or {}).values()))
+        return self.error or next((one for one in async_errors if one is not None), None)
 
     def abort(self, reason: str) -> None:
         """End everything, as the group has failed; never blocks."""
-        self._letters.abort(reason)
-        for courier in list((self._couriers or {}).values()):
-            courier.abort()
+        self._control_group.abort(reason)
+        for backend in list((self._backends or {}).values()):
+            backend.abort()
 
     def close(self) -> None:
         """Destroy what there is: what is pending has failed. The couriers end on the line."""
-        self._letters.close()
-        self.line.close(self._leave)
+        self._control_group.close()
+        self.executor.close(self._leave)
 
     def _leave(self) -> None:
-        for courier in (self._couriers or {}).values():
-            courier.close()
+        for backend in (self._backends or {}).values():
+            backend.close()
 
 
-def _is_soon_passed(mark: DeviceEvent) -> bool:
-    """Look for a moment whether the device passes a mark: a small copy takes less time than being told of it."""
-    until = monotonic() + _MOMENT
-    while not mark.query():
+def _completes_soon(event: DeviceEvent) -> bool:
+    """Look for a moment whether the device passes a event: a small copy takes less time than being told of it."""
+    until = monotonic() + _SPIN_SECONDS
+    while not event.query():
         if monotonic() > until:
             return False
     return True

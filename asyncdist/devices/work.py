@@ -1,4 +1,4 @@
-"""The handle of an operation on a device: in a queue first, and over when the device has passed its mark."""
+"""The handle of an operation on a device: in a queue first, and over when the device has passed its event."""
 
 from __future__ import annotations
 
@@ -30,49 +30,49 @@ class DeviceWork(Work):
     the data is there.
     """
 
-    _queueing: ClassVar[threading.Lock] = threading.Lock()  # of any work: held for a moment
+    _enqueue_lock: ClassVar[threading.Lock] = threading.Lock()  # of any work: held for a moment
 
     def __init__(self, streams: Streams, home: Progress | None = None) -> None:
         super().__init__(None)
         self._streams = streams
         self._home = home
-        self._queued = threading.Event()
-        self._mark: DeviceEvent | None = None
-        self._on_queue: list[Callable[[], object]] | None = []
+        self._enqueued = threading.Event()
+        self._event: DeviceEvent | None = None
+        self._enqueue_callbacks: list[Callable[[], object]] | None = []
 
     # -- the line's side -----------------------------------------------------------------------
 
-    def queued(self, value: Any, mark: DeviceEvent) -> None:
-        """Note that everything the device is to do stands in its queues, up to ``mark``."""
-        self._value, self._mark = value, mark
-        self._set_queued()
+    def enqueued(self, value: Any, event: DeviceEvent) -> None:
+        """Note that everything the device is to do stands in its queues, up to ``event``."""
+        self._value, self._event = value, event
+        self._set_enqueued()
 
     def finish(self, value: Any = None, error: BaseException | None = None) -> None:
         if not self._done:
             super().finish(value, error)
-            self._set_queued()
+            self._set_enqueued()
             self.run_callbacks()
 
-    def _set_queued(self) -> None:
-        with self._queueing:
-            due, self._on_queue = self._on_queue or [], None
-        self._queued.set()
+    def _set_enqueued(self) -> None:
+        with self._enqueue_lock:
+            due, self._enqueue_callbacks = self._enqueue_callbacks or [], None
+        self._enqueued.set()
         for call in due:
             call()
 
     # -- the queue -----------------------------------------------------------------------------
 
-    def when_queued(self, call: Callable[[], object]) -> None:
+    def when_enqueued(self, call: Callable[[], object]) -> None:
         """Have something called, once, when the operation stands in the device's queue or has failed; keep it short."""
-        with self._queueing:
-            if self._on_queue is not None:
-                self._on_queue.append(call)
+        with self._enqueue_lock:
+            if self._enqueue_callbacks is not None:
+                self._enqueue_callbacks.append(call)
                 return
         call()
 
-    def behind(self) -> AbstractContextManager[object]:
+    def ordered_after(self) -> AbstractContextManager[object]:
         """Put what torch does in this thread meanwhile behind the operation, once it is in the queue, and only that."""
-        return contextlib.nullcontext() if self._mark is None else self._streams.behind(self._mark)
+        return contextlib.nullcontext() if self._event is None else self._streams.ordered_after(self._event)
 
     # -- looking -------------------------------------------------------------------------------
 
@@ -82,7 +82,7 @@ class DeviceWork(Work):
 
     def _is_passed(self) -> bool:
         try:
-            return self._mark is not None and self._mark.query()
+            return self._event is not None and self._event.query()
         except Exception:  # the device has failed: who looks after the operation finds that out too
             return False
 
@@ -96,7 +96,7 @@ class DeviceWork(Work):
 
     def result(self) -> Any:
         """Return the value: tensors whose data is there for what waited; UsageError before `wait` could have returned."""
-        if not self._queued.is_set():
+        if not self._enqueued.is_set():
             raise UsageError("the operation still goes on: await it, or call wait() first")
         return self._outcome()
 
@@ -108,35 +108,35 @@ class DeviceWork(Work):
         The host waits until the operation is in the device's queue, ``timeout`` seconds at most: WaitTimeoutError leaves
         it going. Raises what the operation failed with, and LoopThreadError where that needs the loop of this thread.
         """
-        self._until_queued(timeout)
+        self._wait_until_enqueued(timeout)
         self._outcome()
-        if self._mark is not None and not self._done:
-            self._streams.follow(self._mark)
+        if self._event is not None and not self._done:
+            self._streams.wait_event(self._event)
         return True
 
     def synchronize(self, timeout: Timeout = None) -> None:
         """Block until the data is there. ``timeout`` limits only the time until the operation is in the queue."""
-        self._until_queued(timeout)
+        self._wait_until_enqueued(timeout)
         self._outcome()
-        if self._mark is not None:
+        if self._event is not None:
             try:
-                self._mark.synchronize()
+                self._event.synchronize()
             except Exception:
-                self._until_told()  # who looks after the operation says what the device's failure means for the group
+                self._wait_until_finished()  # who looks after the operation says what the device's failure means for the group
                 self._outcome()
                 raise
         self._outcome()
 
-    def _until_told(self) -> None:
+    def _wait_until_finished(self) -> None:
         told = threading.Event()
         self.add_done_callback(lambda _: told.set())
         told.wait(_MOMENT)
 
-    def _until_queued(self, timeout: Timeout) -> None:
-        if self._home is not None and not self._queued.is_set():
+    def _wait_until_enqueued(self, timeout: Timeout) -> None:
+        if self._home is not None and not self._enqueued.is_set():
             self._home.refuse_loop_thread("this operation")
         limit = seconds(timeout)
-        if not self._queued.wait(None if limit == math.inf else limit):
+        if not self._enqueued.wait(None if limit == math.inf else limit):
             raise WaitTimeoutError(
                 f"not completed within {limit:g} s; the operation goes on, wait again or abort the group"
             )

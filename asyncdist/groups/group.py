@@ -180,7 +180,7 @@ class Group(CollectiveOps):
         nonce = self._channel.number + len(self._devices)
         host = Group(self.mesh, self.ranks, f"{self.name} (its {device.type} tensors)", self.timeout, nonce=nonce)
         kinds = registry.device_backends(self.mesh.backend, device.type)
-        made = self._devices[device] = DeviceGroup(host, device, kinds, whole=self)
+        made = self._devices[device] = DeviceGroup(host, device, kinds, owner=self)
         return made
 
     def pass_on(self, part: Group | None, number: int) -> None:

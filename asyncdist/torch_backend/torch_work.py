@@ -103,11 +103,11 @@ class Work(torch_distributed.Work):
         queued: torch.futures.Future[Any] = torch.futures.Future(devices=devices)
 
         def complete() -> None:
-            with work.behind():
+            with work.ordered_after():
                 queued.set_result(self._outputs)
 
         future = queued.then(lambda _: self.result())
-        work.when_queued(lambda: call_apart(complete))
+        work.when_enqueued(lambda: call_apart(complete))
         return future
 
     def waited_for(self, times: int) -> Work:

@@ -1,11 +1,11 @@
 """What a way between devices offers: whole collectives, put into a device's queues. The contract of such transports.
 
-An `DeviceCollectives` is made on every rank of a group, for one device of each. It says in a *card* what the others must know of
-it; from all cards, which every rank has, each works out whether they fit together (`refusal`: the same answer everywhere);
+An `DeviceCollectives` is made on every rank of a group, for one device of each. It says in a *capabilities* what the others must know of
+it; from all all_capabilities, which every rank has, each works out whether they fit together (`refusal`: the same answer everywhere);
 then it is opened, on every rank or on none.
 
 Its collectives are those of `native.Native`, but they never wait for the device: they are called within
-``streams.ours()``, in the order of the calls, on whatever thread the line has, and have put everything into queues when
+``streams.on_comm_stream()``, in the order of the calls, on whatever thread the line has, and have put everything into queues when
 their schedule is over. They may block the host until peers have made the same call.
 
 To write one: implement `DeviceCollectives`, and announce the class under the entry-point group ``asyncdist.ensembles``.
@@ -30,11 +30,11 @@ from asyncdist.transport.native import Native
 if TYPE_CHECKING:
     from asyncdist.transport.device_p2p import DeviceP2P
 
-Card = Mapping[str, Any]
+Capabilities = Mapping[str, Any]
 
 
 class DeviceContext:
-    """Where an ensemble stands: who we are, on which device, and the group by which ranks speak from host to host.
+    """Where an backend stands: who we are, on which device, and the group by which ranks speak from host to host.
 
     ``deadline`` (monotonic) is that of the call in hand, or of the meeting.
     """
@@ -54,37 +54,37 @@ class DeviceContext:
         return self.host.mesh.config.host or machine_name()
 
     @property
-    def left(self) -> float:
+    def remaining(self) -> float:
         """Seconds until the deadline."""
         return max(0.0, self.deadline - monotonic())
 
-    def tell(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: Any) -> list[Any]:
         """Give every rank an object (plain data) and return everybody's, by rank. Blocks; raises GroupError."""
-        told: list[Any] = [None] * self.size
-        self.host.all_gather_object(told, value, background=False, timeout=self.left).result()
-        return told
+        gathered: list[Any] = [None] * self.size
+        self.host.all_gather_object(gathered, value, background=False, timeout=self.remaining).result()
+        return gathered
 
-    def exchange(self, payload: bytes) -> list[bytes]:
+    def all_gather_bytes(self, payload: bytes) -> list[bytes]:
         """Give every rank some bytes, as many on all, and return everybody's, by rank. Blocks; raises GroupError."""
         ours = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-        everybodys = torch.empty(self.size * len(payload), dtype=torch.uint8, device="cpu")
-        self.host.all_gather_single(everybodys, ours, background=False, timeout=self.left).result()
-        return [bytes(part.numpy()) for part in everybodys.split(len(payload))]
+        gathered = torch.empty(self.size * len(payload), dtype=torch.uint8, device="cpu")
+        self.host.all_gather_single(gathered, ours, background=False, timeout=self.remaining).result()
+        return [bytes(part.numpy()) for part in gathered.split(len(payload))]
 
-    def differs(self, rank: int, ours: int, theirs: int) -> Exception:
+    def mismatch_error(self, rank: int, ours: int, theirs: int) -> Exception:
         """Return the error to raise where a rank's fingerprint of a collective is not ours."""
         return self.host.mesh.difference(self.host.ranks[rank], ours, theirs)
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Block until every rank has come here. Raises GroupError."""
-        self.host.barrier(background=False, timeout=self.left).result()
+        self.host.barrier(background=False, timeout=self.remaining).result()
 
 
 class DeviceCollectives(Native):
     """One rank's part in a way between devices. ``name`` is what users select it by; ``preference`` orders choice.
 
     ``blocks`` says that its collectives may keep the host waiting for peers, ``compares`` that ranks whose calls differ
-    are told.
+    are gathered.
     """
 
     name: ClassVar[str]
@@ -92,8 +92,8 @@ class DeviceCollectives(Native):
     blocks: ClassVar[bool] = True
     compares: ClassVar[bool] = True
 
-    def __init__(self, site: DeviceContext) -> None:
-        self.site = site
+    def __init__(self, context: DeviceContext) -> None:
+        self.context = context
 
     @classmethod
     @abstractmethod
@@ -101,32 +101,32 @@ class DeviceCollectives(Native):
         """Return None if this way can be used in this process, else the reason in words."""
 
     @classmethod
-    def courier(cls, site: DeviceContext) -> DeviceP2P | None:
+    def make_p2p(cls, context: DeviceContext) -> DeviceP2P | None:
         """Return what carries messages this way, for one rank; None if they had better go another. Meets nobody."""
         return None
 
     # -- coming together -----------------------------------------------------------------------
 
     @abstractmethod
-    def card(self) -> Card:
+    def capabilities(self) -> Capabilities:
         """Return what the other ranks need to know of us: plain data."""
 
     @abstractmethod
-    def refusal(self, cards: Sequence[Card]) -> str | None:
-        """Return why these ranks cannot go this way, None if they can; the same on every rank, by the cards alone."""
+    def refusal(self, all_capabilities: Sequence[Capabilities]) -> str | None:
+        """Return why these ranks cannot go this way, None if they can; the same on every rank, by the all_capabilities alone."""
 
     @abstractmethod
-    def start(self, cards: Sequence[Card]) -> None:
+    def start(self, all_capabilities: Sequence[Capabilities]) -> None:
         """Meet the others; raise what stands in the way, in words. Blocks."""
 
     # -- while it is used ----------------------------------------------------------------------
 
-    def trouble(self) -> Exception | None:
+    def async_error(self) -> Exception | None:
         """Return what has gone wrong beside any call, None if nothing has. Called now and then, from any thread."""
         return None
 
-    def split(self, site: DeviceContext | None, number: int) -> None:
-        """Put what a part of these ranks can share with us into the ``inherited`` of its site.
+    def split(self, context: DeviceContext | None, number: int) -> None:
+        """Put what a part of these ranks can share with us into the ``inherited`` of its context.
 
         Each rank gives the number of its part; None and -1 if it is in none. Called on all, in the order of the calls; may
         block. What is put there has a ``close``.

@@ -1,4 +1,4 @@
-"""What is asked of a device: a stream of our own beside the caller's, marks in both, and memory that it copies from fast.
+"""What is asked of a device: a stream of our own beside the caller's, events in both, and memory that it copies from fast.
 
 The only file of the core that calls ``torch.cuda``. Tests put something else in its place.
 """
@@ -32,11 +32,11 @@ log = logging.getLogger("asyncdist")
 _GLANCE = 1e-3
 
 
-def passed_within(mark: DeviceEvent, patience: float) -> bool:
-    """Wait some seconds for the device; return whether it has passed a mark, False also if it has failed."""
+def completes_within(event: DeviceEvent, patience: float) -> bool:
+    """Wait some seconds for the device; return whether it has passed a event, False also if it has failed."""
     until = monotonic() + patience
     try:
-        while not mark.query():
+        while not event.query():
             if monotonic() > until:
                 return False
             time.sleep(_GLANCE)
@@ -59,27 +59,27 @@ class Streams(ABC):
     device: torch.device
 
     @abstractmethod
-    def beside(self) -> Streams:
+    def with_new_stream(self) -> Streams:
         """Return the same device with another stream as ours."""
 
     @abstractmethod
-    def ours(self) -> AbstractContextManager[object]:
+    def on_comm_stream(self) -> AbstractContextManager[object]:
         """Put what torch does in this thread meanwhile into our stream."""
 
     @abstractmethod
-    def mark(self) -> DeviceEvent:
+    def record_event(self) -> DeviceEvent:
         """Mark where the caller's stream is; within `ours`, where ours is."""
 
     @abstractmethod
-    def follow(self, mark: DeviceEvent) -> None:
-        """Have what comes next in the caller's stream (within `ours`: in ours) wait for a mark."""
+    def wait_event(self, event: DeviceEvent) -> None:
+        """Have what comes next in the caller's stream (within `ours`: in ours) wait for a event."""
 
     @abstractmethod
-    def behind(self, mark: DeviceEvent) -> AbstractContextManager[object]:
-        """Put what torch does in this thread meanwhile behind a mark, and behind nothing else."""
+    def ordered_after(self, event: DeviceEvent) -> AbstractContextManager[object]:
+        """Put what torch does in this thread meanwhile behind a event, and behind nothing else."""
 
     @abstractmethod
-    def capturing(self) -> bool:
+    def is_capturing(self) -> bool:
         """Return whether the caller's stream is being captured into a graph."""
 
     @abstractmethod
@@ -90,7 +90,7 @@ class Streams(ABC):
         """
 
     @abstractmethod
-    def keep(self, tensor: torch.Tensor) -> None:
+    def record_stream(self, tensor: torch.Tensor) -> None:
         """Tell the allocator that our stream uses a tensor, so that its memory is not given away meanwhile."""
 
     @property
@@ -113,28 +113,28 @@ class CudaStreams(Streams):
         self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         self._stream = torch.cuda.Stream(self.device)
 
-    def beside(self) -> CudaStreams:
+    def with_new_stream(self) -> CudaStreams:
         return CudaStreams(self.device)
 
-    def ours(self) -> AbstractContextManager[object]:
+    def on_comm_stream(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._stream)
 
-    def mark(self) -> DeviceEvent:
+    def record_event(self) -> DeviceEvent:
         event = torch.cuda.Event(blocking=True)  # who waits for it sleeps
         event.record(torch.cuda.current_stream(self.device))
         return event
 
-    def follow(self, mark: DeviceEvent) -> None:
-        assert isinstance(mark, torch.cuda.Event)
-        torch.cuda.current_stream(self.device).wait_event(mark)
+    def wait_event(self, event: DeviceEvent) -> None:
+        assert isinstance(event, torch.cuda.Event)
+        torch.cuda.current_stream(self.device).wait_event(event)
 
-    def behind(self, mark: DeviceEvent) -> AbstractContextManager[object]:
-        assert isinstance(mark, torch.cuda.Event)
+    def ordered_after(self, event: DeviceEvent) -> AbstractContextManager[object]:
+        assert isinstance(event, torch.cuda.Event)
         stream = torch.cuda.Stream(self.device)  # one of torch's pool: made once, whoever asks
-        stream.wait_event(mark)
+        stream.wait_event(event)
         return torch.cuda.stream(stream)
 
-    def capturing(self) -> bool:
+    def is_capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
     def pinned(self, count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -146,7 +146,7 @@ class CudaStreams(Streams):
             )
             return torch.empty(count, dtype=dtype, device="cpu")
 
-    def keep(self, tensor: torch.Tensor) -> None:
+    def record_stream(self, tensor: torch.Tensor) -> None:
         tensor.record_stream(self._stream)
 
     @property

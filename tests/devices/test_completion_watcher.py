@@ -39,7 +39,7 @@ def told():
 def watch(told):
     watch = CompletionWatcher("watch of a test", told.tells("slow"), told.tells("late"), told.tells("broken"))
     yield watch
-    watch.take_all()
+    watch.remove_unfinished()
     watch.close()
 
 
@@ -57,9 +57,9 @@ def test_tensors_are_held_until_the_mark_and_no_longer(watch, told, until):
     seen, work = weakref.ref(tensor), one.work
     streams.hold()
     watch.add(one)
-    mark = streams.mark()
-    work.queued(None, mark)
-    one.mark = mark
+    event = streams.record_event()
+    work.enqueued(None, event)
+    one.event = event
     del tensor, one
     gc.collect()
     assert seen() is not None
@@ -76,11 +76,11 @@ def test_what_is_late_slow_or_broken_is_told(watch, told, until):
     streams, late = pending(limit=0.08)
     watch.add(late)
     until(lambda: ("late", late) in told and ("slow", late) in told)  # both again and again
-    assert watch.take_all() == [late]
+    assert watch.remove_unfinished() == [late]
     streams, broken = pending()
     streams.broken = cause = RuntimeError("lost")
     watch.add(broken)
-    broken.mark = streams.mark()
+    broken.event = streams.record_event()
     until(lambda: ("broken", broken, cause) in told)
 
 
@@ -94,8 +94,8 @@ def test_a_watch_goes_on_after_a_failure_of_who_was_told(until, caplog):
     watch.add(fine)
     watch.add(late)
     until(lambda: "looking after 'all_reduce' failed" in caplog.text)
-    fine.mark = streams.mark()
+    fine.event = streams.record_event()
     until(lambda: fine.work._done)
-    watch.take_all()
+    watch.remove_unfinished()
     watch.close()
     until(lambda: not [each for each in threading.enumerate() if each.name == "watch that goes on"])

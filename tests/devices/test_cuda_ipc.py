@@ -15,7 +15,7 @@ from asyncdist.testing.collective_cases import collective_cases
 from asyncdist.transport.device_streams import cuda_missing
 from asyncdist_transports.cuda_ipc import collectives as module
 from asyncdist_transports.cuda_ipc.driver import Driver
-from asyncdist_transports.cuda_ipc.handles import NOTHING, Exports, Imports, Shown
+from asyncdist_transports.cuda_ipc.handles import NOTHING, ExportedMemory, Exports, Imports
 from tests.support.cuda import HANDLE, PretendDriver, cuda_ipc_over
 from tests.support.devices import PretendStreams, device_group
 
@@ -32,7 +32,7 @@ def run(until):
             device = device_group(group, ways)
             try:
                 result = program(device)
-                assert device.way in (None, "cuda_ipc")
+                assert device.backend in (None, "cuda_ipc")
                 return result
             finally:
                 device.close()
@@ -53,9 +53,9 @@ def drilled(size, dtype, counts=(1, 300, 40_000)):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("small", [0, 64 << 10], ids=["all", "large"])
-@pytest.mark.parametrize("crosses", [True, False], ids=["shown", "copied"])
+@pytest.mark.parametrize("shareable", [True, False], ids=["shown", "copied"])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_every_collective(size, crosses, small, monkeypatch, run):
+def test_every_collective(size, shareable, small, monkeypatch, run):
     monkeypatch.setattr(module, "_SMALL_NBYTES", small)
     todo = drilled(size, torch.float32)
 
@@ -64,7 +64,7 @@ def test_every_collective(size, crosses, small, monkeypatch, run):
             for work in drill.start(group):
                 work.wait()
 
-    run(size, program, crosses=crosses)
+    run(size, program, shareable=shareable)
     for drill in todo:
         drill.check()
 
@@ -149,7 +149,7 @@ def test_ranks_of_several_hosts_go_through_the_host():
     def rank(group):
         device = device_group(group, ways)
         device.all_reduce(tensor := torch.ones(100_000)).wait()
-        way = device.way
+        way = device.backend
         device.close()
         return way, tensor[0].item()
 
@@ -166,11 +166,11 @@ def test_memory_that_cannot_be_mapped_on_one_rank_is_mapped_on_none(until):
             broken = type(
                 "Broken",
                 (ways[0],),
-                {"start": lambda self, cards: (_ for _ in ()).throw(RuntimeError("no peer access"))},
+                {"start": lambda self, all_capabilities: (_ for _ in ()).throw(RuntimeError("no peer access"))},
             )
-            device._kinds[0] = broken
+            device._backend_classes[0] = broken
         device.all_reduce(tensor := torch.ones(100_000)).wait()
-        way = device.way
+        way = device.backend
         device.close()
         return way, tensor[0].item()
 
@@ -193,12 +193,12 @@ def test_without_cuda_it_says_what_is_missing():
 def test_a_handle_is_made_once_for_an_allocation():
     exports = Exports(driver := PretendDriver())
     tensor = torch.ones(10)
-    shown, first = exports.show(tensor, 0)
+    shown, first = exports.export(tensor, 0)
     assert shown is tensor
-    assert exports.show(tensor, 0)[1] == first
+    assert exports.export(tensor, 0)[1] == first
     assert driver.handles == 1
     driver.numbers[tensor.data_ptr()] = 2  # freed, and its address given out again
-    assert exports.show(tensor, 0)[1] != first
+    assert exports.export(tensor, 0)[1] != first
     assert driver.handles == 2
 
 
@@ -207,37 +207,37 @@ def test_nothing_is_shown_of_nothing():
 
 
 def test_memory_that_cannot_cross_is_copied_into_memory_that_can():
-    exports = Exports(driver := PretendDriver(crosses=False))
+    exports = Exports(driver := PretendDriver(shareable=False))
     tensor = torch.arange(10.0)
-    copy, shown = exports.show(tensor, 0)
+    copy, shown = exports.export(tensor, 0)
     assert copy is not tensor
     assert copy.tolist() == tensor.tolist()
     assert Imports(driver, lambda: None).see(0, shown).view(torch.float32).tolist() == tensor.tolist()
-    again, _ = exports.show(tensor, 0)
+    again, _ = exports.export(tensor, 0)
     assert again.data_ptr() == copy.data_ptr()
-    larger, _ = exports.show(torch.ones(1000), 0)
+    larger, _ = exports.export(torch.ones(1000), 0)
     assert larger.tolist() == [1.0] * 1000
     assert len(driver.taken) == 1
-    other, _ = exports.show(tensor, 1)
+    other, _ = exports.export(tensor, 1)
     assert other.data_ptr() != larger.data_ptr()
     exports.close()
     assert not driver.taken
 
 
 def test_a_mapping_is_kept_until_its_address_means_something_else():
-    quiet = []
-    imports = Imports(driver := PretendDriver(), lambda: quiet.append(True))
+    wait_until_idle = []
+    imports = Imports(driver := PretendDriver(), lambda: wait_until_idle.append(True))
     tensor = torch.arange(4.0)
     base = tensor.data_ptr()
-    before = Shown(base, 1, 4, 12, HANDLE.pack(base, 1))
-    assert imports.see(1, before).view(torch.float32).tolist() == [1, 2, 3]
-    assert imports.see(1, before._replace(offset=8, nbytes=8)).view(torch.float32).tolist() == [2, 3]
-    assert (driver.maps, quiet) == (1, [])
-    imports.see(1, before._replace(number=2))
+    before = ExportedMemory(base, 1, 4, 12, HANDLE.pack(base, 1))
+    assert imports.open(1, before).view(torch.float32).tolist() == [1, 2, 3]
+    assert imports.open(1, before._replace(offset=8, nbytes=8)).view(torch.float32).tolist() == [2, 3]
+    assert (driver.maps, wait_until_idle) == (1, [])
+    imports.open(1, before._replace(number=2))
     assert driver.maps == 2
     assert driver.mapped == {base: 1}
-    assert quiet == [True], "unmapped while the queue may have used it"
-    imports.see(0, before)
+    assert wait_until_idle == [True], "unmapped while the queue may have used it"
+    imports.open(0, before)
     assert driver.mapped == {base: 2}, "two ranks may give out the same address"
     imports.close()
     assert not driver.mapped
@@ -251,7 +251,7 @@ def test_mappings_are_bounded(monkeypatch):
     tensors = [torch.ones(4) for _ in range(10)]
     for tensor in tensors:
         base = tensor.data_ptr()
-        imports.see(0, Shown(base, 1, 0, 16, HANDLE.pack(base, 1)))
+        imports.open(0, ExportedMemory(base, 1, 0, 16, HANDLE.pack(base, 1)))
         assert len(driver.mapped) <= 3
     assert set(driver.mapped) == {tensor.data_ptr() for tensor in tensors[-3:]}
 
@@ -279,6 +279,6 @@ def test_a_stream_of_the_callers_comes_first_and_follows():
         device.close()
 
     run_ranks(2, rank)
-    assert streams.log[0] == ("mark", "caller")
-    assert streams.log[1] == ("follow", "ours")
-    assert ("follow", "caller") in streams.log
+    assert streams.log[0] == ("record_event", "caller")
+    assert streams.log[1] == ("wait_event", "ours")
+    assert ("wait_event", "caller") in streams.log

@@ -24,7 +24,7 @@ class Silent(Queued):
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch):
-    monkeypatch.setattr(desync_detector, "_FIRST", 0.1)
+    monkeypatch.setattr(desync_detector, "_MIN_INTERVAL", 0.1)
 
 
 async def held(size):
@@ -68,8 +68,8 @@ async def test_who_is_told_first_compares_when_it_makes_the_call(eventually):
         for each in streams:
             each.hold()
         works = [groups[0].all_reduce(torch.ones(4))]
-        groups[1]._roll_call.listen()
-        await eventually(lambda: groups[1]._roll_call._ahead)
+        groups[1]._desync_detector.listen()
+        await eventually(lambda: groups[1]._desync_detector._early_reports)
         works.append(groups[1].all_reduce(torch.ones(5)))
         assert any(isinstance(one, MismatchError) for one in await outcomes(groups, streams, works))
 
@@ -79,7 +79,7 @@ async def test_one_that_has_passed_on_still_finds_the_difference():
     streams = await held(2)
     async with devices_of(2, [Silent], streams, timeout=60) as groups:
         await asyncio.gather(*(group.all_reduce(torch.ones(4)) for group in groups))
-        groups[1]._roll_call.listen()
+        groups[1]._desync_detector.listen()
         await groups[1].broadcast(torch.ones(4), 1)
         streams[0].hold()
         (said,) = await outcomes(groups, streams, [groups[0].all_reduce(torch.ones(4))])
@@ -94,10 +94,10 @@ async def test_slow_calls_that_fit_together_are_left_alone(eventually):
             for each in streams:
                 each.hold()
             works = [group.all_reduce(torch.ones(4)) for group in groups]
-            number = groups[0]._roll_call._numbers[-1]
+            number = groups[0]._desync_detector._numbers[-1]
             for group in groups:
-                group._roll_call._until = 0.0
-            await eventually(lambda: all(group._roll_call._told == number for group in groups))  # noqa: B023
+                group._desync_detector._next_report_at = 0.0
+            await eventually(lambda: all(group._desync_detector._last_reported == number for group in groups))  # noqa: B023
             for each in streams:
                 each.release()
             await asyncio.gather(*works)
@@ -125,15 +125,15 @@ async def test_a_call_that_is_refused_takes_no_number():
             groups[0].all_reduce(torch.ones(4))
         streams[0].captures = False
         await asyncio.gather(*(group.all_reduce(torch.ones(4)) for group in groups))
-        assert [list(group._roll_call._numbers) for group in groups] == [[1], [1]]
+        assert [list(group._desync_detector._numbers) for group in groups] == [[1], [1]]
 
 
 async def test_only_the_last_calls_are_remembered(monkeypatch):
-    monkeypatch.setattr(desync_detector, "_KEPT", 5)
+    monkeypatch.setattr(desync_detector, "_MAX_KEPT_CALLS", 5)
     async with devices_of(1, [Silent]) as [group]:
         for _ in range(20):
             await group.all_reduce(torch.ones(4))
-        assert sorted(group._roll_call._calls) == list(range(16, 21))
+        assert sorted(group._desync_detector._calls) == list(range(16, 21))
 
 
 def test_telling_grows_rarer():
@@ -148,8 +148,8 @@ def test_telling_grows_rarer():
             pass
 
     host = type("Host", (), {"sibling": lambda what: Letters()})
-    site = type("Site", (), {"rank": 0, "size": 3, "host": host})
-    call = desync_detector.DesyncDetector(site, told.append)
+    context = type("Site", (), {"rank": 0, "size": 3, "host": host})
+    call = desync_detector.DesyncDetector(context, told.append)
     for number in range(1, 200):
-        call.tell(number, 7, 0.0)
+        call.report_call(number, 7, 0.0)
     assert sorted(told) == [1, 2], "once to each neighbour, and then not for some time"

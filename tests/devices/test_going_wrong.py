@@ -52,8 +52,8 @@ async def test_who_aborts_a_group_aborts_what_it_does_on_devices_everywhere(what
 
 @pytest.mark.parametrize("what", ["all_reduce", "recv"])
 def test_a_survivor_leaves_mapped_what_its_device_may_still_use(what, monkeypatch, caplog, until):
-    """The mark of a process that was killed is never passed: nobody may wait for it for ever, nor unmap what is in use."""
-    monkeypatch.setattr(leaving, "_FAREWELL", 0.2)
+    """The event of a process that was killed is never passed: nobody may wait for it for ever, nor unmap what is in use."""
+    monkeypatch.setattr(leaving, "_CLOSE_TIMEOUT", 0.2)
     made = {0: [], 1: []}
     streams = [PretendStreams() for _ in range(2)]
 
@@ -200,7 +200,7 @@ def test_memory_that_one_rank_cannot_map_is_reached_through_the_host(reason, cap
         (device.recv(tensor, 0) if rank else device.send(tensor, 1)).wait()
         device.barrier().wait()
         device.close()
-        return device.way, tensor[0].item()
+        return device.backend, tensor[0].item()
 
     assert run_ranks(2, rank) == [("staged", 2.0)] * 2
     told = [record.message for record in caplog.records if "tensors by staged" in record.message]
@@ -222,7 +222,7 @@ def test_a_device_that_cannot_be_reached_at_all_is_no_obstacle(caplog):
         (device.recv(tensor, 0) if group.rank() else device.send(tensor, 1)).wait()
         device.all_reduce(tensor).wait()
         device.close()
-        return device.way, tensor[0].item()
+        return device.backend, tensor[0].item()
 
     assert run_ranks(2, rank) == [("staged", 0.0)] * 2
     assert "no messages by cuda_ipc: RuntimeError: cudaErrorDevicesUnavailable" in caplog.text

@@ -60,8 +60,8 @@ class RanksStreams(PretendStreams):
         self.rank = rank
         self.kept = set()
 
-    def keep(self, tensor):
-        super().keep(tensor)
+    def record_stream(self, tensor):
+        super().record_stream(tensor)
         self.kept.add(tensor.data_ptr())
 
     @property
@@ -118,7 +118,7 @@ def drilled(made, run, size, **how):
         for drill in todo:
             for work in drill.start(group):
                 work.wait()
-        return group.way
+        return group.backend
 
     assert set(run(size, program, **how)) == {"nccl"}
     for drill in todo:
@@ -307,7 +307,7 @@ def test_what_our_stream_uses_is_kept(run):
         return {tensor.data_ptr() for tensor in mine} - streams[rank].kept
 
     assert run(3, program, streams=streams) == [set()] * 3
-    assert all(("keep", "caller") not in each.log for each in streams)
+    assert all(("record_stream", "caller") not in each.log for each in streams)
 
 
 # -- which ranks can go this way ----------------------------------------------------------------------
@@ -318,28 +318,28 @@ def site_of(size=2):
     return SimpleNamespace(rank=0, size=size, streams=PretendStreams(), host=SimpleNamespace(error=None), machine="m")
 
 
-def card(device="a", machine="m", version=22907):
+def capabilities(device="a", machine="m", version=22907):
     return {"machine": machine, "device": device, "version": version}
 
 
 @pytest.mark.parametrize(
-    ("cards", "reason"),
+    ("all_capabilities", "reason"),
     [
-        ([card("a"), card("b")], None),
-        ([card("a"), card("a", machine="n")], None),
-        ([card("a"), card("b"), card("b")], "ranks 1 and 2 share one device, and NCCL takes one rank a device"),
-        ([card("a"), card("b", version=22704)],
+        ([capabilities("a"), capabilities("b")], None),
+        ([capabilities("a"), capabilities("a", machine="n")], None),
+        ([capabilities("a"), capabilities("b"), capabilities("b")], "ranks 1 and 2 share one device, and NCCL takes one rank a device"),
+        ([capabilities("a"), capabilities("b", version=22704)],
          "NCCL is 2.29.7 on rank 0, but 2.27.4 on rank 1: it wants the same one everywhere"),
-        ([card()], None),
+        ([capabilities()], None),
     ],
 )  # fmt: skip
-def test_refusals(cards, reason):
-    assert nccl_over(PretendNccl())(site_of(len(cards))).refusal(cards) == reason
+def test_refusals(all_capabilities, reason):
+    assert nccl_over(PretendNccl())(site_of(len(all_capabilities))).refusal(all_capabilities) == reason
 
 
 def test_what_a_rank_tells_of_itself():
-    card = {"machine": "m", "device": "GPU-pretended", "version": 22907, "splits": True}
-    assert nccl_over(PretendNccl())(site_of()).card() == card
+    capabilities = {"machine": "m", "device": "GPU-pretended", "version": 22907, "splits": True}
+    assert nccl_over(PretendNccl())(site_of()).capabilities() == capabilities
     assert not Bindings(PretendNccl(signed=True)).splits, "cupy 13 cannot"
     assert not Bindings(PretendNccl(version=21602)).splits
 
@@ -350,7 +350,7 @@ def test_ranks_of_one_device_go_another_way(run):
     def program(group):
         tensor = torch.ones(3)
         group.all_reduce(tensor).wait()
-        return group.way, tensor.tolist()
+        return group.backend, tensor.tolist()
 
     assert run(2, program, nccl=nccl, streams=[RanksStreams(0), RanksStreams(0)]) == [("staged", [2.0] * 3)] * 2
     assert not nccl.communicators
@@ -363,7 +363,7 @@ def test_unique_ids_of_both_kinds_make_the_round(signed, run):
     assert isinstance(raw, bytes)
     assert len(raw) == 128
     assert raw[0] > 127, "a number that has a sign in cupy 13"
-    assert run(2, lambda group: group.all_reduce(torch.ones(3)).wait() and group.way, nccl=nccl) == ["nccl"] * 2
+    assert run(2, lambda group: group.all_reduce(torch.ones(3)).wait() and group.backend, nccl=nccl) == ["nccl"] * 2
 
 
 @pytest.mark.parametrize("id_of_rank_0", [None, b"short"])
@@ -376,7 +376,7 @@ def test_without_a_unique_id_all_go_another_way(id_of_rank_0, run):
         return id_of_rank_0
 
     nccl.get_unique_id = refuse
-    assert run(2, lambda group: group.all_reduce(torch.ones(3)).wait() and group.way, nccl=nccl) == ["staged"] * 2
+    assert run(2, lambda group: group.all_reduce(torch.ones(3)).wait() and group.backend, nccl=nccl) == ["staged"] * 2
     assert not nccl.communicators
 
 
@@ -395,13 +395,13 @@ def failing(nccl, rank, before=lambda: None):
 
 def test_what_fails_on_one_rank_is_left_by_all(run, monkeypatch):
     # The others wait in NCCL for the one that has failed, until their patience ends; then they are left to themselves.
-    monkeypatch.setattr(collectives, "_PATIENCE", 0.3)
+    monkeypatch.setattr(collectives, "_INIT_TIMEOUT", 0.3)
     nccl = PretendNccl()
     failing(nccl, 1)
 
     def program(group):
         group.all_reduce(torch.ones(3)).wait()
-        return group.way
+        return group.backend
 
     assert run(3, program, nccl=nccl, ends=("aborted",), after=nccl.hang_up) == ["staged"] * 3
 
@@ -456,7 +456,7 @@ def sums(parts, streams, nccl, before=True, **keywords):
         part.all_gather_single(out, torch.full((2,), float(rank))).wait()
         assert out.tolist() == [float(r) for r in parts_with(parts, rank) for _ in range(2)], "another order of ranks"
         group.barrier().wait()
-        way = part.way
+        way = part.backend
         part.close()
         return way, tensor[0].item()
 
@@ -494,7 +494,7 @@ def test_without_a_communicator_parts_meet_by_themselves(run):
             return None
         part.barrier().wait()
         part.close()
-        return part.way
+        return part.backend
 
     assert run(3, program, nccl=nccl, streams=streams) == ["nccl", None, "nccl"]
     assert len(nccl.communicators) == 2
@@ -514,7 +514,7 @@ def test_a_call_that_was_refused_on_one_rank_is_no_beginning(run):
         part = parts_of(group, [[0, 1]], streams[rank], nccl)
         part.barrier().wait()
         part.close()
-        return part.way, group.way
+        return part.backend, group.backend
 
     assert run(2, program, nccl=nccl, streams=streams) == [("nccl", None)] * 2
 
@@ -534,7 +534,7 @@ def test_a_part_that_is_never_used_ends_too(run):
 
 
 def test_a_split_that_fails_fails_the_group(run, monkeypatch):
-    monkeypatch.setattr(communicator, "_GRACE", 0.05)
+    monkeypatch.setattr(communicator, "_ABORT_TIMEOUT", 0.05)
     nccl = PretendNccl()
     streams = [RanksStreams(rank) for rank in range(2)]
     plain = nccl.NcclCommunicator.commSplit
@@ -602,7 +602,7 @@ def test_an_asynchronous_error_reaches_every_rank(run, until):
 
 
 def test_whoever_is_inside_when_the_group_fails_comes_out(run, until, monkeypatch):
-    monkeypatch.setattr(communicator, "_GRACE", 0.05)
+    monkeypatch.setattr(communicator, "_ABORT_TIMEOUT", 0.05)
     nccl = PretendNccl()
 
     def program(group):
@@ -639,7 +639,7 @@ def test_a_group_of_calls_is_ended_also_when_one_fails(run):
 
     def program(group):
         group.all_reduce(torch.ones(3)).wait()
-        made = group._ensemble._made
+        made = group._backend._made
         nccl.communicators[0].ended = "broken"
         with pytest.raises(GroupAbortedError, match="INVALID_ARGUMENT"):
             made.enqueue(("broadcast", 1, 1, 0, 1, 0), ("broadcast", 1, 1, 0, 1, 0))
@@ -669,7 +669,7 @@ def test_what_stands_in_the_queue_is_done_before_the_communicator_goes(run, unti
 
 
 def test_a_device_that_never_comes_is_not_waited_for(run, monkeypatch):
-    monkeypatch.setattr(communicator, "_FAREWELL", 0.1)
+    monkeypatch.setattr(communicator, "_CLOSE_TIMEOUT", 0.1)
     streams = [RanksStreams(0)]
 
     def program(group):
@@ -697,19 +697,19 @@ def test_a_process_that_ends_aborts_what_nobody_has_ended():
     assert [each.ended for each in nccl.communicators] == ["aborted"]
     with pytest.raises(GroupAbortedError):
         made.enqueue(("allReduce", 1, 1, 1, 1, 0))
-    assert made.trouble() is None
+    assert made.async_error() is None
 
 
 def test_what_is_dropped_is_held_until_it_has_ended(until):
     """The garbage collector must not end it: that may block."""
-    nccl, before = PretendNccl(), set(communicator._kept)
+    nccl, before = PretendNccl(), set(communicator._open_communicators)
     assert alone(Bindings(nccl)).made(5.0)
     gc.collect()
     assert not nccl.collected
-    (left,) = communicator._kept - before
+    (left,) = communicator._open_communicators - before
     left.close()
     until(lambda: nccl.communicators[0].ended)
-    until(lambda: left not in communicator._kept)
+    until(lambda: left not in communicator._open_communicators)
 
 
 def alone(made):

@@ -22,24 +22,24 @@ class Fancy(PretendStaged):
     name = "fancy"
     plans: tuple[str, ...] = ()
 
-    def __init__(self, site):
-        super().__init__(site)
-        self.plan = self.plans[site.rank]
+    def __init__(self, context):
+        super().__init__(context)
+        self.plan = self.plans[context.rank]
         self.closed = 0
         made.append(self)
         if self.plan == "cannot be made":
             raise RuntimeError("no driver")
 
-    def card(self):
-        if self.plan == "has no card":
+    def capabilities(self):
+        if self.plan == "has no capabilities":
             raise ValueError("no handle")
         return {"generation": 2 if self.plan == "is newer" else 1}
 
-    def refusal(self, cards):
-        odd = [rank for rank, card in enumerate(cards) if card["generation"] != 1]
+    def refusal(self, all_capabilities):
+        odd = [rank for rank, capabilities in enumerate(all_capabilities) if capabilities["generation"] != 1]
         return f"rank {odd[0]} is newer" if odd else None
 
-    def start(self, cards):
+    def start(self, all_capabilities):
         if self.plan == "does not open":
             raise TransportUnavailableError("no peer access")
 
@@ -59,10 +59,10 @@ def _made_anew():
     [
         (("", "", ""), "fancy", ""),
         (("", "cannot be made", ""), "staged", "not fancy: rank 1: RuntimeError: no driver"),
-        (("", "", "has no card"), "staged", "not fancy: rank 2: ValueError: no handle"),
+        (("", "", "has no capabilities"), "staged", "not fancy: rank 2: ValueError: no handle"),
         (("is newer", "", ""), "staged", "not fancy: rank 0 is newer"),
         (("", "does not open", ""), "staged", "not fancy: rank 1: no peer access"),
-        (("does not open", "has no card", "is newer"), "staged", "not fancy: rank 1: ValueError: no handle"),
+        (("does not open", "has no capabilities", "is newer"), "staged", "not fancy: rank 1: ValueError: no handle"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, tuple) else None,
 )
@@ -73,7 +73,7 @@ async def test_all_ranks_come_to_the_same_answer(plans, way, words, caplog, even
         tensors = [torch.ones(4) for _ in groups]
         await asyncio.gather(*(group.all_reduce(tensor) for group, tensor in zip(groups, tensors, strict=True)))
         assert all(torch.equal(tensor, torch.full((4,), 3.0)) for tensor in tensors)
-        assert [group.way for group in groups] == [way] * 3
+        assert [group.backend for group in groups] == [way] * 3
         told = [record.message for record in caplog.records if "tensors by" in record.message]
         assert len(told) == 3
         assert all(words in each for each in told)
@@ -88,7 +88,7 @@ async def test_a_way_that_cannot_be_gone_in_this_process_is_not_even_made(monkey
     monkeypatch.setattr(Fancy, "probe", classmethod(lambda kind: "no cupy"))
     async with devices_of(2, [Fancy]) as groups:
         await asyncio.gather(*(group.barrier() for group in groups))
-        assert [group.way for group in groups] == ["staged"] * 2
+        assert [group.backend for group in groups] == ["staged"] * 2
     assert not made
 
 
@@ -98,7 +98,7 @@ async def test_the_first_of_several_that_all_can_go_is_taken():
     third = type("Third", (Fancy,), {"plans": ("", ""), "name": "third"})
     async with devices_of(2, [first, second, third]) as groups:
         await asyncio.gather(*(group.barrier() for group in groups))
-        assert [group.way for group in groups] == ["second"] * 2
+        assert [group.backend for group in groups] == ["second"] * 2
         assert sorted((each.name, each.closed) for each in made) == [
             ("first", 1), ("first", 1), ("second", 0), ("second", 0), ("third", 1), ("third", 1),
         ]  # fmt: skip

@@ -27,7 +27,7 @@ from asyncdist.errors import (
 )
 from asyncdist.testing.cluster import run_ranks
 from asyncdist.testing.collective_cases import between_two
-from asyncdist.transport.device_p2p import CONTENT_NBYTES, ControlChannel, ControlMessage, TransferRefused
+from asyncdist.transport.device_p2p import MAX_PAYLOAD_NBYTES, ControlChannel, ControlMessage, TransferRefused
 from tests.support.cuda import PretendDriver, cuda_ipc_over
 from tests.support.devices import PretendStreams, device_group, devices_of
 from tests.support.nccl import PretendNccl, nccl_over
@@ -105,7 +105,7 @@ def test_large_messages_never_touch_the_host_and_need_no_meeting(run):
         works = [group.send(out, (rank + 1) % 3), group.recv(into, (rank - 1) % 3)]
         for work in works:
             work.wait()
-        assert group.way is None, "messages made the ranks meet"
+        assert group.backend is None, "messages made the ranks meet"
         return into.unique().tolist()
 
     assert run(3, program, streams=streams, made=made) == [[2.0], [0.0], [1.0]]
@@ -197,10 +197,10 @@ def test_memory_that_is_not_the_peers_is_not_read(run):
 
     class Elsewhere(cuda_ipc_over(made)):
         @classmethod
-        def courier(cls, site):
-            found = super().courier(site)
-            if site.rank == 0:
-                found._shines = bytes(16)
+        def make_p2p(cls, context):
+            found = super().make_p2p(context)
+            if context.rank == 0:
+                found._probe_bytes = bytes(16)
             return found
 
     streams = [Counting() for _ in range(2)]
@@ -256,7 +256,7 @@ def test_ranks_with_a_device_each_send_by_nccl(until, transport, run):
     def program(group):
         for work in [work for drill in todo for work in drill.start(group)]:
             work.wait()
-        assert group.way is None, "messages made the ranks meet"
+        assert group.backend is None, "messages made the ranks meet"
 
     run(3, program, kinds=kinds, streams=streams, transport=transport)
     for drill in todo:
@@ -418,8 +418,8 @@ def test_events_are_used_again_and_never_too_early(run):
             for work in works:
                 work.wait()
             if number == 30:
-                events = len(group._messages._couriers["cuda_ipc"]._events.all)
-        return events, len(group._messages._couriers["cuda_ipc"]._events.all)
+                events = len(group._messages._backends["cuda_ipc"]._events.all)
+        return events, len(group._messages._backends["cuda_ipc"]._events.all)
 
     for early, late in run(3, program, made=made, transport="shm"):
         assert late <= early + 8, (
@@ -483,7 +483,7 @@ def test_wait_leaves_the_device_going(run):
         work = group.recv(tensor, 0) if rank else group.send(tensor, 1)
         assert work.wait()
         assert not work.is_completed()
-        assert streams[rank].log[-1] == ("follow", "caller")
+        assert streams[rank].log[-1] == ("wait_event", "caller")
         streams[rank].release()
         work.synchronize()
 
@@ -558,19 +558,19 @@ def test_who_leaves_when_its_messages_are_over_is_missed_by_nobody(way, count, t
 
 @pytest.mark.parametrize("way", ["cuda_ipc", "nccl"])
 def test_no_message_is_over_before_its_letters_have_left(way, until, monkeypatch, run):
-    say, held = ControlChannel.say, ([], [])
+    say, held = ControlChannel.send, ([], [])
 
-    def hold(talk, word="", content=b""):
+    def hold(channel, kind="", payload=b""):
         left = Work()
 
         def leave():
-            sent = say(talk, word, content)
+            sent = say(channel, kind, payload)
             sent.add_done_callback(lambda _: (left.finish(), left.run_callbacks()))
 
-        held[1 - talk.peer].append(leave)
+        held[1 - channel.peer].append(leave)
         return left
 
-    monkeypatch.setattr(ControlChannel, "say", hold)
+    monkeypatch.setattr(ControlChannel, "send", hold)
 
     def program(group):
         rank, tensor, stands = group.rank(), torch.ones(LARGE), threading.Event()
@@ -578,7 +578,7 @@ def test_no_message_is_over_before_its_letters_have_left(way, until, monkeypatch
         while not work.is_completed():
             until(lambda: held[rank] or work.is_completed())
             stands.clear()
-            group._messages.line.put(stands.set)  # behind the step in which it was said
+            group._messages.executor.put(stands.set)  # behind the step in which it was said
             assert stands.wait(LONG)
             assert not (held[rank] and work.is_completed())
             while held[rank]:
@@ -691,16 +691,16 @@ async def test_who_waits_still_when_all_others_have_left_has_what_they_sent(tran
         await asyncio.gather(*(group.barrier() for group in groups))
         free = threading.Event()
         last = groups[0]
-        last._messages.line.put(free.wait)  # a busy process
-        last._roll_call.listen()  # as who has waited for some time does
+        last._messages.executor.put(free.wait)  # a busy process
+        last._desync_detector.listen()  # as who has waited for some time does
         into = [torch.zeros(5) for _ in range(2)]
         works = [last.recv(room, peer) for room, peer in zip(into, (1, 2), strict=True)]
         for group in groups[1:]:
             await group.send(torch.full((5,), float(group.rank())), 0)
             group.close()
             group._host.mesh.close()
-        await eventually(lambda: last._roll_call.error)
-        last._look_for_trouble(last._watch._pending[0])
+        await eventually(lambda: last._desync_detector.error)
+        last._check_health(last._watcher._pending[0])
         free.set()
         assert await asyncio.gather(*works) == [1, 2]
         assert [room.tolist() for room in into] == [[1.0] * 5, [2.0] * 5]
@@ -720,11 +720,11 @@ async def test_what_a_device_reports_is_told_to_the_other():
         streams[1].broken = None
 
 
-# -- letters ------------------------------------------------------------------------------------------
+# -- control_group ------------------------------------------------------------------------------------------
 
 
 def test_letters_are_of_one_size_and_keep_what_they_say():
-    for letter in (ControlMessage("cuda_ipc", 7, 1 << 40, b"x" * CONTENT_NBYTES), ControlMessage("", 0, 0)):
-        assert letter.packed().numel() == 512
-        assert ControlMessage.unpacked(letter.packed()) == letter
+    for message in (ControlMessage("cuda_ipc", 7, 1 << 40, b"x" * MAX_PAYLOAD_NBYTES), ControlMessage("", 0, 0)):
+        assert message.packed().numel() == 512
+        assert ControlMessage.unpacked(message.packed()) == message
     assert issubclass(TransferRefused, Exception)

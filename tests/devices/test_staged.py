@@ -34,7 +34,7 @@ async def run_through(groups, made):
 async def test_every_operation_over_every_transport(transport, size):
     async with devices_of(size, transport=transport) as groups:
         await run_through(groups, collective_cases(size, 1000, torch.float32))
-        assert {group.way for group in groups} == {"staged"}
+        assert {group.backend for group in groups} == {"staged"}
 
 
 @pytest.mark.parametrize("dtype", MOVED, ids=str)

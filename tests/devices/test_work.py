@@ -50,10 +50,10 @@ def alone(together):
 def test_our_stream_follows_the_callers_before_anything_else(alone, kinds):
     def program(group, streams):
         group.all_reduce(torch.ones(4)).wait()
-        assert streams.log[:2] == [("mark", "caller"), ("follow", "ours")]
+        assert streams.log[:2] == [("record_event", "caller"), ("wait_event", "ours")]
         ours = streams.asked("ours")
-        assert ours.index("follow") < ours.index("mark")
-        assert ours[-1] == "mark"  # the last step: what comes after it in our stream is another call's
+        assert ours.index("wait_event") < ours.index("record_event")
+        assert ours[-1] == "record_event"  # the last step: what comes after it in our stream is another call's
 
     alone(program, kinds)
 
@@ -65,7 +65,7 @@ def test_wait_has_the_callers_stream_follow_ours(alone):
         work = group.all_reduce(torch.ones(4))
         streams.log.clear()
         assert work.wait()
-        assert streams.asked("caller") == ["follow"]
+        assert streams.asked("caller") == ["wait_event"]
         assert not work.is_completed()  # and did not wait for the device
         streams.release()
         work.synchronize()
@@ -79,9 +79,9 @@ def test_what_comes_behind_an_operation_is_behind_nothing_else(alone):
     def program(group, streams):
         work = group.all_reduce(torch.ones(4))
         work.wait()
-        with work.behind():
+        with work.ordered_after():
             pass
-        assert streams.log[-1] == ("behind", "caller")
+        assert streams.log[-1] == ("ordered_after", "caller")
 
     alone(program)
 
@@ -92,8 +92,8 @@ def test_a_blocking_call_orders_the_callers_stream(alone):
         streams.hold()
         before = len(streams.log)
         group.all_reduce(torch.ones(4), background=False)  # returns although the device is held
-        assert streams.log[before] == ("mark", "caller")
-        assert streams.log[-1] == ("follow", "caller")
+        assert streams.log[before] == ("record_event", "caller")
+        assert streams.log[-1] == ("wait_event", "caller")
 
     alone(program)
 
@@ -194,7 +194,7 @@ def test_works_joined_are_waited_for_like_each_of_them(alone):
         whole = joined([group.all_reduce(tensor) for tensor in tensors])
         streams.log.clear()
         assert whole.wait()
-        assert streams.asked("caller") == ["follow"] * 2
+        assert streams.asked("caller") == ["wait_event"] * 2
         assert not whole.is_completed()
         assert [tensor.sum().item() for tensor in whole.result()] == [8.0, 2.0]
 
@@ -251,7 +251,7 @@ def test_a_device_that_is_held_for_ever_ends_in_a_timeout_on_all_ranks(together,
             until(lambda: on.error is not None)
             streams.release()
 
-        # A blocking call sits in the mark itself, until somebody lets the device go on.
+        # A blocking call sits in the event itself, until somebody lets the device go on.
         releasing = threading.Thread(target=release_once_it_has_failed)
         releasing.start()
         work = on.all_reduce(torch.ones(4), background=background, timeout=0.3)
@@ -287,7 +287,7 @@ async def test_a_failure_in_the_midst_of_a_call_is_told_to_everybody():
         name = "failing"
 
         def all_reduce(self, number, fingerprint, memories, how):
-            if self.site.rank == 1:
+            if self.context.rank == 1:
                 raise RuntimeError("out of pinned memory")
             return super().all_reduce(number, fingerprint, memories, how)
 

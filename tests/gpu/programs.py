@@ -61,7 +61,7 @@ class Moved:
 
 def _ways(group, device):
     """Return by which way the group carries tensors on a device: to be shown, and to be seen in failures."""
-    return group.on(torch.device(device)).way if device.startswith("cuda") else None
+    return group.on(torch.device(device)).backend if device.startswith("cuda") else None
 
 
 def every_drill(test, where, device, backend):
@@ -202,8 +202,8 @@ def messages(test, where, device, rounds):
         side.synchronize()
         expected = torch.tensor([[10.0 * number + peer for peer in peers] for number in range(rounds)])
         assert torch.equal(found.cpu(), expected.unsqueeze(2).expand(-1, -1, 2))
-        told = sorted(on._messages._refused), sorted(on._messages._couriers or ())
-        assert on.way is None, "messages made the ranks meet"
+        told = sorted(on._messages._refused), sorted(on._messages._backends or ())
+        assert on.backend is None, "messages made the ranks meet"
     test.send(told)
 
 

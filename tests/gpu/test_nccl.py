@@ -39,7 +39,7 @@ def alone(program):
         device = DeviceGroup(host, torch.device(CUDA), [Nccl])
         try:
             device.barrier().wait()
-            assert device.way == "nccl"
+            assert device.backend == "nccl"
             return program(device)
         finally:
             device.close()
@@ -96,8 +96,8 @@ def test_the_device_reduces_what_nccl_cannot(dtype, size):
 
 def test_two_ranks_of_one_device_are_refused():
     def program(group):
-        card = group._ensemble.card()
-        return group._ensemble.refusal([card, card])
+        capabilities = group._backend.capabilities()
+        return group._backend.refusal([capabilities, capabilities])
 
     assert alone(program) == "ranks 0 and 1 share one device, and NCCL takes one rank a device"
 
@@ -127,16 +127,16 @@ def test_a_communicator_is_split():
         group.split(part, 0)
         tensor = torch.full((1000,), 3.0, device=CUDA)
         part.all_reduce(tensor).wait()
-        assert part.way == "nccl"
-        assert not part._site.inherited, "it was not taken"
-        assert part._ensemble._made is not group._ensemble._made
+        assert part.backend == "nccl"
+        assert not part._context.inherited, "it was not taken"
+        assert part._backend._made is not group._backend._made
         group.split(None, -1)  # a rank that is in no part
         group.all_reduce(torch.ones(1000, device=CUDA)).synchronize()
         part.all_reduce(tensor).synchronize()
         assert tensor.unique().tolist() == [3.0]
-        made = part._ensemble._made
+        made = part._backend._made
         part.close()
-        until(lambda: made not in communicator._kept)
+        until(lambda: made not in communicator._open_communicators)
         group.all_reduce(torch.ones(1000, device=CUDA)).synchronize()  # the larger one outlives its part
 
     alone(program)
@@ -146,10 +146,10 @@ def test_a_communicator_is_split():
 def test_it_ends(how):
     def program(group):
         group.all_reduce(torch.ones(1000, device=CUDA)).wait()
-        made = group._ensemble._made
-        assert made.trouble() is None
+        made = group._backend._made
+        assert made.async_error() is None
         getattr(made, how)()
-        until(lambda: made not in communicator._kept)
+        until(lambda: made not in communicator._open_communicators)
         assert made._raw.comm == 0
         with pytest.raises(GroupAbortedError):
             made.enqueue(("allReduce", 0, 0, 0, BYTES, SUM))
@@ -160,6 +160,6 @@ def test_it_ends(how):
 def test_what_nccl_says_becomes_an_error_of_the_group():
     def program(group):
         with pytest.raises(GroupAbortedError, match=r"NCCL failed.*INVALID_ARGUMENT"):
-            group._ensemble._made.enqueue(("broadcast", 0, 0, 1, BYTES, 7))  # there is no rank 7
+            group._backend._made.enqueue(("broadcast", 0, 0, 1, BYTES, 7))  # there is no rank 7
 
     alone(program)

@@ -19,7 +19,7 @@ HANDLE = struct.Struct("<QQ48x")
 
 
 class PretendEvent:
-    """An event that crosses: whoever waits for it must come after the record that it means, which is the last one."""
+    """An event that shareable: whoever waits for it must come after the record that it means, which is the last one."""
 
     def __init__(self) -> None:
         self.records = 0
@@ -41,7 +41,7 @@ class TheirEvent:
 
 
 class PretendDriver:
-    """One rank's driver. ``crosses`` says whether tensors may be mapped by others, ``refuses`` is what mapping raises.
+    """One rank's driver. ``shareable`` says whether tensors may be mapped by others, ``refuses`` is what mapping raises.
 
     ``taken`` and ``mapped`` are what was not given back; ``maps`` and ``handles`` count what was made.
     """
@@ -49,8 +49,8 @@ class PretendDriver:
     events: ClassVar[dict[int, PretendEvent]] = {}
     lock = threading.Lock()
 
-    def __init__(self, *, crosses: bool = True, refuses: Exception | None = None) -> None:
-        self.crosses, self.refuses = crosses, refuses
+    def __init__(self, *, shareable: bool = True, refuses: Exception | None = None) -> None:
+        self.shareable, self.refuses = shareable, refuses
         self.taken: dict[int, Any] = {}
         self.mapped: dict[int, int] = {}
         self.maps = self.handles = 0
@@ -58,7 +58,7 @@ class PretendDriver:
 
     def allocation(self, address: int) -> Allocation:
         own = any(base <= address < base + len(room) for base, room in self.taken.items())
-        return Allocation(address, 1 << 40, self.numbers.get(address, 1), self.crosses or own)
+        return Allocation(address, 1 << 40, self.numbers.get(address, 1), self.shareable or own)
 
     def allocate(self, nbytes: int) -> int:
         room = (ctypes.c_char * nbytes)()

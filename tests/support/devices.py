@@ -24,7 +24,7 @@ from asyncdist.transport.device_streams import DeviceEvent, Streams
 from asyncdist_transports.staged import Staged
 
 
-class PretendMark:
+class PretendStreamEvent:
     """A place in a stream that is passed as soon as its device is not held."""
 
     def __init__(self, held: threading.Event, broken: Exception | None) -> None:
@@ -42,9 +42,9 @@ class PretendMark:
 
 
 class PretendStreams(Streams):
-    """The host as a device. ``log`` tells what was asked, as ("follow", "ours"), ("mark", "caller"), …
+    """The host as a device. ``log`` tells what was asked, as ("wait_event", "ours"), ("record_event", "caller"), …
 
-    `hold` makes marks from then on wait for `release`; ``broken`` is what they fail with.
+    `hold` makes events from then on wait for `release`; ``broken`` is what they fail with.
     """
 
     def __init__(self, uuid: str = "GPU-pretended") -> None:
@@ -78,33 +78,33 @@ class PretendStreams(Streams):
         finally:
             self._inside.depth -= 1
 
-    def beside(self) -> PretendStreams:
+    def with_new_stream(self) -> PretendStreams:
         return self
 
-    def ours(self) -> AbstractContextManager[object]:
+    def on_comm_stream(self) -> AbstractContextManager[object]:
         return self._within()
 
-    def mark(self) -> DeviceEvent:
-        self._note("mark")
-        return PretendMark(self._passing, self.broken)
+    def record_event(self) -> DeviceEvent:
+        self._note("record_event")
+        return PretendStreamEvent(self._passing, self.broken)
 
-    def follow(self, mark: DeviceEvent) -> None:
-        assert isinstance(mark, PretendMark)
-        self._note("follow")
+    def wait_event(self, event: DeviceEvent) -> None:
+        assert isinstance(event, PretendStreamEvent)
+        self._note("wait_event")
 
-    def behind(self, mark: DeviceEvent) -> AbstractContextManager[object]:
-        assert isinstance(mark, PretendMark)
-        self._note("behind")
+    def ordered_after(self, event: DeviceEvent) -> AbstractContextManager[object]:
+        assert isinstance(event, PretendStreamEvent)
+        self._note("ordered_after")
         return self._within()
 
-    def capturing(self) -> bool:
+    def is_capturing(self) -> bool:
         return self.captures
 
     def pinned(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(count, dtype=dtype)
 
-    def keep(self, tensor: torch.Tensor) -> None:
-        self._note("keep")
+    def record_stream(self, tensor: torch.Tensor) -> None:
+        self._note("record_stream")
 
     @property
     def handle(self) -> int:

@@ -44,7 +44,7 @@ def test_wait_and_synchronize_order_the_stream_and_return(held):
         assert work.wait()
         assert work.wait(datetime.timedelta(seconds=1))
         work.synchronize()
-        assert streams.asked("caller") == ["follow"] * 3
+        assert streams.asked("caller") == ["wait_event"] * 3
         assert not work.is_completed()
         assert not work.is_success()
         assert work.exception() is None
@@ -64,7 +64,7 @@ def test_a_future_is_complete_when_the_operation_is_queued_and_ordered_behind_it
         assert future is work.get_future()
         [found] = future.then(lambda done: [done.value()[0] * 3]).wait()
         assert torch.equal(found, torch.full((4,), 6.0))
-        assert ("behind", "caller") in streams.log
+        assert ("ordered_after", "caller") in streams.log
         assert not work.is_completed()
 
     held(program)
@@ -88,7 +88,7 @@ def test_several_as_one_are_waited_for_in_the_stream(held):
         work = Work(joined([group.all_reduce(tensor) for tensor in tensors]), tensors)
         streams.log.clear()
         assert work.wait()
-        assert streams.asked("caller") == ["follow"] * 2
+        assert streams.asked("caller") == ["wait_event"] * 2
         future = work.get_future()
         assert not future.done()
         streams.release()

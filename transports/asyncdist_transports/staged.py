@@ -22,35 +22,35 @@ from asyncdist.transport.device_streams import DeviceEvent, cuda_missing
 from asyncdist.transport.host_group import HostWork
 from asyncdist.transport.native import MemoryBlocks
 
-_UNDER_WAY = 3  # pieces at once: coming, with the others, going
-_KEPT_NBYTES = 64 << 20
+_PIPELINE_DEPTH = 3  # pieces at once: coming, with the others, going
+_MAX_POOL_NBYTES = 64 << 20
 
 
-class Pinned:
-    """Pinned memory for reuse. What is given back may still be read by copies in the queue, up to a mark."""
+class PinnedPool:
+    """PinnedPool memory for reuse. What is given back may still be read by copies in the queue, up to a event."""
 
-    def __init__(self, site: DeviceContext) -> None:
-        self._streams = site.streams
+    def __init__(self, context: DeviceContext) -> None:
+        self._streams = context.streams
         self._free: dict[tuple[int, torch.dtype], deque[tuple[torch.Tensor, DeviceEvent]]] = defaultdict(deque)
         self._nbytes = 0
 
-    def take(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+    def acquire(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         free = self._free[count, dtype]
         if not free:
             return self._streams.pinned(count, dtype)
-        tensor, mark = free.popleft()
+        tensor, event = free.popleft()
         self._nbytes -= tensor.nbytes
-        mark.synchronize()
+        event.synchronize()
         return tensor
 
-    def give(self, tensor: torch.Tensor, mark: DeviceEvent) -> None:
-        """Take back memory that is free when ``mark`` has been passed."""
-        if self._nbytes + tensor.nbytes > _KEPT_NBYTES:
-            mark.synchronize()
+    def release(self, tensor: torch.Tensor, event: DeviceEvent) -> None:
+        """Take back memory that is free when ``event`` has been passed."""
+        if self._nbytes + tensor.nbytes > _MAX_POOL_NBYTES:
+            event.synchronize()
             self._free.clear()
             self._nbytes = 0
         self._nbytes += tensor.nbytes
-        self._free[tensor.numel(), tensor.dtype].append((tensor, mark))
+        self._free[tensor.numel(), tensor.dtype].append((tensor, event))
 
 
 class Staged(DeviceCollectives):
@@ -59,22 +59,22 @@ class Staged(DeviceCollectives):
     name: ClassVar[str] = "staged"
     preference: ClassVar[int] = -1
 
-    def __init__(self, site: DeviceContext) -> None:
-        super().__init__(site)
-        self._pinned = Pinned(site)
-        self._piece_nbytes = site.host.mesh.config.device_piece_nbytes
+    def __init__(self, context: DeviceContext) -> None:
+        super().__init__(context)
+        self._pinned = PinnedPool(context)
+        self._piece_nbytes = context.host.mesh.config.device_piece_nbytes
 
     @classmethod
     def probe(cls) -> str | None:
         return cuda_missing()
 
-    def card(self) -> Mapping[str, Any]:
+    def capabilities(self) -> Mapping[str, Any]:
         return {}
 
-    def refusal(self, cards: Sequence[Mapping[str, Any]]) -> str | None:
+    def refusal(self, all_capabilities: Sequence[Mapping[str, Any]]) -> str | None:
         return None
 
-    def start(self, cards: Sequence[Mapping[str, Any]]) -> None:
+    def start(self, all_capabilities: Sequence[Mapping[str, Any]]) -> None:
         pass
 
     def abort(self) -> None:
@@ -85,38 +85,38 @@ class Staged(DeviceCollectives):
 
     # -- between device and host ---------------------------------------------------------------
 
-    def _down(self, tensor: torch.Tensor) -> tuple[torch.Tensor, DeviceEvent]:
-        """Copy a flat tensor into pinned memory; it is there when the mark has been passed."""
-        pinned = self._pinned.take(tensor.numel(), tensor.dtype)
+    def _copy_to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, DeviceEvent]:
+        """Copy a flat tensor into pinned memory; it is there when the event has been passed."""
+        pinned = self._pinned.acquire(tensor.numel(), tensor.dtype)
         pinned.copy_(tensor, non_blocking=True)
-        return pinned, self.site.streams.mark()
+        return pinned, self.context.streams.record_event()
 
-    def _up(self, pinned: torch.Tensor, tensor: torch.Tensor) -> None:
+    def _copy_to_device(self, pinned: torch.Tensor, tensor: torch.Tensor) -> None:
         """Copy pinned memory into a flat tensor, and give it back."""
         tensor.copy_(pinned, non_blocking=True)
-        self._pinned.give(pinned, self.site.streams.mark())
+        self._pinned.release(pinned, self.context.streams.record_event())
 
-    def _all_down(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _copy_all_to_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Copy flat tensors into pinned memory, and wait until they are there."""
-        copies = [self._down(tensor) for tensor in tensors]
-        for _, mark in copies:
-            mark.synchronize()
+        copies = [self._copy_to_host(tensor) for tensor in tensors]
+        for _, event in copies:
+            event.synchronize()
         return [pinned for pinned, _ in copies]
 
-    def _give(self, tensors: Sequence[torch.Tensor]) -> None:
-        mark = self.site.streams.mark()
+    def _release(self, tensors: Sequence[torch.Tensor]) -> None:
+        event = self.context.streams.record_event()
         for tensor in tensors:
-            self._pinned.give(tensor, mark)
+            self._pinned.release(tensor, event)
 
-    def _rooms(self, memories: Sequence[Memory]) -> list[torch.Tensor]:
-        return [self._pinned.take(memory.count, memory.dtype) for memory in memories]
+    def _buffers(self, memories: Sequence[Memory]) -> list[torch.Tensor]:
+        return [self._pinned.acquire(memory.count, memory.dtype) for memory in memories]
 
     def _run(self, start: Callable[..., HostWork], *args: Any) -> None:
         """Do a collective of the host group, here and now."""
-        start(*args, background=False, timeout=self.site.left).result()
+        start(*args, background=False, timeout=self.context.remaining).result()
 
-    def _in_pieces(
-        self, memory: Memory, start: Callable[..., HostWork], *args: Any, down: bool = True, up: bool = True
+    def _pipelined(
+        self, memory: Memory, start: Callable[..., HostWork], *args: Any, to_host: bool = True, to_device: bool = True
     ) -> None:
         """Do a collective that may be done to any part of a tensor, piece by piece, several under way at once.
 
@@ -125,95 +125,95 @@ class Staged(DeviceCollectives):
         pieces = memory.tensor.split(max(1, self._piece_nbytes // memory.itemsize))
         coming: deque[tuple[torch.Tensor, DeviceEvent | None]] = deque()
         with_others: deque[tuple[torch.Tensor, torch.Tensor, HostWork]] = deque()
-        for k in range(len(pieces) + _UNDER_WAY - 1):
+        for k in range(len(pieces) + _PIPELINE_DEPTH - 1):
             if k < len(pieces):
                 piece = pieces[k]
-                room = self._pinned.take(piece.numel(), piece.dtype) if not down else None
-                coming.append((room, None) if room is not None else self._down(piece))
+                buffer = self._pinned.acquire(piece.numel(), piece.dtype) if not to_host else None
+                coming.append((buffer, None) if buffer is not None else self._copy_to_host(piece))
             if k >= 1 and coming:
                 pinned, there = coming.popleft()
                 if there is not None:
                     there.synchronize()
-                with_others.append((pinned, pieces[k - 1], start(pinned, *args, timeout=self.site.left)))
+                with_others.append((pinned, pieces[k - 1], start(pinned, *args, timeout=self.context.remaining)))
             if k >= 2:
                 pinned, piece, work = with_others.popleft()
                 work.wait()
-                if up:
-                    self._up(pinned, piece)
+                if to_device:
+                    self._copy_to_device(pinned, piece)
                 else:
-                    self._give([pinned])
+                    self._release([pinned])
 
     # -- collectives ---------------------------------------------------------------------------
 
     def all_reduce(self, number: int, fingerprint: int, memories: Sequence[Memory], how: Arithmetic) -> Schedule:
         for memory in memories:
-            self._in_pieces(memory, self.site.host.all_reduce, how.op)
+            self._pipelined(memory, self.context.host.all_reduce, how.op)
         return nothing()
 
     def reduce(self, number: int, fingerprint: int, memory: Memory, root: int, how: Arithmetic) -> Schedule:
-        self._in_pieces(memory, self.site.host.reduce, root, how.op, up=self.site.rank == root)
+        self._pipelined(memory, self.context.host.reduce, root, how.op, to_device=self.context.rank == root)
         return nothing()
 
     def broadcast(self, number: int, fingerprint: int, memory: Memory, root: int) -> Schedule:
-        ours = self.site.rank == root
-        self._in_pieces(memory, self.site.host.broadcast, root, down=ours, up=not ours)
+        ours = self.context.rank == root
+        self._pipelined(memory, self.context.host.broadcast, root, to_host=ours, to_device=not ours)
         return nothing()
 
     def reduce_scatter(
         self, number: int, fingerprint: int, inputs: MemoryBlocks, own: Memory, how: Arithmetic
     ) -> Schedule:
-        read = self._all_down([inputs[rank].tensor for rank in range(self.site.size)])
-        [written] = self._rooms([own])
-        self._run(self.site.host.reduce_scatter, written, read, how.op)
-        self._give(read)
-        self._up(written, own.tensor)
+        read = self._copy_all_to_host([inputs[rank].tensor for rank in range(self.context.size)])
+        [written] = self._buffers([own])
+        self._run(self.context.host.reduce_scatter, written, read, how.op)
+        self._release(read)
+        self._copy_to_device(written, own.tensor)
         return nothing()
 
     def all_gather(self, number: int, fingerprint: int, rows: Sequence[tuple[MemoryBlocks, Memory]]) -> Schedule:
         for blocks, own in rows:
-            [read] = self._all_down([own.tensor])
-            into = [blocks[rank] for rank in range(self.site.size)]
-            written = self._rooms(into)
-            self._run(self.site.host.all_gather, written, read)
-            self._give([read])
+            [read] = self._copy_all_to_host([own.tensor])
+            into = [blocks[rank] for rank in range(self.context.size)]
+            written = self._buffers(into)
+            self._run(self.context.host.all_gather, written, read)
+            self._release([read])
             for pinned, block in zip(written, into, strict=True):
-                self._up(pinned, block.tensor)
+                self._copy_to_device(pinned, block.tensor)
         return nothing()
 
     def gather(self, number: int, fingerprint: int, own: Memory, blocks: MemoryBlocks, root: int) -> Schedule:
-        [read] = self._all_down([own.tensor])
-        into = [blocks[rank] for rank in range(self.site.size)] if self.site.rank == root else []
-        written = self._rooms(into)
-        self._run(self.site.host.gather, read, written or None, root)
-        self._give([read])
+        [read] = self._copy_all_to_host([own.tensor])
+        into = [blocks[rank] for rank in range(self.context.size)] if self.context.rank == root else []
+        written = self._buffers(into)
+        self._run(self.context.host.gather, read, written or None, root)
+        self._release([read])
         for rank, (pinned, block) in enumerate(zip(written, into, strict=True)):
             if rank != root:
-                self._up(pinned, block.tensor)
+                self._copy_to_device(pinned, block.tensor)
         return nothing()
 
     def scatter(self, number: int, fingerprint: int, own: Memory, blocks: MemoryBlocks, root: int) -> Schedule:
-        ours = self.site.rank == root
-        read = self._all_down([blocks[rank].tensor for rank in range(self.site.size)] if ours else [])
-        [written] = self._rooms([own])
-        self._run(self.site.host.scatter, written, read or None, root)
-        self._give(read)
+        ours = self.context.rank == root
+        read = self._copy_all_to_host([blocks[rank].tensor for rank in range(self.context.size)] if ours else [])
+        [written] = self._buffers([own])
+        self._run(self.context.host.scatter, written, read or None, root)
+        self._release(read)
         if not ours:
-            self._up(written, own.tensor)
+            self._copy_to_device(written, own.tensor)
         return nothing()
 
     def all_to_all(
         self, number: int, fingerprint: int, incoming: Sequence[Memory], outgoing: Sequence[Memory]
     ) -> Schedule:
-        read = self._all_down([memory.tensor for memory in outgoing])
-        written = self._rooms(incoming)
-        self._run(self.site.host.all_to_all, written, read)
-        self._give(read)
+        read = self._copy_all_to_host([memory.tensor for memory in outgoing])
+        written = self._buffers(incoming)
+        self._run(self.context.host.all_to_all, written, read)
+        self._release(read)
         for pinned, memory in zip(written, incoming, strict=True):
-            self._up(pinned, memory.tensor)
+            self._copy_to_device(pinned, memory.tensor)
         return nothing()
 
     def barrier(self, number: int, fingerprint: int) -> Schedule:
         """End when every member has come, and so has the device: what it had to do before is done."""
-        self.site.streams.mark().synchronize()
-        self.site.meet()
+        self.context.streams.record_event().synchronize()
+        self.context.barrier()
         return nothing()

@@ -81,8 +81,8 @@ def _open(
             group = stack.enter_context(_world(name, backend, plan, rank, folder))
             on: Any = group.on(device)
             on.all_reduce(torch.zeros(1, device=device)).synchronize()
-            if name not in ("asyncdist", on.way):
-                raise TransportUnavailableError(f"the ranks took {on.way} instead")
+            if name not in ("asyncdist", on.backend):
+                raise TransportUnavailableError(f"the ranks took {on.backend} instead")
         except (GroupError, TransportUnavailableError) as error:
             absent[name] = str(error)
         else:

@@ -2,8 +2,8 @@
 
 driver      what is asked of CUDA beside torch: allocations, handles, events that cross
 handles     whose allocation is mapped where
-ensemble    the collectives, between two meetings on the host
-courier     the messages, each between two letters on the host
+backend    the collectives, between two meetings on the host
+courier     the messages, each between two control_group on the host
 leaving     how mapped memory is let go of
 """
 

@@ -2,11 +2,11 @@
 
 Every collective has the same two meetings on the host, with the device's work between them:
 
-    ready     each rank marks its stream, and shows the others where its tensors lie; each stream then waits for the
-              marks of all, and may read and write what was shown
-    done      each rank marks its stream again; each stream waits for the marks of all, and nobody uses our tensors now
+    ready     each rank events its stream, and shows the others where its tensors lie; each stream then waits for the
+              events of all, and may read and write what was shown
+    done      each rank events its stream again; each stream waits for the events of all, and nobody uses our tensors now
 
-The marks are events that cross between processes, one for each of the two: one is recorded again only when all streams
+The events are events that cross between processes, one for each of the two: one is recorded again only when all streams
 wait for what was recorded before, as the meeting between says. What is small goes through pinned memory of the host
 instead: where ranks share one device, it would have to change from process to process twice.
 """
@@ -28,14 +28,14 @@ from asyncdist.transport.device_collectives import DeviceCollectives, DeviceCont
 from asyncdist.transport.device_p2p import DeviceP2P
 from asyncdist.transport.native import MemoryBlocks
 from asyncdist_transports.cuda_ipc.driver import Driver
-from asyncdist_transports.cuda_ipc.handles import SHOWN_NBYTES, Exports, Imports, Shown
+from asyncdist_transports.cuda_ipc.handles import EXPORTED_NBYTES, ExportedMemory, Exports, Imports
 from asyncdist_transports.cuda_ipc.p2p import CudaIpcP2P
-from asyncdist_transports.cuda_ipc.release import leave, quiet
+from asyncdist_transports.cuda_ipc.release import release_all, wait_until_idle
 from asyncdist_transports.staged import Staged
 
 _SMALL_NBYTES = 64 << 10
 _HEAD = struct.Struct("<Q")  # the fingerprint of the call
-_BEACON_NBYTES = 512
+_PROBE_NBYTES = 512
 _COMPARED_ON_HOST = (torch.uint16, torch.uint32, torch.uint64)  # torch has no kernels for their minima and maxima
 
 Views = dict[int, list[torch.Tensor]]
@@ -49,16 +49,16 @@ class CudaIpc(DeviceCollectives):
     preference: ClassVar[int] = 30
     make_driver: ClassVar[Callable[[torch.device], Driver]] = Driver
 
-    def __init__(self, site: DeviceContext) -> None:
-        super().__init__(site)
-        self._driver = type(self).make_driver(site.streams.device)
+    def __init__(self, context: DeviceContext) -> None:
+        super().__init__(context)
+        self._driver = type(self).make_driver(context.streams.device)
         self._exports = Exports(self._driver)
-        self._imports = Imports(self._driver, lambda: quiet(site.streams))
+        self._imports = Imports(self._driver, lambda: wait_until_idle(context.streams))
         self._ready, self._ready_handle = self._driver.event()
         self._done, self._done_handle = self._driver.event()
-        self._theirs: dict[int, tuple[Any, Any]] = {}  # the events of the others
-        self._beacon = self._driver.allocate(_BEACON_NBYTES)
-        self._staged = Staged(site)
+        self._peer_events: dict[int, tuple[Any, Any]] = {}  # the events of the others
+        self._probe_memory = self._driver.allocate(_PROBE_NBYTES)
+        self._staged = Staged(context)
         self._closed = False
 
     @classmethod
@@ -66,42 +66,45 @@ class CudaIpc(DeviceCollectives):
         return Driver.missing()
 
     @classmethod
-    def courier(cls, site: DeviceContext) -> DeviceP2P:
-        return CudaIpcP2P(site, cls.make_driver(site.streams.device))
+    def make_p2p(cls, context: DeviceContext) -> DeviceP2P:
+        return CudaIpcP2P(context, cls.make_driver(context.streams.device))
 
     # -- coming together -----------------------------------------------------------------------
 
-    def card(self) -> Mapping[str, Any]:
-        beacon = self._driver.bytes_at(self._beacon, _BEACON_NBYTES)
-        beacon.copy_(torch.randint(256, (_BEACON_NBYTES,), dtype=torch.uint8))
-        _, shown = self._exports.show(beacon, 0)
+    def capabilities(self) -> Mapping[str, Any]:
+        beacon = self._driver.bytes_at(self._probe_memory, _PROBE_NBYTES)
+        beacon.copy_(torch.randint(256, (_PROBE_NBYTES,), dtype=torch.uint8))
+        _, shown = self._exports.export(beacon, 0)
         return {
-            "machine": self.site.machine,
-            "device": self.site.streams.uuid,
+            "machine": self.context.machine,
+            "device": self.context.streams.uuid,
             "ready": self._ready_handle,
             "done": self._done_handle,
             "beacon": shown.pack(),
             "shines": bytes(beacon.cpu().numpy()),
         }
 
-    def refusal(self, cards: Sequence[Mapping[str, Any]]) -> str | None:
-        for rank, card in enumerate(cards):
-            if card["machine"] != cards[0]["machine"]:
+    def refusal(self, all_capabilities: Sequence[Mapping[str, Any]]) -> str | None:
+        for rank, capabilities in enumerate(all_capabilities):
+            if capabilities["machine"] != all_capabilities[0]["machine"]:
                 return f"rank {rank} is on another host than rank 0"
         return None
 
-    def start(self, cards: Sequence[Mapping[str, Any]]) -> None:
-        for rank in self.site.others:
-            card = cards[rank]
+    def start(self, all_capabilities: Sequence[Mapping[str, Any]]) -> None:
+        for rank in self.context.others:
+            capabilities = all_capabilities[rank]
             try:
-                self._theirs[rank] = self._driver.event_of(card["ready"]), self._driver.event_of(card["done"])
-                seen = self._imports.see(rank, Shown.unpack(card["beacon"]))
-                shines = bytes(seen.cpu().numpy()) == card["shines"]
+                self._peer_events[rank] = (
+                    self._driver.event_of(capabilities["ready"]),
+                    self._driver.event_of(capabilities["done"]),
+                )
+                seen = self._imports.open(rank, ExportedMemory.unpack(capabilities["beacon"]))
+                probe_bytes = bytes(seen.cpu().numpy()) == capabilities["shines"]
             except RuntimeError as cause:
                 raise TransportUnavailableError(
                     f"the memory of rank {rank}'s device cannot be mapped: {cause}"
                 ) from cause
-            if not shines:
+            if not probe_bytes:
                 raise TransportUnavailableError(f"what is mapped of rank {rank}'s device is not its memory")
 
     def abort(self) -> None:
@@ -111,41 +114,41 @@ class CudaIpc(DeviceCollectives):
         if not self._closed:
             self._closed = True
             events = (self._ready, self._done)
-            leave(self.site.streams, self._driver, self._imports, self._exports, self._beacon, events)
+            release_all(self.context.streams, self._driver, self._imports, self._exports, self._probe_memory, events)
 
     # -- the two meetings ----------------------------------------------------------------------
 
-    def _show(self, fingerprint: int, tensors: Sequence[torch.Tensor]) -> Views:
+    def _exchange_views(self, fingerprint: int, tensors: Sequence[torch.Tensor]) -> Views:
         """Meet the others ready to work; return what all show, by rank. Each shows equally many tensors."""
-        shown = [self._exports.show(tensor, place) for place, tensor in enumerate(tensors)]
+        shown = [self._exports.export(tensor, place) for place, tensor in enumerate(tensors)]
         self._ready.record()
         payload = _HEAD.pack(fingerprint) + b"".join(where.pack() for _, where in shown)
-        everybodys = self.site.exchange(payload)
-        views = {self.site.rank: [tensor for tensor, _ in shown]}
-        for rank in self.site.others:
+        everybodys = self.context.all_gather_bytes(payload)
+        views = {self.context.rank: [tensor for tensor, _ in shown]}
+        for rank in self.context.others:
             (theirs,) = _HEAD.unpack_from(everybodys[rank])
             if theirs != fingerprint:
-                raise self.site.differs(rank, fingerprint, theirs)
-            self._theirs[rank][0].wait()
+                raise self.context.mismatch_error(rank, fingerprint, theirs)
+            self._peer_events[rank][0].wait()
             views[rank] = [self._view(rank, where, tensors[0].dtype) for where in _split(everybodys[rank])]
         return views
 
-    def _view(self, rank: int, where: Shown, dtype: torch.dtype) -> torch.Tensor:
+    def _view(self, rank: int, where: ExportedMemory, dtype: torch.dtype) -> torch.Tensor:
         if not where.nbytes:
-            return torch.empty(0, dtype=dtype, device=self.site.streams.device)
-        return self._imports.see(rank, where).view(dtype)
+            return torch.empty(0, dtype=dtype, device=self.context.streams.device)
+        return self._imports.open(rank, where).view(dtype)
 
-    def _part(self) -> None:
+    def _finish(self) -> None:
         """Meet the others when all that we had to do is in our queue; what comes next there waits for theirs."""
         self._done.record()
-        self.site.meet()
-        for _, done in self._theirs.values():
+        self.context.barrier()
+        for _, done in self._peer_events.values():
             done.wait()
 
-    def _part_with(self, views: Views, tensors: Sequence[torch.Tensor]) -> None:
+    def _finish_with_copies(self, views: Views, tensors: Sequence[torch.Tensor]) -> None:
         """Part, and take back what others have written where we had shown copies."""
-        self._part()
-        for shown, tensor in zip(views[self.site.rank], tensors, strict=True):
+        self._finish()
+        for shown, tensor in zip(views[self.context.rank], tensors, strict=True):
             if shown is not tensor:
                 tensor.copy_(shown)
 
@@ -153,42 +156,42 @@ class CudaIpc(DeviceCollectives):
 
     def all_reduce(self, number: int, fingerprint: int, memories: Sequence[Memory], how: Arithmetic) -> Schedule:
         """Each rank reduces its block of everybody's tensor, and writes the result into all of them."""
-        if self._by_host(sum(memory.nbytes for memory in memories), how, memories[0].dtype):
+        if self._prefers_host(sum(memory.nbytes for memory in memories), how, memories[0].dtype):
             return self._staged.all_reduce(number, fingerprint, memories, how)
         tensors = [memory.tensor for memory in memories]
-        views = self._show(fingerprint, tensors)
+        views = self._exchange_views(fingerprint, tensors)
         for place in range(len(memories)):
-            parts = {rank: TensorBlocks.split(Memory(views[rank][place]), self.site.size) for rank in views}
-            blocks = {rank: parts[rank][self.site.rank].tensor for rank in parts}
-            own = blocks[self.site.rank]
-            self._reduce(how, own, [blocks[rank] for rank in self.site.others], own)
-            for rank in self.site.others:
+            parts = {rank: TensorBlocks.split(Memory(views[rank][place]), self.context.size) for rank in views}
+            blocks = {rank: parts[rank][self.context.rank].tensor for rank in parts}
+            own = blocks[self.context.rank]
+            self._reduce(how, own, [blocks[rank] for rank in self.context.others], own)
+            for rank in self.context.others:
                 blocks[rank].copy_(own)
-        self._part_with(views, tensors)
+        self._finish_with_copies(views, tensors)
         return nothing()
 
     def reduce(self, number: int, fingerprint: int, memory: Memory, root: int, how: Arithmetic) -> Schedule:
-        if self._by_host(memory.nbytes, how, memory.dtype):
+        if self._prefers_host(memory.nbytes, how, memory.dtype):
             return self._staged.reduce(number, fingerprint, memory, root, how)
-        views = self._show(fingerprint, [memory.tensor])
-        if self.site.rank == root:
-            self._reduce(how, memory.tensor, [views[rank][0] for rank in self.site.others], memory.tensor)
-        self._part()
+        views = self._exchange_views(fingerprint, [memory.tensor])
+        if self.context.rank == root:
+            self._reduce(how, memory.tensor, [views[rank][0] for rank in self.context.others], memory.tensor)
+        self._finish()
         return nothing()
 
     def reduce_scatter(
         self, number: int, fingerprint: int, inputs: MemoryBlocks, own: Memory, how: Arithmetic
     ) -> Schedule:
-        blocks = [inputs[rank] for rank in range(self.site.size)]
-        if self._by_host(sum(block.nbytes for block in blocks), how, own.dtype):
+        blocks = [inputs[rank] for rank in range(self.context.size)]
+        if self._prefers_host(sum(block.nbytes for block in blocks), how, own.dtype):
             return self._staged.reduce_scatter(number, fingerprint, inputs, own, how)
-        views = self._show(fingerprint, [block.tensor for block in blocks])
-        us = self.site.rank
-        self._reduce(how, blocks[us].tensor, [views[rank][us] for rank in self.site.others], own.tensor)
-        self._part()
+        views = self._exchange_views(fingerprint, [block.tensor for block in blocks])
+        us = self.context.rank
+        self._reduce(how, blocks[us].tensor, [views[rank][us] for rank in self.context.others], own.tensor)
+        self._finish()
         return nothing()
 
-    def _by_host(self, nbytes: int, how: Arithmetic | None = None, dtype: torch.dtype | None = None) -> bool:
+    def _prefers_host(self, nbytes: int, how: Arithmetic | None = None, dtype: torch.dtype | None = None) -> bool:
         """Return whether a call had better go through the host: by what is the same on all ranks."""
         compared = how is not None and how.op in (ReduceOp.MIN, ReduceOp.MAX)
         return nbytes <= _SMALL_NBYTES or (compared and dtype in _COMPARED_ON_HOST)
@@ -203,71 +206,74 @@ class CudaIpc(DeviceCollectives):
     # -- moving --------------------------------------------------------------------------------
 
     def broadcast(self, number: int, fingerprint: int, memory: Memory, root: int) -> Schedule:
-        if self._by_host(memory.nbytes):
+        if self._prefers_host(memory.nbytes):
             return self._staged.broadcast(number, fingerprint, memory, root)
-        ours = self.site.rank == root
-        views = self._show(fingerprint, [memory.tensor if ours else memory.tensor[:0]])
+        ours = self.context.rank == root
+        views = self._exchange_views(fingerprint, [memory.tensor if ours else memory.tensor[:0]])
         if not ours:
             memory.tensor.copy_(views[root][0])
-        self._part()
+        self._finish()
         return nothing()
 
     def all_gather(self, number: int, fingerprint: int, rows: Sequence[tuple[MemoryBlocks, Memory]]) -> Schedule:
-        ranks = range(self.site.size)
-        if self._by_host(sum(blocks[rank].nbytes for blocks, _ in rows for rank in ranks)):
+        ranks = range(self.context.size)
+        if self._prefers_host(sum(blocks[rank].nbytes for blocks, _ in rows for rank in ranks)):
             return self._staged.all_gather(number, fingerprint, rows)
-        views = self._show(fingerprint, [own.tensor for _, own in rows])
+        views = self._exchange_views(fingerprint, [own.tensor for _, own in rows])
         for place, (blocks, own) in enumerate(rows):
-            room = blocks[self.site.rank].tensor
+            room = blocks[self.context.rank].tensor
             if room.data_ptr() != own.tensor.data_ptr():
                 room.copy_(own.tensor)
-            for rank in self.site.others:
+            for rank in self.context.others:
                 blocks[rank].tensor.copy_(views[rank][place])
-        self._part()
+        self._finish()
         return nothing()
 
     def gather(self, number: int, fingerprint: int, own: Memory, blocks: MemoryBlocks, root: int) -> Schedule:
-        if self._by_host(own.nbytes):
+        if self._prefers_host(own.nbytes):
             return self._staged.gather(number, fingerprint, own, blocks, root)
-        views = self._show(fingerprint, [own.tensor])
-        if self.site.rank == root:
-            for rank in self.site.others:
+        views = self._exchange_views(fingerprint, [own.tensor])
+        if self.context.rank == root:
+            for rank in self.context.others:
                 blocks[rank].tensor.copy_(views[rank][0])
-        self._part()
+        self._finish()
         return nothing()
 
     def scatter(self, number: int, fingerprint: int, own: Memory, blocks: MemoryBlocks, root: int) -> Schedule:
-        if self._by_host(own.nbytes):
+        if self._prefers_host(own.nbytes):
             return self._staged.scatter(number, fingerprint, own, blocks, root)
-        ours = self.site.rank == root
-        shown = [blocks[rank].tensor if ours else own.tensor[:0] for rank in range(self.site.size)]
-        views = self._show(fingerprint, shown)
+        ours = self.context.rank == root
+        shown = [blocks[rank].tensor if ours else own.tensor[:0] for rank in range(self.context.size)]
+        views = self._exchange_views(fingerprint, shown)
         if not ours:
-            own.tensor.copy_(views[root][self.site.rank])
-        self._part()
+            own.tensor.copy_(views[root][self.context.rank])
+        self._finish()
         return nothing()
 
     def all_to_all(
         self, number: int, fingerprint: int, incoming: Sequence[Memory], outgoing: Sequence[Memory]
     ) -> Schedule:
         """Sizes are known to pairs alone, so this never goes through the host."""
-        views = self._show(fingerprint, [memory.tensor for memory in outgoing])
-        for rank in self.site.others:
-            sent, room = views[rank][self.site.rank], incoming[rank].tensor
+        views = self._exchange_views(fingerprint, [memory.tensor for memory in outgoing])
+        for rank in self.context.others:
+            sent, room = views[rank][self.context.rank], incoming[rank].tensor
             if sent.numel() != room.numel():
-                peer = self.site.host.ranks[rank]
+                peer = self.context.host.ranks[rank]
                 raise MismatchError(peer, f"rank {peer} sent {sent.nbytes} bytes where {room.nbytes} were expected")
             room.copy_(sent)
-        incoming[self.site.rank].tensor.copy_(outgoing[self.site.rank].tensor)
-        self._part()
+        incoming[self.context.rank].tensor.copy_(outgoing[self.context.rank].tensor)
+        self._finish()
         return nothing()
 
     def barrier(self, number: int, fingerprint: int) -> Schedule:
         """End when every rank has come, and every device has done what stood in its queue before."""
-        self._show(fingerprint, ())
-        self._part()
+        self._exchange_views(fingerprint, ())
+        self._finish()
         return nothing()
 
 
-def _split(payload: bytes) -> list[Shown]:
-    return [Shown.unpack(payload[at : at + SHOWN_NBYTES]) for at in range(_HEAD.size, len(payload), SHOWN_NBYTES)]
+def _split(payload: bytes) -> list[ExportedMemory]:
+    return [
+        ExportedMemory.unpack(payload[at : at + EXPORTED_NBYTES])
+        for at in range(_HEAD.size, len(payload), EXPORTED_NBYTES)
+    ]

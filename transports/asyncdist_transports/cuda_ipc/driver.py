@@ -27,7 +27,7 @@ class Allocation(NamedTuple):
     base: int
     nbytes: int
     number: int
-    crosses: bool  # whether another process may map it
+    shareable: bool  # whether another process may map it
 
 
 class _Array:
@@ -76,12 +76,12 @@ class Driver:
     def allocation(self, address: int) -> Allocation:
         """Return the allocation that holds an address of ours."""
         base, nbytes = ctypes.c_uint64(), ctypes.c_size_t()
-        number, crosses = ctypes.c_uint64(), ctypes.c_int()
+        number, shareable = ctypes.c_uint64(), ctypes.c_int()
         place = ctypes.c_uint64(address)
         self._check(self._libcuda.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(nbytes), place))
         self._check(self._libcuda.cuPointerGetAttribute(ctypes.byref(number), _BUFFER_ID, place))
-        self._check(self._libcuda.cuPointerGetAttribute(ctypes.byref(crosses), _LEGACY_IPC_CAPABLE, place))
-        return Allocation(base.value, nbytes.value, number.value, bool(crosses.value))
+        self._check(self._libcuda.cuPointerGetAttribute(ctypes.byref(shareable), _LEGACY_IPC_CAPABLE, place))
+        return Allocation(base.value, nbytes.value, number.value, bool(shareable.value))
 
     def _check(self, status: int) -> None:
         if status:
@@ -120,7 +120,7 @@ class Driver:
             self._runtime.ipcCloseMemHandle(address)
 
     def event(self) -> tuple[Event, bytes]:
-        """Return an event that crosses, and its handle."""
+        """Return an event that shareable, and its handle."""
         with torch.cuda.device(self._device):
             event = torch.cuda.Event(interprocess=True)
             return event, bytes(event.ipc_handle())

@@ -1,12 +1,12 @@
-"""Messages of ranks that map one another's memory of the device: who receives copies from where the data lies.
+"""Messages of ranks that map one another's memory of the device: who receives copies from where the data location.
 
     sender                                                  receiver
-    marks its stream, offers: where the data lies     ──>   has its stream wait for that mark, and copies
-    has its stream wait for their mark: it is over    <──   marks its stream, answers: it is over
+    events its stream, offers: where the data location     ──>   has its stream wait for that event, and copies
+    has its stream wait for their event: it is over    <──   events its stream, answers: it is over
 
-The marks are events that cross between processes. Each is for one peer, and is recorded again only when that peer is known
+The events are events that cross between processes. Each is for one peer, and is recorded again only when that peer is known
 to wait for what was recorded before: who offers knows it by the answer, who answers by a later offer, which names the
-messages whose answers have been heard. The answer is the last word: a letter behind it would miss a peer that has left.
+messages whose answers have been acknowledged. The answer is the last word: a message behind it would miss a peer that has left.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ from typing import Any, ClassVar
 import torch
 
 from asyncdist.transport.device_collectives import DeviceContext
-from asyncdist.transport.device_p2p import CONTENT_NBYTES, ControlChannel, Conversation, DeviceP2P, TransferRefused
+from asyncdist.transport.device_p2p import MAX_PAYLOAD_NBYTES, ControlChannel, DeviceP2P, Transfer, TransferRefused
 from asyncdist.transport.device_streams import DeviceEvent
 from asyncdist_transports.cuda_ipc.driver import HANDLE_NBYTES, Driver
-from asyncdist_transports.cuda_ipc.handles import SHOWN_NBYTES, Exports, Imports, Shown
-from asyncdist_transports.cuda_ipc.release import leave, quiet
+from asyncdist_transports.cuda_ipc.handles import EXPORTED_NBYTES, ExportedMemory, Exports, Imports
+from asyncdist_transports.cuda_ipc.release import release_all, wait_until_idle
 
-_BEACON_NBYTES = 16
-_OFFER = struct.Struct(f"<16s{SHOWN_NBYTES}s{_BEACON_NBYTES}s{SHOWN_NBYTES}s{HANDLE_NBYTES}s")
-_HEARD = struct.Struct("<I")
-_MOST_HEARD = (CONTENT_NBYTES - _OFFER.size) // _HEARD.size
+_PROBE_NBYTES = 16
+_OFFER = struct.Struct(f"<16s{EXPORTED_NBYTES}s{_PROBE_NBYTES}s{EXPORTED_NBYTES}s{HANDLE_NBYTES}s")
+_ACKNOWLEDGED = struct.Struct("<I")
+_MAX_ACKNOWLEDGED = (MAX_PAYLOAD_NBYTES - _OFFER.size) // _ACKNOWLEDGED.size
 
 Event = tuple[Any, bytes]
-"""An event of ours that crosses, and its handle."""
+"""An event of own that shareable, and its handle."""
 
 
-class Events:
-    """Events by which streams of two processes are ordered: ours that are free, by peer, and those of others."""
+class EventPool:
+    """EventPool by which streams of two processes are ordered: own that are free, by peer, and those of others."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._free: dict[int, list[Event]] = defaultdict(list)
         self._made: list[Event] = []
-        self._theirs: dict[tuple[int, bytes], Any] = {}
+        self._peer_events: dict[tuple[int, bytes], Any] = {}
 
-    def take(self, peer: int) -> Event:
+    def acquire(self, peer: int) -> Event:
         """Return an event for which nothing of a peer's waits that it has not been told to."""
         free = self._free[peer]
         if free:
@@ -53,15 +53,15 @@ class Events:
         self._made.append(made := self._driver.event())
         return made
 
-    def give(self, peer: int, event: Event) -> None:
+    def release(self, peer: int, event: Event) -> None:
         """Take back an event that the peer's stream waits for by now."""
         self._free[peer].append(event)
 
     def of(self, peer: int, handle: bytes) -> Any:
         """Return a peer's event."""
-        found = self._theirs.get((peer, handle))
+        found = self._peer_events.get((peer, handle))
         if found is None:
-            found = self._theirs[peer, handle] = self._driver.event_of(handle)
+            found = self._peer_events[peer, handle] = self._driver.event_of(handle)
         return found
 
     @property
@@ -74,83 +74,89 @@ class CudaIpcP2P(DeviceP2P):
 
     name: ClassVar[str] = "cuda_ipc"
 
-    def __init__(self, site: DeviceContext, driver: Driver) -> None:
-        self._site, self._driver = site, driver
+    def __init__(self, context: DeviceContext, driver: Driver) -> None:
+        self._context, self._driver = context, driver
         self._exports = Exports(driver)
-        self._imports = Imports(driver, lambda: quiet(site.streams))
-        self._events = Events(driver)
-        self._machine = hashlib.blake2b(site.machine.encode(), digest_size=16).digest()
-        self._beacon = driver.allocate(_BEACON_NBYTES)
-        self._shines = os.urandom(_BEACON_NBYTES)
-        lit = driver.bytes_at(self._beacon, _BEACON_NBYTES)
-        self._aside = site.streams.beside()  # for what must not wait for messages
-        with self._aside.ours():
-            lit.copy_(torch.frombuffer(bytearray(self._shines), dtype=torch.uint8))  # and waits until it is there
-        self._lies = self._exports.show(lit, 0)[1].pack()
-        self._seen: set[int] = set()  # ranks whose memory is theirs, as far as we map it
-        self._rooms: list[int] = []  # places of what is shown by a copy that are free
-        self._further = itertools.count(1)
+        self._imports = Imports(driver, lambda: wait_until_idle(context.streams))
+        self._events = EventPool(driver)
+        self._machine = hashlib.blake2b(context.machine.encode(), digest_size=16).digest()
+        self._probe_memory = driver.allocate(_PROBE_NBYTES)
+        self._probe_bytes = os.urandom(_PROBE_NBYTES)
+        probe = driver.bytes_at(self._probe_memory, _PROBE_NBYTES)
+        self._probe_streams = context.streams.with_new_stream()  # for what must not wait for messages
+        with self._probe_streams.on_comm_stream():
+            probe.copy_(
+                torch.frombuffer(bytearray(self._probe_bytes), dtype=torch.uint8)
+            )  # and waits until it is there
+        self._probe_location = self._exports.export(probe, 0)[1].pack()
+        self._verified_peers: set[int] = set()  # ranks whose memory is offered, as far as we map it
+        self._free_slots: list[int] = []  # places of what is shown by a copy that are free
+        self._new_slots = itertools.count(1)
         # By peer and its message: for all we know, not waited for yet.
         self._answered: dict[tuple[int, int], Event] = {}
-        self._heard: dict[int, list[int]] = defaultdict(list)  # by peer: our messages whose answers it is to be told of
+        self._acknowledged: dict[int, list[int]] = defaultdict(
+            list
+        )  # by peer: our messages whose answers it is to be told of
 
-    def send(self, data: torch.Tensor, talk: ControlChannel, before: DeviceEvent) -> Conversation[DeviceEvent]:
-        streams = self._site.streams
-        streams.follow(before)
-        room = self._rooms.pop() if self._rooms else next(self._further)
-        ours = self._events.take(talk.peer)
+    def send(self, data: torch.Tensor, channel: ControlChannel, before: DeviceEvent) -> Transfer[DeviceEvent]:
+        streams = self._context.streams
+        streams.wait_event(before)
+        slot = self._free_slots.pop() if self._free_slots else next(self._new_slots)
+        own = self._events.acquire(channel.peer)
         try:
-            _, lies = self._exports.show(data, room)
-            ours[0].record()
-            offer = _OFFER.pack(self._machine, self._lies, self._shines, lies.pack(), ours[1])
-            heard = self._heard[talk.peer]
-            talk.say(self.name, offer + b"".join(map(_HEARD.pack, heard[:_MOST_HEARD])))
-            del heard[:_MOST_HEARD]
-            answer = yield from talk.hear()
+            _, location = self._exports.export(data, slot)
+            own[0].record()
+            offer = _OFFER.pack(self._machine, self._probe_location, self._probe_bytes, location.pack(), own[1])
+            acknowledged = self._acknowledged[channel.peer]
+            channel.send(self.name, offer + b"".join(map(_ACKNOWLEDGED.pack, acknowledged[:_MAX_ACKNOWLEDGED])))
+            del acknowledged[:_MAX_ACKNOWLEDGED]
+            answer = yield from channel.recv()
             # Not after a refusal: then nobody has waited for what it was recorded for.
-            self._events.give(talk.peer, ours)
-            self._events.of(talk.peer, answer.content).wait()
-            heard.append(talk.number)
-            return streams.mark()
+            self._events.release(channel.peer, own)
+            self._events.of(channel.peer, answer.payload).wait()
+            acknowledged.append(channel.number)
+            return streams.record_event()
         finally:
-            self._rooms.append(room)
+            self._free_slots.append(slot)
 
     def receive(
-        self, data: torch.Tensor, talk: ControlChannel, offer: bytes, before: DeviceEvent
-    ) -> Conversation[DeviceEvent]:
-        streams, peer = self._site.streams, talk.peer
-        machine, beacon, shines, lies, handle = _OFFER.unpack_from(offer)
+        self, data: torch.Tensor, channel: ControlChannel, offer: bytes, before: DeviceEvent
+    ) -> Transfer[DeviceEvent]:
+        streams, peer = self._context.streams, channel.peer
+        machine, beacon, probe_bytes, location, handle = _OFFER.unpack_from(offer)
         if machine != self._machine:
             raise TransferRefused("it is on another host")
         try:
-            self._look_at(peer, Shown.unpack(beacon), shines)
-            sent = self._imports.see(peer, Shown.unpack(lies))
-            theirs = self._events.of(peer, handle)
+            self._verify_mapping(peer, ExportedMemory.unpack(beacon), probe_bytes)
+            sent = self._imports.open(peer, ExportedMemory.unpack(location))
+            offered = self._events.of(peer, handle)
         except RuntimeError as cause:
             raise TransferRefused(f"its device's memory cannot be mapped: {cause}") from cause
-        for (number,) in _HEARD.iter_unpack(offer[_OFFER.size :]):
-            self._events.give(peer, self._answered.pop((peer, number)))
-        streams.follow(before)
-        theirs.wait()
+        for (number,) in _ACKNOWLEDGED.iter_unpack(offer[_OFFER.size :]):
+            self._events.release(peer, self._answered.pop((peer, number)))
+        streams.wait_event(before)
+        offered.wait()
         data.copy_(sent)
-        event, ours = self._answered[peer, talk.number] = self._events.take(peer)
-        event.record()
-        mark = streams.mark()
-        yield talk.say(content=ours)
-        return mark
+        answer, handle = self._answered[peer, channel.number] = self._events.acquire(peer)
+        answer.record()
+        event = streams.record_event()
+        yield channel.send(payload=handle)
+        return event
 
-    def _look_at(self, peer: int, beacon: Shown, shines: bytes) -> None:
+    def _verify_mapping(self, peer: int, beacon: ExportedMemory, probe_bytes: bytes) -> None:
         """See, once, that what we map of a rank's is its memory."""
-        if peer in self._seen:
+        if peer in self._verified_peers:
             return
-        with self._aside.ours():
-            seen = bytes(self._imports.see(peer, beacon).cpu().numpy())
-        if seen != shines:
+        with self._probe_streams.on_comm_stream():
+            seen = bytes(self._imports.open(peer, beacon).cpu().numpy())
+        if seen != probe_bytes:
             raise TransferRefused("what is mapped of its device is not its memory")
-        self._seen.add(peer)
+        self._verified_peers.add(peer)
 
     def abort(self) -> None:
         """Nothing to end: what stands in our stream waits for no call that was not made."""
 
     def close(self) -> None:
-        leave(self._site.streams, self._driver, self._imports, self._exports, self._beacon, self._events.all)
+        release_all(
+            self._context.streams, self._driver, self._imports, self._exports, self._probe_memory, self._events.all
+        )

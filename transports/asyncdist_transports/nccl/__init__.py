@@ -3,7 +3,7 @@
 bindings       NCCL by way of cupy: unique ids, communicators, numbers for types and operations
 communicator   one rank's communicator: made, used and ended
 memory         memory as its calls take it
-ensemble       the collectives
+backend       the collectives
 courier        the messages: a communicator for each two ranks that have any
 """
 

@@ -125,6 +125,6 @@ def load() -> Bindings:
     return Bindings(nccl)
 
 
-def written(version: int) -> str:
+def version_text(version: int) -> str:
     """Write a version of NCCL, as 22907, the usual way."""
     return f"{version // 10000}.{version // 100 % 100}.{version % 100}"

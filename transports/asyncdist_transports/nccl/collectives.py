@@ -23,16 +23,16 @@ from asyncdist.memory.buffers import Memory
 from asyncdist.memory.reduce_kernels import Arithmetic, arithmetic, divide
 from asyncdist.transport.device_collectives import DeviceCollectives, DeviceContext, nothing
 from asyncdist.transport.device_p2p import DeviceP2P
-from asyncdist.transport.device_streams import passed_within
+from asyncdist.transport.device_streams import completes_within
 from asyncdist.transport.native import MemoryBlocks
-from asyncdist_transports.nccl.bindings import BYTES, SUM, UNIQUE_ID_NBYTES, Bindings, load, numbers_of, written
+from asyncdist_transports.nccl.bindings import BYTES, SUM, UNIQUE_ID_NBYTES, Bindings, load, numbers_of, version_text
 from asyncdist_transports.nccl.communicator import Call, Communicator
-from asyncdist_transports.nccl.memory import even, in_one, receive, send
+from asyncdist_transports.nccl.memory import contiguous_span, equal_counts, receive, send
 from asyncdist_transports.nccl.p2p import NcclP2P
 
 _SCRATCH_NBYTES = 64 << 20  # for everybody's contributions to what NCCL cannot reduce
-_PATIENCE = 120.0  # seconds within which NCCL must have brought the ranks together; else another way is taken
-_GLANCE = 0.01
+_INIT_TIMEOUT = 120.0  # seconds within which NCCL must have brought the ranks together; else another way is taken
+_POLL_INTERVAL = 0.01
 
 
 class Nccl(DeviceCollectives):
@@ -48,13 +48,13 @@ class Nccl(DeviceCollectives):
     compares: ClassVar[bool] = False
     load: ClassVar[Callable[[], Bindings]] = staticmethod(load)
 
-    def __init__(self, site: DeviceContext) -> None:
-        super().__init__(site)
+    def __init__(self, context: DeviceContext) -> None:
+        super().__init__(context)
         self._bindings = type(self).load()
         self._made: Communicator | None = None
         self._splits = False
-        with site.streams.ours():
-            self._token = torch.zeros(1, dtype=torch.uint8, device=site.streams.device)
+        with context.streams.on_comm_stream():
+            self._token = torch.zeros(1, dtype=torch.uint8, device=context.streams.device)
 
     @classmethod
     def probe(cls) -> str | None:
@@ -67,43 +67,43 @@ class Nccl(DeviceCollectives):
         return None
 
     @classmethod
-    def courier(cls, site: DeviceContext) -> DeviceP2P:
-        return NcclP2P(site, cls.load())
+    def make_p2p(cls, context: DeviceContext) -> DeviceP2P:
+        return NcclP2P(context, cls.load())
 
     # -- coming together -----------------------------------------------------------------------
 
-    def card(self) -> Mapping[str, Any]:
+    def capabilities(self) -> Mapping[str, Any]:
         return {
-            "machine": self.site.machine,
-            "device": self.site.streams.uuid,
+            "machine": self.context.machine,
+            "device": self.context.streams.uuid,
             "version": self._bindings.version,
             "splits": self._bindings.splits,
         }
 
-    def refusal(self, cards: Sequence[Mapping[str, Any]]) -> str | None:
+    def refusal(self, all_capabilities: Sequence[Mapping[str, Any]]) -> str | None:
         places: dict[tuple[str, str], int] = {}
-        for rank, card in enumerate(cards):
-            ours, theirs = written(cards[0]["version"]), written(card["version"])
+        for rank, capabilities in enumerate(all_capabilities):
+            ours, theirs = version_text(all_capabilities[0]["version"]), version_text(capabilities["version"])
             if ours != theirs:
                 return f"NCCL is {ours} on rank 0, but {theirs} on rank {rank}: it wants the same one everywhere"
-            other = places.setdefault((card["machine"], card["device"]), rank)
+            other = places.setdefault((capabilities["machine"], capabilities["device"]), rank)
             if other != rank:
                 return f"ranks {other} and {rank} share one device, and NCCL takes one rank a device"
         return None
 
-    def start(self, cards: Sequence[Mapping[str, Any]]) -> None:
-        self._splits = all(card["splits"] for card in cards)
-        inherited: Communicator | None = self.site.inherited.pop(self.name, None)
-        if all(self.site.tell(inherited is not None)):
+    def start(self, all_capabilities: Sequence[Mapping[str, Any]]) -> None:
+        self._splits = all(capabilities["splits"] for capabilities in all_capabilities)
+        inherited: Communicator | None = self.context.inherited.pop(self.name, None)
+        if all(self.context.all_gather_object(inherited is not None)):
             self._made = inherited
             return
         if inherited is not None:
             inherited.close()
-        unique_id = self.site.tell(self._unique_id() if self.site.rank == 0 else None)[0]
+        unique_id = self.context.all_gather_object(self._unique_id() if self.context.rank == 0 else None)[0]
         if not isinstance(unique_id, bytes) or len(unique_id) != UNIQUE_ID_NBYTES:
             raise TransportUnavailableError(f"rank 0 got no unique id of NCCL: {unique_id}")
-        make = functools.partial(self._bindings.communicator, self.site.size, unique_id, self.site.rank)
-        self._made = self._wait_for(self._communicator(make, self.site))
+        make = functools.partial(self._bindings.communicator, self.context.size, unique_id, self.context.rank)
+        self._made = self._wait_for(self._communicator(make, self.context))
 
     def _unique_id(self) -> bytes | str:
         """Return a new unique id; or in words why there is none, for the others wait to be told."""
@@ -112,23 +112,25 @@ class Nccl(DeviceCollectives):
         except Exception as cause:
             return str(cause)
 
-    def split(self, site: DeviceContext | None, number: int) -> None:
+    def split(self, context: DeviceContext | None, number: int) -> None:
         """Split the communicator: quicker than making one, where all are there anyway. Not with cupy 13."""
         if not self._splits:
             return
         ours = self._made
         assert ours is not None
-        if not passed_within(self.site.streams.mark(), self.site.left):  # NCCL wants nothing outstanding
+        if not completes_within(
+            self.context.streams.record_event(), self.context.remaining
+        ):  # NCCL wants nothing outstanding
             raise TransportUnavailableError("the device has not done what it had to do before the group is split")
-        make = functools.partial(ours.split, number, 0 if site is None else site.rank)
-        part = self._wait_for(self._communicator(make, site or self.site))
-        if site is not None:
-            site.inherited[self.name] = part
+        make = functools.partial(ours.split, number, 0 if context is None else context.rank)
+        part = self._wait_for(self._communicator(make, context or self.context))
+        if context is not None:
+            context.inherited[self.name] = part
 
-    def _communicator(self, make: Callable[[], Any], site: DeviceContext) -> Communicator:
-        """Return a communicator in the making, for the stream of a site."""
-        rank = self.site.host.ranks[self.site.rank]
-        return Communicator(self._bindings, site.streams, make, [self._meeting], rank)
+    def _communicator(self, make: Callable[[], Any], context: DeviceContext) -> Communicator:
+        """Return a communicator in the making, for the stream of a context."""
+        rank = self.context.host.ranks[self.context.rank]
+        return Communicator(self._bindings, context.streams, make, [self._barrier_call], rank)
 
     def _wait_for(self, made: Communicator) -> Communicator:
         """Block until the communicator is made; raise if that lasts too long, or the group fails meanwhile."""
@@ -140,24 +142,24 @@ class Nccl(DeviceCollectives):
         return made
 
     def _until_made(self, made: Communicator) -> None:
-        patience = min(_PATIENCE, self.site.left)
+        patience = min(_INIT_TIMEOUT, self.context.remaining)
         until = monotonic() + patience
-        while not made.made(within=_GLANCE):
-            if self.site.host.error is not None:
-                raise self.site.host.error
+        while not made.made(within=_POLL_INTERVAL):
+            if self.context.host.error is not None:
+                raise self.context.host.error
             if monotonic() > until:
                 raise TransportUnavailableError(f"NCCL has not brought the ranks together within {patience:.0f} s")
 
     @property
-    def _meeting(self) -> Call:
+    def _barrier_call(self) -> Call:
         """A call that ends, on the device, when every rank has made it."""
         place = self._token.data_ptr()
         return "allReduce", place, place, 1, BYTES, SUM
 
     # -- while it is used ----------------------------------------------------------------------
 
-    def trouble(self) -> Exception | None:
-        return None if self._made is None else self._made.trouble()
+    def async_error(self) -> Exception | None:
+        return None if self._made is None else self._made.async_error()
 
     def abort(self) -> None:
         if self._made is not None:
@@ -172,20 +174,20 @@ class Nccl(DeviceCollectives):
             raise GroupAbortedError("NCCL's communicator was never made")
         self._made.enqueue(*calls)
 
-    def _uses(self, *memories: Memory) -> None:
+    def _record_stream(self, *memories: Memory) -> None:
         """Note that our stream uses memory of others."""
         for memory in memories:
-            self.site.streams.keep(memory.tensor)
+            self.context.streams.record_stream(memory.tensor)
 
     def _bytes(self, nbytes: int) -> torch.Tensor:
         """Return memory of our stream's own: it may be dropped while calls that use it stand there."""
-        return torch.empty(nbytes, dtype=torch.uint8, device=self.site.streams.device)
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.context.streams.device)
 
     # -- reducing ------------------------------------------------------------------------------
 
     def all_reduce(self, number: int, fingerprint: int, memories: Sequence[Memory], how: Arithmetic) -> Schedule:
-        self._uses(*memories)
-        numbers = numbers_of(how.op, memories[0].dtype, self.site.size)
+        self._record_stream(*memories)
+        numbers = numbers_of(how.op, memories[0].dtype, self.context.size)
         if numbers is None:
             for memory in memories:
                 self._all_reduce_gathered(memory, how)
@@ -195,13 +197,13 @@ class Nccl(DeviceCollectives):
         self._enqueue(*[("allReduce", place, place, count, kind, operation) for place, count in places])
         if divides:
             for memory in memories:
-                divide(memory.tensor, self.site.size)
+                divide(memory.tensor, self.context.size)
         return nothing()
 
     def reduce(self, number: int, fingerprint: int, memory: Memory, root: int, how: Arithmetic) -> Schedule:
-        self._uses(memory)
-        ours = self.site.rank == root
-        numbers = numbers_of(how.op, memory.dtype, self.site.size)
+        self._record_stream(memory)
+        ours = self.context.rank == root
+        numbers = numbers_of(how.op, memory.dtype, self.context.size)
         if numbers is None:
             self._reduce_gathered(memory, root, how)
         elif memory.count:
@@ -209,26 +211,26 @@ class Nccl(DeviceCollectives):
             place = memory.tensor.data_ptr()
             self._enqueue(("reduce", place, place if ours else 0, memory.count * parts, kind, operation, root))
             if divides and ours:
-                divide(memory.tensor, self.site.size)
+                divide(memory.tensor, self.context.size)
         return nothing()
 
     def reduce_scatter(
         self, number: int, fingerprint: int, inputs: MemoryBlocks, own: Memory, how: Arithmetic
     ) -> Schedule:
-        blocks = self._listed(inputs)
-        self._uses(own, *blocks)
-        numbers = numbers_of(how.op, own.dtype, self.site.size)
+        blocks = self._block_list(inputs)
+        self._record_stream(own, *blocks)
+        numbers = numbers_of(how.op, own.dtype, self.context.size)
         if numbers is None:
             self._reduce_scatter_gathered(blocks, own, how)
             return nothing()
         kind, parts, operation, divides = numbers
         place = own.tensor.data_ptr()
-        if even(blocks):
+        if equal_counts(blocks):
             if own.count:
-                whole = self._joined(blocks)
+                whole = self._contiguous(blocks)
                 self._enqueue(("reduceScatter", whole.data_ptr(), place, own.count * parts, kind, operation))
         else:
-            into = [place if rank == self.site.rank else 0 for rank in range(self.site.size)]
+            into = [place if rank == self.context.rank else 0 for rank in range(self.context.size)]
             self._enqueue(
                 *[
                     ("reduce", block.tensor.data_ptr(), into[rank], block.count * parts, kind, operation, rank)
@@ -237,18 +239,18 @@ class Nccl(DeviceCollectives):
                 ]
             )
         if divides:
-            divide(own.tensor, self.site.size)
+            divide(own.tensor, self.context.size)
         return nothing()
 
     # -- reducing what NCCL cannot -------------------------------------------------------------
 
     def _rows(self, count: int, dtype: torch.dtype) -> list[torch.Tensor]:
         """Return room for everybody's contribution of ``count`` elements, one after the other in memory."""
-        return list(self._bytes(self.site.size * count * dtype.itemsize).view(dtype).split(count))
+        return list(self._bytes(self.context.size * count * dtype.itemsize).view(dtype).split(count))
 
     def _steps(self, count: int, dtype: torch.dtype) -> Iterator[tuple[int, int]]:
         """Cut as many elements into runs whose contributions find room; the same runs on every rank."""
-        step = max(1, _SCRATCH_NBYTES // (self.site.size * dtype.itemsize))
+        step = max(1, _SCRATCH_NBYTES // (self.context.size * dtype.itemsize))
         for start in range(0, count, step):
             yield start, start + step
 
@@ -262,12 +264,12 @@ class Nccl(DeviceCollectives):
     def _reduce_gathered(self, memory: Memory, root: int, how: Arithmetic) -> None:
         for start, stop in self._steps(memory.count, memory.dtype):
             piece = memory.tensor[start:stop]
-            if self.site.rank != root:
+            if self.context.rank != root:
                 self._enqueue(send(piece, root))
                 continue
             rows = self._rows(piece.numel(), piece.dtype)
             rows[root].copy_(piece)
-            self._enqueue(*[receive(rows[rank], rank) for rank in self.site.others])
+            self._enqueue(*[receive(rows[rank], rank) for rank in self.context.others])
             _reduce(how, rows, piece)
 
     def _reduce_scatter_gathered(self, blocks: Sequence[Memory], own: Memory, how: Arithmetic) -> None:
@@ -275,10 +277,10 @@ class Nccl(DeviceCollectives):
             pieces = [block.tensor[start:stop] for block in blocks]
             out = own.tensor[start:stop]
             rows = self._rows(out.numel(), out.dtype) if out.numel() else []
-            calls = [send(pieces[rank], rank) for rank in self.site.others if pieces[rank].numel()]
+            calls = [send(pieces[rank], rank) for rank in self.context.others if pieces[rank].numel()]
             if rows:
-                rows[self.site.rank].copy_(pieces[self.site.rank])
-                calls += [receive(rows[rank], rank) for rank in self.site.others]
+                rows[self.context.rank].copy_(pieces[self.context.rank])
+                calls += [receive(rows[rank], rank) for rank in self.context.others]
             self._enqueue(*calls)
             if rows:
                 _reduce(how, rows, out)
@@ -286,7 +288,7 @@ class Nccl(DeviceCollectives):
     # -- moving --------------------------------------------------------------------------------
 
     def broadcast(self, number: int, fingerprint: int, memory: Memory, root: int) -> Schedule:
-        self._uses(memory)
+        self._record_stream(memory)
         if memory.count:
             place = memory.tensor.data_ptr()
             self._enqueue(("broadcast", place, place, memory.nbytes, BYTES, root))
@@ -296,14 +298,14 @@ class Nccl(DeviceCollectives):
         calls: list[Call] = []
         scattered: list[tuple[torch.Tensor, list[Memory]]] = []
         for inside, own in rows:
-            blocks = self._listed(inside)
-            self._uses(own, *blocks)
+            blocks = self._block_list(inside)
+            self._record_stream(own, *blocks)
             place = own.tensor.data_ptr()
-            if not even(blocks):
+            if not equal_counts(blocks):
                 calls += [
                     (
                         "broadcast",
-                        place if rank == self.site.rank else 0,
+                        place if rank == self.context.rank else 0,
                         block.tensor.data_ptr(),
                         block.nbytes,
                         BYTES,
@@ -313,9 +315,9 @@ class Nccl(DeviceCollectives):
                     if block.count
                 ]
             elif own.count:
-                whole = in_one(blocks)
+                whole = contiguous_span(blocks)
                 if whole is None:
-                    whole = self._bytes(own.nbytes * self.site.size)
+                    whole = self._bytes(own.nbytes * self.context.size)
                     scattered.append((whole, blocks))
                 calls.append(("allGather", place, whole.data_ptr(), own.nbytes, BYTES))
         self._enqueue(*calls)
@@ -327,50 +329,50 @@ class Nccl(DeviceCollectives):
     def gather(self, number: int, fingerprint: int, own: Memory, blocks: MemoryBlocks, root: int) -> Schedule:
         if not own.count:
             return nothing()
-        if self.site.rank == root:
-            others = {rank: blocks[rank] for rank in self.site.others}
-            self._uses(*others.values())
+        if self.context.rank == root:
+            others = {rank: blocks[rank] for rank in self.context.others}
+            self._record_stream(*others.values())
             self._enqueue(*[receive(block.tensor, rank) for rank, block in others.items()])
         else:
-            self._uses(own)
+            self._record_stream(own)
             self._enqueue(send(own.tensor, root))
         return nothing()
 
     def scatter(self, number: int, fingerprint: int, own: Memory, blocks: MemoryBlocks, root: int) -> Schedule:
         if not own.count:
             return nothing()
-        if self.site.rank == root:
-            others = {rank: blocks[rank] for rank in self.site.others}
-            self._uses(*others.values())
+        if self.context.rank == root:
+            others = {rank: blocks[rank] for rank in self.context.others}
+            self._record_stream(*others.values())
             self._enqueue(*[send(block.tensor, rank) for rank, block in others.items()])
         else:
-            self._uses(own)
+            self._record_stream(own)
             self._enqueue(receive(own.tensor, root))
         return nothing()
 
     def all_to_all(
         self, number: int, fingerprint: int, incoming: Sequence[Memory], outgoing: Sequence[Memory]
     ) -> Schedule:
-        self._uses(*incoming, *outgoing)
-        sends = [send(outgoing[rank].tensor, rank) for rank in self.site.others if outgoing[rank].count]
-        receives = [receive(incoming[rank].tensor, rank) for rank in self.site.others if incoming[rank].count]
+        self._record_stream(*incoming, *outgoing)
+        sends = [send(outgoing[rank].tensor, rank) for rank in self.context.others if outgoing[rank].count]
+        receives = [receive(incoming[rank].tensor, rank) for rank in self.context.others if incoming[rank].count]
         self._enqueue(*sends, *receives)
-        incoming[self.site.rank].raw.copy_(outgoing[self.site.rank].raw)
+        incoming[self.context.rank].raw.copy_(outgoing[self.context.rank].raw)
         return nothing()
 
     def barrier(self, number: int, fingerprint: int) -> Schedule:
         """End, on the device, when every device has done what stood in its queue before."""
-        self._enqueue(self._meeting)
+        self._enqueue(self._barrier_call)
         return nothing()
 
     # -- blocks --------------------------------------------------------------------------------
 
-    def _listed(self, blocks: MemoryBlocks) -> list[Memory]:
-        return [blocks[rank] for rank in range(self.site.size)]
+    def _block_list(self, blocks: MemoryBlocks) -> list[Memory]:
+        return [blocks[rank] for rank in range(self.context.size)]
 
-    def _joined(self, blocks: Sequence[Memory]) -> torch.Tensor:
+    def _contiguous(self, blocks: Sequence[Memory]) -> torch.Tensor:
         """Return equal blocks as one run of memory, copied together if they do not lie so."""
-        whole = in_one(blocks)
+        whole = contiguous_span(blocks)
         if whole is None:
             whole = self._bytes(blocks[0].nbytes * len(blocks))
             for block, part in zip(blocks, whole.split(blocks[0].nbytes), strict=True):

@@ -21,12 +21,14 @@ from asyncdist_transports.nccl.bindings import Bindings
 Call = tuple[Any, ...]
 """A method of cupy's NcclCommunicator, and its arguments but for the stream, which is the last one of all."""
 
-_GRACE = 0.5  # seconds for which an abort waits for a call to come out of NCCL by itself
-_FAREWELL = 10.0  # seconds that the device has, when the group is destroyed, for what stands in its queue
-_AT_EXIT = 5.0  # seconds for which a process that ends waits for NCCL
-_GLANCE = 2e-3
+_ABORT_TIMEOUT = 0.5  # seconds for which an abort waits for a call to come out of NCCL by itself
+_CLOSE_TIMEOUT = 10.0  # seconds that the device has, when the group is destroyed, for what stands in its queue
+_EXIT_TIMEOUT = 5.0  # seconds for which a process that ends waits for NCCL
+_POLL_INTERVAL = 2e-3
 
-_kept: set[Communicator] = set()  # until they have ended: cupy destroys what is collected, and that may block
+_open_communicators: set[Communicator] = (
+    set()
+)  # until they have ended: cupy destroys what is collected, and that may block
 
 
 class Communicator:
@@ -46,11 +48,11 @@ class Communicator:
         self._raw: Any = None
         self._error: Exception | None = None
         self._made = threading.Event()
-        self._ends = threading.Event()
+        self._ending = threading.Event()
         self._aborted = False
         self._inside = threading.Lock()  # held while a thread is inside NCCL
-        _kept.add(self)
-        threading.Thread(target=self._live, args=(make, first), name="asyncdist-nccl", daemon=True).start()
+        _open_communicators.add(self)
+        threading.Thread(target=self._run, args=(make, first), name="asyncdist-nccl", daemon=True).start()
 
     def made(self, within: float) -> bool:
         """Wait for some seconds; return whether it has been made. Raises why it could not be."""
@@ -91,19 +93,19 @@ class Communicator:
             self._bindings.group_end()
 
     def _refuse_if_ended(self) -> None:
-        if self._ends.is_set():
+        if self._ending.is_set():
             raise GroupAbortedError("NCCL's communicator was ended")
 
-    # -- trouble -------------------------------------------------------------------------------
+    # -- async_error -------------------------------------------------------------------------------
 
-    def trouble(self) -> Exception | None:
+    def async_error(self) -> Exception | None:
         """Return why it could not be made, or what NCCL has met with while the device was at work; None if nothing."""
         if self._error is not None:
             return self._error
         if not self._made.is_set() or not self._inside.acquire(blocking=False):
             return None  # whoever is inside hears of it
         try:
-            if not self._ends.is_set() and self._raw is not None:
+            if not self._ending.is_set() and self._raw is not None:
                 self._raw.check_async_error()
         except self._bindings.errors as cause:
             return self._failure(cause)
@@ -124,19 +126,19 @@ class Communicator:
     def abort(self) -> None:
         """Have the device leave what it waits for, and whoever is inside NCCL come out with an error; returns at once."""
         self._aborted = True
-        self._ends.set()
+        self._ending.set()
 
     def close(self) -> None:
         """Let go of the communicator when the device has done what stands in its queue; returns at once."""
-        self._ends.set()
+        self._ending.set()
 
-    def _live(self, make: Callable[[], Any], first: Sequence[Call]) -> None:
+    def _run(self, make: Callable[[], Any], first: Sequence[Call]) -> None:
         try:
-            with self._streams.ours():  # NCCL takes the thread's current device
+            with self._streams.on_comm_stream():  # NCCL takes the thread's current device
                 self._raw = make()
             del make  # it may hold on to another communicator
             if self._raw is None:
-                self._ends.set()  # a rank in no part of a communicator that was split
+                self._ending.set()  # a rank in no part of a communicator that was split
             else:
                 self.enqueue(*first)
         except Exception as cause:
@@ -147,12 +149,12 @@ class Communicator:
         self.ready.finish(error=self._error)
         self.ready.exception()  # whoever waits for it looks; nobody has to
         self.ready.run_callbacks()
-        self._ends.wait()
+        self._ending.wait()
         try:
             if self._raw is not None:
                 self._end()
         finally:
-            _kept.discard(self)
+            _open_communicators.discard(self)
 
     def _end(self) -> None:
         if not self._aborted and self._is_done():
@@ -160,7 +162,7 @@ class Communicator:
                 self._raw.destroy()
             return
         # NCCL wants nobody inside when it is aborted; but whoever is stuck there comes out by nothing else.
-        held = self._inside.acquire(timeout=_GRACE)
+        held = self._inside.acquire(timeout=_ABORT_TIMEOUT)
         try:
             self._raw.abort()
         finally:
@@ -170,22 +172,22 @@ class Communicator:
     def _is_done(self) -> bool:
         """Wait for the device; return whether it has done what stands in our stream, False if it has failed."""
         try:
-            with self._streams.ours():
-                mark = self._streams.mark()
-            return self._is_passed(mark, monotonic() + _FAREWELL)
+            with self._streams.on_comm_stream():
+                event = self._streams.record_event()
+            return self._is_passed(event, monotonic() + _CLOSE_TIMEOUT)
         except Exception:  # the device has failed: NCCL must not wait for it
             return False
 
-    def _is_passed(self, mark: DeviceEvent, until: float) -> bool:
-        while not mark.query():
+    def _is_passed(self, event: DeviceEvent, until: float) -> bool:
+        while not event.query():
             if self._aborted or monotonic() > until:
                 return False
-            time.sleep(_GLANCE)
+            time.sleep(_POLL_INTERVAL)
         return True
 
     @property
-    def _is_over(self) -> bool:
-        return self not in _kept or not self._made.is_set()  # who is stuck while making it stays so
+    def _has_ended(self) -> bool:
+        return self not in _open_communicators or not self._made.is_set()  # who is stuck while making it stays so
 
     # -- parts ---------------------------------------------------------------------------------
 
@@ -202,12 +204,12 @@ class Communicator:
 
 def _abort_all() -> None:
     """End what nobody has ended: a process that goes must wait for no peer."""
-    left = list(_kept)
+    left = list(_open_communicators)
     for communicator in left:
         communicator.abort()
-    until = monotonic() + _AT_EXIT
-    while monotonic() < until and not all(communicator._is_over for communicator in left):
-        time.sleep(_GLANCE)
+    until = monotonic() + _EXIT_TIMEOUT
+    while monotonic() < until and not all(communicator._has_ended for communicator in left):
+        time.sleep(_POLL_INTERVAL)
 
 
 lifecycle.at_exit(lifecycle.Stage.COMMUNICATORS, _abort_all)

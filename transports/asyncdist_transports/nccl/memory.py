@@ -11,12 +11,12 @@ from asyncdist_transports.nccl.bindings import BYTES
 from asyncdist_transports.nccl.communicator import Call
 
 
-def even(blocks: Sequence[Memory]) -> bool:
+def equal_counts(blocks: Sequence[Memory]) -> bool:
     """Return whether all blocks have as many elements."""
     return all(block.count == blocks[0].count for block in blocks)
 
 
-def in_one(blocks: Sequence[Memory]) -> torch.Tensor | None:
+def contiguous_span(blocks: Sequence[Memory]) -> torch.Tensor | None:
     """Return what begins with the first of equal blocks, if the others lie behind it in their order."""
     first = blocks[0].tensor
     place, nbytes = first.data_ptr(), blocks[0].nbytes

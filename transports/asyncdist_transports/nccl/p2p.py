@@ -24,9 +24,9 @@ import torch
 
 from asyncdist.engine.work import Work
 from asyncdist.transport.device_collectives import DeviceContext
-from asyncdist.transport.device_p2p import ControlChannel, Conversation, DeviceP2P, TransferRefused
+from asyncdist.transport.device_p2p import ControlChannel, DeviceP2P, Transfer, TransferRefused
 from asyncdist.transport.device_streams import DeviceEvent
-from asyncdist_transports.nccl.bindings import BYTES, UNIQUE_ID_NBYTES, Bindings, written
+from asyncdist_transports.nccl.bindings import BYTES, UNIQUE_ID_NBYTES, Bindings, version_text
 from asyncdist_transports.nccl.communicator import Call, Communicator
 
 _OFFER = struct.Struct(f"<16sI{UNIQUE_ID_NBYTES}s")  # the device, NCCL's version, and what the lower rank says first
@@ -34,21 +34,21 @@ _READY = struct.Struct(f"<{UNIQUE_ID_NBYTES}sQ")
 _TURN = struct.Struct("<Q")
 
 
-class Pair:
+class PairCommunicator:
     """What we share with one other rank: a communicator, and whose turn it is there. Used on the messages' line."""
 
-    def __init__(self, bindings: Bindings, site: DeviceContext, peer: int) -> None:
+    def __init__(self, bindings: Bindings, context: DeviceContext, peer: int) -> None:
         self._bindings = bindings
-        self._site = site
-        self.streams = site.streams.beside()
-        self.decides = site.rank < peer
+        self._context = context
+        self.streams = context.streams.with_new_stream()
+        self.decides = context.rank < peer
         self.unique_id = bindings.unique_id() if self.decides else bytes(UNIQUE_ID_NBYTES)
         self.made: Communicator | None = None
         self._turns = itertools.count()
         self._at = 0
         self._waiting: dict[int, Work] = {}
-        with self.streams.ours():
-            self._token = torch.zeros(2, dtype=torch.uint8, device=site.streams.device)
+        with self.streams.on_comm_stream():
+            self._token = torch.zeros(2, dtype=torch.uint8, device=context.streams.device)
 
     def meet(self, unique_id: bytes) -> None:
         """Begin to make the communicator: the other rank does so too."""
@@ -60,13 +60,13 @@ class Pair:
         # NCCL waits for the other rank in the first call of each direction: let that be now, on a thread that may wait.
         out, into = self._token[0].data_ptr(), self._token[1].data_ptr()
         first: list[Call] = [("send", out, 1, BYTES, theirs), ("recv", into, 1, BYTES, theirs)]
-        rank = self._site.host.ranks[self._site.rank]
+        rank = self._context.host.ranks[self._context.rank]
         self.made = Communicator(self._bindings, self.streams, make, first, rank)
 
     def next_turn(self) -> int:
         return next(self._turns)
 
-    def put(self, name: str, data: torch.Tensor, turn: int, before: DeviceEvent) -> Conversation[DeviceEvent]:
+    def put(self, name: str, data: torch.Tensor, turn: int, before: DeviceEvent) -> Transfer[DeviceEvent]:
         """Put a call into the queue when it is its turn; return where it is over."""
         made = self.made
         assert made is not None
@@ -74,17 +74,17 @@ class Pair:
         if turn != self._at:
             self._waiting[turn] = our_turn = Work()
             yield our_turn
-        with self.streams.ours():
-            self.streams.follow(before)
+        with self.streams.on_comm_stream():
+            self.streams.wait_event(before)
             made.enqueue((name, data.data_ptr(), data.numel(), BYTES, 1 if self.decides else 0))
-            mark = self.streams.mark()
-        self.streams.keep(data)
+            event = self.streams.record_event()
+        self.streams.record_stream(data)
         self._at += 1
         following = self._waiting.pop(self._at, None)
         if following is not None:
             following.finish()
             following.run_callbacks()
-        return mark
+        return event
 
 
 class NcclP2P(DeviceP2P):
@@ -92,47 +92,49 @@ class NcclP2P(DeviceP2P):
 
     name: ClassVar[str] = "nccl"
 
-    def __init__(self, site: DeviceContext, bindings: Bindings) -> None:
-        self._site, self._bindings = site, bindings
-        place = f"{site.machine}\0{site.streams.uuid}"
+    def __init__(self, context: DeviceContext, bindings: Bindings) -> None:
+        self._context, self._bindings = context, bindings
+        place = f"{context.machine}\0{context.streams.uuid}"
         self._device = hashlib.blake2b(place.encode(), digest_size=16).digest()
-        self._pairs: dict[int, Pair] = {}
+        self._pairs: dict[int, PairCommunicator] = {}
 
-    def send(self, data: torch.Tensor, talk: ControlChannel, before: DeviceEvent) -> Conversation[DeviceEvent]:
-        pair = self._pair(talk.peer)
-        talk.say(self.name, _OFFER.pack(self._device, self._bindings.version, pair.unique_id))
-        answer = yield from talk.hear()
-        unique_id, turn = _READY.unpack(answer.content)
+    def send(self, data: torch.Tensor, channel: ControlChannel, before: DeviceEvent) -> Transfer[DeviceEvent]:
+        pair = self._pair(channel.peer)
+        channel.send(self.name, _OFFER.pack(self._device, self._bindings.version, pair.unique_id))
+        answer = yield from channel.recv()
+        unique_id, turn = _READY.unpack(answer.payload)
         pair.meet(unique_id)
         turn = pair.next_turn() if pair.decides else turn
-        mark = yield from pair.put("send", data, turn, before)
-        yield talk.say(content=_TURN.pack(turn))
-        return mark
+        event = yield from pair.put("send", data, turn, before)
+        yield channel.send(payload=_TURN.pack(turn))
+        return event
 
     def receive(
-        self, data: torch.Tensor, talk: ControlChannel, offer: bytes, before: DeviceEvent
-    ) -> Conversation[DeviceEvent]:
+        self, data: torch.Tensor, channel: ControlChannel, offer: bytes, before: DeviceEvent
+    ) -> Transfer[DeviceEvent]:
         device, version, unique_id = _OFFER.unpack(offer)
         if device == self._device:
             raise TransferRefused("they share one device, and NCCL takes one rank a device")
         if version != self._bindings.version:
-            raise TransferRefused(f"NCCL is {written(version)} there, and {written(self._bindings.version)} here")
-        pair = self._pair(talk.peer)
+            raise TransferRefused(
+                f"NCCL is {version_text(version)} there, and {version_text(self._bindings.version)} here"
+            )
+        pair = self._pair(channel.peer)
         pair.meet(unique_id)
         ours = pair.next_turn() if pair.decides else 0
-        talk.say(content=_READY.pack(pair.unique_id, ours))
-        answer = yield from talk.hear()
-        (turn,) = _TURN.unpack(answer.content)
+        channel.send(payload=_READY.pack(pair.unique_id, ours))
+        answer = yield from channel.recv()
+        (turn,) = _TURN.unpack(answer.payload)
         return (yield from pair.put("recv", data, turn, before))
 
-    def _pair(self, peer: int) -> Pair:
+    def _pair(self, peer: int) -> PairCommunicator:
         if peer not in self._pairs:
-            self._pairs[peer] = Pair(self._bindings, self._site, peer)
+            self._pairs[peer] = PairCommunicator(self._bindings, self._context, peer)
         return self._pairs[peer]
 
-    def trouble(self) -> Exception | None:
+    def async_error(self) -> Exception | None:
         made = [pair.made for pair in list(self._pairs.values()) if pair.made is not None]
-        return next((trouble for one in made if (trouble := one.trouble()) is not None), None)
+        return next((async_error for one in made if (async_error := one.async_error()) is not None), None)
 
     def abort(self) -> None:
         for pair in list(self._pairs.values()):
