@@ -1,4 +1,7 @@
-"""Who notices that the device has done an operation, that it takes too long, or that the group has failed meanwhile."""
+"""The thread that polls for completion, timeout and failure of pending device operations.
+
+`DeviceGroup` adds each operation when it is issued. The callbacks that it passes decide what a failure means.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +20,25 @@ from asyncdist.transport.device_streams import DeviceEvent
 
 log = logging.getLogger("asyncdist")
 
-_SHORTEST, _LONGEST = 20e-6, 2e-3  # seconds between two looks, the longer the longer it has lasted
-_SLOW = 0.05  # seconds after which it is asked whether the peers are still there
-_LINGER = 5.0  # seconds for which the thread waits for another operation
+# Polling interval in seconds; it doubles while nothing completes.
+_SHORTEST, _LONGEST = 20e-6, 2e-3
+# Seconds after which the group checks that the peers are still there.
+_SLOW = 0.05
+# Seconds for which the idle thread waits for another operation.
+_LINGER = 5.0
 
 
 @dataclass(slots=True, eq=False)
 class Pending:
-    """An operation that was called. Its plan, or ``held``, holds the tensors, which the device uses until the event."""
+    """An issued operation. ``plan`` and ``held`` keep its tensors alive until the completion event has passed.
+
+    Attributes:
+        issued: Monotonic time of the call, in seconds.
+        deadline: Monotonic time at which the operation times out.
+        numbered: Whether it is a collective with a sequence number; False for a message, which has a tag.
+        event: Completion event; None until all device work is enqueued.
+        problem_since: Monotonic time at which a peer failure was first seen while it waited; 0 if none was.
+    """
 
     work: DeviceWork
     plan: Plan
@@ -38,17 +52,20 @@ class Pending:
     problem_since: float = 0.0  # when it was first seen to wait while peers are gone
 
     def enqueued(self, value: Any, event: DeviceEvent) -> None:
-        """Note that all that the device is to do stands in its queues, up to a event."""
+        """Record that all device work is enqueued, with ``event`` recorded behind it."""
         self.value = value
         self.work.enqueued(value, event)
         self.event = event
 
 
 class CompletionWatcher:
-    """Looks after pending operations, in a thread that is there while there are any, and some seconds longer.
+    """Poll pending operations, in a daemon thread that ends some seconds after the last one.
 
-    ``slow(pending)`` is called again and again for the oldest ones when they have lasted for some time; ``late(pending)``
-    when its deadline has passed, ``broken(pending, cause)`` when the device reports a failure.
+    Args:
+        name: Name of the thread.
+        slow: Called as ``slow(pending)``, repeatedly, for the oldest operations once they have lasted 50 ms.
+        late: Called as ``late(pending)`` when the deadline has passed.
+        broken: Called as ``broken(pending, cause)`` when the device reports a failure.
     """
 
     def __init__(
@@ -67,7 +84,7 @@ class CompletionWatcher:
         self._pause = _SHORTEST
 
     def add(self, pending: Pending) -> None:
-        """Look after an operation until it is over."""
+        """Watch an operation until it completes or is removed."""
         with self._changed:
             self._pending.append(pending)
             self._pause = _SHORTEST
@@ -78,11 +95,11 @@ class CompletionWatcher:
                 threading.Thread(target=self._run, name=self._name, daemon=True).start()
 
     def entries(self) -> list[Entry]:
-        """Return the records of what is pending. From any thread."""
+        """Return the flight-recorder entries of all pending operations. Thread-safe."""
         return [one.entry for one in list(self._pending)]
 
     def when_passed(self, event: DeviceEvent) -> Work:
-        """Return a work that ends when the device has passed a event: a step of a pending operation."""
+        """Return a work that completes when the device has passed ``event``, an intermediate step."""
         step = Work()
         with self._changed:
             self._steps.append((event, step))
@@ -91,14 +108,14 @@ class CompletionWatcher:
         return step
 
     def remove_unfinished(self) -> list[Pending]:
-        """Return what the device has not done yet, and look after it no more; what it has done has ended well."""
+        """Stop watching; return the operations that the device has not completed, and finish the others."""
         with self._changed:
             pending, self._pending = self._pending, []
             self._steps.clear()
         return [one for one in pending if not _ended_well(one)]
 
     def close(self) -> None:
-        """Let the thread go as soon as nothing is pending."""
+        """End the thread as soon as nothing is pending."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -115,7 +132,7 @@ class CompletionWatcher:
             del pending  # or its tensors live on while we wait
 
     def _next(self) -> list[Pending]:
-        """Wait until something is pending; return it, or nothing when the thread is to go."""
+        """Wait for pending operations and return them; an empty list ends the thread."""
         with self._changed:
             self._changed.wait_for(lambda: self._pending or self._closed, _LINGER)
             self._watched = bool(self._pending)
@@ -135,7 +152,7 @@ class CompletionWatcher:
             self._changed.wait(pause)
 
     def _finish_steps(self) -> bool:
-        """End the steps that the device has done; return whether there are any."""
+        """Finish the steps that the device has passed; return whether there was one."""
         with self._changed:
             steps = list(self._steps)
         done = [one for one in steps if _step_ended(*one)]
@@ -146,7 +163,7 @@ class CompletionWatcher:
         return bool(done)
 
     def _poll_one(self, pending: Pending) -> bool:
-        """Return whether an operation is over."""
+        """Return whether an operation has completed or failed."""
         try:
             over = pending.event is not None and pending.event.query()
         except Exception as cause:

@@ -1,11 +1,11 @@
-"""What ranks tell one another when an operation lasts: that they are there, and what they are in.
+"""Cross-rank check of device collectives that take long, like c10d's desync debug.
 
-Some ways between devices compare nothing (NCCL): calls that do not fit together just last. So who has been in one for
-some time tells its neighbours which it is, and whoever was told compares. Where two ranks differ, so do two
-neighbours; and what fits together never pays for it.
+Some backends (NCCL) do not compare calls: mismatched calls hang. A rank whose call lasts longer than one second reports
+its sequence number and fingerprint to its two ring neighbours, which compare them with their own call. If any two ranks
+differ, two neighbours differ. Calls that complete in time cost nothing.
 
-They speak in a group of the host's that is for this alone. Who listens there waits for anybody, and so that group fails
-when all others have left, in order and with all done that we still wait for: nothing else may fail of that.
+The reports use a side group of their own. It has a receive from any source pending, so it fails when all other ranks
+have left in order. That failure must not affect operations which those ranks have completed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,12 @@ _MIN_INTERVAL, _MAX_INTERVAL = 1.0, 300.0  # seconds until one tells, the longer
 
 
 class DesyncDetector:
-    """One rank's calls, by number, and what it was told of others'. ``on_mismatch(error)`` is told of a difference."""
+    """The calls of one rank, by sequence number, and the reports of its neighbours.
+
+    Args:
+        context: The device group's context.
+        on_mismatch: Called with a `MismatchError` when a neighbour's call differs. May run in any thread.
+    """
 
     def __init__(self, context: DeviceContext, on_mismatch: Callable[[Exception], object]) -> None:
         self._context, self._on_mismatch = context, on_mismatch
@@ -48,7 +53,7 @@ class DesyncDetector:
         self._next_report_at, self._pause = 0.0, _MIN_INTERVAL
 
     def record_call(self, number: int, fingerprint: int) -> None:
-        """Note a call of ours, and compare it with what was told of it."""
+        """Record a call of this rank and compare it with a report that came earlier."""
         with self._lock:
             self._calls[number] = fingerprint
             self._numbers.append(number)
@@ -59,7 +64,7 @@ class DesyncDetector:
             self._compare(number, *early)
 
     def listen(self) -> None:
-        """Hear from now on what others tell, and of a peer's death: for that, something must be waited for."""
+        """Post the receive for reports. The pending receive also detects the death of a peer. Idempotent."""
         if self._posted_receive is not None or self._context.size == 1:
             return
         report = torch.empty(_REPORT.size, dtype=torch.uint8, device="cpu")
@@ -68,7 +73,10 @@ class DesyncDetector:
             self._posted_receive.add_done_callback(lambda work: self._on_report(work, report))
 
     def report_call(self, number: int, fingerprint: int, since: float) -> None:
-        """Tell our neighbours of a call in which we have been since then, if that is long enough; once."""
+        """Report a call to both neighbours, once, if it has lasted long enough since ``since`` (monotonic seconds).
+
+        The interval between reports doubles from 1 s to 300 s.
+        """
         now = monotonic()
         if number == self._last_reported or now < max(self._next_report_at, since + _MIN_INTERVAL):
             return
@@ -86,11 +94,11 @@ class DesyncDetector:
 
     @property
     def error(self) -> Exception | None:
-        """What came to our ears: None while somebody may still tell us something."""
+        """The failure of the side group; None while at least one peer can still report."""
         return self._side_group.error
 
     def close(self) -> None:
-        """Tell and hear no more. Idempotent."""
+        """Stop reporting and listening. Idempotent."""
         self._side_group.close()
 
     def _on_report(self, work: HostWork, report: torch.Tensor) -> None:

@@ -1,7 +1,7 @@
-"""The ranks of a group as they carry tensors on one device.
+"""The ranks of a group, for tensors on one device.
 
-Made by `Group.on` when the first tensor on that device comes; the ranks meet in its first operation, on the host. From
-then on each operation is a plan like any other, but its native collective is an `DeviceCollectives`'s.
+`Group.on` creates it for the first tensor on a device; the ranks agree on a backend in its first operation. Each operation
+then is a plan as on the host, but its native collective comes from a `DeviceCollectives`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _DRAIN_TIMEOUT = 1.0  # seconds that the device has for what is in its queue whe
 
 
 class _LazyBackend:
-    """Stands for the backend in plans that are made before the ranks have met."""
+    """Stands for the backend in plans that are made before the ranks have agreed on one."""
 
     def __init__(self, backend: Callable[[], DeviceCollectives]) -> None:
         self._backend = backend
@@ -58,10 +58,14 @@ class _LazyBackend:
 
 
 class DeviceGroup(CollectiveOps):
-    """The members of ``host``, a group of its own, for tensors on ``device``.
+    """The ranks of a CPU group, for tensors on ``device``.
 
-    ``backend_classes`` are the ways to try, the preferred first. ``owner`` is the group whose
-    tensors on the device these are: where that has failed or was aborted, on whichever rank, so has this.
+    Args:
+        host: CPU group for control traffic, used by this device group alone.
+        device: The device of all tensors.
+        backend_classes: Backends to try, in order of preference.
+        streams: The device's streams; default: CUDA's.
+        owner: The user's group. If it fails or is aborted on any rank, so does this group. Default: ``host``.
     """
 
     def __init__(
@@ -102,7 +106,7 @@ class DeviceGroup(CollectiveOps):
 
     @property
     def backend(self) -> str | None:
-        """The name of the way that was chosen; None until the first operation is under way."""
+        """Name of the chosen backend; None until the first operation has run."""
         return None if self._backend is None else self._backend.name
 
     # -- the one path --------------------------------------------------------------------------
@@ -130,7 +134,16 @@ class DeviceGroup(CollectiveOps):
         held: Any = None,
         inline: bool = False,
     ) -> DeviceWork:
-        """Have a call done on a executor. Messages have a tag; ``inline`` waits for nobody; the device uses what is held."""
+        """Issue a call in an executor and return its work.
+
+        Args:
+            tag: Tag of a message; None for a collective.
+            how: Options of the call.
+            line: Executor that runs ``do``.
+            do: Enqueues the device work.
+            held: Objects to keep alive until the device is done.
+            inline: Whether ``do`` may run in the calling thread, because it never waits for peers.
+        """
         if self._closed:
             raise NotInitializedError("the group was destroyed: make a new one")
         blocking = not how.get("background", True)
@@ -160,7 +173,7 @@ class DeviceGroup(CollectiveOps):
         return pending.work
 
     def _run_call(self, pending: Pending, do: Callable[[], None]) -> None:
-        """Do a call, on a executor; a failure is the group's."""
+        """Run a call in its executor, unless the group has failed."""
         error = self.error or self._host.error or self._owner.error or self._messages.error
         if error is not None:
             self._fail(error, pending)
@@ -185,7 +198,7 @@ class DeviceGroup(CollectiveOps):
             pending.enqueued(value, self._streams.record_event())
 
     def _connected_backend(self) -> DeviceCollectives:
-        """Return the backend; the first time, meet the others. On the executor only."""
+        """Return the backend; the first call agrees on it with the other ranks. Only in the executor."""
         if self._backend is None:
             if self._pending_split is not None:
                 self._pending_split._wait_until_enqueued(self._context.remaining)
@@ -193,9 +206,9 @@ class DeviceGroup(CollectiveOps):
         return self._backend
 
     def split(self, part: DeviceGroup | None, number: int) -> None:
-        """Let a part of these ranks, the ``number``-th, have what it can share with us; called on all, in order.
+        """Share with subgroup ``number`` what the backend can share. Called on all ranks in issue order.
 
-        If nothing was done here yet, there is nothing to share: the same on all ranks, as they make the same calls.
+        Does nothing if no collective has run here yet, which is the same on all ranks as they make the same calls.
         """
         if not self._used:
             return
@@ -262,7 +275,7 @@ class DeviceGroup(CollectiveOps):
         self._fail_one(pending, self._fail_all(cause))
 
     def _fail_all(self, cause: BaseException) -> GroupError:
-        """Fail everything on every rank: nobody knows what the device has done of it."""
+        """Fail all pending operations on every rank, because the state of the device's queue is unknown."""
         if self.error is None:
             if isinstance(cause, GroupError):
                 self.error = cause.with_traceback(None)  # its frames may be those of calls with tensors
@@ -287,7 +300,7 @@ class DeviceGroup(CollectiveOps):
         pending.work.finish(error=seen)
 
     def close(self) -> None:
-        """Destroy this group on this rank; what is pending fails. Idempotent."""
+        """Destroy this group on this rank; pending operations fail. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -302,7 +315,7 @@ class DeviceGroup(CollectiveOps):
         self._executor.close(self._leave)
 
     def _leave(self) -> None:
-        """Let go of the others, on the executor: a call that is being done ends first."""
+        """Close the backend, in the executor: a running call ends first."""
         if self._backend is not None:
             self._backend.close()
         for left in self._context.inherited.values():
@@ -310,7 +323,7 @@ class DeviceGroup(CollectiveOps):
 
 
 def _succeeded(work: DeviceWork) -> bool:
-    """Wait until a call has been put into the queue; return whether it has not failed."""
+    """Wait until a call is enqueued; return whether it has not failed."""
     try:
         work._wait_until_enqueued(None)
         work.result()

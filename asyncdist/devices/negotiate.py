@@ -1,7 +1,8 @@
-"""Which way a group takes between its devices: every rank says what it can do, and all come to the same answer.
+"""Agreement of all ranks of a group on one device backend.
 
-Two meetings on the host: all_capabilities, by which each way that cannot be gone is struck out, the same on every rank; then, for the
-best that is left, whether it could really be opened everywhere. What fails only now is struck out too.
+It takes two exchanges on the host. First, all ranks publish the capabilities of every backend, and each rank strikes out
+the backends that the ranks cannot use together. Then the ranks start the best remaining backend and exchange whether that
+worked everywhere. If it did not, they try the next one. `DeviceGroup` calls this in its first collective.
 """
 
 from __future__ import annotations
@@ -22,9 +23,15 @@ Offer = tuple[DeviceCollectives | None, Mapping[str, Any], str]
 def negotiate_backend(
     context: DeviceContext, backend_classes: Sequence[type[DeviceCollectives]], *, device: str
 ) -> DeviceCollectives:
-    """Return the first of some ways, the preferred first, that all ranks can go; collective, and blocks.
+    """Return the first backend that all ranks can start. Collective; blocks. Backends that are not chosen are closed.
 
-    TransportUnavailableError says why there is none. Those that are not chosen are closed.
+    Args:
+        context: The group's context; its deadline applies.
+        backend_classes: The candidates, in order of preference; the same on every rank.
+        device: Name of the device for messages.
+
+    Raises:
+        TransportUnavailableError: No candidate works; the text gives the reason for each.
     """
     offers = {cls.name: _offer(cls, context) for cls in backend_classes}
     chosen: DeviceCollectives | None = None
@@ -44,7 +51,7 @@ def negotiate_backend(
 
 
 def _chosen(offers: Mapping[str, Offer], context: DeviceContext) -> tuple[DeviceCollectives | None, dict[str, str]]:
-    """Meet the others; return the way that is chosen, and why those before it are not."""
+    """Return the chosen backend, and the reasons against those before it."""
     gathered = context.all_gather_object(
         {name: reason or dict(capabilities) for name, (_, capabilities, reason) in offers.items()}
     )
@@ -61,7 +68,7 @@ def _chosen(offers: Mapping[str, Offer], context: DeviceContext) -> tuple[Device
 
 
 def _offer(cls: type[DeviceCollectives], context: DeviceContext) -> Offer:
-    """Make a way, and what the others must know of it; or say why it cannot be gone here."""
+    """Create a backend; return it with its capabilities, or with the reason why this rank cannot use it."""
     reason = cls.probe()
     if reason is not None:
         return None, {}, reason
@@ -74,7 +81,7 @@ def _offer(cls: type[DeviceCollectives], context: DeviceContext) -> Offer:
 
 
 def _first_refusal(name: str, gathered: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return why some rank cannot go this way at all, the lowest rank's reason."""
+    """Return why some rank cannot use the backend: the reason of the lowest such rank."""
     for rank, one in enumerate(gathered):
         offer = one.get(name, "it does not know this way")
         if isinstance(offer, str):
@@ -85,7 +92,7 @@ def _first_refusal(name: str, gathered: Sequence[Mapping[str, Any]]) -> str | No
 def _start_failure(
     backend: DeviceCollectives, context: DeviceContext, gathered: Sequence[Mapping[str, Any]]
 ) -> str | None:
-    """Open it here; return why it could not be opened somewhere."""
+    """Start the backend on this rank; return why it could not be started on some rank, or None."""
     try:
         backend.start([one[backend.name] for one in gathered])
         reason = None

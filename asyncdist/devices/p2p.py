@@ -1,8 +1,8 @@
-"""Messages between two ranks' devices: by the best way that both can go, the last one being through the host.
+"""Point-to-point operations of a device group, over the best backend that both ranks support.
 
-They stand in a line and a stream of their own, beside the collectives: ranks need not agree on an order between the two.
-Nobody waits in that line for a peer, so what two ranks send each other at once cannot hold up either. Matching is the
-host's: a message meets its receive as one between hosts does, and so differing sizes or types are told apart there.
+The operations use an executor and a stream of their own, so that the ranks need not order them relative to collectives. No
+call in that executor blocks for a peer, so two ranks that send to each other at once do not deadlock. The host's matching
+rules apply, so different sizes or dtypes are detected there. The last backend goes through pinned host memory.
 """
 
 from __future__ import annotations
@@ -47,14 +47,22 @@ _SPIN_SECONDS = 50e-6  # seconds
 
 
 class TransferResult(NamedTuple):
-    """How a message ended: the value of its work, and where on the device it is over."""
+    """The outcome of a transfer: the work's value, and the completion event."""
 
     value: Any
     event: DeviceEvent
 
 
 class DevicePointToPoint:
-    """What one rank sends and receives. ``guarded`` does something for an operation, and fails the group if that raises."""
+    """The sends and receives of one rank.
+
+    Args:
+        host: CPU group with the same ranks.
+        context: Context with a stream for point-to-point operations.
+        backend_classes: Backends in order of preference.
+        watch: Watcher for intermediate events.
+        guarded: Called as ``guarded(pending, call)``; runs ``call`` and fails the group if it raises.
+    """
 
     def __init__(
         self,
@@ -78,7 +86,7 @@ class DevicePointToPoint:
     # -- one step after the other --------------------------------------------------------------
 
     def resume(self, transfer: Transfer[TransferResult], pending: Pending, over: HostWork | None = None) -> None:
-        """Lead a transfer as far as it goes without waiting; what it waits for brings it back. On the line."""
+        """Run a transfer until it has to wait; the completion of what it waits for resumes it. Runs in the executor."""
         if pending.work.failed:
             transfer.close()
             return
@@ -100,7 +108,7 @@ class DevicePointToPoint:
     # -- sending -------------------------------------------------------------------------------
 
     def send(self, memory: Memory, peer: int, tag: int, fingerprint: int) -> Callable[[Pending, DeviceEvent], None]:
-        """Return what sends a tensor's elements, to be called on the line."""
+        """Return the call that sends a tensor's elements; it must run in the executor."""
 
         def begin(pending: Pending, before: DeviceEvent) -> None:
             self.resume(self._sending(memory, peer, tag, fingerprint, pending.deadline, before), pending)
@@ -148,7 +156,10 @@ class DevicePointToPoint:
     def receive(
         self, target: OutputTensor, peer: int | None, tag: int, fingerprint: int
     ) -> Callable[[Pending, DeviceEvent], None]:
-        """Return what receives into a tensor, from any rank if ``peer`` is None; the value is the sender's global rank."""
+        """Return the call that receives into a tensor; it must run in the executor.
+
+        The work's value is the sender's global rank. ``peer`` None receives from any rank.
+        """
 
         def begin(pending: Pending, before: DeviceEvent) -> None:
             self.resume(self._receiving(target, peer, tag, fingerprint, pending.deadline, before), pending)
@@ -183,7 +194,7 @@ class DevicePointToPoint:
     def _receive_offer(
         self, message: ControlMessage, data: torch.Tensor, channel: ControlChannel, before: DeviceEvent
     ) -> Transfer[DeviceEvent]:
-        """Receive by the first offered way that we can go."""
+        """Receive by the first offered backend that this rank supports."""
         while message.kind != _BY_HOST:
             try:
                 return (yield from self._backend(message.kind).receive(data, channel, message.payload, before))
@@ -223,7 +234,7 @@ class DevicePointToPoint:
         return backend
 
     def _all_backends(self) -> dict[str, DeviceP2P]:
-        """Return who carries messages, by name, the preferred first; made when first asked for."""
+        """Return the usable backends by name, the preferred first; they are created on first use."""
         if self._backends is None:
             self._backends = {}
             for cls in self._backend_classes:
@@ -240,22 +251,22 @@ class DevicePointToPoint:
 
     @property
     def error(self) -> Exception | None:
-        """What the control_group failed with; None while they work."""
+        """The failure of the control group; None while it works."""
         return self._control_group.error
 
     def async_error(self) -> Exception | None:
-        """Return what has gone wrong beside any message, None if nothing has."""
+        """Return a failure that no message has reported yet, else None."""
         async_errors = (backend.async_error() for backend in list((self._backends or {}).values()))
         return self.error or next((one for one in async_errors if one is not None), None)
 
     def abort(self, reason: str) -> None:
-        """End everything, as the group has failed; never blocks."""
+        """Cancel everything, as the group has failed. Never blocks."""
         self._control_group.abort(reason)
         for backend in list((self._backends or {}).values()):
             backend.abort()
 
     def close(self) -> None:
-        """Destroy what there is: what is pending has failed. The couriers end on the line."""
+        """Destroy the control group; pending operations must have failed. The backends are closed in the executor."""
         self._control_group.close()
         self.executor.close(self._leave)
 
@@ -265,7 +276,7 @@ class DevicePointToPoint:
 
 
 def _completes_soon(event: DeviceEvent) -> bool:
-    """Look for a moment whether the device passes a event: a small copy takes less time than being told of it."""
+    """Return whether the device passes an event within 50 us: polling for a small copy costs less than a wake-up."""
     until = monotonic() + _SPIN_SECONDS
     while not event.query():
         if monotonic() > until:

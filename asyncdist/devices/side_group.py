@@ -1,4 +1,4 @@
-"""A group of the host's, of the same ranks, for what these have to say beside their calls: made when it is first needed."""
+"""A lazily created CPU group with the same ranks, used for control traffic."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ from asyncdist.transport.host_group import HostGroup
 
 
 class SideGroup:
-    """A group beside ``host``; ``what`` tells it from others. One thread at a time asks for it, any may end it."""
+    """A sibling of ``host``, created on first use.
+
+    One thread at a time may call `group`; any thread may call `abort` and `close`.
+
+    Args:
+        host: The CPU group whose ranks take part.
+        purpose: Name that distinguishes this side group from others; the same on every rank.
+    """
 
     def __init__(self, host: HostGroup, purpose: str) -> None:
         self._host, self._purpose = host, purpose
@@ -18,7 +25,11 @@ class SideGroup:
         self._lock = threading.Lock()
 
     def group(self) -> HostGroup:
-        """Return the group; raises NotInitializedError once it is closed."""
+        """Return the group, and create it on the first call.
+
+        Raises:
+            NotInitializedError: The side group was closed.
+        """
         if self._group is not None and not self._closed:
             return self._group
         group = self._host.sibling(self._purpose)  # without the lock: callbacks may be called here, and close us
@@ -31,16 +42,16 @@ class SideGroup:
 
     @property
     def error(self) -> Exception | None:
-        """What it failed with; None while it works, or was never needed."""
+        """The failure of the group; None while it works or does not exist yet."""
         return None if self._group is None else self._group.error
 
     def abort(self, reason: str) -> None:
-        """Fail what is pending there, on every rank."""
+        """Fail all pending operations of the group on every rank."""
         if self._group is not None:
             self._group.abort(reason)
 
     def close(self) -> None:
-        """Destroy it on this rank; nobody makes it again. Idempotent."""
+        """Destroy the group on this rank and prevent its creation. Idempotent."""
         with self._lock:
             self._closed = True
         if self._group is not None:

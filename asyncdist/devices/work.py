@@ -1,4 +1,4 @@
-"""The handle of an operation on a device: in a queue first, and over when the device has passed its event."""
+"""The handle of a device operation: enqueued first, and complete when the device has passed its event."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _MOMENT = 5.0  # seconds; it takes milliseconds
 
 @excluded_from_compile
 class DeviceWork(Work):
-    """One operation on a device, started and going on by itself.
+    """One device operation, already issued; it progresses in the background.
 
-    `wait` orders the caller's current stream behind it, as torch users expect; `synchronize` and ``await`` last until
-    the data is there.
+    `wait` orders the caller's current stream after the operation, as `torch.distributed.Work.wait` does. `synchronize` and
+    ``await`` return only when the data is there.
     """
 
     _enqueue_lock: ClassVar[threading.Lock] = threading.Lock()  # of any work: held for a moment
@@ -43,7 +43,7 @@ class DeviceWork(Work):
     # -- the line's side -----------------------------------------------------------------------
 
     def enqueued(self, value: Any, event: DeviceEvent) -> None:
-        """Note that everything the device is to do stands in its queues, up to ``event``."""
+        """Record that all device work is enqueued, with ``event`` recorded behind it. Called by the executor."""
         self._value, self._event = value, event
         self._set_enqueued()
 
@@ -63,7 +63,7 @@ class DeviceWork(Work):
     # -- the queue -----------------------------------------------------------------------------
 
     def when_enqueued(self, call: Callable[[], object]) -> None:
-        """Have something called, once, when the operation stands in the device's queue or has failed; keep it short."""
+        """Call ``call`` once, when the operation is enqueued or has failed. The callback must be short."""
         with self._enqueue_lock:
             if self._enqueue_callbacks is not None:
                 self._enqueue_callbacks.append(call)
@@ -71,13 +71,13 @@ class DeviceWork(Work):
         call()
 
     def ordered_after(self) -> AbstractContextManager[object]:
-        """Put what torch does in this thread meanwhile behind the operation, once it is in the queue, and only that."""
+        """Return a context whose torch calls run after the operation, if it is enqueued, and after nothing else."""
         return contextlib.nullcontext() if self._event is None else self._streams.ordered_after(self._event)
 
     # -- looking -------------------------------------------------------------------------------
 
     def is_completed(self) -> bool:
-        """Return whether the device has done it, or it has failed."""
+        """Return whether the device has completed the operation, or it has failed."""
         return self._done or self._is_passed()
 
     def _is_passed(self) -> bool:
@@ -91,11 +91,15 @@ class DeviceWork(Work):
         return self._error is not None
 
     def is_success(self) -> bool:
-        """Return whether the device has done it."""
+        """Return whether the device has completed the operation without an error."""
         return self.is_completed() and self._error is None
 
     def result(self) -> Any:
-        """Return the value: tensors whose data is there for what waited; UsageError before `wait` could have returned."""
+        """Return the value; the tensors hold the data for every stream that was ordered by `wait`.
+
+        Raises:
+            UsageError: The operation is not enqueued yet, so `wait` could not have returned.
+        """
         if not self._enqueued.is_set():
             raise UsageError("the operation still goes on: await it, or call wait() first")
         return self._outcome()
@@ -103,10 +107,15 @@ class DeviceWork(Work):
     # -- waiting -------------------------------------------------------------------------------
 
     def wait(self, timeout: Timeout = None) -> bool:
-        """Order the caller's current stream behind the operation, and return True; the device goes on meanwhile.
+        """Order the caller's current stream after the operation, and return True. The device may still be running.
 
-        The host waits until the operation is in the device's queue, ``timeout`` seconds at most: WaitTimeoutError leaves
-        it going. Raises what the operation failed with, and LoopThreadError where that needs the loop of this thread.
+        Args:
+            timeout: Seconds for which the host waits until the operation is enqueued; None waits without a limit.
+
+        Raises:
+            WaitTimeoutError: The operation was not enqueued in time. It keeps running.
+            LoopThreadError: The operation needs the event loop of the calling thread.
+            GroupError: The operation failed.
         """
         self._wait_until_enqueued(timeout)
         self._outcome()
@@ -115,14 +124,15 @@ class DeviceWork(Work):
         return True
 
     def synchronize(self, timeout: Timeout = None) -> None:
-        """Block until the data is there. ``timeout`` limits only the time until the operation is in the queue."""
+        """Block until the data is there. ``timeout`` (seconds) limits only the time until the operation is enqueued."""
         self._wait_until_enqueued(timeout)
         self._outcome()
         if self._event is not None:
             try:
                 self._event.synchronize()
             except Exception:
-                self._wait_until_finished()  # who looks after the operation says what the device's failure means for the group
+                # The completion watcher turns the device's failure into the group's error.
+                self._wait_until_finished()
                 self._outcome()
                 raise
         self._outcome()

@@ -1,14 +1,15 @@
-"""What a way between devices offers: whole collectives, put into a device's queues. The contract of such transports.
+"""The contract of a device backend: whole collectives, enqueued on a device stream.
 
-An `DeviceCollectives` is made on every rank of a group, for one device of each. It says in a *capabilities* what the others must know of
-it; from all all_capabilities, which every rank has, each works out whether they fit together (`refusal`: the same answer everywhere);
-then it is opened, on every rank or on none.
+`asyncdist.devices` creates one `DeviceCollectives` on every rank of a group, for one device of each rank. Every rank
+publishes its *capabilities*; from those of all ranks, each rank computes whether they fit together (`refusal`, the same
+answer everywhere). The backend is then started on every rank or on none.
 
-Its collectives are those of `native.Native`, but they never wait for the device: they are called within
-``streams.on_comm_stream()``, in the order of the calls, on whatever thread the line has, and have put everything into queues when
-their schedule is over. They may block the host until peers have made the same call.
+The collectives are those of `native.Native`, but they never wait for the device. They are called within
+``streams.on_comm_stream()``, in issue order, on the executor's thread or the calling thread, and have enqueued everything
+when their schedule ends. They may block the host until the peers have made the same call.
 
-To write one: implement `DeviceCollectives`, and announce the class under the entry-point group ``asyncdist.ensembles``.
+To write one: implement `DeviceCollectives`, and register the class under the entry-point group ``asyncdist.ensembles``.
+This module imports no engine and no group.
 """
 
 from __future__ import annotations
@@ -34,9 +35,16 @@ Capabilities = Mapping[str, Any]
 
 
 class DeviceContext:
-    """Where an backend stands: who we are, on which device, and the group by which ranks speak from host to host.
+    """What a backend knows of its group: the ranks, this rank's device, and the CPU group for control traffic.
 
-    ``deadline`` (monotonic) is that of the call in hand, or of the meeting.
+    Attributes:
+        host: CPU group with the same ranks.
+        streams: The device, with the stream of the group's own.
+        rank: This rank in the group.
+        size: Number of ranks.
+        others: All ranks in the group but this one.
+        deadline: Monotonic time at which the current call, or the start of the backend, times out.
+        inherited: By backend name, what a larger group has split off for this one.
     """
 
     def __init__(self, host: HostGroup, streams: Streams) -> None:
@@ -50,41 +58,44 @@ class DeviceContext:
 
     @property
     def machine(self) -> str:
-        """What names the machine that we are on."""
+        """Name of the machine that this rank runs on."""
         return self.host.mesh.config.host or machine_name()
 
     @property
     def remaining(self) -> float:
-        """Seconds until the deadline."""
+        """Seconds until the deadline; at least 0."""
         return max(0.0, self.deadline - monotonic())
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Give every rank an object (plain data) and return everybody's, by rank. Blocks; raises GroupError."""
+        """Gather an object (plain data) from every rank, and return them by rank. Blocks; raises GroupError."""
         gathered: list[Any] = [None] * self.size
         self.host.all_gather_object(gathered, value, background=False, timeout=self.remaining).result()
         return gathered
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
-        """Give every rank some bytes, as many on all, and return everybody's, by rank. Blocks; raises GroupError."""
+        """Gather payloads of equal length from all ranks, and return them by rank. Blocks; raises GroupError."""
         ours = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
         gathered = torch.empty(self.size * len(payload), dtype=torch.uint8, device="cpu")
         self.host.all_gather_single(gathered, ours, background=False, timeout=self.remaining).result()
         return [bytes(part.numpy()) for part in gathered.split(len(payload))]
 
     def mismatch_error(self, rank: int, ours: int, theirs: int) -> Exception:
-        """Return the error to raise where a rank's fingerprint of a collective is not ours."""
+        """Return the error to raise where the fingerprint of ``rank``'s call differs from this rank's."""
         return self.host.mesh.difference(self.host.ranks[rank], ours, theirs)
 
     def barrier(self) -> None:
-        """Block until every rank has come here. Raises GroupError."""
+        """Block until every rank has called this. Raises GroupError."""
         self.host.barrier(background=False, timeout=self.remaining).result()
 
 
 class DeviceCollectives(Native):
-    """One rank's part in a way between devices. ``name`` is what users select it by; ``preference`` orders choice.
+    """One rank's part of a device backend.
 
-    ``blocks`` says that its collectives may keep the host waiting for peers, ``compares`` that ranks whose calls differ
-    are gathered.
+    Attributes:
+        name: The name by which users select the backend.
+        preference: The backend with the highest preference that all ranks support is chosen.
+        blocks: Whether a collective may block the host until the peers make the same call.
+        compares: Whether the backend raises an error on ranks whose calls differ.
     """
 
     name: ClassVar[str]
@@ -98,52 +109,55 @@ class DeviceCollectives(Native):
     @classmethod
     @abstractmethod
     def probe(cls) -> str | None:
-        """Return None if this way can be used in this process, else the reason in words."""
+        """Return None if this process can use the backend, else the reason."""
 
     @classmethod
     def make_p2p(cls, context: DeviceContext) -> DeviceP2P | None:
-        """Return what carries messages this way, for one rank; None if they had better go another. Meets nobody."""
+        """Return this rank's point-to-point part, or None if the backend has none. Must not communicate."""
         return None
 
     # -- coming together -----------------------------------------------------------------------
 
     @abstractmethod
     def capabilities(self) -> Capabilities:
-        """Return what the other ranks need to know of us: plain data."""
+        """Return what the other ranks need to know of this one, as plain data."""
 
     @abstractmethod
     def refusal(self, all_capabilities: Sequence[Capabilities]) -> str | None:
-        """Return why these ranks cannot go this way, None if they can; the same on every rank, by the all_capabilities alone."""
+        """Return why these ranks cannot use the backend, None if they can. Must depend on the arguments alone."""
 
     @abstractmethod
     def start(self, all_capabilities: Sequence[Capabilities]) -> None:
-        """Meet the others; raise what stands in the way, in words. Blocks."""
+        """Connect to the other ranks. Blocks; raises an error that says why the backend cannot be used."""
 
     # -- while it is used ----------------------------------------------------------------------
 
     def async_error(self) -> Exception | None:
-        """Return what has gone wrong beside any call, None if nothing has. Called now and then, from any thread."""
+        """Return a failure that no call has reported yet, else None. Called periodically, from any thread."""
         return None
 
     def split(self, context: DeviceContext | None, number: int) -> None:
-        """Put what a part of these ranks can share with us into the ``inherited`` of its context.
+        """Put what a subgroup can share with this group into the ``inherited`` of the subgroup's context.
 
-        Each rank gives the number of its part; None and -1 if it is in none. Called on all, in the order of the calls; may
-        block. What is put there has a ``close``.
+        Called on all ranks, in issue order; may block. The shared object needs a ``close`` method.
+
+        Args:
+            context: Context of the subgroup that this rank belongs to; None if it belongs to none.
+            number: Number of that subgroup; -1 if this rank belongs to none.
         """
         return
 
     @abstractmethod
     def abort(self) -> None:
-        """End what the device still waits for, as the group has failed; never blocks."""
+        """Cancel what the device waits for, as the group has failed. Never blocks."""
 
     def open(self) -> None:
-        """Nothing to do: `start` has met the others."""
+        """Do nothing: `start` has connected the ranks."""
 
     def announce(self, number: int, fingerprint: int) -> Schedule:
         return nothing()
 
 
 def nothing() -> Schedule:
-    """Return a schedule that is over."""
+    """Return an empty schedule."""
     yield from ()

@@ -1,14 +1,14 @@
-"""What a way between devices offers for messages: the contract, and how two ranks speak on the host about each.
+"""The contract of device point-to-point backends, and the control protocol of one message.
 
-A message begins with a message on the host, under the tag that its user gave: so it meets its receive there, by the rules of
-the host, whatever its way. The message offers a way; what it says goes no further than who may read it. More control_group go to
-and fro under the message's own number: the answer, and what a way needs besides. The last way, through the host, needs no
-answer: the data follow. A message is over on both sides with its last message: who says that one waits until it has left,
-and there is none that nobody waits for, so either may leave when its own half is over.
+A message begins with a control message on the host, under the user's tag. So it is matched there with its receive by the
+host's rules, whatever backend carries the data. The first control message offers a backend; the receiver accepts or
+refuses it, and the sender then offers the next one. Further control messages use tags derived from the message's number.
+The last backend, through the host, needs no answer: the data follow. The transfer ends on both sides with the last control
+message. Its sender waits until it has been sent, so either rank may leave when its own half is done.
 
-Sending and receiving are *conversations*: generators that yield a `Work` and are resumed when it is over. So nobody is held
-up by a message whose peer has not come yet. To write a `DeviceP2P`, derive from it, and have the backend's
-``courier`` make one.
+`DeviceP2P.send` and `DeviceP2P.receive` are generators: they yield a work and are resumed when it has completed. So a
+message whose peer is late does not block the others. To write a backend, implement `DeviceP2P`, and return it from
+`DeviceCollectives.make_p2p`. This module imports no engine and no group.
 """
 
 from __future__ import annotations
@@ -37,13 +37,17 @@ MAX_CONCURRENT_MESSAGES = 1 << 31
 
 
 class TransferRefused(Exception):
-    """A way cannot be gone with this peer; says why, in words."""
+    """The backend cannot carry a message between these two ranks. The text says why."""
 
 
 class ControlMessage(NamedTuple):
-    """What one rank tells another of a message: a ``kind`` (the way that is offered, or `REFUSED`), and what goes with it.
+    """A control message of one transfer.
 
-    ``number`` is the sender's for this message, ``nbytes`` how large it is.
+    Attributes:
+        kind: Name of the backend that the sender offers, or `REFUSED`, or empty.
+        number: The sender's number for this transfer.
+        nbytes: Size of the user's message.
+        payload: Data of the backend, at most `MAX_PAYLOAD_NBYTES` bytes.
     """
 
     kind: str
@@ -65,9 +69,16 @@ class ControlMessage(NamedTuple):
 
 
 class ControlChannel:
-    """What two ranks say about one message, on the host; ``peer`` is the other one's rank in the group.
+    """The control traffic of one transfer, on the host.
 
-    ``first`` sends what the sender says first: under the message's tag. All else goes among the ``control_group``.
+    Args:
+        control_group: CPU group for all control messages but the first.
+        peer: Rank of the other side in the group.
+        number: The sender's number for the transfer.
+        nbytes: Size of the user's message.
+        deadline: Monotonic time at which the transfer times out.
+        first: Sends the sender's first control message, under the user's tag; None on the receiving side.
+        sends: Whether this rank is the sender.
     """
 
     def __init__(
@@ -86,7 +97,7 @@ class ControlChannel:
         self._our_tag, self._their_tag = (2 * number, 2 * number + 1) if sends else (2 * number + 1, 2 * number)
 
     def send(self, kind: str = "", payload: bytes = b"") -> HostWork:
-        """Send a message; the work is over when it has left. That it could not is heard of as the group's failure, too."""
+        """Send a control message; the work completes when it has been sent. A failure also fails the group."""
         assert len(payload) <= MAX_PAYLOAD_NBYTES
         message = ControlMessage(kind, self.number, self.nbytes, payload).packed()
         first, self._first = self._first, None
@@ -95,7 +106,7 @@ class ControlChannel:
         return sent
 
     def recv(self) -> Transfer[ControlMessage]:
-        """Return the peer's next message. Raises `TransferRefused` if it says so."""
+        """Return the peer's next control message. Raises `TransferRefused` if the peer refuses."""
         buffer = torch.empty(CONTROL_MESSAGE_NBYTES, dtype=torch.uint8, device="cpu")
         yield self.recv_data(buffer)
         message = ControlMessage.unpacked(buffer)
@@ -104,11 +115,11 @@ class ControlChannel:
         return message
 
     def send_data(self, data: torch.Tensor) -> HostWork:
-        """Send some of the message itself, in memory of the host."""
+        """Send part of the user's message from host memory."""
         return self._control_group.send(data, self.peer, self._our_tag, timeout=self._left)
 
     def recv_data(self, buffer: torch.Tensor) -> HostWork:
-        """Receive what the peer puts."""
+        """Receive into host memory what the peer passes to `send_data`."""
         return self._control_group.recv(buffer, self.peer, self._their_tag, timeout=self._left)
 
     @property
@@ -117,11 +128,12 @@ class ControlChannel:
 
 
 class DeviceP2P(ABC):
-    """One rank's part in a way that carries large messages straight from device to device.
+    """One rank's part of a backend that carries large messages directly between devices.
 
-    Made for a `Site` of its own when the first one is sent or received; no ranks meet for it, so each message finds out
-    whether its two go together. Everything is called on one line of the messages', within ``context.streams.on_comm_stream()``, in
-    no order that two ranks could agree on; and nothing may block for a peer. ``data`` are bytes of the device in a row.
+    It is created for a `DeviceContext` of its own when the rank first sends or receives. Its creation does not
+    communicate, so each message checks whether its two ranks fit together. All methods but `abort` are called on one executor, within
+    ``context.streams.on_comm_stream()``, in an order that may differ between ranks. No method may block for a peer.
+    ``data`` is a contiguous uint8 tensor on the device.
     """
 
     name: ClassVar[str]
@@ -130,25 +142,29 @@ class DeviceP2P(ABC):
 
     @abstractmethod
     def send(self, data: torch.Tensor, channel: ControlChannel, before: DeviceEvent) -> Transfer[DeviceEvent]:
-        """Offer what stands behind a event, and send it; return where on the device that is over. Raises `TransferRefused`."""
+        """Offer and send ``data``, which is ready after the event ``before``.
+
+        Returns an event that the device passes when the data has been sent. Raises `TransferRefused`.
+        """
 
     @abstractmethod
     def receive(
         self, data: torch.Tensor, channel: ControlChannel, offer: bytes, before: DeviceEvent
     ) -> Transfer[DeviceEvent]:
-        """Receive what was offered, behind a event; return where on the device that is over.
+        """Receive what was offered into ``data``, after the event ``before``.
 
-        Raises `TransferRefused`, before anything is said.
+        Returns an event that the device passes when the data has arrived.
+        Raises `TransferRefused`, before it sends anything.
         """
 
     def async_error(self) -> Exception | None:
-        """Return what has gone wrong beside any message, None if nothing has. Called now and then, from any thread."""
+        """Return a failure that no message has reported yet, else None. Called periodically, from any thread."""
         return None
 
     @abstractmethod
     def abort(self) -> None:
-        """End what the device still waits for, as the group has failed; never blocks. Any thread."""
+        """Cancel what the device waits for, as the group has failed. Never blocks. Thread-safe."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of everything."""
+        """Release all resources."""

@@ -1,6 +1,7 @@
-"""What is asked of a device: a stream of our own beside the caller's, events in both, and memory that it copies from fast.
+"""Streams, events and pinned memory of one device.
 
-The only file of the core that calls ``torch.cuda``. Tests put something else in its place.
+Device groups and backends use a device only through `Streams`. `CudaStreams` implements it with ``torch.cuda``; no other
+module of the package calls that. Tests use an implementation on the host.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from asyncdist.errors import UnsupportedError
 
 
 class DeviceEvent(Protocol):
-    """A place in a stream."""
+    """A position in a stream, like `torch.cuda.Event`."""
 
     def query(self) -> bool:
-        """Return whether the device has passed it; raises what the device failed with."""
+        """Return whether the device has passed the event. Raises the error that the device has failed with."""
 
     def synchronize(self) -> None:
-        """Block the host until the device has passed it, without the GIL."""
+        """Block the host until the device has passed the event, without the GIL."""
 
 
 log = logging.getLogger("asyncdist")
@@ -33,7 +34,7 @@ _GLANCE = 1e-3
 
 
 def completes_within(event: DeviceEvent, patience: float) -> bool:
-    """Wait some seconds for the device; return whether it has passed a event, False also if it has failed."""
+    """Return whether the device passes an event within some seconds; False also if the device has failed."""
     until = monotonic() + patience
     try:
         while not event.query():
@@ -54,58 +55,62 @@ def cuda_missing() -> str | None:
 
 
 class Streams(ABC):
-    """One device as one group uses it. Any thread; "the caller's stream" is the calling thread's current one."""
+    """One device and the communication stream of one group. Thread-safe.
+
+    "The current stream" is the calling thread's current stream: the user's stream, or the communication stream within
+    `on_comm_stream`.
+    """
 
     device: torch.device
 
     @abstractmethod
     def with_new_stream(self) -> Streams:
-        """Return the same device with another stream as ours."""
+        """Return the same device with another communication stream."""
 
     @abstractmethod
     def on_comm_stream(self) -> AbstractContextManager[object]:
-        """Put what torch does in this thread meanwhile into our stream."""
+        """Return a context in which the communication stream is this thread's current stream."""
 
     @abstractmethod
     def record_event(self) -> DeviceEvent:
-        """Mark where the caller's stream is; within `ours`, where ours is."""
+        """Record and return an event in the current stream."""
 
     @abstractmethod
     def wait_event(self, event: DeviceEvent) -> None:
-        """Have what comes next in the caller's stream (within `ours`: in ours) wait for a event."""
+        """Make later work in the current stream wait for an event."""
 
     @abstractmethod
     def ordered_after(self, event: DeviceEvent) -> AbstractContextManager[object]:
-        """Put what torch does in this thread meanwhile behind a event, and behind nothing else."""
+        """Return a context in which this thread's torch calls run after the event, and after nothing else."""
 
     @abstractmethod
     def is_capturing(self) -> bool:
-        """Return whether the caller's stream is being captured into a graph."""
+        """Return whether the current stream is being captured into a CUDA graph."""
 
     @abstractmethod
     def pinned(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return memory of the host that the device copies to and from while the host goes on.
+        """Return host memory of ``count`` elements, pinned so that copies do not block the host.
 
-        Or, where no more of it is to be had, memory with which copies hold up the host. RuntimeError if there is none.
+        Falls back to pageable memory, with which copies block the host. Raises RuntimeError if there is not enough memory.
         """
 
     @abstractmethod
     def record_stream(self, tensor: torch.Tensor) -> None:
-        """Tell the allocator that our stream uses a tensor, so that its memory is not given away meanwhile."""
+        """Tell the allocator that the communication stream uses ``tensor``: it must not reuse the memory earlier."""
 
     @property
     @abstractmethod
     def handle(self) -> int:
-        """Our stream, as other libraries name it."""
+        """The communication stream's handle (``cudaStream_t``) for other libraries."""
 
     @property
     @abstractmethod
     def uuid(self) -> str:
-        """What names the device, whatever number it goes by in this process."""
+        """Identifier of the device, independent of its index in this process."""
 
 
 class CudaStreams(Streams):
-    """A CUDA device, by way of torch."""
+    """A CUDA device, by way of ``torch.cuda``."""
 
     def __init__(self, device: torch.device) -> None:
         if device.type != "cuda":

@@ -1,9 +1,9 @@
-"""The way that is always there: through pinned memory of the host, and on by the host's transports.
+"""The device backend that is always available: it stages tensors in pinned host memory and uses the CPU group's transports.
 
-Large tensors go in pieces, some of which are under way at once: while one is with the other ranks, the next comes from the
-device and the last goes back. The host group then does to each piece what was asked to be done to the whole.
+Large tensors are split into pieces and pipelined: while one piece is with the other ranks, the next is copied from the
+device and the last is copied back. The CPU group applies the same collective to each piece.
 
-    device    ── copy ──>  pinned slot  ── host group's collective ──>  pinned slot  ── copy ──>  device
+    device    ── copy ──>  pinned buffer  ── CPU group's collective ──>  pinned buffer  ── copy ──>  device
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MAX_POOL_NBYTES = 64 << 20
 
 
 class PinnedPool:
-    """PinnedPool memory for reuse. What is given back may still be read by copies in the queue, up to a event."""
+    """A pool of pinned buffers. A released buffer may still be in use by queued copies, up to an event."""
 
     def __init__(self, context: DeviceContext) -> None:
         self._streams = context.streams
@@ -35,6 +35,7 @@ class PinnedPool:
         self._nbytes = 0
 
     def acquire(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return a buffer of ``count`` elements; blocks until the copies that used it before have completed."""
         free = self._free[count, dtype]
         if not free:
             return self._streams.pinned(count, dtype)
@@ -44,7 +45,7 @@ class PinnedPool:
         return tensor
 
     def release(self, tensor: torch.Tensor, event: DeviceEvent) -> None:
-        """Take back memory that is free when ``event`` has been passed."""
+        """Return a buffer to the pool; it may be reused after ``event`` has passed."""
         if self._nbytes + tensor.nbytes > _MAX_POOL_NBYTES:
             event.synchronize()
             self._free.clear()
@@ -86,18 +87,18 @@ class Staged(DeviceCollectives):
     # -- between device and host ---------------------------------------------------------------
 
     def _copy_to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, DeviceEvent]:
-        """Copy a flat tensor into pinned memory; it is there when the event has been passed."""
+        """Enqueue a copy of a flat tensor into a pinned buffer; return the buffer and the event after the copy."""
         pinned = self._pinned.acquire(tensor.numel(), tensor.dtype)
         pinned.copy_(tensor, non_blocking=True)
         return pinned, self.context.streams.record_event()
 
     def _copy_to_device(self, pinned: torch.Tensor, tensor: torch.Tensor) -> None:
-        """Copy pinned memory into a flat tensor, and give it back."""
+        """Enqueue a copy of a pinned buffer into a flat tensor, and release the buffer."""
         tensor.copy_(pinned, non_blocking=True)
         self._pinned.release(pinned, self.context.streams.record_event())
 
     def _copy_all_to_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Copy flat tensors into pinned memory, and wait until they are there."""
+        """Copy flat tensors into pinned buffers, and wait for the copies."""
         copies = [self._copy_to_host(tensor) for tensor in tensors]
         for _, event in copies:
             event.synchronize()
@@ -112,15 +113,20 @@ class Staged(DeviceCollectives):
         return [self._pinned.acquire(memory.count, memory.dtype) for memory in memories]
 
     def _run(self, start: Callable[..., HostWork], *args: Any) -> None:
-        """Do a collective of the host group, here and now."""
+        """Run a collective of the CPU group in this thread."""
         start(*args, background=False, timeout=self.context.remaining).result()
 
     def _pipelined(
         self, memory: Memory, start: Callable[..., HostWork], *args: Any, to_host: bool = True, to_device: bool = True
     ) -> None:
-        """Do a collective that may be done to any part of a tensor, piece by piece, several under way at once.
+        """Run an elementwise collective piece by piece, with several pieces in flight.
 
-        ``down`` says whether ours goes into it, ``up`` whether something comes out of it for us.
+        Args:
+            memory: The tensor to split.
+            start: The CPU group's method.
+            args: Its arguments after the tensor.
+            to_host: Whether this rank contributes data.
+            to_device: Whether this rank receives a result.
         """
         pieces = memory.tensor.split(max(1, self._piece_nbytes // memory.itemsize))
         coming: deque[tuple[torch.Tensor, DeviceEvent | None]] = deque()
@@ -213,7 +219,7 @@ class Staged(DeviceCollectives):
         return nothing()
 
     def barrier(self, number: int, fingerprint: int) -> Schedule:
-        """End when every member has come, and so has the device: what it had to do before is done."""
+        """Return when every rank has called this, and the device has completed all earlier work of the stream."""
         self.context.streams.record_event().synchronize()
         self.context.barrier()
         return nothing()

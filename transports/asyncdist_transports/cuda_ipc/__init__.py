@@ -1,10 +1,10 @@
-"""CUDA tensors between ranks of one host, also of one device: each maps the others' memory.
+"""CUDA tensors between ranks of one host, also on one device: each rank maps the others' memory (CUDA IPC).
 
-driver      what is asked of CUDA beside torch: allocations, handles, events that cross
-handles     whose allocation is mapped where
-backend    the collectives, between two meetings on the host
-courier     the messages, each between two control_group on the host
-leaving     how mapped memory is let go of
+driver        CUDA calls that torch does not offer: allocations, memory handles, interprocess events
+handles       exported and imported memory
+collectives   the collectives, each between two host barriers
+p2p           the messages, each between two control messages
+release       release of mapped memory
 """
 
 from asyncdist_transports.cuda_ipc.collectives import CudaIpc

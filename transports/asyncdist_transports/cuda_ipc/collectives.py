@@ -1,14 +1,15 @@
-"""Collectives of ranks that map one another's memory of the device: each reads and writes where the data lies.
+"""Collectives of ranks that map one another's device memory (CUDA IPC): each rank reads and writes its peers' tensors.
 
-Every collective has the same two meetings on the host, with the device's work between them:
+Every collective exchanges data on the host twice, with the device work between:
 
-    ready     each rank events its stream, and shows the others where its tensors lie; each stream then waits for the
-              events of all, and may read and write what was shown
-    done      each rank events its stream again; each stream waits for the events of all, and nobody uses our tensors now
+    ready     each rank records an event, and publishes where its tensors are; its stream then waits for the events
+              of all ranks, after which it may read and write the published tensors
+    done      each rank records its second event; its stream waits for those of all ranks, after which no rank uses
+              the tensors any more
 
-The events are events that cross between processes, one for each of the two: one is recorded again only when all streams
-wait for what was recorded before, as the meeting between says. What is small goes through pinned memory of the host
-instead: where ranks share one device, it would have to change from process to process twice.
+The events are interprocess events, one for each of the two steps. An event is recorded again only after all streams wait
+for the last record, which the exchange between the two guarantees. Small tensors go through pinned host memory
+instead: where ranks share a device, the device would have to switch between the processes twice.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ Views = dict[int, list[torch.Tensor]]
 
 
 class CudaIpc(DeviceCollectives):
-    """Ranks of one host whose devices reach one another, also several on one device."""
+    """Ranks of one host whose devices can access one another's memory; several ranks may share a device."""
 
     name: ClassVar[str] = "cuda_ipc"
     preference: ClassVar[int] = 30
@@ -108,7 +109,7 @@ class CudaIpc(DeviceCollectives):
                 raise TransportUnavailableError(f"what is mapped of rank {rank}'s device is not its memory")
 
     def abort(self) -> None:
-        """Nothing to end: what stands in our queue waits for no call that was not made."""
+        """Do nothing: the stream waits for no call that was not made."""
 
     def close(self) -> None:
         if not self._closed:
@@ -139,14 +140,14 @@ class CudaIpc(DeviceCollectives):
         return self._imports.open(rank, where).view(dtype)
 
     def _finish(self) -> None:
-        """Meet the others when all that we had to do is in our queue; what comes next there waits for theirs."""
+        """Exchange the done events when all work of this rank is enqueued; later work in the stream waits for them."""
         self._done.record()
         self.context.barrier()
         for _, done in self._peer_events.values():
             done.wait()
 
     def _finish_with_copies(self, views: Views, tensors: Sequence[torch.Tensor]) -> None:
-        """Part, and take back what others have written where we had shown copies."""
+        """Finish, and copy back what peers have written where this rank exported copies."""
         self._finish()
         for shown, tensor in zip(views[self.context.rank], tensors, strict=True):
             if shown is not tensor:
@@ -155,7 +156,7 @@ class CudaIpc(DeviceCollectives):
     # -- reducing ------------------------------------------------------------------------------
 
     def all_reduce(self, number: int, fingerprint: int, memories: Sequence[Memory], how: Arithmetic) -> Schedule:
-        """Each rank reduces its block of everybody's tensor, and writes the result into all of them."""
+        """Each rank reduces its block of all ranks' tensors, and writes the result into all of them."""
         if self._prefers_host(sum(memory.nbytes for memory in memories), how, memories[0].dtype):
             return self._staged.all_reduce(number, fingerprint, memories, how)
         tensors = [memory.tensor for memory in memories]
@@ -192,12 +193,12 @@ class CudaIpc(DeviceCollectives):
         return nothing()
 
     def _prefers_host(self, nbytes: int, how: Arithmetic | None = None, dtype: torch.dtype | None = None) -> bool:
-        """Return whether a call had better go through the host: by what is the same on all ranks."""
+        """Return whether a call is faster through the host. Depends only on what is the same on all ranks."""
         compared = how is not None and how.op in (ReduceOp.MIN, ReduceOp.MAX)
         return nbytes <= _SMALL_NBYTES or (compared and dtype in _COMPARED_ON_HOST)
 
     def _reduce(self, how: Arithmetic, own: torch.Tensor, others: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-        """Reduce ours and the others' into ``out``, which may be ours; kernels take what lies on one device."""
+        """Reduce ``own`` and ``others`` into ``out``, which may be ``own``; tensors of other devices are copied here."""
         if others:
             how.reduce([own, *(other.to(own.device, non_blocking=True) for other in others)], out)
         elif out is not own:
@@ -253,7 +254,7 @@ class CudaIpc(DeviceCollectives):
     def all_to_all(
         self, number: int, fingerprint: int, incoming: Sequence[Memory], outgoing: Sequence[Memory]
     ) -> Schedule:
-        """Sizes are known to pairs alone, so this never goes through the host."""
+        """Exchange blocks. Never goes through the host, because only pairs of ranks know the sizes."""
         views = self._exchange_views(fingerprint, [memory.tensor for memory in outgoing])
         for rank in self.context.others:
             sent, room = views[rank][self.context.rank], incoming[rank].tensor
@@ -266,7 +267,7 @@ class CudaIpc(DeviceCollectives):
         return nothing()
 
     def barrier(self, number: int, fingerprint: int) -> Schedule:
-        """End when every rank has come, and every device has done what stood in its queue before."""
+        """Return when every rank has called this; later work waits until every device has completed its earlier work."""
         self._exchange_views(fingerprint, ())
         self._finish()
         return nothing()

@@ -1,6 +1,6 @@
-"""What is asked of CUDA beside what torch offers: allocations, their handles between processes, and events that cross.
+"""CUDA calls that torch does not offer: allocations, memory handles and interprocess events.
 
-Nothing of CUDA is touched before a `Driver` is made. Tests put something else in its place.
+No CUDA library is loaded before a `Driver` is created. Tests use an implementation on the host.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ Event = Any
 
 
 class Allocation(NamedTuple):
-    """What a pointer points into. ``number`` is no other allocation's, also when its address is given out again."""
+    """The allocation that an address belongs to.
+
+    ``number`` (``CU_POINTER_ATTRIBUTE_BUFFER_ID``) is unique, even if the address is reused.
+    """
 
     base: int
     nbytes: int
@@ -31,7 +34,7 @@ class Allocation(NamedTuple):
 
 
 class _Array:
-    """Memory of the device as libraries hand it to one another."""
+    """Device memory under the CUDA array interface."""
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -43,7 +46,7 @@ class _Array:
 
 
 class Driver:
-    """One device of CUDA. TransportUnavailableError where there is none, or cupy is missing."""
+    """One CUDA device. Raises TransportUnavailableError without a device or cupy."""
 
     def __init__(self, device: torch.device) -> None:
         try:
@@ -57,7 +60,7 @@ class Driver:
 
     @staticmethod
     def missing() -> str | None:
-        """Return why there is no driver in this process, None if there is one."""
+        """Return why this process has no driver, None if it has one."""
         missing = cuda_missing()
         if missing is not None:
             return missing
@@ -74,7 +77,7 @@ class Driver:
     # -- allocations ---------------------------------------------------------------------------
 
     def allocation(self, address: int) -> Allocation:
-        """Return the allocation that holds an address of ours."""
+        """Return the allocation that holds an address of this process."""
         base, nbytes = ctypes.c_uint64(), ctypes.c_size_t()
         number, shareable = ctypes.c_uint64(), ctypes.c_int()
         place = ctypes.c_uint64(address)
@@ -88,44 +91,44 @@ class Driver:
             raise TransportUnavailableError(f"the CUDA driver says error {status} of an address")
 
     def allocate(self, nbytes: int) -> int:
-        """Return the address of new memory that may cross; give it back with `free`."""
+        """Return the address of new memory that other processes can map; release it with `free`."""
         with torch.cuda.device(self._device):
             return int(self._runtime.malloc(nbytes))
 
     def free(self, address: int) -> None:
-        """Give back what `allocate` returned."""
+        """Free what `allocate` returned."""
         with torch.cuda.device(self._device):
             self._runtime.free(address)
 
     def bytes_at(self, address: int, nbytes: int) -> torch.Tensor:
-        """Return memory of a device, ours or mapped, as a tensor of bytes that does not own it."""
+        """Return device memory, own or mapped, as a uint8 tensor that does not own it."""
         lies = torch.device("cuda", self._runtime.pointerGetAttributes(address).device)
         return torch.as_tensor(_Array(address, nbytes), device=lies)
 
     # -- between processes ---------------------------------------------------------------------
 
     def handle_of(self, base: int) -> bytes:
-        """Return what other processes map an allocation by."""
+        """Return the handle by which other processes map an allocation (``cudaIpcGetMemHandle``)."""
         with torch.cuda.device(self._device):
             return bytes(self._runtime.ipcGetMemHandle(base))
 
     def map(self, handle: bytes) -> int:
-        """Map another process's allocation; return its address here. RuntimeError says what CUDA has against it."""
+        """Map another process's allocation; return its local address. Raises RuntimeError if CUDA refuses."""
         with torch.cuda.device(self._device):
             return int(self._runtime.ipcOpenMemHandle(handle))
 
     def unmap(self, address: int) -> None:
-        """Let go of what `map` returned; nothing in any queue may use it any more."""
+        """Unmap what `map` returned; no queued work may use it."""
         with torch.cuda.device(self._device):
             self._runtime.ipcCloseMemHandle(address)
 
     def event(self) -> tuple[Event, bytes]:
-        """Return an event that shareable, and its handle."""
+        """Return a new interprocess event and its handle."""
         with torch.cuda.device(self._device):
             event = torch.cuda.Event(interprocess=True)
             return event, bytes(event.ipc_handle())
 
     def event_of(self, handle: bytes) -> Event:
-        """Return another process's event."""
+        """Open another process's event."""
         of: Callable[..., Event] = torch.cuda.Event.from_ipc_handle
         return of(self._device, handle)

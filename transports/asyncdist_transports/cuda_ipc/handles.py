@@ -1,9 +1,8 @@
-"""Memory of devices between processes: whose allocation is mapped where.
+"""Device memory shared between processes: exported and imported allocations.
 
-A tensor is exported as the allocation that holds it, by a handle that other processes map, and where in it the tensor lies.
-torch takes large allocations and cuts tensors out of them, so few handles serve many tensors: those who show keep the
-handles, those who look keep the mappings. Addresses are given out again after they were freed; an allocation's number is
-not, and tells whether what is kept is still meant.
+A tensor is exported as its allocation's handle and the tensor's offset in it. torch cuts many tensors out of few large
+allocations, so both sides cache: the exporter caches handles, the importer caches mappings. CUDA reuses addresses after a
+free, so the caches compare the allocation's unique number.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _EXPORTED = struct.Struct(f"<QQQQ{HANDLE_NBYTES}s")
 
 
 class ExportedMemory(NamedTuple):
-    """Where a tensor lies: its allocation, by address and number, how to map that, and the tensor's slot in it."""
+    """Location of a tensor: its allocation (address, unique number, handle), and the offset in it. Sizes in bytes."""
 
     base: int
     number: int
@@ -44,7 +43,7 @@ NOTHING = ExportedMemory(0, 0, 0, 0, bytes(HANDLE_NBYTES))
 
 
 class Exports:
-    """What we show. Memory that cannot cross (torch's expandable segments) is exported by a copy in memory that can."""
+    """Memory that this rank exports. What cannot be mapped (torch's expandable segments) is copied first."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
@@ -52,7 +51,7 @@ class Exports:
         self._copies: list[tuple[int, int]] = []  # address and bytes of memory for copies, by slot
 
     def export(self, tensor: torch.Tensor, slot: int) -> tuple[torch.Tensor, ExportedMemory]:
-        """Return a flat tensor as it is exported, itself or a copy: the ``slot``-th of a call; and where it lies."""
+        """Return a flat tensor, or a copy that can be mapped, and its location; ``slot`` is its number in the call."""
         if not tensor.numel():
             return tensor, NOTHING
         found = self._driver.allocation(tensor.data_ptr())
@@ -73,7 +72,7 @@ class Exports:
         return ExportedMemory(allocation.base, allocation.number, offset, tensor.nbytes, handle)
 
     def _copy_buffer(self, slot: int, nbytes: int) -> torch.Tensor:
-        """Return memory that shareable, the same for the same slot of later calls, which come when this one is over."""
+        """Return exportable memory; later calls reuse that of the same ``slot``, after this call has ended."""
         while len(self._copies) <= slot:
             self._copies.append((0, 0))
         address, room = self._copies[slot]
@@ -87,7 +86,7 @@ class Exports:
         return self._driver.bytes_at(address, nbytes)
 
     def close(self) -> None:
-        """Free the memory for copies; nothing in any queue may use it any more."""
+        """Free the buffers for copies; no queued work may use them."""
         for address, _ in self._copies:
             if address:
                 self._driver.free(address)
@@ -96,10 +95,9 @@ class Exports:
 
 
 class Imports:
-    """What others show us, mapped here. ``wait_until_idle`` blocks until nothing in our queue uses any mapping.
+    """Memory of other ranks, mapped here. ``wait_until_idle`` blocks until no queued work uses a mapping.
 
-    A mapping outlives what it shows: it goes when its rank shows another allocation at the same address, or when it is
-    the one that has not been looked at for longest.
+    A mapping is kept until its rank exports another allocation at the same address, or until it is the least recently used.
     """
 
     def __init__(self, driver: Driver, wait_until_idle: Callable[[], None]) -> None:
@@ -108,7 +106,7 @@ class Imports:
         self._mapped: OrderedDict[tuple[int, int], tuple[int, int]] = OrderedDict()
 
     def open(self, rank: int, exported: ExportedMemory) -> torch.Tensor:
-        """Return what a rank shows, as bytes. RuntimeError says what CUDA has against mapping it."""
+        """Return the exported memory of a rank as a uint8 tensor. Raises RuntimeError if CUDA cannot map it."""
         key = rank, exported.base
         number, address = self._mapped.get(key, (None, 0))
         if number != exported.number:
@@ -127,7 +125,7 @@ class Imports:
         self._driver.unmap(address)
 
     def close(self) -> None:
-        """Unmap everything; nothing in any queue may use it any more."""
+        """Unmap everything; no queued work may use it."""
         while self._mapped:
             _, (_, address) = self._mapped.popitem()
             self._driver.unmap(address)

@@ -1,12 +1,12 @@
-"""Messages of ranks that map one another's memory of the device: who receives copies from where the data location.
+"""Messages of ranks that map one another's device memory: the receiver copies from the sender's tensor.
 
-    sender                                                  receiver
-    events its stream, offers: where the data location     ──>   has its stream wait for that event, and copies
-    has its stream wait for their event: it is over    <──   events its stream, answers: it is over
+    sender                                                    receiver
+    records an event, offers: location of the data      ──>   its stream waits for the event, and copies
+    its stream waits for the receiver's event: done     <──   records an event, answers with its handle: done
 
-The events are events that cross between processes. Each is for one peer, and is recorded again only when that peer is known
-to wait for what was recorded before: who offers knows it by the answer, who answers by a later offer, which names the
-messages whose answers have been acknowledged. The answer is the last word: a message behind it would miss a peer that has left.
+The events are interprocess events, each for one peer. A rank records an event again only when it knows that the peer's
+stream waits for the last record. The sender knows it by the answer. The receiver knows it by a later offer, which lists the
+messages whose answers the sender has received. The answer is the last control message, so that a peer may leave after it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Event = tuple[Any, bytes]
 
 
 class EventPool:
-    """EventPool by which streams of two processes are ordered: own that are free, by peer, and those of others."""
+    """Interprocess events: the free ones of this rank, by peer, and those opened from peers."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
@@ -46,7 +46,7 @@ class EventPool:
         self._peer_events: dict[tuple[int, bytes], Any] = {}
 
     def acquire(self, peer: int) -> Event:
-        """Return an event for which nothing of a peer's waits that it has not been told to."""
+        """Return an event whose earlier records the peer's stream waits for already."""
         free = self._free[peer]
         if free:
             return free.pop()
@@ -54,11 +54,11 @@ class EventPool:
         return made
 
     def release(self, peer: int, event: Event) -> None:
-        """Take back an event that the peer's stream waits for by now."""
+        """Return an event to the pool; the peer's stream waits for its last record."""
         self._free[peer].append(event)
 
     def of(self, peer: int, handle: bytes) -> Any:
-        """Return a peer's event."""
+        """Return a peer's event, opened on first use."""
         found = self._peer_events.get((peer, handle))
         if found is None:
             found = self._peer_events[peer, handle] = self._driver.event_of(handle)
@@ -70,7 +70,7 @@ class EventPool:
 
 
 class CudaIpcP2P(DeviceP2P):
-    """One rank's part."""
+    """One rank's part of point-to-point transfers over CUDA IPC."""
 
     name: ClassVar[str] = "cuda_ipc"
 
@@ -144,7 +144,7 @@ class CudaIpcP2P(DeviceP2P):
         return event
 
     def _verify_mapping(self, peer: int, beacon: ExportedMemory, probe_bytes: bytes) -> None:
-        """See, once, that what we map of a rank's is its memory."""
+        """Check once per peer that the mapped memory is the peer's."""
         if peer in self._verified_peers:
             return
         with self._probe_streams.on_comm_stream():
@@ -154,7 +154,7 @@ class CudaIpcP2P(DeviceP2P):
         self._verified_peers.add(peer)
 
     def abort(self) -> None:
-        """Nothing to end: what stands in our stream waits for no call that was not made."""
+        """Do nothing: the stream waits for no call that was not made."""
 
     def close(self) -> None:
         release_all(

@@ -1,7 +1,7 @@
-"""How a rank lets go of what others map of it, and it of them: when its device is done, and else not at all.
+"""Release of mapped memory: when the device has completed the work that uses it, else never.
 
-A stream that waits for the event of a process that was killed waits for ever. Then what it may still use stays as it is,
-until this process ends; and so does an event that others may not wait for yet.
+A stream that waits for an event of a killed process never completes. The memory that its work may use then stays mapped
+until this process ends. Events are kept for a while, because peers may be about to wait for them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _kept_mappings: list[Any] = []
 def release_all(
     streams: Streams, driver: Driver, imports: Imports, exports: Exports, probe_memory: int, events: Iterable[Any]
 ) -> None:
-    """Unmap and free everything, if the device does nothing more with it; blocks for some seconds at most."""
+    """Unmap and free everything if the device becomes idle within 5 s; otherwise keep it until the process ends."""
     _kept_events.extend(events)
     if not _becomes_idle(streams):
         log.warning(
@@ -43,7 +43,7 @@ def release_all(
 
 
 def wait_until_idle(streams: Streams) -> None:
-    """Block until the device has done what stands in our stream; TransportUnavailableError if it does not."""
+    """Block until the device has completed the work in this stream; raise TransportUnavailableError after 30 s."""
     if not completes_within(streams.record_event(), _IDLE_TIMEOUT):
         raise TransportUnavailableError(
             f"{streams.device} has not done in {_IDLE_TIMEOUT:.0f} s what stands in its queue"

@@ -1,10 +1,10 @@
-"""CUDA tensors between ranks that have a device each, on one host or many: NCCL, through cupy.
+"""CUDA tensors between ranks with a device each, on one host or many: NCCL, through cupy.
 
-bindings       NCCL by way of cupy: unique ids, communicators, numbers for types and operations
-communicator   one rank's communicator: made, used and ended
-memory         memory as its calls take it
-backend       the collectives
-courier        the messages: a communicator for each two ranks that have any
+bindings       NCCL by way of cupy: unique ids, communicators, numbers of dtypes and operations
+communicator   life cycle of one rank's communicator
+memory         NCCL call arguments for tensors
+collectives    the collectives
+p2p            the messages: one communicator per pair of ranks that exchange any
 """
 
 from asyncdist_transports.nccl.collectives import Nccl

@@ -1,6 +1,6 @@
-"""What is asked of NCCL, by way of cupy: communicators, what they are made from, and numbers for types and operations.
+"""NCCL by way of cupy: unique ids, communicators, and the numbers of dtypes and operations.
 
-Nothing of cupy is imported before `load` is called. Tests put something else in a `Bindings`'s place.
+No cupy module is imported before `load` is called. Tests use another implementation of `Bindings`.
 """
 
 from __future__ import annotations
@@ -38,9 +38,13 @@ _OPERATIONS = {ReduceOp.SUM: SUM, ReduceOp.PRODUCT: 1, ReduceOp.MAX: 2, ReduceOp
 
 
 class Numbers(NamedTuple):
-    """How NCCL does a reduction: numbers of type and operation, and how many of that type make an element.
+    """How NCCL performs a reduction.
 
-    ``divides`` says that it only adds, and that the sum is still to be divided.
+    Attributes:
+        type: NCCL's number of the dtype.
+        parts: How many values of that type make one element (2 for complex dtypes).
+        operation: NCCL's number of the operation.
+        divides: Whether NCCL only sums, and the caller must divide the sum.
     """
 
     type: int
@@ -53,8 +57,8 @@ class Numbers(NamedTuple):
 def numbers_of(op: ReduceOp, dtype: torch.dtype, size: int) -> Numbers | None:
     """Return how NCCL reduces elements of a dtype over ``size`` ranks, None if it cannot.
 
-    Complex numbers are added part by part. NCCL's averages of floats multiply by 1/size first, which is exact for powers
-    of two; for other sizes the sum is divided, as everywhere else.
+    Complex numbers are summed part by part. NCCL averages floats by multiplying with 1/size first, which is exact for
+    powers of two. For other sizes the caller divides the sum, as the other backends do.
     """
     divides = op is ReduceOp.AVG and bool(size & (size - 1))
     operation = _OPERATIONS.get(ReduceOp.SUM if divides else op)
@@ -67,9 +71,11 @@ _SPLITS_SINCE = 21800
 
 
 class Bindings:
-    """NCCL as ``cupy.cuda.nccl`` gives it, cupy 13 or newer. ``errors`` is what its calls raise.
+    """NCCL as ``cupy.cuda.nccl`` of cupy 13 or newer provides it.
 
-    ``splits`` says whether communicators can be split: not with cupy 13.
+    Attributes:
+        errors: Exception types that its calls raise.
+        splits: Whether communicators can be split; not with cupy 13.
     """
 
     def __init__(self, nccl: Any) -> None:
@@ -82,11 +88,11 @@ class Bindings:
         self.group_end = nccl.groupEnd
 
     def unique_id(self) -> bytes:
-        """Return what the ranks of one communicator know one another by; NCCL then listens for them here."""
+        """Return a new unique id for one communicator; NCCL then listens for its ranks in this process."""
         return bytes(number & 0xFF for number in self._nccl.get_unique_id())  # cupy 13 gives signed numbers
 
     def communicator(self, size: int, unique_id: bytes, rank: int) -> Any:
-        """Return a communicator on the thread's current device. Blocks, without the GIL, until every rank has come."""
+        """Return a communicator on the thread's current device. Blocks, without the GIL, until every rank has joined."""
         try:
             return self._made(size, unique_id, rank)
         except TypeError:  # cupy 13 takes what it gives
@@ -106,7 +112,7 @@ class Bindings:
 
 @cache
 def load() -> Bindings:
-    """Return NCCL; TransportUnavailableError says why it cannot be used in this process."""
+    """Return the bindings. Raises TransportUnavailableError with the reason if this process cannot use NCCL."""
     missing = cuda_missing()
     if missing is not None:
         raise TransportUnavailableError(missing)
@@ -126,5 +132,5 @@ def load() -> Bindings:
 
 
 def version_text(version: int) -> str:
-    """Write a version of NCCL, as 22907, the usual way."""
+    """Return a version of NCCL, such as 22907, in dotted form."""
     return f"{version // 10000}.{version // 100 % 100}.{version % 100}"

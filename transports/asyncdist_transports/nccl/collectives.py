@@ -1,10 +1,10 @@
-"""The collectives of ranks that have a device each, as calls of NCCL in a stream of the group's own.
+"""Collectives of ranks with a device each, as NCCL calls in a stream of the group's own.
 
-What is only moved goes as bytes. What NCCL cannot reduce is gathered and reduced by torch: one mechanism for bitwise
-operations, bool, 16-bit integers, float8 and products of complex numbers.
+Data movement uses byte counts. Reductions that NCCL does not support are gathered, and reduced by torch: bitwise
+operations, bool, 16-bit integers, float8, and products of complex numbers.
 
-All ranks of a call must make the same calls of NCCL. So what is decided here is decided by what they have in common, which
-is how many elements each has, never by where these lie.
+All ranks of a collective must make the same NCCL calls. So all decisions here depend on what the ranks have in common: how
+many elements each has, never where they are in memory.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _POLL_INTERVAL = 0.01
 
 
 class Nccl(DeviceCollectives):
-    """Ranks that have a device each. Its calls only put something into a queue.
+    """Ranks with a device each. The calls only enqueue work.
 
-    But where NCCL has not spoken with a peer yet, or not in that way, a call lasts until the peer has made it too. And
-    nobody compares what the ranks have called: calls that do not fit together just last, see `asyncdist.devices.desync_detector`.
+    A call blocks, however, until the peer has made it too if NCCL has not communicated with that peer in this way before.
+    NCCL does not compare calls: mismatched calls hang, see `asyncdist.devices.desync_detector`.
     """
 
     name: ClassVar[str] = "nccl"
@@ -106,14 +106,14 @@ class Nccl(DeviceCollectives):
         self._made = self._wait_for(self._communicator(make, self.context))
 
     def _unique_id(self) -> bytes | str:
-        """Return a new unique id; or in words why there is none, for the others wait to be told."""
+        """Return a new unique id, or the error text: the other ranks wait to receive one of the two."""
         try:
             return self._bindings.unique_id()
         except Exception as cause:
             return str(cause)
 
     def split(self, context: DeviceContext | None, number: int) -> None:
-        """Split the communicator: quicker than making one, where all are there anyway. Not with cupy 13."""
+        """Split the communicator (``ncclCommSplit``), which is faster than creating one. Does nothing with cupy 13."""
         if not self._splits:
             return
         ours = self._made
@@ -128,12 +128,12 @@ class Nccl(DeviceCollectives):
             context.inherited[self.name] = part
 
     def _communicator(self, make: Callable[[], Any], context: DeviceContext) -> Communicator:
-        """Return a communicator in the making, for the stream of a context."""
+        """Return a communicator that is being created, for the stream of ``context``."""
         rank = self.context.host.ranks[self.context.rank]
         return Communicator(self._bindings, context.streams, make, [self._barrier_call], rank)
 
     def _wait_for(self, made: Communicator) -> Communicator:
-        """Block until the communicator is made; raise if that lasts too long, or the group fails meanwhile."""
+        """Block until the communicator is ready; raise if that takes too long or the group fails."""
         try:
             self._until_made(made)
         except BaseException:
@@ -152,7 +152,7 @@ class Nccl(DeviceCollectives):
 
     @property
     def _barrier_call(self) -> Call:
-        """A call that ends, on the device, when every rank has made it."""
+        """A call that completes on the device when every rank has made it."""
         place = self._token.data_ptr()
         return "allReduce", place, place, 1, BYTES, SUM
 
@@ -175,12 +175,12 @@ class Nccl(DeviceCollectives):
         self._made.enqueue(*calls)
 
     def _record_stream(self, *memories: Memory) -> None:
-        """Note that our stream uses memory of others."""
+        """Tell the allocator that the communication stream uses these tensors."""
         for memory in memories:
             self.context.streams.record_stream(memory.tensor)
 
     def _bytes(self, nbytes: int) -> torch.Tensor:
-        """Return memory of our stream's own: it may be dropped while calls that use it stand there."""
+        """Return memory allocated on the communication stream; it may be dropped while queued calls use it."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self.context.streams.device)
 
     # -- reducing ------------------------------------------------------------------------------
@@ -245,11 +245,11 @@ class Nccl(DeviceCollectives):
     # -- reducing what NCCL cannot -------------------------------------------------------------
 
     def _rows(self, count: int, dtype: torch.dtype) -> list[torch.Tensor]:
-        """Return room for everybody's contribution of ``count`` elements, one after the other in memory."""
+        """Return one contiguous buffer of ``count`` elements for each rank."""
         return list(self._bytes(self.context.size * count * dtype.itemsize).view(dtype).split(count))
 
     def _steps(self, count: int, dtype: torch.dtype) -> Iterator[tuple[int, int]]:
-        """Cut as many elements into runs whose contributions find room; the same runs on every rank."""
+        """Split elements into ranges that fit the scratch memory; the same ranges on every rank."""
         step = max(1, _SCRATCH_NBYTES // (self.context.size * dtype.itemsize))
         for start in range(0, count, step):
             yield start, start + step
@@ -361,7 +361,7 @@ class Nccl(DeviceCollectives):
         return nothing()
 
     def barrier(self, number: int, fingerprint: int) -> Schedule:
-        """End, on the device, when every device has done what stood in its queue before."""
+        """Complete, on the device, when every device has completed its earlier work in this stream."""
         self._enqueue(self._barrier_call)
         return nothing()
 
@@ -371,7 +371,7 @@ class Nccl(DeviceCollectives):
         return [blocks[rank] for rank in range(self.context.size)]
 
     def _contiguous(self, blocks: Sequence[Memory]) -> torch.Tensor:
-        """Return equal blocks as one run of memory, copied together if they do not lie so."""
+        """Return blocks of equal size as one contiguous tensor, copied if they are not contiguous."""
         whole = contiguous_span(blocks)
         if whole is None:
             whole = self._bytes(blocks[0].nbytes * len(blocks))
@@ -381,7 +381,7 @@ class Nccl(DeviceCollectives):
 
 
 def _reduce(how: Arithmetic, rows: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    """Set ``out`` to the reduction of everybody's contributions, on the device."""
+    """Reduce all ranks' contributions into ``out`` on the device."""
     if len(rows) == 1:
         out.copy_(rows[0])
     elif out.dtype is torch.uint16 and how.op in (ReduceOp.MIN, ReduceOp.MAX):  # torch has no kernels for these

@@ -1,7 +1,7 @@
-"""One rank's part in an NCCL communicator: made, used and ended without anybody being held up for ever.
+"""Life cycle of one rank's NCCL communicator, without an unbounded wait of any caller.
 
-NCCL waits for the other ranks while a communicator is made, cannot be called off there, and may wait for them when one is
-ended. So both are done by a thread of the communicator's own, which is left to itself if it does not come back.
+NCCL waits for the other ranks while it creates a communicator, cannot be cancelled there, and may wait for them when it
+destroys one. So a daemon thread of the communicator's own does both; it is abandoned if it does not return.
 """
 
 from __future__ import annotations
@@ -32,11 +32,17 @@ _open_communicators: set[Communicator] = (
 
 
 class Communicator:
-    """A communicator in the making, and then made; its calls go into the stream that is ``streams``' own.
+    """An NCCL communicator, created in the background; its calls go to the communication stream of ``streams``.
 
-    ``make`` makes it, on a thread of its own; ``first`` are calls that find out whether it works. ``rank`` is our global
-    rank, for errors. ``ready`` ends when it is made, or fails. Calls are made by one thread at a time; anything else may
-    be asked from any thread.
+    One thread at a time may call `enqueue` or `split`. All other methods are thread-safe. ``ready`` completes when the
+    communicator can be used, or its creation has failed.
+
+    Args:
+        bindings: NCCL.
+        streams: Device and stream for all calls.
+        make: Creates cupy's communicator; runs in the communicator's thread.
+        first: Calls that check that it works.
+        rank: This rank's global rank, for errors.
     """
 
     def __init__(
@@ -55,7 +61,7 @@ class Communicator:
         threading.Thread(target=self._run, args=(make, first), name="asyncdist-nccl", daemon=True).start()
 
     def made(self, within: float) -> bool:
-        """Wait for some seconds; return whether it has been made. Raises why it could not be."""
+        """Wait up to ``within`` seconds; return whether it is ready. Raises the reason if its creation has failed."""
         over = self._made.wait(within)
         if self._error is not None:
             raise self._error
@@ -64,9 +70,9 @@ class Communicator:
     # -- calls ---------------------------------------------------------------------------------
 
     def enqueue(self, *calls: Call) -> None:
-        """Put calls into our stream, several as one. Raises GroupAbortedError.
+        """Enqueue calls in the communication stream, several as one NCCL group.
 
-        NCCL may wait here for a peer with which it has not spoken yet.
+        NCCL may block here for a peer that it has not communicated with yet. Raises GroupAbortedError.
         """
         if not calls:
             return
@@ -99,7 +105,7 @@ class Communicator:
     # -- async_error -------------------------------------------------------------------------------
 
     def async_error(self) -> Exception | None:
-        """Return why it could not be made, or what NCCL has met with while the device was at work; None if nothing."""
+        """Return why the creation failed, or NCCL's error (``ncclCommGetAsyncError``); None without a failure."""
         if self._error is not None:
             return self._error
         if not self._made.is_set() or not self._inside.acquire(blocking=False):
@@ -124,12 +130,12 @@ class Communicator:
     # -- the end -------------------------------------------------------------------------------
 
     def abort(self) -> None:
-        """Have the device leave what it waits for, and whoever is inside NCCL come out with an error; returns at once."""
+        """Cancel the device's work and the NCCL call that a thread is in. Returns at once."""
         self._aborted = True
         self._ending.set()
 
     def close(self) -> None:
-        """Let go of the communicator when the device has done what stands in its queue; returns at once."""
+        """Destroy the communicator when the device has completed the queued work. Returns at once."""
         self._ending.set()
 
     def _run(self, make: Callable[[], Any], first: Sequence[Call]) -> None:
@@ -170,7 +176,7 @@ class Communicator:
                 self._inside.release()
 
     def _is_done(self) -> bool:
-        """Wait for the device; return whether it has done what stands in our stream, False if it has failed."""
+        """Wait for the device; return whether it has completed the queued work, False if it has failed."""
         try:
             with self._streams.on_comm_stream():
                 event = self._streams.record_event()
@@ -192,9 +198,9 @@ class Communicator:
     # -- parts ---------------------------------------------------------------------------------
 
     def split(self, colour: int, key: int) -> Any:
-        """Return a communicator of cupy's for those that give the same colour, in the order of their keys; all call it.
+        """Return cupy's communicator for the ranks with the same colour, ordered by key. Collective; blocks.
 
-        None for a negative colour. Blocks until all have come. The device must have done what stands in our stream.
+        Returns None for a negative colour. The device must have completed all work in the stream.
         """
         self._refuse_if_ended()
         with self._inside:
@@ -203,7 +209,7 @@ class Communicator:
 
 
 def _abort_all() -> None:
-    """End what nobody has ended: a process that goes must wait for no peer."""
+    """Abort the communicators that are still open: a process that exits must not wait for a peer."""
     left = list(_open_communicators)
     for communicator in left:
         communicator.abort()

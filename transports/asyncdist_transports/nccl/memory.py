@@ -1,4 +1,4 @@
-"""Memory as NCCL takes it: a place and a count; and how the blocks of several ranks lie in it."""
+"""NCCL call arguments for tensors, and the memory layout of the blocks of several ranks."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from asyncdist_transports.nccl.communicator import Call
 
 
 def equal_counts(blocks: Sequence[Memory]) -> bool:
-    """Return whether all blocks have as many elements."""
+    """Return whether all blocks have the same number of elements."""
     return all(block.count == blocks[0].count for block in blocks)
 
 
 def contiguous_span(blocks: Sequence[Memory]) -> torch.Tensor | None:
-    """Return what begins with the first of equal blocks, if the others lie behind it in their order."""
+    """Return the first of equal blocks if the others follow it in memory in rank order, else None."""
     first = blocks[0].tensor
     place, nbytes = first.data_ptr(), blocks[0].nbytes
     lie_so = all(block.tensor.data_ptr() == place + rank * nbytes for rank, block in enumerate(blocks))

@@ -1,15 +1,15 @@
-"""Messages by NCCL: a communicator for each two ranks that have something to send each other.
+"""Messages by NCCL: one communicator for each pair of ranks that exchange any.
 
-NCCL knows no tags: what two ranks put into the queues of a communicator must be the same in the same order. So each
-message has its turn. The lower of the two ranks gives the turns out, when it knows that both want the message:
+NCCL has no tags: both ranks must enqueue the same operations of a communicator in the same order. So each message gets
+a turn. The lower of the two ranks assigns the turns, when it knows that both ranks have issued the message:
 
     sender                                    receiver
-    offers                              ──>   has a receive for it, and is ready (the lower one says whose turn it is)
-    puts the send into its queue        <──
-    (the lower one says whose turn)     ──>   puts the receive into its queue
+    offers                              ──>   has matched the receive, and answers (the lower rank: with the turn)
+    enqueues the send                   <──
+    (the lower rank: sends the turn)    ──>   enqueues the receive
 
-So neither queue ever waits for what is not on its way, and what else a rank sends and receives goes on beside it: each
-communicator has a stream of its own.
+So neither stream waits for an operation that the peer has not issued. Each communicator has a stream of its own, so that
+different pairs do not delay each other.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _TURN = struct.Struct("<Q")
 
 
 class PairCommunicator:
-    """What we share with one other rank: a communicator, and whose turn it is there. Used on the messages' line."""
+    """The communicator shared with one peer, and its turns. Used only in the point-to-point executor."""
 
     def __init__(self, bindings: Bindings, context: DeviceContext, peer: int) -> None:
         self._bindings = bindings
@@ -51,7 +51,7 @@ class PairCommunicator:
             self._token = torch.zeros(2, dtype=torch.uint8, device=context.streams.device)
 
     def meet(self, unique_id: bytes) -> None:
-        """Begin to make the communicator: the other rank does so too."""
+        """Start creating the communicator; the peer does the same."""
         if self.made is not None:
             return
         self.unique_id = self.unique_id if self.decides else unique_id
@@ -67,7 +67,7 @@ class PairCommunicator:
         return next(self._turns)
 
     def put(self, name: str, data: torch.Tensor, turn: int, before: DeviceEvent) -> Transfer[DeviceEvent]:
-        """Put a call into the queue when it is its turn; return where it is over."""
+        """Enqueue a call when its turn has come; return the event behind it."""
         made = self.made
         assert made is not None
         yield made.ready
@@ -88,7 +88,7 @@ class PairCommunicator:
 
 
 class NcclP2P(DeviceP2P):
-    """One rank's part."""
+    """One rank's part of point-to-point transfers over NCCL."""
 
     name: ClassVar[str] = "nccl"
 
