@@ -203,7 +203,7 @@ def test_a_handle_is_made_once_for_an_allocation():
 
 
 def test_nothing_is_shown_of_nothing():
-    assert Exports(PretendDriver()).show(torch.empty(0), 0)[1] == NOTHING
+    assert Exports(PretendDriver()).export(torch.empty(0), 0)[1] == NOTHING
 
 
 def test_memory_that_cannot_cross_is_copied_into_memory_that_can():
@@ -212,7 +212,7 @@ def test_memory_that_cannot_cross_is_copied_into_memory_that_can():
     copy, shown = exports.export(tensor, 0)
     assert copy is not tensor
     assert copy.tolist() == tensor.tolist()
-    assert Imports(driver, lambda: None).see(0, shown).view(torch.float32).tolist() == tensor.tolist()
+    assert Imports(driver, lambda: None).open(0, shown).view(torch.float32).tolist() == tensor.tolist()
     again, _ = exports.export(tensor, 0)
     assert again.data_ptr() == copy.data_ptr()
     larger, _ = exports.export(torch.ones(1000), 0)
