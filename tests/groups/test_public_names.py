@@ -39,7 +39,7 @@ def test_a_call_takes_the_arguments_of_torchs_in_their_order(name, face):
 async def test_a_group_whose_ranks_could_be_exchanged_is_refused():
     for begin in (asyncdist.init_process_group, asyncdist.sync.init_process_group):
         with pytest.raises(
-            UsageError, match=r"Leave enable_reconfigure out, .* call destroy_process_group\(\) and init_process_group"
+            UsageError, match=r"Leave enable_reconfigure out; .* call destroy_process_group\(\) and init_process_group"
         ):
             await begin(store=asyncdist.HashStore(), rank=0, world_size=1, enable_reconfigure=True)
     assert not asyncdist.is_initialized()
