@@ -1,8 +1,9 @@
-"""Fuzz the parsers: ``python tests/fuzz/fuzz.py [--seconds 60] [target …]``; `make fuzz` does it.
+"""Fuzz the parsers: ``python tests/fuzz/fuzz.py [--seconds 60] [target …]``. `make fuzz` runs it.
 
-With atheris installed (``pip install atheris``) it is guided by coverage, a process a target, and a target that takes
-more than 512 MB of memory fails; without, the seeds are mutated at random in this process. What crashes is written to the
-current folder; put it into tests/fuzz/seeds/TARGET, where `tests/fuzz/test_seeds.py` runs it for ever.
+With atheris installed (``pip install atheris``), coverage guides the fuzzing, each target runs in its own process, and a
+target that takes more than 512 MB of memory fails. Without atheris, this process mutates the seeds at random. Inputs that
+crash a target are written to the current folder. Move them to tests/fuzz/seeds/TARGET, where
+`tests/fuzz/test_seeds.py` keeps testing them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ sys.path.insert(0, str(HERE))
 
 
 def guided(name: str, seconds: float) -> int:
-    """Fuzz one target with atheris, in a process of its own since it ends in one; return its exit status."""
+    """Fuzz one target with atheris in a separate process, because atheris ends its process; return the exit status."""
     with tempfile.TemporaryDirectory() as folder:
         from targets import SEEDS
 
@@ -43,7 +44,7 @@ def be_guided(name: str, arguments: list[str]) -> None:
 
 
 def blind(name: str, seconds: float) -> int:
-    """Mutate the seeds at random; return how many inputs were tried."""
+    """Mutate the seeds at random; return the number of inputs tried."""
     from targets import SEEDS, TARGETS
 
     chance, until, count = random.Random(), time.monotonic() + seconds, 0

@@ -1,6 +1,6 @@
-"""What is fuzzed: each function takes any bytes and may raise nothing but what it promises.
+"""Fuzz targets: each function accepts any bytes and may raise only its documented errors.
 
-``SEEDS`` are inputs to begin with, by target; those that a fuzzer found to be interesting go into tests/fuzz/seeds.
+``SEEDS`` are the initial inputs of each target. Further inputs that a fuzzer found are in tests/fuzz/seeds.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SALT = bytes(8)
 
 
 def requests(data: bytes) -> None:
-    """A client of ours, at the server: cut where the first byte says, to be resumed."""
+    """Requests of an asyncdist client at the server, split at the position that the first byte gives."""
     parser, arriving, state = FrameParser(LIMIT), Reassembler(LIMIT), StoreState(LIMIT, 100)
     with contextlib.suppress(ProtocolError):
         for message in _messages(parser, arriving, data):
@@ -44,7 +44,7 @@ def requests(data: bytes) -> None:
 
 
 def answers(data: bytes) -> None:
-    """A server of ours, at the client."""
+    """Replies of an asyncdist server at the client."""
     parser, arriving = FrameParser(LIMIT), Reassembler(LIMIT)
     with contextlib.suppress(ProtocolError):
         for message in _messages(parser, arriving, data):
@@ -60,7 +60,7 @@ def _messages(parser: FrameParser, arriving: Reassembler, data: bytes) -> Iterat
 
 
 def c10d(data: bytes) -> None:
-    """A client of torch's TCPStore."""
+    """Requests of a torch TCPStore client at the server."""
     decoder, found = c10d_wire.Decoder(LIMIT, LIMIT), []
     with contextlib.suppress(ProtocolError):
         for piece in _pieces(data):
@@ -68,14 +68,15 @@ def c10d(data: bytes) -> None:
 
 
 def phrases(data: bytes) -> None:
-    """The same, of whom much is answered without a decoder: what is answered is what the decoder finds in it."""
+    """Requests of a torch client on the fast path: its replies equal those of the decoder."""
     found: list[c10d_wire.Request] = []
 
     def note(code: int) -> Callable[..., c10d_wire.Answer]:
         return lambda *arguments: lambda: found.append((code, *arguments))
 
     known = c10d_wire.RequestCache({code: note(code) for code in at_once(StoreState())})
-    for _ in "12":  # the second time it is known
+    # The second request is answered from the cache.
+    for _ in "12":
         known[data]()
     decoder, whole = c10d_wire.Decoder(LIMIT, LIMIT), []
     with contextlib.suppress(ProtocolError):
@@ -85,7 +86,7 @@ def phrases(data: bytes) -> None:
 
 
 def greeting(data: bytes) -> None:
-    """Both sides of the handshake."""
+    """The messages of the handshake, at both sides."""
     for handshake in (accept("token", "store", NONCE), dial("token", "store", NONCE)):
         with contextlib.suppress(ProtocolError, AuthenticationError, ConnectionRefusedError):
             pushed = HandshakeDriver(handshake, lambda written: None)
@@ -94,7 +95,7 @@ def greeting(data: bytes) -> None:
 
 
 def frames(data: bytes) -> None:
-    """A log on disk."""
+    """The bytes of a log file."""
     start = number = 0
     with contextlib.suppress(ProtocolError):
         log_format.read_header(data)
@@ -108,7 +109,7 @@ def frames(data: bytes) -> None:
 
 
 def changes(data: bytes) -> None:
-    """A frame of a daemon's log."""
+    """The body of a log frame."""
     contents = Contents()
     with contextlib.suppress(ProtocolError):
         replay(data, contents)

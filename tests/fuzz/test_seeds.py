@@ -1,4 +1,4 @@
-"""What the fuzzers begin with, and what they once found, stays right; the fuzzing itself is `make fuzz`."""
+"""Tests that the seeds of the fuzzers, and the inputs that once crashed a parser, are handled. `make fuzz` fuzzes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CASES += [(path.parent.name, path.read_bytes()) for path in sorted((HERE / "seed
 
 
 @pytest.mark.parametrize(("name", "data"), CASES, ids=[f"{name}-{place}" for place, (name, _) in enumerate(CASES)])
-def test_no_parser_is_broken_by(name, data):
+def test_parser_raises_only_protocol_errors(name, data):
     target = MODULE["TARGETS"][name]
     target(data)
     for end in range(len(data)):
