@@ -1,4 +1,4 @@
-"""torchrun's agents, and ranks of ``asyncdist://``, go on when connections to the daemon break or it is started again."""
+"""torchrun agents and ``asyncdist://`` ranks reconnect after a broken connection to the store daemon or its restart."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROGRAM = Path(__file__).parent / "program_at_daemon.py"
 
 
 class Place:
-    """A store daemon with data; ``endpoint`` is where agents find it, and ``breaks()`` breaks their connections."""
+    """A store daemon with a data folder. Agents connect to ``endpoint``; ``breaks()`` breaks their connections."""
 
     def __init__(self, stack, how, folder):
         self.daemon = stack.enter_context(started("--port", "0", "--data", folder))
@@ -47,7 +47,7 @@ def place(request, tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_the_agent_whose_door_was_lost_opens_another_in_the_next_round(place, nursery, shut_down):
+def test_agent_reopens_its_lost_endpoint_in_the_next_round(place, nursery, shut_down):
     agent = nursery.start(PROGRAM, "agent", place.endpoint, "job", 1)
     assert agent.hear() == [b"there"]
     place.breaks()
@@ -57,8 +57,8 @@ def test_the_agent_whose_door_was_lost_opens_another_in_the_next_round(place, nu
 
 
 @pytest.mark.exhaustive
-def test_an_agent_that_waits_is_there_for_the_next(place, nursery, until, shut_down):
-    """Over a subscription that has ended it could not be found, and the next agent began the job anew."""
+def test_waiting_agent_is_found_by_the_next_agent_after_reconnect(place, nursery, until, shut_down):
+    """The waiting agent renews its subscription; without it the second agent would start a new generation of the job."""
     with place.daemon.client() as store:
         first = nursery.start(PROGRAM, "agent", place.endpoint, "job", 2)
         until(lambda: any("torch.rendezvous" in key for key in store.list_keys()))
@@ -72,8 +72,8 @@ def test_an_agent_that_waits_is_there_for_the_next(place, nursery, until, shut_d
         until(lambda: store.num_keys() == 0)
 
 
-def test_ranks_that_call_nothing_come_back_by_themselves_to_what_they_keep(place, nursery, until):
-    """Else they would be forgotten, and what they keep would go."""
+def test_idle_ranks_reconnect_and_keep_their_ephemeral_keys(place, nursery, until):
+    """The daemon deletes the ephemeral keys of a session that does not reconnect within its lease."""
     url = f"asyncdist://{place.endpoint}/job"
     ranks = [nursery.start(PROGRAM, "compute", url, rank, 2) for rank in range(2)]
     assert [rank.hear() for rank in ranks] == ["there"] * 2
@@ -107,7 +107,7 @@ def as_an_agent(endpoint):
 
 
 @pytest.mark.parametrize("stay", [as_a_rank, as_an_agent])
-def test_what_a_job_keeps_is_there_for_as_long_as_it_tries_to_come_back(stay, monkeypatch, until):
+def test_keys_of_a_job_survive_while_it_reconnects(stay, monkeypatch, until):
     monkeypatch.setenv("ASYNCDIST_STORE_LEASE", "0")
     server = background_loop().run(StoreServer.start("127.0.0.1", 0))
     with Proxy("127.0.0.1", server.port) as proxy, TCPStore(*proxy.address) as other:
@@ -117,7 +117,8 @@ def test_what_a_job_keeps_is_there_for_as_long_as_it_tries_to_come_back(stay, mo
         other.set("of another", "", ephemeral=True)
         proxy.clog()
         proxy.cut()
-        until(lambda: server.state.peek("of another") is None)  # and so theirs would be gone, too
+        # The lease of a session without a job has expired by now, and its key is deleted.
+        until(lambda: server.state.peek("of another") is None)
         proxy.unclog()
         assert store.add("step", 1) == 42
         leave()

@@ -1,4 +1,4 @@
-"""Which tensors lie in registered memory while a reducer makes its buckets."""
+"""Tensors that are allocated in registered memory while a reducer creates its buckets."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def lies_open(tensor):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
-def test_large_flat_tensors_lie_open(dtype):
+def test_large_flat_tensors_are_allocated_in_registered_memory(dtype):
     with _Registered():
         made = torch.empty([2 * COUNT], dtype=dtype, device="cpu")
         made.fill_(2)
@@ -26,10 +26,10 @@ def test_large_flat_tensors_lie_open(dtype):
     assert made.dtype is dtype
     assert made.shape == (2 * COUNT,)
     assert bool((made == 2).all())
-    assert not lies_open(torch.empty([2 * COUNT], dtype=dtype, device="cpu")), "only while it is asked for"
+    assert not lies_open(torch.empty([2 * COUNT], dtype=dtype, device="cpu")), "registered memory is used outside the context manager"
 
 
-def test_others_stay_what_they_are():
+def test_small_shaped_zeroed_and_meta_tensors_are_allocated_by_torch():
     with _Registered():
         others = [
             torch.empty([10], dtype=torch.float32, device="cpu"),
@@ -41,7 +41,7 @@ def test_others_stay_what_they_are():
     assert meta.is_meta
 
 
-def test_no_room_makes_ordinary_ones(monkeypatch):
+def test_full_registered_memory_falls_back_to_ordinary_memory(monkeypatch):
     def full(*size, **how):
         raise SharedMemoryError("no memory is left")
 

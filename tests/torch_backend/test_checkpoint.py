@@ -1,4 +1,4 @@
-"""Distributed checkpoints of stock torch over our groups: written by some ranks, read by others, of either back end."""
+"""torch.distributed.checkpoint over asyncdist: saved and loaded by different numbers of ranks and by either backend."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MODULE = "programs_checkpoint"
 @sharded
 @pytest.mark.parametrize("how", ["save", "save_in_the_background"])
 @pytest.mark.parametrize("reader", ["as many", "others", "gloo"])
-def test_training_goes_on_where_it_was_saved(request, teams, transport, world, unlike_results, tmp_path, how, reader):
+def test_training_resumes_from_the_checkpoint(request, teams, transport, world, unlike_results, tmp_path, how, reader):
     if reader == "gloo":
         request.getfixturevalue("means_over_gloo")
     saved = teams[transport, world].run(MODULE, how, str(tmp_path / "checkpoint"))
@@ -28,7 +28,7 @@ def test_training_goes_on_where_it_was_saved(request, teams, transport, world, u
 
 @sharded
 @pytest.mark.usefixtures("means_over_gloo")
-def test_what_was_saved_over_gloo_is_read(teams, transport, world, unlike_results, tmp_path):
+def test_checkpoint_saved_over_gloo_is_loaded(teams, transport, world, unlike_results, tmp_path):
     saved = teams["gloo", world].run(MODULE, "save", str(tmp_path / "checkpoint"))
     for loaded in teams[transport, world].run(MODULE, "load", str(tmp_path / "checkpoint")):
         assert not list(unlike_results(loaded, saved[0], close=True))

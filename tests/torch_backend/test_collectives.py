@@ -1,4 +1,4 @@
-"""Every collective, send, receive and group of torch.distributed, against the same over gloo."""
+"""Every collective, point-to-point operation and group of torch.distributed, compared with the same over gloo."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BESIDE_GLOO = pytest.param(
     "beside_gloo",
     marks=pytest.mark.skipif(
         torch.__version__.startswith("2.6."),
-        reason="groups of gloo's that go in torch 2.6 wait for their threads with the interpreter locked, some for ever",
+        reason="in torch 2.6 the destructor of a gloo group joins its threads while it holds the GIL, and may deadlock",
     ),
 )
 OBJECTS_OF_SAFE_TYPES = pytest.param(
@@ -59,10 +59,10 @@ def test_groups(same_over_gloo, program):
     "program", ["stacked_outputs", "further_dtypes", "scaled_sums", "bits_of_bools", "layouts", "overlaps",
                 "after_a_group_made_locally", BESIDE_GLOO, "callbacks_that_block", "old_and_new_names", "awaited"],
 )  # fmt: skip
-def test_what_gloo_refuses(as_it_should_be, program):
+def test_operation_that_gloo_refuses(as_it_should_be, program):
     as_it_should_be("programs_beyond_gloo", program)
 
 
-@pytest.mark.skipif(not hasattr(dist.AllreduceOptions(), "asyncOp"), reason="this torch does not say which calls block")
-def test_a_blocking_call_stays_in_its_thread(as_it_should_be):
+@pytest.mark.skipif(not hasattr(dist.AllreduceOptions(), "asyncOp"), reason="this torch has no asyncOp option, which marks blocking calls")
+def test_blocking_call_runs_in_the_calling_thread(as_it_should_be):
     as_it_should_be("programs_threads", "stays_in_its_thread")

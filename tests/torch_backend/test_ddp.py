@@ -1,6 +1,6 @@
-"""Stock DistributedDataParallel and what stands on it, against the same over gloo.
+"""torch's DistributedDataParallel and the modules built on it, compared with the same over gloo.
 
-Two ranks' gradients are added in one order only, so that everything is equal to the bit; of four, nearly.
+The sum of two gradients does not depend on their order, so two ranks agree bit for bit. Four ranks agree within a tolerance.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def test_training(same_over_gloo, world, program):
 @pytest.mark.parametrize(
     "program", ["mixed_precision_of_autocast", "hook_half_precision", "hook_wrapped", "hooks_of_cpp"]
 )
-def test_narrow_gradients(same_over_gloo, program):
-    """Narrow floats are rounded after every addition by gloo, and once by us."""
+def test_half_precision_gradients(same_over_gloo, program):
+    """gloo rounds narrow floats after every addition; asyncdist rounds them once."""
     same_over_gloo("programs_ddp", program, close=NARROW)
 
 

@@ -1,4 +1,4 @@
-"""What torch gets of an operation on a device; the device is a pretended one."""
+"""torch Work and Future objects of operations on a device; a fake device stands in for CUDA."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from tests.support.devices import PretendStreams, Queued, device_group
 
 @pytest.fixture
 def held(together):
-    """Run a program on a device that is held, once the group has met: ``held(lambda group, streams: ...)``."""
+    """Run a program while the fake device executes nothing: ``held(lambda group, streams: ...)``.
+
+    The first operation of the group completes before the device is held.
+    """
 
     def held(program):
         def rank(group):
@@ -36,7 +39,7 @@ def held(together):
     return held
 
 
-def test_wait_and_synchronize_order_the_stream_and_return(held):
+def test_wait_and_synchronize_return_after_ordering_the_stream(held):
     def program(group, streams):
         tensor = torch.ones(4)
         work = Work(group.all_reduce(tensor), [tensor])
@@ -56,7 +59,7 @@ def test_wait_and_synchronize_order_the_stream_and_return(held):
     held(program)
 
 
-def test_a_future_is_complete_when_the_operation_is_queued_and_ordered_behind_it(held):
+def test_future_completes_once_the_operation_is_queued_on_the_stream(held):
     def program(group, streams):
         tensor = torch.ones(4)
         work = Work(group.all_reduce(tensor), [tensor])
@@ -70,7 +73,7 @@ def test_a_future_is_complete_when_the_operation_is_queued_and_ordered_behind_it
     held(program)
 
 
-def test_a_future_of_what_failed_raises_from_what_hangs_on_it(held):
+def test_future_of_a_failed_operation_raises_its_error(held):
     def program(group, streams):
         streams.broken = RuntimeError("the device is lost")
         work = Work(group.barrier(), [])
@@ -82,7 +85,7 @@ def test_a_future_of_what_failed_raises_from_what_hangs_on_it(held):
     held(program)
 
 
-def test_several_as_one_are_waited_for_in_the_stream(held):
+def test_coalesced_works_order_the_stream_on_wait(held):
     def program(group, streams):
         tensors = [torch.ones(4), torch.ones(2)]
         work = Work(joined([group.all_reduce(tensor) for tensor in tensors]), tensors)
@@ -97,8 +100,7 @@ def test_several_as_one_are_waited_for_in_the_stream(held):
     held(program)
 
 
-def test_both_devices_may_be_named(tmp_path):
-
+def test_backend_for_cpu_and_cuda_is_accepted(tmp_path):
     dist.init_process_group(
         "cpu:asyncdist,cuda:asyncdist", init_method=(tmp_path / "meeting").as_uri(), rank=0, world_size=1
     )

@@ -1,4 +1,4 @@
-"""What we replace in torch: once, under its own name, and torch's still for groups that are not ours."""
+"""Patched functions of torch: patched once, with name and signature kept, and torch's own for groups of other backends."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from asyncdist.torch_backend import patches
 
 
-def test_what_is_replaced_keeps_its_name_and_arguments_and_is_not_replaced_again():
+def test_patched_function_keeps_name_and_signature_and_is_patched_once():
     replaced = dist.monitored_barrier
     assert replaced.__name__ == "monitored_barrier"
     assert [*inspect.signature(replaced).parameters] == ["group", "timeout", "wait_all_ranks"]
@@ -25,7 +25,7 @@ def group():
     dist.destroy_process_group()
 
 
-def test_groups_of_others_are_left_to_torch(group):
+def test_groups_of_other_backends_use_torch_functions(group):
     instead = patches.for_our_groups(lambda group: group, lambda group: "ours")
     assert instead(lambda group: "torch's", group) == "ours"
     assert instead(lambda group: "torch's", object()) == "torch's"

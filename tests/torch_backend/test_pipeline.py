@@ -1,4 +1,7 @@
-"""Pipelines of stock torch, against the same over gloo. Nothing is summed between ranks: everything is equal to the bit."""
+"""torch.distributed.pipelining, compared with the same over gloo.
+
+Ranks exchange activations and gradients without a reduction, so the results agree bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -16,5 +19,5 @@ def test_schedule(same_over_gloo, program):
 
 
 @pytest.mark.usefixtures("fsdp2", "means_over_gloo")
-def test_beside_sharding(same_over_gloo):
+def test_pipeline_with_fsdp2(same_over_gloo):
     same_over_gloo("programs_pipeline", "beside_sharding")

@@ -1,4 +1,4 @@
-"""Meshes, distributed tensors, tensor parallelism and sharded training of stock torch, against the same over gloo."""
+"""torch's DeviceMesh, DTensor, tensor parallelism and FSDP, compared with the same over gloo."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_tensor_parallel(same_over_gloo, world, program):
     same_over_gloo("programs_mesh", program, close=world > 2)
 
 
-def test_what_is_averaged_while_it_is_scattered(teams, transport, world):
+def test_reduce_scatter_averages(teams, transport, world):
     for mean in teams[transport, world].run("programs_sharded", "mean_of_shares"):
         assert mean.tolist() == [(world + 1) / 2] * 3
 
@@ -45,7 +45,7 @@ def test_what_is_averaged_while_it_is_scattered(teams, transport, world):
                 "mixed_precision", "offloaded", "hybrid", "other_reductions", "accumulated", "clipped_norm", "whole_state",
                 "above_tensor_parallel"],
 )  # fmt: skip
-def test_second_version(same_over_gloo, world, program):
+def test_fsdp2(same_over_gloo, world, program):
     same_over_gloo("programs_sharded", program, close=world > 2)
 
 
@@ -54,11 +54,11 @@ def test_second_version(same_over_gloo, world, program):
                 "first_version_hybrid", "first_version_mixed_precision", "first_version_sharded_state",
                 "first_version_clipped_norm"],
 )  # fmt: skip
-def test_first_version(same_over_gloo, world, program):
+def test_fsdp1(same_over_gloo, world, program):
     same_over_gloo("programs_sharded", program, close=world > 2)
 
 
 @pytest.mark.usefixtures("fsdp2", "means_over_gloo")
-def test_sums_of_narrow_floats(same_over_gloo):
-    """Narrow floats are rounded after every addition by gloo, and once by us."""
+def test_fsdp2_half_precision_sums(same_over_gloo):
+    """gloo rounds narrow floats after every addition; asyncdist rounds them once."""
     same_over_gloo("programs_sharded", "mixed_precision_of_sums", close=NARROW)

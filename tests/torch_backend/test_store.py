@@ -1,4 +1,4 @@
-"""A store of ours in torch's hands: through its C++ PrefixStore, and below its process groups."""
+"""asyncdist stores used by torch: through the C++ PrefixStore and as the store of process groups."""
 
 import gc
 from datetime import timedelta
@@ -24,11 +24,11 @@ def store(request):
 
 @pytest.fixture(params=[False, True], ids=["bare", "below torch's prefix"])
 def face(request, store):
-    """The store as Python code sees it, and through C++."""
+    """The store called from Python, directly and through torch's C++ PrefixStore."""
     return dist.PrefixStore("some", dist.PrefixStore("prefix", store)) if request.param else store
 
 
-def test_every_operation_that_torch_asks_for(face):
+def test_every_store_operation_of_torch(face):
     face.set("k", "text")
     assert face.get("k") == b"text"
     face.append("k", " and more")
@@ -48,12 +48,12 @@ def test_every_operation_that_torch_asks_for(face):
     assert face.has_extended_api()
 
 
-def test_what_nobody_sets_is_an_error_that_says_so(face):
+def test_wait_for_a_missing_key_times_out_and_names_the_key(face):
     with pytest.raises(StoreTimeoutError, match=r"'(some/prefix/)?never'|'prefix/some/never'"):
         face.wait(["never"], MOMENT)
 
 
-def test_what_waits_does_so_as_long_as_was_last_set_through_whatever_face(store, face):
+def test_set_timeout_applies_to_every_blocking_operation(store, face):
     store.underlying.set_timeout(60.0)
     face.set_timeout(MOMENT)
     assert store.timeout == MOMENT
@@ -65,7 +65,7 @@ def test_what_waits_does_so_as_long_as_was_last_set_through_whatever_face(store,
             ask()
 
 
-def test_a_timeout_is_at_first_that_of_the_store_and_each_clone_has_its_own():
+def test_timeout_defaults_to_the_underlying_store_and_is_separate_per_clone():
     inner = HashStore()
     inner.set_timeout(7.0)
     store = Store(inner)
@@ -77,7 +77,7 @@ def test_a_timeout_is_at_first_that_of_the_store_and_each_clone_has_its_own():
     store.close()
 
 
-def test_what_only_our_own_store_offers_torch_has_names_for(store):
+def test_queue_list_keys_barrier_and_clone(store):
     store.queue_push("q", b"first")
     store.queue_push("q", "second")
     assert store.queue_len("q") == 2
@@ -88,7 +88,7 @@ def test_what_only_our_own_store_offers_torch_has_names_for(store):
     assert store.clone().get("k") == b"v"
 
 
-def test_a_prefix_store_outlives_the_name_of_what_it_stands_on():
+def test_prefix_store_keeps_its_underlying_store_alive():
     below = Store(HashStore())
     prefixed = dist.PrefixStore("prefix", below)
     alive = below.underlying
@@ -99,7 +99,7 @@ def test_a_prefix_store_outlives_the_name_of_what_it_stands_on():
 
 
 @pytest.mark.parametrize("backend", ["gloo", "asyncdist"])
-def test_a_process_group_meets_in_it(store, backend):
+def test_init_process_group_with_the_store(store, backend):
     dist.init_process_group(backend, store=store, rank=0, world_size=1)
     try:
         tensor = torch.ones(3)
