@@ -1,7 +1,7 @@
-"""The blocking face: ``import asyncdist.sync as dist`` where a program says ``import torch.distributed as dist``.
+"""The blocking API, a replacement for torch.distributed: ``import asyncdist.sync as dist``.
 
-Collectives return None when they are over, or with ``async_op=True`` a `Work` that goes on in the background. A blocking
-call is driven by the calling thread itself.
+A collective blocks until it is complete and returns None. With ``async_op=True`` it returns a `Work` at once, and the
+operation continues in the background. The calling thread drives the progress of a blocking call.
 """
 
 from __future__ import annotations
@@ -57,14 +57,32 @@ def init_process_group(
     device_id: object = None,
     enable_reconfigure: bool = False,
 ) -> None:
-    """Meet the other ranks and make the default process group. Call `destroy_process_group` at the end.
+    """Join the other ranks and create the default process group. Call `destroy_process_group` at the end.
 
-    ``backend`` is None or ``"auto"``, a transport (``"shm,tcp"``: several), or a name of torch's (taken as "auto");
-    ``init_method`` is ``env://`` (the default), ``tcp://host:port`` of rank 0, ``asyncdist://host:port/job`` of a store
-    that runs already, or ``file:///path``; or pass ``store``, ``rank`` and ``world_size``.
-    ``timeout`` (seconds or timedelta) limits this and every operation. ``pg_options`` and ``device_id`` change nothing;
-    ``enable_reconfigure=True`` is a UsageError that says what to do instead. Raises RendezvousTimeoutError, which names
-    who is missing, AddressError, AuthenticationError, TransportUnavailableError, AlreadyInitializedError.
+    Args:
+        backend: None or ``"auto"`` selects the transports. A list such as ``"shm,tcp"`` names them. The name of a back
+            end of torch means "auto".
+        init_method: ``env://`` (the default), ``tcp://host:port`` of rank 0, ``asyncdist://host:port/job`` of a running
+            store, or ``file:///path``.
+        timeout: Limit of the rendezvous and default limit of every operation, in seconds or as a timedelta.
+        world_size: Number of ranks; -1 takes it from ``init_method``.
+        rank: Rank of this process; -1 takes it from ``init_method``.
+        store: Store to join through instead of ``init_method``; needs ``rank`` and ``world_size``.
+        group_name: Name of the default group in error messages and traces.
+        pg_options: Accepted for compatibility with torch; has no effect.
+        device_id: Accepted for compatibility with torch; has no effect.
+        enable_reconfigure: Not supported; must be False.
+
+    Raises:
+        AlreadyInitializedError: There is a default process group, or another call is creating one.
+        RendezvousTimeoutError: Some ranks did not arrive in time. The message names them.
+        AddressError: The port is in use, the host does not resolve, or the interface does not exist.
+        AuthenticationError: A rank does not hold the token of the job.
+        TransportUnavailableError: A transport in ``backend`` does not work on this machine.
+        UsageError: ``enable_reconfigure`` is True.
+
+    Example:
+        >>> dist.init_process_group(init_method="tcp://10.0.0.1:29500", rank=0, world_size=4)
     """
     default_world.begin_initialization(enable_reconfigure)
     world: World | None = None
@@ -85,7 +103,14 @@ def init_process_group(
 
 
 def destroy_process_group(group: default_world.AnyGroup = None) -> None:
-    """Destroy a group; the default one with everything that stands on it. What is pending fails."""
+    """Destroy a group on this rank. Its pending operations fail.
+
+    Args:
+        group: The group to destroy. None, or the default group, destroys the default world with all of its groups.
+
+    Raises:
+        NotInitializedError: There is no default process group.
+    """
     if isinstance(group, Group) and group is not default_world.default_group():
         group.close()
     elif group is None or isinstance(group, Group):
@@ -107,7 +132,17 @@ def process_group(
     store: Any = None,
     group_name: str = "",
 ) -> Iterator[Group]:
-    """Hold a world of its own, independent of the default one: ``with process_group(...) as group:``."""
+    """Open a world that is independent of the default one, and close it on exit.
+
+    The arguments and errors are those of `init_process_group`.
+
+    Yields:
+        The group of all ranks of the new world.
+
+    Example:
+        >>> with process_group(rank=0, world_size=1, store=HashStore()) as group:
+        ...     group.barrier().wait()
+    """
     world = background_loop().run(
         open_world(
             backend=backend,
@@ -137,7 +172,8 @@ def _value(work: Work) -> Any:
     return work.result()
 
 
-ProcessGroup = Group  # torch's name, for annotations
+# torch's name of the class, for annotations
+ProcessGroup = Group
 
 _face: CollectivesApi[Work | None, Any] = CollectivesApi(_finish, _value, blocking=True)
 

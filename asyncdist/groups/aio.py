@@ -1,7 +1,7 @@
-"""The async face: what ``import asyncdist as dist`` exports.
+"""The asyncio API, which the package `asyncdist` exports: ``import asyncdist as dist``.
 
-Every collective starts at once and returns a `Work` to await; `init_process_group` and `destroy_process_group` are
-awaited themselves. The running loop drives what is pending.
+Every collective starts at once and returns an awaitable `Work`. `init_process_group` and `destroy_process_group` are
+coroutines. The running event loop drives the pending operations.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ async def init_process_group(
     device_id: object = None,
     enable_reconfigure: bool = False,
 ) -> None:
-    """Meet the other ranks and make the default process group; arguments and errors as `asyncdist.sync`'s.
+    """Join the other ranks and create the default process group.
 
-    The running loop becomes the loop that drives operations while no thread blocks on them.
+    The arguments and errors are those of `asyncdist.sync.init_process_group`. The running event loop drives the
+    operations while no thread blocks on them.
     """
     default_world.begin_initialization(enable_reconfigure)
     world: World | None = None
@@ -53,7 +54,14 @@ async def init_process_group(
 
 
 async def destroy_process_group(group: default_world.AnyGroup = None) -> None:
-    """Destroy a group; the default one with everything that stands on it. What is pending fails."""
+    """Destroy a group on this rank. Its pending operations fail.
+
+    Args:
+        group: The group to destroy. None, or the default group, destroys the default world with all of its groups.
+
+    Raises:
+        NotInitializedError: There is no default process group.
+    """
     if isinstance(group, Group) and group is not default_world.default_group():
         group.close()
     elif group is None or isinstance(group, Group):
@@ -70,7 +78,17 @@ async def process_group(
     store: Any = None,
     group_name: str = "",
 ) -> AsyncIterator[Group]:
-    """Hold a world of its own, independent of the default one: ``async with process_group(...) as group:``."""
+    """Open a world that is independent of the default one, and close it on exit.
+
+    The arguments and errors are those of `init_process_group`.
+
+    Yields:
+        The group of all ranks of the new world.
+
+    Example:
+        >>> async with process_group(rank=0, world_size=1, store=HashStore()) as group:
+        ...     await group.barrier()
+    """
     world = await open_world(
         backend=backend,
         init_method=init_method,

@@ -1,4 +1,7 @@
-"""Process-wide state: the default world, and the questions and groups that go back to it."""
+"""The process-wide default world, and the functions of torch.distributed that query it or make groups in it.
+
+`asyncdist` and `asyncdist.sync` export the public functions of this module.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +29,11 @@ SAME_RANKS = (
 
 
 def begin_initialization(enable_reconfigure: bool = False) -> None:
-    """Note that a default world is being made; AlreadyInitializedError if there is one, or another on its way.
+    """Mark the default world as being initialized.
 
-    UsageError if it is to be one whose ranks can be exchanged.
+    Raises:
+        AlreadyInitializedError: There is a default world, or another call is creating one.
+        UsageError: ``enable_reconfigure`` is True. The ranks of a world never change.
     """
     global _initializing
     if enable_reconfigure:
@@ -39,20 +44,24 @@ def begin_initialization(enable_reconfigure: bool = False) -> None:
 
 
 def end_initialization(world: World | None) -> None:
-    """Take the default world that was made; None if that failed."""
+    """Store the new default world and end its initialization; None says that the initialization failed."""
     global _initializing, _world
     _initializing, _world = False, world
 
 
 def take_world() -> World:
-    """Return the default world and forget it; the caller closes it."""
+    """Return the default world and clear it. The caller closes the world."""
     global _world
     world, _world = default_world(), None
     return world
 
 
 def default_world() -> World:
-    """Return the default world; raise NotInitializedError before `init_process_group`."""
+    """Return the default world.
+
+    Raises:
+        NotInitializedError: `init_process_group` has not completed.
+    """
     if _world is None:
         raise _no_world()
     return _world
@@ -70,7 +79,7 @@ def _no_world() -> NotInitializedError:
 
 
 def _torchs() -> Any:
-    """Return torch.distributed where this process has it and it can do anything, else None."""
+    """Return torch.distributed if this process has imported it and torch was built with it, else None."""
     module = sys.modules.get("torch.distributed")
     return module if module is not None and module.is_available() else None
 
@@ -81,7 +90,7 @@ def default_group() -> Group:
 
 
 class _NonMember:
-    """What `new_group` returns on a rank that is not in the group."""
+    """The value that `new_group` returns on a rank that is not in the group."""
 
     def __repr__(self) -> str:
         return "GroupMember.NON_GROUP_MEMBER"
@@ -94,7 +103,7 @@ class _WorldMeta(type):
 
 
 class group(metaclass=_WorldMeta):  # noqa: N801 - torch's name
-    """``group.WORLD`` is the default group, None while there is none."""
+    """``group.WORLD`` is the default group, or None before `init_process_group`."""
 
 
 class GroupMember(metaclass=_WorldMeta):
@@ -107,19 +116,22 @@ AnyGroup = Group | _NonMember | None
 
 
 def resolve_group(of: AnyGroup) -> Group:
-    """Return a group argument as a group: None is the default one.
+    """Return the group that an argument denotes. None denotes the default group.
 
-    UsageError on a rank outside the group, and for a group of torch.distributed's.
+    Raises:
+        NotInitializedError: The argument is None and there is no default group.
+        UsageError: This rank is not in the group, or the group belongs to torch.distributed.
     """
     if of is None:
         if _world is None:
             raise _no_world()
         return _world.group
-    return of if type(of) is Group else _stranger(of)  # `isinstance` asks an abstract class, which takes its time
+    # `isinstance` is slower here, because it consults an abstract base class.
+    return of if type(of) is Group else _other_group(of)
 
 
-def _stranger(of: Any) -> Group:
-    """Refuse what is no group to call; what behaves like one is taken for one."""
+def _other_group(of: Any) -> Group:
+    """Return an object that behaves like a group; raise UsageError for a non-member or a group of torch."""
     if isinstance(of, _NonMember):
         raise UsageError("this rank is not in the group: call the collective on its members only")
     torchs = _torchs()
@@ -131,38 +143,39 @@ def _stranger(of: Any) -> Group:
     return of  # type: ignore[no-any-return]
 
 
-# -- asking -----------------------------------------------------------------------------------------
+# -- queries ----------------------------------------------------------------------------------------
 
 
 def is_available() -> bool:
-    """Return True: this package needs nothing that torch may lack."""
+    """Return True: asyncdist works with every build of torch."""
     return True
 
 
 def is_backend_available(backend: str) -> bool:
-    """Return whether `init_process_group` takes it: transports' names, or one of torch's, which stand for "auto"."""
+    """Return whether `init_process_group` accepts ``backend``: names of transports, or a back end of torch ("auto")."""
     return registry.is_known(backend)
 
 
 def is_gloo_available() -> bool:
-    """Return what torch says of itself, for programs that choose by it; we need no gloo."""
+    """Return whether torch was built with Gloo. asyncdist does not use Gloo."""
     return _torch_has("gloo")
 
 
 def is_mpi_available() -> bool:
-    """Return what torch says of itself, for programs that choose by it; we need no MPI."""
+    """Return whether torch was built with MPI. asyncdist does not use the MPI of torch."""
     return _torch_has("mpi")
 
 
 def is_nccl_available() -> bool:
-    """Return what torch says of itself, for programs that choose by it; ``asyncdist info`` says whether we can use NCCL."""
+    """Return whether torch was built with NCCL. ``asyncdist info`` says whether asyncdist can use NCCL."""
     return _torch_has("nccl")
 
 
 def _torch_has(backend: str) -> bool:
     import torch.distributed
 
-    return bool(getattr(torch.distributed, f"is_{backend}_available", bool)())  # a torch without distributed has none
+    # A torch that was built without distributed lacks these functions.
+    return bool(getattr(torch.distributed, f"is_{backend}_available", bool)())
 
 
 def is_torchelastic_launched() -> bool:
@@ -186,9 +199,13 @@ def get_world_size(group: AnyGroup = None) -> int:
 
 
 def get_node_local_rank(fallback_rank: int | None = None) -> int:
-    """Return which of its host's processes this one is, as its launcher says, or else ``fallback_rank``.
+    """Return the rank of this process among the processes of its host, from ``LOCAL_RANK``.
 
-    UsageError if there is neither.
+    Args:
+        fallback_rank: The value to return if ``LOCAL_RANK`` is not set.
+
+    Raises:
+        UsageError: ``LOCAL_RANK`` is not set and ``fallback_rank`` is None.
     """
     local = Launch.from_environment().local_rank
     if local is None and fallback_rank is None:
@@ -197,26 +214,26 @@ def get_node_local_rank(fallback_rank: int | None = None) -> int:
 
 
 def get_backend(group: AnyGroup = None) -> str:
-    """Return the names of the transports that the group uses, the preferred first, as ``shm`` or ``shm,tcp``.
+    """Return the names of the transports that the group uses, such as ``shm`` or ``shm,tcp``, preferred ones first.
 
-    Of a group of one, what was asked for. `init_process_group` takes what this returns.
+    A group of one rank returns the requested back end. `init_process_group` accepts every returned value.
     """
     of = resolve_group(group)
     return ",".join(of.mesh.transport_selector.used(of.ranks)) or of.mesh.backend
 
 
 def get_process_group_ranks(group: AnyGroup = None) -> list[int]:
-    """Return the global ranks of the group, by rank in the group."""
+    """Return the global ranks of the group, in group order."""
     return list(resolve_group(group).ranks)
 
 
 def get_group_rank(group: AnyGroup, global_rank: int) -> int:
-    """Return the rank in the group of a global rank; UsageError if it is not in it."""
+    """Return the group rank of a global rank; raise UsageError if the global rank is not in the group."""
     return resolve_group(group).group_rank(global_rank)
 
 
 def get_global_rank(group: AnyGroup, group_rank: int) -> int:
-    """Return the global rank of a rank in the group; raise UsageError if the group has no such rank."""
+    """Return the global rank of a group rank; raise UsageError if the group has no such rank."""
     ranks = resolve_group(group).ranks
     if not 0 <= group_rank < len(ranks):
         raise UsageError(f"rank {group_rank} is not in a group of {len(ranks)}")
@@ -227,7 +244,7 @@ def get_global_rank(group: AnyGroup, group_rank: int) -> int:
 
 
 def set_timeout(timeout: Timeout, group: AnyGroup = None) -> None:
-    """Set how long operations of a group that are called from now on may take (seconds or timedelta); on this rank."""
+    """Set the default timeout of later operations of a group on this rank, in seconds or as a timedelta."""
     resolve_group(group).set_timeout(timeout)
 
 
@@ -241,11 +258,29 @@ def new_group(
     device_id: object = None,
     sort_ranks: bool = True,
 ) -> Group | _NonMember:
-    """Make a group of some ranks (all if None); NON_GROUP_MEMBER on the other ranks.
+    """Make a group of some ranks of the default world, without communication.
 
-    Its ranks are numbered in ascending order, as torch does it, or with ``sort_ranks=False`` in the given one. Costs no
-    communication. Members make groups with equal ranks in the same order; ``backend``, ``pg_options`` and ``device_id``
-    are taken for compatibility and change nothing: a group uses its world's transports.
+    All members make groups of equal ranks in the same order.
+
+    Args:
+        ranks: Global ranks of the members; None means all ranks.
+        timeout: Default limit of the group's operations, in seconds or as a timedelta; None takes the world's.
+        backend: Accepted for compatibility; has no effect. A group uses the transports of its world.
+        pg_options: Accepted for compatibility; has no effect.
+        use_local_synchronization: Accepted for compatibility; has no effect.
+        group_desc: Name of the group in error messages and traces.
+        device_id: Accepted for compatibility; has no effect.
+        sort_ranks: Number the members by ascending global rank, as torch does. False keeps the order of ``ranks``.
+
+    Returns:
+        The group, or ``GroupMember.NON_GROUP_MEMBER`` on a rank that is not a member.
+
+    Raises:
+        NotInitializedError: There is no default process group.
+        UsageError: ``ranks`` is empty, repeats a rank, or names a rank outside the world.
+
+    Example:
+        >>> evens = dist.new_group(range(0, dist.get_world_size(), 2))
     """
     if ranks is not None and sort_ranks:
         ranks = sorted(ranks)
@@ -260,7 +295,14 @@ def new_subgroups(
     pg_options: object = None,
     group_desc: str | None = None,
 ) -> tuple[Group | _NonMember, list[Group | _NonMember]]:
-    """Cut a group into subgroups of ``group_size`` neighbours; return (ours, all)."""
+    """Divide a group into subgroups of ``group_size`` consecutive ranks.
+
+    Returns:
+        The subgroup of this rank, and the list of all subgroups as `new_group` returns them.
+
+    Raises:
+        UsageError: ``group_size`` does not divide the size of the group.
+    """
     parent = resolve_group(group)
     if not group_size or parent.size() % group_size:
         raise UsageError(f"group_size={group_size} does not divide the {parent.size()} ranks of the group")
@@ -275,7 +317,14 @@ def new_subgroups_by_enumeration(
     pg_options: object = None,
     group_desc: str | None = None,
 ) -> tuple[Group | _NonMember, list[Group | _NonMember]]:
-    """Make one group for each list of global ranks, which must not overlap; return (ours, all)."""
+    """Make one group for each list of global ranks.
+
+    Returns:
+        The subgroup of this rank, and the list of all subgroups as `new_group` returns them.
+
+    Raises:
+        UsageError: Two lists contain the same rank.
+    """
     return _parts(ranks_per_subgroup_list, timeout, group_desc, sort_ranks=True)
 
 
@@ -298,10 +347,24 @@ def split_group(
     group_desc: str | None = None,
     backend: str | None = None,
 ) -> Group | None:
-    """Split a group by lists of ranks in it; return the part that we are in, None if in none.
+    """Split a group into subgroups.
 
-    A part's ranks are in the group's order. Costs no communication on the host. All ranks of the group call it, in one
-    order with its other calls: where it has carried tensors between devices, what it has there may be split too.
+    All ranks of the group call it, in the same order as its other operations. The host side needs no communication.
+    A group that has carried tensors on devices may split its device communicators too.
+
+    Args:
+        parent_pg: The group to split; None means the default group.
+        split_ranks: For each subgroup, the group ranks of its members. A subgroup keeps the order of the parent.
+        timeout: Default limit of the subgroups' operations, in seconds or as a timedelta; None takes the world's.
+        pg_options: Accepted for compatibility; has no effect.
+        group_desc: Name of the subgroups in error messages and traces.
+        backend: Accepted for compatibility; has no effect.
+
+    Returns:
+        The subgroup of this rank, or None if this rank is in no subgroup.
+
+    Raises:
+        UsageError: ``split_ranks`` is empty, names a rank outside the group, or repeats a rank.
     """
     parent = resolve_group(parent_pg)
     if not split_ranks:

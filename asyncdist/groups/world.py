@@ -1,7 +1,7 @@
-"""A world: ranks that have found each other, the mesh between them, and the group of all.
+"""A world: the ranks of one job after the rendezvous, their connections, and the group of all ranks.
 
-`open_world` is the whole way from an init method to a working group. Worlds are independent of each other; a process
-may hold several.
+`open_world` performs every step from an init method to a usable group. `asyncdist.sync` and `asyncdist.groups.aio` call
+it. A process may hold several worlds, which are independent of each other.
 """
 
 from __future__ import annotations
@@ -32,7 +32,12 @@ _PAUSE = 1e-3
 
 
 class World:
-    """The ranks of one job, or of one part of it. ``group`` is the group of all."""
+    """The ranks of one job, or of one part of it.
+
+    Attributes:
+        group: The group of all ranks of the world.
+        groups: The open groups that this rank has made and is a member of.
+    """
 
     def __init__(self, meeting: RendezvousSession, mesh: Endpoint, name: str, timeout: float) -> None:
         self.meeting = meeting
@@ -47,13 +52,25 @@ class World:
         self.group = everyone
 
     def new_group(self, ranks: Sequence[int] | None, name: str | None = None, timeout: Timeout = None) -> Group | None:
-        """Make a group of some of the world's ranks; None on ranks that are not in it. Involves no communication.
+        """Make a group of some of the world's ranks, without communication.
 
-        Members make their groups with the same ranks equally often; that is how they agree on which is which.
+        The members match equal calls by their order: all of them make groups of the same name and ranks equally often.
+
+        Args:
+            ranks: Global ranks of the members, in group order; None means all ranks.
+            name: Name in error messages and traces.
+            timeout: Default limit of the group's operations, in seconds or as a timedelta; None takes the world's.
+
+        Returns:
+            The group, or None on a rank that is not a member.
+
+        Raises:
+            NotInitializedError: This rank has left the world.
+            UsageError: ``ranks`` is empty, repeats a rank, or names a rank outside the world.
         """
         if self._left:
             raise NotInitializedError(
-                "this rank has left the world that the group would stand on: make a new world first"
+                "this rank has left the world that the group would belong to: make a new world first"
             )
         members = tuple(range(self.mesh.world_size) if ranks is None else ranks)
         outside = [rank for rank in members if not 0 <= rank < self.mesh.world_size]
@@ -72,9 +89,10 @@ class World:
         return group
 
     def leave(self) -> None:
-        """Destroy every group and say goodbye to the peers. Idempotent; not on a loop other than the home one.
+        """Destroy every group and close the connections to the peers. Idempotent.
 
-        Peers who are still to be told of a failure are waited for, but not on that loop: see `close`.
+        Call it on the world's own event loop or on a thread without a loop. A thread without a loop waits until the
+        peers have received pending failure notices; on the loop, `close` does that.
         """
         self._left = True
         for group in list(self.groups):
@@ -82,12 +100,13 @@ class World:
         self.mesh.close()
 
     def forget(self, group: Group) -> None:
-        """Keep a destroyed group no longer: who makes and destroys groups all the time would fill the memory."""
-        with contextlib.suppress(ValueError):  # made by hand, or forgotten by another thread
+        """Drop the reference to a destroyed group, so that its memory can be freed."""
+        # A group that was made directly is not listed, and another thread may have removed this one.
+        with contextlib.suppress(ValueError):
             self.groups.remove(group)
 
     async def close(self) -> None:
-        """Leave the peers, and then the store, on the loop where the world was opened. Idempotent."""
+        """Disconnect from the peers and then from the store. Idempotent; runs on the loop that opened the world."""
         try:
             told, until = self.mesh.notices_flushed(), monotonic() + LAST_WORDS
             while not told.is_completed() and monotonic() < until:  # noqa: ASYNC110 - no event reports it, and it is rare
@@ -110,15 +129,31 @@ def open_world(
     config: Config | None = None,
     home: asyncio.AbstractEventLoop | None = None,
 ) -> Coroutine[Any, Any, World]:
-    """Meet the other ranks, and return the world once all are there and know each other's addresses. To be awaited.
+    """Return a coroutine that joins the other ranks and exchanges addresses with them.
 
-    ``timeout`` limits this and is the default of every operation. ``home`` is the loop that drives pending operations;
-    None takes the runtime's. Raises RendezvousError, AuthenticationError, TransportUnavailableError, UsageError.
+    Args:
+        backend: Names of the transports; None takes the configured ones.
+        init_method: URL of the rendezvous; None means ``env://``.
+        timeout: Limit of the rendezvous and default limit of every operation, in seconds or as a timedelta.
+        world_size: Number of ranks; -1 takes it from ``init_method``.
+        rank: Rank of this process; -1 takes it from ``init_method``.
+        store: Store to join through instead of ``init_method``.
+        name: Name of the group of all ranks.
+        config: Settings; None reads them from the environment.
+        home: Event loop that drives pending operations; None takes the loop of the runtime.
+
+    Returns:
+        A coroutine whose result is the world.
+
+    Raises:
+        RendezvousError: A rank is missing or runs with another version or other settings.
+        AuthenticationError: A rank does not hold the token of the job.
+        TransportUnavailableError: A transport in ``backend`` does not work on this machine.
+        UsageError: The arguments contradict each other.
     """
     config = config or Config.from_environment()
-    dump_signal.install_signal_handler(
-        config
-    )  # on the caller's thread, which may be the main one; the loop's is not always
+    # Python installs signal handlers on the main thread only. The caller may run on it; the loop may not.
+    dump_signal.install_signal_handler(config)
     limit = seconds(timeout, config.timeout)
     meeting = functools.partial(
         meet,
@@ -142,7 +177,8 @@ async def _open(
     config: Config,
     home: asyncio.AbstractEventLoop | None,
 ) -> World:
-    forced_by(config)  # raises for an impossible setting before the rendezvous
+    # This raises for an impossible setting before the rendezvous.
+    forced_by(config)
     kinds = registry.selected(backend) if backend else registry.set_by(config)
     meeting = await meet_others()
     try:
@@ -168,7 +204,7 @@ async def _open(
 
 
 def _compare(everyone: Sequence[dict[str, Any]], rank: int) -> None:
-    """Raise if the version or the settings of a rank differ from this rank's: their schedules would not match."""
+    """Raise RendezvousError if the version or settings of a rank differ from this rank's: schedules would not match."""
     ours = everyone[rank]
     for peer, theirs in enumerate(everyone):
         if theirs["version"] != ours["version"]:
