@@ -26,7 +26,9 @@ def test_large_flat_tensors_are_allocated_in_registered_memory(dtype):
     assert made.dtype is dtype
     assert made.shape == (2 * COUNT,)
     assert bool((made == 2).all())
-    assert not lies_open(torch.empty([2 * COUNT], dtype=dtype, device="cpu")), "registered memory is used outside the context manager"
+    assert not lies_open(torch.empty([2 * COUNT], dtype=dtype, device="cpu")), (
+        "registered memory is used outside the context manager"
+    )
 
 
 def test_small_shaped_zeroed_and_meta_tensors_are_allocated_by_torch():

@@ -63,6 +63,9 @@ def test_operation_that_gloo_refuses(as_it_should_be, program):
     as_it_should_be("programs_beyond_gloo", program)
 
 
-@pytest.mark.skipif(not hasattr(dist.AllreduceOptions(), "asyncOp"), reason="this torch has no asyncOp option, which marks blocking calls")
+@pytest.mark.skipif(
+    not hasattr(dist.AllreduceOptions(), "asyncOp"),
+    reason="this torch has no asyncOp option, which marks blocking calls",
+)
 def test_blocking_call_runs_in_the_calling_thread(as_it_should_be):
     as_it_should_be("programs_threads", "stays_in_its_thread")
