@@ -45,11 +45,11 @@ class Pending:
     entry: Entry
     issued: float
     deadline: float
-    numbered: bool = True  # not a message, which has a tag
+    numbered: bool = True
     event: DeviceEvent | None = None
     value: Any = None
     held: Any = None
-    problem_since: float = 0.0  # when it was first seen to wait while peers are gone
+    problem_since: float = 0.0
 
     def enqueued(self, value: Any, event: DeviceEvent) -> None:
         """Record that all device work is enqueued, with ``event`` recorded behind it."""
@@ -127,9 +127,10 @@ class CompletionWatcher:
                 return
             try:
                 self._poll(pending)
-            except Exception:  # the others are still to be looked after
-                log.exception("looking after %r failed", pending[0].entry.op)
-            del pending  # or its tensors live on while we wait
+            except Exception:
+                log.exception("polling %r failed", pending[0].entry.op)
+            # Release the tensors before the wait for the next operation.
+            del pending
 
     def _next(self) -> list[Pending]:
         """Wait for pending operations and return them; an empty list ends the thread."""
@@ -172,7 +173,8 @@ class CompletionWatcher:
         if over:
             with self._changed:
                 if pending not in self._pending:
-                    return True  # taken by somebody who has seen it as well
+                    # Another thread has seen its completion and removed it.
+                    return True
                 self._pending.remove(pending)
             _end(pending)
             return True
@@ -185,7 +187,7 @@ def _ended_well(pending: Pending) -> bool:
     try:
         if pending.event is None or not pending.event.query():
             return False
-    except Exception:  # the device is broken: what it has not told us of yet has failed
+    except Exception:
         return False
     _end(pending)
     return True

@@ -25,10 +25,12 @@ from asyncdist.errors import NotInitializedError
 from asyncdist.transport.device_collectives import DeviceContext
 from asyncdist.transport.host_group import HostWork
 
-_REPORT = struct.Struct("<QQ")  # the number of a call, and its fingerprint
+# Sequence number and fingerprint of a call.
+_REPORT = struct.Struct("<QQ")
 _TAG = 0
 _MAX_KEPT_CALLS = 1024
-_MIN_INTERVAL, _MAX_INTERVAL = 1.0, 300.0  # seconds until one tells, the longer the more often one has told already
+# Seconds between reports; doubles with each.
+_MIN_INTERVAL, _MAX_INTERVAL = 1.0, 300.0
 
 
 class DesyncDetector:
@@ -47,7 +49,7 @@ class DesyncDetector:
         self._early_reports: dict[
             int, tuple[int, int]
         ] = {}  # by number: who told of a call before we made ours, and what
-        self._side_group = SideGroup(context.host, "roll call")
+        self._side_group = SideGroup(context.host, "desync detector")
         self._posted_receive: HostWork | None = None
         self._last_reported = 0
         self._next_report_at, self._pause = 0.0, _MIN_INTERVAL
@@ -68,7 +70,7 @@ class DesyncDetector:
         if self._posted_receive is not None or self._context.size == 1:
             return
         report = torch.empty(_REPORT.size, dtype=torch.uint8, device="cpu")
-        with contextlib.suppress(NotInitializedError):  # destroyed meanwhile
+        with contextlib.suppress(NotInitializedError):
             self._posted_receive = self._side_group.group().recv(report, None, _TAG, timeout=math.inf)
             self._posted_receive.add_done_callback(lambda work: self._on_report(work, report))
 
@@ -103,7 +105,7 @@ class DesyncDetector:
 
     def _on_report(self, work: HostWork, report: torch.Tensor) -> None:
         if work.exception() is not None:
-            return  # the group has failed, or was destroyed
+            return
         number, fingerprint = _REPORT.unpack(bytes(report.numpy()))
         self._posted_receive = None
         self.listen()

@@ -44,7 +44,8 @@ from asyncdist.transport.native import Native
 
 log = logging.getLogger("asyncdist")
 
-_DRAIN_TIMEOUT = 1.0  # seconds that the device has for what is in its queue when a peer is gone
+# Seconds in which the device may complete enqueued work after a peer has left.
+_DRAIN_TIMEOUT = 1.0
 
 
 class _LazyBackend:
@@ -86,7 +87,7 @@ class DeviceGroup(CollectiveOps):
         self._backend_classes = backend_classes
         self._backend: DeviceCollectives | None = None
         native = cast(Native, _LazyBackend(self._connected_backend))
-        self._who = dataclasses.replace(host._who, native=native, islands=None, forced={})  # no schedules of ours here
+        self._who = dataclasses.replace(host._who, native=native, islands=None, forced={})
         self._sequence = itertools.count(1)
         self._executor = SerialExecutor(f"asyncdist-{device}")
         self._watcher = CompletionWatcher(
@@ -100,7 +101,7 @@ class DeviceGroup(CollectiveOps):
         recorder.pending.append(self._watcher.entries)
         host.mesh.progress.submit(lambda: recorder.add_group(self.name, self.ranks, self._sequence))
         self._used = False
-        self._pending_split: DeviceWork | None = None  # while a larger group splits off what we inherit
+        self._pending_split: DeviceWork | None = None
         self._closed = False
         self.error: GroupError | None = None
 
@@ -115,7 +116,9 @@ class DeviceGroup(CollectiveOps):
         while isinstance(value, (list, tuple)) and value:
             value = value[0]
         if isinstance(value, torch.Tensor) and value.device != self.device:
-            raise UsageError(f"a tensor on {value.device} among those on {self.device}: one call takes one device")
+            raise UsageError(
+                f"a tensor is on {value.device}, but the call's first tensor is on {self.device}: use one device per call"
+            )
         return self
 
     def _issue(self, name: str, plan: Plan, how: CallOptions) -> Work:
@@ -139,7 +142,7 @@ class DeviceGroup(CollectiveOps):
         Args:
             tag: Tag of a message; None for a collective.
             how: Options of the call.
-            line: Executor that runs ``do``.
+            executor: Executor that runs ``do``.
             do: Enqueues the device work.
             held: Objects to keep alive until the device is done.
             inline: Whether ``do`` may run in the calling thread, because it never waits for peers.
@@ -151,9 +154,10 @@ class DeviceGroup(CollectiveOps):
             self._host.mesh.progress.refuse_loop_thread(name)
         if self._streams.is_capturing():
             raise UnsupportedError(
-                "it cannot be captured into a CUDA graph: the ranks speak on the host; call it outside of the graph"
+                "the call cannot be captured into a CUDA graph, because the ranks communicate on the host: call it outside of the graph"
             )
-        number = next(self._sequence) if tag is None else tag  # only now: a call that is refused takes none
+        # A call that was refused above must not use up a sequence number.
+        number = next(self._sequence) if tag is None else tag
         if tag is None:
             self._used = True
             self._desync_detector.record_call(number, plan.fingerprint)
@@ -177,7 +181,7 @@ class DeviceGroup(CollectiveOps):
         error = self.error or self._host.error or self._owner.error or self._messages.error
         if error is not None:
             self._fail(error, pending)
-        elif not pending.work.failed:  # the group may have been destroyed meanwhile
+        elif not pending.work.failed:
             self._guarded(pending, do)
 
     def _guarded(self, pending: Pending, do: Callable[[], None]) -> None:
@@ -254,7 +258,7 @@ class DeviceGroup(CollectiveOps):
         if cause is not None and pending.event is None:
             self._fail(cause, pending)
         elif cause := cause or self._desync_detector.error:
-            # What stands in the queue, or is about to, may well be done without a peer that has left since, in order.
+            # Enqueued work may still complete without a peer that has left in order.
             pending.problem_since = pending.problem_since or monotonic()
             if monotonic() - pending.problem_since > _DRAIN_TIMEOUT:
                 self._fail(cause, pending)
@@ -264,7 +268,7 @@ class DeviceGroup(CollectiveOps):
         where = (
             "in the device's queue" if pending.event is not None else "waiting for its peers, or for calls before it"
         )
-        reason = f"not over after {elapsed:.1f} s: it is still {where}"
+        reason = f"not completed after {elapsed:.1f} s: it is still {where}"
         peers = [rank for rank in self.ranks if rank != self.ranks[self._rank]]
         self._fail(OperationTimeoutError(reason, peers=peers, timeout=elapsed), pending)
 
@@ -278,7 +282,7 @@ class DeviceGroup(CollectiveOps):
         """Fail all pending operations on every rank, because the state of the device's queue is unknown."""
         if self.error is None:
             if isinstance(cause, GroupError):
-                self.error = cause.with_traceback(None)  # its frames may be those of calls with tensors
+                self.error = cause.with_traceback(None)
             else:
                 ours = self.ranks[self._rank]
                 self.error = GroupAbortedError(f"rank {ours} failed: {cause}", peer=ours)

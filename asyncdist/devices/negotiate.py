@@ -43,7 +43,7 @@ def negotiate_backend(
                 backend.close()
     words = "; ".join(f"not {name}: {reason}" for name, reason in reasons.items())
     if chosen is None:
-        raise TransportUnavailableError(f"no way between the ranks' {device} tensors: {words}")
+        raise TransportUnavailableError(f"no backend connects the ranks' {device} tensors: {words}")
     log.info(
         "group %r carries %s tensors by %s%s", context.host.name, device, chosen.name, f" ({words})" if words else ""
     )
@@ -76,14 +76,15 @@ def _offer(cls: type[DeviceCollectives], context: DeviceContext) -> Offer:
     try:
         backend = cls(context)
         return backend, backend.capabilities(), ""
-    except Exception as cause:  # whatever a driver or a library says: it is the reason why not
+    # Drivers and libraries raise errors of any type.
+    except Exception as cause:
         return backend, {}, f"{type(cause).__name__}: {cause}"
 
 
 def _first_refusal(name: str, gathered: Sequence[Mapping[str, Any]]) -> str | None:
     """Return why some rank cannot use the backend: the reason of the lowest such rank."""
     for rank, one in enumerate(gathered):
-        offer = one.get(name, "it does not know this way")
+        offer = one.get(name, "it does not have this backend")
         if isinstance(offer, str):
             return f"rank {rank}: {offer}"
     return None

@@ -42,8 +42,9 @@ from asyncdist.transport.host_group import HostWork
 log = logging.getLogger("asyncdist")
 
 _BY_HOST = "host"
-_PIPELINE_DEPTH = 3  # pieces at once, where a message goes through the host
-_SPIN_SECONDS = 50e-6  # seconds
+# Pieces in flight, where a message goes through the host.
+_PIPELINE_DEPTH = 3
+_SPIN_SECONDS = 50e-6
 
 
 class TransferResult(NamedTuple):
@@ -78,7 +79,7 @@ class DevicePointToPoint:
         self._numbers = itertools.count()
         self._piece_nbytes = max(1, context.host.mesh.config.device_piece_nbytes)
         self._backends: dict[str, DeviceP2P] | None = None
-        self._refused: set[tuple[int, str]] = set()  # ranks in the group, and ways that cannot be gone with them
+        self._refused: set[tuple[int, str]] = set()  # (rank in the group, backend name)
         self._control_group = SideGroup(
             context.host, "control_group"
         )  # what ranks tell one another beside the messages' tags
@@ -132,7 +133,7 @@ class DevicePointToPoint:
                 return TransferResult(None, (yield from backend.send(data, channel, before)))
             except TransferRefused as why:
                 self._refused.add((peer, backend.name))
-                log.info("messages to rank %d do not go by %s: %s", host.ranks[peer], backend.name, why)
+                log.info("messages to rank %d cannot use %s: %s", host.ranks[peer], backend.name, why)
         return TransferResult(None, (yield from self._send_by_host(data, channel, before)))
 
     def _send_by_host(self, data: torch.Tensor, channel: ControlChannel, before: DeviceEvent) -> Transfer[DeviceEvent]:
@@ -176,7 +177,7 @@ class DevicePointToPoint:
         received = host._start(host._messages, "recv", tag, plan, timeout=max(0.0, deadline - monotonic()))
         yield received
         source, message = received.result(), ControlMessage.unpacked(buffer)
-        if message.nbytes != data.numel():  # a fingerprint counts elements modulo some number
+        if message.nbytes != data.numel():  # the fingerprint holds the size modulo 2**n
             words = f"rank {source} sent {message.nbytes} bytes where {data.numel()} were expected"
             raise MismatchError(source, words)
         channel = ControlChannel(
@@ -230,7 +231,7 @@ class DevicePointToPoint:
     def _backend(self, name: str) -> DeviceP2P:
         backend = self._all_backends().get(name)
         if backend is None:
-            raise TransferRefused(f"rank {self._context.host.ranks[self._context.rank]} cannot go this way")
+            raise TransferRefused(f"rank {self._context.host.ranks[self._context.rank]} does not have this backend")
         return backend
 
     def _all_backends(self) -> dict[str, DeviceP2P]:
@@ -240,8 +241,8 @@ class DevicePointToPoint:
             for cls in self._backend_classes:
                 try:
                     backend = cls.make_p2p(self._context) if cls.probe() is None else None
-                except Exception as cause:  # whatever a driver or a library says: it is the reason why not
-                    log.info("no messages by %s: %s: %s", cls.name, type(cause).__name__, cause)
+                except Exception as cause:
+                    log.info("point-to-point over %s is not available: %s: %s", cls.name, type(cause).__name__, cause)
                     continue
                 if backend is not None:
                     self._backends[cls.name] = backend

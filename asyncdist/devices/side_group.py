@@ -32,7 +32,8 @@ class SideGroup:
         """
         if self._group is not None and not self._closed:
             return self._group
-        group = self._host.sibling(self._purpose)  # without the lock: callbacks may be called here, and close us
+        # Not under the lock: callbacks may run here and call close().
+        group = self._host.sibling(self._purpose)
         with self._lock:
             if not self._closed:
                 self._group = group

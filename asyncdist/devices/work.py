@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from asyncdist.engine.progress import Progress
 
 
-_MOMENT = 5.0  # seconds; it takes milliseconds
+# Seconds; usually takes milliseconds.
+_MOMENT = 5.0
 
 
 @excluded_from_compile
@@ -30,7 +31,7 @@ class DeviceWork(Work):
     ``await`` return only when the data is there.
     """
 
-    _enqueue_lock: ClassVar[threading.Lock] = threading.Lock()  # of any work: held for a moment
+    _enqueue_lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self, streams: Streams, home: Progress | None = None) -> None:
         super().__init__(None)
@@ -83,7 +84,8 @@ class DeviceWork(Work):
     def _is_passed(self) -> bool:
         try:
             return self._event is not None and self._event.query()
-        except Exception:  # the device has failed: who looks after the operation finds that out too
+        # The completion watcher reports the device's failure.
+        except Exception:
             return False
 
     @property
@@ -101,7 +103,7 @@ class DeviceWork(Work):
             UsageError: The operation is not enqueued yet, so `wait` could not have returned.
         """
         if not self._enqueued.is_set():
-            raise UsageError("the operation still goes on: await it, or call wait() first")
+            raise UsageError("the operation is not completed: await it, or call wait() first")
         return self._outcome()
 
     # -- waiting -------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ class DeviceContext:
         self.size = host.size()
         self.others = [rank for rank in range(self.size) if rank != self.rank]
         self.deadline = math.inf
-        self.inherited: dict[str, Any] = {}  # by the name of a way: what a larger group has split off for us
+        self.inherited: dict[str, Any] = {}
 
     @property
     def machine(self) -> str:

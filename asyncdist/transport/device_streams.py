@@ -41,7 +41,8 @@ def completes_within(event: DeviceEvent, patience: float) -> bool:
             if monotonic() > until:
                 return False
             time.sleep(_GLANCE)
-    except Exception:  # whatever the device failed with: it does nothing any more
+    # A failed device does no more work.
+    except Exception:
         return False
     return True
 
@@ -125,7 +126,7 @@ class CudaStreams(Streams):
         return torch.cuda.stream(self._stream)
 
     def record_event(self) -> DeviceEvent:
-        event = torch.cuda.Event(blocking=True)  # who waits for it sleeps
+        event = torch.cuda.Event(blocking=True)
         event.record(torch.cuda.current_stream(self.device))
         return event
 
@@ -135,7 +136,8 @@ class CudaStreams(Streams):
 
     def ordered_after(self, event: DeviceEvent) -> AbstractContextManager[object]:
         assert isinstance(event, torch.cuda.Event)
-        stream = torch.cuda.Stream(self.device)  # one of torch's pool: made once, whoever asks
+        # torch hands out streams of a fixed pool, so this creates none.
+        stream = torch.cuda.Stream(self.device)
         stream.wait_event(event)
         return torch.cuda.stream(stream)
 
@@ -145,9 +147,9 @@ class CudaStreams(Streams):
     def pinned(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         try:
             return torch.empty(count, dtype=dtype, device="cpu", pin_memory=True)
-        except RuntimeError as cause:  # so much more than others have pinned is not to be had
+        except RuntimeError as cause:
             log.warning(
-                "%d bytes of pinned memory are not to be had, copies are slower: %s", count * dtype.itemsize, cause
+                "%d bytes of pinned memory cannot be allocated, copies are slower: %s", count * dtype.itemsize, cause
             )
             return torch.empty(count, dtype=dtype, device="cpu")
 

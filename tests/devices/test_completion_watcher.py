@@ -93,7 +93,7 @@ def test_a_watch_goes_on_after_a_failure_of_who_was_told(until, caplog):
     streams, fine = pending()
     watch.add(fine)
     watch.add(late)
-    until(lambda: "looking after 'all_reduce' failed" in caplog.text)
+    until(lambda: "polling 'all_reduce' failed" in caplog.text)
     fine.event = streams.record_event()
     until(lambda: fine.work._done)
     watch.remove_unfinished()

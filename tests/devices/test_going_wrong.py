@@ -131,7 +131,7 @@ def test_without_pinned_memory_copies_are_only_slower(monkeypatch, caplog):
     room = streams.pinned(10, torch.float64)
     assert (room.numel(), room.dtype) == (10, torch.float64)
     assert asked == [True, False]
-    assert "80 bytes of pinned memory are not to be had" in caplog.text
+    assert "80 bytes of pinned memory cannot be allocated" in caplog.text
 
 
 @pytest.mark.parametrize("what", ["all_reduce", "messages"])
@@ -225,7 +225,7 @@ def test_a_device_that_cannot_be_reached_at_all_is_no_obstacle(caplog):
         return device.backend, tensor[0].item()
 
     assert run_ranks(2, rank) == [("staged", 0.0)] * 2
-    assert "no messages by cuda_ipc: RuntimeError: cudaErrorDevicesUnavailable" in caplog.text
+    assert "point-to-point over cuda_ipc is not available: RuntimeError: cudaErrorDevicesUnavailable" in caplog.text
 
 
 async def test_one_group_failing_leaves_the_others():

@@ -22,7 +22,8 @@ from asyncdist.transport.device_streams import DeviceEvent, cuda_missing
 from asyncdist.transport.host_group import HostWork
 from asyncdist.transport.native import MemoryBlocks
 
-_PIPELINE_DEPTH = 3  # pieces at once: coming, with the others, going
+# Pieces in flight: copied to the host, with the peers, copied back.
+_PIPELINE_DEPTH = 3
 _MAX_POOL_NBYTES = 64 << 20
 
 

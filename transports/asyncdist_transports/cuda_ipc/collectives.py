@@ -35,9 +35,11 @@ from asyncdist_transports.cuda_ipc.release import release_all, wait_until_idle
 from asyncdist_transports.staged import Staged
 
 _SMALL_NBYTES = 64 << 10
-_HEAD = struct.Struct("<Q")  # the fingerprint of the call
+# Fingerprint of the call.
+_HEAD = struct.Struct("<Q")
 _PROBE_NBYTES = 512
-_COMPARED_ON_HOST = (torch.uint16, torch.uint32, torch.uint64)  # torch has no kernels for their minima and maxima
+# torch has no CUDA kernels for minima and maxima of these.
+_COMPARED_ON_HOST = (torch.uint16, torch.uint32, torch.uint64)
 
 Views = dict[int, list[torch.Tensor]]
 """By rank: what it shows in a call, as flat tensors."""
@@ -57,7 +59,7 @@ class CudaIpc(DeviceCollectives):
         self._imports = Imports(self._driver, lambda: wait_until_idle(context.streams))
         self._ready, self._ready_handle = self._driver.event()
         self._done, self._done_handle = self._driver.event()
-        self._peer_events: dict[int, tuple[Any, Any]] = {}  # the events of the others
+        self._peer_events: dict[int, tuple[Any, Any]] = {}
         self._probe_memory = self._driver.allocate(_PROBE_NBYTES)
         self._staged = Staged(context)
         self._closed = False
@@ -106,7 +108,7 @@ class CudaIpc(DeviceCollectives):
                     f"the memory of rank {rank}'s device cannot be mapped: {cause}"
                 ) from cause
             if not probe_bytes:
-                raise TransportUnavailableError(f"what is mapped of rank {rank}'s device is not its memory")
+                raise TransportUnavailableError(f"the memory mapped from rank {rank}'s device is not that rank's")
 
     def abort(self) -> None:
         """Do nothing: the stream waits for no call that was not made."""

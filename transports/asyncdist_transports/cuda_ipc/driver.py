@@ -15,7 +15,7 @@ from asyncdist.errors import TransportUnavailableError
 from asyncdist.transport.device_streams import cuda_missing
 
 HANDLE_NBYTES = 64
-_BUFFER_ID, _LEGACY_IPC_CAPABLE = 7, 10  # of CUpointer_attribute
+_BUFFER_ID, _LEGACY_IPC_CAPABLE = 7, 10  # CUpointer_attribute
 
 Event = Any
 """A `torch.cuda.Event`: ``record()`` and ``wait()`` in the calling thread's current stream."""
@@ -30,7 +30,7 @@ class Allocation(NamedTuple):
     base: int
     nbytes: int
     number: int
-    shareable: bool  # whether another process may map it
+    shareable: bool
 
 
 class _Array:
@@ -54,7 +54,7 @@ class Driver:
 
             self._libcuda = ctypes.CDLL("libcuda.so.1")
         except (ImportError, OSError) as cause:
-            raise TransportUnavailableError(f"CUDA cannot be reached: {cause}") from cause
+            raise TransportUnavailableError(f"CUDA is not available: {cause}") from cause
         self._runtime: Any = runtime
         self._device = device
 
@@ -88,7 +88,7 @@ class Driver:
 
     def _check(self, status: int) -> None:
         if status:
-            raise TransportUnavailableError(f"the CUDA driver says error {status} of an address")
+            raise TransportUnavailableError(f"the CUDA driver reports error {status} for an address")
 
     def allocate(self, nbytes: int) -> int:
         """Return the address of new memory that other processes can map; release it with `free`."""

@@ -47,8 +47,8 @@ class Exports:
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
-        self._handles: dict[int, tuple[int, bytes]] = {}  # by base: the allocation's number, and its handle
-        self._copies: list[tuple[int, int]] = []  # address and bytes of memory for copies, by slot
+        self._handles: dict[int, tuple[int, bytes]] = {}  # by base address: (number, handle)
+        self._copies: list[tuple[int, int]] = []  # by slot: (address, size)
 
     def export(self, tensor: torch.Tensor, slot: int) -> tuple[torch.Tensor, ExportedMemory]:
         """Return a flat tensor, or a copy that can be mapped, and its location; ``slot`` is its number in the call."""

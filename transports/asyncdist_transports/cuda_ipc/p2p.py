@@ -83,16 +83,16 @@ class CudaIpcP2P(DeviceP2P):
         self._probe_memory = driver.allocate(_PROBE_NBYTES)
         self._probe_bytes = os.urandom(_PROBE_NBYTES)
         probe = driver.bytes_at(self._probe_memory, _PROBE_NBYTES)
-        self._probe_streams = context.streams.with_new_stream()  # for what must not wait for messages
+        self._probe_streams = context.streams.with_new_stream()  # must not wait for messages
         with self._probe_streams.on_comm_stream():
             probe.copy_(
                 torch.frombuffer(bytearray(self._probe_bytes), dtype=torch.uint8)
             )  # and waits until it is there
         self._probe_location = self._exports.export(probe, 0)[1].pack()
-        self._verified_peers: set[int] = set()  # ranks whose memory is offered, as far as we map it
-        self._free_slots: list[int] = []  # places of what is shown by a copy that are free
+        self._verified_peers: set[int] = set()
+        self._free_slots: list[int] = []
         self._new_slots = itertools.count(1)
-        # By peer and its message: for all we know, not waited for yet.
+        # By (peer, message number): events that the peer's stream may not wait for yet.
         self._answered: dict[tuple[int, int], Event] = {}
         self._acknowledged: dict[int, list[int]] = defaultdict(
             list
@@ -111,7 +111,7 @@ class CudaIpcP2P(DeviceP2P):
             channel.send(self.name, offer + b"".join(map(_ACKNOWLEDGED.pack, acknowledged[:_MAX_ACKNOWLEDGED])))
             del acknowledged[:_MAX_ACKNOWLEDGED]
             answer = yield from channel.recv()
-            # Not after a refusal: then nobody has waited for what it was recorded for.
+            # After a refusal no stream waits for the event's record, so it is not reused.
             self._events.release(channel.peer, own)
             self._events.of(channel.peer, answer.payload).wait()
             acknowledged.append(channel.number)
@@ -150,7 +150,7 @@ class CudaIpcP2P(DeviceP2P):
         with self._probe_streams.on_comm_stream():
             seen = bytes(self._imports.open(peer, beacon).cpu().numpy())
         if seen != probe_bytes:
-            raise TransferRefused("what is mapped of its device is not its memory")
+            raise TransferRefused("the memory mapped from its device is not the sender's")
         self._verified_peers.add(peer)
 
     def abort(self) -> None:

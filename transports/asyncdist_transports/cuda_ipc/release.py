@@ -19,8 +19,8 @@ from asyncdist_transports.cuda_ipc.handles import Exports, Imports
 log = logging.getLogger("asyncdist")
 
 _IDLE_TIMEOUT = 30.0
-_CLOSE_TIMEOUT = 5.0  # seconds that the device has for what stands in our stream
-_kept_events: deque[Any] = deque(maxlen=4096)  # events, for a while: peers may be about to wait for them
+_CLOSE_TIMEOUT = 5.0
+_kept_events: deque[Any] = deque(maxlen=4096)
 _kept_mappings: list[Any] = []
 
 
@@ -54,6 +54,6 @@ def _becomes_idle(streams: Streams) -> bool:
     try:
         with streams.on_comm_stream():
             event = streams.record_event()
-    except Exception:  # the device has failed
+    except Exception:
         return False
     return completes_within(event, _CLOSE_TIMEOUT)

@@ -80,7 +80,7 @@ class Bindings:
 
     def __init__(self, nccl: Any) -> None:
         self._nccl = nccl
-        # cupy has no words for "goes on in the background", and fails to make its own error.
+        # cupy does not know the status "in progress": its NcclError constructor raises KeyError.
         self.errors: tuple[type[Exception], ...] = (nccl.NcclError, KeyError)
         self.version = int(nccl.get_version())
         self.splits = self.version >= _SPLITS_SINCE and hasattr(nccl.NcclCommunicator, "commSplit")
@@ -89,13 +89,13 @@ class Bindings:
 
     def unique_id(self) -> bytes:
         """Return a new unique id for one communicator; NCCL then listens for its ranks in this process."""
-        return bytes(number & 0xFF for number in self._nccl.get_unique_id())  # cupy 13 gives signed numbers
+        return bytes(number & 0xFF for number in self._nccl.get_unique_id())  # signed with cupy 13
 
     def communicator(self, size: int, unique_id: bytes, rank: int) -> Any:
         """Return a communicator on the thread's current device. Blocks, without the GIL, until every rank has joined."""
         try:
             return self._made(size, unique_id, rank)
-        except TypeError:  # cupy 13 takes what it gives
+        except TypeError:  # cupy 13 expects signed numbers
             signed = tuple(number - 256 if number > 127 else number for number in unique_id)
             return self._made(size, signed, rank)
 
@@ -105,7 +105,8 @@ class Bindings:
         try:
             made.__init__(*arguments)
         except BaseException:
-            made.abort()  # or cupy destroys what there is of it, which may wait for peers
+            # Otherwise cupy destroys it when it is collected, which may wait for peers.
+            made.abort()
             raise
         return made
 
@@ -120,8 +121,8 @@ def load() -> Bindings:
         raise TransportUnavailableError("NCCL_COMM_BLOCKING=0 is set, which cupy cannot handle: unset it")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a missing library: it is asked for below
-            from cupy.cuda import nccl  # after torch, which brings the library that both then use
+            warnings.simplefilter("ignore")  # a missing library is checked below
+            from cupy.cuda import nccl  # after torch, so that both use torch's library
     except ImportError as cause:
         raise TransportUnavailableError(
             f"cupy cannot be imported ({cause}): pip install 'asyncdist[cuda12]' or 'asyncdist[cuda13]'"

@@ -30,8 +30,9 @@ from asyncdist_transports.nccl.communicator import Call, Communicator
 from asyncdist_transports.nccl.memory import contiguous_span, equal_counts, receive, send
 from asyncdist_transports.nccl.p2p import NcclP2P
 
-_SCRATCH_NBYTES = 64 << 20  # for everybody's contributions to what NCCL cannot reduce
-_INIT_TIMEOUT = 120.0  # seconds within which NCCL must have brought the ranks together; else another way is taken
+_SCRATCH_NBYTES = 64 << 20
+# Seconds for the creation of a communicator; after that, the ranks choose another backend.
+_INIT_TIMEOUT = 120.0
 _POLL_INTERVAL = 0.01
 
 
@@ -62,7 +63,7 @@ class Nccl(DeviceCollectives):
             cls.load()
         except TransportUnavailableError as cause:
             return str(cause)
-        except Exception as cause:  # whatever cupy or NCCL says: it is the reason why not
+        except Exception as cause:
             return f"{type(cause).__name__}: {cause}"
         return None
 
@@ -118,10 +119,10 @@ class Nccl(DeviceCollectives):
             return
         ours = self._made
         assert ours is not None
-        if not completes_within(
-            self.context.streams.record_event(), self.context.remaining
-        ):  # NCCL wants nothing outstanding
-            raise TransportUnavailableError("the device has not done what it had to do before the group is split")
+        if not completes_within(self.context.streams.record_event(), self.context.remaining):
+            raise TransportUnavailableError(
+                "the device has not completed the work enqueued before the split of the group"
+            )
         make = functools.partial(ours.split, number, 0 if context is None else context.rank)
         part = self._wait_for(self._communicator(make, context or self.context))
         if context is not None:
@@ -384,7 +385,7 @@ def _reduce(how: Arithmetic, rows: Sequence[torch.Tensor], out: torch.Tensor) ->
     """Reduce all ranks' contributions into ``out`` on the device."""
     if len(rows) == 1:
         out.copy_(rows[0])
-    elif out.dtype is torch.uint16 and how.op in (ReduceOp.MIN, ReduceOp.MAX):  # torch has no kernels for these
+    elif out.dtype is torch.uint16 and how.op in (ReduceOp.MIN, ReduceOp.MAX):  # no torch kernels
         wide = [row.to(torch.int32) for row in rows]
         arithmetic(how.op, torch.int32).reduce(wide, wide[0])
         out.copy_(wide[0])

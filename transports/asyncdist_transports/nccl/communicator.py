@@ -21,9 +21,12 @@ from asyncdist_transports.nccl.bindings import Bindings
 Call = tuple[Any, ...]
 """A method of cupy's NcclCommunicator, and its arguments but for the stream, which is the last one of all."""
 
-_ABORT_TIMEOUT = 0.5  # seconds for which an abort waits for a call to come out of NCCL by itself
-_CLOSE_TIMEOUT = 10.0  # seconds that the device has, when the group is destroyed, for what stands in its queue
-_EXIT_TIMEOUT = 5.0  # seconds for which a process that ends waits for NCCL
+# Seconds for which an abort waits for an NCCL call to return.
+_ABORT_TIMEOUT = 0.5
+# Seconds in which the device may complete queued work after the group was destroyed.
+_CLOSE_TIMEOUT = 10.0
+# Seconds for which an exiting process waits for NCCL.
+_EXIT_TIMEOUT = 5.0
 _POLL_INTERVAL = 2e-3
 
 _open_communicators: set[Communicator] = (
@@ -56,7 +59,7 @@ class Communicator:
         self._made = threading.Event()
         self._ending = threading.Event()
         self._aborted = False
-        self._inside = threading.Lock()  # held while a thread is inside NCCL
+        self._inside = threading.Lock()  # held during NCCL calls
         _open_communicators.add(self)
         threading.Thread(target=self._run, args=(make, first), name="asyncdist-nccl", daemon=True).start()
 
@@ -109,7 +112,7 @@ class Communicator:
         if self._error is not None:
             return self._error
         if not self._made.is_set() or not self._inside.acquire(blocking=False):
-            return None  # whoever is inside hears of it
+            return None  # the thread in NCCL gets the error
         try:
             if not self._ending.is_set() and self._raw is not None:
                 self._raw.check_async_error()
@@ -140,11 +143,11 @@ class Communicator:
 
     def _run(self, make: Callable[[], Any], first: Sequence[Call]) -> None:
         try:
-            with self._streams.on_comm_stream():  # NCCL takes the thread's current device
+            with self._streams.on_comm_stream():  # NCCL uses the current device
                 self._raw = make()
-            del make  # it may hold on to another communicator
+            del make  # it may reference another communicator
             if self._raw is None:
-                self._ending.set()  # a rank in no part of a communicator that was split
+                self._ending.set()  # a rank in no subgroup
             else:
                 self.enqueue(*first)
         except Exception as cause:
@@ -153,7 +156,7 @@ class Communicator:
             self.abort()
         self._made.set()
         self.ready.finish(error=self._error)
-        self.ready.exception()  # whoever waits for it looks; nobody has to
+        self.ready.exception()  # marks the error as seen: waiting is optional
         self.ready.run_callbacks()
         self._ending.wait()
         try:
@@ -167,7 +170,7 @@ class Communicator:
             with self._inside:
                 self._raw.destroy()
             return
-        # NCCL wants nobody inside when it is aborted; but whoever is stuck there comes out by nothing else.
+        # An abort should not overlap other calls, but it is the only way to end one that is stuck.
         held = self._inside.acquire(timeout=_ABORT_TIMEOUT)
         try:
             self._raw.abort()
@@ -181,7 +184,7 @@ class Communicator:
             with self._streams.on_comm_stream():
                 event = self._streams.record_event()
             return self._is_passed(event, monotonic() + _CLOSE_TIMEOUT)
-        except Exception:  # the device has failed: NCCL must not wait for it
+        except Exception:  # NCCL must not wait for a failed device
             return False
 
     def _is_passed(self, event: DeviceEvent, until: float) -> bool:
@@ -193,7 +196,7 @@ class Communicator:
 
     @property
     def _has_ended(self) -> bool:
-        return self not in _open_communicators or not self._made.is_set()  # who is stuck while making it stays so
+        return self not in _open_communicators or not self._made.is_set()  # its creation cannot be cancelled
 
     # -- parts ---------------------------------------------------------------------------------
 

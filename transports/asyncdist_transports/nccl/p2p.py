@@ -29,7 +29,7 @@ from asyncdist.transport.device_streams import DeviceEvent
 from asyncdist_transports.nccl.bindings import BYTES, UNIQUE_ID_NBYTES, Bindings, version_text
 from asyncdist_transports.nccl.communicator import Call, Communicator
 
-_OFFER = struct.Struct(f"<16sI{UNIQUE_ID_NBYTES}s")  # the device, NCCL's version, and what the lower rank says first
+_OFFER = struct.Struct(f"<16sI{UNIQUE_ID_NBYTES}s")  # device, NCCL version, unique id
 _READY = struct.Struct(f"<{UNIQUE_ID_NBYTES}sQ")
 _TURN = struct.Struct("<Q")
 
@@ -57,7 +57,7 @@ class PairCommunicator:
         self.unique_id = self.unique_id if self.decides else unique_id
         ours, theirs = (0, 1) if self.decides else (1, 0)
         make = functools.partial(self._bindings.communicator, 2, self.unique_id, ours)
-        # NCCL waits for the other rank in the first call of each direction: let that be now, on a thread that may wait.
+        # NCCL waits for the peer in the first call of each direction: make it on a thread that may block.
         out, into = self._token[0].data_ptr(), self._token[1].data_ptr()
         first: list[Call] = [("send", out, 1, BYTES, theirs), ("recv", into, 1, BYTES, theirs)]
         rank = self._context.host.ranks[self._context.rank]
@@ -114,7 +114,7 @@ class NcclP2P(DeviceP2P):
     ) -> Transfer[DeviceEvent]:
         device, version, unique_id = _OFFER.unpack(offer)
         if device == self._device:
-            raise TransferRefused("they share one device, and NCCL takes one rank a device")
+            raise TransferRefused("both ranks share one device, and NCCL needs a device per rank")
         if version != self._bindings.version:
             raise TransferRefused(
                 f"NCCL is {version_text(version)} there, and {version_text(self._bindings.version)} here"
