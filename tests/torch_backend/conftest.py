@@ -1,8 +1,8 @@
-"""torch.distributed on our groups beside gloo: teams of ranks that live through many tests and run what they are told.
+"""Teams of ranks that run programs of torch.distributed over asyncdist and over gloo and compare the results.
 
-A feature is a function in one of the programs_*.py. It is run by a team of ranks over gloo, once, and by one over each of
-our transports, and what the ranks return has to be the same. Ranks are forked off a process that has imported torch
-once; a team that answered wrongly or not at all is replaced, so that it fails one test only.
+A program is a function in one of the programs_*.py. A team over gloo and a team over each asyncdist transport run it, and
+the ranks must return the same results. Ranks are forked from a process that has imported torch. A team lives through
+many tests; a team that fails a program is replaced, so that one failure fails one test only.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ PRELOAD = (
     "torch.distributed.tensor.parallel", "torch._inductor.compile_fx",
 )  # fmt: skip
 PATIENCE = 40.0
-"""Seconds for one program, unless a test says otherwise; a collective fails after three quarters of them."""
+"""Default time limit of a program in seconds; the timeout of a collective is three quarters of it."""
 GRACE = 3.0
-"""Seconds that ranks still have once one of them has failed, to say what they know."""
+"""Seconds that the other ranks have to report after one rank has failed."""
 TESTED_TORCH = (2, 13)
 """The oldest release of torch in which everything here runs over gloo."""
 CLOSE = 2e-5
-"""By which part of themselves results may differ where sums are made in another order."""
+"""Relative tolerance of results whose sums depend on the order of summation."""
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ class ProgramFailedError(AssertionError):
 
 
 class Team:
-    """Ranks of one back end and transport that have met, and that run programs until one of them goes wrong."""
+    """Ranks of one backend and transport that share a process group and run programs until one program fails."""
 
     def __init__(self, nursery, backend, transport, world, folder):
         self.label = f"{backend}-{transport or 'own'}-{world}"
@@ -79,7 +79,7 @@ class Team:
         self.start()
 
     def start(self):
-        """Fork the ranks. They meet when all have been told something."""
+        """Fork the ranks. They complete the rendezvous when each has received its first program."""
         meeting = f"file://{self._folder}/{self.label}-{next(self._meetings)}"
         self._ranks = [
             self._nursery.start(
@@ -90,7 +90,7 @@ class Team:
         ]  # fmt: skip
 
     def replace(self):
-        """Kill the ranks, whatever they do, and fork others."""
+        """Kill the ranks and fork new ones."""
         for rank in self._ranks:
             with contextlib.suppress(ProcessLookupError):
                 rank.kill()
@@ -100,14 +100,15 @@ class Team:
         self.start()
 
     def run(self, module, name, *arguments, patience=PATIENCE):
-        """Return what a program gives on each rank, by rank; ProgramFailedError if one gives nothing.
+        """Return the results of a program by rank; raise ProgramFailedError if a rank returns no result.
 
-        A program is run once: what came of it is remembered.
+        A program runs once per team; later calls return the cached result or raise the cached error.
         """
         key = module, name, arguments
         if key not in self._results:
             for rank in self._ranks:
-                with contextlib.suppress(BrokenPipeError):  # it has died since: what it gets to say is heard below
+                # A rank that has died since the last program is reported by _answers().
+                with contextlib.suppress(BrokenPipeError):
                     rank.say((*key, patience))
             answers = self._answers(patience)
             if any(answer is None or answer[0] != "done" for answer in answers):
@@ -121,7 +122,7 @@ class Team:
         return result
 
     def _answers(self, patience):
-        """Hear every rank; None of one that says nothing. Soon after one has failed the others are not waited for."""
+        """Return the answer of every rank, None for a silent one. After a failure the others have GRACE seconds."""
         answers = [None] * self._world
         silent = set(range(self._world))
         until = time.monotonic() + patience + GRACE
@@ -139,7 +140,7 @@ class Team:
         return answers
 
     def _report(self, name, answers):
-        """Say what each rank did, and what it wrote."""
+        """Return what each rank did and printed."""
         lines = [f"{name} over {self.label}:"]
         for rank, answer in enumerate(answers):
             how, what = answer or ("said nothing", "")
@@ -150,10 +151,10 @@ class Team:
 
 
 class Reference(Team):
-    """A team over gloo. Older releases of torch cannot do all of what is tested here: then there is nothing to compare."""
+    """A team over gloo. Older releases of torch fail some programs over gloo; the comparison is skipped then."""
 
     def run(self, module, name, *arguments, patience=PATIENCE):
-        """Return what a program gives, as other teams do; skip the test where this torch cannot do it over gloo either."""
+        """Return the results of a program as Team.run() does; skip the test where this torch fails it over gloo."""
         try:
             return super().run(module, name, *arguments, patience=patience)
         except ProgramFailedError as error:
@@ -176,15 +177,15 @@ def teams(nursery, tmp_path_factory):
 
 @pytest.fixture(params=[2, 4], ids=["2 ranks", "4 ranks"])
 def world(request):
-    """How many ranks there are: each in turn."""
+    """The number of ranks."""
     return request.param
 
 
 @pytest.fixture
 def same_over_gloo(teams, transport, world):
-    """Run a program over one of our transports and over gloo, and hold the results of every rank against each other.
+    """Run a program over an asyncdist transport and over gloo, and compare the results of every rank.
 
-    ``close`` is the part of themselves by which numbers may differ; True where only the order of sums does.
+    ``close`` is the relative tolerance of floating-point results; True allows for another order of summation.
     """
 
     def same_over_gloo(module, name, *, close=False, patience=PATIENCE):
@@ -193,14 +194,14 @@ def same_over_gloo(teams, transport, world):
         for rank, (mine, theirs) in enumerate(zip(ours, expected, strict=True)):
             assert theirs is not None, f"{name} returns nothing to compare"
             differences = list(unlike(mine, theirs, close))
-            assert not differences, "\n".join([f"rank {rank}, ours and gloo's:", *differences])
+            assert not differences, "\n".join([f"rank {rank}, asyncdist and gloo:", *differences])
 
     return same_over_gloo
 
 
 @pytest.fixture
 def means_over_gloo(teams):
-    """Skip the test where gloo answers FSDP2, which wants means, with sums: there is nothing to compare.
+    """Skip the test where gloo returns sums for the averages that FSDP2 requests.
 
     https://github.com/pytorch/pytorch/issues/162338
     """
@@ -211,32 +212,32 @@ def means_over_gloo(teams):
 
 @pytest.fixture
 def as_it_should_be(teams, transport, world):
-    """Run a program over one of our transports that returns pairs of what came and what should have."""
+    """Run a program over an asyncdist transport that returns pairs of actual and expected results."""
 
     def as_it_should_be(module, name, *, close=False, patience=PATIENCE):
         for rank, pairs in enumerate(teams[transport, world].run(module, name, patience=patience)):
             assert pairs, f"{name} returns nothing to compare"
             came, due = zip(*pairs, strict=True)
             differences = list(unlike(came, due, close))
-            assert not differences, "\n".join([f"rank {rank}, what came and what should have:", *differences])
+            assert not differences, "\n".join([f"rank {rank}, actual and expected:", *differences])
 
     return as_it_should_be
 
 
 @pytest.fixture(params=["shm", "tcp"])
 def transport(request):
-    """The transport that our ranks use: each in turn."""
+    """The asyncdist transport of the ranks."""
     return request.param
 
 
 @pytest.fixture(scope="session")
 def unlike_results():
-    """Yield a line for everything in which two results differ: ``unlike_results(ours, theirs, close=True)``."""
+    """Return unlike(), which yields a line for every difference of two results."""
     return unlike
 
 
 def unlike(ours, theirs, close=False, where="result"):
-    """Yield a line for everything in which two results differ; floating-point numbers may by as much as ``close`` says."""
+    """Yield a line for every difference of two results. ``close`` is the relative tolerance of floating-point numbers."""
     if isinstance(theirs, torch.Tensor):
         if not (isinstance(ours, torch.Tensor) and ours.dtype is theirs.dtype and ours.shape == theirs.shape):
             yield f"{where}: {_brief(ours)} is not {_brief(theirs)}"

@@ -1,8 +1,8 @@
-"""One rank of a team that lives through many tests: it makes its process group once and runs programs as it is told.
+"""One rank of a team: it initializes its process group once and runs the programs that conftest.py sends.
 
-Forked by conftest.py. What it hears is the name of a programs_*.py beside it and of a function in that; what it says is
-("done", pickled result) or ("raised", traceback). A program is a function of rank, world and
-what else the test gives; it returns numbers, strings, tensors, and lists or mappings of them.
+conftest.py forks the rank and sends the names of a programs_*.py in this folder and of a function in it. The rank replies
+("done", pickled result) or ("raised", traceback). A program takes the rank, the world size and the arguments of the test;
+it returns numbers, strings, tensors, and lists or mappings of them.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ import torch
 import torch._inductor.config
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).parent))  # so that programs can be imported, and import what they share
+# Programs are imported by name, and import toys.py by name.
+sys.path.insert(0, str(Path(__file__).parent))
 
 
 def serve(test, backend, rank, world, meeting, group_timeout):
-    """Run programs until the test hangs up."""
+    """Run programs until the test closes its pipe."""
     enter(backend)
     dist.init_process_group(
         backend, init_method=meeting, rank=rank, world_size=world, timeout=timedelta(seconds=group_timeout)
@@ -40,16 +41,18 @@ def serve(test, backend, rank, world, meeting, group_timeout):
 
 
 def enter(backend):
-    """Make the process one that uses a back end: torch knows gloo by itself, and ours once it is imported."""
+    """Prepare the process for a backend; asyncdist is registered by its import."""
     torch.set_num_threads(1)
-    torch._inductor.config.compile_threads = 1  # or every rank would start processes for it
-    torch._inductor.config.cpp.vec_isa_ok = False  # or each set of instructions would be tried out, for seconds
+    # With more threads every rank starts compiler processes.
+    torch._inductor.config.compile_threads = 1
+    # Probing each instruction set takes seconds.
+    torch._inductor.config.cpp.vec_isa_ok = False
     if backend == "asyncdist":
         import asyncdist.torch_backend  # noqa: F401
 
 
 def outcome(module, name, arguments, patience):
-    """Run one program; should it not end, say soon after its time where every thread is."""
+    """Run one program; print the stack of every thread if it does not end within ``patience`` seconds."""
     faulthandler.dump_traceback_later(patience, exit=False)
     try:
         torch.manual_seed(0)
@@ -66,13 +69,13 @@ def outcome(module, name, arguments, patience):
 
 
 def leave_groups():
-    """Destroy the groups that the program made, and leave that of all ranks."""
+    """Destroy the groups that the program created, but not the world."""
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
 
 
 def end(test, *results):
-    """Say the last words of a rank whose death is the point, and die as a machine that loses power does."""
+    """Send results, then exit at once without any cleanup."""
     test.send(results)
     os._exit(7)

@@ -1,5 +1,7 @@
-"""What goes wrong: peers that die, leave or never come, and mistakes. Errors are ours, name ranks and operation, and reach
-everybody; and every process ends by itself, with the status of a program that did not crash.
+"""Failures: peers that die, leave or never arrive, user mistakes, and process exit.
+
+Every surviving rank raises an asyncdist error that names the rank and the operation. Every process exits without help,
+with the status of a program that did not crash.
 """
 
 from __future__ import annotations
@@ -24,12 +26,12 @@ pytestmark = pytest.mark.processes
 HERE = Path(__file__).parent
 PROGRAM = HERE / "programs_failures.py"
 SOON = 5.0
-"""Seconds within which everybody must have heard of a failure; all deadlines are ten times as far."""
+"""Seconds within which every rank must have raised the failure; all timeouts are ten times as long."""
 
 
 @pytest.fixture(scope="module")
 def brief_lives():
-    """What forks ranks that end as programs do: taking apart all that teams have imported would cost each a second."""
+    """A nursery with few imports: the interpreter shutdown of a rank with all imports of a team takes a second."""
     modules = (
         "asyncdist.torch_backend",
         "asyncdist_transports.shm",
@@ -60,7 +62,8 @@ def start(brief_lives, transport, tmp_path):
         try:
             rank.wait(0.0)
         except TimeoutError:
-            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+            # The rank may exit between the timeout and the kill.
+            with contextlib.suppress(ProcessLookupError):
                 rank.kill()
             rank.wait()
         rank.close()
@@ -86,7 +89,7 @@ DYING = {
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("what", DYING)
-def test_a_peer_dies_during_backward(brief_lives, start, what, world, request):
+def test_peer_death_during_backward_is_raised(brief_lives, start, what, world, request):
     if what == "fsdp":
         request.getfixturevalue("fsdp2")
     program, options = DYING[what]
@@ -100,7 +103,7 @@ def test_a_peer_dies_during_backward(brief_lives, start, what, world, request):
     assert [rank.wait() for rank in survivors] == [0] * len(survivors), survivors[0].output()
 
 
-def test_a_peer_dies_while_others_wait_for_it(brief_lives, start):
+def test_peer_death_fails_every_waiting_call(brief_lives, start):
     *survivors, victim = start(3, "dies")
     assert [rank.hear() for rank in (*survivors, victim)] == ["waiting", "waiting", "here"]
     since = brief_lives.stopwatch()
@@ -113,10 +116,10 @@ def test_a_peer_dies_while_others_wait_for_it(brief_lives, start):
     assert [rank.wait() for rank in survivors] == [0, 0], survivors[0].output()
 
 
-# -- peers that leave, or never come -----------------------------------------------------------------
+# -- peers that leave or never arrive ----------------------------------------------------------------
 
 
-def test_a_peer_leaves(brief_lives, start):
+def test_peer_that_destroys_its_group_is_lost_to_the_others(brief_lives, start):
     *stayed, left = start(3, "leaves")
     assert left.wait() == 0, left.output()
     since = brief_lives.stopwatch()
@@ -125,7 +128,7 @@ def test_a_peer_leaves(brief_lives, start):
     assert [rank.wait() for rank in stayed] == [0, 0], stayed[0].output()
 
 
-def test_a_world_that_never_becomes_complete(start):
+def test_rendezvous_timeout_names_the_missing_rank(start):
     ranks = start(3, "never_complete", come=2)
     for rank in ranks:
         kinds, text, _ = rank.hear()
@@ -136,19 +139,21 @@ def test_a_world_that_never_becomes_complete(start):
 
 
 @pytest.mark.exhaustive
-def test_a_peer_comes_late(start):
+def test_late_peer_fails_operations_with_a_timeout(start):
     punctual, late, third = start(3, "late")
     kinds, text, _ = punctual.hear()
     assert "OperationTimeoutError" in kinds, text
     assert "monitored_barrier" in text, text
-    assert re.search(r"ranks? .*\b1\b", text), text  # and perhaps rank 2, where processors are few
+    # On a machine with few processors rank 2 may be late, too.
+    assert re.search(r"ranks? .*\b1\b", text), text
     kinds, text, _ = third.hear()
     assert "GroupError" in kinds, text
     for rank in (punctual, third):
         kinds, text, _ = rank.hear()
         assert "GroupError" in kinds, text
         assert "all_reduce" in text, text
-    for _ in range(3):  # the groups have a minute
+    # These calls have timeouts of their own; the group's timeout is a minute.
+    for _ in range(3):
         call, (kinds, text, _) = punctual.hear()
         assert "OperationTimeoutError" in kinds, text
         assert re.match(rf"{call} #1 on group .*: timed out after 0\.5 s", text), text
@@ -156,7 +161,7 @@ def test_a_peer_comes_late(start):
     assert [rank.wait() for rank in (punctual, late, third)] == [0, 0, 0], late.output()
 
 
-def test_a_wait_is_given_up_and_the_operation_is_not(start):
+def test_wait_timeout_leaves_the_operation_running(start):
     waiting, late = start(2, "waits_briefly")
     kinds, text, _ = waiting.hear()
     assert "WaitTimeoutError" in kinds, text
@@ -166,7 +171,7 @@ def test_a_wait_is_given_up_and_the_operation_is_not(start):
     assert [rank.wait() for rank in (waiting, late)] == [0, 0]
 
 
-def test_ranks_that_call_different_things_are_told(start):
+def test_mismatched_calls_raise_on_every_rank(start):
     ranks = start(2, "mismatched")
     for rank in ranks:
         kinds, text, _ = rank.hear()
@@ -180,22 +185,22 @@ def test_ranks_that_call_different_things_are_told(start):
 
 
 @pytest.mark.parametrize("program", ["devices", "dtypes", "counts", "layouts", "unequal", "by_cpp", "later_powers"])
-def test_mistake(as_it_should_be, program):
+def test_user_mistake_is_refused(as_it_should_be, program):
     as_it_should_be("programs_refusals", program)
 
 
-# -- the end -----------------------------------------------------------------------------------------
+# -- exit --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("how", ["undestroyed", "pending", "from a thread", "in a callback"])
-def test_an_end_without_a_goodbye(brief_lives, start, how):
+def test_exit_without_destroying_the_group(brief_lives, start, how):
     ranks = start(2, "ends", how)
     since = brief_lives.stopwatch()
     assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].output()
     assert since.seconds() < SOON
 
 
-def test_an_exception_ends_the_process(brief_lives, start):
+def test_uncaught_exception_exits_with_status_1(brief_lives, start):
     ranks = start(2, "ends", "raising")
     since = brief_lives.stopwatch()
     assert [rank.wait() for rank in ranks] == [1, 1], ranks[0].output()
@@ -203,7 +208,7 @@ def test_an_exception_ends_the_process(brief_lives, start):
     assert 'KeyError: "a user\'s mistake"' in ranks[0].output()
 
 
-def test_groups_destroyed_twice_and_in_the_wrong_order(brief_lives, start):
+def test_group_destroyed_twice_or_in_the_wrong_order_raises(brief_lives, start):
     for how in ("twice", "default first"):
         ranks = start(2, "ends", how)
         since = brief_lives.stopwatch()
@@ -214,17 +219,17 @@ def test_groups_destroyed_twice_and_in_the_wrong_order(brief_lives, start):
         assert since.seconds() < SOON
 
 
-def test_one_world_after_another(start):
+def test_process_group_is_initialized_again_after_destroy(start):
     ranks = start(2, "ends", "again")
     assert [[rank.hear() for _ in range(3)] for rank in ranks] == [[[2.0] * 10] * 3] * 2
     assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].output()
 
 
 def gone(job):
-    """Return what a job of torchrun says until all its processes are gone, and how long that takes on a stopwatch.
+    """Interrupt a torchrun job; return its remaining output and the seconds until all its processes have exited.
 
-    Most of that is the end of three interpreters that have imported torch, which takes as long over gloo. What they stand
-    in line for a processor is no time of theirs; ranks are asked for it as long as they are there.
+    Most of the time is the shutdown of three interpreters that have imported torch; it takes as long over gloo. The
+    stopwatch leaves out the time that the processes wait for a processor, which is sampled while they run.
     """
     ranks = [int(pid) for pid in Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()]
     ended = dict.fromkeys(ranks, 0.0)
@@ -237,25 +242,28 @@ def gone(job):
         for end in over:
             ends.remove(end)
             os.close(end)
-    rest = job.stdout.read()  # to its end, which is that of the last process
+    # The pipe reaches its end when the last process exits.
+    rest = job.stdout.read()
     return rest, since.seconds()
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("busy", ["waits", "works"])
-def test_an_interrupt_of_torchrun_ends_everything_soon(transport, busy, monkeypatch):
-    """The agent passes on what Ctrl-C sends to it; ranks hang in a collective, or are in the middle of many."""
+def test_interrupt_of_torchrun_ends_agent_and_ranks(transport, busy, monkeypatch):
+    """The agent forwards SIGINT to ranks that are blocked in a collective or run many of them."""
     monkeypatch.setenv("ASYNCDIST_TRANSPORT", transport)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # or torchrun has something to say about it
+    # Without the variable torchrun prints a warning into the output.
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     program = str(HERE / "program_interrupted.py")
     job = subprocess.Popen([*command, program, busy], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         said = [job.stdout.readline().strip() for _ in range(2)]
         assert sorted(said) == ["rank 0 is busy", "rank 1 is busy"], said
-        rest, seconds = gone(job)  # a rank that hangs is killed by torchrun after thirty
+        # torchrun kills a rank that hangs after thirty seconds.
+        rest, seconds = gone(job)
         assert seconds < 2.0, rest
-        # One may hear of the other's end, and end by that, before it is interrupted itself.
+        # A rank may lose its peer and exit before its own interrupt arrives.
         took = re.findall(r"(?m)^ended (?:after (\S+) s|by itself)$", rest)
         assert len(took) == 2, rest
         assert 0.0 <= max(float(seconds or -1.0) for seconds in took) < 2.0, rest
@@ -267,13 +275,14 @@ def test_an_interrupt_of_torchrun_ends_everything_soon(transport, busy, monkeypa
 
 
 @pytest.mark.skipif(torch.__version__.startswith("2.6."), reason="torch 2.6 aborts groups of NCCL only")
-def test_who_aborts_everything_has_left_and_all_others_have_heard_of_it(start):
-    """Also those to whom there was no connection, and while it lives on."""
+def test_abort_process_group_reaches_every_rank(start):
+    """The abort reaches peers without an open connection while the aborting process is still alive."""
     first, *others = start(3, "aborts")
     for kinds, text, _ in [*first.hear(), *(rank.hear() for rank in others)]:
         assert "GroupAbortedError" in kinds
         assert "torch.distributed aborted the process group" in text
-    assert first.hear() == []  # it waits for nobody any more
+    # The aborting rank has no pending operations.
+    assert first.hear() == []
     kinds, text, _ = first.hear()
     assert "NotInitializedError" in kinds, text
     for rank in (first, *others):

@@ -1,4 +1,4 @@
-"""Functional and compiled collectives of stock torch, against the same over gloo."""
+"""Functional and compiled collectives of torch, compared with the same over gloo."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs of torch's at a store daemon of ours: by torchrun, restarted and grown, and by ``asyncdist://``."""
+"""torchrun and ``asyncdist://`` jobs at a store daemon: started, restarted and grown."""
 
 import os
 import re
@@ -26,7 +26,7 @@ LIMIT = 90
 
 @pytest.fixture
 def daemon():
-    """The host and port of a store daemon."""
+    """Return the ``host:port`` of a store daemon."""
     process = subprocess.Popen(
         [sys.executable, "-m", "asyncdist.cli", "store", "--port", "0"], stdout=subprocess.PIPE, text=True
     )
@@ -38,7 +38,7 @@ def daemon():
 
 
 class Job:
-    """One agent of torchrun's, and what it and its workers say."""
+    """A torchrun agent and the output of the agent and its workers."""
 
     def __init__(self, daemon, backend, ending, *options):
         command = [
@@ -62,19 +62,19 @@ class Job:
                 self.changed.notify_all()
 
     def hears(self, text):
-        """Wait until somebody has said this."""
+        """Wait until the agent or a worker has printed this text."""
         with self.changed:
             assert self.changed.wait_for(lambda: any(text in line for line in self.lines), LIMIT), "\n".join(self.lines)
 
     def loses_power(self):
-        """Kill the agent, and then its workers, which it would start again."""
+        """Kill the agent, then its workers; a living agent would restart them."""
         workers = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         self.process.kill()
         for worker in workers:
             os.kill(int(worker), signal.SIGKILL)
 
     def said(self):
-        """Return what the workers said, once the job has ended well."""
+        """Return what the workers printed after the job has ended with status 0."""
         self.reader.join(LIMIT)
         assert self.process.wait(LIMIT) == 0, "\n".join(self.lines)
         return sorted(line for line in self.lines if re.match(r"\w+: rank", line))
@@ -92,8 +92,8 @@ def job(*arguments):
 
 
 @pytest.mark.parametrize("backend", ["asyncdist", "gloo"])
-def test_workers_that_torchrun_restarts_find_an_empty_store(daemon, backend):
-    """Over gloo too, whose ranks read whatever addresses they find."""
+def test_workers_restarted_by_torchrun_find_an_empty_store(daemon, backend):
+    """gloo needs it as well: its ranks read stale addresses from a store that was used before."""
     with job(daemon, backend, "fails once", "--nproc-per-node=2", "--max-restarts=1") as agent:
         assert agent.said() == [
             f"{backend}: rank {rank} of 2, attempt {attempt}, sum 2" for rank in range(2) for attempt in range(2)
@@ -102,7 +102,7 @@ def test_workers_that_torchrun_restarts_find_an_empty_store(daemon, backend):
 
 @pytest.fixture
 def nothing_is_kept(daemon, until):
-    """``nothing_is_kept()``: wait until the daemon holds no key."""
+    """Return a function that waits until the daemon holds no key."""
 
     def nothing_is_kept():
         host, _, port = daemon.rpartition(":")
@@ -113,7 +113,7 @@ def nothing_is_kept(daemon, until):
 
 
 @pytest.mark.exhaustive
-def test_a_job_is_run_again_under_its_name(daemon, nothing_is_kept):
+def test_job_runs_again_under_the_same_name(daemon, nothing_is_kept):
     for _ in range(2):
         with job(daemon, "asyncdist", "well", "--nproc-per-node=1", "--rdzv-id=job") as agent:
             assert agent.said() == ["asyncdist: rank 0 of 1, attempt 0, sum 1"]
@@ -121,7 +121,7 @@ def test_a_job_is_run_again_under_its_name(daemon, nothing_is_kept):
 
 
 @pytest.mark.exhaustive
-def test_a_job_takes_in_a_node_that_comes_later(daemon, nothing_is_kept):
+def test_late_node_joins_an_elastic_job(daemon, nothing_is_kept):
     options = (
         "--nnodes=1:4",
         "--nproc-per-node=1",
@@ -140,7 +140,7 @@ def test_a_job_takes_in_a_node_that_comes_later(daemon, nothing_is_kept):
 
 
 @pytest.mark.exhaustive
-def test_a_job_goes_on_without_a_node_that_is_lost(daemon, nothing_is_kept):
+def test_elastic_job_continues_without_a_lost_node(daemon, nothing_is_kept):
     options = (
         "--nnodes=1:4",
         "--nproc-per-node=1",
@@ -161,7 +161,7 @@ def test_a_job_goes_on_without_a_node_that_is_lost(daemon, nothing_is_kept):
     nothing_is_kept()
 
 
-def test_worlds_one_after_the_other_by_a_url(daemon, nursery):
+def test_url_initializes_one_world_after_another(daemon, nursery):
     backends = ("asyncdist", "gloo", "asyncdist")
     ranks = [
         nursery.start(HERE / "program_at_daemon.py", "meet", f"asyncdist://{daemon}/{job}", rank, 2, backends)
@@ -174,8 +174,8 @@ def test_worlds_one_after_the_other_by_a_url(daemon, nursery):
         rank.close()
 
 
-def test_torchs_rpc_goes_on_beside_our_groups(daemon, nursery):
-    """Trainers of a DistributedDataParallel, and a parameter server that they reach through torch's RPC."""
+def test_torch_rpc_runs_together_with_asyncdist_groups(daemon, nursery):
+    """The trainers use DistributedDataParallel and reach a parameter server through torch's RPC."""
     ranks = [nursery.start(HERE / "program_rpc.py", "train", f"asyncdist://{daemon}", rank) for rank in range(3)]
     for rank in range(2):
         weight, bias, rows = ranks[rank].hear(LIMIT)
@@ -191,14 +191,14 @@ def test_torchs_rpc_goes_on_beside_our_groups(daemon, nursery):
         rank.close()
 
 
-def test_a_url_without_its_port_is_refused(nursery):
+def test_url_without_a_port_is_refused(nursery):
     rank = nursery.start(HERE / "program_at_daemon.py", "meet", "asyncdist://somewhere/job", 0, 1, ("asyncdist",))
     assert "lacks its port; use asyncdist://host:port" in rank.hear()
     rank.wait()
     rank.close()
 
 
-def test_a_program_that_imports_torchs_elastic_package_is_left_alone():
+def test_import_of_torch_elastic_does_not_import_asyncdist():
     program = (
         "import sys, torch.distributed.checkpoint, torch.distributed.elastic.rendezvous.registry\n"
         "assert 'asyncdist.torchrun' in sys.modules\n"
@@ -208,7 +208,7 @@ def test_a_program_that_imports_torchs_elastic_package_is_left_alone():
 
 
 @pytest.mark.parametrize("allowed", [(), ("--c10d", "any")])
-def test_an_agent_says_where_workers_of_torchs_cannot_meet(allowed, monkeypatch, caplog):
+def test_agent_warns_where_c10d_workers_cannot_connect(allowed, monkeypatch, caplog):
     outside = outward(Config())
     if is_loopback(outside):
         pytest.skip("this machine has no address but loopback")

@@ -1,4 +1,4 @@
-"""What worlds of ``asyncdist://`` and torchrun's agents keep at a daemon: it goes when the last has left or been killed."""
+"""Keys of ``asyncdist://`` worlds and torchrun agents at a daemon: deleted when the last process leaves or is killed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def waited_for(lease):
     return {"ASYNCDIST_STORE_LEASE": lease, "ASYNCDIST_STORE_RECONNECT": lease}
 
 
-def test_keys_go_when_the_last_rank_has_been_killed(daemon, nursery, until):
+def test_keys_are_deleted_after_the_last_rank_is_killed(daemon, nursery, until):
     with TCPStore("127.0.0.1", daemon.port) as store:
         store.set("job of others", b"")
         url = f"asyncdist://127.0.0.1:{daemon.port}/job"
@@ -34,7 +34,8 @@ def test_keys_go_when_the_last_rank_has_been_killed(daemon, nursery, until):
         assert [rank.hear() for rank in ranks] == ["there"] * 2
         held = store.num_keys()
         ranks[0].kill()
-        until(lambda: store.num_keys() < held)  # its lease is over
+        # The lease of the killed rank expires.
+        until(lambda: store.num_keys() < held)
         assert any(key.startswith("job/") for key in store.list_keys())
         ranks[1].kill()
         until(lambda: store.list_keys() == ["job of others"])
@@ -43,7 +44,7 @@ def test_keys_go_when_the_last_rank_has_been_killed(daemon, nursery, until):
             rank.close()
 
 
-def test_keys_go_when_the_last_rank_has_left(daemon, nursery, until):
+def test_keys_are_deleted_after_the_last_rank_leaves(daemon, nursery, until):
     url = f"asyncdist://127.0.0.1:{daemon.port}/job"
     ranks = [nursery.start(PROGRAM, "meet", url, rank, 2, ("gloo", "asyncdist")) for rank in range(2)]
     for rank in ranks:
@@ -64,7 +65,7 @@ def start_agents(nursery, daemon, run_id, lease="30"):
     return agents
 
 
-def test_an_agents_keys_go_with_the_last_of_its_job(daemon, nursery, until, shut_down):
+def test_keys_of_agents_are_deleted_with_the_last_agent_of_the_job(daemon, nursery, until, shut_down):
     with TCPStore("127.0.0.1", daemon.port) as store:
         first = start_agents(nursery, daemon, "a")
         other = start_agents(nursery, daemon, "a/b")
@@ -77,7 +78,7 @@ def test_an_agents_keys_go_with_the_last_of_its_job(daemon, nursery, until, shut
         until(lambda: store.num_keys() == 0)
 
 
-def test_a_job_that_was_killed_is_run_again_and_its_keys_go_with_that(daemon, nursery, until, shut_down):
+def test_killed_job_runs_again_and_its_keys_are_deleted_after_that(daemon, nursery, until, shut_down):
     with TCPStore("127.0.0.1", daemon.port) as store:
         killed = start_agents(nursery, daemon, "job", lease="0.3")
         for agent in killed:
@@ -91,7 +92,7 @@ def test_a_job_that_was_killed_is_run_again_and_its_keys_go_with_that(daemon, nu
         until(lambda: store.num_keys() == 0)
 
 
-def test_the_keys_of_a_job_that_was_killed_go_with_its_leases(daemon, nursery, until):
+def test_keys_of_a_killed_job_are_deleted_with_its_leases(daemon, nursery, until):
     with TCPStore("127.0.0.1", daemon.port) as store:
         for agent in start_agents(nursery, daemon, "job", lease="0.3"):
             agent.kill()

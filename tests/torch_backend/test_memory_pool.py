@@ -1,4 +1,4 @@
-"""Memory that torch asks of our back end: open to all ranks, and used again."""
+"""The backend's allocator for torch: memory registered for all ranks and used again after release."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def lies_open(tensor):
     return arena().offset_of(tensor.data_ptr(), tensor.nbytes) is not None
 
 
-def test_what_came_back_is_lent_again():
+def test_released_memory_is_allocated_again():
     pool = MemoryPool()
     first = pool.lend(100_000)
     assert first.shape == (100_000,)
@@ -35,20 +35,20 @@ def test_what_came_back_is_lent_again():
     assert pool.lend(100_000).data_ptr() == place
 
 
-def test_what_others_may_just_have_read_rests_before_it_is_lent_again():
+def test_released_memory_rests_before_it_is_allocated_again():
     pool = MemoryPool()
     places = [pool.lend(3 << 20).data_ptr() for _ in range(40)]
     assert len(set(places)) == 6  # more than 16 MiB go by between one use and the next
     assert places == [*places[:6]] * 6 + places[:4]
 
 
-def test_where_there_is_no_room_for_more_it_is_lent_again_before_it_has_rested():
+def test_full_memory_is_allocated_again_without_rest():
     pool = MemoryPool()
     places = {pool.lend(nbytes).data_ptr() for _ in range(5) for nbytes in (9 << 20, 1 << 20, 10 << 20)}
     assert len(places) <= 6
 
 
-def test_no_more_is_kept_than_was_lent_at_a_time_and_what_rests():
+def test_pool_keeps_no_more_than_its_peak_and_the_resting_memory():
     gc.collect()
     used, pool = arena().used_nbytes, MemoryPool()
     for nbytes in (1 << 20, 2 << 20, 3 << 20, 2 << 20, 20 << 20, 7 << 20, 5 << 20):
@@ -63,14 +63,14 @@ def test_no_more_is_kept_than_was_lent_at_a_time_and_what_rests():
 
 @pytest.fixture
 def group(monkeypatch):
-    """Our back end in a world of one that looks as if it shared memory."""
+    """The asyncdist backend of a world of one, patched to report shared memory between ranks."""
     monkeypatch.setattr(Group, "shares_memory", True)
     dist.init_process_group("asyncdist", store=dist.HashStore(), rank=0, world_size=1)
     yield dist.group.WORLD
     dist.destroy_process_group()
 
 
-def test_a_group_allocates_where_ranks_share_memory(group, monkeypatch):
+def test_group_allocates_registered_memory_where_ranks_share_memory(group, monkeypatch):
     assert group._get_backend(CPU).supports_tensor_alloc(CPU)
     assert not group.supports_tensor_alloc(torch.device("meta"))
     made = group.allocate_tensor(1000, dtype=torch.bfloat16, device=CPU)
@@ -82,7 +82,7 @@ def test_a_group_allocates_where_ranks_share_memory(group, monkeypatch):
     assert not lies_open(group.allocate_tensor(1000, dtype=torch.float32, device=CPU))
 
 
-def test_without_room_it_gives_ordinary_memory(group, monkeypatch):
+def test_full_registered_memory_allocates_ordinary_tensors(group, monkeypatch):
     def full(*size, **how):
         raise SharedMemoryError("no memory is left")
 
