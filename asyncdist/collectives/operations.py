@@ -1,7 +1,7 @@
-"""The operations on tensors among some ranks, each one line: a plan, handed to whoever carries it out.
+"""The tensor operations that a `Group` and its `DeviceGroup` have in common.
 
-`CollectiveOps` is what a `Group` and its part on a device have in common. Ranks in arguments are ranks in the group; the faces
-(`asyncdist`, `asyncdist.sync`) translate global ones.
+Each operation makes a plan, and the subclass of `CollectiveOps` runs it. Rank arguments are group ranks; the APIs
+(`asyncdist`, `asyncdist.sync`) translate global ranks.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ T = TypeVar("T")
 
 
 class CallOptions(TypedDict, total=False):
-    """How an operation is driven.
+    """Options of an operation.
 
-    ``background`` (the default) lets it go on by itself; else the method returns when it is over, well or badly: call
-    ``result()`` on what it returns. ``timeout`` (seconds, timedelta) overrides the group's.
+    Attributes:
+        background: True (the default) returns at once. False returns when the operation has succeeded or failed; call
+            ``result()`` on the returned work to get the value or the error.
+        timeout: Limit in seconds or as a timedelta; None takes the group's.
     """
 
     background: bool
@@ -34,10 +36,14 @@ class CallOptions(TypedDict, total=False):
 
 @excluded_from_compile
 class CollectiveOps(ABC):
-    """Some ranks of a world, in an order of their own, and the operations among them on tensors.
+    """The tensor operations of an ordered set of ranks of a world.
 
-    ``ranks`` are global ranks, by rank in the group. Methods start an operation and return its `Work`. Each takes `CallOptions`
-    as keywords.
+    Methods start an operation and return its `Work`. Each method takes `CallOptions` as keywords.
+
+    Attributes:
+        name: Name in error messages and traces.
+        ranks: Global ranks of the members, in group order.
+        timeout: Default limit of an operation in seconds.
     """
 
     name: str
@@ -46,28 +52,28 @@ class CollectiveOps(ABC):
     _rank: int
     _who: data_movement.GroupContext
 
-    # -- who we are ----------------------------------------------------------------------------
+    # -- identity -------------------------------------------------------------------------------
 
     def rank(self) -> int:
-        """Return our rank in this group."""
+        """Return the rank of this process in this group."""
         return self._rank
 
     def size(self) -> int:
         """Return the number of ranks in this group."""
         return len(self.ranks)
 
-    # -- the one path --------------------------------------------------------------------------
+    # -- issuing ------------------------------------------------------------------------------
 
     @abstractmethod
     def _at(self, value: Any) -> CollectiveOps:
-        """Return who carries a tensor, or the first of a list: these ranks where it lies in the host's memory."""
+        """Return the operations for the device of a tensor, or of the first tensor of a list; host memory: ``self``."""
 
     def refused(self, name: str, error: UsageError) -> None:
-        """Note in an error which call it refuses, of which group, on which rank."""
+        """Add the operation, the group and the rank to the error of a refused call."""
         error.during(group=self.name, rank=self.ranks[self._rank], op=name)
 
     def _named(self, start: Callable[..., T], name: str, *args: Any) -> T:
-        """Return ``start(name, *args)``; what that refuses is said of the call of this name."""
+        """Return ``start(name, *args)``; a UsageError is annotated with the operation ``name``."""
         try:
             return start(name, *args)
         except UsageError as error:
@@ -87,9 +93,9 @@ class CollectiveOps(ABC):
         how: CallOptions,
         *more: Hashable,
     ) -> Work:
-        """Start the collective that ``make(who, *tensors, *more)`` plans, where ``first`` lies, one of the tensors.
+        """Start the collective that ``make(context, *tensors, *more)`` plans, on the device of the tensor ``first``.
 
-        Its value is ``tensors[0]``.
+        The result of the work is ``tensors[0]``.
         """
         try:
             at = self._at(first)
@@ -161,21 +167,21 @@ class CollectiveOps(ABC):
         return self._named(self._begin, "all_gather_coalesced", tensors, data_movement.all_gather_coalesced, args, how)
 
     def all_gather_single(self, output: Any, input: Any, **how: Unpack[CallOptions]) -> Work:
-        """Gather every rank's ``input`` into ``output``, one after the other in its memory."""
+        """Gather every rank's ``input`` into ``output``, concatenated in group order."""
         return self._call("all_gather_into_tensor", output, data_movement.all_gather_single, (output, input), how)
 
     def gather(self, tensor: Any, gather_list: Sequence[Any] | None, dst: int, **how: Unpack[CallOptions]) -> Work:
-        """Gather every rank's tensor into ``gather_list`` on rank ``dst``; None elsewhere."""
+        """Gather every rank's tensor into ``gather_list`` on rank ``dst``; pass None on the other ranks."""
         return self._call("gather", tensor, data_movement.gather, (gather_list, tensor), how, dst)
 
     def gather_single(self, tensor: Any, output: Any, dst: int, **how: Unpack[CallOptions]) -> Work:
-        """Gather every rank's tensor into rank ``dst``'s ``output``, one after the other; None elsewhere."""
+        """Gather every rank's tensor into rank ``dst``'s ``output``, concatenated in group order."""
         into = output if dst == self.rank() else None
         tensors = into, tensor
         return self._call("gather_into_tensor", tensor, data_movement.gather_single, tensors, how, dst)
 
     def scatter(self, tensor: Any, scatter_list: Sequence[Any] | None, src: int, **how: Unpack[CallOptions]) -> Work:
-        """Give rank ``i`` the ``i``-th tensor of rank ``src``'s ``scatter_list``; None elsewhere."""
+        """Copy the ``i``-th tensor of rank ``src``'s ``scatter_list`` into rank ``i``'s ``tensor``."""
         return self._call("scatter", tensor, data_movement.scatter, (tensor, scatter_list), how, src)
 
     def all_to_all(self, output_list: Sequence[Any], input_list: Sequence[Any], **how: Unpack[CallOptions]) -> Work:
@@ -202,11 +208,11 @@ class CollectiveOps(ABC):
     # -- between two ranks ---------------------------------------------------------------------
 
     def send(self, tensor: Any, dst: int, tag: int = 0, **how: Unpack[CallOptions]) -> Work:
-        """Send ``tensor`` to rank ``dst``, complete when its memory may be changed."""
+        """Send ``tensor`` to rank ``dst``; complete when the caller may change the memory of ``tensor``."""
         return self._named(self._at(tensor)._send, "send", tensor, dst, tag, how)
 
     def recv(self, tensor: Any, src: int | None = None, tag: int = 0, **how: Unpack[CallOptions]) -> Work:
-        """Receive into ``tensor`` from rank ``src``, or from any rank; the value is the sender's global rank."""
+        """Receive into ``tensor`` from rank ``src``, or from any rank; the result is the sender's global rank."""
         return self._named(self._at(tensor)._receive, "recv", tensor, src, tag, how)
 
 

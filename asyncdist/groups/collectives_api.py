@@ -1,8 +1,8 @@
-"""Every collective under torch.distributed's name and argument order, written once for both faces.
+"""The collectives with the names and argument orders of torch.distributed, for the asyncio API and the blocking API.
 
-`asyncdist` exports a `CollectivesApi` whose collectives return a `Work` to await, `asyncdist.sync` one whose collectives block
-unless ``async_op=True``. ``src`` and ``dst`` are global ranks, as in torch; ``group_src`` and ``group_dst`` are ranks in
-the group.
+`asyncdist` exports a `CollectivesApi` whose collectives return an awaitable `Work`. Those of `asyncdist.sync` block
+unless ``async_op=True``. ``src`` and ``dst`` are global ranks, as in torch; ``group_src`` and ``group_dst`` are group
+ranks. A ``group`` of None means the default group.
 """
 
 from __future__ import annotations
@@ -21,12 +21,25 @@ from asyncdist.memory.torch_compile import excluded_from_compile
 R = TypeVar("R")
 V = TypeVar("V")
 
-excluded_from_compile(Work)  # whose module needs no torch
+# The module of Work does not import torch, so the decorator is applied here.
+excluded_from_compile(Work)
 
 
 @excluded_from_compile
 class P2POp:
-    """One send or receive for `batch_isend_irecv`: ``op`` is ``isend`` or ``irecv``, ``peer`` a global rank."""
+    """One send or receive for `batch_isend_irecv`.
+
+    Args:
+        op: ``isend`` or ``irecv``.
+        tensor: The tensor to send, or to receive into.
+        peer: Global rank of the other side.
+        group: The group; None means the default group.
+        tag: Tag of the message, from 0 to 2^32 - 1.
+        group_peer: Group rank of the other side, instead of ``peer``.
+
+    Raises:
+        UsageError: ``op`` is another function, or not exactly one of ``peer`` and ``group_peer`` is given.
+    """
 
     def __init__(
         self,
@@ -44,7 +57,7 @@ class P2POp:
         self.peer = _member(resolve_group(group), name, peer, group_peer, "peer")
 
     def start(self) -> Work:
-        """Start it."""
+        """Start the operation and return its work."""
         of = resolve_group(self.group)
         if getattr(self.op, "__name__", "") == "isend":
             return of.send(self.tensor, self.peer, self.tag)
@@ -52,7 +65,7 @@ class P2POp:
 
 
 def _member(of: Group, op: str, global_rank: int | None, group_rank: int | None, what: str) -> int:
-    """Return the rank in the group from whichever way it was given to an operation."""
+    """Return the group rank from a global rank or a group rank, exactly one of which must be given."""
     try:
         if global_rank is not None and group_rank is not None:
             raise UsageError(f"give {what} or group_{what}, not both")
@@ -67,15 +80,18 @@ def _member(of: Group, op: str, global_rank: int | None, group_rank: int | None,
 
 
 def _root(of: Group, op: str, global_rank: int | None, group_rank: int | None, what: str) -> int:
-    """Return the same, and rank 0 in the group where none was given."""
+    """Return the group rank like `_member`; the default is group rank 0."""
     return 0 if global_rank is None and group_rank is None else _member(of, op, global_rank, group_rank, what)
 
 
 @excluded_from_compile
 class CollectivesApi(Generic[R, V]):
-    """The collectives under torch's names.
+    """The collectives with the names of torch.distributed.
 
-    ``finish(work, async_op)`` makes what collectives return, ``value(work)`` what those return whose result is a value.
+    Args:
+        finish: ``finish(work, async_op)`` makes the return value of a collective.
+        value: ``value(work)`` makes the return value of an operation whose result is a value.
+        blocking: Whether calls block unless ``async_op=True``.
     """
 
     def __init__(self, finish: Callable[[Work, bool], R], value: Callable[[Work], V], *, blocking: bool) -> None:
@@ -110,7 +126,7 @@ class CollectivesApi(Generic[R, V]):
         async_op: bool = False,
         group_dst: int | None = None,
     ) -> R:
-        """Reduce ``tensor`` over the group into that of ``dst``; the others keep theirs."""
+        """Reduce ``tensor`` over the group into the tensor of ``dst``; the other tensors keep their content."""
         of = resolve_group(group)
         to = _member(of, "reduce", dst, group_dst, "dst")
         return self._finish(of.reduce(tensor, to, op, background=self._runs(async_op)), async_op)
@@ -123,7 +139,7 @@ class CollectivesApi(Generic[R, V]):
         async_op: bool = False,
         group_src: int | None = None,
     ) -> R:
-        """Copy ``src``'s ``tensor`` into that of every rank."""
+        """Copy the ``tensor`` of ``src`` into the tensor of every rank."""
         of = resolve_group(group)
         root = _member(of, "broadcast", src, group_src, "src")
         return self._finish(of.broadcast(tensor, root, background=self._runs(async_op)), async_op)
@@ -164,7 +180,7 @@ class CollectivesApi(Generic[R, V]):
         async_op: bool = False,
         group_dst: int | None = None,
     ) -> R:
-        """Gather every rank's ``tensor`` into ``gather_list`` on ``dst`` (default: rank 0); None elsewhere."""
+        """Gather every rank's ``tensor`` into ``gather_list`` on ``dst`` (default: rank 0); pass None on other ranks."""
         of = resolve_group(group)
         to = _root(of, "gather", dst, group_dst, "dst")
         return self._finish(of.gather(tensor, gather_list, to, background=self._runs(async_op)), async_op)
@@ -178,7 +194,7 @@ class CollectivesApi(Generic[R, V]):
         async_op: bool = False,
         group_dst: int | None = None,
     ) -> R:
-        """Gather every rank's ``tensor`` into ``gather_tensor`` on ``dst`` (default: rank 0), one after the other."""
+        """Gather every rank's ``tensor`` into ``gather_tensor`` on ``dst`` (default: rank 0), concatenated."""
         of = resolve_group(group)
         to = _root(of, "gather_into_tensor", dst, group_dst, "dst")
         return self._finish(of.gather_single(tensor, gather_tensor, to, background=self._runs(async_op)), async_op)
@@ -192,7 +208,7 @@ class CollectivesApi(Generic[R, V]):
         async_op: bool = False,
         group_src: int | None = None,
     ) -> R:
-        """Give rank ``i`` the ``i``-th tensor of ``src``'s ``scatter_list`` (default: rank 0); None elsewhere."""
+        """Copy the ``i``-th tensor of the ``scatter_list`` on ``src`` (default: rank 0) into rank ``i``'s ``tensor``."""
         of = resolve_group(group)
         root = _root(of, "scatter", src, group_src, "src")
         return self._finish(of.scatter(tensor, scatter_list, root, background=self._runs(async_op)), async_op)
@@ -252,13 +268,23 @@ class CollectivesApi(Generic[R, V]):
     def barrier(
         self, group: AnyGroup = None, async_op: bool = False, device_ids: object = None, timeout: Timeout = None
     ) -> R:
-        """Return (complete) when every rank of the group has come, within ``timeout``; ``device_ids`` is ignored."""
+        """Block until every rank of the group has called it, or return a work that completes then.
+
+        Args:
+            group: The group; None means the default group.
+            async_op: Return a work instead of blocking.
+            device_ids: Accepted for compatibility; has no effect.
+            timeout: Limit in seconds or as a timedelta; None takes the group's.
+        """
         return self._finish(resolve_group(group).barrier(timeout=timeout, background=self._runs(async_op)), async_op)
 
     def monitored_barrier(self, group: AnyGroup = None, timeout: Timeout = None, wait_all_ranks: bool = False) -> R:
-        """Meet like `barrier`; when ``timeout`` passes, rank 0's error names every rank that did not come.
+        """Synchronize like `barrier`. On a timeout, the error of rank 0 names every missing rank.
 
-        All that are missing are named whether ``wait_all_ranks`` or not.
+        Args:
+            group: The group; None means the default group.
+            timeout: Limit in seconds or as a timedelta; None takes the group's.
+            wait_all_ranks: Accepted for compatibility; the error always names all missing ranks.
         """
         return self._finish(
             resolve_group(group).monitored_barrier(timeout=timeout, background=self._runs(False)), False
@@ -269,10 +295,14 @@ class CollectivesApi(Generic[R, V]):
     def all_gather_object(
         self, object_list: list[Any], obj: Any, group: AnyGroup = None, weights_only: bool = False
     ) -> R:
-        """Gather every rank's object into every rank's list (of the group's length).
+        """Gather every rank's object into every rank's list.
 
-        Objects are plain data, tensors and arrays; in all calls for objects ``weights_only=True``, on every rank, adds what
-        ``torch.load(weights_only=True)`` reads, and refuses pickles also where ASYNCDIST_ALLOW_PICKLE allows them.
+        Args:
+            object_list: A list with one element for each rank of the group; it receives the objects in group order.
+            obj: The object of this rank: plain data, tensors and arrays.
+            group: The group; None means the default group.
+            weights_only: Also accept the types that ``torch.load(weights_only=True)`` reads, and refuse pickles even if
+                ASYNCDIST_ALLOW_PICKLE allows them. Give the same value on every rank.
         """
         work = resolve_group(group).all_gather_object(object_list, obj, weights_only, background=self._runs(False))
         return self._finish(work, False)
@@ -286,7 +316,7 @@ class CollectivesApi(Generic[R, V]):
         group_dst: int | None = None,
         weights_only: bool = False,
     ) -> R:
-        """Gather every rank's object into ``dst``'s list (default: rank 0); None elsewhere."""
+        """Gather every rank's object into the list on ``dst`` (default: rank 0); pass None on other ranks."""
         of = resolve_group(group)
         to = _root(of, "gather_object", dst, group_dst, "dst")
         work = of.gather_object(obj, object_gather_list, to, weights_only, background=self._runs(False))
@@ -316,7 +346,7 @@ class CollectivesApi(Generic[R, V]):
         group_src: int | None = None,
         weights_only: bool = False,
     ) -> R:
-        """Replace every rank's list by ``src``'s (default: rank 0), of the same length."""
+        """Replace every rank's list by the list of ``src`` (default: rank 0), which has the same length."""
         of = resolve_group(group)
         root = _root(of, "broadcast_object_list", src, group_src, "src")
         work = of.broadcast_object_list(object_list, root, weights_only, background=self._runs(False))
@@ -327,7 +357,7 @@ class CollectivesApi(Generic[R, V]):
     def send(
         self, tensor: Any, dst: int | None = None, group: AnyGroup = None, tag: int = 0, group_dst: int | None = None
     ) -> R:
-        """Send ``tensor`` to ``dst``; over when its memory may be changed."""
+        """Send ``tensor`` to ``dst``; complete when the caller may change the memory of ``tensor``."""
         of = resolve_group(group)
         to = _member(of, "send", dst, group_dst, "dst")
         return self._finish(of.send(tensor, to, tag, background=self._runs(False)), False)
@@ -346,7 +376,7 @@ class CollectivesApi(Generic[R, V]):
     def isend(
         self, tensor: Any, dst: int | None = None, group: AnyGroup = None, tag: int = 0, group_dst: int | None = None
     ) -> Work:
-        """Start to send ``tensor`` to ``dst``; leave it unchanged until the work is over."""
+        """Start to send ``tensor`` to ``dst``. Do not change ``tensor`` until the work is complete."""
         of = resolve_group(group)
         return of.send(tensor, _member(of, "send", dst, group_dst, "dst"), tag)
 
@@ -369,7 +399,7 @@ class CollectivesApi(Generic[R, V]):
         return of.recv(tensor, source, tag, background=background)
 
     def batch_isend_irecv(self, p2p_op_list: Sequence[P2POp]) -> list[Work]:
-        """Start all sends and receives of a list; return their works in order."""
+        """Start all sends and receives of a non-empty list and return their works in the same order."""
         if not p2p_op_list or not all(isinstance(op, P2POp) for op in p2p_op_list):
             raise UsageError("batch_isend_irecv takes a list of P2POp, one at least")
         return [op.start() for op in p2p_op_list]

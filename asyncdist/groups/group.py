@@ -1,9 +1,9 @@
 """A group of ranks and the operations among them.
 
-Every operation is one line: a plan, handed to `Group._issue`, which numbers it, writes it into the flight recorder and
-starts it. Ranks in arguments are ranks in the group; the faces (`asyncdist`, `asyncdist.sync`) translate global ones.
+Each operation makes a plan and passes it to `Group._issue`, which numbers it, adds it to the flight recorder and starts
+it. Rank arguments are group ranks; the APIs (`asyncdist`, `asyncdist.sync`) translate global ranks.
 
-Ranks issue the operations of one group in the same order, from any thread; several may be in flight.
+All ranks issue the operations of one group in the same order, from any thread. Several operations may be in flight.
 """
 
 from __future__ import annotations
@@ -39,11 +39,19 @@ if TYPE_CHECKING:
 
 _KEPT_KINDS = 512
 _Tensor = torch.Tensor
-_coming = threading.Lock()  # to a device: two threads may come at once, with the first tensors there
+# Two threads may issue the first operations on a device at the same time.
+_device_group_lock = threading.Lock()
 
 
 class _CachedCall(NamedTuple):
-    """How calls of one kind go on from here, and whether they write their first argument on this rank."""
+    """A prepared call for arguments of known types and shapes.
+
+    Attributes:
+        start: Makes the schedule from the number of the call and its tensors.
+        fingerprint: Fingerprint of the call.
+        nbytes: Number of bytes that the call moves.
+        writes: Whether the call writes its first argument on this rank.
+    """
 
     start: PreparedCall
     fingerprint: int
@@ -51,8 +59,8 @@ class _CachedCall(NamedTuple):
     writes: bool
 
 
-def _looks(key: tuple[Hashable, ...], tensors: Sequence[Any]) -> tuple[Hashable, ...] | None:
-    """Return a key with what plans see of tensors, and of lists of them, behind it; None if they must look closer."""
+def _cache_key(key: tuple[Hashable, ...], tensors: Sequence[Any]) -> tuple[Hashable, ...] | None:
+    """Return ``key`` extended by the dtypes and shapes of the tensors; None if calls with them cannot be cached."""
     for tensor in tensors:
         looked_at = type(tensor)
         if looked_at is _Tensor:
@@ -60,7 +68,7 @@ def _looks(key: tuple[Hashable, ...], tensors: Sequence[Any]) -> tuple[Hashable,
                 return None
             key += (tensor.dtype, tensor.shape)
         elif looked_at is list:
-            within = _looks((), tensor)
+            within = _cache_key((), tensor)
             if within is None:
                 return None
             key += (within,)
@@ -73,10 +81,15 @@ def _looks(key: tuple[Hashable, ...], tensors: Sequence[Any]) -> tuple[Hashable,
 
 @excluded_from_compile
 class Group(CollectiveOps):
-    """Some ranks of a world, in an order of their own.
+    """An ordered set of ranks of a world, a process group in the terms of torch.distributed.
 
-    Made by `asyncdist.new_group` and its kin, on every rank of the world in the same order. ``ranks`` are global ranks,
-    by rank in the group. Methods start an operation and return its `Work`. Each takes `CallOptions` as keywords.
+    Make groups with `asyncdist.new_group` and similar functions, on every rank of the world in the same order. Methods
+    start an operation and return its `Work`. Each method takes `CallOptions` as keywords.
+
+    Attributes:
+        name: Name in error messages and traces.
+        ranks: Global ranks of the members, in group order.
+        timeout: Default limit of an operation in seconds.
     """
 
     def __init__(self, mesh: Endpoint, ranks: Sequence[int], name: str, timeout: float, *, nonce: int = 0) -> None:
@@ -108,9 +121,9 @@ class Group(CollectiveOps):
         self._closed = False
         self._devices: dict[torch.device, DeviceGroup] = {}
         self.patient = False
-        """Whether what may go on by itself waits for its peers at the call as long as one spins, off any event loop."""
+        """Whether a background call first spins for its peers, if the calling thread runs no event loop."""
         self.aborted = False
-        """Whether this rank has called `abort`; that it has failed may be seen a moment later."""
+        """Whether this rank has called `abort`. `error` may be set a moment later."""
         self.world: Any = None
         mesh.progress.submit(self._open)
 
@@ -121,14 +134,14 @@ class Group(CollectiveOps):
         self.mesh.open(self._channel)
         self.mesh.open(self._messages)
 
-    # -- who we are ----------------------------------------------------------------------------
+    # -- identity -------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
         state = "destroyed" if self._closed else f"failed: {self._channel.error}" if self._channel.error else "open"
         return f"<Group {self.name!r} rank {self._rank} of {len(self.ranks)}, {state}>"
 
     def group_rank(self, global_rank: int) -> int:
-        """Return a member's rank in this group; UsageError if the global rank is not in it."""
+        """Return the group rank of a global rank; raise UsageError if the global rank is not in this group."""
         try:
             return self.ranks.index(global_rank)
         except ValueError:
@@ -136,20 +149,29 @@ class Group(CollectiveOps):
                 f"global rank {global_rank} is not in group {self.name!r}, which has {self.ranks}"
             ) from None
 
-    # -- memory that all members see -----------------------------------------------------------
+    # -- registered memory --------------------------------------------------------------------
 
     @property
     def shares_memory(self) -> bool:
-        """Whether all members see one another's registered memory; see `register`."""
+        """Whether all members can read one another's registered memory; see `register`."""
         return self._native is not None
 
     def register(self, target: T) -> T:
-        """Move a tensor, or a module's parameters and buffers, into mapped memory, and return it.
+        """Move a tensor, or the parameters and buffers of a module, into shared memory in place.
 
-        In place: values, strides, ties, and the tensor objects that optimizers hold stay. Collectives on it then copy
-        nothing but their result. Where the members share no memory, nothing is moved, and so is nothing on a CUDA device,
-        whose memory stays mapped anyway. UnsupportedError for what is not dense, SharedMemoryError if no memory is left;
-        then nothing was moved.
+        Values, strides, shared storages and tensor objects (such as those in an optimizer) are kept. Collectives on
+        registered tensors then copy only their results. If the members share no memory, nothing moves. Tensors on CUDA
+        devices never move.
+
+        Args:
+            target: A dense tensor, or a module.
+
+        Returns:
+            ``target``.
+
+        Raises:
+            UnsupportedError: A tensor is not dense. Nothing has moved.
+            SharedMemoryError: Not enough shared memory is left. Nothing has moved.
         """
         return register(target, wanted=self.shares_memory)
 
@@ -161,15 +183,15 @@ class Group(CollectiveOps):
         return self.on(value.device) if isinstance(value, torch.Tensor) and value.is_cuda else self
 
     def on(self, device: torch.device) -> DeviceGroup:
-        """Return these ranks as they carry tensors on a device; they meet when the first operation is issued there."""
+        """Return the group of the same ranks for tensors on ``device``; its first operation connects the devices."""
         found = self._devices.get(device)
         if found is None:
-            with _coming:
+            with _device_group_lock:
                 found = self._devices.get(device) or self._make_device_group(device)
         return found
 
     def set_timeout(self, timeout: Timeout) -> None:
-        """Set how long operations that are called from now on may take, where they do not say; on this rank."""
+        """Set the default timeout of later operations on this rank, in seconds or as a timedelta."""
         self.timeout = seconds(timeout)
         for carried in self._devices.values():
             carried.timeout = self.timeout
@@ -184,18 +206,22 @@ class Group(CollectiveOps):
         return made
 
     def pass_on(self, part: Group | None, number: int) -> None:
-        """Let a part of this group have what the devices here can share; all members call it, in order with all else.
+        """Split the device communicators of this group for its subgroups.
 
-        ``part`` is the part that we are in and ``number`` which it is; None and -1 if we are in none.
+        All members call it, in the same order as their other operations.
+
+        Args:
+            part: The subgroup of this rank, or None if this rank is in no subgroup.
+            number: The index of that subgroup, or -1.
         """
         for device, carried in list(self._devices.items()):
             carried.split(None if part is None else part.on(device), number)
 
     def sibling(self, purpose: str) -> Group:
-        """Return another group of the same ranks for control traffic; the same on every rank for one ``purpose``."""
+        """Return another group of the same ranks for control traffic; ranks with the same ``purpose`` share it."""
         return Group(self.mesh, self.ranks, f"{self.name} ({purpose})", self.timeout, nonce=self._channel.number)
 
-    # -- the one path --------------------------------------------------------------------------
+    # -- issuing ------------------------------------------------------------------------------
 
     def _issue(self, name: str, plan: Plan, how: CallOptions) -> Work:
         return self._start(self._channel, name, None, plan, **how)
@@ -221,7 +247,8 @@ class Group(CollectiveOps):
         limit = self.timeout
         if timeout is not None or self._closed or (not background and _get_running_loop() is not None):
             limit = self._limit(name, background, timeout)
-        if number is None:  # counted only now: a call that was refused on one rank must not shift its numbers
+        # The number is taken last: a call that one rank refuses must not shift the numbers of that rank.
+        if number is None:
             number = next(self._sequence)
         entry = Entry(self.name, name, number, plan.fingerprint, plan.nbytes)
         entry.peer = plan.peer
@@ -234,7 +261,7 @@ class Group(CollectiveOps):
         return self._attempt(plan, plan.native(number, plan.fingerprint), entry, background, limit)
 
     def _limit(self, name: str, background: bool, timeout: Timeout) -> float:
-        """Return within which time a call is to be over; refuse it where there can be none."""
+        """Return the timeout of a call in seconds; raise if the group is destroyed or the call may not block here."""
         if self._closed:
             raise NotInitializedError("the group was destroyed: make a new one")
         if not background:
@@ -242,7 +269,7 @@ class Group(CollectiveOps):
         return self.timeout if timeout is None else seconds(timeout)
 
     def _attempt(self, plan: Plan, schedule: Schedule, entry: Entry, background: bool, limit: float) -> Work:
-        """Run a native schedule here and now if its peers are there; make an operation of it if they are not."""
+        """Run a native schedule in the calling thread if the peers are ready, else issue an operation for it."""
         channel = self._channel
         try:
             wait = not background or (self.patient and _get_running_loop() is None)
@@ -252,7 +279,8 @@ class Group(CollectiveOps):
                 entry.finish()
                 return completed(value)
         except Exception as cause:
-            schedule = raising(cause)  # an operation that fails of it fails the group, and tells the peers
+            # An operation that raises the error makes the group fail and notifies the peers.
+            schedule = raising(cause)
         return self._operate(channel, plan, (schedule,), entry, background, limit)
 
     def _operate(
@@ -263,7 +291,7 @@ class Group(CollectiveOps):
         self.mesh.issue(operation, background=background)
         return work
 
-    # -- what was called before, in a hurry ------------------------------------------------------
+    # -- cached calls ---------------------------------------------------------------------------
 
     def _call(
         self,
@@ -276,15 +304,16 @@ class Group(CollectiveOps):
     ) -> Work:
         if self._native is None:
             return super()._call(name, first, make, tensors, how, *more)
-        key = _looks((name, more), tensors)
+        key = _cache_key((name, more), tensors)
         try:
             known = None if key is None else self._known.get(key)
-        except TypeError:  # what no look-up takes, no plan does
+        except TypeError:
+            # An argument is not hashable. The plan refuses it with a proper message.
             key = known = None
         if known is None:
-            make = make if key is None else functools.partial(self._learning, key, make)
+            make = make if key is None else functools.partial(self._plan_and_cache, key, make)
             return super()._call(name, first, make, tensors, how, *more)
-        # From here on it differs from a call before in nothing but its memory.
+        # The call differs from the cached one only in its memory.
         start, fingerprint, nbytes, writes = known
         background, timeout = how.get("background", True), how.get("timeout")
         limit = self.timeout
@@ -308,26 +337,27 @@ class Group(CollectiveOps):
         plan = Plan(fingerprint=fingerprint, finish=functools.partial(changed, written, value), nbytes=nbytes)
         return self._operate(self._channel, plan, (schedule,), entry, background, limit)
 
-    def _learning(self, key: Hashable, make: Callable[..., Plan], *args: Any) -> Plan:
-        """Plan a call, and remember what those like it, that have its key, will have in common."""
+    def _plan_and_cache(self, key: Hashable, make: Callable[..., Plan], *args: Any) -> Plan:
+        """Plan a call, and cache what later calls with the same key have in common."""
         plan = make(*args)
-        if plan.native and plan.kind is not None and not plan.kind.dtype.is_complex:  # those may be conjugate views
-            self._learn(key, plan, plan.kind)
+        # Complex tensors may be conjugate views, which the key does not distinguish.
+        if plan.native and plan.kind is not None and not plan.kind.dtype.is_complex:
+            self._cache(key, plan, plan.kind)
         return plan
 
-    def _learn(self, key: Hashable, plan: Plan, kind: CallSignature) -> None:
+    def _cache(self, key: Hashable, plan: Plan, kind: CallSignature) -> None:
         quick = None if self._native is None else self._native.quick(kind)
         if quick is not None:
             if len(self._known) >= _KEPT_KINDS:
                 self._known.clear()
             self._known[key] = _CachedCall(quick, plan.fingerprint, plan.nbytes, kind.writes(self._rank))
 
-    # -- for people who look for the missing ----------------------------------------------------
+    # -- monitoring ------------------------------------------------------------------------------
 
     def monitored_barrier(self, **how: Unpack[CallOptions]) -> Work:
-        """Complete when every rank has called it; its timeout names, on rank 0, every rank that has not.
+        """Complete when every rank has called it. On a timeout, the error of rank 0 names every missing rank.
 
-        The other ranks wait twice as long, so that what they hear is whom rank 0 misses.
+        The other ranks wait twice as long, so that they receive the error of rank 0.
         """
         name = "monitored_barrier"
         if self._rank != 0:
@@ -335,7 +365,8 @@ class Group(CollectiveOps):
         return self._named(self._begin, name, None, data_movement.monitored_barrier, (), how)
 
     # -- objects -------------------------------------------------------------------------------
-    # With ``weights_only``, on every rank, they carry what torch.load(weights_only=True) reads, and no pickle in any case.
+    # With ``weights_only``, given on every rank, objects are restricted to what torch.load(weights_only=True) reads.
+    # They are then never pickled, even if ASYNCDIST_ALLOW_PICKLE allows pickles.
 
     def all_gather_object(
         self, output: list[Any], value: Any, weights_only: bool = False, **how: Unpack[CallOptions]
@@ -347,7 +378,7 @@ class Group(CollectiveOps):
     def gather_object(
         self, value: Any, output: list[Any] | None, dst: int, weights_only: bool = False, **how: Unpack[CallOptions]
     ) -> Work:
-        """Gather every rank's object into the list of rank ``dst``; None elsewhere."""
+        """Gather every rank's object into the list of rank ``dst``; ``output`` is None on the other ranks."""
         args = value, output, dst, weights_only
         return self._named(self._begin, "gather_object", None, p2p.gather_object, args, how)
 
@@ -366,7 +397,7 @@ class Group(CollectiveOps):
     def broadcast_object_list(
         self, values: list[Any], src: int, weights_only: bool = False, **how: Unpack[CallOptions]
     ) -> Work:
-        """Replace every rank's list by that of rank ``src``."""
+        """Replace every rank's list by the list of rank ``src``."""
         args = values, src, weights_only
         return self._named(self._begin, "broadcast_object_list", None, p2p.broadcast_objects, args, how)
 
@@ -385,19 +416,19 @@ class Group(CollectiveOps):
         weights_only: bool = False,
         **how: Unpack[CallOptions],
     ) -> Work:
-        """Receive a list of objects of the same length; the value is the sender's global rank."""
+        """Receive a list of objects of the same length; the result is the global rank of the sender."""
         args = values, src, self.ranks, weights_only
         return self._named(self._message, "recv_object_list", p2p.receive_objects, args, tag, how)
 
-    # -- the end -------------------------------------------------------------------------------
+    # -- termination ---------------------------------------------------------------------------
 
     @property
     def error(self) -> Exception | None:
-        """The error that this group failed with; None while it works."""
+        """The error that made this group fail; None while the group is usable."""
         return self._channel.error
 
     def abort(self, reason: str = "abort() was called") -> None:
-        """Fail everything pending on this group, here and on every other rank; it takes no more operations."""
+        """Fail all pending operations of this group on every rank. The group then refuses further operations."""
 
         def fail() -> None:
             error = GroupAbortedError(f"rank {self.mesh.rank} aborted: {reason}", peer=self.mesh.rank)
@@ -408,7 +439,7 @@ class Group(CollectiveOps):
         self.mesh.progress.ensure_driven()
 
     def close(self) -> None:
-        """Destroy this group on this rank; what is pending fails. Idempotent, and nothing is said to the others."""
+        """Destroy this group on this rank. Pending operations fail. Idempotent; does not notify the other ranks."""
         if not self._closed:
             self._closed = True
             for device in self._devices.values():
