@@ -20,7 +20,7 @@ class Copies:
 
     def __init__(self, model):
         self.count = 0
-        model._reducer._spend = self._note
+        model._reducer._keep_until_forward = self._note
 
     def _note(self, gradient):
         self.count += 1
