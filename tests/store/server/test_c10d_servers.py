@@ -1,6 +1,6 @@
-"""Torch's own server and ours, asked the same on the wire: where torch's is right they agree, and where it is wrong not.
+"""The c10d protocol at torch's TCPStore server and at the asyncdist server: equal replies, except for known bugs of torch.
 
-What torch's server does wrong is asserted, so that these tests say so when a later torch does it right.
+The tests assert the bugs of torch's server as well, so that they fail when a later torch fixes one.
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ def connect(whose: str) -> Iterator[Callable[[], Peer]]:
 
 
 def needs(whose: str, operation: str) -> None:
-    """Skip the test where it is torch's server that is asked, and that does not know an operation yet."""
+    """Skip the test at a torch server whose release lacks the operation."""
     if whose == TORCHS and not hasattr(torch_dist.Store, operation):
         pytest.skip(f"the store's server of torch {torch.__version__} has no {operation}")
 
 
 def noticed(peer: Peer) -> None:
-    """Give the server time to notice what has happened on other connections: it does so before it is asked thrice."""
+    """Send three requests; the server handles pending events of other connections before it answers the third."""
     for _ in range(3):
         peer.settle()
 
@@ -79,7 +79,7 @@ def noticed(peer: Peer) -> None:
 # -- what torch's server does wrong ----------------------------------------------------------------
 
 
-def test_a_push_after_a_pop_that_was_served_wakes_nobody_who_waits_for_something_else(whose, connect):
+def test_push_after_a_served_pop_wakes_no_wait_for_another_key(whose, connect):
     needs(whose, "queue_push")
     popping, pushing = connect(), connect()
     popping.send(Code.WAIT, [b"/q"])
@@ -93,7 +93,7 @@ def test_a_push_after_a_pop_that_was_served_wakes_nobody_who_waits_for_something
     assert popping.settle() == {OURS: 0, TORCHS: 1}[whose]
 
 
-def test_a_compare_set_that_fails_wakes_nobody(whose, connect):
+def test_failed_compare_set_wakes_no_wait(whose, connect):
     waiting, comparing = connect(), connect()
     waiting.send(Code.WAIT, [b"/k"])
     assert waiting.settle() == 0
@@ -102,7 +102,7 @@ def test_a_compare_set_that_fails_wakes_nobody(whose, connect):
     assert waiting.settle() == {OURS: 0, TORCHS: 1}[whose]
 
 
-def test_a_wait_for_a_queue_with_an_item_and_a_missing_key_is_released(whose, connect):
+def test_wait_for_a_filled_queue_and_a_missing_key(whose, connect):
     needs(whose, "queue_push")
     waiting, setting = connect(), connect()
     setting.ask(Code.QUEUE_PUSH, b"/q", b"1")
@@ -112,7 +112,7 @@ def test_a_wait_for_a_queue_with_an_item_and_a_missing_key_is_released(whose, co
     assert waiting.settle() == {OURS: 1, TORCHS: 0}[whose]
 
 
-def test_when_the_first_who_was_woken_dies_before_it_pops_the_next_is_woken(whose, connect):
+def test_next_waiter_is_woken_when_the_first_dies_before_its_pop(whose, connect):
     needs(whose, "queue_push")
     first, second, pushing = connect(), connect(), connect()
     for peer in (first, second):
@@ -126,9 +126,9 @@ def test_when_the_first_who_was_woken_dies_before_it_pops_the_next_is_woken(whos
     assert second.ask(Code.QUEUE_POP, b"/q") == (1, b"1")
 
 
-def test_when_the_first_who_was_woken_gives_up_the_next_is_woken(whose, connect):
+def test_next_waiter_is_woken_when_the_first_cancels(whose, connect):
     needs(whose, "queue_push")
-    """It lost the race: the release was on its way when it cancelled. Torch's client then raises a timeout."""
+    """The release was in flight when the client cancelled. Torch's client then raises a timeout."""
     first, second, pushing = connect(), connect(), connect()
     for peer in (first, second):
         peer.send(Code.WAIT, [b"/q"])
@@ -139,7 +139,7 @@ def test_when_the_first_who_was_woken_gives_up_the_next_is_woken(whose, connect)
     assert second.settle() == {OURS: 1, TORCHS: 0}[whose]
 
 
-def test_a_barrier_counts_nobody_who_died(whose, connect):
+def test_barrier_does_not_count_a_dead_client(whose, connect):
     needs(whose, "barrier")
     dying, one, other = connect(), connect(), connect()
     dying.send(Code.BARRIER, b"/b", 2)
@@ -153,7 +153,7 @@ def test_a_barrier_counts_nobody_who_died(whose, connect):
     assert one.settle() == {OURS: 1, TORCHS: 0}[whose]
 
 
-def test_a_barrier_counts_nobody_twice_who_timed_out_and_came_again(whose, connect):
+def test_barrier_counts_a_client_that_timed_out_and_returned_once(whose, connect):
     needs(whose, "barrier")
     one, other = connect(), connect()
     one.send(Code.BARRIER, b"/b", 2)
@@ -165,7 +165,7 @@ def test_a_barrier_counts_nobody_twice_who_timed_out_and_came_again(whose, conne
     assert other.settle() == 1
 
 
-def test_a_value_of_more_than_8_MiB(whose, connect):
+def test_value_of_more_than_8_MiB(whose, connect):
     setting, getting = connect(), connect()
     value = bytes(range(256)) * (32 << 10) + b"and one more"
     if whose == OURS:
@@ -177,7 +177,7 @@ def test_a_value_of_more_than_8_MiB(whose, connect):
 
 
 @pytest.mark.parametrize("value", [b"1_000", b"1.5", b"1e3", b"1,000"])
-def test_an_add_to_what_only_begins_like_a_number(whose, connect, value):
+def test_add_to_a_value_with_a_numeric_prefix(whose, connect, value):
     adding = connect()
     adding.ask(Code.SET, b"/n", value)
     if whose == OURS:
@@ -197,7 +197,7 @@ PROGRAMS = {
 
 
 class Process:
-    """A server in a process of its own, which imports what it needs and waits until it is told a port."""
+    """A server in a process of its own that waits for a port after its imports."""
 
     def __init__(self, whose: str, folder: Path) -> None:
         command = [sys.executable, "-c", f"import sys; {PROGRAMS[whose]}", str(folder)]
@@ -217,7 +217,7 @@ class Process:
 
 
 @pytest.mark.processes
-def test_a_server_that_is_killed_and_started_again(whose, tmp_path):
+def test_server_is_killed_and_restarted(whose, tmp_path):
     """Torch's has lost everything, and its client its connection for good. Ours has it all, and our client comes back.
 
     Torch's client does not come back to our server either, as that is the client's to do; one made later finds it all.
@@ -249,7 +249,7 @@ def test_a_server_that_is_killed_and_started_again(whose, tmp_path):
 
 
 @pytest.mark.parametrize("value", [b" 7 ", b"\t7\n", b"+7", b"007"])
-def test_an_add_to_a_number_however_it_is_written(connect, value):
+def test_add_accepts_every_spelling_of_an_integer(connect, value):
     adding = connect()
     adding.ask(Code.SET, b"/n", value)
     assert adding.ask(Code.ADD, b"/n", 1) == 8
@@ -287,14 +287,14 @@ programs = st.lists(st.tuples(st.integers(0, 2), steps), max_size=30)
 
 Program = list[tuple[int, Any]]
 POPS = 2
-"""The peer that pops and never waits; the others wait and never pop."""
+"""The peer that pops and never waits. The other peers wait and never pop."""
 
 
 def spared(program: Program) -> Program:
-    """Leave out what torch's server does wrong, as seen above, and what its clients never do.
+    """Remove the steps that trigger the known bugs of torch's server and those that its clients never take.
 
-    These have one wait at a time, and none while they ask for what has a reply (so nobody releases a wait of its own
-    before that reply). Who stands in a barrier of two stays until another comes, in the end the one who pops.
+    A client has one wait at a time, and sends no request with a reply while it waits. A client in a barrier of two stays
+    there until another arrives; at the end of the program that is the peer that pops.
     """
     steps: Program = []
     standing: dict[bytes, int] = {}
@@ -323,7 +323,7 @@ def spared(program: Program) -> Program:
 
 
 def run(port: int, program: Program) -> list[Any]:
-    """Execute a program step by step; return each step's reply, and how many waits of whom it released."""
+    """Execute a program; return the reply of each step and the number of waits it released by peer."""
     seen: list[Any] = []
     with contextlib.ExitStack() as stack:
         peers = [stack.enter_context(Peer(port)) for _ in range(3)]
@@ -336,7 +336,7 @@ def run(port: int, program: Program) -> list[Any]:
 
 
 def sweep(port: int) -> None:
-    """Empty a server: starting another one of torch's takes half a second."""
+    """Delete all keys of a server; starting another torch server takes half a second."""
     with Peer(port) as peer:
         for key in peer.ask(Code.LIST_KEYS):
             peer.ask(Code.DELETE_KEY, key)
@@ -345,7 +345,7 @@ def sweep(port: int) -> None:
                 pass
 
 
-def test_both_servers_answer_the_same_programs_alike():
+def test_both_servers_give_equal_replies_to_random_programs():
     needs(TORCHS, "queue_push")
     needs(TORCHS, "barrier")
     with our_server() as ours, torchs_server() as theirs:

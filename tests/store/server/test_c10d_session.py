@@ -1,4 +1,4 @@
-"""Torch's clients at our server, when they or others do not behave; and who of them is let in at all."""
+"""c10d clients at the asyncdist server: access rules, malformed requests, and clients that vanish or stop reading."""
 
 from __future__ import annotations
 
@@ -72,14 +72,14 @@ def call(server):
 # -- the first bytes -------------------------------------------------------------------------------
 
 
-async def test_a_token_guards_our_protocol_and_torchs_comes_in_from_loopback(server, store, call):
+async def test_server_with_a_token_accepts_c10d_from_loopback(server, store, call):
     async with call() as caller:
         await caller.say(encode(Code.ADD, b"/n", 41))
         assert await caller.hear(8) == struct.pack("<q", 41)
     assert await store.add("n", 1) == 42
 
 
-async def test_the_first_bytes_one_by_one(call):
+async def test_greeting_is_read_byte_by_byte(call):
     async with call(b"") as caller:
         for byte in HELLO + encode(Code.SET, b"/k", b"v") + encode(Code.GET, b"/k"):
             await caller.say(bytes([byte]))
@@ -87,13 +87,13 @@ async def test_the_first_bytes_one_by_one(call):
         assert await caller.hear(4 + 9) == HELLO[-4:] + struct.pack("<Q", 1) + b"v"
 
 
-async def test_everything_in_one_segment(call):
+async def test_greeting_and_requests_in_one_segment(call):
     wants = HELLO + encode(Code.WAIT, []) + encode(Code.ADD, b"/n", 2) + encode(Code.CANCEL_WAIT)
     async with call(wants) as caller:
         assert await caller.hear(4 + 1 + 8 + 1) == HELLO[-4:] + b"\x00" + struct.pack("<q", 2) + b"\x01"
 
 
-async def test_half_a_greeting_is_not_waited_for_for_ever(caplog):
+async def test_incomplete_greeting_times_out(caplog):
     config = Config(handshake_timeout=UNIT)
     async with await StoreServer.start("127.0.0.1", 0, config=config) as server:
         caller = Caller(*await asyncio.open_connection("127.0.0.1", server.port))
@@ -128,7 +128,7 @@ TLS = {"tls_cert": str(CERTIFICATES / "member.crt"), "tls_key": str(CERTIFICATES
         (TOKEN, {"store_c10d": "loopback", **TLS}, True),
     ],
 )
-async def test_store_with_token_or_tls_takes_c10d_from_loopback_only_where_told(caplog, token, settings, taken):
+async def test_store_with_token_or_tls_accepts_c10d_from_loopback_only_if_set(caplog, token, settings, taken):
     async with await StoreServer.start("127.0.0.1", 0, token=token, config=Config(**settings)) as server:
         caller = Caller(*await asyncio.open_connection("127.0.0.1", server.port))
         with caplog.at_level(logging.WARNING, LOGGER):
@@ -143,7 +143,7 @@ async def test_store_with_token_or_tls_takes_c10d_from_loopback_only_where_told(
 
 
 @pytest.mark.parametrize("said", [None, "off", "loopback"])
-def test_store_that_a_rank_serves_takes_c10d_only_where_the_setting_says_so(said):
+def test_store_of_a_rank_accepts_c10d_only_if_set(said):
     config = Config() if said is None else Config(store_c10d=said)
     with TCPStore("127.0.0.1", 0, is_master=True, timeout=LONG, config=config) as store:
         store.set("secret", b"of the ranks")
@@ -152,7 +152,7 @@ def test_store_that_a_rank_serves_takes_c10d_only_where_the_setting_says_so(said
 
 
 @pytest.mark.parametrize("allowed", [False, True], ids=["not allowed", "allowed"])
-async def test_torchs_clients_of_other_machines_are_refused_unless_allowed(caplog, monkeypatch, allowed):
+async def test_c10d_clients_of_other_hosts_are_refused_unless_allowed(caplog, monkeypatch, allowed):
     monkeypatch.setattr(accept, "is_loopback", lambda host: False)  # as the peer's address would say there
     config = Config(store_c10d="any" if allowed else "loopback")
     async with await StoreServer.start("127.0.0.1", 0, token=TOKEN, config=config) as server:
@@ -171,7 +171,7 @@ async def test_torchs_clients_of_other_machines_are_refused_unless_allowed(caplo
 
 
 @pytest.mark.skipif(_own_address() is None, reason="this machine has no address but loopback")
-async def test_an_address_of_this_machine_that_others_reach_is_not_loopback(caplog):
+async def test_external_address_of_this_host_is_not_loopback(caplog):
     address = _own_address()
     config = Config(store_c10d="loopback")
     async with await StoreServer.start("0.0.0.0", 0, token=TOKEN, config=config) as server:
@@ -184,14 +184,14 @@ async def test_an_address_of_this_machine_that_others_reach_is_not_loopback(capl
 
 
 def reset(port: int, said: bytes) -> None:
-    """Connect, speak and reset the connection, before the test's loop can take it."""
+    """Connect, send and reset the connection before the test's loop accepts it."""
     with socket.create_connection(("127.0.0.1", port)) as sock:
         sock.sendall(said)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
-async def test_what_others_said_before_they_reset_their_connection_is_not_done(server, store, monkeypatch, eventually):
-    """Some loops do not know any more by then where it came from."""
+async def test_requests_of_a_reset_connection_are_not_applied(server, store, monkeypatch, eventually):
+    """Some event loops no longer know the peer address of such a connection."""
     monkeypatch.setattr(accept, "is_loopback", lambda host: False)
     for _ in range(20):
         reset(server.port, HELLO[:5] + encode(Code.SET, b"/k", b"v"))
@@ -200,7 +200,7 @@ async def test_what_others_said_before_they_reset_their_connection_is_not_done(s
 
 
 class Unknown(asyncio.Transport):
-    """A connection that was reset before anyone asked where it came from."""
+    """A connection that was reset before the server read its peer address."""
 
     ended = False
 
@@ -210,7 +210,7 @@ class Unknown(asyncio.Transport):
     close = abort
 
 
-async def test_a_connection_of_which_nobody_knows_where_it_comes_from_is_dropped(server):
+async def test_connection_without_a_peer_address_is_dropped(server):
     with socket.socket() as unconnected:
         transport = Unknown({"socket": unconnected, "peername": None})
         stranger = accept.PendingConnection(server)
@@ -241,8 +241,8 @@ BAD = {
 
 
 @pytest.mark.parametrize(("bad", "says"), BAD.values(), ids=BAD)
-async def test_what_cannot_be_done_costs_the_connection(store, call, caplog, eventually, server, bad, says):
-    """What was asked before that is done, what comes after is not, and nobody else notices."""
+async def test_bad_request_closes_the_connection(store, call, caplog, eventually, server, bad, says):
+    """Requests before the bad one are applied, later ones are not, and other clients are unaffected."""
     async with call() as standing, call() as caller:
         await standing.say(encode(Code.BARRIER, b"/b", 2))
         await eventually(lambda: server.state.num_open == 1)
@@ -257,7 +257,7 @@ async def test_what_cannot_be_done_costs_the_connection(store, call, caplog, eve
         assert await standing.hear(4) == struct.pack("<I", 7)
 
 
-async def test_an_integer_may_be_any_text_that_python_and_torch_read_alike(call):
+async def test_integer_may_have_any_spelling_that_python_and_torch_agree_on(call):
     async with call() as caller:
         await caller.say(encode(Code.SET, b"/n", b"-12") + encode(Code.ADD, b"/n", 2))
         assert await caller.hear(8) == struct.pack("<q", -10)
@@ -266,7 +266,7 @@ async def test_an_integer_may_be_any_text_that_python_and_torch_read_alike(call)
 # -- waits -----------------------------------------------------------------------------------------
 
 
-async def test_what_is_asked_behind_a_wait_is_answered_before_it(store, call):
+async def test_request_behind_a_wait_is_answered_first(store, call):
     async with call() as caller:
         await caller.say(encode(Code.WAIT, [b"/k", b"/k"]) + encode(Code.ADD, b"/n", 1))
         assert await caller.hear(8) == struct.pack("<q", 1)
@@ -274,7 +274,7 @@ async def test_what_is_asked_behind_a_wait_is_answered_before_it(store, call):
         assert await caller.hear(1) == b"\x00"
 
 
-async def test_a_cancel_is_answered_whether_or_not_anything_waits(store, call):
+async def test_cancel_is_answered_with_and_without_a_wait(store, call):
     async with call() as caller:
         await caller.say(encode(Code.CANCEL_WAIT))
         assert await caller.hear(1) == b"\x01"
@@ -285,7 +285,7 @@ async def test_a_cancel_is_answered_whether_or_not_anything_waits(store, call):
         assert await caller.hear(8) == bytes(8)  # and not the release of a wait that was cancelled
 
 
-async def test_nothing_is_left_of_one_who_vanishes(server, store, call, eventually):
+async def test_vanished_client_leaves_no_state(server, store, call, eventually):
     async with call() as caller:
         waits = encode(Code.WAIT, [b"/k", b"/l"]) + encode(Code.BARRIER, b"/b", 2)
         await caller.say(waits + encode(Code.WAIT, [b"/q"]) + encode(Code.SET, b"/unfinished", bytes(100))[:50])
@@ -294,7 +294,7 @@ async def test_nothing_is_left_of_one_who_vanishes(server, store, call, eventual
     assert await store.list_keys() == []
 
 
-async def test_a_pop_of_ours_and_a_wait_of_theirs_for_the_same_queue(server, store, call, eventually):
+async def test_asyncdist_pop_and_c10d_wait_for_the_same_queue(server, store, call, eventually):
     async with call() as caller:
         await caller.say(encode(Code.WAIT, [b"/q"]))
         await eventually(lambda: server.state.num_open == 1)
@@ -311,7 +311,7 @@ async def test_a_pop_of_ours_and_a_wait_of_theirs_for_the_same_queue(server, sto
 # -- slow readers ----------------------------------------------------------------------------------
 
 
-async def test_one_who_asks_and_does_not_read_is_made_to_wait(server, store, call, eventually):
+async def test_client_that_does_not_read_replies_is_not_read_from(server, store, call, eventually):
     await store.set("k", bytes(1 << 20))
     async with call() as caller:
         caller.writer.transport.pause_reading()
@@ -326,7 +326,7 @@ async def test_one_who_asks_and_does_not_read_is_made_to_wait(server, store, cal
         assert await caller.hear(8) == struct.pack("<q", 1)
 
 
-async def test_one_who_asks_for_much_is_not_dropped_when_what_it_waits_for_comes(
+async def test_client_with_many_requests_is_not_dropped_when_its_wait_ends(
     server, store, call, monkeypatch, eventually
 ):
     monkeypatch.setattr("asyncdist.store.server.connection.BACKLOG_NBYTES", 1 << 10)
@@ -346,7 +346,7 @@ async def test_one_who_asks_for_much_is_not_dropped_when_what_it_waits_for_comes
 # -- many ------------------------------------------------------------------------------------------
 
 
-def test_three_hundred_at_a_barrier_and_then_dead():
+def test_three_hundred_clients_die_after_a_barrier():
     server = background_loop().run(StoreServer.start("127.0.0.1", 0))
     try:
         with contextlib.ExitStack() as stack:

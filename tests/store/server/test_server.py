@@ -1,4 +1,4 @@
-"""The server and those who mean it no good, or die: they are logged and dropped, and nobody else notices."""
+"""The server against hostile, dead and slow clients: it logs and drops them, and other clients are unaffected."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Peer:
         await self.writer.drain()
 
     async def ended(self) -> bool:
-        """Wait until the server has hung up."""
+        """Wait until the server has closed the connection."""
         async with asyncio.timeout(LONG):
             try:
                 while await self.reader.read(1 << 16):
@@ -87,7 +87,7 @@ GARBAGE = {
 
 
 @pytest.mark.parametrize("garbage", GARBAGE.values(), ids=GARBAGE.keys())
-async def test_garbage_instead_of_a_handshake(server, store, caplog, garbage):
+async def test_garbage_instead_of_a_handshake_is_dropped(server, store, caplog, garbage):
     with caplog.at_level(logging.WARNING, LOGGER):
         peer = await Peer.at(server)
         await peer.send(garbage)
@@ -97,7 +97,7 @@ async def test_garbage_instead_of_a_handshake(server, store, caplog, garbage):
     await peer.leave()
 
 
-async def test_a_wrong_proof(server, store, caplog):
+async def test_wrong_proof_is_refused(server, store, caplog):
     peer = await Peer.at(server)
     with caplog.at_level(logging.WARNING, LOGGER):
         await peer.send(MAGIC + bytes(NONCE_NBYTES) + bytes(PROOF_NBYTES) + frame(1, Op.SET, "k", b"v"))
@@ -124,8 +124,8 @@ HARM = {
 
 
 @pytest.mark.parametrize("harm", HARM.values(), ids=HARM.keys())
-async def test_harm_after_the_handshake(server, store, caplog, harm):
-    """Also from one who holds the token; what it asked for before that is answered."""
+async def test_bad_frame_after_the_handshake_drops_the_client(server, store, caplog, harm):
+    """The rule holds for clients with the token, too. Requests before the bad frame are answered."""
     waiting = store.get("k")
     peer = await Peer.proven(server)
     with caplog.at_level(logging.WARNING, LOGGER):
@@ -138,8 +138,8 @@ async def test_harm_after_the_handshake(server, store, caplog, harm):
     await peer.leave()
 
 
-async def test_what_a_client_that_has_come_back_asked_before_is_left_to_its_new_connection(server, eventually):
-    """It will ask again there: whatever lies at the old one, which takes no replies, is not done as well."""
+async def test_requests_at_the_old_connection_of_a_reconnected_client_are_not_applied(server, eventually):
+    """The client sends unanswered requests again; the server does not apply those left at the old connection."""
     earlier = await Peer.proven(server)
     await earlier.send(frame(1, Op.RESUME, b"identity", 1000))
     await eventually(lambda: server.sessions.get(b"identity") is not None)
@@ -158,7 +158,7 @@ async def test_what_a_client_that_has_come_back_asked_before_is_left_to_its_new_
     await later.leave()
 
 
-async def test_a_client_that_vanishes_in_the_middle_of_a_frame(server, store, caplog, eventually):
+async def test_client_vanishes_in_the_middle_of_a_frame(server, store, caplog, eventually):
     peer = await Peer.proven(server)
     with caplog.at_level(logging.INFO, LOGGER):
         await peer.send(frame(1, Op.SET, "k", bytes(1000))[:500])
@@ -169,7 +169,7 @@ async def test_a_client_that_vanishes_in_the_middle_of_a_frame(server, store, ca
     assert await store.check(["k"]) is False
 
 
-async def test_a_client_that_vanishes_takes_its_waits_with_it(server, store, connect, eventually):
+async def test_waits_of_a_vanished_client_are_removed(server, store, connect, eventually):
     dying = await connect(store_reconnect=0)
     tasks = [
         dying.get("k"),
@@ -185,7 +185,7 @@ async def test_a_client_that_vanishes_takes_its_waits_with_it(server, store, con
         await store.barrier("b", 2, timeout=UNIT)
 
 
-async def test_no_proof_in_time(caplog):
+async def test_handshake_without_proof_times_out(caplog):
     config = Config(handshake_timeout=UNIT)
     async with await StoreServer.start("127.0.0.1", 0, token=TOKEN, config=config) as server:
         with caplog.at_level(logging.WARNING, LOGGER):
@@ -203,7 +203,7 @@ async def test_no_proof_in_time(caplog):
         await slow.leave()
 
 
-async def test_too_many_connections(caplog, monkeypatch, eventually):
+async def test_connections_beyond_the_limit_are_refused(caplog, monkeypatch, eventually):
     pause_after = ConnectRetry.pause_after
 
     def give_up_after(persistence, error):  # the first attempt's, however long that took
@@ -233,13 +233,13 @@ async def test_too_many_connections(caplog, monkeypatch, eventually):
 
 
 def deafen(sock):
-    """Have a socket's kernel drop whatever comes for it, as if its host were gone: nothing is answered, nor refused."""
+    """Let the kernel drop every packet for a socket without a reply or reset, as if its host were gone."""
     drop = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))  # a packet filter's "return 0 bytes of it"
     sock.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(drop)))
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux's packet filters")
-async def test_one_whose_host_is_gone_is_missed_and_others_are_served_meanwhile(server, store, monkeypatch, eventually):
+async def test_client_of_a_lost_host_is_detected_while_others_are_served(server, store, monkeypatch, eventually):
     at_once = (("TCP_KEEPIDLE", 1), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 1))
     monkeypatch.setattr("asyncdist.store.client.connect.KEEPALIVE", at_once)
     gone = await Peer.proven(server)
@@ -255,8 +255,8 @@ async def test_one_whose_host_is_gone_is_missed_and_others_are_served_meanwhile(
     await gone.leave()
 
 
-async def test_one_who_asks_and_does_not_read_is_made_to_wait(server, store, eventually):
-    """Its replies are not piled up: it is not read from, until it reads."""
+async def test_client_that_does_not_read_replies_is_not_read_from(server, store, eventually):
+    """The server applies backpressure instead of buffering replies without bound."""
     await store.set("k", bytes(1 << 20))
     peer = await Peer.proven(server)
     peer.writer.transport.pause_reading()
@@ -282,7 +282,7 @@ async def test_one_who_asks_and_does_not_read_is_made_to_wait(server, store, eve
     await peer.leave()
 
 
-async def test_one_who_asks_for_much_at_once_is_not_dropped(server, store, monkeypatch):
+async def test_client_with_many_requests_at_once_is_not_dropped(server, store, monkeypatch):
     for module in ("connection", "session"):
         monkeypatch.setattr(f"asyncdist.store.server.{module}.BACKLOG_NBYTES", 1 << 10)
     for key in "abc":
@@ -294,7 +294,7 @@ async def test_one_who_asks_for_much_at_once_is_not_dropped(server, store, monke
 
 @pytest.fixture
 def on_listing(server, monkeypatch):
-    """Have something called before all keys are looked at, with the client and how often it has been called."""
+    """Call a hook before each listing of all keys, with the client and the number of calls so far."""
 
     def on_listing(call):
         execute, count = server.state.execute, 0
@@ -316,7 +316,7 @@ async def turns(count: int) -> None:
         await asyncio.sleep(0)
 
 
-async def test_who_looks_at_all_keys_again_and_again_leaves_others_their_turns(server, store, on_listing):
+async def test_repeated_listings_do_not_starve_other_clients(server, store, on_listing):
     turn, listed, answered = 0, [], []
     on_listing(lambda client, count: listed.append(turn))
     asked = []
@@ -332,7 +332,7 @@ async def test_who_looks_at_all_keys_again_and_again_leaves_others_their_turns(s
     assert answered == list(range(20))
 
 
-async def test_who_waits_for_its_turn_waits_on_while_nobody_is_read_from(server, store, on_listing):
+async def test_queued_listing_stays_queued_while_reading_is_paused(server, store, on_listing):
     listed = []
 
     def pause(client: object, count: int) -> None:
@@ -350,7 +350,7 @@ async def test_who_waits_for_its_turn_waits_on_while_nobody_is_read_from(server,
     assert await store.add("n", 1) == 1
 
 
-async def test_who_waits_for_its_turn_is_done_nothing_more_for_when_the_server_drains(server, connect, on_listing):
+async def test_queued_listing_is_not_executed_when_the_server_drains(server, connect, on_listing):
     draining, listed, store = [], [], await connect(store_reconnect=0.0)
 
     def drain(client: object, count: int) -> None:
@@ -369,7 +369,7 @@ async def test_who_waits_for_its_turn_is_done_nothing_more_for_when_the_server_d
     assert listed == [0, 1, 2]
 
 
-async def test_who_goes_while_it_waits_for_its_turn_is_forgotten(server, store, connect, on_listing, eventually):
+async def test_queued_listing_of_a_vanished_client_is_removed(server, store, connect, on_listing, eventually):
     listed, other = [], await connect(store_reconnect=0.0)
     there = server.num_connections
 
@@ -389,10 +389,10 @@ async def test_who_goes_while_it_waits_for_its_turn_is_forgotten(server, store, 
 
 
 @pytest.mark.parametrize("nbytes", [LONG_NBYTES, 1 << 20])
-async def test_one_who_asks_for_much_is_not_dropped_when_others_have_news_for_it(
+async def test_client_with_many_requests_is_not_dropped_by_notifications(
     server, store, connect, monkeypatch, eventually, nbytes
 ):
-    """Neither what it asks for once it is there, nor what it has waited for."""
+    """Neither replies to its requests nor results of its waits count against it."""
     monkeypatch.setattr("asyncdist.store.server.connection.BACKLOG_NBYTES", 1 << 10)
     other, count = await connect(), (24 << 20) // nbytes
     await other.set("there", bytes(nbytes))
@@ -414,7 +414,7 @@ async def test_one_who_asks_for_much_is_not_dropped_when_others_have_news_for_it
 
 
 @pytest.mark.parametrize("nbytes", [LONG_NBYTES - 100, 1 << 19])
-async def test_a_subscriber_that_does_not_read_is_dropped(server, store, connect, caplog, monkeypatch, nbytes):
+async def test_subscriber_that_does_not_read_is_dropped(server, store, connect, caplog, monkeypatch, nbytes):
     monkeypatch.setattr("asyncdist.store.server.connection.BACKLOG_NBYTES", 1 << 20)
     deaf, fine = await connect(), await connect()
     lost = await deaf.subscribe("news")
@@ -433,7 +433,7 @@ async def test_a_subscriber_that_does_not_read_is_dropped(server, store, connect
     assert await store.publish("news", b"") == 1
 
 
-async def test_a_bug_in_an_operation_costs_one_connection(server, store, connect, caplog, monkeypatch):
+async def test_bug_in_an_operation_closes_one_connection(server, store, connect, caplog, monkeypatch):
     other = await connect(store_reconnect=LONG)  # it tries again, and what it asks costs each of its connections
     execute, tries = server.state.execute, 0
 
@@ -457,12 +457,12 @@ async def test_a_bug_in_an_operation_costs_one_connection(server, store, connect
 # -- where it listens ------------------------------------------------------------------------------
 
 
-async def test_a_port_in_use(server):
+async def test_port_in_use_is_refused(server):
     with pytest.raises(AddressError, match=f"port {server.port} is in use"):
         await StoreServer.start("127.0.0.1", server.port, token=TOKEN)
 
 
-async def test_hosts_that_cannot_be_listened_on():
+async def test_host_that_cannot_be_bound_is_refused():
     with pytest.raises(AddressError, match="does not resolve"):
         await StoreServer.start("no-such-host.invalid", 0, token=TOKEN)
     with pytest.raises(AddressError, match="no address of this machine"):
@@ -471,8 +471,8 @@ async def test_hosts_that_cannot_be_listened_on():
         await StoreServer.start("127.0.0.1", 70000, token=TOKEN)
 
 
-def test_a_look_up_that_takes_long_keeps_nobody(monkeypatch, new_loop):
-    """Neither who gave it up, nor the end of the loop, which waits for the threads of its own."""
+def test_slow_name_resolution_blocks_neither_caller_nor_loop_shutdown(monkeypatch, new_loop):
+    """Neither a cancelled caller waits for the look-up, nor the end of the loop, which joins its own threads."""
     begun, go_on, ended = threading.Event(), threading.Event(), threading.Event()
 
     def look_up(host: str, port: int) -> None:
@@ -495,7 +495,7 @@ def test_a_look_up_that_takes_long_keeps_nobody(monkeypatch, new_loop):
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "", "::"])
-async def test_beyond_loopback_a_token_is_needed(host):
+async def test_address_beyond_loopback_needs_a_token(host):
     with pytest.raises(UsageError, match="ASYNCDIST_TOKEN"):
         await StoreServer.start(host, 0, token=None)
     with pytest.raises(UsageError, match="ASYNCDIST_ALLOW_UNAUTHENTICATED"):
@@ -505,7 +505,7 @@ async def test_beyond_loopback_a_token_is_needed(host):
 @pytest.mark.parametrize(
     ("token", "config"), [(TOKEN, Config()), (None, Config(allow_unauthenticated=True))], ids=["token", "allowed"]
 )
-async def test_every_interface(token, config):
+async def test_server_listens_on_every_interface(token, config):
     async with await StoreServer.start("", 0, token=token, config=config) as server:
         hosts = ["127.0.0.1", "::1"] if ":" in server.address else ["127.0.0.1"]
         for host in hosts:
@@ -513,7 +513,7 @@ async def test_every_interface(token, config):
                 assert await store.add("n", 0) == 0
 
 
-async def test_localhost_by_name_and_every_address_of_it():
+async def test_localhost_listens_on_every_address_of_the_name():
     async with await StoreServer.start("localhost", 0) as server:
         assert server.host == "localhost"
         for host in {"localhost", *(each.sockets[0].getsockname()[0] for each in server._servers)}:
@@ -521,7 +521,7 @@ async def test_localhost_by_name_and_every_address_of_it():
                 await store.add("n", 1)
 
 
-async def test_a_socket_that_is_bound_already():
+async def test_server_accepts_a_bound_socket():
     sock = socket.socket()
     sock.bind(("127.0.0.1", 0))
     port = sock.getsockname()[1]
@@ -534,8 +534,8 @@ async def test_a_socket_that_is_bound_already():
     assert sock.fileno() == -1
 
 
-async def test_who_was_accepted_just_before_the_close_and_comes_in_after_it_is_sent_away(config):
-    """A loop makes a connection of what it has accepted some turns later; a server that is gone would keep it."""
+async def test_connection_accepted_during_close_is_closed(config):
+    """An event loop sets up an accepted connection some turns later; a closed server must not keep it."""
     server = await StoreServer.start("127.0.0.1", 0, token=TOKEN, config=config)
     loop = asyncio.get_running_loop()
     accepted, peer = socket.socketpair()
@@ -548,7 +548,7 @@ async def test_who_was_accepted_just_before_the_close_and_comes_in_after_it_is_s
     assert server.num_connections == 0
 
 
-async def test_a_port_is_free_again_after_close(config):
+async def test_port_is_free_after_close(config):
     first = await StoreServer.start("127.0.0.1", 0, token=TOKEN, config=config)
     store = await AsyncStore.connect("127.0.0.1", first.port, token=TOKEN)
     await first.close()

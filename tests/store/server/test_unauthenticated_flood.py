@@ -1,4 +1,4 @@
-"""Connections that hold no token come in masses, or say nothing: those that do hold it are served meanwhile."""
+"""Floods of unauthenticated or silent connections: the server keeps serving authenticated clients."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ async def test_flood_of_unauthenticated_connections(tls):
         assert server.num_connections <= 40
 
 
-async def test_who_has_proven_itself_is_not_put_out(eventually):
+async def test_authenticated_client_is_not_evicted(eventually):
     config = Config(store_max_connections=3, store_reconnect=0.0)
     async with await StoreServer.start("127.0.0.1", 0, token=TOKEN, config=config) as server:
         stores = [
@@ -77,7 +77,7 @@ async def test_who_has_proven_itself_is_not_put_out(eventually):
 
 
 @pytest.mark.parametrize("said", [b"\x16\x03\x01", b"\x00\xce\xf7"], ids=["tls", "plain"])
-async def test_connections_that_are_reset_at_once_are_counted_and_cost_no_traceback(caplog, eventually, said):
+async def test_reset_connections_are_counted_without_a_traceback(caplog, eventually, said):
     async with await StoreServer.start("127.0.0.1", 0, token=TOKEN, config=Config(**FILES)) as server:
         for _ in range(20):
             with socket.create_connection(("127.0.0.1", server.port)) as stranger:

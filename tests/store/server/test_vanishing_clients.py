@@ -1,4 +1,4 @@
-"""Clients that die in the middle of any operation, at any byte: it is done or not, and nothing else is left of them."""
+"""Clients that die at any byte of any operation: the operation is applied or not, and no other state remains."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ OURS = {
     Op.RECEIVED: (1,),
     Op.STATUS: (),
 }
-"""What each operation is asked with; those that can wait do."""
+"""The arguments of each operation; an operation that can block does."""
 
 THEIRS = {
     Code.SET: (b"/mine", b"v"),
@@ -72,7 +72,7 @@ THEIRS = {
     Code.BARRIER: (b"/barrier", 2),
     Code.VALIDATE: (MAGIC,),
 }
-"""The same in torch's format, whose QUEUE_POP takes an item as soon as it is asked for."""
+"""The same in the c10d format, whose QUEUE_POP removes an item as soon as the request arrives."""
 
 OPERATIONS = [*[("ours", op) for op in OURS], *[("theirs", code) for code in THEIRS]]
 
@@ -84,7 +84,7 @@ def said(format_: str, operation: Op | Code) -> bytes:
 
 
 async def die_after(port: int, format_: str, words: bytes) -> None:
-    """Connect, say something, and hang up without reading, as the end of a process does."""
+    """Connect, send, and close without reading, as the exit of a process does."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     if format_ == "ours":
         greeting = HandshakeDriver(dial(TOKEN, "store", os.urandom(NONCE_NBYTES)), writer.write)
@@ -96,13 +96,13 @@ async def die_after(port: int, format_: str, words: bytes) -> None:
         await writer.wait_closed()
 
 
-def test_none_is_left_out():
+def test_every_operation_is_covered():
     assert set(OURS) == set(Op)
     assert set(THEIRS) == set(Code)
 
 
 @pytest.mark.parametrize(("format_", "operation"), OPERATIONS, ids=lambda each: getattr(each, "name", each))
-async def test_a_client_that_dies_in_the_middle_of_an_operation(server, store, format_, operation, eventually):
+async def test_client_dies_in_the_middle_of_an_operation(server, store, format_, operation, eventually):
     await store.set("k", b"v")
     await store.queue_push("queue", b"item")
     words = said(format_, operation)
