@@ -1,8 +1,7 @@
 """Pairwise exchange: every block goes directly from its source rank to its destination.
 
-Where every byte is meant for one rank, nothing travels shorter; and where blocks are small, all can go at once. In
-round k each rank sends to the one k to its right and receives from the one k to its left, so that nobody is sent to
-twice.
+The path is the shortest if every block has one destination, and small blocks can all be sent at once. In round k, rank r
+sends to rank r + k and receives from rank r - k (modulo the size), so that no rank receives two blocks in one round.
 
 A place that is ``None`` has no bytes and is neither sent nor received: both ends know.
 

@@ -27,8 +27,8 @@ class Model:
     """Seconds per round, per byte moved, per byte reduced and per message; bytes of a segment in a chain.
 
     The defaults were fitted to two processes and non-blocking sockets over loopback TCP: k messages each way in a round
-    take 4 + 6 k microseconds (and some for our own framing), a byte each way 0.3 to 0.4 ns, a byte of float32 added
-    in cache 0.02 to 0.05 ns. What decides between schedules is their ratios, which vary less than machines do.
+    take 4 + 6 k microseconds (plus the framing of asyncdist), a byte each way 0.3 to 0.4 ns, a byte of float32 added
+    in cache 0.02 to 0.05 ns. The choice between schedules depends on the ratios, which vary less between machines.
     """
 
     alpha: float = 5e-6
@@ -110,8 +110,8 @@ def choose(
 ) -> str:
     """Return the name of the schedule to run.
 
-    A forced one (`parse_forced`) is taken where it can run; where it cannot, because the group is no power of two
-    or the blocks are scattered in memory, the model chooses. Raises ValueError for a collective that is not in
+    A forced schedule (`parse_forced`) is used if it can run. It cannot run if it needs a power of two of ranks or
+    contiguous blocks and the call has neither; then the model chooses. Raises ValueError for a collective that is not in
     `CANDIDATES`. Arguments must be equal on all ranks.
     """
     name = forced.get(collective) if forced else None

@@ -50,10 +50,13 @@ class GroupContext:
     model: Model
     forced: dict[str, str]
     scratch: Scratch
-    window: int = 2  # parts that go on at once
+    # Number of parts that run at once.
+    window: int = 2
     choices: dict[tuple[str, int, bool], str] = field(default_factory=dict)
-    native: Native | None = None  # what does whole collectives without links
-    islands: HierarchicalCollectives | None = None  # what does them partly so, if the group lies on several hosts
+    # Runs whole collectives without links.
+    native: Native | None = None
+    # Combines native collectives and links if the group spans several hosts.
+    islands: HierarchicalCollectives | None = None
 
     def peer(self, rank: int, what: str) -> int:
         """Return ``rank``; raise UsageError if the group has no such rank."""
@@ -97,7 +100,7 @@ def fingerprint(
     root: int | None,
     layout: tuple[int, ...] = (),
 ) -> int:
-    """Return what this rank believes the call to be; ``layout`` says how a number of elements is cut, if in need."""
+    """Return the fingerprint of this rank's call; ``layout`` is how the elements are cut, where the shape does not say."""
     count = shape if isinstance(shape, int) else torch.Size(shape).numel()
     form = layout or (None if isinstance(shape, int) else shape)
     return Fingerprint(
@@ -111,7 +114,7 @@ def fingerprint(
 
 
 def stripes(who: GroupContext, memory: Memory) -> Iterable[Memory]:
-    """Cut memory into one part a lane if it is large enough for several."""
+    """Cut memory into one part per lane if it is large enough."""
     lanes = who.config.lanes
     if lanes <= 1 or memory.nbytes < who.config.stripe_nbytes:
         return (memory,)
@@ -125,7 +128,7 @@ def segments(memory: Memory, count: int) -> Iterator[Memory]:
 
 
 def striped_blocks(who: GroupContext, blocks: Sequence[Memory] | TensorBlocks) -> Iterable[list[Memory] | TensorBlocks]:
-    """Cut every block into one part a lane; block ``i`` of each part belongs to rank ``i`` still."""
+    """Cut every block into one part per lane; block ``i`` of each part still belongs to rank ``i``."""
     lanes = who.config.lanes
     if lanes <= 1 or sum(blocks[rank].nbytes for rank in range(who.size)) < who.config.stripe_nbytes:
         return (blocks,) if isinstance(blocks, TensorBlocks) else (list(blocks),)
@@ -133,7 +136,7 @@ def striped_blocks(who: GroupContext, blocks: Sequence[Memory] | TensorBlocks) -
     return [[block[lane] for block in cut] for lane in range(lanes)]
 
 
-# -- moving ---------------------------------------------------------------------------------------
+# -- movement -------------------------------------------------------------------------------------
 
 
 def broadcast(who: GroupContext, tensor: Any, root: int) -> Plan:
@@ -169,7 +172,7 @@ def broadcast(who: GroupContext, tensor: Any, root: int) -> Plan:
 def all_gather_lists(
     who: GroupContext, pairs: Sequence[tuple[Sequence[Any], Any]], value: Any, what: str = "tensor_list"
 ) -> Plan:
-    """Gather each pair's tensor into its list, one entry a rank; several pairs are coalesced."""
+    """Gather each pair's tensor into its list, one entry per rank; several pairs are coalesced."""
     rows = [(validation.targets(outputs, who.size, what), input_memory(tensor)) for outputs, tensor in pairs]
     finish = validation.storing([target for row, _ in rows for target in row], value)
     return all_gather(who, [([target.memory for target in row], own) for row, own in rows], finish)
@@ -190,7 +193,7 @@ def all_gather_coalesced(who: GroupContext, tensor_lists: Sequence[Sequence[Any]
 
 
 def all_gather_single(who: GroupContext, output: Any, tensor: Any) -> Plan:
-    """Gather every rank's tensor into one, one after the other in its memory."""
+    """Gather every rank's tensor into one tensor, concatenated in group order."""
     target = OutputTensor(output)
     blocks = validation.even(target.memory, who.size, "output")
     return all_gather(who, [(blocks, input_memory(tensor))], validation.storing([target], output))
@@ -263,7 +266,7 @@ def gather(who: GroupContext, gather_list: Sequence[Any] | None, tensor: Any, ro
 
 
 def gather_single(who: GroupContext, output: Any, tensor: Any, root: int) -> Plan:
-    """Gather every rank's tensor in the root's output, one after the other in its memory."""
+    """Gather every rank's tensor in the root's output, concatenated in group order."""
     who.peer(root, "dst")
     own = input_memory(tensor)
     if who.rank != root:
@@ -333,7 +336,7 @@ def all_to_all_single(
 def all_to_all(
     who: GroupContext, incoming: Sequence[Memory], outgoing: Sequence[Memory], finish: Callable[[], Any]
 ) -> Plan:
-    """Send block ``i`` of ``outgoing`` to rank ``i``, and receive its block for us into ``incoming[i]``."""
+    """Send block ``i`` of ``outgoing`` to rank ``i``, and receive its block for this rank into ``incoming[i]``."""
     own_in, own_out = incoming[who.rank], outgoing[who.rank]
     if own_in.count != own_out.count or own_in.dtype is not own_out.dtype:
         raise UsageError(
@@ -364,7 +367,7 @@ def _split_each(who: GroupContext, blocks: Sequence[Memory]) -> list[list[Memory
 
 
 def barrier(who: GroupContext) -> Plan:
-    """Return when every rank has come."""
+    """Complete when every rank has called the barrier."""
     call = fingerprint(Collective.barrier, None, 0, None, None)
     native = who.native_for("barrier")
     if native is not None:

@@ -1,7 +1,7 @@
 """Collectives of a group on several hosts: shared memory inside each node, messages along the rails between nodes.
 
-`hierarchy` says what islands and rails are. Every collective is cut into parts, each a generator of its own, so that the
-links carry one part while the islands work at others:
+`asyncdist.algorithms.hierarchy` defines islands and rails. Every collective is cut into parts, each with its own
+generator, so that the links carry one part while the islands process others:
 
 ====================  =========================  ==============================  ======================
                       inside                     along each rail                 inside
@@ -16,17 +16,18 @@ reduce                reduce to one member       tree among these
 barrier               barrier                    barrier                         (barrier, if uneven)
 ====================  =========================  ==============================  ======================
 
-**Numbers.** The meetings inside an island are numbered for it alone (`Native`), and the n-th must be the same on all its
-members, whatever order parts come to an end in. So an operation takes numbers for all meetings of all its parts when it
-is started; members start operations in one order, as they issue them. A part has consecutive numbers, later parts higher
-ones.
+**Numbers.** Each island numbers its own native collectives (`Native`). The n-th one must be the same on all members of
+the island, in whatever order parts complete. An operation therefore reserves the numbers of all its parts when it
+starts, and members start operations in the order of issue. A part has consecutive numbers, and later parts have higher
+numbers.
 
-**No deadlock.** A native may make the n-th meeting wait until earlier ones are over for all (slots are used in turn), and
-numbers may be taken whose part has not begun. Say that of two parts the one with the lower numbers is the earlier. Of
-all parts that are not over on every rank, take the earliest. It has begun wherever it was issued: parts begin in their
-order, and an operation's window is only filled by parts that are not over, none of which is earlier. Whatever its meetings
-wait for in earlier parts is over everywhere. What they wait for in the part itself lies behind them on every rank, since
-every rank goes through the part's meetings and messages in the same order. So it comes to an end; and so do all.
+**No deadlock.** The n-th native collective may wait until all members have completed earlier ones, because slots are
+reused in turn. Numbers may be reserved for a part that has not begun. Call the part with the lower numbers the earlier
+one, and consider the earliest part that is incomplete on some rank. It has begun on every rank that has issued it: parts
+begin in order, and only incomplete parts fill the window of an operation, none of which is earlier. All earlier parts,
+for which its native collectives may wait, are complete on every rank. Every rank executes the native collectives and
+messages of one part in the same order, so the part never waits for a later step of itself. The part therefore
+completes. By induction all parts complete.
 """
 
 from __future__ import annotations
@@ -49,9 +50,16 @@ Sources = Sequence[Memory] | TensorBlocks
 
 
 class HierarchicalCollectives:
-    """The collectives of one group over its nodes; ``native`` has those of this node, None if this rank is alone on it.
+    """The collectives of one group over its nodes.
 
-    ``call`` is the fingerprint of what was called. Methods give the parts of a plan; at most `window` of them go on.
+    Methods yield the parts of a plan, of which at most `window` run at once. Their argument ``call`` is the fingerprint of
+    the call.
+
+    Args:
+        where: The islands of the group, as seen by this rank.
+        native: The collectives inside the island of this rank; None if this rank is alone on its node.
+        model: Cost model that selects the schedules along the rails.
+        scratch: Pool of temporary memory.
     """
 
     window = 4
@@ -61,25 +69,25 @@ class HierarchicalCollectives:
         self._native = native
         self._model = model
         self._scratch = scratch
-        self._taken = 0  # numbers
+        self._last_number = 0
         self._size = sum(len(members) for members in where.islands)
         self._hosts = len(where.islands)
 
     def open(self) -> None:
-        """Let the members of our island find us."""
+        """Make the native collectives of this rank available to the members of its island."""
         if self._native is not None:
             self._native.open()
 
     def close(self) -> None:
-        """Let go of what our island holds."""
+        """Release the resources of the native collectives."""
         if self._native is not None:
             self._native.close()
 
     def _numbered(self, parts: Iterable[tuple[int, Part]]) -> Iterator[Schedule]:
-        """Give each part as many numbers as it says; all are taken when the first part begins."""
+        """Number the parts; each is given with the count of its numbers. The first part reserves the numbers of all."""
         counted = list(parts)
-        number = self._taken + 1
-        self._taken += sum(meetings for meetings, _ in counted)
+        number = self._last_number + 1
+        self._last_number += sum(meetings for meetings, _ in counted)
         for meetings, part in counted:
             yield part(number)
             number += meetings
@@ -90,7 +98,7 @@ class HierarchicalCollectives:
     # -- reducing ------------------------------------------------------------------------------
 
     def all_reduce(self, memories: Sequence[Memory], op: Reduction, call: int) -> Iterator[Schedule]:
-        """Reduce each memory over all ranks, in place, the same bits on all of them; scaling was done before."""
+        """Reduce each memory over all ranks in place, with equal bits on all ranks. The caller has applied any scaling."""
         how = arithmetic(op, memories[0].dtype)
 
         def parts() -> Iterator[tuple[int, Part]]:
@@ -120,28 +128,28 @@ class HierarchicalCollectives:
         yield from among(where.rail(where.place), self._reduce_along(own, memory, how))
 
     def _reduce_along(self, own: Memory, result: Memory, how: Arithmetic) -> Schedule:
-        """All-reduce ``own`` along our rail, and divide if it is an average; ``result`` may be of a narrower dtype."""
+        """All-reduce ``own`` along the rail of this rank into ``result``, whose dtype may be narrower."""
         place, hosts = self._where.island, self._hosts
         if choose("all_reduce", own.nbytes, hosts, model=self._model) == "doubling":
             scratch = self._scratch.take(own.count, own.dtype)
             yield from recursive_doubling.all_reduce(place, hosts, own, scratch)
             self._scratch.give(scratch)
-            self._settle(own, result, how)
+            self._store_result(own, result, how)
             return
         blocks, results = TensorBlocks.split(own, hosts), TensorBlocks.split(result, hosts)
         yield from ring.reduce_scatter(place, hosts, blocks)
-        self._settle(blocks[place], results[place], how)
+        self._store_result(blocks[place], results[place], how)
         yield from ring.all_gather(place, hosts, results)
 
-    def _settle(self, own: Memory, result: Memory, how: Arithmetic) -> None:
-        """Turn a sum over all ranks into the result."""
+    def _store_result(self, own: Memory, result: Memory, how: Arithmetic) -> None:
+        """Store a reduction over all ranks as the result: divide an average, and round to the dtype of ``result``."""
         if how.averages:
             divide(own.tensor, self._size)
         if how.widens:
             result.tensor.copy_(own.tensor)
 
     def reduce(self, memory: Memory, root: int, op: Reduction, call: int) -> Iterator[Schedule]:
-        """Leave the reduction in the root's memory; that of the others is only read."""
+        """Store the reduction in the memory of the root. The memory of the other ranks is only read."""
         how, at_root = arithmetic(op, memory.dtype), self._where.rank == root
         agents = [root if root in members else members[0] for members in self._where.islands]
 
@@ -157,14 +165,14 @@ class HierarchicalCollectives:
             if where.rank == ours:
                 yield from among(agents, tree.reduce(where.island, self._hosts, island, own))
             if at_root:
-                self._settle(own, piece, how)
+                self._store_result(own, piece, how)
 
-        # one rail carries all: it is the root's own that everything goes to
+        # A single rail carries all parts, because the root receives all of them.
         blocks = TensorBlocks.split(memory, part_count(memory.nbytes, 1, self._model.segment_nbytes))
         return self._numbered((1, _bound(part, blocks[place])) for place in range(len(blocks)))
 
     def reduce_scatter(self, inputs: Sources, own: Memory, op: Reduction, call: int) -> Iterator[Schedule]:
-        """Leave in ``own`` the reduction of all members' ``inputs[rank]``; inputs are only read."""
+        """Store in ``own`` the reduction of ``inputs[rank]`` over all members. The inputs are only read."""
         how = arithmetic(op, own.dtype)
         count = self._cut(sum(inputs[rank].nbytes for rank in range(self._size)))
         cut = [TensorBlocks.split(inputs[rank], count) for rank in range(self._size)]
@@ -177,7 +185,7 @@ class HierarchicalCollectives:
             total = self._scratch.take(result.count, how.accumulator) if how.widens else result
             yield from self._reduce_scatter(number, call, [wanted[rank] for rank in where.members], total, how)
             yield from self._give_partial_sums(number + 1, call, wanted, total, how)
-            self._settle(total, result, how)
+            self._store_result(total, result, how)
             if how.widens:
                 self._scratch.give(total)
 
@@ -186,7 +194,7 @@ class HierarchicalCollectives:
     def _give_partial_sums(
         self, number: int, call: int, wanted: Sequence[Memory], total: Memory, how: Arithmetic
     ) -> Schedule:
-        """Reduce inside what each other island wants, send it there, and fold what comes into our total."""
+        """Reduce the blocks of each other island, send them there, and add the received partial sums to ``total``."""
         where = self._where
         for distance in range(1, self._hosts):
             there, back = (where.island + distance) % self._hosts, (where.island - distance) % self._hosts
@@ -194,7 +202,7 @@ class HierarchicalCollectives:
             for turn in where.turns(there):
                 blocks = self._on_rails([wanted[rank] for rank in turn])
                 out = blocks[where.place]
-                # An empty block is a part of an input as well, whose version must not change.
+                # An empty block is a view of an input too, and the version of an input must not change.
                 if self._native is not None:
                     out = self._scratch.take(out.count, out.dtype)
                 if where.place < len(turn):
@@ -206,7 +214,7 @@ class HierarchicalCollectives:
                 for send in sends:
                     self._scratch.give(send.place)
 
-    # -- moving --------------------------------------------------------------------------------
+    # -- movement ------------------------------------------------------------------------------
 
     def all_gather(self, rows: Sequence[Sources], call: int) -> Iterator[Schedule]:
         """Copy, for each row, each rank's ``row[rank]`` to all ranks."""
@@ -225,7 +233,8 @@ class HierarchicalCollectives:
         where = self._where
         all_carry = len(where.members) == where.rails
         ours = [row[rank] for rank in where.members]
-        if not all_carry:  # a carrier takes along what others of its island have
+        # Members outside the rails pass their blocks to the members on rails.
+        if not all_carry:
             yield from self._all_gather(number, call, [ours])
             number += 1
         if where.carries:
@@ -267,7 +276,7 @@ class HierarchicalCollectives:
         return self._numbered((1, _bound(part, blocks[place])) for place in range(len(blocks)))
 
     def barrier(self, call: int) -> Iterator[Schedule]:
-        """Give the one part of a barrier."""
+        """Yield the single part of a barrier."""
         where, native = self._where, self._native
         all_carry = len(where.members) == where.rails
 
@@ -282,7 +291,7 @@ class HierarchicalCollectives:
 
         return self._numbered([(1 if all_carry else 2, part)])
 
-    # -- inside our island ---------------------------------------------------------------------
+    # -- inside an island ----------------------------------------------------------------------
 
     def _reduce_scatter(
         self, number: int, call: int, inputs: Sequence[Memory], own: Memory, how: Arithmetic
@@ -299,12 +308,12 @@ class HierarchicalCollectives:
             yield from among(self._where.members, self._native.all_gather(number, call, pairs))
 
     def _slices(self, memory: Memory) -> list[Memory]:
-        """Cut memory into a slice a rail, and an empty one for each member of our island that is on none."""
+        """Cut memory into one slice per rail, and an empty slice for each member of the island outside the rails."""
         blocks = TensorBlocks.split(memory, self._where.rails)
         return self._on_rails([blocks[rail] for rail in range(self._where.rails)])
 
     def _on_rails(self, blocks: list[Memory]) -> list[Memory]:
-        """Return one block a member of our island: those given, and empty ones."""
+        """Return one block per member of the island: the given blocks, then empty ones."""
         return blocks + [blocks[0].slice(0, 0)] * (len(self._where.members) - len(blocks))
 
     def _widened(self, memory: Memory, how: Arithmetic) -> Memory:
@@ -312,10 +321,10 @@ class HierarchicalCollectives:
 
 
 def _plain(how: Arithmetic) -> Arithmetic:
-    """Return the arithmetic of partial results: of the accumulator's dtype, and not divided."""
+    """Return the arithmetic of partial results, in the dtype of the accumulator and without division."""
     return how._replace(widens=False, averages=False)
 
 
 def _bound(run: Callable[..., Schedule], *arguments: object) -> Part:
-    """Return what runs a part with its number first."""
+    """Return a function of a number that runs a part with this number and ``arguments``."""
     return lambda number: run(number, *arguments)

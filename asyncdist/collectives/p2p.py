@@ -1,6 +1,7 @@
-"""Plans whose sizes are not known beforehand, or that concern two ranks only: point-to-point, and Python objects.
+"""Plans of point-to-point operations on tensors, and of all operations on Python objects.
 
-An object travels in two steps, its size and then its bytes: by the same generators as tensors, run one after the other.
+The receiver of an object does not know its size. A plan therefore runs two schedules: one for the sizes of the serialized
+objects and one for their bytes.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from asyncdist.memory.serialization import pack, unpack
 from asyncdist.transport.wire_format import Fingerprint
 
 Conversation = Generator[Any, Any, None]
-"""A schedule that may also yield `RecvAny`, and is sent who answered."""
+"""A schedule that may also yield `RecvAny`; the engine sends the global rank of the sender into the generator."""
 
 # -- tensors between two ranks --------------------------------------------------------------------
 
 
 def _transfer(dtype: torch.dtype, count: int) -> int:
-    """Both ends of a transfer have one fingerprint, that of a send."""
+    """Return the fingerprint of a transfer, which is the same for the send and the receive."""
     return Fingerprint(Collective.send, dtype=DTYPE_NUMBERS[dtype], count=count & 0xFFFFFF).pack()
 
 
@@ -44,7 +45,7 @@ def send(who: GroupContext, tensor: Any, destination: int) -> Plan:
 
 
 def receive(who: GroupContext, tensor: Any, source: int | None, members: Sequence[int]) -> Plan:
-    """Receive into a tensor from a member, or from any (None); the value is the sender's world rank."""
+    """Receive into a tensor from a member, or from any (None); the result is the sender's global rank."""
     if source is not None:
         who.other(source, "src")
     target = OutputTensor(tensor)
@@ -207,7 +208,7 @@ def send_objects(who: GroupContext, values: Sequence[Any], destination: int, wei
 def receive_objects(
     who: GroupContext, values: list[Any], source: int | None, members: Sequence[int], weights_only: bool
 ) -> Plan:
-    """Receive a list of objects from a member, or from any; the value is the sender's world rank."""
+    """Receive a list of objects from a member, or from any; the result is the sender's global rank."""
     if source is not None:
         who.other(source, "src")
     received: list[Memory] = []

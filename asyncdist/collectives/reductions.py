@@ -25,7 +25,8 @@ from asyncdist.memory.buffers import Memory, OutputTensor, TensorBlocks, copy_ov
 from asyncdist.memory.reduce_kernels import Arithmetic, accumulator, arithmetic, divide, has_arithmetic
 from asyncdist.transport.native import CallSignature
 
-_SEGMENT_COUNT = 1 << 20  # elements of a segment that is accumulated in memory of its own
+# Number of elements of a segment that is accumulated in separate memory.
+_SEGMENT_COUNT = 1 << 20
 
 
 def _scaled(tensor: torch.Tensor, op: Reduction) -> torch.Tensor:
@@ -44,7 +45,7 @@ def _prescale(memory: Memory, op: Reduction) -> None:
 def _kind(
     collective: Collective, call: int, tensor: torch.Tensor, op: Reduction, how: Arithmetic, root: int = -1
 ) -> CallSignature | None:
-    """Return what calls like this one have in common; None if more is to be done for each than to reduce."""
+    """Return the signature that equal calls share; None if a call needs more work than the reduction."""
     return None if type(op) is PremulSum else CallSignature(collective, call, tensor.dtype, tensor.shape, how, root)
 
 
@@ -138,7 +139,8 @@ def _all_reduce(who: GroupContext, memory: Memory, how: Arithmetic, algorithm: s
     else:
         blocks = TensorBlocks.split(memory, size)
         yield from ring.reduce_scatter(rank, size, blocks)
-        if how.averages:  # each rank divides its own block, before the others get it
+        # Each rank divides its own block before the other ranks receive it.
+        if how.averages:
             divide(blocks[rank].tensor, size)
         yield from ring.all_gather(rank, size, blocks)
 
@@ -165,7 +167,7 @@ def _all_reduce_wide(who: GroupContext, memory: Memory, how: Arithmetic, algorit
 
 
 def reduce(who: GroupContext, tensor: Any, root: int, op: Reduction) -> Plan:
-    """Reduce the tensor to ``root``; the others' tensors keep their content."""
+    """Reduce the tensor to ``root``; the tensors of the other ranks keep their content."""
     who.peer(root, "dst")
     op = reduction(op)
     at_root = who.rank == root

@@ -75,7 +75,7 @@ def _same(found, expected):
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_collectives_where_tensors_are_made_elsewhere_by_default(together, transport, name):
+def test_collectives_with_another_default_device(together, transport, name):
     call, expected = CALLS[name]
     given = [torch.arange(8.0), torch.arange(8.0) * 10]
 

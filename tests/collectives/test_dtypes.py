@@ -28,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:(ComplexHalf|BComplex32) support
 
 
 def test_every_dtype_of_torch_has_a_number():
-    """Quantized ones, and those for which torch has no storage but bits, are none that a user could fill."""
+    """Quantized dtypes and the raw bits dtypes are excluded: a user cannot fill such tensors."""
     listed = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
     without = {str(dtype).removeprefix("torch.") for dtype in listed - set(DTYPES.values())}
     assert {name for name in without if not name.startswith(("q", "bits", "int", "uint"))} == set()
@@ -74,7 +74,7 @@ async def check(groups, drills):
 # -- which go together ------------------------------------------------------------------------------
 
 
-async def test_what_makes_no_sense_is_refused_before_anything_is_sent():
+async def test_invalid_reductions_are_refused_before_sending():
     async with world_of(2) as groups:
         for name, op, message in [
             ("float32", ReduceOp.BAND, "BAND works on integers and booleans"),
@@ -98,7 +98,7 @@ async def test_what_makes_no_sense_is_refused_before_anything_is_sent():
         await asyncio.gather(*(group.barrier() for group in groups))
 
 
-def test_reductions_are_taken_by_any_name():
+def test_reductions_are_accepted_by_every_name():
     theirs = torch.distributed.ReduceOp
     for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"):
         assert reduction(ReduceOp[name]) is ReduceOp[name]

@@ -75,7 +75,7 @@ def test_blocking_calls(together, transport, size):
         drill.check()
 
 
-def test_begun_in_the_background_and_waited_for_in_a_thread(together, transport):
+def test_background_works_are_waited_for_in_a_thread(together, transport):
     """Works that the runtime's loop drives are waited for, the last first, by the rank's own thread."""
     started = [drill for count in (1, 300, 30_000) for drill in collective_cases(3, count, torch.float32)]
 
@@ -89,7 +89,7 @@ def test_begun_in_the_background_and_waited_for_in_a_thread(together, transport)
         drill.check()
 
 
-def test_background_and_blocking_calls_take_turns(together, transport):
+def test_background_and_blocking_calls_alternate(together, transport):
     started = [drill for count in (1, 300, 30_000) for drill in collective_cases(4, count, torch.float32)]
 
     def rank(group):
@@ -125,7 +125,7 @@ CUTS = {
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("size", [2, 5])
-async def test_cuts_and_schedules_change_nothing(transport, size, cut):
+async def test_segment_sizes_and_schedules_do_not_change_results(transport, size, cut):
     async with world_of(size, transport=transport, config=CUTS[cut]) as groups:
         for count, dtype in ((1, torch.bfloat16), (size + 1, torch.uint8), (1000, torch.float32)):
             started = list(collective_cases(size, count, dtype))
@@ -138,7 +138,7 @@ async def test_cuts_and_schedules_change_nothing(transport, size, cut):
 FORCED = Config(algorithm=",".join(f"{collective}={last.name}" for collective, (*_, last) in CANDIDATES.items()))
 
 
-async def test_what_is_forced_goes_over_links_also_where_memory_is_shared(monkeypatch):
+async def test_forced_schedule_uses_links_despite_shared_memory(monkeypatch):
     async with world_of(2, transport="shm", config=FORCED) as groups:
         for name in ("quick", *CANDIDATES):
             monkeypatch.setattr(ShmNative, name, lambda *_, name=name: pytest.fail(f"{name} in shared memory"))

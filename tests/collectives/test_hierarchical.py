@@ -60,7 +60,7 @@ def lies(hosts, own=0):
     return layout(range(len(hosts)), own, lambda one, other: hosts[one] == hosts[other])
 
 
-def test_islands_are_those_who_share():
+def test_islands_are_ranks_that_share_memory():
     where = lies("abbab", own=4)
     assert where.islands == ((0, 3), (1, 2, 4))
     assert (where.island, where.place, where.rails, where.members) == (1, 2, 2, (1, 2, 4))
@@ -356,7 +356,7 @@ async def test_different_calls_are_told_apart(other):
 
 
 @pytest.mark.parametrize(("hosts", "waits", "missing"), [("aabb", 2, 3), ("abb", 1, 0)], ids=["inside", "across"])
-async def test_a_deadline_names_who_is_waited_for(hosts, waits, missing):
+async def test_timeout_names_the_missing_ranks(hosts, waits, missing):
     async with world(hosts) as groups:
         works = {
             group.rank(): group.all_reduce(torch.ones(1000), timeout=0.2 if group.rank() == waits else None)

@@ -55,7 +55,7 @@ async def test_all_reduce_of_views_leaves_the_rest_alone(transport, name):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", VIEWS)
-async def test_moved_into_views(transport, name):
+async def test_data_movement_into_views(transport, name):
     view = VIEWS[name]
     async with world_of(2, transport=transport) as (zero, one):
         source = base_of(0, (4, 6, 8))

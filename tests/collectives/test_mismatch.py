@@ -1,4 +1,4 @@
-"""Ranks that issue different calls: each learns of it in words, no other group is harmed, and nobody hangs."""
+"""Ranks that issue different calls: each rank gets a mismatch error, other groups continue, and no rank hangs."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ async def outcomes(works, limit=10):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", DIFFERENT)
-async def test_every_rank_learns_of_a_call_that_differs(transport, name):
+async def test_mismatched_call_raises_on_every_rank(transport, name):
     other, usual, words = DIFFERENT[name]
     async with world_of(3, transport=transport) as groups:
         for odd in range(3):
@@ -123,7 +123,7 @@ MESSAGES = {
 
 @pytest.mark.parametrize("sent", MESSAGES)
 @pytest.mark.parametrize("source", [1, None])
-async def test_who_receives_something_else_than_is_sent_is_told_so(transport, sent, source):
+async def test_receive_that_differs_from_the_send_is_a_mismatch(transport, sent, source):
     send, words = MESSAGES[sent]
     tag = 0 if sent == "objects" else 7
     async with world_of(2, transport=transport) as (receiver, sender):
@@ -137,8 +137,8 @@ async def test_who_receives_something_else_than_is_sent_is_told_so(transport, se
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("call", ["broadcast", "scatter", "reduce", "gather"])
-async def test_two_roots(transport, call):
-    """Who only sends is done before the other can object; the objection comes with the next call at the latest."""
+async def test_different_roots_are_a_mismatch(transport, call):
+    """A rank that only sends completes before the receiver detects the mismatch; its next call fails at the latest."""
 
     def start(group):
         rank = group.rank()
@@ -168,7 +168,7 @@ async def test_ranks_that_wait_for_each_other_in_different_calls(transport):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("transport", ["inproc", "tcp"])  # in shared memory who waits has said in what
 @pytest.mark.parametrize("alike", [True, False], ids=["the same", "another"])
-async def test_a_rank_that_was_asked_before_it_called(transport, alike, eventually):
+async def test_mismatch_is_found_when_the_peer_calls_later(transport, alike, eventually):
     async with world_of(2, transport=transport) as groups:
         zero, one = (group.world.new_group(None) for group in groups)
         waiting = asyncio.ensure_future(zero.reduce(ones(3), 0))
@@ -182,7 +182,7 @@ async def test_a_rank_that_was_asked_before_it_called(transport, alike, eventual
         assert one.mesh._comparison._heard == {}
 
 
-async def test_a_call_too_few(transport):
+async def test_omitted_call_is_a_mismatch(transport):
     """The rank that left one out meets the others' missing call with its next one."""
     async with world_of(3, transport=transport) as groups:
         works = [group.all_reduce(ones(5)) for group in groups[:2]]

@@ -91,7 +91,7 @@ async def test_tensors_and_arrays_in_objects(transport):
         got["mask"][:] = False
 
 
-async def test_what_only_a_pickle_could_carry_is_refused(transport):
+async def test_objects_that_need_pickle_are_refused(transport):
     async with world_of(2, transport=transport) as (zero, one):
         for call in (
             lambda: zero.all_gather_object([None] * 2, Fraction(1, 2)),
@@ -151,7 +151,7 @@ CALLS = {  # what root 0 sends to rank 1, and the room into which rank 1 receive
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-async def test_what_weights_are_made_of_needs_no_pickle(transport, call):
+async def test_weights_only_types_need_no_pickle(transport, call):
     async with world_of(2, transport=transport) as groups:
         rooms = [[None, None], [None, None]]
         await done(*(call(group, WEIGHTS, rooms[group.rank()]) for group in groups))
@@ -171,7 +171,7 @@ def sent_without_a_look(call, by, forger):
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 @pytest.mark.parametrize("by", ["a pickle", "torch.save"])
-async def test_what_executes_is_refused_where_weights_only_is_given(call, by, monkeypatch):
+async def test_weights_only_refuses_executable_pickles(call, by, monkeypatch):
     """Every rank allows pickles, and one sends what executes: the call fails where that would be read, and the group."""
     async with world_of(2, config=Config(allow_pickle=True)) as (zero, one):
         with pytest.raises(UsageError, match=r"Executes cannot be sent with weights_only=True"):

@@ -51,7 +51,7 @@ def exchange_in_turns(group, whole, read, **how):
 
 
 def coalesced(group, whole, read, **how):
-    """What one tensor is gathered from is where another is gathered to."""
+    """The input of one gather is in the output of another gather."""
     halves = [part.chunk(2) for part in parts(whole)]
     return group.all_gather_coalesced(halves, [read(half) for half in halves[group.rank()][::-1]], **how)
 
@@ -152,7 +152,7 @@ async def test_on_several_hosts(monkeypatch, name, hosts):
         await awaited(CASES[name], groups)
 
 
-def test_only_what_overlaps_is_copied():
+def test_only_overlapping_tensors_are_copied():
     memory, other = Memory(torch.arange(12)), Memory(torch.arange(4))
     blocks = TensorBlocks.split(memory, 3)
     assert copy_overlapping_inputs(blocks, [other], {}) is blocks

@@ -1,4 +1,4 @@
-"""Messages between two ranks: matched by sender and tag, in order, whoever comes first, and from anybody."""
+"""Point-to-point messages: matching by sender and tag, ordering, early senders and receivers, and any-source."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def test_messages_of_one_tag_keep_their_order(transport, count):
 @pytest.mark.parametrize("counts", [(1, 1, 1), (LARGE, LARGE, LARGE), (LARGE, 1, 2), (1, LARGE, 2)], ids=str)
 @pytest.mark.parametrize("awaited", [True, False], ids=["another is awaited", "nothing is awaited"])
 async def test_messages_that_wait_for_their_receives_keep_their_order(transport, counts, awaited):
-    """What waits on the wire is put aside when something else is wanted, and what comes behind it may be small."""
+    """An unexpected message is buffered when a later one is received, and the later one may be small."""
     for eager in (64 << 10, 0):
         async with world_of(2, transport=transport, config=Config(eager_nbytes=eager)) as (zero, one):
             sent = [zero.send(filled(turn, count), 1) for turn, count in enumerate(counts)]
@@ -66,8 +66,8 @@ async def test_tags_are_received_in_any_order(transport, count):
 
 @pytest.mark.parametrize("count", [1, LARGE])
 @pytest.mark.parametrize("posted", [True, False], ids=["posted before", "posted after"])
-async def test_from_anybody_past_large_messages_of_another_tag(transport, count, posted):
-    """What is asked for lies behind something that nobody has asked for and that does not fit aside."""
+async def test_any_source_receive_passes_large_messages_of_another_tag(transport, count, posted):
+    """The expected message follows an unexpected one that exceeds the buffer."""
     async with world_of(3, transport=transport) as groups:
         room = torch.zeros(count)
         received = groups[0].recv(room, None, tag=7) if posted else None
@@ -84,7 +84,7 @@ async def test_from_anybody_past_large_messages_of_another_tag(transport, count,
         await asyncio.gather(sending, *blocking)
 
 
-async def test_from_anybody_gets_each_message_once(transport):
+async def test_any_source_receive_gets_each_message_once(transport):
     async with world_of(4, transport=transport) as groups:
         for early in (True, False):
             works, rooms = [], [torch.zeros(3) for _ in range(9)]
@@ -100,7 +100,7 @@ async def test_from_anybody_gets_each_message_once(transport):
                 assert [value for sender, value in got if sender == rank] == [10 * rank + turn for turn in range(3)]
 
 
-async def test_from_one_and_from_anybody_at_once(transport):
+async def test_any_source_and_given_source_receives_at_once(transport):
     """A receive from a given rank has the first claim on that rank's message."""
     async with world_of(3, transport=transport) as groups:
         anybody, given = torch.zeros(1), torch.zeros(1)
@@ -157,7 +157,7 @@ async def test_messages_and_collectives_pass_each_other(transport):
         assert room.eq(3).all()
 
 
-async def test_a_send_is_over_when_its_memory_may_be_changed(transport):
+async def test_send_completes_when_its_memory_may_be_changed(transport):
     for count in (4, LARGE):
         async with world_of(2, transport=transport) as (zero, one):
             tensor, room = filled(1, count), torch.zeros(count)
@@ -179,7 +179,7 @@ async def test_a_large_send_waits_for_its_receiver(transport):
         await asyncio.gather(one.recv(torch.zeros(8_000_000), 0), sent)
 
 
-async def test_a_receive_that_nobody_answers(transport):
+async def test_receive_without_a_sender_times_out(transport):
     async with world_of(3, transport=transport) as groups:
         for source, words in ((1, "waiting for data from rank 1"), (None, "waiting for any rank to send")):
             group = groups[0].world.new_group(None)
@@ -247,7 +247,7 @@ def test_blocking_send_and_receive(together, transport):
     assert all(together(2, rank, transport=transport))
 
 
-async def test_what_a_batch_does_not_take():
+async def test_batch_refuses_invalid_operations():
     async with world_of(2) as (group, _):
         for wrong, words in (
             (lambda: dist.P2POp(dist.all_reduce, filled(0), 1, group), "takes isend or irecv"),

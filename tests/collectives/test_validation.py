@@ -1,4 +1,4 @@
-"""What bad arguments get: a sentence before anything is sent, and a group that works as before."""
+"""Invalid arguments raise an error before any message is sent, and the group stays usable."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ class Asked:
 
 
 @pytest.mark.parametrize("name", ALL)
-async def test_each_is_refused_and_harms_nothing(name):
+async def test_invalid_arguments_are_refused_and_group_stays_usable(name):
     call, message = ALL[name]
     async with world_of(2) as (zero, one):
         asked = Asked(zero)
@@ -167,13 +167,13 @@ WRONG_RANKS_TO_THE_FACES = {
 
 @pytest.mark.parametrize("op", WRONG_RANKS_TO_THE_FACES)
 @pytest.mark.parametrize("face", [asyncdist, sync], ids=["awaited", "blocking"])
-async def test_who_names_a_rank_to_a_face_hears_of_itself_too(face, op):
+async def test_error_of_an_invalid_rank_names_the_calling_rank(face, op):
     async with world_of(2) as (_, one):
         with pytest.raises(UsageError, match=rf"^{op} on group 'world', rank 1: "):
             WRONG_RANKS_TO_THE_FACES[op](face, one)
 
 
-async def test_a_call_like_one_before_is_refused_like_the_first(transport):
+async def test_repeated_invalid_call_is_refused_like_the_first(transport):
     """Whose plan is not made again."""
     async with world_of(2, transport=transport) as groups:
         await asyncio.gather(*(group.all_reduce(ones(2)) for group in groups))
@@ -186,14 +186,14 @@ async def test_a_call_like_one_before_is_refused_like_the_first(transport):
             groups[1].all_reduce(ones(2))
 
 
-async def test_what_cannot_be_carried_is_unsupported():
+async def test_unsupported_tensors_raise_unsupported_error():
     async with world_of(2) as (group, _):
         for name in ("on another device", "sparse", "of bits", "big-endian", "strings", "backwards"):
             with pytest.raises(UnsupportedError):
                 WRONG_TENSORS[name][0](group)
 
 
-async def test_what_is_refused_was_not_written():
+async def test_refused_call_does_not_write_tensors():
     """A call that is refused leaves every tensor as it was."""
     async with world_of(2) as (zero, _):
         outputs, row = [torch.zeros(2), torch.zeros(3)], torch.ones(2)

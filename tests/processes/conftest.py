@@ -1,4 +1,4 @@
-"""Real processes as ranks, told by the test what to do."""
+"""Fixtures that start real processes as ranks and send them commands."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from asyncdist.testing.processes import PATIENCE, Nursery
 
 PROGRAM = Path(__file__).parent / "program_obeys.py"
 SOON = 3.0
-"""Seconds within which a failure must have reached everybody; every deadline is ten times as far or farther."""
+"""Seconds within which a failure must reach every rank. Every operation timeout is at least ten times as long."""
 
 
 @pytest.fixture(scope="session")
@@ -75,7 +75,7 @@ class Job:
         return [Told(rank, self._nursery) for rank in ranks]
 
     def meet(self, ranks, timeout=60.0):
-        """Have them make a world of all of them."""
+        """Make all given ranks join one world."""
         where = f"file://{self._folder}/world{next(self._worlds)}"
         for rank, told in enumerate(ranks):
             told.tell("init", where, rank, len(ranks), timeout)
@@ -84,7 +84,7 @@ class Job:
             assert answer is None, answer.text
 
     def world(self, count, face="blocking", timeout=60.0, **environment):
-        """Start processes and have them meet."""
+        """Start processes and make them join one world."""
         ranks = self.start(count, face, **environment)
         self.meet(ranks, timeout)
         return ranks
@@ -97,7 +97,7 @@ def job(request, nursery, tmp_path):
 
 @pytest.fixture
 def all_do():
-    """Tell several ranks the same at once, and return what each did."""
+    """Send the same command to several ranks at once, and return the outcome of each rank."""
 
     def all_do(ranks, order, *arguments):
         for told in ranks:

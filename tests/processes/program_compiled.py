@@ -1,4 +1,4 @@
-"""A rank whose functions and model torch.compile takes in hand, blocking calls of ours and all."""
+"""A rank that runs functions and a model under torch.compile, including blocking asyncdist calls."""
 
 from __future__ import annotations
 

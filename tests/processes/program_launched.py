@@ -1,4 +1,4 @@
-"""What torchrun starts: each rank writes what it saw into a file of its own in the folder given."""
+"""The program that torchrun starts. Each rank writes its results into its own file in the given folder."""
 
 from __future__ import annotations
 

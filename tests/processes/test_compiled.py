@@ -1,4 +1,4 @@
-"""torch.compile around calls of ours: it goes on after them, and looks into none."""
+"""torch.compile breaks the graph at asyncdist calls and does not trace into them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def of_two(nursery, tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_functions_that_call_us(of_two):
+def test_compiled_functions_call_collectives(of_two):
     # Twice 1 + 2 is 6 on both; and their ranks, 0 and 1, make it 13.
     sums = [[13.0 * count - count * rank for rank in range(2)] for count in (4, 4, 8, 5)]
     assert of_two("functions") == [sums] * 2

@@ -1,4 +1,4 @@
-"""A rank that is killed: everybody who needs it hears of it soon and by its name; everybody else goes on."""
+"""A killed rank: ranks that share a group with it get an error that names it; other groups continue."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_every_group_with_the_dead_fails_and_every_group_without_it_goes_on(job,
 
 @pytest.mark.parametrize("face", FACES)
 @pytest.mark.parametrize(("algorithm", "count"), [("all_reduce=doubling", 10), ("all_reduce=ring", 100_000)])
-def test_who_learns_of_a_death_and_leaves_at_once_does_not_pass_for_the_dead(job, all_do, face, algorithm, count):
+def test_survivor_that_leaves_after_a_death_is_not_reported_as_dead(job, all_do, face, algorithm, count):
     ranks = job.world(6, face, ASYNCDIST_ALGORITHM=algorithm)
     ranks[4].do("die_at", 11)
     ranks[4].tell("all_reduce", None, count, 50)

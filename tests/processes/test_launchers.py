@@ -85,7 +85,7 @@ def test_an_exception_on_one_rank_ends_the_job_soon(tmp_path):
 @pytest.mark.parametrize("face", FACES)
 @pytest.mark.parametrize("given", ["variables", "address", "address in variables"])
 def test_ranks_started_by_hand_meet_at_rank_0(job, all_do, face, given):
-    """Rank 0 serves the store; whoever comes first waits."""
+    """Rank 0 serves the store; a rank that starts earlier waits for it."""
     port, ranks = free_port(), []
     for rank in (2, 0, 1):
         variables = {"RANK": str(rank), "WORLD_SIZE": "3", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}

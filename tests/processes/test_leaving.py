@@ -1,4 +1,4 @@
-"""Ranks that leave: in order, in the middle of something, without a word, twice, and coming back."""
+"""Ranks that leave: orderly, during an operation, without notice, twice, and with a later return."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FACES = ["blocking", "awaiting"]
         (("leave_suddenly", 9), 9, "onnection"),  # closed, or reset if something was still unread
     ],
 )
-def test_whoever_waits_for_a_rank_that_leaves_hears_of_it(job, all_do, face, order, status, reason):
+def test_rank_that_waits_for_a_leaving_rank_gets_an_error(job, all_do, face, order, status, reason):
     """Any rank may leave, also rank 0, which serves the store; its exit status is kept."""
     for leaver in (0, 1):
         ranks = job.world(3, face)
@@ -41,7 +41,7 @@ def test_whoever_waits_for_a_rank_that_leaves_hears_of_it(job, all_do, face, ord
 
 
 @pytest.mark.parametrize("face", FACES)
-def test_what_was_sent_before_leaving_arrives(job, all_do, face):
+def test_messages_sent_before_leaving_arrive(job, all_do, face):
     for count in (10, 20_000, 100_000):
         receiver, leaver = ranks = job.world(2, face)
         all_do(ranks, "barrier", "world")
@@ -55,7 +55,7 @@ def test_what_was_sent_before_leaving_arrives(job, all_do, face):
 
 
 @pytest.mark.parametrize("face", FACES)
-def test_leaving_right_after_the_last_collective_harms_nobody(job, all_do, face):
+def test_leaving_right_after_the_last_collective_is_clean(job, all_do, face):
     ranks = job.start(4, face)
     for count in (1, 1000, 300_000, 5, 70_000):
         job.meet(ranks)
@@ -67,7 +67,7 @@ def test_leaving_right_after_the_last_collective_harms_nobody(job, all_do, face)
 
 
 @pytest.mark.parametrize("face", FACES)
-def test_destroying_with_works_pending_ends_them_here_and_there(job, face):
+def test_destroy_fails_pending_works_on_both_sides(job, face):
     stayer, leaver = job.world(2, face)
     leaver.do("pend", "world", 10)
     leaver.do("pend_receive", "world", 0)
@@ -82,7 +82,7 @@ def test_destroying_with_works_pending_ends_them_here_and_there(job, face):
 
 
 @pytest.mark.parametrize("face", FACES)
-def test_everything_after_destroy_says_that_there_is_no_group_until_there_is_one_again(job, all_do, face):
+def test_calls_after_destroy_raise_until_the_next_init(job, all_do, face):
     ranks = job.world(2, face)
     all_do(ranks, "new_group", "both", [0, 1])
     assert all_do(ranks, "destroy") == [None, None]
@@ -123,7 +123,7 @@ def test_abort_reaches_every_rank_with_its_reason_and_no_other_group(job, all_do
 
 
 @pytest.mark.parametrize("face", FACES)
-def test_a_sub_group_that_disagrees_harms_itself_only(job, all_do, face):
+def test_mismatch_in_a_subgroup_fails_only_that_subgroup(job, all_do, face):
     ranks = job.world(3, face)
     all_do(ranks, "new_group", "two", [0, 1])
     for count, told in enumerate(ranks[:2], start=1):

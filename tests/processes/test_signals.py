@@ -20,7 +20,7 @@ def check_interrupted(told, since):
 
 
 @pytest.mark.parametrize("face", FACES)
-def test_an_interrupt_ends_a_blocked_rank_and_the_others_hear_of_it(job, all_do, face):
+def test_interrupt_ends_a_blocked_rank_and_notifies_the_others(job, all_do, face):
     """What is summed is large: of a small tensor the others have the blocked rank's part already, and need it no more."""
     ranks = job.world(3, face)
     all_do(ranks, "barrier", "world")
@@ -38,7 +38,7 @@ def test_an_interrupt_ends_a_blocked_rank_and_the_others_hear_of_it(job, all_do,
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("face", FACES)
-def test_an_interrupt_at_any_moment_of_busy_ranks_leaves_nobody_hanging(job, face):
+def test_interrupt_of_busy_ranks_leaves_no_rank_hanging(job, face):
     moments = random.Random(7)
     for count in (1, 1, 1, 50_000, 50_000, 1_000_000, 1_000_000):
         ranks = job.world(2, face)
@@ -54,7 +54,7 @@ def test_an_interrupt_at_any_moment_of_busy_ranks_leaves_nobody_hanging(job, fac
 
 
 @pytest.mark.parametrize("face", FACES)
-def test_an_interrupt_ends_the_waiting_for_a_world(job, face, tmp_path):
+def test_interrupt_ends_the_rendezvous(job, face, tmp_path):
     for rank in (0, 1):
         (told,) = job.start(1, face)
         told.do("is_initialized")  # it runs, and its output goes where we look
@@ -91,7 +91,7 @@ def asleep(effort):
 
 
 @pytest.mark.parametrize("face", FACES)
-def test_idle_ranks_use_no_processor(job, all_do, face):
+def test_idle_ranks_use_no_cpu_time(job, all_do, face):
     ranks = job.world(2, face)
     all_do(ranks, "all_reduce", "world", 10)
     ranks[0].do("new_group", "again", [0, 1])

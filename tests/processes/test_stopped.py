@@ -1,4 +1,4 @@
-"""A rank that is frozen: the others' deadlines hold and name it, and when it thaws it hears what it missed."""
+"""A stopped rank (SIGSTOP): timeouts of the others name it, and after SIGCONT it receives their errors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ FACES = ["blocking", "awaiting"]
 
 
 @pytest.mark.parametrize("face", FACES)
-def test_a_frozen_rank_is_named_at_the_deadline_and_hears_of_it_when_it_thaws(job, all_do, face):
+def test_stopped_rank_is_named_at_the_timeout_and_fails_when_continued(job, all_do, face):
     patient, frozen, brief = ranks = job.world(3, face)
     all_do(ranks, "barrier", "world")
     for told, timeout in ((patient, 60.0), (frozen, 60.0), (brief, 0.5)):
@@ -43,7 +43,7 @@ def test_a_frozen_rank_is_named_at_the_deadline_and_hears_of_it_when_it_thaws(jo
 
 
 @pytest.mark.parametrize("face", FACES)
-def test_a_rank_frozen_in_the_middle_of_an_operation_fails_too(job, all_do, face):
+def test_rank_stopped_during_an_operation_fails_too(job, all_do, face):
     ranks = job.world(2, face)
     all_do(ranks, "barrier", "world")
     for told, timeout in zip(ranks, (0.5, 60.0), strict=True):
@@ -60,7 +60,7 @@ def test_a_rank_frozen_in_the_middle_of_an_operation_fails_too(job, all_do, face
 
 
 @pytest.mark.parametrize("face", FACES)
-def test_a_frozen_rank_that_thaws_in_time_harms_nothing(job, all_do, face):
+def test_rank_continued_before_the_timeout_causes_no_failure(job, all_do, face):
     ranks = job.world(3, face)
     all_do(ranks, "barrier", "world")
     for told in ranks:

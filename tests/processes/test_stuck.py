@@ -1,4 +1,4 @@
-"""Ranks that seem to hang say where they are, when they are asked by a signal or when one of them is killed."""
+"""Ranks that hang dump their flight recorders on a signal, or when one of them is killed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.processes
 
 
 @pytest.mark.parametrize("face", ["blocking", "awaiting"])
-def test_a_signal_asks_who_is_not_in_the_call(job, until, tmp_path, face):
+def test_signal_dump_names_ranks_missing_from_the_call(job, until, tmp_path, face):
     ranks = job.world(3, face, ASYNCDIST_DUMP_DIR=str(tmp_path / "dumps"), ASYNCDIST_DUMP_SIGNAL="USR2")
     for told in ranks[:2]:
         told.tell("barrier", "world")
@@ -39,7 +39,7 @@ def test_a_signal_asks_who_is_not_in_the_call(job, until, tmp_path, face):
         assert told.hear() is None
 
 
-def test_a_killed_rank_is_the_one_that_left_nothing(job, all_do, tmp_path):
+def test_killed_rank_is_the_one_without_a_dump(job, all_do, tmp_path):
     ranks = job.world(3, ASYNCDIST_DUMP_DIR=str(tmp_path / "dumps"))
     all_do(ranks, "barrier", "world")
     for told in (ranks[0], ranks[2]):
@@ -70,7 +70,7 @@ dist.destroy_process_group()
 
 @pytest.mark.exhaustive
 @pytest.mark.skipif(shutil.which("pkill") is None, reason="there is no pkill")
-def test_the_command_that_is_told_reaches_the_ranks_of_torchrun_and_not_torchrun(until, tmp_path):
+def test_dump_command_signals_ranks_of_torchrun_but_not_torchrun(until, tmp_path):
     program, dumps = tmp_path / "train.py", tmp_path / "dumps"
     program.write_text(WAITS)
     told = re.search(r"pkill [^#\n]*", trace.callback.__doc__)
