@@ -6,7 +6,7 @@
 
     torchrun --nproc-per-node=2 examples/fsdp2_gpt.py --backend gloo    # the same over gloo, to compare
 
-Nothing but the back end's name is ours here: the rest is stock torch. `fully_shard` (FSDP2) gives each rank a part of every
+Only the backend's name belongs to asyncdist; the rest is stock torch. `fully_shard` (FSDP2) gives each rank a part of every
 parameter, of its gradient and of the optimizer's state. A block's parameters are gathered in bfloat16 just before the
 block computes; its gradients are reduced in float32, and each rank steps with its part. torch.distributed.checkpoint
 saves what each rank holds and loads it into another number of ranks.

@@ -1,7 +1,7 @@
 """Train on a Ray cluster: each rank is an async actor, which goes on answering while its collectives are under way.
 
     pip install ray
-    python examples/on_ray.py                             # two ranks; Ray starts by itself on this machine
+    python examples/on_ray.py                             # two ranks; starts Ray on this machine
     python examples/on_ray.py --ranks 8 --address auto    # on the cluster whose head this machine can reach
 
 Actors are placed by Ray, wherever there is a free core. The first one serves a store on a port that is free there; the
@@ -9,7 +9,7 @@ others are told where, and all meet in it. Then every rank computes the gradient
 handwritten digits (scikit-learn ships them) and awaits their average in its event loop, so that the driver may ask it
 at any time how far it is: that is where the progress bar comes from.
 
-At the end a table says where each rank ran. The program exits with 1 if the accuracy on digits that nobody trained on is
+At the end a table says where each rank ran. The program exits with 1 if the accuracy on the held-out digits is
 below 0.95, or the ranks do not agree on the weights.
 """
 

@@ -1,9 +1,9 @@
-"""Cut a network into stages, one a rank, train it in a pipeline on handwritten digits, and see who works when.
+"""Cut a network into stages, one per rank, train it in a pipeline on handwritten digits, and plot the schedule.
 
     torchrun --nproc-per-node=2 examples/pipeline.py                    # 2 to 4 ranks
     torchrun --nproc-per-node=2 examples/pipeline.py --backend gloo     # the same over gloo, to compare
 
-Nothing but the back end's name is ours here: the rest is stock torch. A batch goes through the stages in micro-batches:
+Only the backend's name belongs to asyncdist; the rest is stock torch. A batch goes through the stages in micro-batches:
 activations are sent to the next rank, gradients back to the one before. GPipe does all forward passes first, then all
 backward passes, and so keeps every micro-batch's activations; 1F1B turns back as soon as it can, and keeps no more than
 there are stages. Either way (stages - 1) of (micro-batches + stages - 1) parts of the time pass idle.

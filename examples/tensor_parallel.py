@@ -3,12 +3,12 @@
     torchrun --nproc-per-node=2 examples/tensor_parallel.py                    # 1, 2 or 4 ranks
     torchrun --nproc-per-node=2 examples/tensor_parallel.py --backend gloo     # the same over gloo, to compare
 
-Nothing but the back end's name is ours here: the rest is stock torch. All ranks see the same digits. Between layers each
+Only the backend's name belongs to asyncdist; the rest is stock torch. All ranks see the same digits. Between layers each
 holds some patches of each digit (sequence parallel); inside attention and the perceptron each computes some heads and some
 features of all patches (column-wise, then row-wise). So a layer needs two exchanges forward and two backward, small and
-in everybody's way: this is where latency counts.
+on the critical path: their latency matters.
 
-The data are the 1,797 scans of 8×8 pixels that scikit-learn ships. At the end rank 0 trains once more by itself, prints
+The data are the 1,797 scans of 8×8 pixels that scikit-learn ships. At the end rank 0 trains once more alone, prints
 how far the two are from each other, what a step takes and exchanges, and draws both losses into out/tensor_parallel.png.
 It exits with 1 if any weight differs by more than 1e-4.
 """

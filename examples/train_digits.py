@@ -5,8 +5,8 @@
 
 The data are the 1,797 scans of 8×8 pixels that scikit-learn ships. Each rank computes the gradients of its share of
 every batch, asyncdist averages them over the ranks while backward still goes on, and every rank takes the same step.
-At the end rank 0 prints the accuracy on digits that nobody trained on, draws the loss and the timeline of one step into
-out/train_digits.png, and trains once more by itself, on the same global batches, to show that both come to the same
+At the end rank 0 prints the accuracy on held-out digits, draws the loss and the timeline of one step into
+out/train_digits.png, and trains once more alone, on the same global batches, to show that both come to the same
 weights. It exits with 1 if the accuracy is below 0.97, which takes five epochs or more, or any weight differs by more than
 1e-5.
 """

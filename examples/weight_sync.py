@@ -6,12 +6,12 @@
 Rank 0 trains on handwritten digits (scikit-learn ships them), in an ordinary blocking script. Every few steps it starts a
 broadcast of its parameters and trains on. Ranks 2 and up are inference servers: one event loop each, which answers
 requests and awaits the next broadcast side by side. They keep two copies of the parameters: requests are answered from
-the one, the next version comes into the other, and no answer ever mixes two. Rank 1 is the users: it asks for the digits
-that nobody trained on, so many times a second whatever happens, and looks whether the answers are right.
+the one, the next version comes into the other, and no answer ever mixes two. Rank 1 is the users: it sends requests
+with held-out digits at a fixed rate and checks the answers.
 
-At the end rank 0 prints what each version did (how long it took to pass, what was answered meanwhile and how fast, the
-longest pause of a server's event loop) and draws the picture out/weight_sync.png. It exits with 1 if a request was not
-answered, an answer was mixed from two versions, or the answers did not get better.
+At the end rank 0 prints a row for each version: the duration of its broadcast, the requests answered during that time,
+their latency, and the longest pause of a server's event loop. It draws the picture out/weight_sync.png. It exits with 1
+if a request was not answered, an answer was mixed from two versions, or the answers did not get better.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What DistributedDataParallel says when a step cannot be made, and that nobody hangs."""
+"""Errors of DistributedDataParallel for impossible steps; no rank hangs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_parameter_without_gradient_on_every_rank(together):
     assert torch.equal(*together(2, rank))
 
 
-def test_a_parameter_without_gradient_on_one_rank_hangs_nobody(together):
+def test_parameter_without_gradient_on_one_rank_does_not_hang(together):
     def rank(group):
         model = DistributedDataParallel(Two(), process_group=group, bucket_cap_mb=1e-5)
         loss = model(torch.ones(1, 3), spare=group.rank() != 1).sum()

@@ -1,4 +1,4 @@
-"""Ranks with different numbers of inputs inside ``join()``, beside the arithmetic of a single process."""
+"""Ranks with different numbers of inputs inside ``join()``, compared with the arithmetic of a single process."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def alone(toy, batches):
 
 @pytest.mark.parametrize(("by_all", "as_view"), [(True, True), (False, False)])
 @pytest.mark.parametrize("counts", [[1, 3], [4, 2], [0, 3], [3, 0, 2], [1, 2, 4], [2, 2, 2], [0, 0], [2]], ids=str)
-def test_training_equals_a_single_process_on_what_all_have(together, toy, batches, alone, counts, by_all, as_view):
+def test_training_equals_a_single_process_on_all_inputs(together, toy, batches, alone, counts, by_all, as_view):
     def rank(group):
         model = DistributedDataParallel(
             toy.network(), process_group=group, bucket_cap_mb=SMALL_MB, gradient_as_bucket_view=as_view
@@ -80,7 +80,7 @@ def test_training_equals_a_single_process_on_what_all_have(together, toy, batche
         toy.assert_equal(ours, results[0])
 
 
-def test_what_ran_out_keeps_its_own_gradients(together, toy, batches):
+def test_rank_without_inputs_keeps_its_own_gradients(together, toy, batches):
     def rank(group):
         model = DistributedDataParallel(toy.network(), process_group=group, bucket_cap_mb=SMALL_MB)
         with model.join():
@@ -123,7 +123,7 @@ def test_no_sync_inside(together, toy, batches):
 
 
 def test_steps_of_every_shape_inside(together, toy, batches):
-    """What may be done with even inputs may be done by those that go on: no forward is owed a backward."""
+    """Ranks that continue may take every kind of step, including a forward without a backward."""
 
     def rank(group):
         model = DistributedDataParallel(toy.network(), process_group=group, bucket_cap_mb=SMALL_MB)
@@ -241,7 +241,7 @@ def test_even_inputs_raise_nothing(together, toy, batches):
     toy.assert_equal(*together(2, rank))
 
 
-def test_an_error_inside_comes_out_and_nobody_stands_in(together):
+def test_error_inside_join_is_raised_without_shadowing(together):
     def rank(group):
         model = DistributedDataParallel(Tally(), process_group=group)
         with pytest.raises(KeyError, match="mine"), model.join():
@@ -270,7 +270,7 @@ def test_without_or_disabled_nothing_is_said(together, toy, batches):
     together(2, rank)
 
 
-def test_ranks_that_do_different_things_are_told_all(together):
+def test_mismatched_ranks_inside_join_raise_on_every_rank(together):
     def rank(group):
         model = DistributedDataParallel(Tally(), process_group=group)
 
@@ -301,7 +301,7 @@ def nursery():
 @pytest.mark.exhaustive
 @pytest.mark.processes
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_large_buckets_between_processes_and_one_that_dies(nursery, tmp_path, transport):
+def test_large_buckets_between_processes_and_a_dying_rank(nursery, tmp_path, transport):
     where = f"file://{tmp_path}/world"
     ranks = [nursery.start(PROGRAM, "train", rank, where, transport) for rank in range(3)]
     sums = [rank.hear() for rank in ranks]

@@ -1,4 +1,4 @@
-"""Meeting in the store that torchrun's agent serves; here, torch's own server without the agent."""
+"""Rendezvous in the store of torchrun's agent; here, torch's own server stands in for the agent."""
 
 import asyncio
 
@@ -28,7 +28,7 @@ def launched(rank, port, run_id="job", host=HOST):
 
 
 @pytest.mark.parametrize("token", [None, "the user's own"])
-async def test_worlds_one_after_the_other(meet_as, agent, token):
+async def test_agent_store_serves_one_world_after_another(meet_as, agent, token):
     seen = set()
     for _ in range(2):
         meetings = await asyncio.gather(
@@ -116,7 +116,7 @@ def outside():
     return address
 
 
-async def test_an_agents_store_that_is_ours_and_on_another_host(meet_as, outside, caplog):
+async def test_asyncdist_store_of_an_agent_on_another_host(meet_as, outside, caplog):
     config = Config(token="secret")
     served = await StoreServer.start(outside, 0, token="secret", config=config)
     try:
@@ -129,7 +129,7 @@ async def test_an_agents_store_that_is_ours_and_on_another_host(meet_as, outside
         await served.close()
 
 
-async def test_ranks_with_our_client_and_with_torchs_find_each_other_at_one_agent(meet_as, monkeypatch):
+async def test_ranks_with_asyncdist_and_c10d_clients_meet_at_one_agent(meet_as, monkeypatch):
     """Which of the two a rank takes may be a matter of who answers first, where both are taken."""
     config = Config(token="secret", store_c10d="loopback")
     served = await StoreServer.start(HOST, 0, token="secret", config=config)

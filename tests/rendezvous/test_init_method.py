@@ -52,7 +52,7 @@ def test_arguments_override_the_query_which_overrides_the_launcher():
     assert (read(url, 3, 9, launch=TORCHRUN).rank, read(url, 3, 9).world_size) == (3, 9)
 
 
-def test_minus_one_is_not_given():
+def test_minus_one_counts_as_unset():
     assert read("tcp://node0:1", -1, -1, launch=TORCHRUN) == InitMethod("direct", 1, 4, "node0", 1)
 
 

@@ -75,7 +75,7 @@ async def test_compare_and_set_as_promised(place):
     assert await place.swap(b"", one) == one
 
 
-async def test_a_blocked_store_blocks_no_loop():
+async def test_blocked_store_does_not_block_the_loop():
     loop, entered, release = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
 
     class Slow:
@@ -166,7 +166,7 @@ def test_the_folder_must_exist(tmp_path):
         RecordFile(str(tmp_path / "absent" / "meet"), "")
 
 
-def test_what_is_no_file_is_refused():
+def test_path_that_is_not_a_file_is_refused():
     with pytest.raises(AddressError, match="file:///dev/null is neither a file nor a folder"):
         RecordFile("/dev/null", "").check([""])
 

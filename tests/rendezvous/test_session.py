@@ -1,4 +1,4 @@
-"""Ranks of this process meet over real sockets on loopback."""
+"""Rendezvous of ranks in one process over real sockets on loopback."""
 
 import asyncio
 import contextlib
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.each_loop
 
 
 async def world_of(meet_as, size, init_method=None, **arguments):
-    """Bring a whole world together and check that it is one."""
+    """Complete the rendezvous of a whole world and check its ranks."""
     if init_method == "tcp://127.0.0.1:0":
         leader = await meet_as(init_method, 0, size, **arguments)
         others = await asyncio.gather(*(meet_as(leader.where, rank, size, **arguments) for rank in range(1, size)))
@@ -116,7 +116,7 @@ async def store(request, tmp_path, in_thread):
         yield made
 
 
-async def test_worlds_in_a_store_one_after_the_other(meet_as, store):
+async def test_store_serves_one_world_after_another(meet_as, store):
     first = await world_of(meet_as, 3, store=store)
     assert first[0].token
     await close_all(first)
@@ -149,7 +149,7 @@ async def test_no_store_at_all(meet_as):
 
 
 @pytest.mark.parametrize("target", ["file", "folder"])
-async def test_worlds_in_a_file_one_after_the_other(meet_as, tmp_path, target):
+async def test_file_serves_one_world_after_another(meet_as, tmp_path, target):
     url = f"file://{tmp_path / 'meet' if target == 'file' else tmp_path}"
     for _ in range(2):
         meetings = await world_of(meet_as, 3, url)
@@ -190,7 +190,7 @@ async def test_rank_and_size_in_the_query(meet_as):
 # -- several worlds, several times ----------------------------------------------------------------
 
 
-async def test_worlds_by_name_share_an_address_and_nothing_else(meet_as):
+async def test_named_worlds_share_an_address_only(meet_as):
     red = [await meet_as("tcp://127.0.0.1:0", 0, name="red")]
     blue = [await meet_as(red[0].where, 0, name="blue")]
     assert blue[0].server is red[0].server
@@ -205,7 +205,7 @@ async def test_worlds_by_name_share_an_address_and_nothing_else(meet_as):
     await close_all(blue)
 
 
-async def test_a_world_again_and_again_at_one_port(meet_as):
+async def test_world_meets_repeatedly_at_one_port(meet_as):
     keeper = await meet_as("tcp://127.0.0.1:0", 0, 1, name="keeps the port")
     worlds = []
 
@@ -248,7 +248,7 @@ class Watched(HashStore):
         return super().get(key, timeout)
 
 
-async def test_a_record_whose_store_is_dead_is_passed_over(meet_as):
+async def test_record_of_a_dead_store_is_skipped(meet_as):
     store = Watched()
     store.set("asyncdist/", AddressRecord("127.0.0.1", free_port(), "dead", "0123", 2).encode())
     follower = asyncio.ensure_future(meet_as(rank=1, store=store))
@@ -259,7 +259,7 @@ async def test_a_record_whose_store_is_dead_is_passed_over(meet_as):
 
 
 @pytest.mark.parametrize("token", ["another", None])
-async def test_a_record_whose_port_serves_somebody_else_now(meet_as, token):
+async def test_record_whose_port_serves_another_program(meet_as, token):
     store = Watched()
     async with await StoreServer.start("127.0.0.1", 0, token="another") as stranger:
         store.set("asyncdist/", AddressRecord("127.0.0.1", stranger.port, token, "0123", 2).encode())
@@ -287,7 +287,7 @@ async def test_record_of_a_killed_rank_0_is_replaced(meet_as):
 # -- who does not belong --------------------------------------------------------------------------
 
 
-async def test_a_world_that_stays_incomplete_names_the_missing_on_every_rank(meet_as):
+async def test_incomplete_world_names_the_missing_ranks_on_every_rank(meet_as):
     leader = await meet_as("tcp://127.0.0.1:0", 0, 5)
     others = [await meet_as(leader.where, rank, 5, timeout=60) for rank in (1, 3)]
     waiting = [asyncio.ensure_future(each.exchange(b"")) for each in others]
@@ -375,8 +375,8 @@ async def test_second_rank_0_is_refused(meet_as, tmp_path):
     assert (await meet_as(url, 0, 1)).world_size == 1, "a world that has ended does not stand in the way"
 
 
-async def test_a_rank_0_that_is_slow_to_answer_is_not_replaced(meet_as, monkeypatch):
-    """It is found to lead when it is asked for the second time."""
+async def test_slow_rank_0_is_not_replaced(meet_as, monkeypatch):
+    """The second attempt to connect finds that rank 0 still leads."""
     store, tries = HashStore(), []
     leader = await meet_as(rank=0, store=store)
     with Proxy("127.0.0.1", leader.server.port) as proxy:
@@ -397,7 +397,7 @@ async def test_a_rank_0_that_is_slow_to_answer_is_not_replaced(meet_as, monkeypa
     store.close()
 
 
-async def test_a_rank_0_whose_host_is_gone_is_replaced_long_before_the_time_is_over(meet_as, monkeypatch):
+async def test_rank_0_on_a_lost_host_is_replaced_before_the_timeout(meet_as, monkeypatch):
     monkeypatch.setattr(joining, "_PREDECESSOR_TRIES", (0.05, 0.1))
     store = HashStore()
     with socket.socket() as silent:
@@ -464,7 +464,7 @@ async def test_a_trusted_network_needs_none(meet_as):
     assert leader.token is None
 
 
-async def test_the_users_token_is_everybodys_and_never_written_down(meet_as, tmp_path):
+async def test_token_of_the_user_is_shared_and_never_written_to_the_file(meet_as, tmp_path):
     config = Config(token="the user's own")
     meetings = await world_of(meet_as, 2, f"file://{tmp_path}", config=config)
     assert meetings[1].token == "the user's own"
@@ -554,7 +554,7 @@ async def test_rank_0_serves_until_the_others_are_done(meet_as):
     assert since.seconds() < 2
 
 
-async def test_rank_0_waits_for_the_others_only_so_long(meet_as):
+async def test_rank_0_close_waits_for_the_others_with_a_timeout(meet_as):
     leader, _ = await world_of(meet_as, 2, "tcp://127.0.0.1:0")
     begun, since = time.monotonic(), Stopwatch()
     await leader.close(timeout=0.2)
@@ -570,7 +570,7 @@ async def test_rank_0_close_does_not_wait_for_dead_ranks(meet_as):
     assert since.seconds() < 2
 
 
-async def test_closing_twice_is_closing_once(meet_as):
+async def test_close_is_idempotent(meet_as):
     meetings = await world_of(meet_as, 2, "tcp://127.0.0.1:0")
     await close_all(meetings)
     await close_all(meetings)
@@ -588,7 +588,7 @@ async def test_cancelled_rank_can_join_again(meet_as, tmp_path):
 
 
 @pytest.mark.parametrize("leaver", [0, 1, 2])
-async def test_who_waits_for_a_rank_that_gave_up_hears_it(meet_as, leaver):
+async def test_waiting_rank_is_told_that_a_rank_gave_up(meet_as, leaver):
     leader = await meet_as("tcp://127.0.0.1:0", 0, 4)
     meetings = [leader, *[await meet_as(leader.where, rank, 4) for rank in (1, 2)]]
     waiting = [asyncio.ensure_future(meeting.exchange(b"")) for meeting in meetings]
@@ -603,7 +603,7 @@ async def test_who_waits_for_a_rank_that_gave_up_hears_it(meet_as, leaver):
     assert since.seconds() < 2
 
 
-async def test_who_comes_after_a_rank_gave_up_hears_it(meet_as):
+async def test_late_rank_is_told_that_a_rank_gave_up(meet_as):
     leader = await meet_as("tcp://127.0.0.1:0", 0, 3)
     first = await meet_as(leader.where, 1, 3)
     with pytest.raises(TimeoutError):
@@ -616,7 +616,7 @@ async def test_who_comes_after_a_rank_gave_up_hears_it(meet_as):
 
 
 @pytest.mark.parametrize("steps", range(0, 60, 3))
-async def test_cancelled_at_any_point_nothing_is_left(meet_as, tmp_path, steps):
+async def test_cancellation_at_any_point_leaves_no_state(meet_as, tmp_path, steps):
     ranks = [asyncio.ensure_future(meet_as(f"file://{tmp_path}", rank, timeout=5)) for rank in range(2)]
     for _ in range(steps):
         await asyncio.sleep(0)
@@ -629,7 +629,7 @@ async def test_cancelled_at_any_point_nothing_is_left(meet_as, tmp_path, steps):
 
 
 async def test_a_meeting_belongs_to_the_loop_that_made_it(in_thread):
-    """Worlds of two loops in two threads meet like those of two processes."""
+    """Ranks on the loops of two threads meet like ranks of two processes."""
 
     def live(rank, answers, where):
         async def main():
