@@ -1,6 +1,7 @@
 """Settings from the environment. No other module reads the environment.
 
-Every folder may import this module; it imports the standard library alone. A `Config` is immutable: `Config.from_environment`
+Every folder may import this module; it imports the standard library alone. A `Config` is immutable:
+`Config.from_environment`
 makes one, and a world keeps the one with which it was started. `settings` yields the table that ``asyncdist info`` prints.
 `Launch`, `Service` and `NcclSettings` hold what launchers, systemd and NCCL define.
 """

@@ -41,15 +41,6 @@ MOST_LINES_IN_A_FILE = 500
 MOST_LINES_IN_A_FUNCTION = 60
 
 
-UNFINISHED = ["store.protocol.chunk_sender"]
-"""Modules that still import against the rules."""
-
-
-def unfinished(names: list[str]) -> list[object]:
-    late = {f"asyncdist.{name}" for name in UNFINISHED}
-    return [pytest.param(name, marks=pytest.mark.xfail) if name in late else name for name in names]
-
-
 def modules(folder: str) -> dict[str, Path]:
     """Return the modules below a folder of the checkout, by dotted name."""
     found = {}
@@ -86,7 +77,7 @@ def is_below(module: str, package: str) -> bool:
     return module == package or module.startswith(f"{package}.")
 
 
-@pytest.mark.parametrize("name", unfinished(list(LIBRARY)))
+@pytest.mark.parametrize("name", LIBRARY)
 def test_module_imports_only_layers_above_it(name: str) -> None:
     layer = layer_of(name)
     if layer is None:
@@ -105,7 +96,7 @@ def test_module_imports_only_layers_above_it(name: str) -> None:
                 assert other <= layer, f"{name} imports {imported}, which stands below it in LAYERS"
 
 
-@pytest.mark.parametrize("name", unfinished([name for name in LIBRARY if name.startswith(PURE_FOLDERS)]))
+@pytest.mark.parametrize("name", [name for name in LIBRARY if name.startswith(PURE_FOLDERS)])
 def test_pure_module_imports_nothing_impure(name: str) -> None:
     wrong = [imported for imported in imports(LIBRARY[name]) if imported.split(".")[0] in IMPURE]
     assert not wrong, f"{name} has to stay without I/O, and imports {wrong}"
@@ -116,7 +107,7 @@ def test_base_and_store_run_without_torch(name: str) -> None:
     assert "torch" not in {imported.split(".")[0] for imported in imports(LIBRARY[name])}
 
 
-@pytest.mark.parametrize("name", unfinished(list(TRANSPORTS)))
+@pytest.mark.parametrize("name", TRANSPORTS)
 def test_transports_see_only_the_contract(name: str) -> None:
     for imported in imports(TRANSPORTS[name]):
         if is_below(imported, "asyncdist"):
@@ -124,7 +115,6 @@ def test_transports_see_only_the_contract(name: str) -> None:
             assert allowed, f"{name} imports {imported}"
 
 
-@pytest.mark.xfail
 def test_no_import_cycles() -> None:
     """No module reaches itself over imports, those for annotations included; packages' ``__init__`` re-export."""
     graph = {

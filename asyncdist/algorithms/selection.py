@@ -5,7 +5,8 @@ per message) prices what each schedule promises in its `Cost`:
 
     seconds = alpha * rounds + overhead * messages + beta * nbytes + gamma * reduced
 
-Each rank chooses for itself and all must agree, so the inputs are equal on all ranks. ``nbytes`` is the size of all blocks of a rank together: of the tensor in all_reduce, reduce and broadcast, of what is gathered,
+Each rank chooses for itself and all must agree, so the inputs are equal on all ranks. ``nbytes`` is the size of all
+blocks of a rank together: of the tensor in all_reduce, reduce and broadcast, of what is gathered,
 of what is scattered, of one side of an all_to_all.
 """
 
@@ -127,7 +128,8 @@ def _cheapest(collective: str, nbytes: int, size: int, model: Model, contiguous:
 
 
 def candidates(collective: str) -> tuple[Candidate, ...]:
-    """Return the schedules that there are for a collective; an unknown name raises ValueError, which lists the collectives."""
+    """Return the schedules that there are for a collective; an unknown name raises ValueError, which lists the
+    collectives."""
     try:
         return CANDIDATES[collective]
     except KeyError:

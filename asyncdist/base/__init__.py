@@ -1,1 +1,2 @@
-"""Parts without torch that every other folder may use: deadlines, timers, threads, the process's end, addresses, TLS, authentication. No torch."""
+"""Parts without torch that every other folder may use: deadlines, timers, threads, the process's end, addresses, TLS,
+authentication. No torch."""

@@ -1,7 +1,8 @@
 """The tensor operations that a `Group` and its `DeviceGroup` have in common.
 
-Each operation makes a plan, and the subclass of `CollectiveOps` runs it. Rank arguments are group ranks; the APIs
-(`asyncdist`, `asyncdist.sync`) translate global ranks.
+`CollectiveOps` is what a `Group` and its part on a device have in common. Ranks in arguments are ranks in the group;
+the faces
+(`asyncdist`, `asyncdist.sync`) translate global ones.
 """
 
 from __future__ import annotations
@@ -38,12 +39,9 @@ class CallOptions(TypedDict, total=False):
 class CollectiveOps(ABC):
     """The tensor operations of an ordered set of ranks of a world.
 
-    Methods start an operation and return its `Work`. Each method takes `CallOptions` as keywords.
-
-    Attributes:
-        name: Name in error messages and traces.
-        ranks: Global ranks of the members, in group order.
-        timeout: Default limit of an operation in seconds.
+    ``ranks`` are global ranks, by rank in the group. Methods start an operation and return its `Work`. Each takes
+    `CallOptions`
+    as keywords.
     """
 
     name: str

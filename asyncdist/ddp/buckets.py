@@ -39,7 +39,8 @@ def assign(nbytes: Sequence[int], kinds: Sequence[Hashable], order: Iterable[int
         limits: Caps in bytes of each kind's buckets in turn; the last one applies to all further buckets.
 
     Returns:
-        The parameters' numbers, bucket by bucket. Buckets are ordered by their last parameter, after which they can be sent.
+        The parameters' numbers, bucket by bucket. Buckets are ordered by their last parameter, after which they can
+        be sent.
     """
     done: list[tuple[int, list[int]]] = []
     filling: dict[Hashable, tuple[list[int], int]] = {}

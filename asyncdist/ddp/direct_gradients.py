@@ -32,7 +32,8 @@ class Places(Protocol):
 
 
 class Linear(nn.Linear):
-    """A linear layer that writes its weight's gradient into memory of `Places`. Its copies and pickles are plain `nn.Linear`."""
+    """A linear layer that writes its weight's gradient into memory of `Places`. Its copies and pickles are plain
+    `nn.Linear`."""
 
     # TorchScript reads annotations and cannot resolve this one.
     if TYPE_CHECKING:
@@ -129,7 +130,8 @@ def _place(ctx: Any) -> torch.Tensor | None:
 
 
 def _accumulates(node: Any) -> bool:
-    """Return whether this backward accumulates a node's gradient into ``grad``; `torch.autograd.grad` returns it instead."""
+    """Return whether this backward accumulates a node's gradient into ``grad``; `torch.autograd.grad` returns it
+    instead."""
     # It raises for leaves inside `torch.autograd.grad`.
     try:
         return torch._C._will_engine_execute_node(node)

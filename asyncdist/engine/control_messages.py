@@ -63,7 +63,8 @@ def decode_abort(body: bytes, peer: int, rank: int, trouble: Callable[[Sequence[
 
 
 def to_tell(members: Sequence[int], rank: int, told_by: int | None) -> list[int]:
-    """Return the ranks that ``rank`` notifies: all members if it detected the failure, else those at distances 1, 2, 4, …"""
+    """Return the ranks that ``rank`` notifies: all members if it detected the failure, else those at distances 1, 2,
+    4, …"""
     if told_by is None:
         others = list(members)
     else:

@@ -56,7 +56,8 @@ class Machine(Protocol):
         """Move what can be moved, of the given descriptors or of all that want to; return whether anything moved."""
 
     def waits(self) -> list[Wait] | None:
-        """Return the descriptors and poll events to sleep on; peers signal them from now on. None if something has moved."""
+        """Return the descriptors and poll events to sleep on; peers signal them from now on. None if something has
+        moved."""
 
     def busy(self) -> bool:
         """Return whether anything is pending that needs a driver."""

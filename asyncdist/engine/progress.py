@@ -3,9 +3,11 @@
 A `Machine` (the rank's `Endpoint`) moves everything that can move without waiting, and names the file descriptors to wait
 for when nothing can. `Progress` makes sure that a *driver* calls it:
 
-* The inline driver is a thread that blocks in ``wait()``. It drives the machine itself and sleeps in ``poll``, so a blocking
+* The inline driver is a thread that blocks in ``wait()``. It drives the machine itself and sleeps in ``poll``, so a
+blocking
   call needs no thread switch.
-* The loop driver is an event loop that drives through ``add_reader`` and ``add_writer`` while no thread blocks. It is the loop
+* The loop driver is an event loop that drives through ``add_reader`` and ``add_writer`` while no thread blocks. It is
+the loop
   in which the world was opened, or the runtime's background loop for blocking programs.
 * A thread that only issues an operation tries once, inline, to complete it.
 
@@ -270,7 +272,8 @@ class Progress:
             ready = None if waits is None else self._sleep(waits, until)
 
     def _sleep(self, waits: list[Wait], until: float) -> list[int] | None:
-        """Sleep until a descriptor is ready, the waker is signalled or a deadline comes; return the ready ones, None if unknown."""
+        """Sleep until a descriptor is ready, the waker is signalled or a deadline comes; return the ready ones, None
+        if unknown."""
         try:
             waker = self._waker
             if waker is None or self._inbox:  # put there between our turn and our falling asleep

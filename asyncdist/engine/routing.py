@@ -97,7 +97,8 @@ class TransportSelector:
         return max((len(peers) + 1 for peers in ours), default=len(self._addresses))
 
     def spin(self) -> tuple[float, Callable[[], None] | None]:
-        """Return how many seconds to spin before sleeping, and, if ranks outnumber cores, what spreads them over the cores."""
+        """Return how many seconds to spin before sleeping, and, if ranks outnumber cores, what spreads them over the
+        cores."""
         ways = {self.to(peer) for peer in range(len(self._addresses)) if peer != self._rank}
         waits = [way.spin(self.local_size) for way in ways if way is not None]
         crowded = any(crowded for _, crowded in waits)

@@ -253,7 +253,8 @@ def completed(value: Any = None) -> Work:
 
 
 def joined(works: Sequence[Work]) -> Work:
-    """Return a work that completes with the last of ``works``; its value is the list of their values, its error the first."""
+    """Return a work that completes with the last of ``works``; its value is the list of their values, its error the
+    first."""
     pending = [work for work in works if not work.is_completed()]
     driven = all(work._progress is not None for work in pending)
     whole = Work(pending[0]._progress if pending else None) if driven else _Several(works)

@@ -1,8 +1,9 @@
 """The collectives with the names and argument orders of torch.distributed, for the asyncio API and the blocking API.
 
-`asyncdist` exports a `CollectivesApi` whose collectives return an awaitable `Work`. Those of `asyncdist.sync` block
-unless ``async_op=True``. ``src`` and ``dst`` are global ranks, as in torch; ``group_src`` and ``group_dst`` are group
-ranks. A ``group`` of None means the default group.
+`asyncdist` exports a `CollectivesApi` whose collectives return a `Work` to await, `asyncdist.sync` one whose
+collectives block
+unless ``async_op=True``. ``src`` and ``dst`` are global ranks, as in torch; ``group_src`` and ``group_dst`` are ranks in
+the group.
 """
 
 from __future__ import annotations

@@ -340,7 +340,8 @@ async def join_world(stack: AsyncExitStack, world: WorldSpec, locate: Locate, wh
 
 
 async def _claim(world: WorldSpec, record: AddressRecord, client: AsyncStore, session: RendezvousSession) -> None:
-    """Claim this rank, and check in the same round trip that the store holds the published world and rank 0 has not left."""
+    """Claim this rank, and check in the same round trip that the store holds the published world and rank 0 has not
+    left."""
     keys, rank, process = session.keys, world.rank, _this_process()
     claimed = keys("joined", rank)
     try:

@@ -248,7 +248,8 @@ class RendezvousSession:
             await self._client.delete_key(key)
 
     async def _until_alone(self, ranks: list[int]) -> None:
-        """Wait until all of ``ranks`` have left, or no other client is connected: a dead rank does not announce that it left."""
+        """Wait until all of ``ranks`` have left, or no other client is connected: a dead rank does not announce that
+        it left."""
         left = self._client.wait(self.keys.each("left", ranks), timeout=math.inf)
         try:
             while self.server is not None and self.server.num_connections > 1 and not left.done():

@@ -25,7 +25,8 @@ Instead = Callable[..., Any]
 
 
 def for_our_groups(group_of: Callable[..., Any], ours: Callable[..., Any]) -> Instead:
-    """Return a replacement that calls ``ours`` if ``group_of(*args)`` is an asyncdist group, and torch's function if not."""
+    """Return a replacement that calls ``ours`` if ``group_of(*args)`` is an asyncdist group, and torch's function if
+    not."""
 
     def instead(theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         call = ours if isinstance(group_of(*args, **kwargs), ProcessGroup) else theirs

@@ -1,7 +1,9 @@
 """The contract of a transport: how messages get from one rank to another, and how they find their receives.
 
-A world has one `Transport` of each usable kind. A transport listens, and makes a `Link` to each peer that this rank sends to.
-Links carry *messages*: a header (`wire_format`) and a body, read directly from the sender's memory. The receiving rank has one
+A world has one `Transport` of each usable kind. A transport listens, and makes a `Link` to each peer that this rank
+sends to.
+Links carry *messages*: a header (`wire_format`) and a body, read directly from the sender's memory. The receiving
+rank has one
 `MatchingQueue` for each peer, shared by all connections of that peer. There messages meet the *receives* posted for them:
 
 * A receive is posted before the message arrives: the bytes go directly into the posted memory.
@@ -10,11 +12,13 @@ Links carry *messages*: a header (`wire_format`) and a body, read directly from 
   back-pressure on the sender. If another receive is posted whose message may be behind it, the message is kept after all,
   because waiting would be a deadlock.
 
-Every method here is called under the lock of the world's `Progress`; no method blocks. A transport reports to its `Host`, the
+Every method here is called under the lock of the world's `Progress`; no method blocks. A transport reports to its
+`Host`, the
 rank's endpoint. To write a transport, implement `Transport` and `Link`, announce the class under the entry-point group
 ``asyncdist.transports``, and run the conformance tests of `asyncdist.testing` over it.
 
-A transport that must try which peers it reaches (shared memory) implements `Transport.probe_peers`, which runs before the world
+A transport that must try which peers it reaches (shared memory) implements `Transport.probe_peers`, which runs before
+the world
 is complete. A transport that can do better than messages within a whole group offers a `native.Native`.
 """
 

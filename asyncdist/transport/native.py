@@ -5,8 +5,10 @@ its methods return schedules that send nothing. A schedule does a piece of the w
 member that it waits for and is resumed when something may have changed. It runs under either driver, or in the calling
 thread without a driver, and one driver may continue what another began.
 
-``number`` counts the collectives of the group from 1. Every collective passes through the native, at least by `announce`, so
-that ranks that call different collectives detect it. ``fingerprint`` identifies the call of this rank. Members and roots are
+``number`` counts the collectives of the group from 1. Every collective passes through the native, at least by
+`announce`, so
+that ranks that call different collectives detect it. ``fingerprint`` identifies the call of this rank. Members and
+roots are
 ranks in the group.
 """
 
@@ -114,7 +116,8 @@ class Native(ABC):
 
     @abstractmethod
     def all_gather(self, number: int, fingerprint: int, rows: Sequence[tuple[MemoryBlocks, Memory]]) -> Schedule:
-        """Copy, for each row (blocks, own), each member's ``own`` into every member's ``blocks[rank]``, its own included."""
+        """Copy, for each row (blocks, own), each member's ``own`` into every member's ``blocks[rank]``, its own
+        included."""
 
     @abstractmethod
     def gather(self, number: int, fingerprint: int, own: Memory, blocks: MemoryBlocks, root: int) -> Schedule:

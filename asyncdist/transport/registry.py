@@ -1,6 +1,7 @@
 """Finds transports: the classes announced under the entry-point group ``asyncdist.transports``.
 
-Device back ends are announced under ``asyncdist.ensembles``. The built-in ones are announced like those of third parties. For a
+Device back ends are announced under ``asyncdist.ensembles``. The built-in ones are announced like those of third
+parties. For a
 checkout that is on PYTHONPATH but not installed, the registry reads the entry points from the checkout's pyproject.toml.
 """
 

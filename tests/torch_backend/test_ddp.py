@@ -1,6 +1,7 @@
 """torch's DistributedDataParallel and the modules built on it, compared with the same over gloo.
 
-The sum of two gradients does not depend on their order, so two ranks agree bit for bit. Four ranks agree within a tolerance.
+The sum of two gradients does not depend on their order, so two ranks agree bit for bit. Four ranks agree within a
+tolerance.
 """
 
 from __future__ import annotations

@@ -86,7 +86,8 @@ class SniffingListener:
             self._loop.add_reader(sock.fileno(), self._peek, sock, peer)
 
     def _make_room(self) -> bool:
-        """Drop the oldest unauthenticated connection of the phase that has the most of them; return whether there was one."""
+        """Drop the oldest unauthenticated connection of the phase that has the most of them; return whether there was
+        one."""
         kinds = (len(self._unclassified), len(self._handshaking), self._admission.num_unauthenticated)
         most = max(kinds)
         if most == 0:

@@ -401,6 +401,7 @@ HANDLERS: dict[Op, Callable[..., Any]] = {
 }
 """By operation: what does it, called with the state, the place, and the arguments.
 
-It returns a result or `BLOCKED`, or raises `RequestRefused`. A caller that bypasses `StoreState.execute` fetches the replies
+It returns a result or `BLOCKED`, or raises `RequestRefused`. A caller that bypasses `StoreState.execute` fetches the
+replies
 that are due to other clients from `StoreState.collect`.
 """

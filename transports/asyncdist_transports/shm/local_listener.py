@@ -3,7 +3,8 @@
 Every rank listens at an abstract address, which needs no file and ends with the process. Abstract addresses belong to a
 network namespace. For peers in another namespace, and only if there are any, a rank also listens at a path: it binds the
 socket to a name, opens the socket file, removes the name, and peers connect through the descriptor
-(``/proc/<pid>/fd/<descriptor>``). The name of a rank that was killed in between is removed by the next rank that listens so.
+(``/proc/<pid>/fd/<descriptor>``). The name of a rank that was killed in between is removed by the next rank that
+listens so.
 
     dialing side (the higher rank)               accepting side
     proof of the job's token                  ⇄  proof of the job's token

@@ -77,7 +77,8 @@ class Outbound:
 
     @property
     def kept_waiting(self) -> bool:
-        """Whether the handshake has taken so long, for example because no thread drives the peer, that its end is ambiguous."""
+        """Whether the handshake has taken so long, for example because no thread drives the peer, that its end is
+        ambiguous."""
         patience = min(self._host.config.handshake_timeout, _KEPT_WAITING)
         return not self.established and self._proving is not None and monotonic() - self._since >= patience
 
@@ -96,7 +97,8 @@ class Outbound:
         return bool(self.queue) or _is_unsent(self._sock)
 
     def pump(self, ready: bool) -> bool:
-        """Connect, authenticate, send, and read control messages if the socket is ready. Raises Ended and AsyncdistError."""
+        """Connect, authenticate, send, and read control messages if the socket is ready. Raises Ended and
+        AsyncdistError."""
         if not self.established:
             return self._establish()
         try:

@@ -1,4 +1,5 @@
-"""The listening socket of a rank: accepts connections, also when the process runs out of descriptors. Used by `transport`."""
+"""The listening socket of a rank: accepts connections, also when the process runs out of descriptors. Used by
+`transport`."""
 
 from __future__ import annotations
 

@@ -255,7 +255,8 @@ class SlotTable:
     def hold_if_withdrawn(self, members: Sequence[SlotMember]) -> Schedule:
         """Block a reader of data that some members had withdrawn by now, because the data may be overwritten.
 
-        The reason of the abort is on its way to this rank and ends the wait; if the member destroyed the group, the deadline of
+        The reason of the abort is on its way to this rank and ends the wait; if the member destroyed the group, the
+        deadline of
         the call does.
         """
         # The members' data is loaded before their words.
@@ -284,7 +285,8 @@ class SlotTable:
             self._reserved[index] = nbytes
 
     def own_area(self, number: int, round_index: int, start: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return elements of this member's area of a round, backed with memory. Raises SharedMemoryError if none is left."""
+        """Return elements of this member's area of a round, backed with memory. Raises SharedMemoryError if none is
+        left."""
         index = self._area_index(number, round_index, self.words)
         self._reserve(index, start + count * dtype.itemsize)
         return self._area(index, self.rank, start, count, dtype)

@@ -1,4 +1,5 @@
-"""The exchange protocol of small tensors: every member stages its data and reads the others' data, with one synchronisation.
+"""The exchange protocol of small tensors: every member stages its data and reads the others' data, with one
+synchronisation.
 
 A program makes thousands of calls with small tensors a second, and their cost is the interpreter's. Everything that calls
 with the same signature share is therefore computed once per slot (see `small`), and `SmallExchange.schedule` writes out

@@ -5,7 +5,8 @@ the pieces that it needs, reads them, and publishes *read*. The halves alternate
 until its readers have read the contents of two rounds ago, which is mostly the case. So the members work concurrently,
 and a round costs one synchronisation.
 
-    round r      wait read(r - 2)   stage half r % 2   publish staged(r)   wait staged(r) of the others   read   publish read(r)
+    round r      wait read(r - 2)   stage half r % 2   publish staged(r)   wait staged(r) of the others   read
+    publish read(r)
 
 Staged and read are counted separately, so a member may stage further ahead than one round with more areas than two halves:
 in its stream (see `streaming`). Each member decides alone how far.
