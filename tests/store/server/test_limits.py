@@ -177,7 +177,7 @@ def test_answers_that_nobody_has_heard_count_until_they_are_heard_or_their_clien
         assert ledger.nbytes == counted(Contents(members=these.contents())) > 2 * LONGEST
         these.get(b"one").received(3)
         assert ledger.nbytes == counted(Contents(members=these.contents()))
-        these.farewell(these.get(b"one"))
+        these.close(these.get(b"one"))
         assert ledger.nbytes == counted(Contents(members=these.contents())) > LONGEST
         these.get(b"other").received(len(ANSWERS) + 1)
         assert ledger.nbytes == 0
