@@ -16,8 +16,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 LAYERS = (
-    "base", "algorithms", "memory", "store", "transport", "tracing", "engine", "collectives", "rendezvous", "devices", "groups",
-    "ddp", "torch_backend", "bench", "cli",
+    "base", "algorithms", "memory", "store", "transport", "tracing", "engine", "collectives", "rendezvous", "devices",
+    "groups", "ddp", "torch_backend", "bench", "cli",
 )  # fmt: skip
 """The folders of `asyncdist`; each imports only itself, the folders before it, and the two modules of `FOUNDATION`."""
 

@@ -13,8 +13,8 @@ actions: ``()`` after a piece of its work, or the group rank for which it waits.
 
 The rules that make a step safe, which the simulator in `asyncdist.testing` checks:
 
-* the places of one step do not overlap, except that several ``Send`` may share one place;
-* every ``Send`` has its ``Recv`` or ``ReduceTraffic`` of equal size at the peer.
+* no place of a step overlaps another one of it, except that several ``Send`` may share theirs;
+* every ``Send`` has its ``Recv`` or ``Reduce`` of equal size at the peer.
 """
 
 from __future__ import annotations

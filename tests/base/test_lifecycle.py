@@ -62,8 +62,8 @@ for module in sys.argv[1:]:
     importlib.import_module(module)
 """
 
-IN_ORDER = ["asyncdist_transports.nccl.communicator", "asyncdist.store.server.embedded", "mesh", "asyncdist.base.daemon_threads",
-            "asyncdist.base.background_loop"]  # fmt: skip
+IN_ORDER = ["asyncdist_transports.nccl.communicator", "asyncdist.store.server.embedded", "mesh",
+            "asyncdist.base.daemon_threads", "asyncdist.base.background_loop"]  # fmt: skip
 
 
 @pytest.mark.parametrize("turned", [1, -1])

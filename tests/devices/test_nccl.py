@@ -327,7 +327,8 @@ def capabilities(device="a", machine="m", version=22907):
     [
         ([capabilities("a"), capabilities("b")], None),
         ([capabilities("a"), capabilities("a", machine="n")], None),
-        ([capabilities("a"), capabilities("b"), capabilities("b")], "ranks 1 and 2 share one device, and NCCL takes one rank a device"),
+        ([capabilities("a"), capabilities("b"), capabilities("b")],
+         "ranks 1 and 2 share one device, and NCCL takes one rank a device"),
         ([capabilities("a"), capabilities("b", version=22704)],
          "NCCL is 2.29.7 on rank 0, but 2.27.4 on rank 1: it wants the same one everywhere"),
         ([capabilities()], None),

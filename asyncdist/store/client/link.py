@@ -93,7 +93,7 @@ class StoreConnection(asyncio.Protocol):
         transport = cast(asyncio.Transport, transport)  # which uvloop's is in all but its bases
         self._transport = transport
         lifecycle.close_in_children(self)
-        self._carrier = ChunkSender(transport.write, self._conversation.is_open)
+        self._carrier = ChunkSender(transport.write, self._conversation.is_open, asyncio.get_running_loop().call_soon)
         self._secured = transport.get_extra_info("sslcontext") is not None
         tune(transport.get_extra_info("socket"))
         self._greeting = HandshakeDriver(dial(self._token, "store", os.urandom(NONCE_NBYTES)), transport.write)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
 from collections.abc import Callable
 
@@ -18,7 +17,7 @@ class ChunkSender:
     Args:
         write: Sends bytes.
         is_wanted: ``is_wanted(request)`` tells whether the rest of the request's message still has to be sent.
-        schedule: Calls `send_next` in a moment; by default the running loop's ``call_soon``.
+        schedule: Calls `send_next` later, for example an event loop's ``call_soon``.
     """
 
     __slots__ = ("_carrying", "_is_wanted", "_parcels", "_paused", "_schedule", "_write")
@@ -27,10 +26,10 @@ class ChunkSender:
         self,
         write: Callable[[bytes], object],
         is_wanted: Callable[[int], bool],
-        schedule: Callable[[Callable[[], None]], object] | None = None,
+        schedule: Callable[[Callable[[], None]], object],
     ) -> None:
         self._write, self._is_wanted = write, is_wanted
-        self._schedule = schedule or asyncio.get_running_loop().call_soon
+        self._schedule = schedule
         self._parcels: deque[tuple[ChunkedMessage, Done]] = deque()
         self._paused = False
         self._carrying = False

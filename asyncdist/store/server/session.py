@@ -88,7 +88,7 @@ class Session(ServerConnection):
         self._expected_nbytes = 0  # of what is arriving, counted against the store's memory
         self._in_line: Counter[int] = Counter()  # requests with long replies that wait or are under way, and are wanted
         self._in_line_nbytes = 0  # of those that nothing holds up but the socket
-        self._carrier = ChunkSender(transport.write, self._in_line.__contains__)
+        self._carrier = ChunkSender(transport.write, self._in_line.__contains__, asyncio.get_running_loop().call_soon)
         self._published_nbytes = 0  # of short messages from others, since the socket takes no more
         self._published_in_line_nbytes = 0  # of their long ones that have not been sent
         self._todo: deque[Any] = deque()

@@ -28,7 +28,7 @@ def written() -> list[bytes]:
 async def test_parcels_go_one_behind_the_other_with_a_turn_for_others_between_pieces(written):
     turns: list[int] = []
     done: list[int] = []
-    carrier = ChunkSender(written.append, lambda request: True)
+    carrier = ChunkSender(written.append, lambda request: True, asyncio.get_running_loop().call_soon)
     for request in (1, 2):
         carrier.send(parcel(request), lambda sent: done.append(sent.request))
     assert carrier.nbytes_under_way == len(parcel(1))
@@ -43,7 +43,11 @@ async def test_parcels_go_one_behind_the_other_with_a_turn_for_others_between_pi
 
 
 async def test_nothing_goes_while_the_socket_takes_no_more(written):
-    carrier = ChunkSender(lambda frame: (written.append(frame), carrier.pause()), lambda request: True)
+    carrier = ChunkSender(
+        lambda frame: (written.append(frame), carrier.pause()),
+        lambda request: True,
+        asyncio.get_running_loop().call_soon,
+    )
     carrier.send(parcel(1))
     for count in range(1, 5):
         await asyncio.sleep(0)
@@ -55,7 +59,7 @@ async def test_nothing_goes_while_the_socket_takes_no_more(written):
 
 async def test_what_nobody_wants_is_broken_off_or_never_begun(written):
     wanted, done = {1, 2, 3}, []
-    carrier = ChunkSender(written.append, wanted.__contains__)
+    carrier = ChunkSender(written.append, wanted.__contains__, asyncio.get_running_loop().call_soon)
     for request in (1, 2, 3):
         carrier.send(parcel(request), lambda sent: done.append(sent.request))
     await asyncio.sleep(0)
@@ -70,7 +74,7 @@ async def test_what_nobody_wants_is_broken_off_or_never_begun(written):
 
 
 async def test_nothing_goes_after_the_connection(written):
-    carrier = ChunkSender(written.append, lambda request: True)
+    carrier = ChunkSender(written.append, lambda request: True, asyncio.get_running_loop().call_soon)
     carrier.send(parcel(1))
     carrier.drop()
     await asyncio.sleep(0)
