@@ -154,7 +154,8 @@ class DeviceGroup(CollectiveOps):
             self._host.mesh.progress.refuse_loop_thread(name)
         if self._streams.is_capturing():
             raise UnsupportedError(
-                "the call cannot be captured into a CUDA graph, because the ranks communicate on the host: call it outside of the graph"
+                "the call cannot be captured into a CUDA graph, because the ranks communicate on the host: "
+                "call it outside of the graph"
             )
         # A call that was refused above must not use up a sequence number.
         number = next(self._sequence) if tag is None else tag

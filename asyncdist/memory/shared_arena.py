@@ -136,7 +136,8 @@ class Arena:
                     return ArenaBlock(self, offset, nbytes)
         raise SharedMemoryError(
             f"no {nbytes >> 20} MiB in one piece are left in this process's shared segment of {self.nbytes >> 20} MiB: "
-            "let go of registered tensors, destroy groups, or lower ASYNCDIST_SHM_AREA_NBYTES (a group takes 32 of these areas)"
+            "let go of registered tensors, destroy groups, or lower "
+            "ASYNCDIST_SHM_AREA_NBYTES (a group takes 32 of these areas)"
         )
 
     def reserve(self, offset: int, nbytes: int) -> None:

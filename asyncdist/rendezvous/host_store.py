@@ -79,7 +79,8 @@ class ServerHandle:
                 servers.by_address[host, shared.server.port] = shared
             elif shared.token != token:
                 raise AddressError(
-                    f"this process already serves a store at {host}:{port} with another token; use the same token, or another port"
+                    f"this process already serves a store at {host}:{port} with another token; "
+                    "use the same token, or another port"
                 )
             shared.users += 1
             self._shared = shared

@@ -126,7 +126,8 @@ class SharedFile:
         size = os.fstat(self._fd).st_size
         if size < offset:
             raise StoreError(
-                f"{self.path} has lost what had been written ({offset} bytes were there, and {size} are): another process truncated "
+                f"{self.path} has lost what had been written ({offset} bytes were there, and {size} are): "
+                "another process truncated "
                 "it, or its server failed; begin anew with another file"
             )
         pieces = []
