@@ -92,8 +92,8 @@ def test_without_a_device_nothing_is_measured_and_one_sentence_says_so():
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        (["--device", "cuda", "barrier"], "on devices only all_reduce, broadcast, send"),
-        (["send"], "send is measured with --device cuda only"),
+        (["--device", "cuda", "barrier"], "--device cuda measures only all_reduce, broadcast, send"),
+        (["send"], "send is measured only with --device cuda"),
         (["--ranks", "1"], "at least 2 ranks on the CPU"),
         (["--device", "tpu"], "'tpu' is not one of"),
     ],
@@ -116,7 +116,7 @@ def pretended(monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)  # it takes nothing that stands in
     monkeypatch.setattr(Staged, "probe", classmethod(lambda kind: None))
     started = SimpleNamespace(synchronize=lambda: None)
-    monkeypatch.setattr(Group, "on", lambda *_: SimpleNamespace(way="staged", all_reduce=lambda _: started))
+    monkeypatch.setattr(Group, "on", lambda *_: SimpleNamespace(backend="staged", all_reduce=lambda _: started))
 
 
 def test_a_rank_measures_everybody_and_says_who_is_absent(pretended, tmp_path):

@@ -15,7 +15,7 @@ from asyncdist.bench.contenders import plain_sockets
 from asyncdist.bench.contenders.contenders import Blocking, Copy, Ours, Raw, Registered
 from asyncdist.bench.measure import entered, measure
 from asyncdist.bench.pace import StartPacer
-from asyncdist.bench.pacing_sockets import connect, listen
+from asyncdist.bench.pacing_sockets import connect_ranks, listen_on_loopback
 from asyncdist.bench.plan import COLLECTIVES, BenchPlan, in_turns, rounds
 from asyncdist.bench.report.table import size
 from asyncdist.bench.workloads.collectives import traffic
@@ -26,14 +26,14 @@ TOKEN = secrets.token_bytes(16)
 
 def in_ranks(ranks, program):
     """Run ``program(rank, sockets)`` in a thread a rank."""
-    servers = [listen() for _ in range(ranks)]
+    servers = [listen_on_loopback() for _ in range(ranks)]
     ports = [server.getsockname()[1] for server in servers]
     failures = []
 
     def run(rank):
         table = []
         try:
-            table = connect(rank, servers[rank], ports, TOKEN)
+            table = connect_ranks(rank, servers[rank], ports, TOKEN)
             program(rank, table)
         except BaseException as error:
             failures.append(error)
@@ -71,11 +71,11 @@ def test_plain_sockets_compute_what_is_asked(collective, ranks, nbytes):
 
 
 def test_a_stranger_is_turned_away():
-    with listen() as lower, listen() as higher:
+    with listen_on_loopback() as lower, listen_on_loopback() as higher:
         ports = [sock.getsockname()[1] for sock in (lower, higher)]
         with socket.create_connection(("127.0.0.1", ports[0])) as stranger:
             stranger.sendall(bytes(16) + (1).to_bytes(4, "big"))
-            tables = [connect(1, higher, ports, TOKEN), connect(0, lower, ports, TOKEN)]
+            tables = [connect_ranks(1, higher, ports, TOKEN), connect_ranks(0, lower, ports, TOKEN)]
             assert stranger.recv(1) == b""
         tables[0][0].send(b"?")
         tables[1][1].setblocking(True)

@@ -104,7 +104,7 @@ def test_reductions_are_accepted_by_every_name():
         assert reduction(ReduceOp[name]) is ReduceOp[name]
         assert reduction(name.lower()) is ReduceOp[name]
         assert reduction(getattr(theirs, name)) is ReduceOp[name]
-    for wrong, message in ((ReduceOp.PREMUL_SUM, "factor"), ("mean", "there are SUM, AVG"), (None, "no reduction")):
+    for wrong, message in ((ReduceOp.PREMUL_SUM, "factor"), ("mean", "use one of SUM, AVG"), (None, "reduction")):
         with pytest.raises(ValueError, match=message):
             reduction(wrong)
 

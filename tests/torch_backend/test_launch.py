@@ -222,4 +222,4 @@ def test_agent_warns_where_c10d_workers_cannot_connect(allowed, monkeypatch, cap
             agent.shutdown()
     said = [record.getMessage() for record in caplog.records if record.name == "asyncdist"]
     assert len(said) == (0 if allowed else 1)
-    assert all("start the daemon with --c10d loopback" in one for one in said)
+    assert all("Start the daemon with --c10d loopback" in one for one in said)
