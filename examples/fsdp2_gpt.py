@@ -365,8 +365,6 @@ def check(options: argparse.Namespace) -> None:
         TemporaryFile(dir=options.out).close()  # tried now, not after the training
     except OSError as cause:
         arguments.error(f"--out {options.out} cannot be written ({cause.strerror})")
-    if not hasattr(torch.cpu.Stream, "record_event"):
-        sys.exit(f"FSDP2 does not run on CPUs with torch {torch.__version__}: install torch 2.7 or later")
 
 
 def main() -> None:

@@ -173,10 +173,6 @@ def train(name: str, options: argparse.Namespace, console: Console) -> Run:
                 schedule.step(target=labels[batch], losses=losses)
             else:
                 schedule.step()
-            if not hasattr(schedule, "scale_grads"):  # torch 2.6 leaves sums over micro-batches
-                for parameter in run.stage.parameters():
-                    assert parameter.grad is not None
-                    parameter.grad /= options.micro_batches
             optimizer.step()
             run.seconds.append(perf_counter() - started)
             run.losses.append(sum(loss.item() for loss in losses) / options.micro_batches)

@@ -148,7 +148,7 @@ PLAN: dict[str, ParallelStyle] = {
 
 def divide(model: Reader, mesh: DeviceMesh) -> Reader:
     """Leave each rank its part of every layer."""
-    for block in model.blocks:  # each by itself: of "blocks.0.mlp.0" torch 2.6 takes the last 0 for the block too
+    for block in model.blocks:
         parallelize_module(block, mesh, BLOCK_PLAN)
     parallelize_module(model, mesh, PLAN)
     return model
@@ -179,10 +179,6 @@ class Training:
         loss = nn.functional.cross_entropy(self.model(self.inputs[batch]), self.labels[batch])
         self.optimizer.zero_grad()
         loss.backward()
-        for weight in self.model.parameters():
-            if isinstance(weight, DTensor) and isinstance(weight.grad, DTensor):
-                # A norm's is a sum in parts, and the SGD of torch 2.6 goes wrong on those.
-                weight.grad = weight.grad.redistribute(placements=weight.placements)
         self.optimizer.step()
         self.losses.append(loss.item())
         self.seconds.append(perf_counter() - started)

@@ -136,18 +136,6 @@ def until() -> Callable[[Callable[[], Any]], None]:
     return until
 
 
-# -- what this torch can do -------------------------------------------------------------------------
-
-
-@pytest.fixture
-def fsdp2() -> None:
-    """Skip the test where the second version of sharded training does not run on the CPU at all."""
-    import torch
-
-    if not hasattr(torch.cpu.Stream, "record_event"):
-        pytest.skip(f"FSDP2 of torch {torch.__version__} asks of the CPU's streams what they do not have: record_event")
-
-
 # -- nothing is left behind -------------------------------------------------------------------------
 
 _DESCRIPTORS = Path("/proc/self/fd")

@@ -160,16 +160,8 @@ def check_command(command: str, expected: Sequence[str], folder: Path, environme
         assert pattern.search(run.stdout), f"no {line!r} in:\n{run.stdout}"
 
 
-@pytest.fixture
-def torch_supports_page(page: str, request: pytest.FixtureRequest) -> None:
-    """Skip a page whose programs need a newer torch than the installed one."""
-    if page == "docs/fsdp2-on-cpu.md":
-        request.getfixturevalue("fsdp2")
-
-
 @pytest.mark.exhaustive
 @pytest.mark.processes
-@pytest.mark.usefixtures("torch_supports_page")
 @pytest.mark.parametrize("page", [page for page in PAGES if code_of(page) and page != FRAGMENTS])
 def test_code_of_page_runs(page: str, tmp_path: Path) -> None:
     shutil.copytree(ROOT / "asyncdist", tmp_path / "asyncdist", ignore=shutil.ignore_patterns("__pycache__"))

@@ -275,22 +275,7 @@ class OutputTensor:
                 self.tensor.copy_(self.memory.tensor.view(self.tensor.shape))
 
 
-def _increment_each(tensors: Iterable[torch.Tensor]) -> None:
-    for tensor in tensors:
-        if not tensor.is_inference():
-            torch.autograd.graph.increment_version(tensor)
-
-
-def _increments() -> Callable[[Iterable[torch.Tensor]], None]:
-    increment: Callable[[Iterable[torch.Tensor]], None] = torch._C._increment_version
-    try:
-        increment(())
-    except TypeError:  # earlier versions of torch take a single tensor
-        return _increment_each
-    return increment
-
-
-increment_versions: Callable[[Any], None] = _increments()
+increment_versions: Callable[[Any], None] = torch._C._increment_version
 """``increment_versions(tensors)`` tells autograd that tensors have changed, and with them all that share their versions.
 
 A backward that needs what one of them held before then raises RuntimeError. This is

@@ -37,18 +37,17 @@ _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: t
 _BITWISE = frozenset((ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR))
 _ORDERED = frozenset((ReduceOp.MIN, ReduceOp.MAX))
 _NARROW = frozenset(
-    getattr(torch, name)
-    for name in [
-        "float16",
-        "bfloat16",
-        "float8_e4m3fn",
-        "float8_e5m2",
-        "float8_e4m3fnuz",
-        "float8_e5m2fnuz",
-        "float8_e8m0fnu",
+    [
+        torch.float16,
+        torch.bfloat16,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+        torch.float8_e4m3fnuz,
+        torch.float8_e5m2fnuz,
+        torch.float8_e8m0fnu,
     ]
-    if hasattr(torch, name)
 )
+# torch 2.13 has no bcomplex32.
 _NARROW_COMPLEX = frozenset(getattr(torch, name) for name in ("complex32", "bcomplex32") if hasattr(torch, name))
 
 
@@ -71,7 +70,7 @@ def check(op: Reduction, dtype: torch.dtype) -> None:
         raise UnsupportedError(f"{op.name} works on floating-point and complex tensors, not on {dtype}: use SUM")
     if op is ReduceOp.AVG and dtype is torch.bool:
         raise UnsupportedError(f"AVG works on numbers, not on {dtype}: use BOR or BAND, or average tensor.float()")
-    if dtype is getattr(torch, "float4_e2m1fn_x2", None):
+    if dtype is torch.float4_e2m1fn_x2:
         raise UnsupportedError(f"{dtype} can be moved but not reduced")
 
 

@@ -12,7 +12,7 @@ import torch
 
 from asyncdist.base.ops import PremulSum, ReduceOp, Reduction, premul_sum
 
-UNREDUCED = frozenset(getattr(torch, name) for name in ("float4_e2m1fn_x2", "float8_e8m0fnu") if hasattr(torch, name))
+UNREDUCED = frozenset((torch.float4_e2m1fn_x2, torch.float8_e8m0fnu))
 """Dtypes that are only ever moved: without arithmetic, or without a zero."""
 
 _UNSIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}

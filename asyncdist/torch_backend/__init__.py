@@ -15,7 +15,6 @@ reduce_ops           translates `torch.distributed.ReduceOp`
 registration         `Backend.register_backend`: creates a process group
 kernels              two operators of ``_c10d_functional`` whose kernels in torch require a C++ back end
 patches              every function of torch that this package replaces
-held_references      keeps the Python half of a Work that C++ code holds
 bucket_memory        registered memory for the buckets of `torch.nn.parallel.DistributedDataParallel`
 memory_pool          registered memory for ``ProcessGroup.allocate_tensor``
 torch_store          `torch.distributed.Store`

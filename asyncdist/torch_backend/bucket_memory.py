@@ -50,7 +50,7 @@ def _registered(
     **others: Any,
 ) -> torch.Tensor | None:
     """Return a registered tensor, or None if the request does not qualify or registered memory is full."""
-    # torch 2.15 passes a layout, earlier releases do not.
+    # torch 2.15 passes a layout, torch 2.13 does not.
     if layout not in (None, torch.strided):
         return None
     if len(size) != 1 or dtype is None or device is None or device.type != "cpu" or any(others.values()):

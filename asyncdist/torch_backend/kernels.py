@@ -9,14 +9,17 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as torch_distributed
 
 # Defines the operators.
 import torch.distributed._functional_collectives
 from torch.distributed import distributed_c10d
 
-from asyncdist.torch_backend.held_references import wait_tensor_waits_for
-
 c10d: Any = distributed_c10d
+_register_work: Any = torch._C._distributed_c10d._register_work
+# torch's own methods call those of a group in Python, and keep both halves of the Work that these return. Passed directly
+# to C++ code, a Work would lose its Python half, and waiting for it would never end.
+_cpp: Any = torch_distributed.ProcessGroup
 
 
 @cache
@@ -24,22 +27,15 @@ def register_kernels() -> None:
     """Register the kernels for tensors on the CPU. Idempotent."""
     for kernel in (all_gather_into_tensor_out, batch_p2p_ops):
         operator = f"_c10d_functional::{kernel.__name__}"
-        # Not every release of torch defines both.
-        if _is_defined(operator):
-            torch.library.impl(operator, "CPU", kernel)
-
-
-def _is_defined(operator: str) -> bool:
-    return operator in torch._C._dispatch_get_all_op_names()
+        torch.library.impl(operator, "CPU", kernel)
 
 
 def all_gather_into_tensor_out(
     input: torch.Tensor, group_size: int, group_name: Any, *, out: torch.Tensor
 ) -> torch.Tensor:
     """Start an all-gather of ``input`` into ``out``; ``wait_tensor(out)`` waits for it."""
-    group = _group(group_name)
-    gather = getattr(group, "all_gather_single", None) or group._allgather_base
-    wait_tensor_waits_for(out, gather(out, input.contiguous()))
+    work = _cpp.all_gather_single_coalesced(_group(group_name), [out], [input.contiguous()])
+    _register_work(out, work)
     return out
 
 
@@ -51,8 +47,8 @@ def batch_p2p_ops(
     started = []
     for op, peer, tag, tensor in zip(op_list, peer_list, tag_list, tensors, strict=True):
         one = tensor.contiguous() if op == "isend" else tensor
-        work = group.send([one], peer, tag) if op == "isend" else group.recv([one], peer, tag)
-        wait_tensor_waits_for(one, work)
+        work = _cpp.send(group, [one], peer, tag) if op == "isend" else _cpp.recv(group, [one], peer, tag)
+        _register_work(one, work)
         started.append(one)
     return started
 

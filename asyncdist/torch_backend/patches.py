@@ -9,13 +9,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as torch_distributed
 from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
-from asyncdist.torch_backend import bucket_memory, held_references
+from asyncdist.torch_backend import bucket_memory
 from asyncdist.torch_backend.process_group import ProcessGroup
 
 _bindings: Any = torch._C._distributed_c10d
@@ -58,16 +59,21 @@ def _register_twin(model: Any, comm_hook_type: Any) -> None:
     _bindings._register_comm_hook(model.reducer, model.process_group, twin[comm_hook_type])
 
 
-def _itself(group: Any) -> Any:
-    return group
+_work_of: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+
+
+def _set_forward_pass_work_handle(theirs: Any, reducer: Any, work: Any, use_static_world_size: bool) -> None:
+    """Give DDP's reducer the all-reduce of a step inside ``join()``, and keep it until the next step.
+
+    The reducer waits for the work in the backward pass, then reads its future. The Python half of a Work makes both
+    calls possible.
+    """
+    _work_of[reducer] = work
+    theirs(reducer, work, use_static_world_size)
 
 
 _barrier = for_our_groups(_group_or_world, _monitored_barrier)
 _hook = for_our_groups(_group_of_model, _register_twin)
-_ends = {
-    "_shutdown_backend": for_our_groups(_itself, ProcessGroup.shutdown),
-    "_abort_backend": for_our_groups(_itself, ProcessGroup.abort),
-}
 
 _REPLACED: list[tuple[Any, str, Instead]] = [
     # Accepts only gloo's groups.
@@ -76,12 +82,10 @@ _REPLACED: list[tuple[Any, str, Instead]] = [
     # torch's built-in hooks are written in C++ and read only futures of C++ back ends.
     (DistributedDataParallel, "_register_builtin_comm_hook", _hook),
     # Keeps only the C++ half of a Work.
-    (_bindings.Reducer, "_set_forward_pass_work_handle", held_references.set_forward_pass_work_handle),
+    (_bindings.Reducer, "_set_forward_pass_work_handle", _set_forward_pass_work_handle),
     # Allocate buckets in ordinary memory, unless the back end is written in C++.
     (_bindings.Reducer, "__init__", bucket_memory.make_reducer),
     (_bindings.Reducer, "_rebuild_buckets", bucket_memory.rebuild_buckets),
-    # In torch 2.6 these end only NCCL's groups; later releases call the group.
-    *((distributed_c10d, name, end) for name, end in _ends.items() if hasattr(distributed_c10d, name)),
 ]
 
 

@@ -26,7 +26,7 @@ from asyncdist.groups.world import World
 from asyncdist.memory.torch_compile import excluded_from_compile
 from asyncdist.torch_backend.memory_pool import MemoryPool
 from asyncdist.torch_backend.reduce_ops import reduction_of
-from asyncdist.torch_backend.torch_work import DONE, Work, make_work
+from asyncdist.torch_backend.torch_work import DONE, Work
 
 NAME = "asyncdist"
 
@@ -77,9 +77,8 @@ class ProcessGroup(torch_distributed.ProcessGroup):
         limit = None if timeout < _NO_TIME else timeout
         if self._coalesced is not None:
             return self._background(start, outputs, limit, *args)
-        # torch 2.6 has no `asyncOp`: there its call of wait() drives the operation.
-        if getattr(opts, "asyncOp", True):
-            return make_work(start(*args, timeout=limit), outputs)
+        if opts.asyncOp:
+            return Work(start(*args, timeout=limit), outputs)
         work = start(*args, background=False, timeout=limit)
         if not work.is_success():
             work.result()
@@ -88,8 +87,8 @@ class ProcessGroup(torch_distributed.ProcessGroup):
     def _run_together(
         self, start: Callable[..., started.Work], calls: Sequence[tuple[Any, ...]], outputs: Tensors, opts: Any
     ) -> Work:
-        """Start several operations as one Work, which functional collectives wait for once per output."""
-        return self._run(_together(start, calls), outputs, opts).waited_for(len(outputs))
+        """Start several operations as one Work."""
+        return self._run(_together(start, calls), outputs, opts)
 
     def _background(
         self, start: Callable[..., started.Work], outputs: Tensors, limit: Timeout, *args: Any, **extra: Any
@@ -97,7 +96,7 @@ class ProcessGroup(torch_distributed.ProcessGroup):
         work = start(*args, timeout=limit)
         if self._coalesced is not None:
             self._coalesced.append(work)
-        return make_work(work, outputs, **extra)
+        return Work(work, outputs, **extra)
 
     # -- reductions ----------------------------------------------------------------------------
 
@@ -108,8 +107,7 @@ class ProcessGroup(torch_distributed.ProcessGroup):
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = _UNSET) -> Work:
         op = reduction_of(opts.reduceOp)
         if len({tensor.dtype for tensor in tensors}) == 1:
-            work = self._run(self.group.all_reduce_coalesced, tensors, opts, tensors, op)
-            return work.waited_for(len(tensors))
+            return self._run(self.group.all_reduce_coalesced, tensors, opts, tensors, op)
         return self._run_together(self.group.all_reduce, [(tensor, op) for tensor in tensors], tensors, opts)
 
     def reduce(self, tensors: Tensors, opts: Any = _UNSET) -> Work:
@@ -153,6 +151,9 @@ class ProcessGroup(torch_distributed.ProcessGroup):
 
     def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = _UNSET) -> Work:
         return self._run(self.group.gather_single, [output], opts, input, output, opts.rootRank)
+
+    # torch 2.15 has both names.
+    gather_into_tensor = gather_single
 
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = _UNSET) -> Work:
         source = inputs[0] if inputs else None
@@ -214,7 +215,7 @@ class ProcessGroup(torch_distributed.ProcessGroup):
 
     def _end_coalescing(self, device: object = None) -> Work:
         works, self._coalesced = self._coalesced or [], None
-        return make_work(started.joined(works), [])
+        return Work(started.joined(works), [])
 
     # -- properties that torch reads -----------------------------------------------------------
 
@@ -301,19 +302,6 @@ class ProcessGroup(torch_distributed.ProcessGroup):
 
     def __repr__(self) -> str:
         return f"<asyncdist {self.group!r}>"
-
-
-# Names of the same methods in releases before 2.13, in C++ callers, and in the newest releases.
-_OTHER_NAMES = {
-    "gather_into_tensor": "gather_single",
-    "_allgather_base": "all_gather_single",
-    "_reduce_scatter_base": "reduce_scatter_single",
-    "allgather_into_tensor_coalesced": "all_gather_single_coalesced",
-    "reduce_scatter_tensor_coalesced": "reduce_scatter_single_coalesced",
-    "alltoall_base": "all_to_all_single",
-}
-for _other, _name in _OTHER_NAMES.items():
-    setattr(ProcessGroup, _other, getattr(ProcessGroup, _name))
 
 
 def _listed(tensors: Tensors | torch.Tensor) -> Tensors:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as torch_distributed
@@ -110,57 +110,8 @@ class Work(torch_distributed.Work):
         work.when_enqueued(lambda: call_apart(complete))
         return future
 
-    def waited_for(self, times: int) -> Work:
-        """Return this work, announcing that C++ waits for it ``times`` times: once per tensor."""
-        return self
-
-    def held(self) -> HeldWork:
-        """Return a Work of the same operation that stays alive until it is waited for."""
-        return HeldWork(self._work, self._outputs, self._source)
-
     def __repr__(self) -> str:
         return repr(self._work)
-
-
-@excluded_from_compile
-class HeldWork(Work):
-    """A Work that stays alive until it is waited for, because C++ code keeps only its C++ half.
-
-    torch 2.6 keeps only the C++ half of every Work.
-    """
-
-    _held: ClassVar[dict[int, HeldWork]] = {}
-    _waits = 1
-
-    def __init__(
-        self, work: started.Work, outputs: list[torch.Tensor], source: Callable[[Any], int] | None = None
-    ) -> None:
-        super().__init__(work, outputs, source)
-        self._held[id(self)] = self
-        # A work that is never waited for would otherwise be kept until the process ends.
-        while len(self._held) > _MOST_HELD:
-            self._held.pop(next(iter(self._held)))
-
-    def wait(self, timeout: timedelta = _NONE) -> bool:
-        try:
-            return super().wait(timeout)
-        finally:
-            self._waits -= 1
-            if self._waits <= 0:
-                self._held.pop(id(self), None)
-
-    def waited_for(self, times: int) -> Work:
-        self._waits = times
-        return self
-
-    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        self._held.pop(id(self), None)
-        return super().get_future()
-
-
-_MOST_HELD = 1024
-
-make_work: type[Work] = HeldWork if torch.__version__.startswith("2.6.") else Work
 
 
 @excluded_from_compile

@@ -29,8 +29,6 @@ PATIENCE = 40.0
 """Default time limit of a program in seconds; the timeout of a collective is three quarters of it."""
 GRACE = 3.0
 """Seconds that the other ranks have to report after one rank has failed."""
-TESTED_TORCH = (2, 13)
-"""The oldest release of torch in which everything here runs over gloo."""
 CLOSE = 2e-5
 """Relative tolerance of results whose sums depend on the order of summation."""
 
@@ -150,26 +148,13 @@ class Team:
         return "\n".join(lines)
 
 
-class Reference(Team):
-    """A team over gloo. Older releases of torch fail some programs over gloo; the comparison is skipped then."""
-
-    def run(self, module, name, *arguments, patience=PATIENCE):
-        """Return the results of a program as Team.run() does; skip the test where this torch fails it over gloo."""
-        try:
-            return super().run(module, name, *arguments, patience=patience)
-        except ProgramFailedError as error:
-            if tuple(int(part) for part in torch.__version__.split(".")[:2]) >= TESTED_TORCH:
-                raise
-            pytest.skip(f"torch {torch.__version__} cannot do it over gloo either: {str(error)[-300:]}")
-
-
 @pytest.fixture(scope="session")
 def teams(nursery, tmp_path_factory):
     """All teams by (transport, world); gloo's transport is "gloo"."""
     folder = tmp_path_factory.mktemp("teams")
     teams = {}
     for world in (2, 4):
-        teams["gloo", world] = Reference(nursery, "gloo", "", world, folder)
+        teams["gloo", world] = Team(nursery, "gloo", "", world, folder)
         for transport in ("shm", "tcp"):
             teams[transport, world] = Team(nursery, "asyncdist", transport, world, folder)
     return teams
@@ -197,17 +182,6 @@ def same_over_gloo(teams, transport, world):
             assert not differences, "\n".join([f"rank {rank}, asyncdist and gloo:", *differences])
 
     return same_over_gloo
-
-
-@pytest.fixture
-def means_over_gloo(teams):
-    """Skip the test where gloo returns sums for the averages that FSDP2 requests.
-
-    https://github.com/pytorch/pytorch/issues/162338
-    """
-    (mean, _) = teams["gloo", 2].run("programs_sharded", "mean_of_shares")
-    if mean.tolist() == [3.0] * 3:
-        pytest.skip(f"gloo of torch {torch.__version__} adds up what it is to average")
 
 
 @pytest.fixture

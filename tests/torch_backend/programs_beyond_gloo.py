@@ -116,14 +116,20 @@ def beside_gloo(rank, world):
     dist.all_reduce(tensor, group=theirs)
     dist.all_gather_into_tensor(gathered, tensor, group=theirs)
     dist.monitored_barrier(theirs)
-    functional = torch.ops._c10d_functional.all_gather_into_tensor(numbers(rank), world, theirs.group_name)
-    functional = torch.ops._c10d_functional.wait_tensor(functional)
+    operators, name = torch.ops._c10d_functional, theirs.group_name
+    functional = operators.wait_tensor(operators.all_gather_into_tensor(numbers(rank), world, name))
+    output, received = torch.zeros(world * 5), torch.zeros(5)
+    operators.wait_tensor(operators.all_gather_into_tensor_out(numbers(rank), world, name, out=output))
+    peers = [(rank + 1) % world, (rank - 1) % world]
+    for each in operators.batch_p2p_ops(["isend", "irecv"], peers, [0, 0], [numbers(rank), received], name):
+        operators.wait_tensor(each)
     total = sum(numbers(peer) for peer in range(world))
     return [
         (ours, total),
         (tensor, total),
         (gathered, torch.cat([total] * world)),
-        (functional, torch.cat([numbers(peer) for peer in range(world)])),
+        *((each, torch.cat([numbers(peer) for peer in range(world)])) for each in (functional, output)),
+        (received, numbers((rank - 1) % world)),
         (dist.get_backend(theirs), "gloo"),
         (dist.get_backend(), "asyncdist"),
     ]
@@ -158,31 +164,26 @@ def callbacks_that_block(rank, world):
     return list(zip([future.wait() for future in futures], due, strict=True))
 
 
-def old_and_new_names(rank, world):
-    """The group's own methods, under the names that torch calls them by before 2.13 and since, without any options."""
+def methods_of_the_group(rank, world):
+    """Call methods of the group itself, without options."""
     group, mine = dist.group.WORLD, numbers(rank)
     every = torch.cat([numbers(peer) for peer in range(world)])
     total = sum(numbers(peer, 5 * world) for peer in range(world))
     share = total[5 * rank : 5 * rank + 5]
     dealt = torch.stack([numbers(peer, world)[rank] for peer in range(world)])
-    pairs = []
-    for name in ("all_gather_single", "_allgather_base"):
-        getattr(group, name)(output := torch.zeros(5 * world), mine).wait()
-        pairs.append((output, every))
-    for name in ("reduce_scatter_single", "_reduce_scatter_base"):
-        getattr(group, name)(output := torch.zeros(5), numbers(rank, 5 * world)).wait()
-        pairs.append((output, share))
-    for name in ("all_gather_single_coalesced", "allgather_into_tensor_coalesced"):
-        getattr(group, name)([output := torch.zeros(5 * world), again := torch.zeros(5 * world)], [mine, mine]).wait()
-        pairs += [(output, every), (again, every)]
-    for name in ("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"):
-        getattr(group, name)([output := torch.zeros(5)], [numbers(rank, 5 * world)]).wait()
-        pairs.append((output, share))
-    for name in ("all_to_all_single", "alltoall_base"):
-        getattr(group, name)(output := torch.zeros(world), numbers(rank, world), [], []).wait()
-        pairs.append((output, dealt))
+    group.all_gather_single(gathered := torch.zeros(5 * world), mine).wait()
+    group.reduce_scatter_single(scattered := torch.zeros(5), numbers(rank, 5 * world)).wait()
+    group.all_to_all_single(exchanged := torch.zeros(world), numbers(rank, world), [], []).wait()
+    outputs = [torch.zeros(5 * world), torch.zeros(5 * world)]
+    group.all_gather_single_coalesced(outputs, [mine, mine]).wait()
+    group.reduce_scatter_single_coalesced([coalesced := torch.zeros(5)], [numbers(rank, 5 * world)]).wait()
     group.allreduce(bare := numbers(rank)).wait()  # as DDP passes it: neither listed nor with options
-    return [*pairs, (bare, sum(numbers(peer) for peer in range(world)))]
+    return [
+        *((gathered_by_all, every) for gathered_by_all in (gathered, *outputs)),
+        *((part, share) for part in (scattered, coalesced)),
+        (exchanged, dealt),
+        (bare, sum(numbers(peer) for peer in range(world))),
+    ]
 
 
 def awaited(rank, world):

@@ -269,8 +269,8 @@ def reduce_scatter(rank, world):
 def reduce_scatter_tensor(rank, world):
     output, largest, matrix = torch.zeros(5), torch.zeros(5), torch.zeros(2, 3)
     dist.reduce_scatter_tensor(output, numbers(rank, world * 5))
-    _reduce_scattered(largest, numbers(rank, world * 5), Op.MAX)
-    _reduce_scattered(matrix, numbers(rank, world * 6).view(world * 2, 3), Op.AVG)
+    dist.reduce_scatter_tensor(largest, numbers(rank, world * 5), Op.MAX)
+    dist.reduce_scatter_tensor(matrix, numbers(rank, world * 6).view(world * 2, 3), Op.AVG)
     waited = torch.zeros(2, 3)
     dist.reduce_scatter_tensor(waited, numbers(rank, world * 6).view(world * 2, 3), async_op=True).wait()
     source = numbers(rank, world * 5)
@@ -278,15 +278,6 @@ def reduce_scatter_tensor(rank, world):
     large = torch.zeros(70_000)
     dist.reduce_scatter_tensor(large, numbers(rank, world * 70_000))
     return output, largest, matrix, waited, source[rank * 5 : rank * 5 + 5], large
-
-
-def _reduce_scattered(output, whole, op):
-    """Reduce otherwise than to the sum, which is what gloo makes of every reduction in torch 2.6."""
-    if over_gloo():
-        dist.all_reduce(whole, op)
-        output.copy_(whole.chunk(dist.get_world_size())[dist.get_rank()])
-    else:
-        dist.reduce_scatter_tensor(output, whole, op)
 
 
 def all_to_all_single(rank, world):

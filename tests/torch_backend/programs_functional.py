@@ -111,10 +111,6 @@ def differentiable_collectives(rank, world):
 # -- compiled ----------------------------------------------------------------------------------------
 
 
-COMPILES_PERMUTATIONS = not torch.__version__.startswith(("2.6.", "2.7."))
-"""Whether torch's compiler finds a group by its ranks where groups are Python objects."""
-
-
 def _all_functions(tensor, world):
     """Go through every functional collective, one after the other: few kernels between them, each takes seconds."""
     group = dist.group.WORLD
@@ -125,9 +121,7 @@ def _all_functions(tensor, world):
     announced = functions.broadcast(share, 1, group)
     largest = functions.all_reduce(announced, "max", group)
     several = functions.all_reduce_coalesced([share, exchanged], "sum", group)
-    moved = tensor
-    if COMPILES_PERMUTATIONS:
-        moved = functions.permute_tensor(tensor, [(peer + 1) % world for peer in range(world)], group)
+    moved = functions.permute_tensor(tensor, [(peer + 1) % world for peer in range(world)], group)
     return total, gathered, *several, moved, largest + moved
 
 

@@ -17,7 +17,6 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
     SplitPoint,
     pipeline,
-    schedules,
 )
 from torch.nn import functional
 from toys import Block
@@ -34,26 +33,6 @@ def _blocks(count):
 def _data(step):
     generator = torch.Generator().manual_seed(step)
     return torch.randn(BATCH, 8, generator=generator), torch.randn(BATCH, 8, generator=generator)
-
-
-class _Together:
-    """What torch calls of several transfers, when all of them have to be waited for."""
-
-    def __init__(self, works):
-        self._works = works
-
-    def wait(self):
-        for work in self._works:
-            work.wait()
-
-
-def _keep_transfers():
-    """Have schedules of torch 2.6 and 2.7 wait for all that they start together, not for the last one alone.
-
-    They let go of the others, which gloo then breaks off, and compute with what may not have come yet.
-    """
-    if torch.__version__.startswith(("2.6.", "2.7.")):
-        schedules._batch_p2p = lambda these, desc=None: _Together(dist.batch_isend_irecv(these)) if these else None
 
 
 def _run(schedule, modules, indices, count, group_rank, last_rank):
@@ -75,7 +54,6 @@ def _run(schedule, modules, indices, count, group_rank, last_rank):
 
 
 def _single(kind, rank, world, **options):
-    _keep_transfers()
     block = _blocks(world)[rank]
     stage = PipelineStage(block, rank, world, DEVICE)
     schedule = kind(stage, n_microbatches=4, loss_fn=functional.mse_loss, **options)
@@ -83,7 +61,6 @@ def _single(kind, rank, world, **options):
 
 
 def _multi(kind, rank, world, indices):
-    _keep_transfers()
     blocks = _blocks(2 * world)
     mine = [blocks[index] for index in indices]
     stages = [PipelineStage(block, index, 2 * world, DEVICE) for block, index in zip(mine, indices, strict=True)]
@@ -137,7 +114,6 @@ def evaluated(rank, world):
 
 def beside_sharding(rank, world):
     """One dimension of the mesh is the pipeline, the other shards what each stage holds."""
-    _keep_transfers()
     mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("pipeline", "data"))
     index = mesh.get_local_rank("pipeline")
     block = fully_shard(_blocks(2)[index], mesh=mesh["data"])

@@ -51,7 +51,7 @@ def devices(rank, world):
 
 def dtypes(rank, world):
     """What can be moved but not reduced, not in this way, or not at all."""
-    packed = torch.zeros(4, dtype=torch.uint8).view(getattr(torch, "float4_e2m1fn_x2", torch.bits4x2))
+    packed = torch.zeros(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
     bits = torch.zeros(4, dtype=torch.uint8).view(torch.bits8)
     return [
         _refused("all_reduce", lambda: dist.all_reduce(torch.ones(4), dist.ReduceOp.BAND), "BAND", "float32"),

@@ -5,17 +5,13 @@ from __future__ import annotations
 import pytest
 
 pytestmark = pytest.mark.processes
-sharded = pytest.mark.usefixtures("fsdp2")
 MODULE = "programs_checkpoint"
 
 
 @pytest.mark.exhaustive
-@sharded
 @pytest.mark.parametrize("how", ["save", "save_in_the_background"])
 @pytest.mark.parametrize("reader", ["as many", "others", "gloo"])
-def test_training_resumes_from_the_checkpoint(request, teams, transport, world, unlike_results, tmp_path, how, reader):
-    if reader == "gloo":
-        request.getfixturevalue("means_over_gloo")
+def test_training_resumes_from_the_checkpoint(teams, transport, world, unlike_results, tmp_path, how, reader):
     saved = teams[transport, world].run(MODULE, how, str(tmp_path / "checkpoint"))
     readers = {
         "as many": (transport, world),
@@ -26,8 +22,6 @@ def test_training_resumes_from_the_checkpoint(request, teams, transport, world, 
         assert not list(unlike_results(loaded, saved[0], close=True))
 
 
-@sharded
-@pytest.mark.usefixtures("means_over_gloo")
 def test_checkpoint_saved_over_gloo_is_loaded(teams, transport, world, unlike_results, tmp_path):
     saved = teams["gloo", world].run(MODULE, "save", str(tmp_path / "checkpoint"))
     for loaded in teams[transport, world].run(MODULE, "load", str(tmp_path / "checkpoint")):

@@ -5,17 +5,9 @@ from __future__ import annotations
 import inspect
 
 import pytest
-import torch
 import torch.distributed as dist
 
 pytestmark = pytest.mark.processes
-BESIDE_GLOO = pytest.param(
-    "beside_gloo",
-    marks=pytest.mark.skipif(
-        torch.__version__.startswith("2.6."),
-        reason="in torch 2.6 the destructor of a gloo group joins its threads while it holds the GIL, and may deadlock",
-    ),
-)
 OBJECTS_OF_SAFE_TYPES = pytest.param(
     "objects_of_safe_types",
     marks=pytest.mark.skipif(
@@ -57,15 +49,11 @@ def test_groups(same_over_gloo, program):
 
 @pytest.mark.parametrize(
     "program", ["stacked_outputs", "further_dtypes", "scaled_sums", "bits_of_bools", "layouts", "overlaps",
-                "after_a_group_made_locally", BESIDE_GLOO, "callbacks_that_block", "old_and_new_names", "awaited"],
+                "after_a_group_made_locally", "beside_gloo", "callbacks_that_block", "methods_of_the_group", "awaited"],
 )  # fmt: skip
 def test_operation_that_gloo_refuses(as_it_should_be, program):
     as_it_should_be("programs_beyond_gloo", program)
 
 
-@pytest.mark.skipif(
-    not hasattr(dist.AllreduceOptions(), "asyncOp"),
-    reason="this torch has no asyncOp option, which marks blocking calls",
-)
 def test_blocking_call_runs_in_the_calling_thread(as_it_should_be):
     as_it_should_be("programs_threads", "stays_in_its_thread")

@@ -17,7 +17,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from asyncdist.testing.processes import Nursery
 from asyncdist.testing.stopwatch import Stopwatch, stood_in_line
@@ -89,9 +88,7 @@ DYING = {
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("what", DYING)
-def test_peer_death_during_backward_is_raised(brief_lives, start, what, world, request):
-    if what == "fsdp":
-        request.getfixturevalue("fsdp2")
+def test_peer_death_during_backward_is_raised(brief_lives, start, what, world):
     program, options = DYING[what]
     *survivors, victim = start(world, program, options)
     assert victim.wait() == -signal.SIGKILL
@@ -274,7 +271,6 @@ def test_interrupt_of_torchrun_ends_agent_and_ranks(transport, busy, monkeypatch
         job.communicate()
 
 
-@pytest.mark.skipif(torch.__version__.startswith("2.6."), reason="torch 2.6 aborts groups of NCCL only")
 def test_abort_process_group_reaches_every_rank(start):
     """The abort reaches peers without an open connection while the aborting process is still alive."""
     first, *others = start(3, "aborts")

@@ -18,6 +18,5 @@ def test_schedule(same_over_gloo, program):
     same_over_gloo("programs_pipeline", program)
 
 
-@pytest.mark.usefixtures("fsdp2", "means_over_gloo")
 def test_pipeline_with_fsdp2(same_over_gloo):
     same_over_gloo("programs_pipeline", "beside_sharding")

@@ -39,7 +39,6 @@ def test_reduce_scatter_averages(teams, transport, world):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.usefixtures("fsdp2", "means_over_gloo")
 @pytest.mark.parametrize(
     "program", ["fully_sharded", "in_memory_of_the_group", "kept_after_forward", "resharded_to_smaller_groups",
                 "mixed_precision", "offloaded", "hybrid", "other_reductions", "accumulated", "clipped_norm", "whole_state",
@@ -58,7 +57,6 @@ def test_fsdp1(same_over_gloo, world, program):
     same_over_gloo("programs_sharded", program, close=world > 2)
 
 
-@pytest.mark.usefixtures("fsdp2", "means_over_gloo")
 def test_fsdp2_half_precision_sums(same_over_gloo):
     """gloo rounds narrow floats after every addition; asyncdist rounds them once."""
     same_over_gloo("programs_sharded", "mixed_precision_of_sums", close=NARROW)

@@ -11,7 +11,6 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from asyncdist.testing.cluster import run_ranks, world_of
-from asyncdist.tracing import profiler as spans
 from tests.support.devices import devices_of
 
 
@@ -21,17 +20,6 @@ def profiled():
 
 def ours(profiler):
     return [event for event in profiler.events() if event.name.startswith("asyncdist:")]
-
-
-@pytest.fixture
-def seen_from_elsewhere():
-    """Skip the test where torch's profiler does not see what ends on a thread that it does not profile."""
-    with profiled() as profiler:
-        ending = threading.Thread(target=spans.end, args=(spans.begin("probe"),))
-        ending.start()
-        ending.join()
-    if not ours(profiler):
-        pytest.skip(f"the profiler of torch {torch.__version__} does not see what ends on another thread")
 
 
 async def test_profiler_shows_each_operation_once_per_rank(transport):
@@ -61,7 +49,6 @@ async def test_span_ends_with_the_operation_and_contains_no_other_operator():
         assert span.time_range.end > between.time_range.end
 
 
-@pytest.mark.usefixtures("seen_from_elsewhere")
 @pytest.mark.parametrize("background", [False, True])
 def test_only_the_profiled_thread_is_recorded(together, transport, background):
     def program(group):
@@ -90,7 +77,6 @@ async def test_profiler_shows_late_and_failed_operations():
         assert [event.name for event in ours(profiler)] == ["asyncdist:recv"] * 3
 
 
-@pytest.mark.usefixtures("seen_from_elsewhere")
 async def test_profiler_shows_device_operations():
     async with devices_of(2) as groups:
         with profiled() as profiler:

@@ -16,7 +16,6 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from asyncdist.store import TCPStore
@@ -55,7 +54,6 @@ def connect(request: pytest.FixtureRequest, port: int, name: str) -> Callable[[]
         client = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=PATIENT)
         match request.param:
             case "plain":
-                needs("list_keys")
                 for key in client.list_keys():
                     client.delete_key(key)
                 return client
@@ -78,13 +76,6 @@ def in_thread(call: Callable[[], object]) -> Callable[[], object]:
         return results[0]
 
     return finish
-
-
-def needs(*operations: str) -> None:
-    """Skip the test where torch's client does not know an operation yet."""
-    for operation in operations:
-        if not hasattr(dist.Store, operation):
-            pytest.skip(f"the store's client of torch {torch.__version__} has no {operation}")
 
 
 def done(store: dist.Store) -> None:
@@ -133,7 +124,6 @@ def test_compare_set(connect):
 
 
 def test_keys(connect):
-    needs("list_keys")
     one, other = connect(), connect()
     before = other.num_keys()
     one.multi_set(["a", "ä/ö", "b"], ["", "", ""])
@@ -143,7 +133,6 @@ def test_keys(connect):
 
 
 def test_queues(connect):
-    needs("queue_push")
     one, other = connect(), connect()
     with pytest.raises(dist.QueueEmptyError):
         one.queue_pop("q", block=False)
@@ -174,7 +163,6 @@ def test_waits(connect):
 
 
 def test_barriers(connect):
-    needs("barrier")
     one, other = connect(), connect()
     with pytest.raises(dist.DistStoreError, match="timeout"):
         one.barrier("b", 2, SHORT)
@@ -194,7 +182,6 @@ def test_large_values(connect):
 
 
 def test_both_clients_see_the_same_keys(port, name):
-    needs("queue_push", "barrier")
     theirs = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=PATIENT)
     with TCPStore("127.0.0.1", port, timeout=LONG) as ours:
         theirs.set(name, "v")

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as torch_dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -64,12 +63,6 @@ def connect(whose: str) -> Iterator[Callable[[], Peer]]:
         yield lambda: peers.enter_context(Peer(port))
 
 
-def needs(whose: str, operation: str) -> None:
-    """Skip the test at a torch server whose release lacks the operation."""
-    if whose == TORCHS and not hasattr(torch_dist.Store, operation):
-        pytest.skip(f"the store's server of torch {torch.__version__} has no {operation}")
-
-
 def noticed(peer: Peer) -> None:
     """Send three requests; the server handles pending events of other connections before it answers the third."""
     for _ in range(3):
@@ -80,7 +73,6 @@ def noticed(peer: Peer) -> None:
 
 
 def test_push_after_a_served_pop_wakes_no_wait_for_another_key(whose, connect):
-    needs(whose, "queue_push")
     popping, pushing = connect(), connect()
     popping.send(Code.WAIT, [b"/q"])
     assert popping.settle() == 0
@@ -103,7 +95,6 @@ def test_failed_compare_set_wakes_no_wait(whose, connect):
 
 
 def test_wait_for_a_filled_queue_and_a_missing_key(whose, connect):
-    needs(whose, "queue_push")
     waiting, setting = connect(), connect()
     setting.ask(Code.QUEUE_PUSH, b"/q", b"1")
     waiting.send(Code.WAIT, [b"/q", b"/missing"])
@@ -113,7 +104,6 @@ def test_wait_for_a_filled_queue_and_a_missing_key(whose, connect):
 
 
 def test_next_waiter_is_woken_when_the_first_dies_before_its_pop(whose, connect):
-    needs(whose, "queue_push")
     first, second, pushing = connect(), connect(), connect()
     for peer in (first, second):
         peer.send(Code.WAIT, [b"/q"])
@@ -127,7 +117,6 @@ def test_next_waiter_is_woken_when_the_first_dies_before_its_pop(whose, connect)
 
 
 def test_next_waiter_is_woken_when_the_first_cancels(whose, connect):
-    needs(whose, "queue_push")
     """The release was in flight when the client cancelled. Torch's client then raises a timeout."""
     first, second, pushing = connect(), connect(), connect()
     for peer in (first, second):
@@ -140,7 +129,6 @@ def test_next_waiter_is_woken_when_the_first_cancels(whose, connect):
 
 
 def test_barrier_does_not_count_a_dead_client(whose, connect):
-    needs(whose, "barrier")
     dying, one, other = connect(), connect(), connect()
     dying.send(Code.BARRIER, b"/b", 2)
     assert dying.settle() == 0
@@ -154,7 +142,6 @@ def test_barrier_does_not_count_a_dead_client(whose, connect):
 
 
 def test_barrier_counts_a_client_that_timed_out_and_returned_once(whose, connect):
-    needs(whose, "barrier")
     one, other = connect(), connect()
     one.send(Code.BARRIER, b"/b", 2)
     assert one.settle() == 0
@@ -346,8 +333,6 @@ def sweep(port: int) -> None:
 
 
 def test_both_servers_give_equal_replies_to_random_programs():
-    needs(TORCHS, "queue_push")
-    needs(TORCHS, "barrier")
     with our_server() as ours, torchs_server() as theirs:
 
         @settings(max_examples=60, deadline=None)
