@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Iterator
 
 from asyncdist.base.deadline import Deadline
 
@@ -20,7 +19,8 @@ class Backoff:
 
     Iterating yields the number of each attempt: 0 at once, and each further one after a pause. The iteration ends when
     the deadline had expired before the last attempt ended, so there is always one attempt at or after the deadline.
-    Each pause is shortened by a random part of up to one half, so that ranks which fail together retry apart.
+    Each pause is shortened by a random part of up to one half, so that ranks which fail together retry apart. One object
+    serves one iteration.
 
     Args:
         first: The first pause in seconds.
@@ -36,11 +36,12 @@ class Backoff:
         In a coroutine, ``async for attempt in Backoff(...)`` pauses with `asyncio.sleep`.
     """
 
-    __slots__ = ("_first", "_longest", "_pause", "deadline")
+    __slots__ = ("_attempt", "_first", "_longest", "_pause", "deadline")
 
     def __init__(self, first: float, longest: float, deadline: Deadline | None = None) -> None:
         self._first = self._pause = first
         self._longest = longest
+        self._attempt = -1
         self.deadline = deadline or Deadline.never()
 
     def next_pause(self) -> float:
@@ -53,18 +54,24 @@ class Backoff:
         """Start again with the first pause, because an attempt has made progress."""
         self._pause = self._first
 
-    def __iter__(self) -> Iterator[int]:
-        attempt = 0
-        yield attempt
-        while not self.deadline.expired():
-            time.sleep(self.next_pause())
-            attempt += 1
-            yield attempt
+    def __iter__(self) -> Backoff:
+        return self
 
-    async def __aiter__(self) -> AsyncIterator[int]:
-        attempt = 0
-        yield attempt
-        while not self.deadline.expired():
+    def __next__(self) -> int:
+        if self._attempt >= 0:
+            if self.deadline.expired():
+                raise StopIteration
+            time.sleep(self.next_pause())
+        self._attempt += 1
+        return self._attempt
+
+    def __aiter__(self) -> Backoff:
+        return self
+
+    async def __anext__(self) -> int:
+        if self._attempt >= 0:
+            if self.deadline.expired():
+                raise StopAsyncIteration
             await asyncio.sleep(self.next_pause())
-            attempt += 1
-            yield attempt
+        self._attempt += 1
+        return self._attempt

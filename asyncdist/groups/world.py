@@ -11,13 +11,13 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from time import monotonic
 from typing import Any
 
 import msgpack
 
 from asyncdist.algorithms.selection import forced_by
-from asyncdist.base.deadline import Timeout, seconds
+from asyncdist.base.backoff import Backoff
+from asyncdist.base.deadline import Deadline, Timeout, seconds
 from asyncdist.base.version import VERSION
 from asyncdist.config import Config, Launch, shared_settings
 from asyncdist.engine.endpoint import LAST_WORDS, Endpoint
@@ -27,7 +27,7 @@ from asyncdist.rendezvous import RendezvousSession, meet
 from asyncdist.tracing import dump_signal
 from asyncdist.transport import registry
 
-_PAUSE = 1e-3
+_FIRST_PAUSE, _LONGEST_PAUSE = 1e-3, 8e-3
 """Seconds between two checks whether every failure notice has been sent."""
 
 
@@ -108,9 +108,10 @@ class World:
     async def close(self) -> None:
         """Disconnect from the peers and then from the store. Idempotent; runs on the loop that opened the world."""
         try:
-            told, until = self.mesh.notices_flushed(), monotonic() + LAST_WORDS
-            while not told.is_completed() and monotonic() < until:  # noqa: ASYNC110 - no event reports it, and it is rare
-                await asyncio.sleep(_PAUSE)
+            told = self.mesh.notices_flushed()
+            async for _ in Backoff(_FIRST_PAUSE, _LONGEST_PAUSE, Deadline.after(LAST_WORDS)):
+                if told.is_completed():
+                    break
         finally:
             self.leave()
         if not self.mesh.of_parent:

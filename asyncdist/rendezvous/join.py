@@ -300,11 +300,10 @@ async def join_world(stack: AsyncExitStack, world: WorldSpec, locate: Locate, wh
         AuthenticationError: The tokens differ.
         RendezvousError: Another process claims the rank, or rank 0 has another world size.
     """
-    backoff = Backoff(_FIRST_PAUSE, _LONGEST_PAUSE, world.limit.deadline)
     patience, refused_until = _FIRST_TRY, Deadline.never()
     refusal: AsyncdistError | None = None
     seen = ""
-    while True:
+    async for _ in Backoff(_FIRST_PAUSE, _LONGEST_PAUSE, world.limit.deadline):
         try:
             client, record, token = await locate(patience)
             try:
@@ -320,9 +319,8 @@ async def join_world(stack: AsyncExitStack, world: WorldSpec, locate: Locate, wh
             failure = failed
         except StoreError as error:  # the store ended during the attempt
             failure = RetryLater(_why(error))
-        left = world.limit.deadline.remaining()
         # The loop's clock may run ahead of the deadline's by milliseconds, and end an attempt before the deadline.
-        cut_short = failure.cut_short or left <= 0
+        cut_short = failure.cut_short or world.limit.deadline.expired()
         if not cut_short or not seen:
             seen = failure.seen
         if failure.refusal is None and not cut_short:
@@ -330,13 +328,13 @@ async def join_world(stack: AsyncExitStack, world: WorldSpec, locate: Locate, wh
         elif failure.refusal is not None:
             refused_until = Deadline.after(_REFUSAL_GRACE) if refusal is None else refused_until
             refusal = failure.refusal
-        if refusal is not None and (refused_until.expired() or left <= 0):
+        if refusal is not None and refused_until.expired():
             raise refusal
-        if left <= 0:
-            raise RendezvousTimeoutError((world.rank,), (0,), world.limit.timeout, where, world.world_size, seen)
-        await asyncio.sleep(backoff.next_pause())
         if failure.slow:
             patience = min(2 * patience, _LONGEST_TRY)
+    if refusal is not None:
+        raise refusal
+    raise RendezvousTimeoutError((world.rank,), (0,), world.limit.timeout, where, world.world_size, seen)
 
 
 async def _claim(world: WorldSpec, record: AddressRecord, client: AsyncStore, session: RendezvousSession) -> None:

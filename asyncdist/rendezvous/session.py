@@ -22,6 +22,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from asyncdist.base.backoff import Backoff
 from asyncdist.base.deadline import Deadline
 from asyncdist.errors import (
     RendezvousError,
@@ -39,7 +40,7 @@ T = TypeVar("T")
 CLOSE_TIMEOUT = 5.0
 _PAYLOAD, _ERROR = b"\x01", b"\x00"
 _LAST_READ_TIMEOUT = 5.0
-_CONNECTION_CHECK_INTERVAL = 0.05
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.005, 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,9 +252,10 @@ class RendezvousSession:
         """Wait until all of ``ranks`` have left, or no other client is connected: a dead rank does not announce that
         it left."""
         left = self._client.wait(self.keys.each("left", ranks), timeout=math.inf)
+        backoff = Backoff(_FIRST_PAUSE, _LONGEST_PAUSE)
         try:
             while self.server is not None and self.server.num_connections > 1 and not left.done():
-                await asyncio.wait([left], timeout=_CONNECTION_CHECK_INTERVAL)
+                await asyncio.wait([left], timeout=backoff.next_pause())
         finally:
             left.cancel()
             await asyncio.gather(left, return_exceptions=True)

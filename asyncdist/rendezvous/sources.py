@@ -10,6 +10,7 @@ import os
 from datetime import timedelta
 from typing import Any
 
+from asyncdist.base.backoff import Backoff
 from asyncdist.base.daemon_threads import run_in_daemon_thread
 from asyncdist.base.error_text import describe_error, first_line
 from asyncdist.config import Config, Launch
@@ -37,7 +38,7 @@ from asyncdist.store.client.aio import AsyncStore
 from asyncdist.store.client.c10d_probe import accepts_c10d_clients
 from asyncdist.store.server.listener import unguarded
 
-_PAUSE = 0.1
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.2
 _PROBE_DELAY = 0.25
 _AGENT_TIMEOUT = 30.0
 
@@ -173,7 +174,7 @@ async def _connect_natively(method: InitMethod, config: Config, limit: TimeLimit
 async def _wait_until_listening(method: InitMethod, where: str, limit: TimeLimit) -> None:
     """Wait until a server listens there: the wait of torch's own client cannot be cancelled."""
     seen = ""
-    while True:
+    async for _ in Backoff(_FIRST_PAUSE, _LONGEST_PAUSE, limit.deadline):
         try:
             hosts = await resolve(method.host, limit.deadline)
         except LookUpTimeoutError as late:
@@ -183,12 +184,12 @@ async def _wait_until_listening(method: InitMethod, where: str, limit: TimeLimit
                 await probe(host, method.port, limit.deadline.remaining_or_none())
             except OSError as error:
                 why = os.strerror(error.errno) if error.errno else describe_error(error)
-                seen = f"the agent's store does not answer: {why}"
+                # The last attempt may be cut short, which says nothing about the server.
+                if not seen or not isinstance(error, TimeoutError):
+                    seen = f"the agent's store does not answer: {why}"
             else:
                 return
-        if limit.deadline.remaining() <= _PAUSE:
-            raise RendezvousTimeoutError((method.rank,), (0,), limit.timeout, where, method.world_size, seen)
-        await asyncio.sleep(_PAUSE)
+    raise RendezvousTimeoutError((method.rank,), (0,), limit.timeout, where, method.world_size, seen)
 
 
 def _torch_client(host: str, port: int, timeout: float) -> BlockingStore:

@@ -11,7 +11,6 @@ import contextlib
 import logging
 import secrets
 import threading
-import time
 from urllib.parse import quote
 
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
@@ -20,6 +19,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, create_handler
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
+from asyncdist.base.backoff import Backoff
 from asyncdist.errors import AsyncdistError, StoreConnectionError
 from asyncdist.store import PrefixStore, TCPStore
 from asyncdist.store.client.c10d_probe import accepts_c10d_clients
@@ -30,7 +30,7 @@ from asyncdist.torch_backend.torch_store import Store
 log = logging.getLogger("asyncdist")
 
 DEFAULT_PORT = 29500
-_PAUSE = 0.1
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0
 _ASKED_FOR = 5.0
 
 
@@ -56,13 +56,12 @@ def _join_generation(job: PrefixStore) -> tuple[str, _Membership]:
 
     A job can therefore run again under the same name, without reading keys of an earlier generation.
     """
-    while True:
+    for _ in Backoff(_FIRST_PAUSE, _LONGEST_PAUSE):
         last = job.get("generation").decode() if job.check(["generation"]) else ""
         if last and job.publish(f"agents/{last}", b""):
             return last, _Membership(job, last)
         if last and job.list_keys(f"agents/{last}/"):
             # An agent of that generation may still reconnect, until its lease expires.
-            time.sleep(_PAUSE)
             continue
         own = secrets.token_hex(8)
         # Joined before the generation is published, so that no agent finds it empty.
@@ -72,6 +71,7 @@ def _join_generation(job: PrefixStore) -> tuple[str, _Membership]:
                 job.delete_key(key)
             return own, membership
         membership.leave()
+    raise AssertionError("the attempts have no deadline")
 
 
 class _Membership(threading.Thread):

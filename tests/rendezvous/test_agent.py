@@ -8,7 +8,7 @@ from asyncdist.base.deadline import Deadline
 from asyncdist.base.network import is_loopback
 from asyncdist.config import Config, Launch
 from asyncdist.errors import AuthenticationError, RendezvousError, RendezvousTimeoutError
-from asyncdist.rendezvous import addresses, sources
+from asyncdist.rendezvous import sources
 from asyncdist.rendezvous.addresses import outward
 from asyncdist.store import StoreServer
 from tests.support.ports import free_port
@@ -60,19 +60,14 @@ async def test_jobs_and_worlds_by_name_do_not_meet(meet_as, agent):
     assert follower.world_id == leaders[2].world_id
 
 
-async def test_an_agent_that_never_comes(meet_as, monkeypatch):
-    tries = []
+async def test_timeout_of_an_agent_that_never_listens_tells_the_last_failure(meet_as, monkeypatch):
+    async def two_attempts(*_):
+        yield 0
+        yield 1
 
-    async def probe(*where):
-        tries.append(where)
-        if len(tries) == 2:
-            monkeypatch.setattr(sources, "_PAUSE", 10.0)  # there is not that much left for another try
-        await addresses.probe(*where)
-
-    monkeypatch.setattr(sources, "probe", probe)
+    monkeypatch.setattr(sources, "Backoff", two_attempts)
     with pytest.raises(RendezvousTimeoutError, match=r"rank 1 of 2 .*agent's store does not answer: Connection ref"):
         await meet_as(world_size=None, launch=launched(1, free_port()))
-    assert len(tries) == 2
 
 
 @pytest.mark.parametrize("token", [None, "the user's own"])
