@@ -85,9 +85,8 @@ class AsyncStoreBase(ABC):
         """Store ``value`` under ``key``; wakes the clients that wait for it.
 
         An ``ephemeral`` key goes with this client: when it closes, or when its lease has run out after its connection
-        broke (at once where it dies with a file store), unless another client has set the key since. A client that
-        comes back
-        later has its keys again, but for those under which there is something by then.
+        broke, unless another client has set the key since. A client that comes back later has its keys again, but for
+        those under which there is something by then.
         """
         return self.request(operations.set_ephemeral(key, value) if ephemeral else operations.set_(key, value))
 

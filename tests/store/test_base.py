@@ -1,10 +1,11 @@
-"""What every store does alike, and that the two faces have the same methods, which are torch's."""
+"""The operations of all blocking stores, and that `Store`, `AsyncStoreBase` and torch's stores have the same methods."""
 
 from __future__ import annotations
 
 import inspect
 import threading
 from asyncio import Future
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import get_origin, get_type_hints
@@ -16,15 +17,24 @@ from asyncdist.errors import QueueEmptyError, StoreConnectionError, StoreError, 
 from asyncdist.store import AsyncStoreBase, FileStore, HashStore, PrefixStore, Store, TCPStore
 
 UNIT, LONG = 0.05, 10.0
-KINDS = ["hash", "file", "tcp", "prefix of hash", "prefix of tcp"]
+KINDS = ["hash", "tcp", "prefix of hash", "prefix of tcp"]
+"""Stores with all operations; a file store has a part of them."""
 
 
 @pytest.fixture(params=KINDS)
 def store(request, tmp_path):
-    made = make(request.param.removeprefix("prefix of "), tmp_path)
-    made.set_timeout(LONG)
-    yield PrefixStore("part", made) if request.param.startswith("prefix") else made
-    made.close()
+    yield from opened(request.param, tmp_path)
+
+
+@pytest.fixture(params=["file", *KINDS])
+def any_store(request, tmp_path):
+    yield from opened(request.param, tmp_path)
+
+
+def opened(kind: str, tmp_path) -> Iterator[Store]:
+    with make(kind.removeprefix("prefix of "), tmp_path) as made:
+        made.set_timeout(LONG)
+        yield PrefixStore("part", made) if kind.startswith("prefix") else made
 
 
 def make(kind: str, tmp_path) -> Store:
@@ -41,7 +51,8 @@ def threads():
         yield pool
 
 
-def test_every_operation(store):
+def test_key_operations(any_store):
+    store = any_store
     assert store.set("k", "text") is None
     assert store.get("k") == b"text"
     assert store.add("n", 2) == 2
@@ -55,19 +66,23 @@ def test_every_operation(store):
     assert store.list_keys() == ["k", "n", "x", "y"]
     assert store.delete_key("x") is True
     assert store.num_keys() == 3
+
+
+def test_queue_barrier_and_channel_operations(store):
     store.queue_push("q", "item")
     assert store.queue_len("q") == 1
     assert store.queue_pop("q") == b"item"
+    with pytest.raises(QueueEmptyError):
+        store.queue_pop("q", block=False)
     store.barrier("b", 1)
-    assert store.publish("c", "nobody hears") == 0
+    assert store.publish("c", "no subscriber") == 0
 
 
-def test_errors(store):
+def test_wrong_arguments_are_refused(any_store):
+    store = any_store
     store.set("k", "no number")
     with pytest.raises(StoreError, match="no whole number"):
         store.add("k", 1)
-    with pytest.raises(QueueEmptyError):
-        store.queue_pop("q", block=False)
     with pytest.raises(UsageError, match="bytes or str"):
         store.set("k", 1)
     with pytest.raises(UsageError):
@@ -75,24 +90,32 @@ def test_errors(store):
     assert store.get("k") == b"no number"
 
 
-def test_timeouts(store):
+def test_wait_and_get_time_out(any_store):
+    store = any_store
     with pytest.raises(StoreTimeoutError, match=r"timed out after 0.05 s") as caught:
         store.wait(["k", "l"], timedelta(seconds=UNIT))
     assert [key.removeprefix("part/") for key in caught.value.keys] == ["k", "l"]
     store.set_timeout(timedelta(seconds=UNIT))
     assert store.timeout == timedelta(seconds=UNIT)
-    for start in (lambda: store.get("k"), lambda: store.queue_pop("k"), lambda: store.barrier("k", 2)):
-        with pytest.raises(StoreTimeoutError):
-            start()
-    with pytest.raises(StoreTimeoutError):  # who gave up is not counted
-        store.barrier("k", 2)
-    store.queue_push("k", "item")  # nor is anything handed to them
-    assert store.queue_pop("k", block=False) == b"item"
+    with pytest.raises(StoreTimeoutError):
+        store.get("k")
     store.set("k", "still good")
     assert store.get("k") == b"still good"
 
 
-def test_a_wait_blocks_nobody(store, threads):
+def test_pop_and_barrier_that_time_out_leave_nothing_at_the_store(store):
+    store.set_timeout(UNIT)
+    for _ in range(2):  # the first caller of the barrier is not counted the second time
+        with pytest.raises(StoreTimeoutError):
+            store.queue_pop("k")
+        with pytest.raises(StoreTimeoutError):
+            store.barrier("k", 2)
+    store.queue_push("k", "item")
+    assert store.queue_pop("k", block=False) == b"item"
+
+
+def test_waiting_threads_do_not_block_others(any_store, threads):
+    store = any_store
     waiting = [threads.submit(store.get, f"k{number}") for number in range(16)]
     for number in range(16):
         assert store.add("n", 1) == number + 1
@@ -102,7 +125,8 @@ def test_a_wait_blocks_nobody(store, threads):
     assert [future.result(LONG) for future in waiting] == [str(number).encode() for number in range(16)]
 
 
-def test_many_threads_ask_at_once(store, threads):
+def test_requests_of_many_threads(any_store, threads):
+    store = any_store
     rounds = 20 if isinstance(store, FileStore) else 100
 
     def work(number: int) -> None:
@@ -116,14 +140,14 @@ def test_many_threads_ask_at_once(store, threads):
     assert store.add("sum", 0) == 16 * rounds
 
 
-def test_every_item_is_popped_once(store, threads):
+def test_each_item_is_popped_once(store, threads):
     taking = [threads.submit(store.queue_pop, "q") for _ in range(20)]
     for number in range(20):
         store.queue_push("q", str(number))
     assert sorted(int(future.result(LONG)) for future in taking) == list(range(20))
 
 
-def test_an_item_is_not_lost_to_a_taker_whose_time_is_over(store, threads):
+def test_item_is_not_lost_to_a_pop_that_times_out(store, threads):
     for number in range(10):
         try:
             taking = threads.submit(store.queue_pop, "q", True, UNIT / 10)
@@ -133,7 +157,7 @@ def test_an_item_is_not_lost_to_a_taker_whose_time_is_over(store, threads):
             assert store.queue_pop("q") == str(number).encode()
 
 
-def test_a_barrier_of_threads(store, threads):
+def test_barrier_of_threads(store, threads):
     with pytest.raises(StoreTimeoutError):
         store.barrier("b", 3, timedelta(seconds=UNIT))
     standing = [threads.submit(store.barrier, "b", 3) for _ in range(3)]
@@ -155,8 +179,7 @@ def test_publish_and_subscribe(store, threads):
     messages.close()
 
 
-def test_who_waits_beside_another_who_gives_up_gets_the_message(store, threads):
-    """Whoever reads for both goes: the one who stays must be heard as the one who went."""
+def test_subscriber_that_outlasts_another_threads_timeout_receives(store, threads):
     with store.subscribe("news") as messages:
         short = threads.submit(messages.get, UNIT)
         long = [threads.submit(messages.get, LONG) for _ in range(2)]
@@ -167,8 +190,8 @@ def test_who_waits_beside_another_who_gives_up_gets_the_message(store, threads):
         assert {future.result(LONG) for future in long} == {b"1", b"2"}
 
 
-@pytest.mark.parametrize("kind", ["hash", "file", "tcp"])
-def test_close_fails_those_who_listen(kind, tmp_path, threads):
+@pytest.mark.parametrize("kind", ["hash", "tcp"])
+def test_close_ends_subscriptions_and_watches(kind, tmp_path, threads):
     store = make(kind, tmp_path)
     news, key = store.subscribe("news"), store.watch("k")
     assert key.get() is None
@@ -184,22 +207,21 @@ def test_close_fails_those_who_listen(kind, tmp_path, threads):
     key.close()
 
 
-def test_close_fails_those_who_wait(tmp_path, threads):
-    for kind in ("hash", "file", "tcp"):
-        store = make(kind, tmp_path)
-        waiting = threads.submit(store.get, "k")
-        other = threads.submit(store.get, "l")
-        store.add("n", 1)
-        store.close()
-        store.close()
-        for future in (waiting, other):
-            with pytest.raises(StoreConnectionError, match="closed"):
-                future.result(LONG)
+@pytest.mark.parametrize("kind", ["hash", "file", "tcp"])
+def test_close_ends_waiting_calls(kind, tmp_path, threads):
+    store = make(kind, tmp_path)
+    waiting = [threads.submit(store.get, key) for key in ("k", "l")]
+    store.add("n", 1)
+    store.close()
+    store.close()
+    for future in waiting:
         with pytest.raises(StoreConnectionError, match="closed"):
-            store.get("k")
+            future.result(LONG)
+    with pytest.raises(StoreConnectionError, match="closed"):
+        store.get("k")
 
 
-def test_prefixes():
+def test_prefix_store():
     whole = HashStore()
     part = PrefixStore("a", PrefixStore("b", whole))
     part.set("k", "1")
@@ -216,8 +238,7 @@ def test_prefixes():
 
 
 @pytest.mark.parametrize("timeout", [timedelta(days=30), 1e10, timedelta.max])
-def test_limits_that_nobody_will_reach(store, threads, timeout):
-    """One waits first, and the others beside it, which may be another way to wait."""
+def test_very_long_timeouts(store, threads, timeout):
     waiting = [threads.submit(store.get, "k", timeout) for _ in range(3)]
     store.set_timeout(timeout)
     store.set("k", "1")
@@ -226,7 +247,7 @@ def test_limits_that_nobody_will_reach(store, threads, timeout):
         assert values.get(timeout) == b"1"
 
 
-def test_a_wait_that_one_poll_cannot_last_is_polled_again(monkeypatch):
+def test_wait_longer_than_one_poll_is_polled_again(monkeypatch):
     monkeypatch.setattr("asyncdist.store.client.blocking_socket._LONGEST_POLL", 1)
     with TCPStore("127.0.0.1", 0, is_master=True, timeout=LONG, config=Config(token="t")) as store:
         threading.Timer(UNIT, store.set, ("k", "1")).start()
@@ -235,7 +256,7 @@ def test_a_wait_that_one_poll_cannot_last_is_polled_again(monkeypatch):
             store.get("never", UNIT)
 
 
-def test_a_store_without_limit():
+def test_timeout_none_is_no_limit():
     store = HashStore()
     store.set_timeout(None)
     assert store.timeout > timedelta(days=365)
@@ -254,7 +275,7 @@ PUBLIC = [name for name, value in vars(Store).items() if inspect.isfunction(valu
 
 
 @pytest.mark.parametrize("name", PUBLIC)
-def test_both_faces_have_the_same_methods_and_arguments(name):
+def test_blocking_and_awaited_stores_have_the_same_methods_and_arguments(name):
     blocking, awaited = getattr(Store, name), getattr(AsyncStoreBase, name)
     assert parameters(blocking) == parameters(awaited)
     awaitable = inspect.iscoroutinefunction(awaited) or get_origin(get_type_hints(awaited)["return"]) is Future
@@ -262,7 +283,7 @@ def test_both_faces_have_the_same_methods_and_arguments(name):
     assert not inspect.iscoroutinefunction(blocking)
 
 
-def test_every_method_of_torchs_stores_is_here():
+def test_stores_have_every_method_of_torchs_stores():
     import torch.distributed as torch_distributed
 
     private_to_torch = {"clone", "has_extended_api", "libuvBackend"}
@@ -274,9 +295,9 @@ def test_every_method_of_torchs_stores_is_here():
         assert documented <= set(parameters(ours.__init__))
 
 
-def test_a_watch_tells_what_a_key_holds_and_each_change_after_that(store, threads):
+def test_watch_yields_the_value_and_each_change(store, threads):
     with store.watch("k") as values:
-        assert values.get(LONG) is None  # what is missing has no value
+        assert values.get(LONG) is None
         store.set("k", "1")
         assert values.get(LONG) == b"1"
         waiting = threads.submit(values.get, LONG)
@@ -293,7 +314,7 @@ def test_a_watch_tells_what_a_key_holds_and_each_change_after_that(store, thread
         assert next(values) == b"3"
 
 
-def test_a_watch_keeps_only_the_newest_of_what_it_was_not_asked_for(store):
+def test_watch_keeps_only_the_newest_value(store):
     with store.watch("k") as values:
         for number in range(100):
             store.set("k", str(number))
@@ -303,7 +324,7 @@ def test_a_watch_keeps_only_the_newest_of_what_it_was_not_asked_for(store):
         assert len(seen) < 100
 
 
-def test_an_ephemeral_key_is_there_until_it_is_not(store):
+def test_ephemeral_key_can_be_read_and_replaced(store):
     store.set("k", "1", ephemeral=True)
     assert store.get("k") == b"1"
     store.set("k", "2")

@@ -1,14 +1,13 @@
 """FileStore: a store in a file, for processes that share nothing but a file system.
 
-The file is the log (`log`) of the state machine's requests in order: ``[member, request id, op, argument…]`` each.
-Whoever writes holds the file's lock, first reads what others have written, and appends; every member executes the same
-log and so has the same state. What only reads is not logged. Those who wait look into the file every few milliseconds.
-The log is never made shorter: it is for meeting, not for a long life of many sets. What is relied upon of the file
-system, which may be one of several hosts, stands in `shared_file`.
+The file is a log (`log_format`) of requests in order, each as its message of `codec`. A process that changes the store
+locks the file, executes what others have appended, and appends. Every process executes the same log, and so has the same
+state. Requests that only read are not logged. A process that waits for a key reads the file every few milliseconds. The
+log is never shortened: a file store serves rendezvous, not many changes. `locked_file` says what it requires of the file
+system.
 
-A member that dies while it appends leaves part of a frame, or one with holes, which the next writer cuts off. One that
-dies while it stands in a barrier or holds a queue item is found out by those who wait there, if it ran on the same host,
-and they log that it left.
+A process that dies while it appends leaves part of a frame, or a frame with holes, which the next process that appends
+cuts off.
 """
 
 from __future__ import annotations
@@ -16,108 +15,116 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-import time
+import threading
 import weakref
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from asyncdist.base.backoff import Backoff
-from asyncdist.base.deadline import Deadline
-from asyncdist.errors import ProtocolError, StoreError, UsageError
-from asyncdist.store.client.local import DEFAULT_TIMEOUT, LocalClient, LocalStore
-from asyncdist.store.client.locked_file import SharedFile
-from asyncdist.store.client.pending import PendingRequest
+from asyncdist.base.deadline import Deadline, Timeout, seconds
+from asyncdist.errors import ProtocolError, StoreConnectionError, StoreError, UnsupportedError, UsageError
+from asyncdist.store.base import Store, Subscription, Watch
+from asyncdist.store.client.local import DEFAULT_TIMEOUT
+from asyncdist.store.client.locked_file import LockedFile
 from asyncdist.store.persistence import log_format
-from asyncdist.store.persistence.log_format import LogRecord
-from asyncdist.store.protocol.operations import Client, Op, Reply
+from asyncdist.store.protocol.client_protocol import refusal
+from asyncdist.store.protocol.codec import Encoder, decode_request, messages_in
+from asyncdist.store.protocol.operations import Command, Op, OperationKind, Reply
+from asyncdist.store.state.machine import StoreState
 
-_READ_ONLY = frozenset((Op.GET, Op.WAIT, Op.CHECK, Op.NUM_KEYS, Op.MULTI_GET, Op.LIST_KEYS, Op.QUEUE_LEN, Op.WATCH))
+T = TypeVar("T")
+
+_LOGGED = frozenset((Op.SET, Op.ADD, Op.COMPARE_SET, Op.DELETE_KEY, Op.APPEND, Op.MULTI_SET))
+_WAITING = frozenset((Op.GET, Op.WAIT, Op.MULTI_GET))
+_SUPPORTED = _LOGGED | _WAITING | {Op.CHECK, Op.NUM_KEYS, Op.LIST_KEYS}
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
-_ROLL_CALL_PAUSE = 0.5
-_MEMBERS = "\0members"
-"""The channel that members of known number listen to, so that the last one to leave can be told."""
-_READERS = "\0readers"
-"""The client name of this process's read-only requests, which are not logged."""
 
 
-class FileClient(LocalClient):
-    """A replica of the state in a file, and our tickets there."""
+class FileReplica:
+    """The state in a file, as one process has executed it so far. Any number of threads may use it.
+
+    The log also tells which processes have opened the file, each by a RESUME with its host's name, and closed it (LEAVE).
+    """
 
     def __init__(self, path: Path) -> None:
-        super().__init__()
         self.path = path
-        self.name = (_host_name(), str(os.getpid()), _start_time(os.getpid()), secrets.token_hex(8))
+        self._host = socket.gethostname().encode()
         self._pid = os.getpid()
-        self._members: set[Client] = set()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._state = StoreState()
+        self._pack = Encoder().pack
+        self._num_opened = 0
+        self._num_open = 0
         self._offset = 0
         self._salt = b""
-        self._number = 0  # of the frame that comes next
-        self._file = SharedFile(path)
-        try:
-            with self._file.locked():
-                self._read()
-                if self._offset == 0:
-                    self._salt = secrets.token_bytes(log_format.SALT_NBYTES)
-                    self._file.write_at(0, log_format.header(self._salt))
-                    self._offset = log_format.HEADER_NBYTES
-        except BaseException:
-            self._file.close()
-            raise
+        self._next_frame = 0
+        self._file = LockedFile(path)
+        self._file.open(self._begin)
 
-    # -- requests ---------------------------------------------------------------------------------
+    def _begin(self) -> None:
+        self._read()
+        if self._offset == 0:
+            self._salt = secrets.token_bytes(log_format.SALT_NBYTES)
+            self._file.write_at(0, log_format.header(self._salt))
+            self._offset = log_format.HEADER_NBYTES
+        self._append(Op.RESUME, (self._host, 0))
 
-    def execute(self, number: int, op: Op, args: tuple[Any, ...]) -> list[Reply]:
-        if self._pid != os.getpid():
-            raise UsageError("this FileStore was made before a fork and is the parent's: make a new one")
-        if op in _READ_ONLY:
-            self.look()
-            return self.state.execute(_READERS, number, op, args)
-        return self._log(LogRecord(self.name, number, op, args))
+    def perform(self, command: Command[Any], limit: float) -> Any:
+        """Carry out a command within ``limit`` seconds and return its result."""
+        op, args = command
+        for _ in Backoff(_FIRST_PAUSE, _LONGEST_PAUSE, Deadline.after(limit)):
+            with self._lock:
+                self._check_usable()
+                if op in _LOGGED:
+                    with self._file.locked():
+                        self._read()
+                        return _result(self._append(op, args))
+                with self._file.locked(shared=True):
+                    self._read()
+                if op not in _WAITING or _result(self._execute(Op.CHECK, (list(command.keys),))):
+                    return _result(self._execute(op, args))
+        raise command.overdue(limit)
 
-    def withdraw(self, number: int, op: Op) -> list[Reply]:
-        if op in _READ_ONLY:
-            return self.state.execute(_READERS, number, Op.CANCEL, (number,))
-        return self.execute(number, Op.CANCEL, (number,))
-
-    def leave(self) -> None:
-        self._log(LogRecord(self.name, 0, Op.LEAVE, ()))
-
-    def wait_for(self, pending: PendingRequest[Any], deadline: Deadline) -> None:
-        backoff, roll_call = Backoff(_FIRST_PAUSE, _LONGEST_PAUSE, deadline), time.monotonic()
-        with self.lock:
-            event = self.event_of(pending)
-        while True:
-            with self.lock:
-                if pending.ready:  # as it also is once the file is closed
+    def close(self, world_size: int) -> None:
+        """Close the file, and remove it if ``world_size`` stores have opened it and none has it open."""
+        with self._lock:
+            self._closed = True
+            try:
+                if self._pid != os.getpid():
                     return
-                self.look()
-                if not pending.ready and time.monotonic() >= roll_call:
-                    roll_call = time.monotonic() + _ROLL_CALL_PAUSE
-                    self._call_roll()
-            if event.wait(backoff.next_pause()):
-                return
-            if deadline.expired():
-                raise TimeoutError
+                with self._file.locked():
+                    self._read()
+                    self._append(Op.LEAVE, ())
+                    if 0 < world_size <= self._num_opened and self._num_open == 0:
+                        self._file.remove()
+            finally:
+                self._file.close()
 
-    # -- the file. The lock is held in all of these ----------------------------------------
+    def _check_usable(self) -> None:
+        if self._pid != os.getpid():
+            raise UsageError(
+                f"the FileStore {self.path} belongs to the parent of this forked process: open another one"
+            )
+        if self._closed:
+            raise StoreConnectionError(f"the FileStore {self.path} was closed by this process: open another one")
 
-    def look(self) -> None:
-        """Execute what others have written since we last looked."""
-        with self._file.locked(shared=True):
-            self._read()
+    # -- the log: the file is locked in all of these -------------------------------------------------
 
-    def _log(self, record: LogRecord) -> list[Reply]:
-        body = log_format.encode_record(record)
-        with self._file.locked():
-            self._read()
-            frame = log_format.frame_head(self._salt, self._number, body) + body
-            self._file.write_at(self._offset, frame)
-            self._offset += len(frame)
-            self._number += 1
-        return self._replay(record)
+    def _append(self, op: Op, args: tuple[Any, ...]) -> Reply | None:
+        """Append a request and execute it. All frames before it have been executed."""
+        try:
+            body = self._pack((0, op, *args))
+        except ValueError as error:
+            raise UsageError(f"store {op.name.lower()}: {error}") from None
+        frame = log_format.frame_head(self._salt, self._next_frame, body) + body
+        self._file.write_at(self._offset, frame)
+        self._offset += len(frame)
+        self._next_frame += 1
+        return self._replay(op, args)
 
     def _read(self) -> None:
-        """Execute the whole frames that follow what we have; the file's lock is held."""
+        """Execute the whole frames that follow the last one executed."""
         base = self._offset
         data = self._file.read_from(base)
         start = 0
@@ -125,120 +132,108 @@ class FileClient(LocalClient):
             if self._offset == 0:
                 if len(data) < log_format.HEADER_NBYTES and data.startswith(log_format.MAGIC[: len(data)]):
                     return
-                self._salt, self._number = log_format.read_header(data)
+                self._salt, self._next_frame = log_format.read_header(data)
                 self._offset = start = log_format.HEADER_NBYTES
-            while body := log_format.next_frame(data, start, self._salt, self._number):
-                record = log_format.decode_record(data[slice(*body)])
+            while body := log_format.next_frame(data, start, self._salt, self._next_frame):
+                (message,) = messages_in(data[slice(*body)])
+                _, op, args = decode_request(message)
                 self._offset += body[1] - start
                 start = body[1]
-                self._number += 1
-                self.deliver(self._replay(record))
+                self._next_frame += 1
+                self._replay(op, args)
         except log_format.DamagedError as error:
             misplaced = isinstance(error, log_format.MisplacedError)
             if self._salt and not misplaced and not log_format.has_frame_after(data, start, self._salt):
-                return  # what a dead writer left, to be cut off
+                return  # the next process that appends cuts it off
             raise self._damaged(str(error.after(base))) from None
-        except ProtocolError as error:
+        except (ProtocolError, ValueError) as error:
             raise self._damaged(f"at offset {self._offset}: {error}") from None
 
+    def _replay(self, op: Op, args: tuple[Any, ...]) -> Reply | None:
+        if op is Op.RESUME:
+            if args[0] != self._host and not self._file.locks_reach_other_hosts:
+                raise StoreError(
+                    f"{self.path} is used by several hosts, and its file system keeps locks on one host: mount it without "
+                    "nolock and local_lock, or use a TCPStore"
+                )
+            self._num_opened += 1
+            self._num_open += 1
+            return None
+        if op is Op.LEAVE:
+            self._num_open -= 1
+            return None
+        return self._execute(op, args)
+
+    def _execute(self, op: Op, args: tuple[Any, ...]) -> Reply:
+        (reply,) = self._state.execute("FileStore", 0, op, args)
+        return reply
+
     def _damaged(self, why: str) -> ProtocolError:
-        return ProtocolError(f"{self.path} is no file of a store, or damaged ({why}): remove it, or name another")
-
-    def _replay(self, record: LogRecord) -> list[Reply]:
-        if not self._file.locks_reach_other_hosts and record.member[0].split()[0] != self.name[0].split()[0]:
-            raise StoreError(
-                f"{self.path} is used by hosts whose locks do not exclude each other: mount it without nolock and "
-                "local_lock, or meet at a TCPStore"
-            )
-        if record.op is Op.SUBSCRIBE and record.args == (_MEMBERS,):
-            self._members.add(record.member)
-        replies = self.state.execute(*record)
-        return [reply for reply in replies if reply.client == self.name or reply.client == _READERS]
-
-    def _call_roll(self) -> None:
-        """Say of members of this host that died that they have left."""
-        for member in self.state.clients:
-            if isinstance(member, tuple) and member != self.name and _is_dead(member):
-                self.deliver(self._log(LogRecord(member, 0, Op.LEAVE, ())))
-
-    # -- ends -------------------------------------------------------------------------------------
-
-    def join(self) -> None:
-        """Have ourselves counted."""
-        with self.lock:
-            self._log(LogRecord(self.name, -1, Op.SUBSCRIBE, (_MEMBERS,)))
-
-    def close_file(self, world_size: int) -> None:
-        """Leave, remove the file if all ``world_size`` members have been here and none is left, and close it."""
-        try:
-            if self._pid != os.getpid():
-                return
-            self.close()
-            with self.lock:
-                self.look()
-                self._call_roll()
-                with self._file.locked():  # no other process may join in between
-                    self._read()
-                    if 0 < world_size <= len(self._members) and not self.state.clients:
-                        self._file.remove()
-        finally:
-            self._file.close()
+        return ProtocolError(
+            f"{self.path} is not the file of a store, or is damaged ({why}): remove it, or name another"
+        )
 
 
-class FileStore(LocalStore):
-    """A store in the file ``file_name``, which every process names alike; torch's FileStore by name and methods.
+class FileStore(Store):
+    """A store in the file ``file_name``, with the name and the methods of torch's FileStore.
 
-    The file must not be left over from an earlier run. With ``world_size``, the last of so many to close (or to exit)
-    removes it; without, nobody does. Needs a file system whose locks work, also between hosts where there are several
-    (NFS, unless mounted with ``nolock``); waiting costs a look at the file every 50 ms at most.
-    Raises AddressError when the file cannot be opened or locked, ProtocolError when it is something else; later, any
-    operation raises StoreError when the file system fails, and whether it was done is then not known.
+    Every process names the same file, which must not be left over from an earlier run. The file system must have locks
+    that work, also between hosts if there are several (on NFS: mounted without ``nolock``). A process that waits for a key
+    reads the file at least every 50 ms. There are no queues, barriers, channels, watches and ephemeral keys.
+
+    Args:
+        file_name: The file; it is created if it does not exist.
+        world_size: How many stores are opened on the file. The last one that is closed, or whose process exits, removes
+            the file; a store whose process is killed stays counted as open. By default the file stays.
+
+    Raises:
+        AddressError: The file cannot be opened or locked.
+        ProtocolError: The file is not that of a store, or is damaged.
+        StoreError: In any operation: the file system failed. The operation may have been executed.
+        UnsupportedError: In an operation that this store does not have.
+
+    Example:
+        >>> store = FileStore("/mnt/shared/job-17", world_size=2)
+        >>> store.set("address/0", "10.0.0.1:4000")
+        >>> store.get("address/1")  # waits until rank 1 has set it
+        b'10.0.0.2:4000'
     """
 
     def __init__(self, file_name: str | os.PathLike[str], world_size: int = -1) -> None:
-        desk = FileClient(Path(file_name))
-        super().__init__(desk, DEFAULT_TIMEOUT)
-        self._path = desk.path
-        self._finalizer = weakref.finalize(self, FileClient.close_file, desk, world_size)
-        if world_size > 0:
-            desk.join()
+        super().__init__(DEFAULT_TIMEOUT)
+        self._replica = FileReplica(Path(file_name))
+        self._finalizer = weakref.finalize(self, FileReplica.close, self._replica, world_size)
 
     @property
     def path(self) -> str:
-        return str(self._path)
+        return str(self._replica.path)
+
+    def request(self, command: Command[T], timeout: Timeout = None) -> T:
+        if command.op not in _SUPPORTED:
+            raise _unsupported(command.name)
+        result: T = self._replica.perform(command, self._timeout if timeout is None else seconds(timeout))
+        return result
+
+    def subscribe(self, channel: str) -> Subscription:
+        raise _unsupported("subscribe")
+
+    def watch(self, key: str) -> Watch:
+        raise _unsupported("watch")
 
     def close(self) -> None:
         self._finalizer()
 
 
-# -- who is alive ----------------------------------------------------------------------------------
+def _result(reply: Reply | None) -> Any:
+    """Return the result in a reply, or raise what the store refused."""
+    assert reply is not None
+    if reply.kind is OperationKind.REFUSED:
+        raise refusal(*reply.value)
+    return reply.value
 
 
-def _host_name() -> str:
-    """Name the host and, where there are such things, the namespace in which process ids mean something."""
-    try:
-        return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return socket.gethostname()
-
-
-def _start_time(pid: int) -> str:
-    """Return when a process started, so that another one with its id is told apart; "" where that is not known."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-    except OSError:
-        return ""
-    return "" if fields[0] in (b"Z", b"X") else fields[19].decode()
-
-
-def _is_dead(member: tuple[str, ...]) -> bool:
-    host, pid, started, _ = member
-    if host != _host_name():
-        return False
-    try:
-        os.kill(int(pid), 0)
-    except ProcessLookupError:
-        return True
-    except OSError:
-        return False
-    return started != _start_time(int(pid))
+def _unsupported(operation: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"store {operation}: a FileStore has no queues, barriers, channels, watches and ephemeral keys; use a TCPStore, or "
+        "a HashStore between the threads of one process"
+    )

@@ -1,23 +1,19 @@
-"""A file that processes of several hosts read and append to under its lock; what is relied upon of the file system.
+"""A file that processes of several hosts read and append to under its lock.
 
-Network file systems, NFS above all, promise less than a disk. What is needed here is only this:
+Called by `file`. A network file system promises less than a disk. What `LockedFile` requires is only this:
 
-* **Locks.** ``flock`` on the whole file excludes processes of all hosts that have it open. NFS does so (version 4 itself,
-  version 3 with its lock service), unless mounted with ``nolock`` or ``local_lock``, which is refused as soon as a second
-  host turns up. ``flock`` rather than ``fcntl``'s locks, which a process loses when it closes any descriptor of the file.
-  A file system without locks is refused. Locks are asked for again and again, since one that waits inside the kernel
-  cannot be given up; who gets none for `PATIENCE` seconds says so.
-* **Taking a lock makes what others wrote visible**, and nothing else does: sizes and contents that were seen before may be
-  old by a minute ("attribute caching", "close to open"). So even a look takes the lock, and no size seen without it counts.
-* **fsync tells whether bytes have arrived.** On a network file system a write is a promise that may be broken when it is
-  flushed; so there it is flushed before the lock is let go and before anybody is told that it was done.
+* **Locks.** ``flock`` on the whole file excludes the processes of all hosts. NFS does so (version 4 by itself, version 3
+  with its lock service) unless it is mounted with ``nolock`` or ``local_lock``. ``fcntl``'s locks do not serve: a process
+  loses them when it closes any descriptor of the file. A lock is requested again and again without waiting in the kernel,
+  because a wait there cannot be ended.
+* **A lock makes what others wrote visible**, and nothing else does: attributes and contents that were read before may be
+  a minute old ("attribute caching", "close to open"). So reading takes the lock too.
+* **fsync tells whether bytes have arrived.** On a network file system a write may fail when it is flushed, so a write is
+  flushed before the lock is released.
 
-And this is not: that a write is atomic (each frame has its checksum, and one that is torn, or has a hole since its pages
-came in another order, is cut off by the next writer if it is the last); O_APPEND (writes name their place, and only the
-lock's holder writes); rename (nothing is ever replaced); mtimes or that clocks agree (no time of any file is read); that a
-removal whose reply was lost, and which was sent again, succeeds (that nothing is there is what was wanted); that a name
-still stands for the file that was opened by it: after the lock was got, the file is looked up again, and opened anew if
-another host has removed it meanwhile (NFS says ESTALE, or keeps it under another name).
+It does not rely on atomic writes (each frame has a checksum, and the next writer cuts off a torn one), O_APPEND (writes
+name their offset), rename, file times, or the reply to a removal. A name may stand for another file after another host
+has removed the one that was opened: after the lock is acquired, the file is looked up again, and opened anew if necessary.
 """
 
 from __future__ import annotations
@@ -26,7 +22,7 @@ import contextlib
 import errno
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from asyncdist.base import lifecycle
@@ -35,31 +31,36 @@ from asyncdist.base.deadline import Deadline
 from asyncdist.errors import AddressError, AsyncdistError, StoreError
 
 PATIENCE = 60.0
-"""Seconds that a lock may be held by others: who holds it does a few milliseconds' work."""
+"""Seconds that another process may hold the lock; it needs it for a few milliseconds."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 50e-6, 5e-3
 _OPENINGS = 20
-"""How often a file may be found removed just after it was opened."""
+"""How often a file may be removed just after it was opened."""
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 _LOCKS_STAY_HERE = ("nolock", "local_lock=all", "local_lock=flock")
 _ONE_HOST = frozenset("ext2 ext3 ext4 xfs btrfs zfs tmpfs ramfs overlay f2fs bcachefs vfat".split())
-"""File systems of one host, which sees at once what its processes write. Elsewhere we do what a network needs."""
+"""File systems of one host, where a write is visible at once. All others are treated as network file systems."""
 
 
-class SharedFile:
-    """A file at ``path``, made if there is none. Every method but `locked` wants its lock held.
+class LockedFile:
+    """A file at ``path``, created if it does not exist. The methods from `is_current` to `remove` need its lock.
 
-    Raises AddressError where it cannot be opened or locked, StoreError where later something fails.
+    `open` it first. Raises AddressError if it cannot be opened or locked, and StoreError if a later call fails.
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path = path.absolute()  # the process may go to another folder before it comes to remove it
+        self.path = path.absolute()  # the process may change its folder before it removes the file
+        self._fd = -1
         self._kind, options = _mount(path)
         self.locks_reach_other_hosts = options.isdisjoint(_LOCKS_STAY_HERE)
+
+    def open(self, begin: Callable[[], object] = lambda: None) -> None:
+        """Open the file, and call ``begin`` under the first lock."""
+        path = self.path
         for _ in range(_OPENINGS):
             try:
                 self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             except OSError as error:
-                if error.errno == errno.ESTALE:  # of a folder, or of a file that was removed while we looked it up
+                if error.errno == errno.ESTALE:  # a folder or the file was removed during the look-up
                     continue
                 raise AddressError(
                     f"the file {path} cannot be opened ({error.strerror}): every rank must be able to"
@@ -67,14 +68,14 @@ class SharedFile:
             lifecycle.close_in_children(self)
             try:
                 with self.locked():
-                    current = self.is_current()
+                    if self.is_current():
+                        begin()
+                        return
             except BaseException:
                 self.close()
                 raise
-            if current:
-                return
             self.close()
-        raise AddressError(f"the file {path} is removed by others whenever it is opened: name another")
+        raise AddressError(f"another process removes the file {path} whenever it is opened: name another file")
 
     def fileno(self) -> int:
         """Return the descriptor, or -1 once the file is closed."""
@@ -87,7 +88,7 @@ class SharedFile:
 
     @contextlib.contextmanager
     def locked(self, *, shared: bool = False) -> Iterator[None]:
-        """Hold the file's lock, shared with others who only read or alone."""
+        """Hold the file's lock, alone or shared with other readers."""
         try:
             self._lock(fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
             try:
@@ -105,12 +106,12 @@ class SharedFile:
                 fcntl.flock(self._fd, how | fcntl.LOCK_NB)
                 return
         raise StoreError(
-            f"the lock of {self.path} has been held by another process for {PATIENCE:g} s: one that is stopped, or "
-            "of a host that is gone; find it (fuser, lslocks), or begin anew with another file"
+            f"the lock of {self.path} has been held by another process for {PATIENCE:g} s, which is stopped or on a host "
+            "that is down: find it (fuser, lslocks), or use another file"
         )
 
     def is_current(self) -> bool:
-        """Say whether the file is still what its name stands for."""
+        """Return whether the path still names this file."""
         try:
             mine, named = os.fstat(self._fd), os.stat(self.path)
         except FileNotFoundError:
@@ -122,13 +123,12 @@ class SharedFile:
         return mine.st_nlink > 0 and (mine.st_dev, mine.st_ino) == (named.st_dev, named.st_ino)
 
     def read_from(self, offset: int) -> bytes:
-        """Return all that stands from ``offset`` on. Raises StoreError if the file is shorter than that."""
+        """Return the bytes from ``offset`` to the end. Raises StoreError if the file is shorter than ``offset``."""
         size = os.fstat(self._fd).st_size
         if size < offset:
             raise StoreError(
-                f"{self.path} has lost what had been written ({offset} bytes were there, and {size} are): "
-                "another process truncated "
-                "it, or its server failed; begin anew with another file"
+                f"{self.path} has lost data ({offset} bytes were there, and {size} are): another process truncated it, or "
+                "its server failed; use another file"
             )
         pieces = []
         while offset < size and (piece := os.pread(self._fd, size - offset, offset)):
@@ -137,9 +137,9 @@ class SharedFile:
         return b"".join(pieces)
 
     def write_at(self, offset: int, data: bytes) -> None:
-        """Write at ``offset``, which becomes the end; whatever follows it is what a dead writer left.
+        """Write at ``offset`` and cut off what a dead writer left behind it.
 
-        After an error the data may be there, in part or as a whole: whoever locks the file next sees.
+        After an error the data may be in the file, in part or as a whole.
         """
         if os.fstat(self._fd).st_size > offset:
             os.ftruncate(self._fd, offset)
@@ -150,10 +150,7 @@ class SharedFile:
             os.fsync(self._fd)
 
     def remove(self) -> None:
-        """Remove it, for good: who opened it before and comes to lock it makes another one.
-
-        A file that has replaced it is kept.
-        """
+        """Remove the file, unless another one has replaced it. A process that waits for its lock creates a new one."""
         with contextlib.suppress(FileNotFoundError):
             if self.is_current():
                 os.unlink(self.path)
@@ -165,17 +162,17 @@ class SharedFile:
     def _explained(self, error: OSError) -> AsyncdistError:
         why = error.strerror or str(error)
         if error.errno == errno.ESTALE:
-            return StoreError(f"{self.path} was removed by another host ({why}): ranks of one job must not do so")
+            return StoreError(f"another host removed {self.path} ({why}): the ranks of a job must not remove its file")
         if error.errno in _NO_LOCKS:
             return AddressError(
-                f"the file {self.path} cannot be locked ({why}): name one in a file system that has locks (on NFS, see "
-                "that its lock service runs), or meet at a TCPStore"
+                f"the file {self.path} cannot be locked ({why}): name one in a file system that has locks (on NFS, start "
+                "its lock service), or use a TCPStore"
             )
-        return StoreError(f"{self.path} cannot be used ({why}): see to room there, and to the file system's server")
+        return StoreError(f"{self.path} cannot be used ({why}): check the free space and the file system's server")
 
 
 def _mount(path: Path) -> tuple[str, frozenset[str]]:
-    """Return of which kind the file system is that holds ``path``, and how it is mounted; "" where that is not known."""
+    """Return the type and the mount options of the file system that holds ``path``; "" and none if unknown."""
     try:
         mounts = Path("/proc/self/mountinfo").read_text(errors="replace").splitlines()
     except OSError:

@@ -1,8 +1,7 @@
-"""The requests of a blocking store's threads, and the base of its clients: TCPStore, HashStore and FileStore use it.
+"""The requests of a blocking store's threads, and the base of its clients: TCPStore and HashStore use it.
 
 A thread makes a `PendingRequest` and waits until it is ready. Each `BlockingClient` has its own way to wait: the TCP client
-reads a socket on behalf of all threads, the in-memory client sleeps until another thread completes the request, and the
-file client polls a file.
+reads a socket on behalf of all threads, and the in-memory client sleeps until another thread completes the request.
 """
 
 from __future__ import annotations

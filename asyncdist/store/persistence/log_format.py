@@ -8,21 +8,15 @@ damaged length is not taken for a frame that never got its end; the salt keeps a
 being taken for frames of this one. Frames are numbered without a gap, so that a reader detects a whole frame that was
 removed, repeated or moved; only the last frames of a log can be removed without a trace.
 
-The file store's frames are the requests of its members (`LogRecord`), those of the daemon the changes of its state
-(`changes`).
+A frame of a file store is a request (`store.client.file`), a frame of a daemon the changes of its state (`change_log`).
 """
 
 from __future__ import annotations
 
 import struct
-from typing import Any, NamedTuple
 from zlib import crc32
 
-import msgpack
-
-from asyncdist.errors import ProtocolError, UsageError
-from asyncdist.store.protocol.codec import decode_request, messages_in
-from asyncdist.store.protocol.operations import Op
+from asyncdist.errors import ProtocolError
 
 MAGIC = b"asyncdist store log 3\n"
 SALT_NBYTES = 8
@@ -139,33 +133,3 @@ def has_frame_after(data: bytes, start: int, salt: bytes) -> bool:
 
 def _sealed(salt: bytes, head: Data) -> int:
     return crc32(head, crc32(salt))
-
-
-# -- the frames of a file store ----------------------------------------------------------------------
-
-
-class LogRecord(NamedTuple):
-    """One request of one member: what `StoreState.execute` takes."""
-
-    member: tuple[str, ...]
-    request: int
-    op: Op
-    args: tuple[Any, ...]
-
-
-def encode_record(record: LogRecord) -> bytes:
-    """Return the body of a record's frame. Raises UsageError for what cannot be written."""
-    try:
-        packed: bytes = msgpack.packb((record.member, record.request, record.op, *record.args), use_bin_type=True)
-        return packed
-    except ValueError as error:
-        raise UsageError(f"store {record.op.name.lower()}: {error}") from None
-
-
-def decode_record(body: bytes) -> LogRecord:
-    """Return the record in a frame's body; raises ProtocolError."""
-    messages = list(messages_in(body))
-    member, *request = messages[0] if len(messages) == 1 and type(messages[0]) is list and messages[0] else [None]
-    if type(member) is not list or not all(type(part) is str for part in member):
-        raise ProtocolError("a record that names no member")
-    return LogRecord(tuple(member), *decode_request(request))

@@ -41,11 +41,14 @@ class Op(IntEnum):
     CONFIRM = 20
     """The item of an earlier QUEUE_POP has arrived and need not be kept. Has no reply."""
     LEAVE = 21
-    """Give up all earlier requests. Has no reply; a file store's log says so of a process that died."""
+    """Give up all earlier requests. Has no reply. In a file store's log: a process has closed the file."""
     OPEN_SCOPED_STORE = 22
     """Open a port behind which there is an empty store, as long as the client is connected. Servers only."""
     RESUME = 24
-    """Say who this client is, on a new connection, and for how many milliseconds it is waited for. Servers only."""
+    """Say who this client is, on a new connection, and for how many milliseconds it is waited for. Servers only.
+
+    In a file store's log: a process on the host of that name has opened the file.
+    """
     RECEIVED = 25
     """The answers to all changes with a smaller number have arrived. Has no reply. Servers only."""
     SET_EPHEMERAL = 26

@@ -1,4 +1,4 @@
-"""FileStore over file systems that promise little: a network's, whose caches are old, whose servers fail and forget."""
+"""FileStore on a simulated network file system: stale caches, writes that fail when flushed, locks that fail."""
 
 from __future__ import annotations
 
@@ -8,23 +8,24 @@ import os
 import threading
 import types
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from asyncdist.errors import AddressError, StoreError
 from asyncdist.store import FileStore
-from asyncdist.store.client import file as files
 from asyncdist.store.client import locked_file
-from asyncdist.store.client.locked_file import SharedFile
+from asyncdist.store.client.locked_file import LockedFile
 from asyncdist.store.persistence.log_format import frame_head, read_header
 
 LONG, UNIT = 20.0, 0.05
 
 
 class Network:
-    """Stands for ``os`` and ``fcntl``: each open file has attributes of its own, as old as its last lock, and keeps what is
-    written to itself until it is flushed. ``fail`` has a call raise errors, one after the other.
+    """Replaces ``os`` and ``fcntl``: an open file has attributes as old as its last lock, and keeps writes until a flush.
+
+    ``fail`` makes a call raise errors, one after the other.
     """
 
     def __init__(self) -> None:
@@ -88,10 +89,10 @@ def path(tmp_path) -> Path:
     return tmp_path / "store"
 
 
-# -- what others see, and when ---------------------------------------------------------------------
+# -- visibility ------------------------------------------------------------------------------------
 
 
-def test_what_one_has_done_all_see_at_once(network, path):
+def test_changes_are_visible_to_other_stores_at_once(network, path):
     with FileStore(path) as here, FileStore(path) as there:
         for number in range(5):
             assert there.check([f"k{number}"]) is False
@@ -100,7 +101,7 @@ def test_what_one_has_done_all_see_at_once(network, path):
         assert [store.add("n", 1) for store in (here, there, here)] == [1, 2, 3]
 
 
-def test_what_is_acknowledged_has_been_flushed(network, path):
+def test_write_is_flushed_before_the_lock_is_released(network, path):
     with FileStore(path) as here:
         before = path.stat().st_size
         network.calls.clear()
@@ -110,7 +111,7 @@ def test_what_is_acknowledged_has_been_flushed(network, path):
         assert done.index("pwrite") < done.index("fsync") < len(done) - 1 - done[::-1].index("flock")
 
 
-def test_on_a_disk_nothing_waits_for_it(path, monkeypatch):
+def test_local_file_systems_need_no_flush(path, monkeypatch):
     def fsync(fd):
         raise AssertionError("flushed")
 
@@ -121,7 +122,7 @@ def test_on_a_disk_nothing_waits_for_it(path, monkeypatch):
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EDQUOT])
-def test_a_write_that_is_lost_when_it_is_flushed(network, path, number):
+def test_write_that_fails_when_flushed_raises_and_is_not_executed(network, path, number):
     with FileStore(path) as here, FileStore(path) as there:
         here.set("k", "v")
         network.fail("fsync", number)
@@ -133,8 +134,7 @@ def test_a_write_that_is_lost_when_it_is_flushed(network, path, number):
         assert there.get("k") == b"w"
 
 
-def test_a_write_whose_reply_is_lost_was_done_once(network, path):
-    """It is in the file, and the writer was told of an error."""
+def test_write_whose_reply_is_lost_is_executed_once(network, path):
     with FileStore(path) as here, FileStore(path) as there:
         flush = network._fsync
 
@@ -153,15 +153,15 @@ def test_a_write_whose_reply_is_lost_was_done_once(network, path):
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
-def test_a_file_system_without_locks_is_refused(network, path, number):
+def test_file_system_without_locks_is_refused(network, path, number):
     network.fail("flock", number)
     opened = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(AddressError, match=r"cannot be locked .* TCPStore"):
+    with pytest.raises(AddressError, match=r"cannot be locked .* use a TCPStore"):
         FileStore(path)
     assert len(os.listdir("/proc/self/fd")) == opened
 
 
-def test_a_lock_that_fails_later(network, path):
+def test_failed_lock_raises_and_can_be_retried(network, path):
     with FileStore(path) as store:
         network.fail("flock", errno.EIO)
         with pytest.raises(StoreError, match="cannot be used"):
@@ -170,46 +170,49 @@ def test_a_lock_that_fails_later(network, path):
         assert store.get("k") == b"v"
 
 
-def test_an_interrupted_lock_is_asked_for_again(network, path):
+def test_interrupted_lock_is_requested_again(network, path):
     with FileStore(path) as store:
         network.fail("flock", errno.EINTR, errno.EAGAIN, errno.EINTR)
         store.set("k", "v")
         assert not network.errors["flock"]
 
 
-def test_a_lock_that_another_holds_for_a_while(path):
+@pytest.fixture
+def other(path) -> Iterator[LockedFile]:
+    file = LockedFile(path)
+    file.open()
+    yield file
+    file.close()
+
+
+def test_store_waits_for_a_lock_of_another_process(path, other):
     with FileStore(path) as store:
-        other = SharedFile(path)
         waiting = threading.Thread(target=store.set, args=("k", "v"))
         with other.locked():
             waiting.start()
             waiting.join(UNIT)  # time enough to get past a lock that does not hold
             assert waiting.is_alive()
         waiting.join(LONG)
-        other.close()
         assert store.get("k") == b"v"
 
 
-def test_a_lock_that_nobody_lets_go_of(path, monkeypatch):
+def test_lock_that_is_never_released_raises_store_error(path, other, monkeypatch):
     with FileStore(path) as store:
         monkeypatch.setattr(locked_file, "PATIENCE", UNIT)
-        other = SharedFile(path)
         with other.locked(), pytest.raises(StoreError, match="held by another process"):
             store.set("k", "v")
-        other.close()
 
 
 @pytest.mark.parametrize(
     ("options", "works"),
     [("rw,nolock", False), ("rw,local_lock=all", False), ("local_lock=flock", False), ("local_lock=posix", True)],
 )
-def test_locks_that_other_hosts_do_not_heed(path, monkeypatch, options, works):
-    """On one host they do."""
+def test_second_host_is_refused_where_locks_do_not_reach_it(path, monkeypatch, options, works):
     monkeypatch.setattr(locked_file, "_mount", lambda path: ("nfs", frozenset(options.split(","))))
     with FileStore(path) as first, FileStore(path) as second:
         first.set("k", "v")
         assert second.get("k") == b"v"
-    monkeypatch.setattr(files, "_host_name", lambda: "elsewhere pid:[1]")
+    monkeypatch.setattr("socket.gethostname", lambda: "elsewhere")
     if works:
         with FileStore(path) as third:
             assert third.get("k") == b"v"
@@ -218,25 +221,24 @@ def test_locks_that_other_hosts_do_not_heed(path, monkeypatch, options, works):
             FileStore(path)
 
 
-# -- names that stand for something else -----------------------------------------------------------
+# -- removed files -----------------------------------------------------------------------------------
 
 
-def test_a_stale_handle_while_it_is_opened(network, path):
+def test_stale_handle_while_opening_is_retried(network, path):
     network.fail("open", errno.ESTALE, errno.ESTALE)
     network.fail("stat", errno.ESTALE)
     with FileStore(path) as store:
         store.set("k", "v")
 
 
-def test_a_stale_handle_later(network, path):
+def test_stale_handle_later_raises_store_error(network, path):
     with FileStore(path) as store:
         network.fail("fstat", errno.ESTALE)
-        with pytest.raises(StoreError, match="removed by another host"):
+        with pytest.raises(StoreError, match="another host removed"):
             store.set("k", "v")
 
 
-def test_one_that_is_removed_after_it_was_opened_and_before_it_was_locked(network, path):
-    """The last of an earlier run does so. Who came a moment too early begins a new file."""
+def test_file_removed_between_open_and_lock_is_created_again(network, path):
     flock = network._flock
 
     def remove_and_lock(fd, how):
@@ -250,36 +252,35 @@ def test_one_that_is_removed_after_it_was_opened_and_before_it_was_locked(networ
         assert late.get("k") == b"v"
 
 
-def test_one_that_is_always_removed(network, path):
+def test_file_that_is_always_removed_raises_address_error(network, path):
     network.fail("stat", *[errno.ESTALE] * 100)
-    with pytest.raises(AddressError, match="removed by others"):
+    with pytest.raises(AddressError, match="another process removes"):
         FileStore(path)
 
 
-def test_a_removal_whose_reply_was_lost(network, path):
+def test_removal_whose_reply_is_lost_succeeds(network, path):
     def unlink(named):
         os.unlink(named)
-        raise FileNotFoundError(errno.ENOENT, "No such file or directory")  # to the removal that was sent again
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory")  # the reply to the second attempt
 
     network._unlink = unlink
     FileStore(path, 1).close()
     assert not path.exists()
 
 
-def test_nobody_comes_in_while_the_last_one_leaves(path, monkeypatch):
-    """Whoever opens the file before it is removed waits for the lock, and then begins a new one."""
-    remove, arrived = SharedFile.remove, []
+def test_store_opened_while_the_file_is_removed_begins_a_new_file(path, monkeypatch):
+    remove, arrived = LockedFile.remove, []
 
     def arrive_and_remove(file):
         thread = threading.Thread(target=lambda: arrived.append(FileStore(path)))
         thread.start()
-        thread.join(UNIT)  # time enough to come in, if it could
+        thread.join(UNIT)  # time enough to open it, if it could
         assert not arrived
         remove(file)
         arrived.append(thread)
 
     first = FileStore(path, 1)
-    monkeypatch.setattr(SharedFile, "remove", arrive_and_remove)
+    monkeypatch.setattr(LockedFile, "remove", arrive_and_remove)
     first.close()
     monkeypatch.undo()
     arrived.pop(0).join(LONG)
@@ -289,15 +290,14 @@ def test_nobody_comes_in_while_the_last_one_leaves(path, monkeypatch):
         assert store.get("k") == b"v"
 
 
-# -- what is torn or lost --------------------------------------------------------------------------
+# -- damaged files -----------------------------------------------------------------------------------
 
 
-def test_a_last_frame_with_a_hole_is_cut_off(path):
-    """Its writer's host died when some of its pages had come."""
+def test_last_frame_with_a_hole_is_cut_off(path):
     with FileStore(path) as store, FileStore(path) as other:
         store.set("k", "v")
         body = b"some of a frame" * 1000
-        frame = bytearray(frame_head(read_header(path.read_bytes())[0], 1, body) + body)
+        frame = bytearray(frame_head(read_header(path.read_bytes())[0], 3, body) + body)
         frame[4096:8192] = bytes(4096)
         with path.open("ab") as file:
             file.write(frame)
@@ -307,7 +307,7 @@ def test_a_last_frame_with_a_hole_is_cut_off(path):
     assert path.stat().st_size < len(body)
 
 
-def test_a_head_with_a_hole_is_cut_off(path):
+def test_last_frame_head_with_a_hole_is_cut_off(path):
     with FileStore(path) as store:
         store.set("k", "v")
         with path.open("ab") as file:
@@ -317,17 +317,17 @@ def test_a_head_with_a_hole_is_cut_off(path):
             assert other.num_keys() == 2
 
 
-def test_a_file_that_lost_what_it_held(path):
+def test_truncated_file_raises_store_error(path):
     with FileStore(path) as store:
         store.set("k", "v")
         held = path.read_bytes()
         os.truncate(path, len(held) - 5)
-        with pytest.raises(StoreError, match="has lost what had been written"):
+        with pytest.raises(StoreError, match="has lost data"):
             store.get("k")
         path.write_bytes(held)
 
 
-# -- where it lies ---------------------------------------------------------------------------------
+# -- mounts ------------------------------------------------------------------------------------------
 
 MOUNTS = """\
 22 1 0:21 / / rw,relatime shared:1 - ext4 /dev/vda rw
@@ -348,7 +348,7 @@ MOUNTS = """\
         ("/home/later/x", "nfs"),
     ],
 )
-def test_which_file_system_holds_a_file(monkeypatch, name, kind):
+def test_mount_that_holds_a_path_is_found(monkeypatch, name, kind):
     mounts = types.SimpleNamespace(read_text=lambda **how: MOUNTS)
     monkeypatch.setattr(locked_file, "Path", lambda name: mounts)
     path = Path(name)
@@ -358,13 +358,8 @@ def test_which_file_system_holds_a_file(monkeypatch, name, kind):
     assert ("nolock" in options) is (name == "/home/a b/x")
 
 
-def test_where_mounts_are_not_known_a_network_is_assumed(monkeypatch, path):
+def test_unknown_mount_counts_as_a_network_file_system(monkeypatch, other):
     monkeypatch.setattr(locked_file, "_mount", lambda path: ("", frozenset()))
-    file = SharedFile(path)
+    file = LockedFile(other.path)
     assert file.on_a_network
     assert file.locks_reach_other_hosts
-    file.close()
-
-
-def test_hosts_are_told_apart_by_name_and_not_by_name_space():
-    assert files._host_name().split()[0] == files._host_name().split()[0] != ""
