@@ -1,4 +1,7 @@
-"""Classify the errors of ``accept`` and of running out of file descriptors. Listening sockets call it."""
+"""Classify the errors of ``accept`` and of running out of file descriptors.
+
+Listening sockets call it, and the engine when an operation cannot get a descriptor.
+"""
 
 from __future__ import annotations
 
@@ -23,3 +26,15 @@ def is_gone(cause: OSError) -> bool:
 def is_exhausted(cause: BaseException) -> bool:
     """Return whether the process or the machine is out of file descriptors."""
     return isinstance(cause, OSError) and cause.errno in _EXHAUSTED
+
+
+def exhaustion(cause: OSError) -> str:
+    """Return what is out of descriptors, and at which limit, as the end of a sentence that begins with a rank."""
+    if cause.errno == errno.ENFILE:
+        return "cannot open a file descriptor: the machine has reached its limit (fs.file-max)"
+    try:
+        import resource
+    except ImportError:  # Windows has no such limit.
+        return "has no free file descriptor"
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return f"has no free file descriptor, the limit is {limit}"

@@ -18,13 +18,14 @@ from time import monotonic
 from typing import Any
 
 from asyncdist.base import lifecycle
+from asyncdist.base.descriptors import is_exhausted
 from asyncdist.base.timers import TimerTable
 from asyncdist.config import Config
 from asyncdist.engine.call_checker import CollectiveChecker
 from asyncdist.engine.control_messages import ENDED, LEFT, abort, called, closing_frames, decode_abort, to_tell
 from asyncdist.engine.executor import Executor
 from asyncdist.engine.machine import Until, Wait
-from asyncdist.engine.operation import Channel, Operation
+from asyncdist.engine.operation import Channel, Operation, local_failure
 from asyncdist.engine.progress import Progress
 from asyncdist.engine.routing import Addresses, TransportSelector
 from asyncdist.engine.work import Work
@@ -39,6 +40,7 @@ log = logging.getLogger("asyncdist")
 _MOST_ENDED = 1 << 16  # groups whose last messages may still be on their way
 LAST_WORDS = 1.0  # seconds for which who leaves may wait until its peers have been told of a failure
 _MOST_TROUBLES = 4  # that one sentence has room for
+_NOTIFY_AGAIN = 1.0  # seconds until a notice for which there was no descriptor is sent again
 _BENEFIT = 0.5  # seconds for which a peer that may just have left in order is given the benefit of the doubt
 
 
@@ -214,8 +216,15 @@ class Endpoint:
     def _notify(self, peers: Iterable[int], notice: Callable[[int], Outgoing]) -> None:
         for peer in peers:
             if peer not in self._gone and peer not in self._leaving:
-                with contextlib.suppress(TransportUnavailableError):  # it cannot be told
+                try:
                     self.link(peer).send(notice(peer))
+                except TransportUnavailableError:  # it cannot be told
+                    pass
+                except OSError as cause:
+                    if not is_exhausted(cause):
+                        raise
+                    again = functools.partial(self._notify, [peer], notice)
+                    self.timers.schedule(again, monotonic() + _NOTIFY_AGAIN, again)
 
     # -- what the executor needs: Peers --------------------------------------------------------
 
@@ -365,6 +374,10 @@ class Endpoint:
         self._executor.expire(now)
 
     def interrupted(self, cause: BaseException) -> None:
+        if is_exhausted(cause):  # no stream was cut
+            for channel in list(self._channels.values()):
+                self.fail(channel, local_failure(cause, self.rank))
+            return
         # A stream that was cut at an unknown byte carries no further notice; closing it tells the peers.
         reason = f"interrupted by {type(cause).__name__} in the middle of a transfer"
         error = GroupAbortedError(f"rank {self.rank} was {reason}", peer=self.rank)

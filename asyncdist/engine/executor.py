@@ -20,11 +20,12 @@ from asyncdist.engine.operation import (
     Operation,
     RecvAny,
     Task,
+    local_failure,
     senders,
     waiting_for,
 )
 from asyncdist.engine.work import Work
-from asyncdist.errors import AsyncdistError, GroupError, OperationTimeoutError, TransportUnavailableError
+from asyncdist.errors import GroupError, OperationTimeoutError, TransportUnavailableError
 from asyncdist.memory.buffers import Scratch
 from asyncdist.tracing.recorder import Entry
 from asyncdist.transport.base import Link, MatchingQueue, Outgoing, Receive
@@ -123,13 +124,7 @@ class Executor:
 
     def _break(self, operation: Operation, cause: Exception) -> None:
         """Fail the group: this rank failed in the operation, so no other rank can complete it either."""
-        if isinstance(cause, GroupError):
-            error = cause
-        else:
-            what = str(cause) if isinstance(cause, AsyncdistError) else f"{type(cause).__name__}: {cause}"
-            error = GroupError(f"failed on rank {operation.channel.world_rank}: {what}")
-            error.__cause__ = cause
-        self._peers.fail(operation.channel, error)
+        self._peers.fail(operation.channel, local_failure(cause, operation.channel.world_rank))
 
     def abandon(self, channel: Channel, error: GroupError) -> None:
         """Fail every operation of a channel; their memory is not touched any more."""

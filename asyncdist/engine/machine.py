@@ -69,7 +69,8 @@ class Machine(Protocol):
         """Fail what has run out of time."""
 
     def interrupted(self, cause: BaseException) -> None:
-        """Fail everything: ``cause`` interrupted a transfer, and the number of transferred bytes is unknown."""
+        """Fail everything: ``cause`` interrupted a transfer after an unknown number of bytes, or the process is out of
+        file descriptors."""
 
     def take_finished(self) -> list[Callable[[], None]]:
         """Return and remove the callbacks of completed operations, which the caller runs without the lock."""

@@ -14,8 +14,9 @@ from time import monotonic
 from typing import Any, NamedTuple
 
 from asyncdist.algorithms.schedule import Schedule
+from asyncdist.base.descriptors import exhaustion, is_exhausted
 from asyncdist.engine.work import Work
-from asyncdist.errors import GroupError, ranks
+from asyncdist.errors import AsyncdistError, GroupError, ranks
 from asyncdist.memory.buffers import Memory
 from asyncdist.memory.reduce_kernels import Fold
 from asyncdist.tracing.recorder import Entry
@@ -207,6 +208,20 @@ class AnyReceive(Receive):
         assert isinstance(self.owner, Task)
         self.owner.reply = self.peer
         super().finish()
+
+
+def local_failure(cause: BaseException, rank: int) -> GroupError:
+    """Return the failure of a group whose operation ``cause`` has ended on this rank, ``rank``."""
+    if isinstance(cause, GroupError):
+        return cause
+    if isinstance(cause, OSError) and is_exhausted(cause):
+        error = GroupError(f"rank {rank} {exhaustion(cause)}")
+        error.advice = "raise the limit on open files (ulimit -n) or close some, then create the process group again"
+    else:
+        what = str(cause) if isinstance(cause, AsyncdistError) else f"{type(cause).__name__}: {cause}"
+        error = GroupError(f"failed on rank {rank}: {what}")
+    error.__cause__ = cause
+    return error
 
 
 def _pending(operation: Operation, kind: type[Outgoing] | type[Receive]) -> set[int]:

@@ -37,6 +37,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import math
 import os
 import socket
@@ -46,6 +47,7 @@ from collections.abc import Callable, Iterable
 from time import monotonic
 
 from asyncdist.algorithms.schedule import Schedule
+from asyncdist.base.descriptors import is_exhausted
 from asyncdist.engine.driver_loop import DriverLoop
 from asyncdist.engine.idle_watch import IdleWatch
 from asyncdist.engine.loop_watcher import LoopWatcher
@@ -142,10 +144,15 @@ class Progress:
                 moved = True
             return self._machine.advance(ready) or moved
         except BaseException as cause:
-            self._machine.interrupted(cause)
-            self._schedule_loop()  # threads that wait for the failed operations learn it from another driver
-            self._wake()
-            raise
+            self._interrupt(cause)
+            if not is_exhausted(cause):
+                raise
+            return True
+
+    def _interrupt(self, cause: BaseException) -> None:
+        self._machine.interrupted(cause)
+        self._schedule_loop()  # threads that wait for the failed operations learn it from another driver
+        self._wake()
 
     def _take_turn(self) -> bool:
         try:  # the caller has acquired the lock
@@ -260,9 +267,7 @@ class Progress:
                     if moved:
                         spin_until = now + self._spin
                     elif now >= spin_until:
-                        waits = self._machine.waits()
-                        self._waker = self._waker or Waker()  # before the word: who reads it finds a waker to ring
-                        self._sleeping = waits is not None
+                        waits = self._prepare_sleep()
                     else:  # a peer may share it; two that both want to run are soon moved apart
                         self._offer_core(now)
             self._deliver()
@@ -270,6 +275,19 @@ class Progress:
                 self._sleeping = False
                 return
             ready = None if waits is None else self._sleep(waits, until)
+
+    def _prepare_sleep(self) -> list[Wait] | None:
+        """Return what to sleep on; None to drive on."""
+        waits = self._machine.waits()
+        try:  # before `_sleeping` is set: a thread that reads it finds a waker to ring
+            self._waker = self._waker or Waker()
+        except OSError as cause:
+            self._interrupt(cause)
+            if not is_exhausted(cause):
+                raise
+            return None
+        self._sleeping = waits is not None
+        return waits
 
     def _sleep(self, waits: list[Wait], until: float) -> list[int] | None:
         """Sleep until a descriptor is ready, the waker is signalled or a deadline comes; return the ready ones, None
@@ -323,7 +341,8 @@ class Progress:
         """Let the loop drive the pending operations, unless a blocked thread drives them already."""
         if self._driver_lock.locked() or self._closed:
             return
-        if asyncio._get_running_loop() is self.loop and not self._slice_exhausted:
+        running = asyncio._get_running_loop()
+        if running is not None and running is self.loop and not self._slice_exhausted:
             self._drive_on_loop()
         else:
             self._schedule_loop()
@@ -350,11 +369,23 @@ class Progress:
 
     def _schedule_loop(self) -> None:
         if not self._scheduled and not self._closed:
+            loop = self._existing_loop()
+            if loop is None:
+                return
             self._scheduled = True
-            loop = self.loop
             with contextlib.suppress(RuntimeError):  # the loop was closed under us: nothing is left to drive
                 soon = loop.call_soon if asyncio._get_running_loop() is loop else loop.call_soon_threadsafe
                 soon(self._run_scheduled)
+
+    def _existing_loop(self) -> asyncio.AbstractEventLoop | None:
+        """Return `loop`; None if the process has no descriptors for the background loop, which fails everything."""
+        try:
+            return self.loop
+        except OSError as cause:
+            if not is_exhausted(cause):
+                raise
+            self._inbox.append(functools.partial(self._machine.interrupted, cause))
+            return None
 
     def _run_scheduled(self) -> None:
         self._scheduled = self._slice_exhausted = False

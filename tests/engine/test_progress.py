@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 import math
 import select
@@ -15,11 +16,13 @@ import pytest
 import torch
 
 from asyncdist.base.background_loop import background_loop
+from asyncdist.engine import driver_loop
 from asyncdist.engine import progress as progress_module
 from asyncdist.engine import waker
 from asyncdist.engine.machine import READ
 from asyncdist.engine.progress import Progress
-from asyncdist.testing.cluster import world_of
+from asyncdist.errors import GroupError
+from asyncdist.testing.cluster import run_ranks, world_of
 
 pytestmark = pytest.mark.each_loop
 
@@ -328,3 +331,23 @@ def test_who_closes_while_a_loop_has_its_turn_leaves_nothing_to_that(door, monke
     background_loop().call(lambda: None)  # after that turn
     assert machine.sock.fileno() < 0
     assert not progress._loop_watcher.looks
+
+
+def test_background_operation_without_descriptors_for_the_loop_fails(monkeypatch):
+    def background_loop_of(thread):
+        if threading.current_thread() is thread:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return background_loop()
+
+    def program(group):
+        if group.ranks[0] == group.mesh.rank:
+            thread = threading.current_thread()
+            with monkeypatch.context() as patch:
+                patch.setattr(driver_loop, "background_loop", lambda: background_loop_of(thread))
+                work = group.all_reduce(torch.ones(1))
+                work.wait(PATIENCE)
+        else:
+            group.all_reduce(torch.ones(1), background=False)
+
+    with pytest.raises(GroupError, match=r"all_reduce #1 on group .*, rank 0, .*: rank 0 has no free file descriptor"):
+        run_ranks(2, program)

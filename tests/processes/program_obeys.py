@@ -7,6 +7,7 @@ the two are methods of `Blocking` and `Awaiting`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import resource
 import signal
@@ -41,6 +42,7 @@ class Rank:
         self.groups = {}
         self.works = []
         self.tensors = []
+        self.descriptors = []
 
     def ones(self, count):
         tensor = torch.ones(count)
@@ -149,6 +151,20 @@ class Rank:
 
     def effort_since(self, before):
         return tuple(now - then for now, then in zip(self.effort(), before, strict=True))
+
+    def exhaust_descriptors(self):
+        """Use every free descriptor of this process; return the limit."""
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        limit = max(map(int, os.listdir("/proc/self/fd"))) + 8
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+        with contextlib.suppress(OSError):
+            while True:
+                self.descriptors.append(os.dup(0))
+        return limit
+
+    def release_descriptors(self):
+        while self.descriptors:
+            os.close(self.descriptors.pop())
 
     def is_initialized(self):
         return sync.is_initialized()

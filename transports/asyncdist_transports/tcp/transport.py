@@ -134,7 +134,12 @@ class TcpTransport(Transport):
     def _ended(self, connection: Inbound | Outbound, reason: str, *, for_good: bool = False) -> None:
         if isinstance(connection, Outbound) and connection.kept_waiting and not for_good:
             self._connections.pop(connection.fileno(), None)
-            connection.begin_again()
+            try:
+                connection.begin_again()
+            # Out of descriptors: the engine fails the groups.
+            except OSError:
+                connection.closed = True
+                raise
             self._connections[connection.fileno()] = connection
             return
         self.drop(connection, say_goodbye=False)
