@@ -9,7 +9,6 @@ if who noticed first dies while telling.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import itertools
 import logging

@@ -16,9 +16,8 @@ import pytest
 import torch
 
 from asyncdist.base.background_loop import background_loop
-from asyncdist.engine import driver_loop
+from asyncdist.engine import driver_loop, waker
 from asyncdist.engine import progress as progress_module
-from asyncdist.engine import waker
 from asyncdist.engine.machine import READ
 from asyncdist.engine.progress import Progress
 from asyncdist.errors import GroupError
