@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections.abc import Callable
 
 from asyncdist.base.deadline import Deadline
 
@@ -19,13 +20,15 @@ class Backoff:
 
     Iterating yields the number of each attempt: 0 at once, and each further one after a pause. The iteration ends when
     the deadline had expired before the last attempt ended, so there is always one attempt at or after the deadline.
-    Each pause is shortened by a random part of up to one half, so that ranks which fail together retry apart. One object
-    serves one iteration.
+    Each pause is shortened by a random part of up to one half, so that ranks which fail together retry apart. A
+    second loop over the same object goes on where the first one was left.
 
     Args:
         first: The first pause in seconds.
         longest: The longest pause in seconds.
         deadline: The end of the attempts; by default there is none.
+        sleep: Pauses the calling thread in a ``for`` loop, `time.sleep` by default. With an event's ``wait``, a pause
+            ends when the event is set.
 
     Example:
         >>> for attempt in Backoff(0.01, 1.0, Deadline.after(30)):
@@ -36,12 +39,20 @@ class Backoff:
         In a coroutine, ``async for attempt in Backoff(...)`` pauses with `asyncio.sleep`.
     """
 
-    __slots__ = ("_attempt", "_first", "_longest", "_pause", "deadline")
+    __slots__ = ("_attempt", "_first", "_longest", "_pause", "_sleep", "deadline")
 
-    def __init__(self, first: float, longest: float, deadline: Deadline | None = None) -> None:
+    def __init__(
+        self,
+        first: float,
+        longest: float,
+        deadline: Deadline | None = None,
+        *,
+        sleep: Callable[[float], object] | None = None,
+    ) -> None:
         self._first = self._pause = first
         self._longest = longest
         self._attempt = -1
+        self._sleep = sleep
         self.deadline = deadline or Deadline.never()
 
     def next_pause(self) -> float:
@@ -61,7 +72,7 @@ class Backoff:
         if self._attempt >= 0:
             if self.deadline.expired():
                 raise StopIteration
-            time.sleep(self.next_pause())
+            (self._sleep or time.sleep)(self.next_pause())
         self._attempt += 1
         return self._attempt
 

@@ -45,7 +45,7 @@ async def resolve(host: str, deadline: Deadline) -> list[str]:
         return ["127.0.0.1"] if is_local("127.0.0.1") else ["::1"]
     retry = ConnectRetry(host, 0, deadline.remaining())
     answer: socket.gaierror | None = None
-    while True:
+    async for _ in retry:
         try:
             async with asyncio.timeout(deadline.remaining_or_none()) as limit:
                 return sorted(await _look_up(host), key=lambda one: ":" in one)
@@ -53,8 +53,8 @@ async def resolve(host: str, deadline: Deadline) -> list[str]:
             if limit.expired():
                 raise (unresolved(host, answer) if answer else _unanswered(host)) from None
             answer = unknown(error)
-            pause = retry.pause_after(answer)
-        await asyncio.sleep(pause)
+            retry.failed(answer)
+    raise retry.overdue()
 
 
 def _unanswered(host: str) -> LookUpTimeoutError:

@@ -121,7 +121,7 @@ async def test_a_host_that_resolves_after_a_while(monkeypatch, caplog):
     monkeypatch.setattr(addresses, "_look_up", look_up)
     assert await addresses.resolve("late", Deadline.after(10)) == ["10.0.0.7"]
     assert [record.getMessage() for record in caplog.records] == [
-        "host 'late' does not resolve (not known): trying on for up to 30 s"
+        "host 'late' does not resolve (not known): retrying for up to 30 s"
     ]
 
 

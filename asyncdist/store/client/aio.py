@@ -50,15 +50,16 @@ class AsyncStore(AsyncStoreBase):
         AuthenticationError at once when the token is refused, and ProtocolError when something else answers. `close` it
         in the end.
         """
-        persistence = ConnectRetry(host, port, timeout)
+        retry = ConnectRetry(host, port, timeout)
         config = config or Config.from_environment()
         line = _ReconnectingConnection(host, port, config.token if token is None else token, config)
-        while True:
+        async for _ in retry:
             try:
-                await line.reach(persistence)
+                await line.reach(retry)
                 return cls(line, host, port, seconds(timeout))
             except OSError as error:
-                await asyncio.sleep(persistence.pause_after(error))
+                retry.failed(error)
+        raise retry.overdue()
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
@@ -164,9 +165,10 @@ class _ReconnectingConnection:
         if self.link is not None:
             self.link.send(message)
 
-    async def reach(self, persistence: ConnectRetry) -> None:
+    async def reach(self, retry: ConnectRetry) -> None:
         """Make one attempt to connect."""
-        self.link = await reach(self._conversation, self._token, persistence, self._lost, self._tls)
+        self.link = await reach(self._conversation, self._token, retry, self._lost, self._tls)
+        self._redial.succeeded()
 
     def _lost(self, link: StoreConnection, why: str, for_good: bool) -> None:
         self.link = None
@@ -182,15 +184,16 @@ class _ReconnectingConnection:
 
     async def _dial_again(self) -> None:
         """Connect again, until that succeeds or there is no point in it any more."""
-        over = None
-        while self.link is None and over is None:
-            await asyncio.sleep(self._redial.due.remaining())
-            try:
-                await self.reach(self._redial.persistence)
-                self._redial.succeeded()
-            except (OSError, AsyncdistError) as error:
-                over = self._redial.failed(error)
-        if over is not None:
+        policy = self._redial
+        try:
+            async for _ in policy.retry:
+                try:
+                    await self.reach(policy.retry)
+                    return
+                except (OSError, AsyncdistError) as error:
+                    policy.failed(error)
+            raise policy.overdue()
+        except StoreConnectionError as over:
             self._end(over)
 
     def _end(self, error: StoreConnectionError) -> None:

@@ -49,16 +49,16 @@ class BlockingConnection(BlockingClient):
         self._tls = client_context(config)
         self._protocol = ClientProtocol(self.where, config.store_lease, os.urandom(IDENTITY_NBYTES))
         self._pid = os.getpid()
+        self._closing = threading.Event()
         self._send_lock = threading.RLock()
         self._socket: BlockingSocket | None = None
         self._connecting: BlockingSocket | None = None
         self._broken: list[BlockingSocket] = []
         """Sockets that a thread may still use."""
-        self._reconnect_policy = ReconnectPolicy(self._protocol, host, port, config.store_reconnect)
+        self._reconnect_policy = ReconnectPolicy(self._protocol, host, port, config.store_reconnect, self._closing.wait)
         self._reconnected: threading.Event | None = None
         """Set while a background thread connects again; the event is set when that thread ends."""
         self._over: StoreConnectionError | None = None
-        self._closing = threading.Event()
         self._inside: set[int] = set()
         """The threads that are in a call and may hold its locks."""
         self._has_leader = False
@@ -286,19 +286,20 @@ class BlockingConnection(BlockingClient):
 
     def _reach(self, timeout: Timeout) -> None:
         """Connect for the first time, in the calling thread."""
-        retry = ConnectRetry(self._host, self._port, timeout)
-        while True:
+        retry = ConnectRetry(self._host, self._port, timeout, sleep=self._closing.wait)
+        for _ in retry:
             try:
                 self._attempt(retry)
                 return
             except OSError as error:
-                self._closing.wait(retry.pause_after(error))
+                retry.failed(error)
+        raise retry.overdue()
 
     def _attempt(self, retry: ConnectRetry) -> None:
         """Try once to connect. Raises OSError if another attempt may succeed."""
         if self._over is not None:
             self._raise_over()
-        deadline = retry.attempt()
+        deadline = retry.attempt_deadline()
         sock = open_blocking_socket(retry.host, retry.port, self._tls, deadline, self._protocol.is_open)
         try:
             with self.lock:
@@ -314,6 +315,7 @@ class BlockingConnection(BlockingClient):
                 if self._over is not None:
                     self._raise_over()
                 self._connecting, self._socket = None, sock
+                self._reconnect_policy.succeeded()
         except BaseException:
             with self.lock:
                 self._connecting = None
@@ -356,20 +358,26 @@ class BlockingConnection(BlockingClient):
             if needed:
                 self._reconnected = reconnected
         try:
-            while needed and self._socket is None and self._over is None:
-                self._closing.wait(self._reconnect_policy.due.remaining())
-                try:
-                    self._attempt(self._reconnect_policy.persistence)
-                    self._reconnect_policy.succeeded()
-                except (OSError, AsyncdistError) as error:
-                    over = self._reconnect_policy.failed(error)
-                    if over is not None:
-                        self._break(over)
+            if needed:
+                self._connect_again()
+        except StoreConnectionError as over:
+            self._break(over)
         finally:
             with self.lock:
                 if needed:
                     self._reconnected = None
             reconnected.set()
+
+    def _connect_again(self) -> None:
+        """Connect, as long as the policy allows it. Raises StoreConnectionError."""
+        policy = self._reconnect_policy
+        for _ in policy.retry:
+            try:
+                self._attempt(policy.retry)
+                return
+            except (OSError, AsyncdistError) as error:
+                policy.failed(error)
+        raise policy.overdue()
 
     # -- ends -------------------------------------------------------------------------------------
 

@@ -1,4 +1,7 @@
-"""How a client, awaited or blocking, gets at a store: how often it tries, what it gives up on, what it says then."""
+"""How a store client connects: attempts until a deadline, the reconnect policy, and the errors that the user gets.
+
+Both store clients use it; the rendezvous uses `ConnectRetry` for look-ups of names. It imports no client.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import math
 import socket
 import ssl
 import time
+from collections.abc import Callable
 
 from asyncdist.base import lifecycle
 from asyncdist.base.backoff import Backoff
@@ -20,22 +24,22 @@ log = logging.getLogger("asyncdist")
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.01, 1.0
 NAME_GRACE = 30.0
-"""Seconds within which a host's name may begin to resolve: a scheduler may start a worker before another one's name is
-known, and name servers remember for as long that it was not."""
+"""Seconds for which an unknown host name is retried. A scheduler may start a worker before a name resolves, and name
+servers cache for as long that it did not."""
 HANDSHAKE_TIMEOUT = 20.0
-"""Seconds that something which takes our connection has to prove itself before we try again."""
-STEADY = 5.0
-"""Seconds after which a connection that breaks is not one that broke at once."""
+"""Seconds within which a server that accepts a connection must prove the token; then the client tries again."""
+STEADY = 0.5
+"""Seconds after which a connection that breaks counts as one that the store has served."""
 
-_DISBELIEVED = 8
-"""How often in a row a store may hang up right after the TLS handshake: one that ends does so once or twice."""
+_MAX_TLS_REJECTIONS = 8
+"""How many times in a row a store may hang up right after the TLS handshake; one that is ending does so once or twice."""
 
 
 class RejectedAfterTls(ConnectionResetError):
-    """It hung up after the TLS handshake and before it said anything.
+    """The store hung up after the TLS handshake, before it sent anything.
 
-    With TLS 1.3 our side of the handshake is over before the store has looked at our certificate, and no more than this
-    is to be seen of its not believing it.
+    With TLS 1.3 the client's side of the handshake ends before the store has checked the client's certificate. A client
+    whose certificate is rejected therefore sees no more than this.
     """
 
     def __str__(self) -> str:
@@ -45,108 +49,144 @@ class RejectedAfterTls(ConnectionResetError):
 
 
 class ClosedByServer(ConnectionResetError):
-    """It hung up before it said anything: a store that has too many connections, or is ending, cannot say more."""
+    """The store hung up before it sent anything: it has too many connections, or it is ending."""
 
     def __str__(self) -> str:
         return "it hung up before it said anything"
 
 
-class ConnectRetry:
-    """Trying again and again until a deadline, with pauses that double and are never equal for two ranks."""
+class ConnectRetry(Backoff):
+    """The attempts to connect to one store: iterate, report each failure to `failed`, and raise `overdue` in the end."""
 
-    def __init__(self, host: str, port: int, timeout: Timeout) -> None:
-        self.where = f"{host}:{port}"
+    __slots__ = ("_begun", "_num_tls_rejections", "_reason", "host", "port")
+
+    def __init__(
+        self, host: str, port: int, timeout: Timeout, *, sleep: Callable[[float], object] | None = None
+    ) -> None:
+        super().__init__(FIRST_PAUSE, LONGEST_PAUSE, Deadline.after(timeout), sleep=sleep)
         self.host, self.port = host, port
-        self.deadline = Deadline.after(timeout)
         self._begun = time.monotonic()
-        self._backoff = Backoff(FIRST_PAUSE, LONGEST_PAUSE, self.deadline)
-        self._reason: OSError | None = None
-        self._turned_away = 0
+        self._reason: OSError = TimeoutError()
+        self._num_tls_rejections = 0
 
-    def attempt(self) -> Deadline:
-        """Return until when the attempt that begins now may go on."""
+    def attempt_deadline(self) -> Deadline:
+        """Return the deadline of an attempt that begins now."""
         return Deadline(min(self.deadline.at, time.monotonic() + HANDSHAKE_TIMEOUT))
 
-    def pause_after(self, error: OSError) -> float:
-        """Return how many seconds to pause before the next attempt, or raise what the user gets to see."""
-        now = time.monotonic()
-        spent = now - self._begun
-        if isinstance(error, socket.gaierror) and not isinstance(self._reason, socket.gaierror):
-            # At once, so that who has misspelled it need not wait until we give up.
-            grace = f"trying on for up to {NAME_GRACE:.0f} s"
-            log.warning("host %r does not resolve (%s): %s", self.host, describe_error(error), grace)
-        self._turned_away = self._turned_away + 1 if isinstance(error, RejectedAfterTls) else 0
-        if self._turned_away == _DISBELIEVED:
-            times = f"{_DISBELIEVED} times in a row"
+    def failed(self, error: OSError) -> None:
+        """Note why an attempt failed. Raises AddressError or CertificateError if no further attempt can succeed."""
+        if isinstance(error, socket.gaierror):
+            if not isinstance(self._reason, socket.gaierror):
+                log.warning(
+                    "host %r does not resolve (%s): retrying for up to %.0f s",
+                    self.host,
+                    describe_error(error),
+                    NAME_GRACE,
+                )
+            if self._spent() >= NAME_GRACE:
+                raise unresolved(self.host, error) from error
+        self._num_tls_rejections = self._num_tls_rejections + 1 if isinstance(error, RejectedAfterTls) else 0
+        if self._num_tls_rejections == _MAX_TLS_REJECTIONS:
+            times = f"{_MAX_TLS_REJECTIONS} times in a row"
             raise CertificateError(f"it hung up after the handshake, {times}: see its log") from error
-        if not isinstance(error, TimeoutError):
+        if not isinstance(error, TimeoutError):  # a deadline in the middle of an attempt explains little
             self._reason = error
-        error = self._reason or error  # that the time ran out in the middle of an attempt explains little
-        if isinstance(error, socket.gaierror) and (spent >= NAME_GRACE or self.deadline.expired(now=now)):
-            raise unresolved(self.host, error) from error
-        left = self.deadline.remaining(now=now)
-        if left <= 0:
-            advice = (
-                "it may have as many connections as its ASYNCDIST_STORE_MAX_CONNECTIONS allows; see its log"
-                if isinstance(error, ClosedByServer)
-                else "see whether it was started, whether host and port are right, and whether a firewall is between"
-            )
-            raise StoreConnectionError(
-                f"no store answered at {self.where} within {spent:.1f} s ({describe_error(error)}): {advice}"
-            ) from error
-        return self._backoff.next_pause()
+
+    def overdue(self) -> AddressError | StoreConnectionError:
+        """Return the error of a client whose deadline has passed."""
+        reason = self._reason
+        if isinstance(reason, socket.gaierror):
+            return unresolved(self.host, reason)
+        advice = (
+            "it may have as many connections as its ASYNCDIST_STORE_MAX_CONNECTIONS allows; see its log"
+            if isinstance(reason, ClosedByServer)
+            else "check that it was started, that host and port are right, and that no firewall is in between"
+        )
+        return StoreConnectionError(
+            f"no store answered at {self.host}:{self.port} within {self._spent():.1f} s ({describe_error(reason)}): "
+            f"{advice}"
+        )
+
+    def _spent(self) -> float:
+        return time.monotonic() - self._begun
 
 
 class ReconnectPolicy:
-    """Another connection where one has broken: whether there is a point in it, and when to try.
+    """Whether and for how long a client connects again when its connection has broken.
 
-    Each is tried for ``patience`` seconds. One that breaks at once was made in vain, as what we ask for may be what breaks
-    it: the next one takes what patience was left.
+    It allows attempts for ``patience`` seconds after a connection over which the store has served this client: the store
+    has answered a request, or the connection lasted for `STEADY` seconds. Connections that break earlier share the
+    patience that was left, because a request of this client may be what breaks them.
+
+    Args:
+        protocol: The client's session.
+        host: The store's host.
+        port: The store's port.
+        patience: Seconds; with 0 a client never connects again.
+        sleep: How a blocking client pauses between two attempts; see `Backoff`.
     """
 
-    def __init__(self, conversation: ClientProtocol, host: str, port: int, patience: float) -> None:
-        self._conversation = conversation
-        self._host, self._port, self._patience = host, port, patience
+    def __init__(
+        self,
+        protocol: ClientProtocol,
+        host: str,
+        port: int,
+        patience: float,
+        sleep: Callable[[float], object] | None = None,
+    ) -> None:
+        self.patience = patience
+        self._protocol = protocol
+        self._host, self._port, self._sleep = host, port, sleep
         self._why = ""
-        self._made = -math.inf
-        self._persistence: ConnectRetry | None = None
-        self.due = Deadline.never()
-        """When the next attempt is to begin."""
-
-    def lost(self, why: str, *, for_good: bool = False) -> StoreConnectionError | None:
-        """Note that the connection broke. Return what to end with where there is no point in another."""
-        self._why = why
-        if for_good or self._patience <= 0 or not self._conversation.resumable:
-            return self._conversation.lost or broken(self._conversation.where, why)
-        if time.monotonic() < self._made + STEADY:
-            return self.failed(ConnectionResetError(why))
-        self._persistence = None
-        self.due = Deadline.after(0)
-        return None
+        self._connected_at = -math.inf
+        self._num_connections = 0
+        self._retry: ConnectRetry | None = None
 
     @property
-    def persistence(self) -> ConnectRetry:
-        """That of the attempts. It begins with the first: threads may not need the store for long."""
-        if self._persistence is None:
-            self._persistence = ConnectRetry(self._host, self._port, self._patience)
-        return self._persistence
+    def retry(self) -> ConnectRetry:
+        """The attempts. The patience begins with the first one: a blocking client may not need the store until later."""
+        if self._retry is None:
+            self._retry = ConnectRetry(self._host, self._port, self.patience, sleep=self._sleep)
+            self._num_connections = 0
+        return self._retry
+
+    def lost(self, why: str, *, for_good: bool = False) -> StoreConnectionError | None:
+        """Note that the connection broke. Return the error to end with if the client must not connect again."""
+        self._why = why
+        if for_good or self.patience <= 0 or not self._protocol.resumable:
+            return self._protocol.lost or broken(self._protocol.where, why)
+        if self._protocol.answered or time.monotonic() >= self._connected_at + STEADY:
+            self._retry = None
+        return None
 
     def succeeded(self) -> None:
         """Note that an attempt has made a connection."""
-        self._made = time.monotonic()
+        self._connected_at = time.monotonic()
+        self._num_connections += 1
 
-    def failed(self, error: OSError | AsyncdistError) -> StoreConnectionError | None:
-        """Note that an attempt has failed. Return what to end with where there is no point in another."""
-        where, why = self._conversation.where, self._why
-        if isinstance(error, ConnectionRefusedError) and not self._conversation.stays:
-            return broken(where, why)  # it ended with the program that served it
-        if not isinstance(error, OSError):  # it answered, and will not say anything else
-            return broken(where, f"{why}; then: {error}")
+    def failed(self, error: OSError | AsyncdistError) -> None:
+        """Note that an attempt has failed. Raises StoreConnectionError if no further attempt can succeed."""
+        if isinstance(error, ConnectionRefusedError) and not self._protocol.stays:
+            raise broken(self._protocol.where, self._why)  # the store ended with the program that served it
+        if not isinstance(error, OSError):  # the store has answered, and would answer the same again
+            raise self._broken_again(error)
         try:
-            self.due = Deadline.after(self.persistence.pause_after(error))
-        except AsyncdistError as given_up:
-            return broken(where, f"{why}; then: {given_up}")
-        return None
+            self.retry.failed(error)
+        except AsyncdistError as final:
+            raise self._broken_again(final) from None
+
+    def overdue(self) -> StoreConnectionError:
+        """Return the error of a client whose patience is over."""
+        if not self._num_connections:
+            return self._broken_again(self.retry.overdue())
+        return broken(
+            self._protocol.where,
+            f"{self._why}, as did {self._num_connections} further connections within {self.patience:g} s, before the "
+            "store had answered a request",
+        )
+
+    def _broken_again(self, error: AsyncdistError) -> StoreConnectionError:
+        return broken(self._protocol.where, f"{self._why}; then: {error}")
 
 
 def unknown(error: OSError | UnicodeError) -> socket.gaierror:

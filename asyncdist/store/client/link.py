@@ -29,7 +29,7 @@ _BATCH_NBYTES = 8 << 10
 async def reach(
     conversation: ClientProtocol,
     token: str | None,
-    persistence: ConnectRetry,
+    retry: ConnectRetry,
     lost: Callable[[StoreConnection, str, bool], None],
     tls: ssl.SSLContext | None = None,
 ) -> StoreConnection:
@@ -40,11 +40,11 @@ async def reach(
     loop = asyncio.get_running_loop()
     link = StoreConnection(conversation, token)
     try:
-        async with asyncio.timeout(persistence.attempt().remaining_or_none()):
-            if persistence.host.startswith("/"):
-                await loop.create_unix_connection(lambda: link, persistence.host)
+        async with asyncio.timeout(retry.attempt_deadline().remaining_or_none()):
+            if retry.host.startswith("/"):
+                await loop.create_unix_connection(lambda: link, retry.host)
             else:
-                await loop.create_connection(lambda: link, persistence.host, persistence.port, ssl=tls)
+                await loop.create_connection(lambda: link, retry.host, retry.port, ssl=tls)
             await asyncio.wait([link.greeted])  # shield() would log what becomes of it after a cancellation
             link.greeted.result()
     except ssl.SSLError as error:

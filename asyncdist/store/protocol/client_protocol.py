@@ -91,6 +91,8 @@ class ClientProtocol:
         """Whether the store is one that comes back when it has gone, as far as it has said."""
         self.lost: StoreConnectionError | None = None
         """Why there is no going on, although a store answers: it has not kept what we, or others with us, need."""
+        self.answered = False
+        """Whether the store has answered a request over the present connection."""
         self._identity = identity
         self._lease = min(lease, _LONGEST_LEASE)
         self._asked: dict[int, ResponseHandler] = {}
@@ -193,6 +195,7 @@ class ClientProtocol:
 
     def introduce(self) -> bytes:
         """Return what is said first on a connection whose server has said hello."""
+        self.answered = False
         self._last += 1
         self._resuming = self._last
         self._talking, self._introduced = not self._introduced, True  # the first time there is nothing to wait for
@@ -329,11 +332,13 @@ class ClientProtocol:
             self._note_ephemeral(sink.command, kind)
         if kind != OperationKind.RESULT:
             del self._asked[request]
+            self.answered = True
             reason, text = value
             sink.reject(self._unknown(sink.command, text) if reason == Reason.UNSURE else refusal(reason, text))
         else:
             if op not in STREAMS:
                 del self._asked[request]
+                self.answered = True
             sink.resolve(value)
 
     def _hear_resumed(self, kind: int, value: Any) -> None:

@@ -323,13 +323,13 @@ async def test_use_after_close(store):
 
 
 async def test_a_client_that_comes_before_its_server(config, monkeypatch):
-    refused, pause_after = asyncio.Event(), dialling.ConnectRetry.pause_after
+    refused, failed = asyncio.Event(), dialling.ConnectRetry.failed
 
-    def note(persistence, error):
+    def note(retry, error):
         refused.set()
-        return pause_after(persistence, error)
+        failed(retry, error)
 
-    monkeypatch.setattr(dialling.ConnectRetry, "pause_after", note)
+    monkeypatch.setattr(dialling.ConnectRetry, "failed", note)
     port = free_port()
     coming = asyncio.create_task(AsyncStore.connect("127.0.0.1", port, token=TOKEN, timeout=LONG))
     await refused.wait()

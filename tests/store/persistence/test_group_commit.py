@@ -609,7 +609,7 @@ async def test_the_keys_of_one_that_died_with_the_server_go_when_its_lease_is_ov
     server = await started(tmp_path, 0)
     owner = await AsyncStore.connect("127.0.0.1", server.port, token=TOKEN, timeout=LONG, config=brief)
     await owner.set("mine", b"v", ephemeral=True)
-    owner._line._redial._patience = 0.0  # as one that dies: it does not come back
+    owner._line._redial.patience = 0.0  # as one that dies: it does not come back
     await server.close()
     server = await started(tmp_path, server.port)
     assert server.state.peek("mine") == b"v"

@@ -204,13 +204,13 @@ async def test_handshake_without_proof_times_out(caplog):
 
 
 async def test_connections_beyond_the_limit_are_refused(caplog, monkeypatch, eventually):
-    pause_after = ConnectRetry.pause_after
+    failed = ConnectRetry.failed
 
-    def give_up_after(persistence, error):  # the first attempt's, however long that took
-        persistence.deadline = Deadline.after(0)
-        return pause_after(persistence, error)
+    def end_after_first_attempt(retry, error):
+        retry.deadline = Deadline.after(0)
+        failed(retry, error)
 
-    monkeypatch.setattr(ConnectRetry, "pause_after", give_up_after)
+    monkeypatch.setattr(ConnectRetry, "failed", end_after_first_attempt)
     config = Config(store_max_connections=2)
     async with await StoreServer.start("127.0.0.1", 0, config=config) as server:
         stores = [await AsyncStore.connect("127.0.0.1", server.port) for _ in range(2)]
@@ -442,7 +442,7 @@ async def test_bug_in_an_operation_closes_one_connection(server, store, connect,
         if op is Op.LIST_KEYS:
             tries += 1
             if tries == 3:  # all those that follow on one another have their time together
-                other._line._redial.persistence.deadline = Deadline.after(0)
+                other._line._redial.retry.deadline = Deadline.after(0)
             raise ZeroDivisionError
         return execute(client, request, op, args)
 
