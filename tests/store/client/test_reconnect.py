@@ -395,10 +395,10 @@ async def test_clients_outlast_their_patience_at_a_store_that_restarts_every_few
         store = await asyncio.to_thread(TCPStore, *where, timeout=None, config=config)
         asking = asyncio.create_task(asyncio.to_thread(store.get, "k"))
     monkeypatch.setattr(time, "monotonic", lambda: monotonic() + ahead)
-    lost: set[object] = set()
+    dropped: set[object] = set()
     for _ in range(10):
-        await eventually(lambda: server.state.num_open == 1 and not lost & set(server.admission.connections))
-        lost = set(server.admission.connections)
+        await eventually(lambda: server.state.num_open == 1 and dropped.isdisjoint(server.admission.connections))
+        dropped.update(server.admission.connections)
         ahead += 3.0
         server.drop_all()
     other = await AsyncStore.connect(*where, token=TOKEN, timeout=LONG, config=CONFIG)
