@@ -1,4 +1,4 @@
-"""Daemon threads for calls that may block: a pool, an executor that keeps order, and a coroutine for a single call.
+"""Daemon threads for calls that may block: a pool, an executor that keeps order, and a thread for a single call.
 
 Every folder that makes blocking calls uses these instead of ``concurrent.futures.ThreadPoolExecutor``. The interpreter
 joins the threads of a ThreadPoolExecutor before the process's other exit handlers. A thread that waits for a peer would
@@ -162,16 +162,21 @@ class SerialExecutor:
                 self._num_pending -= 1
 
 
+def start_daemon_thread(function: Callable[[], T], name: str) -> Future[T]:
+    """Run a blocking call in a thread of its own, and return the future of its result. The exit waits for it as above."""
+    pool = DaemonThreadPool(name, max_threads=1)
+    try:
+        return pool.submit(function)
+    finally:
+        pool.shutdown(wait=False)
+
+
 async def run_in_daemon_thread(function: Callable[[], T]) -> T:
     """Run a blocking call without side effects in a thread of its own, and return its result.
 
     Cancelling the caller abandons the call: its thread ends when the call returns.
     """
-    pool = DaemonThreadPool("asyncdist-call", max_threads=1)
-    try:
-        return await asyncio.get_running_loop().run_in_executor(pool, function)
-    finally:
-        pool.shutdown(wait=False)
+    return await asyncio.wrap_future(start_daemon_thread(function, "asyncdist-call"))
 
 
 def _run_call(future: Future[Any], call: Callable[[], Any]) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Any
 
+from asyncdist.base.daemon_threads import DaemonThreadPool
 from asyncdist.devices.work import DeviceWork
 from asyncdist.engine.operation import Plan
 from asyncdist.engine.work import Work
@@ -75,12 +76,12 @@ class CompletionWatcher:
         late: Callable[[Pending], None],
         broken: Callable[[Pending, Exception], None],
     ) -> None:
-        self._name = name
+        self._thread = DaemonThreadPool(name, max_threads=1, idle_timeout=_LINGER)
         self._slow, self._late, self._broken = slow, late, broken
         self._pending: list[Pending] = []
         self._steps: list[tuple[DeviceEvent, Work]] = []
         self._changed = threading.Condition()
-        self._watched = self._closed = False
+        self._polling = False
         self._pause = _SHORTEST
 
     def add(self, pending: Pending) -> None:
@@ -88,11 +89,11 @@ class CompletionWatcher:
         with self._changed:
             self._pending.append(pending)
             self._pause = _SHORTEST
-            if self._watched:
+            if self._polling:
                 self._changed.notify()
             else:
-                self._watched = True
-                threading.Thread(target=self._run, name=self._name, daemon=True).start()
+                self._polling = True
+                self._thread.submit(self._run)
 
     def entries(self) -> list[Entry]:
         """Return the flight-recorder entries of all pending operations. Thread-safe."""
@@ -116,27 +117,19 @@ class CompletionWatcher:
 
     def close(self) -> None:
         """End the thread as soon as nothing is pending."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify()
+        self._thread.shutdown(wait=False)
 
     def _run(self) -> None:
-        while True:
-            pending = self._next()
-            if not pending:
-                return
+        while pending := self._still_pending():
             try:
                 self._poll(pending)
             except Exception:
                 log.exception("polling %r failed", pending[0].entry.op)
-            # Release the tensors before the wait for the next operation.
-            del pending
 
-    def _next(self) -> list[Pending]:
-        """Wait for pending operations and return them; an empty list ends the thread."""
+    def _still_pending(self) -> list[Pending]:
+        """Return the pending operations; without one, the next `add` starts the polling again."""
         with self._changed:
-            self._changed.wait_for(lambda: self._pending or self._closed, _LINGER)
-            self._watched = bool(self._pending)
+            self._polling = bool(self._pending)
             return list(self._pending)
 
     def _poll(self, pending: list[Pending]) -> None:

@@ -14,6 +14,7 @@ import itertools
 import threading
 import time
 import warnings
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -701,16 +702,17 @@ def test_a_process_that_ends_aborts_what_nobody_has_ended():
     assert made.async_error() is None
 
 
-def test_what_is_dropped_is_held_until_it_has_ended(until):
+def test_dropped_communicator_is_kept_until_it_has_ended():
     """The garbage collector must not end it: that may block."""
-    nccl, before = PretendNccl(), set(communicator._open_communicators)
-    assert alone(Bindings(nccl)).made(5.0)
+    nccl = PretendNccl()
+    dropped = weakref.ref(alone(Bindings(nccl)))
     gc.collect()
     assert not nccl.collected
-    (left,) = communicator._open_communicators - before
+    left = dropped()
+    assert left.made(5.0)
     left.close()
-    until(lambda: nccl.communicators[0].ended)
-    until(lambda: left not in communicator._open_communicators)
+    left.ended.result(60)
+    assert nccl.communicators[0].ended == "destroyed"
 
 
 def alone(made):

@@ -13,7 +13,7 @@ from asyncdist.errors import GroupAbortedError
 from asyncdist.memory.reduce_kernels import arithmetic
 from asyncdist.testing.arithmetic import numbers, reduced, reductions, same
 from asyncdist.testing.cluster import run_ranks
-from asyncdist_transports.nccl import Nccl, collectives, communicator
+from asyncdist_transports.nccl import Nccl, collectives
 from asyncdist_transports.nccl.bindings import BYTES, SUM, UNIQUE_ID_NBYTES, load, numbers_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:ComplexHalf support")]
@@ -136,7 +136,7 @@ def test_a_communicator_is_split():
         assert tensor.unique().tolist() == [3.0]
         made = part._backend._made
         part.close()
-        until(lambda: made not in communicator._open_communicators)
+        until(made.ended.done)
         group.all_reduce(torch.ones(1000, device=CUDA)).synchronize()  # the larger one outlives its part
 
     alone(program)
@@ -149,7 +149,7 @@ def test_it_ends(how):
         made = group._backend._made
         assert made.async_error() is None
         getattr(made, how)()
-        until(lambda: made not in communicator._open_communicators)
+        until(made.ended.done)
         assert made._raw.comm == 0
         with pytest.raises(GroupAbortedError):
             made.enqueue(("allReduce", 0, 0, 0, BYTES, SUM))

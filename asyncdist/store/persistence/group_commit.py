@@ -11,11 +11,11 @@ import asyncio
 import functools
 import logging
 import time
-from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol
 
+from asyncdist.base.daemon_threads import DaemonThreadPool
 from asyncdist.config import Config
 from asyncdist.errors import JournalError
 from asyncdist.store.persistence.change_log import ChangeLog
@@ -94,9 +94,9 @@ class GroupCommit:
         self._syncing: asyncio.Future[Any] | None = None
         self._snapshot: asyncio.Future[Any] | None = None
         self._little_unsynced = False
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="asyncdist-journal")
-        self._syncer = ThreadPoolExecutor(1, thread_name_prefix="asyncdist-sync")
-        self._copier = ThreadPoolExecutor(1, thread_name_prefix="asyncdist-snapshot")
+        self._writer = DaemonThreadPool("asyncdist-journal", max_threads=1)
+        self._syncer = DaemonThreadPool("asyncdist-sync", max_threads=1)
+        self._copier = DaemonThreadPool("asyncdist-snapshot", max_threads=1)
         self._closing = False
         self._choked = False
         self._timer: asyncio.TimerHandle | None = None

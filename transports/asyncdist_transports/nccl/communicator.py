@@ -6,17 +6,24 @@ destroys one. So a daemon thread of the communicator's own does both; it is aban
 
 from __future__ import annotations
 
+import functools
+import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from time import monotonic
 from typing import Any
 
 from asyncdist.base import lifecycle
+from asyncdist.base.daemon_threads import start_daemon_thread
 from asyncdist.engine.work import Work
 from asyncdist.errors import GroupAbortedError, TransportUnavailableError
 from asyncdist.transport.device_streams import DeviceEvent, Streams
 from asyncdist_transports.nccl.bindings import Bindings
+
+log = logging.getLogger("asyncdist")
 
 Call = tuple[Any, ...]
 """A method of cupy's NcclCommunicator, and its arguments but for the stream, which is the last one of all."""
@@ -29,16 +36,15 @@ _CLOSE_TIMEOUT = 10.0
 _EXIT_TIMEOUT = 5.0
 _POLL_INTERVAL = 2e-3
 
-_open_communicators: set[Communicator] = (
-    set()
-)  # until they have ended: cupy destroys what is collected, and that may block
+_communicators: weakref.WeakSet[Communicator] = weakref.WeakSet()
 
 
 class Communicator:
     """An NCCL communicator, created in the background; its calls go to the communication stream of ``streams``.
 
     One thread at a time may call `enqueue` or `split`. All other methods are thread-safe. ``ready`` completes when the
-    communicator can be used, or its creation has failed.
+    communicator can be used, or its creation has failed; ``ended`` when it is destroyed or aborted. Its thread keeps it
+    until then: cupy destroys a communicator that is collected, which may block.
 
     Args:
         bindings: NCCL.
@@ -60,8 +66,8 @@ class Communicator:
         self._ending = threading.Event()
         self._aborted = False
         self._inside = threading.Lock()  # held during NCCL calls
-        _open_communicators.add(self)
-        threading.Thread(target=self._run, args=(make, first), name="asyncdist-nccl", daemon=True).start()
+        _communicators.add(self)
+        self.ended: Future[None] = start_daemon_thread(functools.partial(self._run, make, first), "asyncdist-nccl")
 
     def made(self, within: float) -> bool:
         """Wait up to ``within`` seconds; return whether it is ready. Raises the reason if its creation has failed."""
@@ -162,8 +168,8 @@ class Communicator:
         try:
             if self._raw is not None:
                 self._end()
-        finally:
-            _open_communicators.discard(self)
+        except self._bindings.errors:
+            log.exception("NCCL did not end a communicator")
 
     def _end(self) -> None:
         if not self._aborted and self._is_done():
@@ -194,10 +200,6 @@ class Communicator:
             time.sleep(_POLL_INTERVAL)
         return True
 
-    @property
-    def _has_ended(self) -> bool:
-        return self not in _open_communicators or not self._made.is_set()  # its creation cannot be cancelled
-
     # -- parts ---------------------------------------------------------------------------------
 
     def split(self, colour: int, key: int) -> Any:
@@ -213,12 +215,11 @@ class Communicator:
 
 def _abort_all() -> None:
     """Abort the communicators that are still open: a process that exits must not wait for a peer."""
-    left = list(_open_communicators)
-    for communicator in left:
+    communicators = list(_communicators)
+    for communicator in communicators:
         communicator.abort()
-    until = monotonic() + _EXIT_TIMEOUT
-    while monotonic() < until and not all(communicator._has_ended for communicator in left):
-        time.sleep(_POLL_INTERVAL)
+    # A creation that has not returned cannot be cancelled.
+    wait([communicator.ended for communicator in communicators if communicator._made.is_set()], _EXIT_TIMEOUT)
 
 
 lifecycle.at_exit(lifecycle.Stage.COMMUNICATORS, _abort_all)
