@@ -89,6 +89,7 @@ class DeviceGroup(CollectiveOps):
         native = cast(Native, _LazyBackend(self._connected_backend))
         self._who = dataclasses.replace(host._who, native=native, islands=None, forced={})
         self._sequence = itertools.count(1)
+        self._last_number = 0
         self._executor = SerialExecutor(f"asyncdist-{device}")
         self._watcher = CompletionWatcher(
             f"asyncdist-watch-{device}", self._check_health, self._on_timeout, self._on_device_error
@@ -99,8 +100,7 @@ class DeviceGroup(CollectiveOps):
         self._desync_detector = DesyncDetector(self._context, self._fail_all)
         recorder = host.mesh.recorder
         recorder.pending.append(self._watcher.entries)
-        host.mesh.progress.submit(lambda: recorder.add_group(self.name, self.ranks, self._sequence))
-        self._used = False
+        host.mesh.progress.submit(lambda: recorder.add_group(self.name, self.ranks, lambda: self._last_number))
         self._pending_split: DeviceWork | None = None
         self._closed = False
         self.error: GroupError | None = None
@@ -158,10 +158,11 @@ class DeviceGroup(CollectiveOps):
                 "call it outside of the graph"
             )
         # A call that was refused above must not use up a sequence number.
-        number = next(self._sequence) if tag is None else tag
         if tag is None:
-            self._used = True
+            number = self._last_number = next(self._sequence)
             self._desync_detector.record_call(number, plan.fingerprint)
+        else:
+            number = tag
         entry = Entry(self.name, name, number, plan.fingerprint, plan.nbytes)
         entry.peer = plan.peer
         self._host.mesh.recorder.add(entry)
@@ -215,7 +216,7 @@ class DeviceGroup(CollectiveOps):
 
         Does nothing if no collective has run here yet, which is the same on all ranks as they make the same calls.
         """
-        if not self._used:
+        if not self._last_number:
             return
 
         def do(pending: Pending, before: DeviceEvent) -> None:

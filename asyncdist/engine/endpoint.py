@@ -46,8 +46,9 @@ _BENEFIT = 0.5  # seconds for which a peer that may just have left in order is g
 class Endpoint:
     """The peers of one rank in one world.
 
-    ``kinds`` are the transports to use, the preferred first. Call `listen`, exchange what it returns with every rank,
-    hand all of it to `probe_peers`, exchange that too, and hand it to `finalize`; links are then made when first used.
+    ``kinds`` are the transports to use, the preferred first; ``backend`` is the argument of `init_process_group`. Call
+    `listen`, exchange what it returns with every rank, hand all of it to `probe_peers`, exchange that too, and hand it to
+    `finalize`; links are then made when first used.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Endpoint:
         config: Config,
         kinds: Sequence[type[Transport]],
         home: asyncio.AbstractEventLoop | None,
+        backend: str = "auto",
     ) -> None:
         self.rank = rank
         self.world_size = world_size
@@ -82,7 +84,7 @@ class Endpoint:
         self._failures: dict[int, GroupError] = {}
         self._goodbye = LEFT
         self.finished: list[Callable[[], None]] = []
-        self.backend = "auto"  # the ``backend`` argument of `init_process_group`
+        self.backend = backend
         lifecycle.register_hooks(self)
 
     # -- coming and going ----------------------------------------------------------------------
@@ -154,7 +156,7 @@ class Endpoint:
         """Take operations and messages of a group from now on. Under the lock."""
         self._channels[channel.prefix] = channel
         if not channel.point_to_point:
-            self.recorder.add_group(channel.name, channel.members, channel.numbers)
+            self.recorder.add_group(channel.name, channel.members, lambda: channel.last_number)
         early = self._ended.pop(channel.prefix, None)
         if early is not None:  # a peer that made the group before us has failed it already
             self.fail(channel, early)

@@ -29,7 +29,8 @@ class Until:
     def add_done_callback(self, callback: Callable[..., object], /) -> None:
         """Do nothing: a thread that stands by checks the condition again when the current driver stops."""
 
-    remove_done_callback = add_done_callback
+    def remove_done_callback(self, callback: Callable[..., object], /) -> None:
+        """Do nothing, as `add_done_callback` does."""
 
 
 class Failing(Protocol):

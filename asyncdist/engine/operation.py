@@ -69,6 +69,8 @@ class Channel:
         self.sibling: Channel | None = None  # the group's other channel, which fails with this one
         self.operations: dict[bytes, Operation] = {}
         self.numbers = itertools.count(1)
+        self.last_number = 0
+        """The number of the last collective; 0 before the first."""
         self._started = self._highest = 0
 
     def count(self, sequence: int) -> None:

@@ -92,7 +92,9 @@ class Group(CollectiveOps):
         timeout: Default limit of an operation in seconds.
     """
 
-    def __init__(self, mesh: Endpoint, ranks: Sequence[int], name: str, timeout: float, *, nonce: int = 0) -> None:
+    def __init__(
+        self, mesh: Endpoint, ranks: Sequence[int], name: str, timeout: float, *, nonce: int = 0, world: Any = None
+    ) -> None:
         self.name = name
         self.ranks = tuple(ranks)
         self.timeout = timeout
@@ -124,7 +126,7 @@ class Group(CollectiveOps):
         """Whether a background call first spins for its peers, if the calling thread runs no event loop."""
         self.aborted = False
         """Whether this rank has called `abort`. `error` may be set a moment later."""
-        self.world: Any = None
+        self.world = world
         mesh.progress.submit(self._open)
 
     def _open(self) -> None:
@@ -249,7 +251,7 @@ class Group(CollectiveOps):
             limit = self._limit(name, background, timeout)
         # The number is taken last: a call that one rank refuses must not shift the numbers of that rank.
         if number is None:
-            number = next(self._sequence)
+            number = channel.last_number = next(channel.numbers)
         entry = Entry(self.name, name, number, plan.fingerprint, plan.nbytes)
         entry.peer = plan.peer
         self._record(entry)
@@ -319,7 +321,7 @@ class Group(CollectiveOps):
         limit = self.timeout
         if timeout is not None or self._closed or (not background and _get_running_loop() is not None):
             limit = self._named(self._limit, name, background, timeout)
-        number = next(self._sequence)
+        number = self._channel.last_number = next(self._sequence)
         entry = Entry(self.name, name, number, fingerprint, nbytes)
         self._record(entry)
         schedule = start(number, *tensors)

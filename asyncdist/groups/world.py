@@ -83,8 +83,7 @@ class World:
             return None
         shown = name or f"group of ranks {list(members)}" + (f" ({nonce + 1})" if nonce else "")
         limit = seconds(timeout, self.timeout)
-        group = Group(self.mesh, members, shown, limit, nonce=nonce)
-        group.world = self
+        group = Group(self.mesh, members, shown, limit, nonce=nonce, world=self)
         self.groups.append(group)
         return group
 
@@ -184,8 +183,9 @@ async def _open(
     meeting = await meet_others()
     try:
         config = config.with_(token=meeting.token)
-        mesh = Endpoint(meeting.rank, meeting.world_size, meeting.world_id, config, kinds, home)
-        mesh.backend = backend or config.transport
+        mesh = Endpoint(
+            meeting.rank, meeting.world_size, meeting.world_id, config, kinds, home, backend or config.transport
+        )
         dump_signal.offer(mesh.recorder, config)
         try:
             runs = {"version": VERSION, "settings": shared_settings(config)}

@@ -37,6 +37,7 @@ from asyncdist.rendezvous.init_method import url_of
 from asyncdist.rendezvous.record_store import AddressRecord, OwnedStoreRecords, RecordStore
 from asyncdist.rendezvous.session import Keys, RendezvousSession, TimeLimit
 from asyncdist.store.client.aio import AsyncStore
+from asyncdist.store.server.server import StoreServer
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.2
 _FIRST_TRY, _LONGEST_TRY = 0.4, 8.0
@@ -70,12 +71,24 @@ class WorldSpec:
         return client
 
     def open_session(
-        self, record: AddressRecord, client: AsyncStore, token: str | None, where: str
+        self,
+        record: AddressRecord,
+        client: AsyncStore,
+        token: str | None,
+        where: str,
+        server: StoreServer | None = None,
     ) -> RendezvousSession:
         """Return the session of this rank. Raises AddressError without an address to advertise."""
         listen_host = advertised(client.host, self.config)
         session = RendezvousSession(
-            record, self.rank, client, token=token, listen_host=listen_host, where=where, limit=self.limit
+            record,
+            self.rank,
+            client,
+            token=token,
+            listen_host=listen_host,
+            where=where,
+            limit=self.limit,
+            server=server,
         )
         session.store.set_timeout(self.config.timeout)
         return session
@@ -143,8 +156,7 @@ async def host_world(
         passed_on = token if records is not None and world.config.token is None else None
         record = AddressRecord(host, server.port, passed_on, secrets.token_hex(8), world.world_size)
         records = records or OwnedStoreRecords(client, world.key, where)
-        session = world.open_session(record, client, token, where)
-        session.server = server
+        session = world.open_session(record, client, token, where, server)
         keys = session.keys
         await client.multi_set([keys("size"), keys("joined", 0)], [str(world.world_size), _this_process()])
         await _publish(world, records, record)

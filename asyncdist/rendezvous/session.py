@@ -88,6 +88,7 @@ class RendezvousSession:
         listen_host: str,
         where: str,
         limit: TimeLimit,
+        server: StoreServer | None = None,
     ) -> None:
         self.rank = rank
         self.world_size = record.world_size
@@ -95,7 +96,7 @@ class RendezvousSession:
         self.token = token
         self.listen_host = listen_host
         self.where = where
-        self.server: StoreServer | None = None
+        self.server = server
         self.keys = Keys(record.world_id)
         self.store = AsyncPrefixStore(self.keys("kv"), client)
         self._record = record

@@ -7,7 +7,6 @@ When a group fails, `Recorder.dump` writes them as JSON into ``ASYNCDIST_DUMP_DI
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import logging
 import os
@@ -74,16 +73,10 @@ class Entry:
 
 
 class _Known(NamedTuple):
-    """A group's ranks, and the counter that numbers its collectives."""
+    """A group's ranks, and a function that returns the number of its last collective; 0 if there was none."""
 
     ranks: Sequence[int]
-    numbers: itertools.count[int]
-
-    @property
-    def last(self) -> int:
-        """The last number taken; 0 if none was."""
-        # The representation is the only access to the next number that does not take it.
-        return int(repr(self.numbers)[len("count(") : -1]) - 1
+    last_number: Callable[[], int]
 
 
 class Recorder:
@@ -107,9 +100,9 @@ class Recorder:
         """The newest operation; None if there was none. Callable from any thread."""
         return self._entries[-1] if self._entries else None
 
-    def add_group(self, name: str, ranks: Sequence[int], numbers: itertools.count[int]) -> None:
-        """Register a group's ranks and the counter of its collectives, which starts at 1."""
-        self._groups[name] = _Known(ranks, numbers)
+    def add_group(self, name: str, ranks: Sequence[int], last_number: Callable[[], int]) -> None:
+        """Register a group's ranks, and a function that returns the number of its last collective, 0 without one."""
+        self._groups[name] = _Known(ranks, last_number)
         if len(self._groups) > (self._entries.maxlen or 0):
             del self._groups[next(iter(self._groups))]
 
@@ -144,7 +137,10 @@ class Recorder:
             "reason": reason,
             "time": time.time(),
             "clock": time.perf_counter(),
-            "groups": {name: {"ranks": list(of.ranks), "last": of.last} for name, of in list(self._groups.items())},
+            "groups": {
+                name: {"ranks": list(group.ranks), "last": group.last_number()}
+                for name, group in list(self._groups.items())
+            },
             "entries": [entry.as_dict() for entry in self],
         }
         # A signal handler may dump while this thread does, so each call writes its own file.

@@ -147,8 +147,7 @@ def test_a_loop_that_has_been_closed_takes_nothing(own):
 
 
 def test_a_connection_that_breaks_while_the_loop_is_wound_down_leaves_nothing(own, caplog):
-    server = background_loop().run(StoreServer.start("127.0.0.1", 0))
-    server.stays = True
+    server = background_loop().run(StoreServer.start("127.0.0.1", 0, stays=True))
     connected, breaks = threading.Event(), threading.Event()
 
     async def stay():
@@ -177,8 +176,7 @@ def test_a_connection_that_breaks_while_the_loop_is_wound_down_leaves_nothing(ow
 
 def test_a_connection_that_breaks_while_a_programs_own_loop_closes_leaves_nothing(new_loop, caplog):
     """What is started while asynchronous generators are closed is cancelled by nobody, in any program."""
-    server = background_loop().run(StoreServer.start("127.0.0.1", 0))
-    server.stays = True
+    server = background_loop().run(StoreServer.start("127.0.0.1", 0, stays=True))
     lines, generators = [], []
 
     async def last_of_all():

@@ -15,8 +15,7 @@ PROGRAM = Path(__file__).parent / "program_at_daemon.py"
 
 @pytest.fixture
 def daemon():
-    server = background_loop().run(StoreServer.start("127.0.0.1", 0))
-    server.stays = True
+    server = background_loop().run(StoreServer.start("127.0.0.1", 0, stays=True))
     yield server
     background_loop().run(server.close())
 

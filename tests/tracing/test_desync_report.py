@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import functools
 import json
 
 import pytest
@@ -36,7 +36,7 @@ class Ranks:
     def group(self, name, ranks, last=None):
         """Note a group; its ranks have called as many collectives as are given, or else as are recorded."""
         for rank in ranks:
-            self.recorders[rank].add_group(name, tuple(ranks), itertools.count(1 + (last or {}).get(rank, 0)))
+            self.recorders[rank].add_group(name, tuple(ranks), functools.partial((last or {}).get, rank, 0))
 
     def call(
         self,

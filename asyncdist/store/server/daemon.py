@@ -15,7 +15,6 @@ from typing import Any
 from asyncdist.config import Config, Service
 from asyncdist.store.persistence.group_commit import Fsync
 from asyncdist.store.server import listener, systemd
-from asyncdist.store.server.busy_poll import AdaptiveBusyPoll
 from asyncdist.store.server.metrics import Metrics, check_available
 from asyncdist.store.server.server import StoreServer
 
@@ -71,11 +70,17 @@ async def serve(
         if options.unix is not None:
             sockets += _unix_and_tcp(ends, options.unix, host, port)
         server = await StoreServer.start(
-            host or "", port, token=token, config=config, sockets=sockets, data=options.data, fsync=options.fsync
+            host or "",
+            port,
+            token=token,
+            config=config,
+            sockets=sockets,
+            data=options.data,
+            fsync=options.fsync,
+            stays=True,
+            polls=True,
         )
         ends.push_async_callback(server.close)
-        server.stays = True
-        server.busy_poll = AdaptiveBusyPoll.where_it_pays(loop, config)
         if options.metrics_port is not None:
             where = server.host if server.port else "127.0.0.1"  # of socket files alone
             metrics = await Metrics.start(server, where, options.metrics_port)

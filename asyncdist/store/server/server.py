@@ -53,7 +53,7 @@ class StoreServer:
     ``host`` is as it was given; ``address`` is the (first) address that it stood for.
     """
 
-    def __init__(self, config: Config, token: str | None) -> None:
+    def __init__(self, config: Config, token: str | None, *, stays: bool = False, polls: bool = False) -> None:
         self.host = ""
         self.address = ""
         self.port = 0
@@ -66,8 +66,8 @@ class StoreServer:
         self.durability: GroupCommit | None = None
         self.tls = server_context(config)
         self.limit = message_limit(config.store_max_value_nbytes, config.store_max_key_nbytes)
-        self.busy_poll: AdaptiveBusyPoll | None = None
         self._loop = asyncio.get_running_loop()
+        self.busy_poll = AdaptiveBusyPoll.where_it_pays(self._loop, config) if polls else None
         self._servers: list[asyncio.Server | SniffingListener] = []
         self.admission = Admission(config.store_max_connections, self.dismiss)
         self._emptied: asyncio.Future[None] | None = None
@@ -81,7 +81,7 @@ class StoreServer:
         self.sessions = SessionTable()
         self.lineage = secrets.token_hex(8)
         """Of servers one after the other that hold the same: the later has what the earlier left."""
-        self.stays = False
+        self.stays = stays
         """Whether another server may be expected here after this one."""
         self._lease: asyncio.TimerHandle | None = None
 
@@ -97,17 +97,20 @@ class StoreServer:
         sockets: Sequence[socket.socket] = (),
         data: Path | None = None,
         fsync: Fsync = Fsync.ALWAYS,
+        stays: bool = False,
+        polls: bool = False,
     ) -> StoreServer:
         """Listen at ``host`` ("" is every interface) and ``port`` (0 is any free one) on the running loop.
 
         ``sock`` is a bound socket to listen on instead, ``sockets`` are several; they are closed with the server. With
         ``data``, a folder, the store begins with what it held there, and acknowledges no change before it is there, as
-        ``fsync`` has it.
+        ``fsync`` has it. ``stays`` tells clients that another server may follow at this address. With ``polls`` the server
+        has a process of its own, and polls without sleeping where that pays.
 
         Raises AddressError when the port is in use or the host does not resolve, UsageError beyond loopback without a
         token, JournalError when the data cannot be used. `close` it in the end.
         """
-        server = cls(config or Config(), token)
+        server = cls(config or Config(), token, stays=stays, polls=polls)
         bound = [*sockets, *([sock] if sock is not None else [])]
         try:
             if bound:

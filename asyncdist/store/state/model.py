@@ -154,9 +154,14 @@ def growth(key: str, value: bytes, before: bytes | None) -> int:
 
 
 def extend(values: dict[str, bytes], key: str, piece: bytes) -> None:
-    """Append to a value where it lies in memory; where somebody else holds it, that stays as it is and is copied once."""
+    """Append to a value. Its memory grows in place if nothing else refers to the value; otherwise the value is copied.
+
+    CPython's BytesIO shares the memory of the bytes that it is made from, and copies it at the first write if another
+    reference exists.
+    """
     buffer = BytesIO(values[key])
-    values[key] = b""  # so that the buffer alone holds it, and may let it grow
+    # Drop the reference, so that the write does not copy.
+    values[key] = b""
     buffer.seek(0, SEEK_END)
     buffer.write(piece)
     values[key] = buffer.getvalue()

@@ -711,8 +711,8 @@ def test_a_key_that_a_smaller_store_does_not_take_back_is_done_without(caplog):
 
 async def test_a_client_goes_on_without_the_key_that_a_smaller_store_does_not_take_back(tmp_path, caplog):
     config = CONFIG.with_(store_lease=0.0)
-    async with await StoreServer.start("127.0.0.1", 0, token=TOKEN, data=tmp_path) as server:
-        port, server.stays = server.port, True
+    async with await StoreServer.start("127.0.0.1", 0, token=TOKEN, data=tmp_path, stays=True) as server:
+        port = server.port
         store = await AsyncStore.connect("127.0.0.1", port, timeout=LONG, config=config)
         await store.set("here", bytes(200_000), ephemeral=True)
     small = Config(store_max_value_nbytes=1000, store_max_key_nbytes=100)

@@ -486,9 +486,7 @@ PATIENT = CONFIG.with_(store_reconnect=LONG, store_lease=LONG)
 
 
 async def started(folder: Path, port: int) -> StoreServer:
-    server = await StoreServer.start("127.0.0.1", port, token=TOKEN, config=PATIENT, data=folder)
-    server.stays = True
-    return server
+    return await StoreServer.start("127.0.0.1", port, token=TOKEN, config=PATIENT, data=folder, stays=True)
 
 
 async def test_what_was_done_before_a_restart_is_not_done_again(tmp_path, disk, eventually: Eventually):

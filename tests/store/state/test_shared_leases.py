@@ -153,16 +153,15 @@ def test_one_that_blocks_is_told_so_as_well(until):
 
 async def test_a_daemon_that_was_killed_knows_who_stayed_where(tmp_path, eventually):
     config = Config(store_lease=LONG)
-    async with await StoreServer.start("127.0.0.1", 0, config=config, data=tmp_path) as server:
-        port, server.stays = server.port, True
+    async with await StoreServer.start("127.0.0.1", 0, config=config, data=tmp_path, stays=True) as server:
+        port = server.port
         stores = [await AsyncStore.connect("127.0.0.1", port, timeout=LONG, config=config) for _ in range(2)]
         for number, store in enumerate(stores):
             await store.set(prefix_lease("job/", str(number)), b"", ephemeral=True)
         await stores[0].set("job/k", b"v")
         await stores[0].queue_push("job/q", b"item")
         await stores[0].set("k", b"v")
-    async with await StoreServer.start("127.0.0.1", port, config=config, data=tmp_path) as server:
-        server.stays = True
+    async with await StoreServer.start("127.0.0.1", port, config=config, data=tmp_path, stays=True) as server:
         assert server.state.peek("job/k") == b"v"
         assert await stores[0].get("job/k") == b"v"
         await stores[0].close()
