@@ -113,11 +113,9 @@ def rounded(collective: str, nbytes: int, ranks: int) -> int:
     return 4 * (-(-count // ranks) * ranks if collective in _SHARED_OUT else count)
 
 
-def steps_left_out(ranks: int, torch: str) -> dict[str, str]:
-    """Return the training steps that so many ranks cannot take with a release of torch, and why not."""
+def steps_left_out(ranks: int) -> dict[str, str]:
+    """Return the training steps that so many ranks cannot take, and why not."""
     reasons = {}
-    if torch.startswith("2.6."):
-        reasons["fsdp2"] = f"torch {torch} cannot do it on CPUs, torch 2.7 and later can"
     if HEADS % ranks:
         reasons["tensor_parallel"] = f"{ranks} ranks cannot share {HEADS} heads"
     return reasons

@@ -110,13 +110,12 @@ class Training:
     """One training step (from `plan.STEPS`): the parameters of its model, and seconds of the step by contender.
 
     "asyncdist" is our DistributedDataParallel, "torch" and "gloo" are stock PyTorch on our back end and on gloo's, "alone"
-    is the model on one rank. ``absent`` says why a contender does not take the step.
+    is the model on one rank.
     """
 
     step: str
     parameters: int
     timings: dict[str, Timing]
-    absent: dict[str, str] = field(default_factory=dict)
 
     def times_alone(self, who: str) -> float:
         """Return how many times as long as the model's alone a contender's step takes."""
@@ -200,7 +199,6 @@ def _training(training: Training) -> dict[str, Any]:
             }
             for name, timing in training.timings.items()
         },
-        "absent": training.absent,
     }
 
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import click
 
-from asyncdist.bench.machine import installed
 from asyncdist.bench.plan import (
     COLLECTIVES,
     CONTENDERS,
@@ -236,7 +235,7 @@ def _write_figures(report: Report, json_file: Path | None) -> str:
 
 def _steps(ranks: int) -> tuple[str, ...]:
     """Return the training steps that ``ranks`` ranks can take here; report the others on stderr."""
-    reasons = steps_left_out(ranks, installed("torch"))
+    reasons = steps_left_out(ranks)
     for step, reason in reasons.items():
         click.echo(f"{step.replace('_', ' ')} is left out: {reason}", err=True)
     return tuple(step for step in STEPS if step not in reasons)

@@ -63,7 +63,7 @@ def bench_store(
     asyncdist bench store --output docs/bench
     asyncdist bench store --only theirs --clients 8
     """
-    from asyncdist.bench.report.store_table import about_store, cases_left_out, store_markdown, store_results_table
+    from asyncdist.bench.report.store_table import about_store, store_markdown, store_results_table
     from asyncdist.bench.store.benchmark import StorePlan, run_store_benchmark
     from asyncdist.cli.console import screen
 
@@ -78,8 +78,7 @@ def bench_store(
     )
     report = run_store_benchmark(plan, lambda doing: err.print(doing, style="dim"))
     console = screen()
-    for line in (about_store(report), *cases_left_out(report)):
-        console.print(line, style="dim", soft_wrap=True, markup=False)
+    console.print(about_store(report), style="dim", soft_wrap=True, markup=False)
     console.print(store_results_table(report))
     if output is not None:
         figures = json.dumps(report.as_json(), indent=1, ensure_ascii=False)

@@ -135,12 +135,6 @@ def test_every_training_step_has_a_page_of_its_own(step):
     assert page.count(" on asyncdist |") == page.count(" on gloo |") == 1
 
 
-def test_who_cannot_take_a_step_stands_below_with_the_reason():
-    training = Training("fsdp2", 3_200_000, {"torch": timing(3), "alone": timing(2)}, {"gloo": "adds up"})
-    page = markdown(Report(BenchPlan(), MACHINE, training=[training]))
-    assert "| stock FSDP2 on gloo: adds up | — | — | — | — |" in page
-
-
 @pytest.mark.parametrize("collectives", [COLLECTIVES[:1], COLLECTIVES[:5], COLLECTIVES])
 def test_every_contender_is_drawn_and_explained_once(collectives, tmp_path):
     rows = [

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-import torch
 from click.testing import CliRunner
 
 from asyncdist.bench.report.store_table import store_markdown
@@ -27,10 +26,6 @@ def test_a_small_run_measures_every_case_and_leaves_nothing():
     heard: list[str] = []
     report = run_store_benchmark(SMALL, heard.append)
     names = [case.name for case in report.cases]
-    if not hasattr(torch.distributed.Store, "barrier"):
-        (reason,) = report.left_out.values()
-        assert "have no barrier" in reason
-        names.insert(6, CROWD)
     assert names == [
         "torch's client: get",
         "torch's client: add",
@@ -84,20 +79,16 @@ def test_the_command_line_shows_and_writes_what_was_found(monkeypatch, tmp_path)
     report = StoreReport(
         SMALL, machine, [Case("get", "calls/s", 1234.5, 1000.0, 1.0), Case("m", "KiB", 2.5, None, 20.0)]
     )
-    report.left_out["crowds"] = "they have no time"
     asked: list[StorePlan] = []
     monkeypatch.setattr(bench, "run_store_benchmark", lambda plan, tell: asked.append(plan) or report)
     shown = CliRunner().invoke(main, ["bench", "store", "--rounds", "3", "--output", str(tmp_path / "out")])
     assert shown.exit_code == 0, shown.output
     assert asked == [StorePlan(rounds=3)]
     assert "1,234" in shown.output
-    assert "crowds are left out: they have no time" in shown.output
-    assert "\n\ncrowds are left out: they have no time\n\n" in store_markdown(report)
     assert "| get | 1,234 | 1,000 | calls/s | 1.23× | ≥ 1× | yes |" in store_markdown(report)
     assert (tmp_path / "out/store.md").read_text() == store_markdown(report)
     found = json.loads((tmp_path / "out/store.json").read_text())
     assert [(case["ratio"], case["reached"]) for case in found["cases"]] == [(1.2345, True), (None, True)]
-    assert found["left_out"] == report.left_out
 
 
 def test_parts_can_be_measured_by_themselves(monkeypatch):

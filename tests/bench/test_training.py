@@ -14,9 +14,6 @@ from asyncdist.bench.workloads import models, training
 from asyncdist.bench.workloads.models import STEPS
 from asyncdist.errors import BenchmarkError
 
-# What torch 2.6 says of every mesh of CPUs.
-pytestmark = pytest.mark.filterwarnings("ignore:DTensor random operators may not have complete support:UserWarning")
-
 
 @pytest.mark.parametrize(("name", "millions"), [("ddp", 6.3), ("fsdp2", 3.2), ("tensor_parallel", 3.2)])
 def test_the_models_are_as_large_as_it_is_said(name, millions):
@@ -74,16 +71,6 @@ def test_every_contender_communicates_over_its_own_group(groups):
 
 def test_without_torch_distributed_only_our_own_ddp_trains(groups):
     assert list(train("ddp", {}).timings) == ["asyncdist", "alone"]
-
-
-@pytest.mark.usefixtures("fsdp2")
-def test_who_adds_up_instead_of_averaging_does_not_train_in_shards(groups, monkeypatch):
-    """Gloo did, up to torch 2.8 at least: its weights are others than everybody else's."""
-    monkeypatch.setattr(training, "_sums", lambda group: group is groups["gloo"])
-    trained = train("fsdp2", groups)
-    assert list(trained.timings) == ["torch", "alone"]
-    assert trained.absent == {"gloo": "adds up what it is to average"}
-    assert "gloo" in train("ddp", groups).timings
 
 
 def test_the_steps_have_names():

@@ -11,7 +11,6 @@ import tempfile
 from pathlib import Path
 
 import pytest
-import torch
 from click.testing import CliRunner
 
 from asyncdist.bench import launch, processes
@@ -28,11 +27,6 @@ PATIENCE = 20.0
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "asyncdist.cli", "bench", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-
-
-def steps_here() -> list[str]:
-    """Return the training steps that two ranks can take with this torch."""
-    return [step for step in STEPS if step != "fsdp2" or hasattr(torch.cpu.Stream, "record_event")]
 
 
 # -- whole runs -------------------------------------------------------------------------------------
@@ -84,15 +78,14 @@ def test_torch_distributed_is_measured_on_our_back_end_and_on_gloo():
         assert row["above_blocking_us"]["torch"] == pytest.approx(
             row["contenders"]["torch"]["median_us"] - row["contenders"]["asyncdist"]["median_us"]
         )
-    possible = steps_here()
-    assert [training["step"] for training in found["training"]] == possible
+    assert [training["step"] for training in found["training"]] == list(STEPS)
     for training in found["training"]:
         assert set(training["contenders"]) | {"asyncdist"} == {"asyncdist", "torch", "gloo", "alone"}
     for words in (
         "through torch",
         "− direct",
         "torch, idle",
-        "stock FSDP2 on asyncdist" if "fsdp2" in possible else "fsdp2 is left out: torch 2.6",
+        "stock FSDP2 on asyncdist",
         "stock tensor parallel on gloo",
     ):
         assert words in run.stderr
@@ -269,18 +262,16 @@ def test_all_that_is_available_competes(without_mpi, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "torch", "left_out"),
+    ("ranks", "left_out"),
     [
-        (2, "2.13.0", ()),
-        (3, "2.13.0", ("tensor_parallel",)),
-        (4, "2.7.0", ()),
-        (4, "2.6.0+cpu", ("fsdp2",)),
-        (8, "2.6.0", ("fsdp2", "tensor_parallel")),
+        (2, ()),
+        (3, ("tensor_parallel",)),
+        (4, ()),
+        (8, ("tensor_parallel",)),
     ],
 )
-def test_through_torch_measures_what_so_many_ranks_can_do_with_this_torch(ranks, torch, left_out, monkeypatch):
+def test_through_torch_measures_the_steps_that_the_ranks_can_share(ranks, left_out, monkeypatch):
     plans = []
-    monkeypatch.setattr("asyncdist.bench.machine.version", lambda package: torch)
     monkeypatch.setattr(
         processes, "run", lambda plan, progress: plans.append(plan) or Report(plan, dict.fromkeys(machine(), "?"))
     )
@@ -290,7 +281,6 @@ def test_through_torch_measures_what_so_many_ranks_can_do_with_this_torch(ranks,
     assert set(plans[0].against) == {"raw", "gloo"}
     assert set(STEPS) - set(plans[0].steps) == set(left_out)
     assert ("tensor parallel is left out: " in said.output) == ("tensor_parallel" in left_out)
-    assert (f"fsdp2 is left out: torch {torch} cannot do it on CPUs" in said.output) == ("fsdp2" in left_out)
 
 
 @pytest.mark.parametrize(("text", "said"), [("auto,gloo", "'gloo' is not a transport"), (",", "name at least one")])

@@ -40,11 +40,6 @@ def about_store(report: StoreReport) -> str:
     )
 
 
-def cases_left_out(report: StoreReport) -> list[str]:
-    """Return a line for each case that was not measured, with the reason."""
-    return [f"{case} are left out: {reason}" for case, reason in report.left_out.items()]
-
-
 def store_results_table(report: StoreReport) -> Table:
     """Return a rich table."""
     from rich import box
@@ -62,4 +57,4 @@ def store_markdown(report: StoreReport) -> str:
     """Return the report as a Markdown page."""
     lines = [_HEADINGS, (":--", "--:", "--:", ":--", "--:", "--:", ":--"), *map(case_cells, report.cases)]
     rows = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    return "\n\n".join(["# The store", about_store(report), *cases_left_out(report), rows]) + "\n"
+    return "\n\n".join(["# The store", about_store(report), rows]) + "\n"

@@ -146,7 +146,7 @@ def training_cells(training: Training) -> list[list[str]]:
             times(training.times_alone(name)),
         ]
         for name, timing in training.timings.items()
-    ] + [[f"{who[name]}: {reason}", "—", "—", "—", "—"] for name, reason in training.absent.items()]
+    ]
 
 
 def about_run(report: Report) -> str:

@@ -3,7 +3,6 @@
 {"do": "dialogue", "client": "torch", "port": 29500, "operation": "get", "seconds": 0.5}   → calls a second
 {"do": "flight", "port": …, "count": 1000, "seconds": …}                                   → calls a second
 {"do": "crowd", "client": …, "port": …, "count": 2048, "total": 8192, "name": …}           → when the last was through
-{"do": "knows", "operation": "barrier"}                                                    → whether torch's clients know it
 {"do": "hold", "client": …, "port": …, "count": …}, then {"do": "release"}                 → how many there are
 """
 
@@ -66,12 +65,6 @@ class Clients:
         else:
             arrived = self.loop.run_until_complete(_our_crowd(port, self.token, count, total, name))
         return {"served": len(arrived), "last": max(arrived, default=0.0)}
-
-    def knows(self, operation: str) -> bool:
-        """Say whether torch's clients have an operation, which they did not all have from the beginning."""
-        from torch.distributed import Store  # type: ignore[attr-defined]
-
-        return hasattr(Store, operation)
 
     def hold(self, client: str, port: int, count: int) -> int:
         """Connect ``count`` clients that then say nothing."""

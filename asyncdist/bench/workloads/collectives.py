@@ -137,7 +137,7 @@ class AllGather(Traffic):
     parts_in = True
 
     def call(self, face: Any, group: Any = None) -> Any:
-        return newer(face, "all_gather_single", "all_gather_into_tensor")(self.output, self.input, group=group)
+        return face.all_gather_single(self.output, self.input, group=group)
 
     def expected(self, contributions: list[torch.Tensor]) -> torch.Tensor | None:
         return torch.cat(contributions)
@@ -159,7 +159,7 @@ class ReduceScatter(Traffic):
     parts_out = True
 
     def call(self, face: Any, group: Any = None) -> Any:
-        return newer(face, "reduce_scatter_single", "reduce_scatter_tensor")(self.output, self.input, group=group)
+        return face.reduce_scatter_single(self.output, self.input, group=group)
 
     def expected(self, contributions: list[torch.Tensor]) -> torch.Tensor | None:
         return self._part(torch.stack(contributions).sum(0), self.rank)
@@ -202,11 +202,6 @@ _KINDS: dict[str, type[Traffic]] = {
     kind.name: kind
     for kind in (AllReduce, ReduceTraffic, Broadcast, AllGather, ReduceScatter, AllToAll, Gather, Scatter, Barrier)
 }
-
-
-def newer(face: Any, name: str, older: str) -> Any:
-    """Return a function by its newer name: torch warns of the older one once it has both."""
-    return getattr(face, name, None) or getattr(face, older)
 
 
 def traffic(collective: str, rank: int, ranks: int, nbytes: int, empty: Empty = torch.empty) -> Traffic:

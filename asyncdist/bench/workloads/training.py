@@ -7,14 +7,13 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch import distributed, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from asyncdist import sync
 from asyncdist.bench.contenders.contenders import Start
 from asyncdist.bench.plan import BenchPlan, in_turns
 from asyncdist.bench.result import Timing, Training
-from asyncdist.bench.workloads.collectives import newer
 from asyncdist.bench.workloads.models import STEPS, Batch, Step, loss_of
 from asyncdist.ddp import DistributedDataParallel
 from asyncdist.errors import BenchmarkError
@@ -51,8 +50,7 @@ def train(
     BenchmarkError if two contenders that train alike, or two ranks, end with other weights.
     """
     step = STEPS[name]
-    absent = {who: "adds up what it is to average" for who, group in groups.items() if name == "fsdp2" and _sums(group)}
-    trainers = _trainers(name, step, {who: group for who, group in groups.items() if who not in absent})
+    trainers = _trainers(name, step, groups)
     torch.manual_seed(1 + rank * step.apart)
     seconds: dict[str, list[float]] = {who: [] for who in trainers}
     names = list(trainers)
@@ -67,18 +65,7 @@ def train(
                 seconds[who].append(perf_counter() - began)
     _compare(trainers)
     parameters = sum(parameter.numel() for parameter in trainers["alone"].model.parameters())
-    return Training(name, parameters, {who: Timing.of(times) for who, times in seconds.items()}, absent)
-
-
-def _sums(group: Any) -> bool:
-    """Return whether a group gives sums where FSDP2 wants means, as gloo does up to torch 2.8 at least.
-
-    https://github.com/pytorch/pytorch/issues/162338
-    """
-    mean = torch.empty(1)
-    reduce_scatter = newer(distributed, "reduce_scatter_single", "reduce_scatter_tensor")
-    reduce_scatter(mean, torch.ones(group.size()), op=distributed.ReduceOp.AVG, group=group)
-    return bool(mean != 1)
+    return Training(name, parameters, {who: Timing.of(times) for who, times in seconds.items()})
 
 
 def _trainers(name: str, step: Step, groups: Mapping[str, Any]) -> dict[str, _Trainer]:
