@@ -322,6 +322,7 @@ class Launch:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Launch:
+        """Read the variables of torchrun, mpirun or srun from ``environ``; None is the process's environment."""
         source = os.environ if environ is None else environ
         return cls(
             rank=_launcher_number(source, "RANK"),
@@ -350,6 +351,7 @@ class Service:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Service:
+        """Read systemd's variables from ``environ``; None is the process's environment."""
         source = os.environ if environ is None else environ
         return cls(
             _number(source, "LISTEN_PID"), _number(source, "LISTEN_FDS") or 0, source.get("NOTIFY_SOCKET", "").strip()
@@ -364,6 +366,7 @@ class NcclSettings:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> NcclSettings:
+        """Read NCCL's variables from ``environ``; None is the process's environment."""
         source = os.environ if environ is None else environ
         return cls(source.get("NCCL_COMM_BLOCKING", "").strip() != "0")
 

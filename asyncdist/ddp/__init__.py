@@ -9,22 +9,7 @@ module             the public wrapper of a model
 sampler            `DistributedSampler`
 """
 
-from __future__ import annotations
-
-from importlib import import_module
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from asyncdist.ddp.module import DistributedDataParallel as DistributedDataParallel
-    from asyncdist.ddp.reducer import BucketTimes as BucketTimes
-    from asyncdist.ddp.reducer import StepTimes as StepTimes
+from asyncdist.ddp.module import DistributedDataParallel
+from asyncdist.ddp.reducer import BucketTimes, StepTimes
 
 __all__ = ["BucketTimes", "DistributedDataParallel", "StepTimes"]
-
-
-def __getattr__(name: str) -> object:
-    # Imported late, because importing the pure module `asyncdist.ddp.buckets` must not import torch.
-    if name in __all__:
-        home = import_module("asyncdist.ddp.module" if name == "DistributedDataParallel" else "asyncdist.ddp.reducer")
-        return getattr(home, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

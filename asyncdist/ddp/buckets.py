@@ -1,4 +1,4 @@
-"""Assign parameters to buckets, in the order in which their gradients arrive. Called by `reducer`; imports no torch.
+"""Assign parameters to buckets, in the order in which their gradients arrive. Called by `reducer`.
 
 Backward visits the layers in reverse. Before the first step the expected order is therefore the reverse order of
 definition; afterwards it is the observed order. The first bucket is small, so that communication starts early.

@@ -13,31 +13,25 @@ from __future__ import annotations
 
 import copyreg
 import weakref
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.autograd import forward_ad
 from torch.nn.functional import linear
 
+from asyncdist.ddp.reducer import Reducer
+
 LEAST_NBYTES = 256 << 10
 """Copying a smaller weight's gradient takes less time than the Python code of this module."""
 
 
-class Places(Protocol):
-    """Provides the memory of gradients; implemented by `Reducer`."""
-
-    def place(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Return the tensor to write a parameter's gradient into, None if it must not be written directly."""
-
-
 class Linear(nn.Linear):
-    """A linear layer that writes its weight's gradient into memory of `Places`. Its copies and pickles are plain
-    `nn.Linear`."""
+    """A linear layer that writes its weight's gradient into a bucket. Its copies and pickles are plain `nn.Linear`."""
 
     # TorchScript reads annotations and cannot resolve this one.
     if TYPE_CHECKING:
-        _places: weakref.ref[Places]
+        _reducer: weakref.ref[Reducer]
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return the same as `nn.Linear.forward`."""
@@ -53,21 +47,21 @@ class Linear(nn.Linear):
         if shown or torch.compiler.is_compiling() or not _is_ordinary(data, self.weight):
             return linear(data, self.weight, self.bias)
         rows = data.flatten(0, -2)
-        result: torch.Tensor = _Product.apply(rows, self.weight, self.bias, self._places)  # type: ignore[no-untyped-call]
+        result: torch.Tensor = _Product.apply(rows, self.weight, self.bias, self._reducer)  # type: ignore[no-untyped-call]
         # Not a view, because the caller may change the result in place.
         return result if rows is data else torch.ops.aten._unsafe_view(result, (*data.shape[:-1], self.out_features))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        state = {name: value for name, value in self.__dict__.items() if name != "_places"}
+        state = {name: value for name, value in self.__dict__.items() if name != "_reducer"}
         return copyreg._reconstructor, (nn.Linear, object, None), state  # type: ignore[attr-defined]
 
 
-def adopt(module: nn.Module, places: Places) -> None:
-    """Make ``module``'s linear layers write their gradients into memory of ``places``, which they reference weakly."""
+def adopt(module: nn.Module, reducer: Reducer) -> None:
+    """Make ``module``'s linear layers write their gradients into buckets of ``reducer``, which they reference weakly."""
     for layer in module.modules():
         if isinstance(layer, nn.Linear) and _is_worth_it(layer):
             layer.__class__ = Linear
-            vars(layer)["_places"] = weakref.ref(places)
+            vars(layer)["_reducer"] = weakref.ref(reducer)
 
 
 def _is_worth_it(layer: nn.Linear) -> bool:
@@ -96,11 +90,11 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, places: weakref.ref[Places]
+        ctx: Any, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, reducer: weakref.ref[Reducer]
     ) -> torch.Tensor:
         ctx.save_for_backward(rows, weight)
         # The parameter itself too: a saved tensor may be unpacked as another object.
-        ctx.parameter, ctx.places = weight, places
+        ctx.parameter, ctx.reducer = weight, reducer
         return linear(rows, weight, bias)
 
     @staticmethod
@@ -122,16 +116,15 @@ def _of_weight(columns: torch.Tensor, rows: torch.Tensor, place: torch.Tensor | 
 
 def _place(ctx: Any) -> torch.Tensor | None:
     """Return where to write the weight's gradient; None if it is differentiated, not accumulated, or seen by hooks."""
-    places, shown = ctx.places(), ctx.parameter._backward_hooks
-    if places is None or shown or torch.is_grad_enabled() or not _accumulates(ctx.next_functions[1][0]):
+    reducer, shown = ctx.reducer(), ctx.parameter._backward_hooks
+    if reducer is None or shown or torch.is_grad_enabled() or not _accumulates(ctx.next_functions[1][0]):
         return None
-    place: torch.Tensor | None = places.place(ctx.parameter)
+    place: torch.Tensor | None = reducer.place(ctx.parameter)
     return place
 
 
 def _accumulates(node: Any) -> bool:
-    """Return whether this backward accumulates a node's gradient into ``grad``; `torch.autograd.grad` returns it
-    instead."""
+    """Return whether this backward accumulates a node's gradient into ``grad``, as `torch.autograd.grad` does not."""
     # It raises for leaves inside `torch.autograd.grad`.
     try:
         return torch._C._will_engine_execute_node(node)

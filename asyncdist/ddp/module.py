@@ -1,4 +1,4 @@
-"""DistributedDataParallel: a module whose `backward()` returns with gradients averaged over the ranks."""
+"""`DistributedDataParallel`: a module whose ``backward()`` averages gradients over the ranks."""
 
 from __future__ import annotations
 
@@ -22,40 +22,62 @@ _NOT_COPIED = ("process_group", "_joining", "_reducer")
 
 
 class DistributedDataParallel(nn.Module):
-    """Wrap ``module`` so that every backward averages its gradients over ``process_group``.
+    """Wrap ``module`` so that every backward averages its gradients over the ranks of ``process_group``.
 
-    Construct it on every rank, after `init_process_group` and before the optimizer; rank 0's parameters and buffers
-    overwrite everybody's. Arguments are torch's, in torch's order; these differ or need a word:
+    Construct it on every rank, after `init_process_group` and before the optimizer. Rank 0's parameters and buffers
+    overwrite those of the other ranks. Arguments, their order and their meaning are those of
+    `torch.nn.parallel.DistributedDataParallel`, except for the defaults and restrictions below.
 
-    - ``broadcast_buffers``: before each forward that follows a training forward, buffers are overwritten by rank 0's;
-      ``forward_sync_buffers`` does the same but leaves the first broadcast, at construction, as it is.
-    - ``bucket_cap_mb``: MiB after which a bucket is sent (25; the first one 1), fractions allowed.
-    - ``gradient_as_bucket_view`` (true here): ``.grad`` is a view of the bucket, valid until the next backward; false
-      keeps a separate copy, at the cost of as much memory again. With views, ``nn.Linear`` layers of 256 KiB and more
-      become a subclass of it that has their weights' gradients written into the buckets; copies and pickles are plain ones.
-    - ``batched_grad_copy``, ``check_reduction``, ``dim`` and ``output_device`` are taken and change nothing.
+    Each backward makes one all-reduce per bucket; the first one also broadcasts the order of the gradients. Between ranks
+    of one host, buckets lie in registered memory while there is room. All-reduces then overlap with backward only if the
+    ranks leave a processor core free, and run at its end otherwise.
 
-    ``find_unused_parameters``, ``static_graph``, ``mixed_precision``, ``device_mesh`` and delayed all-reduces raise
-    UnsupportedError, and so do a module with `torch.nn.SyncBatchNorm` and parameters whose optimizer steps in backward
-    (torch's ``_apply_optimizer_in_backward``).
+    A backward averages if it follows a forward of the wrapper, as in torch. Other backwards
+    (``model.module(x).sum().backward()``) leave this rank's own gradients.
 
-    A rank whose backward misses a parameter raises GradientError, naming it; GroupError comes out of
-    ``backward()`` if a peer is lost. Wrapping raises MismatchError on every rank if the models differ.
+    A deep copy averages over the same group. A pickle is loaded on the default group, and only a model on the default group
+    can be pickled.
 
-    A backward that goes past the wrapper (``model.module(x).sum().backward()``) averages nothing, unless it is the
-    first backward since a forward of the wrapper, as in torch.
+    In an async program, construct the model and run its steps in a worker thread: ``await asyncio.to_thread(step)``.
 
-    Ranks may have different numbers of inputs inside `join`.
+    Args:
+        module: The model. All parameters that require gradients must get one in every backward.
+        device_ids: At most one device, to which inputs are moved.
+        output_device: Accepted for compatibility with torch; has no effect.
+        dim: Accepted for compatibility with torch; has no effect.
+        broadcast_buffers: Overwrite buffers by rank 0's at construction and before each forward that follows a forward
+            with gradients.
+        init_sync: Compare the models of all ranks and broadcast rank 0's values at construction.
+        process_group: The group to average over; None is the default group.
+        bucket_cap_mb: MiB of gradients after which a bucket is complete; None means 25, and 1 for the first bucket.
+        find_unused_parameters: Must be False.
+        check_reduction: Accepted for compatibility with torch; has no effect.
+        gradient_as_bucket_view: Make ``.grad`` a view of its bucket, valid until the next backward. If False, gradients are
+            copied, which needs as much memory again. If True, layers of type `torch.nn.Linear` with weights of 256 KiB and
+            more become a derived class that computes gradients directly in the buckets.
+        static_graph: Must be False.
+        delay_all_reduce_named_params: Must be None.
+        param_to_hook_all_reduce: Must be None.
+        mixed_precision: Must be None.
+        device_mesh: Must be None.
+        skip_all_reduce_unused_params: Must be False.
+        bucket_cap_mb_list: Caps of the first buckets in MiB; the last one applies to all further buckets.
+        batched_grad_copy: Accepted for compatibility with torch; has no effect.
+        forward_sync_buffers: As ``broadcast_buffers``, but only before forwards; None means the value of
+            ``broadcast_buffers``.
 
-    A deep copy averages over the same group. Pickled (``torch.save(model)``), it is loaded on the default group, which must
-    be there by then, and can be only if it was on the default one.
+    Raises:
+        MismatchError: The models of the ranks differ. Every rank raises it.
+        UnsupportedError: An argument is not supported, the model has a `torch.nn.SyncBatchNorm`, or a parameter has an
+            optimizer that steps in backward.
+        UsageError: No parameter requires a gradient, or ``device_ids`` does not fit the model.
+        LoopThreadError: The calling thread runs an event loop.
 
-    In an async program, construct it and run its steps in a worker thread (``await asyncio.to_thread(step)``): backward
-    waits, and on the loop's own thread that raises LoopThreadError.
+    ``backward()`` raises GradientError on a rank on which a parameter got no gradient, and GroupError if a peer is lost.
 
-    Cost of a step on the wire: one all-reduce a bucket; the first step also broadcasts the order of the gradients.
-    Among ranks of one host buckets lie in registered memory, as long as there is room, and are sent during backward only
-    where more cores are left than all ranks' backward keeps busy, else at its end.
+    Example:
+        >>> model = DistributedDataParallel(torch.nn.Linear(4, 1))
+        >>> model(torch.ones(2, 4)).sum().backward()  # gradients are the averages over the ranks
     """
 
     def __init__(
@@ -116,7 +138,7 @@ class DistributedDataParallel(nn.Module):
         self._average_over(self.process_group)
 
     def _average_over(self, group: Group) -> None:
-        """Take what a copy does not take over: the group, and the reducer, which hangs at the parameters."""
+        """Create the members that a copy does not take over: the group and the reducer."""
         self.process_group = group
         self._joining: Joining | None = None
         trained = [(name, parameter) for name, parameter in self._parameters_to_sync() if parameter.requires_grad]
@@ -138,16 +160,16 @@ class DistributedDataParallel(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         if not is_initialized() or self.process_group is not resolve_group(None):
             raise UsageError(
-                "a DistributedDataParallel is pickled without its group and loaded on the default one, and this one's is "
-                "another: pickle its attribute `module`, and wrap that where it is loaded"
+                "cannot pickle a DistributedDataParallel whose group is not the default group, because a pickle does not "
+                "contain the group: pickle its attribute `module`, and wrap that after loading"
             )
         return self._copied()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if not is_initialized():
             raise UsageError(
-                "a pickled DistributedDataParallel is loaded on the default group, and there is none: call "
-                "init_process_group() first, or pickle its attribute `module`, which needs none"
+                "cannot load a pickled DistributedDataParallel without a default process group: call "
+                "init_process_group() first, or pickle its attribute `module` instead"
             )
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._average_over(resolve_group(None))
@@ -168,16 +190,16 @@ class DistributedDataParallel(nn.Module):
 
     @property
     def last_step(self) -> StepTimes | None:
-        """When the last synchronised backward computed and communicated; None before the first."""
+        """Times of the last backward with communication; None before the first."""
         return self._reducer.last_step
 
     @property
     def bucket_parameters(self) -> list[list[str]]:
-        """The names of the parameters by bucket, in the order in which buckets are sent; step 1 re-orders them."""
+        """The names of the parameters by bucket, in the order of the all-reduces; the first step changes it."""
         return self._reducer.layout
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the wrapped module; a forward with gradients arms the averaging of the backward that follows."""
+        """Run the wrapped module. The backward after a forward with gradients averages them."""
         training = torch.is_grad_enabled()
         if training:
             self._reducer.check()
@@ -202,11 +224,11 @@ class DistributedDataParallel(nn.Module):
         return [(name, parameter) for name, parameter in self.module.named_parameters() if name not in self._ignored]
 
     def _buffers_to_sync(self) -> list[tuple[str, torch.Tensor]]:
-        """Look the buffers up: a forward, or a cast, may have put others in their places."""
+        """Return the present buffers: a forward or a cast may have replaced them."""
         return [(name, buffer) for name, buffer in self.module.named_buffers() if name not in self._ignored]
 
     def _refresh(self, src: int) -> None:
-        # `data`, which has a version of its own: the backward of an earlier forward may still be to come.
+        # `data` has a version counter of its own, so that the backward of an earlier forward does not raise.
         model_sync.broadcast_values(self.process_group, (buffer.data for _, buffer in self._buffers_to_sync()), src)
 
     def _entered(self, _: torch.Tensor) -> None:
@@ -214,9 +236,9 @@ class DistributedDataParallel(nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Leave gradients to accumulate locally: for forwards inside, and their backwards, nothing is averaged.
+        """Accumulate gradients without communication: backwards of forwards inside the block average nothing.
 
-        The first backward whose forward ran outside averages all that has accumulated.
+        The first backward whose forward ran outside averages the accumulated gradients.
         """
         before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
         try:
@@ -231,24 +253,33 @@ class DistributedDataParallel(nn.Module):
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> Iterator[None]:
-        """Let ranks run out of inputs at different times: ``with model.join(): for batch in batches: ...``.
+        """Let ranks run out of inputs at different times.
 
-        Every rank of the group enters it, with equal arguments, also one without any input.
-        A rank that leaves the block stands in with zeros until the last one has left, and then takes the parameters (and
-        buffers, with ``broadcast_buffers``) of the lowest of those that were last. Gradients are divided by the number
-        of all ranks, or with ``divide_by_initial_world_size=False`` of those with inputs left. ``enable=False`` does
-        nothing.
+        Every rank of the group enters the block, also a rank without inputs. A rank that leaves the block contributes
+        zeros until the last rank has left it. Then all ranks receive the parameters (and buffers, with
+        ``broadcast_buffers``) of the lowest rank among the last ones. The state of an optimizer is not synchronised:
+        broadcast it from one of the last ranks before another epoch.
 
-        With ``throw_on_early_termination`` all ranks raise UnevenInputsError instead when some have run out: those out of
-        the block's end, the others out of their next forward with gradients. Models need it whose forward communicates,
-        SyncBatchNorm for one: nobody can stand in for that.
+        The ranks contribute only to this model's communication. Inside the block use the group for nothing else, in
+        particular not for another model. Each backward costs one all-gather of a byte per rank, and each forward that
+        broadcasts buffers costs another.
 
-        Only this model's communication is stood in for, so nothing else on its group goes on inside, another model's step
-        neither. An optimizer's state stays as it is where a rank stood in: before a further epoch broadcast it from one
-        that was last, if the optimizer has a state.
+        Args:
+            divide_by_initial_world_size: Divide the sums of gradients by the number of all ranks; if False, by the
+                number of ranks with inputs left.
+            enable: If False, do nothing.
+            throw_on_early_termination: Raise UnevenInputsError on all ranks when the first rank runs out of inputs. Models
+                with communication in their forward need it.
 
-        Costs a meeting of all ranks (a byte each) a backward, and one more a forward that broadcasts buffers. UsageError
-        if the model is joined already.
+        Raises:
+            UnevenInputsError: With ``throw_on_early_termination``: at the end of the block on ranks without inputs, in the
+                next forward with gradients on the others.
+            UsageError: The model is in such a block already.
+
+        Example:
+            >>> with model.join():
+            ...     for batch in batches:
+            ...         step(model, batch)
         """
         if not enable:
             yield
@@ -267,7 +298,8 @@ class DistributedDataParallel(nn.Module):
                 model_sync.broadcast_values(self.process_group, [tensor for _, tensor in shared], joining.going[0])
         finally:
             self._joining = self._reducer.joining = None
-            self._require_forward_buffer_sync = True  # ranks that left after different forwards go on alike
+            # Ranks may have left after different forwards.
+            self._require_forward_buffer_sync = True
 
 
 def _refuse(**arguments: object) -> None:

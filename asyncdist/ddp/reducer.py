@@ -1,13 +1,13 @@
-"""The machine behind DistributedDataParallel: gradients fill buckets, full buckets go onto the wire, backward goes on.
+"""Average gradients during backward: hooks of autograd fill buckets, and each full bucket is all-reduced.
 
-One backward, as autograd drives it:
+Called by `module`. In one backward autograd calls:
 
-    the output's gradient is known   begin()      forget the last step; ask to be called when backward ends
-    a parameter's gradient is ready  _ready()     put it into its bucket; send every full bucket whose turn it is
-    backward ends                    _finish()    send the rest, wait for all; `loss.backward()` returns
+    the output's gradient is known   begin()      forget the last step; register `_finish` with autograd
+    a parameter's gradient is ready  _ready()     put it into its bucket; start the all-reduces of full buckets
+    backward ends                    _finish()    start the remaining all-reduces, wait for all of them
 
-Buckets are sent strictly in their order, also where gradients come in another, so that all ranks issue the same
-all-reduces. After the first backward they are dealt again by the order in which gradients came to rank 0.
+The all-reduces start in the order of the buckets, whatever the order of the gradients, so that all ranks start the same
+ones. After the first backward, parameters are assigned to buckets in the order in which rank 0's gradients arrived.
 """
 
 from __future__ import annotations
@@ -33,12 +33,21 @@ from asyncdist.groups.group import Group
 from asyncdist.memory.registered import empty
 
 _COPIED_NBYTES = 256 << 20
-_LINE_NBYTES = 64  # where gradients begin: a product that is written across lines takes half as long again
+_LINE_NBYTES = 64
+"""Alignment of gradients: a matrix product that is written across cache lines takes half as long again."""
 
 
 @dataclass(slots=True)
 class BucketTimes:
-    """When one bucket's gradients were complete, its all-reduce started, and its all-reduce was over (perf_counter)."""
+    """Times of one bucket in a step, on the clock of `time.perf_counter` (seconds).
+
+    Attributes:
+        index: Place of the bucket in the order of the all-reduces.
+        nbytes: Bytes of its gradients.
+        ready: When its last gradient arrived.
+        started: When its all-reduce started.
+        finished: When its all-reduce was complete.
+    """
 
     index: int
     nbytes: int
@@ -47,15 +56,19 @@ class BucketTimes:
     finished: float = 0.0
 
     def stop(self, _: object) -> None:
+        """Record the end of the all-reduce."""
         self.finished = perf_counter()
 
 
 @dataclass(slots=True)
 class StepTimes:
-    """One synchronised backward, on the clock of `time.perf_counter` (seconds).
+    """Times of one backward with communication, on the clock of `time.perf_counter` (seconds).
 
-    From ``backward_started`` to ``backward_finished`` autograd computed; until ``finished`` the caller waited for the
-    all-reduces that were still under way.
+    Attributes:
+        backward_started: When autograd computed the gradient of the module's output.
+        backward_finished: When autograd had computed all gradients.
+        finished: When all all-reduces were complete and ``backward()`` returned.
+        buckets: Times of each bucket, in the order of the all-reduces.
     """
 
     backward_started: float
@@ -79,13 +92,13 @@ class Bucket:
         self._offsets, self._count = [0, *ends[:-1]], ends[-1]  # in elements
 
     def allocate(self, parameters: Sequence[torch.Tensor], *, shared: bool) -> None:
-        """Make the memory; late, so that buckets of an earlier layout are gone first where nobody holds them.
+        """Allocate the memory; called late, so that buckets of an earlier layout are freed first.
 
-        With ``shared``, what lies on the processor is registered as long as there is room: then nothing is staged.
+        With ``shared``, memory on the CPU is registered unless registered memory is full.
         """
         like = parameters[self.members[0]]
         if shared and like.is_cpu:
-            with contextlib.suppress(SharedMemoryError):  # slower is better than not at all
+            with contextlib.suppress(SharedMemoryError):
                 self.flat = empty(self._count, dtype=like.dtype).zero_()
         if self.flat is None:
             self.flat = self.zeros(parameters)
@@ -108,9 +121,9 @@ def _view(flat: torch.Tensor, offset: int, parameter: torch.Tensor) -> torch.Ten
 
 
 class Reducer:
-    """Average the gradients of ``parameters`` over ``group`` in each backward that was begun, or for which it is `armed`.
+    """Averages the gradients of parameters over ``group`` in each backward after `begin` or while it is `armed`.
 
-    A forward arms it for the next backward, as torch's does, for it may return what has no tensors to begin at.
+    A forward arms it for the next backward, as in torch, because a forward may return objects in which no tensor is found.
     """
 
     def __init__(
@@ -131,22 +144,27 @@ class Reducer:
         self._limits = limits
         self._as_view = gradient_as_bucket_view
         self._overlaps = not group.shares_memory or has_free_cores(group.size(), torch.get_num_threads())
-        self._lock = threading.Lock()  # models spread over devices have a backward thread for each
+        # A model on several devices has one backward thread per device.
+        self._lock = threading.Lock()
         self._step: StepTimes | None = None
-        self._under_way: Callable[[], object] = lambda: None  # None also where a backward has raised
-        self._arrived: list[int] = []  # parameters of this backward in the order in which their gradients came
-        self._came = bytearray()
-        self._placed: set[int] = set()  # parameters whose places have been given out in this backward
-        self._works: list[Work] = []  # of the buckets sent so far
+        # Returns None if no backward is running, or if it has raised.
+        self._running: Callable[[], object] = lambda: None
+        # In the order in which this backward's gradients arrived.
+        self._arrived: list[int] = []
+        self._has_arrived = bytearray()
+        # Parameters for which `place` has returned memory in this backward.
+        self._placed: set[int] = set()
+        # The all-reduces that this backward has started.
+        self._works: list[Work] = []
         self._reduction: Reduction = ReduceOp.AVG
         self._copied_gradients: list[torch.Tensor] = []
         self._copied_nbytes = 0
-        self._dealt_by_arrival = False
-        self._deal(buckets.definition_order(len(named)))
+        self._follows_arrival = False
+        self._assign(buckets.definition_order(len(named)))
         for index, parameter in enumerate(self._parameters):
             parameter.register_post_accumulate_grad_hook(_hook(weakref.ref(self), index))
 
-    def _deal(self, order: Sequence[int]) -> None:
+    def _assign(self, order: Sequence[int]) -> None:
         self._order, self._kinds = order, self._kinds_now()
         layout = buckets.assign([p.nbytes for p in self._parameters], self._kinds, order, self._limits)
         self._buckets = [Bucket(index, members, self._parameters) for index, members in enumerate(layout)]
@@ -156,20 +174,21 @@ class Reducer:
         return [(parameter.dtype, parameter.device) for parameter in self._parameters]
 
     def _follow(self) -> None:
-        """Deal the buckets again if parameters have been cast or moved: gradients must not pass through another dtype."""
+        """Assign buckets again if parameters have been cast or moved: gradients must not be converted in between."""
         if self._kinds != self._kinds_now():
-            self._deal(self._order)
+            self._assign(self._order)
 
     @property
     def layout(self) -> list[list[str]]:
-        """The names of the parameters, bucket by bucket, in the order in which buckets are sent."""
+        """The names of the parameters by bucket, in the order in which buckets are all-reduced."""
         return [[self._names[member] for member in bucket.members] for bucket in self._buckets]
 
     # -- one backward -------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Make ready for a forward; GradientError if the last backward stopped half-way, and others wait for the rest."""
-        if torch._C._current_graph_task_id() >= 0:  # a checkpoint runs it again, in a backward that goes on
+        """Prepare for a forward; raise GradientError if the last backward ended early, so that other ranks may wait."""
+        # Inside a backward: a checkpoint repeats its forward.
+        if torch._C._current_graph_task_id() >= 0:
             return
         self._copied_gradients.clear()
         self._copied_nbytes = 0
@@ -184,7 +203,7 @@ class Reducer:
         self._follow()
 
     def begin(self) -> None:
-        """Start a backward's bookkeeping; called where autograd enters the module, or else by the first gradient."""
+        """Start a backward. Called when autograd computes the gradient of the module's output."""
         with self._lock:
             if not (self._step and self._arrived):
                 self._begin()
@@ -192,18 +211,19 @@ class Reducer:
     def _begin(self) -> None:
         self._step = StepTimes(perf_counter(), buckets=[BucketTimes(b.index, b.nbytes) for b in self._buckets])
         self._arrived = []
-        self._came = bytearray(len(self._parameters))
+        self._has_arrived = bytearray(len(self._parameters))
         self._works = []
         for bucket in self._buckets:
             bucket.pending = len(bucket.members)
-        # Kept by the graph task that runs now; the inner backward of a re-entrant checkpoint has one of its own.
-        finish = functools.partial(self._finish)  # an object that is gone when that task is, called or not
-        self._under_way = weakref.ref(finish)
+        # Only the running graph task keeps this object, so it is freed with the task, also if the task raises.
+        # The inner backward of a re-entrant checkpoint is a task of its own.
+        finish = functools.partial(self._finish)
+        self._running = weakref.ref(finish)
         torch.autograd.Variable._execution_engine.queue_callback(finish)
 
     def _has_begun(self) -> bool:
-        """Return whether a backward has, and has not raised before its first gradient."""
-        return self._step is not None and (bool(self._arrived) or self._under_way() is not None)
+        """Return whether a backward has begun and has not raised before its first gradient."""
+        return self._step is not None and (bool(self._arrived) or self._running() is not None)
 
     def _ready(self, index: int) -> None:
         with self._lock:
@@ -211,26 +231,30 @@ class Reducer:
                 if not self.armed:
                     return
                 self._begin()
-            if self._came[index]:
+            if self._has_arrived[index]:
                 raise GradientError(
-                    "{parameters} got a second gradient in one backward, when its average was under way; re-entrant "
-                    "checkpoints do this to parameters that several of them share: pass use_reentrant=False",
+                    "{parameters} got a second gradient in one backward, after its all-reduce had started, as happens if "
+                    "several re-entrant checkpoints share a parameter: pass use_reentrant=False",
                     [self._names[index]],
                 )
-            self._came[index] = 1
+            self._has_arrived[index] = 1
             self._arrived.append(index)
             self._fill(index)
             self._count(self._bucket_of[index])
 
     def place(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
-        """Return where this backward may write a parameter's gradient, so that it need not be copied: see `in_place`."""
+        """Return memory of a bucket for a parameter's gradient; None if backward must not write it there.
+
+        Called by `direct_gradients`.
+        """
         with self._lock:
             index = self._numbers.get(parameter)
             averages = self.armed or self._has_begun()
             if index is None or index in self._placed or parameter.grad is not None or not averages:
                 return None
             self._placed.add(index)
-            return self._view(index).detach()  # a tensor of its own, or autograd would copy it
+            # A new tensor object: autograd copies a gradient to which there are other references.
+            return self._view(index).detach()
 
     def _view(self, index: int) -> torch.Tensor:
         bucket = self._bucket_of[index]
@@ -255,24 +279,24 @@ class Reducer:
             self._keep_until_forward(gradient)
 
     def _keep_until_forward(self, gradient: torch.Tensor) -> None:
-        """Keep a gradient that has been copied until the next forward, as programs without us keep theirs.
+        """Keep a gradient that has been copied until the next forward.
 
-        Freed between one gradient and the next, its pages go back to the system, and making new ones for the next
-        gradient costs more than the copy.
+        If it were freed at once, its pages would return to the system, and new pages for the next gradient cost more than
+        the copy.
         """
         if gradient.is_cpu and self._copied_nbytes + gradient.nbytes <= _COPIED_NBYTES:
             self._copied_gradients.append(gradient)
             self._copied_nbytes += gradient.nbytes
 
     def _count(self, bucket: Bucket) -> None:
-        """Note one more gradient in ``bucket``; when it is full, send every full bucket whose turn it is."""
+        """Count one more gradient in ``bucket``; if it is full, start the all-reduces of full buckets, in order."""
         bucket.pending -= 1
         if bucket.pending:
             return
         assert self._step is not None
         self._step.buckets[bucket.index].ready = perf_counter()
         if self._overlaps:
-            # The last one is left to `_finish`: nothing is computed meanwhile, so it need not wake a background thread.
+            # `_finish` starts the last one: nothing is computed after it, so no background thread needs to drive it.
             while len(self._works) < len(self._buckets) - 1 and not self._buckets[len(self._works)].pending:
                 self._send(background=True)
 
@@ -288,24 +312,25 @@ class Reducer:
         work.add_done_callback(times.stop)
 
     def _finish(self) -> None:
-        """Wait for the averages; autograd calls this in the thread of backward's caller, who gets what it raises."""
+        """Wait for the averages. Autograd calls this in the thread of backward's caller, to which it raises errors."""
         step = self._step
         self._placed.clear()
         if step is None:
             return
-        if not self._arrived:  # torch.autograd.grad() accumulates nothing, so there is nothing to average
+        # torch.autograd.grad() accumulates no gradient.
+        if not self._arrived:
             self._step = None
             return
         self.armed = False
         step.backward_finished = perf_counter()
-        missing = [index for index, came in enumerate(self._came) if not came]
+        missing = [index for index, arrived in enumerate(self._has_arrived) if not arrived]
         for index in missing:
             self._fill_with_zeros(index)
         self._wait()
         if not self._as_view:
             self._copy_back()
-        if not self._dealt_by_arrival:
-            self._deal_by_arrival()
+        if not self._follows_arrival:
+            self._assign_by_arrival()
         step.finished = perf_counter()
         self.last_step, self._step = step, None
         if missing:
@@ -322,13 +347,13 @@ class Reducer:
             for work in self._works:
                 work.wait()
         except BaseException:
-            # Looked at, all of them: what ended one ended the rest, and is raised once.
+            # All of them failed for the same reason: mark each exception as retrieved, and raise one.
             for work in self._works:
                 work.exception()
             raise
 
     def _fill_with_zeros(self, index: int) -> None:
-        """Stand in for a gradient that did not come, so that no other rank waits for this one until its timeout."""
+        """Replace a missing gradient, so that no other rank waits for this one until its timeout."""
         self._view(index).zero_()
         self._count(self._bucket_of[index])
 
@@ -340,22 +365,22 @@ class Reducer:
                     gradient.detach().copy_(view)
 
     def stand_in(self, reduction: Reduction) -> None:
-        """Take part in one backward of the other ranks with zeros; this rank's own gradients stay as they are."""
+        """Contribute zeros to one backward of the other ranks; this rank's own gradients do not change."""
         self._follow()
         for bucket in self._buckets:
             self._group.all_reduce(bucket.zeros(self._parameters), reduction, background=False).wait()
-        if not self._dealt_by_arrival:
-            self._deal_by_arrival()
+        if not self._follows_arrival:
+            self._assign_by_arrival()
 
-    def _deal_by_arrival(self) -> None:
+    def _assign_by_arrival(self) -> None:
         order = torch.tensor(buckets.arrival_order(self._arrived, len(self._parameters)), device="cpu")
         self._group.broadcast(order, 0, background=False).wait()
-        self._deal(order.tolist())
-        self._dealt_by_arrival = True
+        self._assign(order.tolist())
+        self._follows_arrival = True
 
 
 def _hook(reducer: weakref.ref[Reducer], index: int) -> Callable[[torch.Tensor], None]:
-    # Weak: the cycle reducer, parameter, hook passes through autograd, where the garbage collector does not see it.
+    # Weak, because the garbage collector does not see references inside autograd.
     def ready(_: torch.Tensor) -> None:
         target = reducer()
         if target is not None:

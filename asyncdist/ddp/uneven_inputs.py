@@ -81,7 +81,7 @@ class Joining:
     # -- all ------------------------------------------------------------------------------------
 
     def _meet(self, step: StepKind) -> StepKind:
-        """Announce this rank's next step; return the step of the ranks with inputs left, ``end`` if there are none."""
+        """Announce this rank's next step; return that of the ranks with inputs left, ``end`` without such ranks."""
         own = torch.tensor([step], dtype=torch.uint8, device="cpu")
         said = torch.empty(self._group.size(), dtype=torch.uint8, device="cpu")
         self._group.all_gather_single(said, own, background=False).wait()

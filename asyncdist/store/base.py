@@ -1,7 +1,7 @@
-"""The two faces of a store: the same operations, awaited or blocking, each one line over a single ``request``.
+"""The base classes of all stores: the same operations, awaited or blocking.
 
-A store of either kind says how a `Command` is carried out, and has every operation from here. `AsyncStoreBase` is that of
-`asyncdist.store.client.aio`; `Store` is that of torch's names, TCPStore, FileStore, HashStore and PrefixStore.
+A derived class implements ``request``, which executes a `Command`, and inherits every operation. `AsyncStore` derives from
+`AsyncStoreBase`; TCPStore, FileStore, HashStore and PrefixStore derive from `Store`.
 """
 
 from __future__ import annotations
@@ -36,132 +36,175 @@ class AsyncStream(Protocol[T_co]):
 AsyncSubscription = AsyncStream[bytes]
 """Messages of one channel."""
 AsyncWatch = AsyncStream[bytes | None]
-"""What a key holds, None if it is gone."""
+"""Values of one key, None while it is missing."""
 
 
 class AsyncStoreBase(ABC):
-    """A store to be awaited.
+    """A store whose operations are awaited.
 
-    Each operation begins when it is called and returns a future, to be awaited, gathered or shielded as it is, or given to
-    `asyncio.wait`; `asyncio.create_task` takes coroutines alone, and there is no need for it. Any number may be under way.
-    Only `queue_pop` is a coroutine, since the item is taken when it has reached who awaits it.
+    A call starts its operation and returns a future: await it, gather it, shield it, or pass it to `asyncio.wait`.
+    `asyncio.create_task` accepts only coroutines and is not needed. Any number of operations may run at a time. Only
+    `queue_pop` is a coroutine, because the store removes the item when the awaiting task has received it.
 
-    ``timeout`` arguments are seconds or a timedelta; None is the store's own ``timeout``. What does not finish in time
-    raises StoreTimeoutError, what the store refuses StoreError, and a wrong argument UsageError. A connection that breaks
-    is made again, and what was asked is done once; where that cannot be, or its outcome is unknown, it raises
-    StoreConnectionError. A task that awaits one may be cancelled at any point: the store then stops waiting too.
+    Keys, channels and queues are named by strings. Values are bytes, or a str, which is stored as UTF-8. ``timeout``
+    arguments are seconds or a timedelta; None is the store's own ``timeout``.
+
+    Every operation may raise these errors:
+
+    - StoreTimeoutError: it did not finish in time.
+    - StoreError: the store refused it.
+    - StoreConnectionError: the connection broke, and the client could not reconnect, or the outcome of a change is unknown.
+      After a reconnect the client continues its requests, and each is executed once.
+    - UsageError: an argument is wrong.
+
+    A task that awaits an operation may be cancelled at any point. The store then cancels the operation's wait.
     """
 
     timeout: float
 
     @abstractmethod
     def request(self, command: Command[T], timeout: Timeout = None) -> Future[T]:
-        """Begin one command, and return the future of its result. Raises UsageError off the store's loop."""
+        """Start one command and return the future of its result.
+
+        Raises:
+            UsageError: The calling thread does not run the store's event loop.
+        """
 
     @abstractmethod
     async def take(self, command: Command[T], timeout: Timeout = None) -> T:
-        """Carry out a pop; the item goes back to its queue unless it reaches who awaits this."""
+        """Execute a pop. The item returns to its queue unless the awaiting task receives it."""
 
     @abstractmethod
     def subscribe(self, channel: str) -> AsyncSubscription:
-        """Return the messages published to ``channel`` from when it is entered (or awaited) on."""
+        """Return a stream of the messages that clients publish to ``channel`` after the stream is entered or first awaited.
+
+        Example:
+            >>> async with store.subscribe("news") as messages:
+            ...     async for message in messages:
+            ...         print(message)
+        """
 
     @abstractmethod
     def watch(self, key: str) -> AsyncWatch:
-        """Return what ``key`` holds now (None if it is missing), and then each time that it changes or goes.
+        """Return a stream of the value of ``key``: the present one, then one after each change; None is a missing key.
 
-        Of several changes since one last looked, only the last is told. It goes on over a connection that broke.
+        The stream yields only the last of several changes that occur between two reads. It continues after a reconnect.
         """
 
     @abstractmethod
     async def close(self) -> None:
-        """Let go of the store. May be called again."""
+        """Close the store. Idempotent."""
 
     def set_timeout(self, timeout: Timeout) -> None:
-        """Set the timeout of operations that name none; None is no limit."""
+        """Set the timeout of operations that are called without one; None means no limit."""
         self.timeout = seconds(timeout)
 
     def set(self, key: str, value: Value, *, ephemeral: bool = False) -> Future[None]:
-        """Store ``value`` under ``key``; wakes the clients that wait for it.
+        """Store ``value`` under ``key`` and wake the clients that wait for the key.
 
-        An ``ephemeral`` key goes with this client: when it closes, or when its lease has run out after its connection
-        broke, unless another client has set the key since. A client that comes back later has its keys again, but for
-        those under which there is something by then.
+        Args:
+            key: Name of the key.
+            value: The value.
+            ephemeral: Delete the key when this client closes, or when its lease expires after its connection broke, unless
+                another client has set the key since. A client that reconnects later gets its keys back, except those that
+                have a value by then.
         """
         return self.request(operations.set_ephemeral(key, value) if ephemeral else operations.set_(key, value))
 
     def get(self, key: str, timeout: Timeout = None) -> Future[bytes]:
-        """Return the value of ``key``, waiting at the store until there is one. One round trip."""
+        """Return the value of ``key``; wait at the store until the key exists. Costs one round trip."""
         return self.request(operations.get(key), timeout)
 
     def add(self, key: str, amount: int) -> Future[int]:
-        """Add to the whole number under ``key`` (kept as decimal digits; 0 if missing) and return the sum."""
+        """Add ``amount`` to the integer under ``key`` and return the sum.
+
+        The store keeps the integer as decimal digits. A missing key counts as 0.
+        """
         return self.request(operations.add(key, amount))
 
     def wait(self, keys: Iterable[str], timeout: Timeout = None) -> Future[None]:
-        """Wait until every key has been set; a queue with an item counts."""
+        """Wait until every key exists. A queue with an item counts as a key."""
         return self.request(operations.wait(keys), timeout)
 
     def check(self, keys: Iterable[str]) -> Future[bool]:
-        """Say whether all keys are there now; a queue with an item counts."""
+        """Return whether all keys exist now. A queue with an item counts as a key."""
         return self.request(operations.check(keys))
 
     def compare_set(self, key: str, expected_value: Value, desired_value: Value) -> Future[bytes]:
-        """Set ``key`` to the desired value if it holds the expected one (b"": or is missing); return what it holds now.
+        """Store ``desired_value`` under ``key`` if the key holds ``expected_value``.
 
-        Where the key is missing and something was expected, nothing is stored and ``expected_value`` is returned.
+        Args:
+            key: Name of the key.
+            expected_value: The value that the key must hold; an empty value also stands for a missing key.
+            desired_value: The new value.
+
+        Returns:
+            The value of the key afterwards. If the key is missing and ``expected_value`` is not empty, the store changes
+            nothing and returns ``expected_value``.
         """
         return self.request(operations.compare_set(key, expected_value, desired_value))
 
     def delete_key(self, key: str) -> Future[bool]:
-        """Delete a key and say whether it was there. Queues are left alone."""
+        """Delete a key and return whether it existed. Queues are not deleted."""
         return self.request(operations.delete_key(key))
 
     def num_keys(self) -> Future[int]:
-        """Return how many keys there are, queues not counted."""
+        """Return the number of keys, without queues."""
         return self.request(operations.num_keys())
 
     def append(self, key: str, value: Value) -> Future[None]:
-        """Append to the value of ``key``, or store it if there is none."""
+        """Append to the value of ``key``; store the value if the key is missing."""
         return self.request(operations.append(key, value))
 
     def multi_get(self, keys: Iterable[str], timeout: Timeout = None) -> Future[list[bytes]]:
-        """Return the values of all keys, waiting until all are there. One round trip."""
+        """Return the values of all keys; wait until all exist. Costs one round trip."""
         return self.request(operations.multi_get(keys), timeout)
 
     def multi_set(self, keys: Iterable[str], values: Iterable[Value]) -> Future[None]:
-        """Set several keys at once: all of them or none."""
+        """Set several keys in one atomic step."""
         return self.request(operations.multi_set(keys, values))
 
     def list_keys(self, prefix: str = "") -> Future[list[str]]:
-        """Return the keys that begin with ``prefix``, oldest first, queues not counted.
+        """Return the keys that begin with ``prefix``, oldest first, without queues.
 
-        Of what a server held when it was started again, ephemeral keys come last.
+        After a restart of the server, ephemeral keys come last.
         """
         return self.request(operations.list_keys(prefix))
 
     def queue_push(self, key: str, value: Value) -> Future[None]:
-        """Append an item to a queue; the first who waits to pop gets it."""
+        """Append an item to a queue. The client that has waited longest in `queue_pop` receives it."""
         return self.request(operations.queue_push(key, value))
 
     async def queue_pop(self, key: str, block: bool = True, timeout: Timeout = None) -> bytes:
-        """Take the oldest item of a queue, waiting for one if ``block``; else QueueEmptyError.
+        """Remove the oldest item of a queue and return it.
 
-        An item goes to one taker only, and goes back to the head if the taker is cancelled, times out or dies; or if its
-        connection breaks just when it has the item and the store has not heard so: then it may be taken twice.
+        A client receives each item once, except after a crash: if the connection breaks, or the client dies, after the
+        client has received the item but before the store knows it, the item returns to the head of the queue, and may be
+        popped again. It also returns there if the awaiting task is cancelled or times out.
+
+        Args:
+            key: Name of the queue.
+            block: Wait for an item if the queue is empty.
+            timeout: Limit of the wait; None is the store's timeout.
+
+        Raises:
+            QueueEmptyError: The queue is empty and ``block`` is False.
         """
         return await self.take(operations.queue_pop(key, block), timeout)
 
     def queue_len(self, key: str) -> Future[int]:
-        """Return how many items a queue holds."""
+        """Return the number of items in a queue."""
         return self.request(operations.queue_len(key))
 
     def barrier(self, key: str, world_size: int, timeout: Timeout = None) -> Future[None]:
-        """Wait until ``world_size`` callers wait here at one time. Then it stays open: use a new key each time."""
+        """Wait until ``world_size`` clients wait under this key at the same time.
+
+        Afterwards the barrier stays open: use a new key each time.
+        """
         return self.request(operations.barrier(key, world_size), timeout)
 
     def publish(self, channel: str, message: Value) -> Future[int]:
-        """Send a message to all who are subscribed now, and return how many they are."""
+        """Send a message to the present subscribers of a channel and return their number."""
         return self.request(operations.publish(channel, message))
 
     async def __aenter__(self) -> Self:
@@ -174,15 +217,19 @@ class AsyncStoreBase(ABC):
 
 
 class BlockingStream(ABC, Generic[T_co]):
-    """A stream of values: iterate over it, or `get` one; `close` it, or use ``with``."""
+    """A stream of values: iterate over it, or call `get`. `close` it, or use it in a ``with`` statement."""
 
     @abstractmethod
     def get(self, timeout: Timeout = None) -> T_co:
-        """Return the next that was not returned yet, waiting for it; None is no limit. Raises StoreTimeoutError."""
+        """Return the next value; wait for it at most ``timeout`` (None means no limit).
+
+        Raises:
+            StoreTimeoutError: No value arrived in time.
+        """
 
     @abstractmethod
     def close(self) -> None:
-        """Listen no more. May be called again."""
+        """End the subscription or watch. Idempotent."""
 
     def __iter__(self) -> Iterator[T_co]:
         return self
@@ -198,15 +245,15 @@ class BlockingStream(ABC, Generic[T_co]):
 
 
 Subscription = BlockingStream[bytes]
-"""Messages of one channel, from when it was made on."""
+"""Messages of one channel, from its creation on."""
 Watch = BlockingStream[bytes | None]
-"""What a key holds, at first and whenever that changes, None if it is gone: only the newest that was not returned yet."""
+"""Values of one key, None while it is missing: always the newest value that was not returned yet."""
 
 
 class Store(ABC):
-    """A store whose calls block, with torch.distributed's method names and arguments.
+    """A store whose calls block, with the method names and arguments of `torch.distributed.Store`.
 
-    Timeouts, errors and each operation's meaning are those of `AsyncStoreBase`. May be called from many threads at once.
+    `AsyncStoreBase` documents each operation's arguments, timeouts and errors. Any number of threads may use one object.
     """
 
     def __init__(self, timeout: Timeout = None) -> None:
@@ -214,105 +261,99 @@ class Store(ABC):
 
     @abstractmethod
     def request(self, command: Command[T], timeout: Timeout = None) -> T:
-        """Carry out one command and return its result."""
+        """Execute one command and return its result."""
 
     @abstractmethod
     def subscribe(self, channel: str) -> Subscription:
-        """Start to listen to a channel."""
+        """Return a stream of the messages that clients publish to ``channel`` from now on."""
 
     @abstractmethod
     def watch(self, key: str) -> Watch:
-        """Return what ``key`` holds now (None if it is missing), and then each time that it changes or goes."""
+        """Return a stream of the value of ``key`` (None if the key is missing): the present one, then one per change."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of the store. May be called again."""
+        """Close the store. Idempotent."""
 
     @property
     def timeout(self) -> timedelta:
-        """How long operations that name no timeout may take."""
+        """The timeout of operations that are called without one."""
         return timedelta(seconds=min(self._timeout, timedelta.max.total_seconds() // 2))
 
     def set_timeout(self, timeout: Timeout) -> None:
-        """Set the timeout of operations that name none; None is no limit."""
+        """Set the timeout of operations that are called without one; None means no limit."""
         self._timeout = seconds(timeout)
 
     def set(self, key: str, value: Value, *, ephemeral: bool = False) -> None:
-        """Store ``value`` (a str as UTF-8) under ``key``; an ``ephemeral`` one goes with this client.
+        """Store ``value`` under ``key``. The store deletes an ``ephemeral`` key with this client.
 
-        A client that calls nothing notices only in its next call that its connection is broken. If that comes after its
-        lease, the key is missing in between.
+        A client without a pending call notices a broken connection only in its next call. If that call comes after the
+        lease has expired, ephemeral keys are missing in between.
         """
         self.request(operations.set_ephemeral(key, value) if ephemeral else operations.set_(key, value))
 
     def get(self, key: str, timeout: Timeout = None) -> bytes:
-        """Return the value of ``key``, waiting until there is one."""
+        """Return the value of ``key``; wait until the key exists."""
         return self.request(operations.get(key), timeout)
 
     def add(self, key: str, amount: int) -> int:
-        """Add to the whole number under ``key`` (0 if missing) and return the sum."""
+        """Add ``amount`` to the integer under ``key`` (0 if missing) and return the sum."""
         return self.request(operations.add(key, amount))
 
     def wait(self, keys: Iterable[str], timeout: Timeout = None) -> None:
-        """Wait until every key has been set; a queue with an item counts."""
+        """Wait until every key exists. A queue with an item counts as a key."""
         self.request(operations.wait(keys), timeout)
 
     def check(self, keys: Iterable[str]) -> bool:
-        """Say whether all keys are there now; a queue with an item counts."""
+        """Return whether all keys exist now. A queue with an item counts as a key."""
         return self.request(operations.check(keys))
 
     def compare_set(self, key: str, expected_value: Value, desired_value: Value) -> bytes:
-        """Set ``key`` to the desired value if it holds the expected one (b"": or is missing); return what it holds now.
-
-        Where the key is missing and something was expected, nothing is stored and ``expected_value`` is returned.
-        """
+        """Store ``desired_value`` if the key holds ``expected_value``; return the key's value afterwards."""
         return self.request(operations.compare_set(key, expected_value, desired_value))
 
     def delete_key(self, key: str) -> bool:
-        """Delete a key and say whether it was there. Queues are left alone."""
+        """Delete a key and return whether it existed. Queues are not deleted."""
         return self.request(operations.delete_key(key))
 
     def num_keys(self) -> int:
-        """Return how many keys there are, queues not counted."""
+        """Return the number of keys, without queues."""
         return self.request(operations.num_keys())
 
     def append(self, key: str, value: Value) -> None:
-        """Append to the value of ``key``, or store it if there is none."""
+        """Append to the value of ``key``; store the value if the key is missing."""
         self.request(operations.append(key, value))
 
     def multi_get(self, keys: Iterable[str], timeout: Timeout = None) -> list[bytes]:
-        """Return the values of all keys, waiting until all are there."""
+        """Return the values of all keys; wait until all exist."""
         return self.request(operations.multi_get(keys), timeout)
 
     def multi_set(self, keys: Iterable[str], values: Iterable[Value]) -> None:
-        """Set several keys at once: all of them or none."""
+        """Set several keys in one atomic step."""
         self.request(operations.multi_set(keys, values))
 
     def list_keys(self, prefix: str = "") -> list[str]:
-        """Return the keys that begin with ``prefix``, oldest first, queues not counted.
-
-        Of what a server held when it was started again, ephemeral keys come last.
-        """
+        """Return the keys that begin with ``prefix``, oldest first, without queues."""
         return self.request(operations.list_keys(prefix))
 
     def queue_push(self, key: str, value: Value) -> None:
-        """Append an item to a queue; the first who waits to pop gets it."""
+        """Append an item to a queue."""
         self.request(operations.queue_push(key, value))
 
     def queue_pop(self, key: str, block: bool = True, timeout: Timeout = None) -> bytes:
-        """Take the oldest item of a queue, waiting for one if ``block``; else QueueEmptyError."""
+        """Remove the oldest item of a queue and return it; wait for one if ``block``, else raise QueueEmptyError."""
         return self.request(operations.queue_pop(key, block), timeout)
 
     def queue_len(self, key: str) -> int:
-        """Return how many items a queue holds."""
+        """Return the number of items in a queue."""
         return self.request(operations.queue_len(key))
 
     def barrier(self, key: str, world_size: int, timeout: Timeout = None) -> None:
-        """Wait until ``world_size`` callers wait here at one time. Then it stays open: use a new key each time."""
+        """Wait until ``world_size`` clients wait under this key at the same time; use a new key each time."""
         self.request(operations.barrier(key, world_size), timeout)
 
     def publish(self, channel: str, message: Value) -> int:
-        """Send a message to all who are subscribed now, and return how many they are."""
+        """Send a message to the present subscribers of a channel and return their number."""
         return self.request(operations.publish(channel, message))
 
     def __enter__(self) -> Self:

@@ -17,10 +17,14 @@ def _strip(command: Command[T], prefix: str, result: Any) -> T:
 
 
 class PrefixStore(Store):
-    """``store`` with ``prefix/`` before every key, queue, barrier and channel.
+    """A part of another store: adds ``prefix/`` to the name of every key, queue, barrier and channel.
 
-    `list_keys` gives the keys of this part without the prefix; `num_keys` counts the whole store, as torch's does.
-    Timeouts are its own, at first those of ``store``; `close` leaves ``store`` open.
+    `list_keys` returns the keys of this part without the prefix. `num_keys` counts the whole store, as torch's does. The
+    timeout is this object's own, initially that of ``store``. `close` does not close ``store``.
+
+    Args:
+        prefix: The prefix, without the slash.
+        store: The other store.
     """
 
     def __init__(self, prefix: str, store: Store) -> None:
@@ -30,6 +34,7 @@ class PrefixStore(Store):
 
     @property
     def underlying_store(self) -> Store:
+        """The store that holds the keys."""
         return self._store
 
     def request(self, command: Command[T], timeout: Timeout = None) -> T:
@@ -47,7 +52,12 @@ class PrefixStore(Store):
 
 
 class AsyncPrefixStore(AsyncStoreBase):
-    """An awaited store with ``prefix/`` before every key: what `PrefixStore` is for the blocking ones."""
+    """A part of an awaited store: what `PrefixStore` is for blocking stores.
+
+    Args:
+        prefix: The prefix, without the slash.
+        store: The other store.
+    """
 
     def __init__(self, prefix: str, store: AsyncStoreBase) -> None:
         self.timeout = store.timeout
@@ -56,6 +66,7 @@ class AsyncPrefixStore(AsyncStoreBase):
 
     @property
     def underlying_store(self) -> AsyncStoreBase:
+        """The store that holds the keys."""
         return self._store
 
     def request(self, command: Command[T], timeout: Timeout = None) -> asyncio.Future[T]:

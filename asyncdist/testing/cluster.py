@@ -36,6 +36,10 @@ async def world_of(
     """Run a world of ``size`` ranks in the running loop.
 
     Args:
+        size: Number of ranks.
+        transport: Names of transports, as ``backend`` of `init_process_group` takes them.
+        timeout: Limit of the rendezvous and of every operation, in seconds.
+        config: Settings of all ranks; None reads them from the environment.
         hosts: A host name for each rank. Ranks with different names share no memory, as if on several machines.
 
     Yields:

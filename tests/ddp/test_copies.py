@@ -68,7 +68,7 @@ def test_a_copy_that_one_rank_alone_makes_and_uses_by_itself(together, toy):
 def test_a_model_on_another_group_than_the_default_one_is_not_pickled(together):
     def rank(group):
         model = DistributedDataParallel(nn.Linear(1, 1), process_group=group)
-        with pytest.raises(UsageError, match="pickle its attribute `module`, and wrap that"):
+        with pytest.raises(UsageError, match="pickle its attribute `module`, and wrap that after loading"):
             pickle.dumps(model)
 
     together(1, rank)
