@@ -186,7 +186,10 @@ def _rebuild(kind: type[GroupError], args: tuple[object, ...], fields: dict[str,
 class PeerLostError(GroupError, ConnectionError):
     """A peer died, left, or became unreachable. ``peer`` is its global rank."""
 
-    advice = "read that rank's log first; then destroy the process group and create it again without the rank"
+    advice = (
+        "read that rank's log first; then let the other ranks continue in a new_group of themselves, or destroy the "
+        "process group and create it again"
+    )
 
     def __init__(self, peer: int, reason: str, **where: object) -> None:
         super().__init__(f"rank {peer} was lost ({reason})", **where)  # type: ignore[arg-type]

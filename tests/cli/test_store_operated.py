@@ -20,8 +20,12 @@ from pathlib import Path
 
 import pytest
 
+from asyncdist.base.network import is_loopback
 from asyncdist.bench.store.c10d_peer import encode
+from asyncdist.config import Config
 from asyncdist.errors import StoreConnectionError
+from asyncdist.rendezvous.addresses import outward
+from asyncdist.store.client.c10d_probe import accepts_c10d_clients
 from asyncdist.store.protocol import operations
 from asyncdist.store.protocol.c10d import MAGIC, Code
 from tests.support.daemon import LIMIT, Daemon, asked, command, ended, environment, started
@@ -29,6 +33,37 @@ from tests.support.ports import free_port
 
 pytestmark = pytest.mark.processes
 TLS = Path(__file__).parents[1] / "tls"
+
+
+# -- who may connect --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "settings", "from_loopback", "from_elsewhere"),
+    [
+        ((), {}, False, False),
+        (("--c10d", "off"), {}, False, False),
+        (("--c10d", "loopback"), {}, True, False),
+        (("--c10d", "any"), {}, True, True),
+        ((), {"ASYNCDIST_STORE_C10D": "any"}, True, True),
+        (("--c10d", "off"), {"ASYNCDIST_STORE_C10D": "any"}, False, False),
+        (("--allow-unauthenticated-c10d",), {}, True, True),
+    ],
+)
+def test_c10d_option_selects_which_torch_clients_a_store_with_a_token_accepts(
+    options, settings, from_loopback, from_elsewhere
+):
+    with started("--host", "0.0.0.0", "--port", "0", *options, ASYNCDIST_TOKEN="secret", **settings) as daemon:
+        assert accepts_c10d_clients("127.0.0.1", daemon.port, LIMIT) is from_loopback
+        if not is_loopback(outside := outward(Config())):
+            assert accepts_c10d_clients(outside, daemon.port, LIMIT) is from_elsewhere
+
+
+def test_store_without_a_token_accepts_torch_clients_unless_c10d_is_off():
+    for options, accepted in (((), True), (("--c10d", "off"), False)):
+        with started("--port", "0", *options) as daemon:
+            assert accepts_c10d_clients("127.0.0.1", daemon.port, LIMIT) is accepted
+    assert "'sometimes' is not one of 'off', 'loopback', 'any'" in asked("--c10d", "sometimes", code=2)
 
 
 # -- asking -----------------------------------------------------------------------------------------

@@ -77,6 +77,20 @@ def test_death_between_operations_is_met_by_the_next_one(job, all_do, face):
     assert {(answer.kind, answer.peer) for answer in answers} == {("PeerLostError", 0)}
 
 
+@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("dead", [0, 3])
+def test_survivors_continue_in_a_new_group_as_the_error_advises(job, all_do, face, dead):
+    ranks = job.world(4, face)
+    all_do(ranks, "barrier", "world")
+    survivors = [rank for number, rank in enumerate(ranks) if number != dead]
+    ranks[dead].process.kill()
+    for answer in all_do(survivors, "all_reduce", "world", 10):
+        assert "continue in a new_group of themselves" in answer.text
+    all_do(survivors, "new_group", "survivors", [number for number in range(4) if number != dead])
+    for count in (10, 1_000_000):
+        assert all_do(survivors, "all_reduce", "survivors", count) == [3.0] * 3
+
+
 def test_idle_blocking_group_reports_a_killed_peer_without_a_call(job, all_do, until):
     ranks = job.world(3)
     all_do(ranks, "all_reduce", "world", 10)

@@ -104,6 +104,9 @@ def dies(test, rank, world, meeting):
         test.send("waiting")
         for name, failure in failures.items():
             test.send((name, failure.result()))
+    survivors = dist.new_group(range(world - 1), use_local_synchronization=True)
+    dist.all_reduce(total := torch.ones(1), group=survivors)
+    test.send(total.item())
     dist.destroy_process_group()
 
 

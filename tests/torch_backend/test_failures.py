@@ -110,6 +110,7 @@ def test_peer_death_fails_every_waiting_call(brief_lives, start):
         assert len(told) == 9
         for call, failure in told.items():
             check_lost(failure, "RuntimeError" if call == "future" else "PeerLostError", 2, since)
+    assert [rank.hear() for rank in survivors] == [2.0, 2.0], "the survivors continue in a new group"
     assert [rank.wait() for rank in survivors] == [0, 0], survivors[0].output()
 
 
