@@ -46,14 +46,6 @@ def train(name, groups):
     return training.train(name, BenchPlan(steps=NAMES, repeat=1), groups, 0, lambda: None, lambda share: None)
 
 
-@pytest.fixture
-def possible(name, request):
-    """Skip the test of a step that this torch cannot take."""
-    if name == "fsdp2":
-        request.getfixturevalue("fsdp2")
-
-
-@pytest.mark.usefixtures("possible")
 @pytest.mark.parametrize("name", NAMES)
 def test_every_contender_trains_the_same_model(name, groups):
     trained = train(name, groups)
