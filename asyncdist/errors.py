@@ -197,7 +197,13 @@ class PeerLostError(GroupError, ConnectionError):
 
 
 class OperationTimeoutError(GroupError, TimeoutError):
-    """An operation's deadline passed. ``peers`` are the global ranks for which it waited."""
+    """An operation's deadline passed.
+
+    Attributes:
+        peers: Global ranks: those at the end of the chain of waiting ranks that do not answer or have no pending call, if
+            this rank could tell; else those for which the operation waited.
+        timeout: The operation's timeout in seconds.
+    """
 
     advice = (
         "check whether those ranks issued the same call; if they are only slow, pass a longer timeout= to "

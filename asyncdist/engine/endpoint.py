@@ -9,6 +9,7 @@ if who noticed first dies while telling.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import itertools
 import logging
@@ -24,15 +25,16 @@ from asyncdist.engine.call_checker import CollectiveChecker
 from asyncdist.engine.control_messages import ENDED, LEFT, abort, called, closing_frames, decode_abort, to_tell
 from asyncdist.engine.executor import Executor
 from asyncdist.engine.machine import Until, Wait
-from asyncdist.engine.operation import Channel, Operation, local_failure
+from asyncdist.engine.operation import Channel, Operation, awaited, local_failure
 from asyncdist.engine.progress import Progress
 from asyncdist.engine.routing import Addresses, TransportSelector
+from asyncdist.engine.wait_probes import WaitProbes, timeout_error
 from asyncdist.engine.work import Work
 from asyncdist.errors import GroupAbortedError, GroupError, MismatchError, PeerLostError, TransportUnavailableError
 from asyncdist.memory.buffers import Scratch
 from asyncdist.tracing.recorder import Recorder
 from asyncdist.transport.base import DiscardReceive, Link, MatchingQueue, Outgoing, Receive, Transport
-from asyncdist.transport.wire_format import ABORT, CALLED, GOODBYE
+from asyncdist.transport.wire_format import ABORT, CALLED, GOODBYE, PROBE, WAITING
 
 log = logging.getLogger("asyncdist")
 
@@ -78,9 +80,12 @@ class Endpoint:
         self._ended: dict[bytes, GroupError | None] = {}  # what groups have failed with; None of those we have left
         self._comparison = CollectiveChecker(self.recorder, self._channels, self._executor.operations, self.fail)
         self.difference = self._comparison.difference
+        self.timers = TimerTable()
+        self._probes = WaitProbes(
+            rank, self.operations, self._pending_for, self._send_unordered, self.timers, monotonic
+        )
         self._leaving: dict[int, str] = {}
         self._gone: dict[int, GroupError] = {}
-        self.timers = TimerTable()
         self._failures: dict[int, GroupError] = {}
         self._goodbye = LEFT
         self.finished: list[Callable[[], None]] = []
@@ -254,6 +259,30 @@ class Endpoint:
     def query_peers(self, operation: Operation, peers: Iterable[int]) -> None:
         self._notify(peers, lambda peer: called(peer, operation.key, operation.plan.fingerprint))
 
+    def probe_waits(self, operation: Operation) -> None:
+        self._probes.begin(operation, operation.deadline - monotonic())
+
+    def timeout_error(self, operation: Operation) -> GroupError:
+        """Return the error of an operation whose deadline has passed."""
+        trouble = self.connectivity_problem(awaited(operation))
+        return timeout_error(operation, self._probes.findings(operation), trouble)
+
+    def _pending_for(self, key: bytes) -> tuple[Operation | None, bool]:
+        """Return the pending operation that a rank means which waits for this rank at ``key``: the same collective, else
+        the oldest operation of the same group, else the oldest of all; and whether that collective is over."""
+        channel, operation = self._channels.get(key[:8]), self.operations.get(key[:12])
+        if operation is None and channel is not None:
+            if channel.has_ended(key):
+                return None, True
+            both = (channel, channel.sibling)
+            operation = next((one for one in self.operations.values() if one.channel in both), None)
+        return operation or next(iter(self.operations.values()), None), False
+
+    def _send_unordered(self, peer: int, kind: int, key: bytes, body: bytes) -> None:
+        if peer not in self._gone and peer not in self._leaving:
+            with contextlib.suppress(TransportUnavailableError, OSError):
+                self.link(peer).send_unordered(Outgoing(peer, key[:12] + bytes(4), 0, memoryview(body), None, kind))
+
     def wake_later(self, work: Work) -> None:
         """Run the callbacks of a completed work after the lock is released."""
         if work.has_callbacks:
@@ -302,6 +331,10 @@ class Endpoint:
                 self._ended.setdefault(key[:8], error)
         elif kind == CALLED and key[:8] not in self._ended:
             self._comparison.answer(peer, key, int.from_bytes(body, "little"))
+        elif kind == PROBE:
+            self._probes.asked(peer, key, body)
+        elif kind == WAITING:
+            self._probes.answered(peer, body)
 
     def lost(self, peer: int, reason: str) -> None:
         if peer in self._gone:

@@ -22,10 +22,9 @@ from asyncdist.engine.operation import (
     Task,
     local_failure,
     senders,
-    waiting_for,
 )
 from asyncdist.engine.work import Work
-from asyncdist.errors import GroupError, OperationTimeoutError, TransportUnavailableError
+from asyncdist.errors import GroupError, TransportUnavailableError
 from asyncdist.memory.buffers import Scratch
 from asyncdist.tracing.recorder import Entry
 from asyncdist.transport.base import Link, MatchingQueue, Outgoing, Receive
@@ -38,13 +37,15 @@ class Peers(Protocol):
 
     def inbox(self, peer: int) -> MatchingQueue: ...
 
-    def connectivity_problem(self, peers: Iterable[int]) -> str: ...
-
     def gone(self, peer: int) -> GroupError | None: ...
 
     def fail(self, channel: Channel, error: GroupError) -> None: ...
 
     def query_peers(self, operation: Operation, peers: Iterable[int]) -> None: ...
+
+    def probe_waits(self, operation: Operation) -> None: ...
+
+    def timeout_error(self, operation: Operation) -> GroupError: ...
 
     def wake_later(self, work: Work) -> None: ...
 
@@ -274,18 +275,17 @@ class Executor:
         return self._due
 
     def expire(self, now: float) -> None:
-        """Fail the channels of all operations whose deadline has passed; ask whom others have waited for for a while."""
+        """Fail the channels of all operations whose deadline has passed; ask the peers of those that have waited for a
+        while."""
         for operation in [operation for operation in self.operations.values() if operation.due <= now]:
             if operation.over:
                 continue
-            if now < operation.deadline:
-                operation.due = operation.deadline
+            if now < operation.probe_at:
+                operation.due = operation.probe_at
                 self._peers.query_peers(operation, senders(operation))
-                continue
-            reason, peers = waiting_for(operation)
-            error = OperationTimeoutError(
-                f"timed out after {operation.timeout:g} s, {reason}", peers=peers, timeout=operation.timeout
-            )
-            error.explain(self._peers.connectivity_problem(peers))
-            self._peers.fail(operation.channel, error)
+            elif now < operation.deadline:
+                operation.due = operation.deadline
+                self._peers.probe_waits(operation)
+            else:
+                self._peers.fail(operation.channel, self._peers.timeout_error(operation))
         self._due = min((operation.due for operation in self.operations.values()), default=math.inf)

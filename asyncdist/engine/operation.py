@@ -90,6 +90,7 @@ class Channel:
 
 
 _ASKS_AFTER = 1.0  # seconds, or half its time if it has less
+_PROBES_BEFORE = 1.0  # seconds before its deadline, or a quarter of its time if that is less
 _NUMBERS = 0xFFFFFFFF  # what a message's key has room for; the number after the last is 0
 _tickets = itertools.count()
 
@@ -98,8 +99,9 @@ class Operation:
     """A plan that was issued on a channel, and how far it has come.
 
     ``key`` are the first 12 bytes of its messages' keys and its name in tables. A point-to-point operation has no number
-    of its own, its sequence is a tag that many share: a ticket behind the key makes its name unique. ``due`` is when there
-    is something to be seen to: whether those it waits for have called the same, or that its time is over.
+    of its own, its sequence is a tag that many share: a ticket behind the key makes its name unique. ``due`` is the next
+    time at which the executor has something to do: to check that the ranks it waits for have called the same, to ask them
+    where they wait, or to fail the operation.
     """
 
     __slots__ = (
@@ -127,13 +129,18 @@ class Operation:
         self.over = False
         self.issued = now = monotonic()
         self.deadline = now + timeout
-        self.due = self.deadline if channel.point_to_point else now + min(_ASKS_AFTER, timeout / 2)
+        self.due = self.probe_at if channel.point_to_point else now + min(_ASKS_AFTER, timeout / 2)
         self.entry = entry
         self.parts = enumerate(parts)
         self.tasks: list[Task] = []
         self.key = channel.prefix + (sequence & _NUMBERS).to_bytes(4, "little")
         if channel.point_to_point:
             self.key += next(_tickets).to_bytes(8, "little")
+
+    @property
+    def probe_at(self) -> float:
+        """The time to ask the ranks that the operation waits for where they wait."""
+        return self.deadline - min(_PROBES_BEFORE, self.timeout / 4)
 
     def failure(self, error: GroupError) -> GroupError:
         """Return a channel's failure as this operation met it."""
@@ -233,6 +240,12 @@ def _pending(operation: Operation, kind: type[Outgoing] | type[Receive]) -> set[
 def senders(operation: Operation) -> set[int]:
     """Return the world ranks from which an operation waits for messages."""
     return _pending(operation, Receive)
+
+
+def awaited(operation: Operation) -> list[int]:
+    """Return the world ranks that an operation waits for; -1 stands for any rank."""
+    absent = {task.awaits for task in operation.tasks if task.awaits is not None}
+    return sorted(senders(operation) | absent | _pending(operation, Outgoing))
 
 
 def waiting_for(operation: Operation) -> tuple[str, list[int]]:

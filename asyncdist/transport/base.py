@@ -85,6 +85,10 @@ class Link(ABC):
             of the body until then.
         """
 
+    def send_unordered(self, message: Outgoing) -> bool:
+        """Send a control message as `send` does, but not behind data that the peer may leave on the wire."""
+        return self.send(message)
+
     @abstractmethod
     def open(self) -> None:
         """Start to connect unless connected, so that a rank that only receives detects a dead peer too."""
@@ -210,7 +214,7 @@ class Host(MatchingHost, Protocol):
         """Return the error for a collective whose fingerprint differs between this rank and a peer."""
 
     def control(self, peer: int, kind: int, key: bytes, body: bytes) -> None:
-        """Handle a control message (ABORT, GOODBYE or CALLED)."""
+        """Handle a control message, of any kind but DATA."""
 
     def gone(self, peer: int) -> Exception | None:
         """Return the error of a lost peer, whose connections must be refused; None if the peer is not lost."""

@@ -6,7 +6,7 @@
     12-15   part         which generator of that operation (a segment, one tensor of a list)
     16-23   fingerprint  what operation the sender believes this to be (see `Fingerprint`)
     24-31   nbytes       length of what follows
-    32      kind         DATA, or a control message: ABORT, GOODBYE, CALLED
+    32      kind         DATA, or a control message: ABORT, GOODBYE, CALLED, PROBE, WAITING
     33-35   zero
 
 Bytes 0-15 are the *key*: a receiver matches a message to what it has posted by that key alone, first come first served,
@@ -26,8 +26,8 @@ KEY = struct.Struct("<QII")
 KEY_NBYTES = KEY.size
 _TAIL = struct.Struct("<QQBxxx")
 
-DATA, ABORT, GOODBYE, CALLED = 1, 2, 3, 4
-KINDS = frozenset((DATA, ABORT, GOODBYE, CALLED))
+DATA, ABORT, GOODBYE, CALLED, PROBE, WAITING = 1, 2, 3, 4, 5, 6
+KINDS = frozenset((DATA, ABORT, GOODBYE, CALLED, PROBE, WAITING))
 
 
 def pack_key(channel: int, sequence: int, part: int) -> bytes:

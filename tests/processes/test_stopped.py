@@ -70,3 +70,39 @@ def test_rank_continued_before_the_timeout_causes_no_failure(job, all_do, face):
     ranks[2].process.resume()
     ranks[0].process.resume()
     assert [told.hear() for told in ranks] == [3.0**10] * 3
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_all_ranks_name_the_stopped_rank_instead_of_their_neighbours(job, all_do, face):
+    ranks = job.world(4, face, timeout=5.0)
+    all_do(ranks, "all_reduce", "world", 100_000)
+    ranks[2].process.stop()
+    others = [ranks[0], ranks[1], ranks[3]]
+    failures = all_do(others, "all_reduce", "world", 100_000)
+    assert "OperationTimeoutError" in [failed.kind for failed in failures]
+    for failed in failures:
+        assert "timed out after 5 s, waiting for" in failed.text
+        assert "(rank 2 does not answer)" in failed.text
+        assert failed.kind == "GroupAbortedError" or failed.peers == (2,)
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_timeout_names_the_rank_without_a_pending_call(job, all_do, face):
+    ranks = job.world(3, face, timeout=5.0)
+    all_do(ranks, "all_reduce", "world", 100_000)
+    for failed in all_do(ranks[:2], "all_reduce", "world", 100_000):
+        assert "(rank 2 has no pending call)" in failed.text
+        assert failed.kind == "GroupAbortedError" or failed.peers == (2,)
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_collective_and_receive_that_wait_for_each_other_are_a_mismatch(job, all_do, face):
+    ranks = job.world(3, face, timeout=3.0)
+    all_do(ranks, "barrier", "world")
+    for told in (ranks[0], ranks[2]):
+        told.tell("all_reduce", "world", 100_000)
+    ranks[1].tell("receive", "world", 0)
+    for told in ranks:
+        failed = told.hear()
+        assert failed.kind == "MismatchError"
+        assert "rank 1 waits in recv with tag 0 for rank 0, which waits in all_reduce #2" in failed.text

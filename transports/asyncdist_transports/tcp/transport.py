@@ -196,11 +196,17 @@ class TcpLink(Link):
         self._transport = transport
         self._count = max(1, transport.host.config.lanes)
         self._lanes: list[Outbound | None] = [None] * self._count
+        self._unordered: Outbound | None = None
 
     def send(self, message: Outgoing) -> bool:
         lane = KEY.unpack_from(message.header)[2] % self._count if self._count > 1 else 0
         connection = self._lanes[lane] or self._open(lane)
         return connection.writer.send(message)
+
+    def send_unordered(self, message: Outgoing) -> bool:
+        if self._unordered is None:
+            self._unordered = self._transport.open(self.peer, self._count, self._where)
+        return self._unordered.writer.send(message)
 
     def open(self) -> None:
         if self._lanes[0] is None and not self._transport.hears(self.peer):
@@ -216,6 +222,6 @@ class TcpLink(Link):
         return connection
 
     def close(self) -> None:
-        for connection in self._lanes:
+        for connection in (*self._lanes, self._unordered):
             if connection is not None and not connection.closed:
                 self._transport.drop(connection, say_goodbye=True)
