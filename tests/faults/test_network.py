@@ -378,7 +378,8 @@ async def test_reported_timeout_mentions_missing_connection_to_waiting_rank(unan
         assert "check whether those ranks issued the same call" in str(late)
         assert isinstance(told, GroupAbortedError)
         assert re.search(
-            r"rank 1 timed out after 0\.5 s, waiting for data from rank 0 .*\(rank 0 has no connection to rank 1", str(told)
+            r"rank 1 timed out after 0\.5 s, waiting for data from rank 0 .*\(rank 0 has no connection to rank 1",
+            str(told),
         )
         assert str(told).endswith("check ASYNCDIST_SOCKET_IFNAME on that rank, routes and firewalls")
 
@@ -389,6 +390,7 @@ async def test_unaccepted_connection_is_not_reported_as_network_problem():
             groups[0].mesh.link(1)._where = busy.getsockname()
             groups[0].set_timeout(0.5)
             with pytest.raises(
-                OperationTimeoutError, match=r"to take data \(rank 1 does not answer\); check whether those ranks issued"
+                OperationTimeoutError,
+                match=r"to take data \(rank 1 does not answer\); check whether those ranks issued",
             ):
                 await groups[0].send(torch.ones(1), 1)
