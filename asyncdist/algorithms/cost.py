@@ -1,7 +1,8 @@
 """The cost of a schedule. Each algorithm has a formula next to it, which tests compare with a simulation in lock step.
 
-Time is counted in *rounds*: in one round every rank that can proceed completes one step. Each field sums, over the
-rounds, the maximum over the ranks in that round, so the fields add up along the critical path.
+`selection` compares costs; the tests' simulator measures them. Time is counted in *rounds*: in one round every rank
+that can proceed completes one step. Each field sums, over the rounds, the maximum over the ranks in that round, so the
+fields add up along the critical path.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Recursive doubling and halving: the distance to the peer doubles (or halves) in each round.
 
-If P is a power of two, ranks that differ in one bit form pairs, and after log2 P rounds every rank has the data of all:
+`selection` prices it; `collectives` builds its plans of it. If P is a power of two, ranks that differ in one bit form
+pairs, and after log2 P rounds every rank has the data of all:
 
     distance 1     0-1   2-3   4-5   6-7
     distance 2     0-2   1-3   4-6   5-7

@@ -1,9 +1,9 @@
 """Ring algorithms: each rank sends one of P blocks to its right neighbour and receives one from its left.
 
-The tensor is cut into P blocks. A block that travels once around the ring and is added to at every stop arrives
-complete (`reduce_scatter`); a complete block that travels once more reaches all ranks (`all_gather`). No algorithm
-moves fewer bytes, and all
-of them go between neighbours; the price is a number of rounds that grows with P.
+`selection` prices it; `collectives` builds its plans of it. The tensor is cut into P blocks. A block that travels once
+around the ring and is added to at every stop arrives complete (`reduce_scatter`); a complete block that travels once
+more reaches all ranks (`all_gather`). No algorithm moves fewer bytes, and all of them go between neighbours; the price
+is a number of rounds that grows with P.
 
 Three ranks, blocks a b c, and the ranks that have been added to them; each line follows one round:
 

@@ -1,7 +1,8 @@
 """Select the schedule of a collective by size: the cheapest one by a small performance model.
 
-The model (Hockney's latency and bandwidth, with Thakur, Rabenseifner and Gropp's term for reduction and LogP's overhead
-per message) prices what each schedule promises in its `Cost`:
+The plans of `collectives` call it, and ``asyncdist info --collective`` shows its table. The model (Hockney's latency
+and bandwidth, with Thakur, Rabenseifner and Gropp's term for reduction and LogP's overhead per message) prices what
+each schedule promises in its `Cost`:
 
     seconds = alpha * rounds + overhead * messages + beta * nbytes + gamma * reduced
 

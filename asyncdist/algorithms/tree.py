@@ -1,8 +1,9 @@
 """Trees: from one rank to all, and from all to one.
 
-A binomial tree doubles in each round the ranks that have the tensor, which is as fast as news can spread; but each of
-them sends the whole of it, again and again. A chain sends every byte just once, and is fast where the tensor is cut
-into segments that follow each other closely. Ranks count from the root, so that it may be any rank:
+`selection` prices it; `collectives` builds its plans of it. A binomial tree doubles in each round the ranks that have
+the tensor, which is as fast as news can spread; but each of them sends the whole of it, again and again. A chain sends
+every byte just once, and is fast where the tensor is cut into segments that follow each other closely. Ranks count
+from the root, so that it may be any rank:
 
     binomial tree of 8     round 1   0-4
                            round 2   0-2   4-6

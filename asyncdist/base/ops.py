@@ -1,4 +1,7 @@
-"""The names of what ranks can ask of each other: collectives and reductions, with their numbers on the wire."""
+"""The names of what ranks can ask of each other: collectives and reductions, with their numbers on the wire.
+
+Every layer uses them. No torch.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Name the machine that a figure was measured on. No torch here."""
+"""Name the machine that a figure was measured on. No torch here. Used by the reports and `asyncdist info`."""
 
 from __future__ import annotations
 

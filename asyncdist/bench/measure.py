@@ -1,4 +1,4 @@
-"""Rounds: every contender in turn, so that whatever else the machine does hits all alike."""
+"""Rounds: every contender in turn, so that whatever else the machine does hits all alike. Used by `rank`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A loopback TCP socket between every two ranks: they pace the run, and plain sockets compete over them."""
+"""A loopback TCP socket between every two ranks: they pace the run, and plain sockets compete over them.
+
+Used by `rank`.
+"""
 
 from __future__ import annotations
 

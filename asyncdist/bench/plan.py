@@ -1,4 +1,7 @@
-"""What a run measures: which collectives, at which sizes, among how many ranks, against whom. No torch here."""
+"""What a run measures: which collectives, at which sizes, among how many ranks, against whom. No torch here.
+
+Every module of the benchmark uses it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Start the rank processes of a run, hear what they find, and see that none is left."""
+"""Start the rank processes of a run, hear what they find, and see that none is left.
+
+Called by `asyncdist.cli.bench`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one rank process of a benchmark does, from its start to its end."""
+"""What one rank process of a benchmark does, from its start to its end. Called by `__main__`."""
 
 from __future__ import annotations
 

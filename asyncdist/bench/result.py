@@ -1,4 +1,4 @@
-"""What a run has found, and the figures that follow from it. No torch here."""
+"""What a run has found, and the figures that follow from it. No torch here. The reports read it."""
 
 from __future__ import annotations
 

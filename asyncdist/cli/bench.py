@@ -1,4 +1,4 @@
-"""``asyncdist bench``: measure asyncdist, gloo, Open MPI and plain sockets in one run."""
+"""``asyncdist bench``: measure asyncdist, gloo, Open MPI and plain sockets in one run. Registered in `cli`."""
 
 from __future__ import annotations
 

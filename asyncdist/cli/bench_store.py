@@ -1,4 +1,4 @@
-"""``asyncdist bench store``: measure asyncdist's store against torch's TCPStore."""
+"""``asyncdist bench store``: measure asyncdist's store against torch's TCPStore. Registered in `cli`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The console that commands write to, and the configuration that they read."""
+"""The console that commands write to, and the configuration that they read. Every command uses it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""``asyncdist info``: show versions, transports, devices and settings, and explain the choice of algorithms."""
+"""``asyncdist info``: show versions, transports, devices and settings, and explain the choice of algorithms.
+
+Registered in `cli`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Callbacks of options with several values, separated by commas: sizes in bytes, numbers and names."""
+"""Callbacks of options with several values, separated by commas: sizes in bytes, numbers and names.
+
+Used by `bench`, `bench_store` and `info`.
+"""
 
 from __future__ import annotations
 

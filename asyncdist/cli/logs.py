@@ -1,4 +1,7 @@
-"""Log output of the store daemon: text lines for people, or one JSON object per line for machines."""
+"""Log output of the store daemon: text lines for people, or one JSON object per line for machines.
+
+Called by `store`.
+"""
 
 from __future__ import annotations
 

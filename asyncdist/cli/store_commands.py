@@ -1,4 +1,4 @@
-"""``asyncdist store status|get|set|watch|keys``: query a running store."""
+"""``asyncdist store status|get|set|watch|keys``: query a running store. Registered in `store`."""
 
 from __future__ import annotations
 

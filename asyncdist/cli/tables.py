@@ -1,4 +1,4 @@
-"""The tables of ``asyncdist info``, one function per table."""
+"""The tables of ``asyncdist info``, one function per table. Called by `info`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The tensor operations that a `Group` and its `DeviceGroup` have in common.
 
-`CollectiveOps` is what a `Group` and its part on a device have in common. Ranks in arguments are ranks in the group;
-the faces
-(`asyncdist`, `asyncdist.sync`) translate global ones.
+`Group` and `DeviceGroup` derive from it. `CollectiveOps` is what a `Group` and its part on a device have in common.
+Ranks in arguments are ranks in the group; the faces (`asyncdist`, `asyncdist.sync`) translate global ones.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Plans of the reductions: all_reduce, reduce, reduce_scatter.
 
-Narrow floats (float16, bfloat16, float8) are accumulated in float32. Where a schedule passes partial sums on, they travel
-as float32; where each rank receives the contributions themselves, those travel narrow and are widened on arrival.
+Called by `operations`. Narrow floats (float16, bfloat16, float8) are accumulated in float32. Where a schedule passes
+partial sums on, they travel as float32; where each rank receives the contributions themselves, those travel narrow and
+are widened on arrival.
 """
 
 from __future__ import annotations

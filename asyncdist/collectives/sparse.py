@@ -1,4 +1,7 @@
-"""The plan of an all-reduce of sparse tensors, whose numbers of elements differ between ranks."""
+"""The plan of an all-reduce of sparse tensors, whose numbers of elements differ between ranks.
+
+Called by `reductions`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Checks the arguments that users pass to collectives, and turns tensors into memory."""
+"""Checks the arguments that users pass to collectives, and turns tensors into memory.
+
+Called by the modules that make plans.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`DistributedSampler`: each rank's share of a dataset, with the same indices as `torch.utils.data.DistributedSampler`."""
+"""`DistributedSampler`: each rank's share of a dataset, with the same indices as `torch.utils.data.DistributedSampler`.
+
+`asyncdist` exports it.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Training with uneven inputs: a rank without inputs takes part in collectives until every rank has run out.
 
-Inside ``with model.join()`` the ranks synchronise before each collective step, and each announces its next step:
+`module` and `reducer` call it. Inside ``with model.join()`` the ranks synchronise before each collective step, and
+each announces its next step:
 
     a forward with gradients     check()      only where running out early is an error
     buffers are overwritten      source()     by the lowest rank that has inputs left

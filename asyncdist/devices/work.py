@@ -1,4 +1,7 @@
-"""The handle of a device operation: enqueued first, and complete when the device has passed its event."""
+"""The handle of a device operation: enqueued first, and complete when the device has passed its event.
+
+`DeviceGroup` creates it; the user waits for it.
+"""
 
 from __future__ import annotations
 

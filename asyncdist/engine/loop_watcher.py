@@ -1,4 +1,4 @@
-"""Registers the descriptors and the timer of one machine on an event loop."""
+"""Registers the descriptors and the timer of one machine on an event loop. Used by `progress` and `idle_watch`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Plans, the operations that they become when issued, the tasks of operations, and the receives of tasks.
 
-A *plan* is what a group wants done: one or several schedules (parts) and the arithmetic between them. An *operation* is
-a plan that was issued on a channel, a *task* one of its generators.
+`collectives` makes plans, `endpoint` and `executor` run them. A *plan* is what a group wants done: one or several
+schedules (parts) and the arithmetic between them. An *operation* is a plan that was issued on a channel, a *task* one
+of its generators.
 """
 
 from __future__ import annotations

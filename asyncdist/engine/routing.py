@@ -1,8 +1,8 @@
 """Selects the transport to each peer, and the groups whose collectives can be native.
 
-Every rank publishes an address for each of its transports. Some transports then probe which peers they reach. Every rank
-learns the result of every other rank, so that any two ranks select the same transport, and all members of a group agree
-whether they share memory.
+`endpoint` owns the selector. Every rank publishes an address for each of its transports. Some transports then probe
+which peers they reach. Every rank learns the result of every other rank, so that any two ranks select the same
+transport, and all members of a group agree whether they share memory.
 """
 
 from __future__ import annotations

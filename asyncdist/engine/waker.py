@@ -1,4 +1,4 @@
-"""Wakes a thread that sleeps in ``poll``."""
+"""Wakes a thread that sleeps in ``poll``. `progress` owns one."""
 
 from __future__ import annotations
 

@@ -1,11 +1,9 @@
 """Memory as the runtime sees it: flat, contiguous, addressable as bytes and as elements, never copied to be looked at.
 
-`Memory` is the place of our schedules: a run of elements of a tensor with two faces, a `memoryview` for the wire and a
-tensor for arithmetic, each made only when asked for. `TensorBlocks` splits one into numbered blocks. `input_memory`
-and `OutputTensor` say
-how a user's tensor of any layout becomes a Memory and how the result gets back, `copy_overlapping_inputs` what
-becomes of tensors that
-overlap. `Scratch` keeps buffers for reuse.
+Every layer above uses it. `Memory` is the place of our schedules: a run of elements of a tensor with two faces, a
+`memoryview` for the wire and a tensor for arithmetic, each made only when asked for. `TensorBlocks` splits one into
+numbered blocks. `input_memory` and `OutputTensor` say how a user's tensor of any layout becomes a Memory and how the
+result gets back, `copy_overlapping_inputs` what becomes of tensors that overlap. `Scratch` keeps buffers for reuse.
 """
 
 from __future__ import annotations

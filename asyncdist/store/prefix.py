@@ -1,4 +1,4 @@
-"""A part of a store, under a prefix, as a store of its own."""
+"""A part of a store, under a prefix, as a store of its own. Users' programs and `rendezvous` create it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Expected results of collectives, computed by torch without communication, on values for which every order is exact."""
+"""Expected results of collectives, computed by torch without communication, on values for which every order is exact.
+
+Used by `collective_cases` and tests.
+"""
 
 from __future__ import annotations
 

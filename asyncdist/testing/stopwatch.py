@@ -1,6 +1,7 @@
 """Measures seconds in which processes could run: time spent waiting for a processor does not count.
 
-A failure has to be known on all ranks within a second. On a busy machine more time may pass before a rank is scheduled::
+Tests of failures use it. A failure has to be known on all ranks within a second. On a busy machine more time may pass
+before a rank is scheduled::
 
     since = Stopwatch(*(rank.pid for rank in ranks))
     ranks[2].kill()

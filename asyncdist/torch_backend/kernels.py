@@ -1,6 +1,7 @@
 """CPU kernels of two operators of ``_c10d_functional``. torch's own kernels require a back end written in C++.
 
-These kernels serve process groups of every back end, because torch selects a kernel by the tensor's device.
+`torch_backend` registers them when it is imported. These kernels serve process groups of every back end, because torch
+selects a kernel by the tensor's device.
 """
 
 from __future__ import annotations

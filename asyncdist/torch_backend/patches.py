@@ -1,7 +1,7 @@
 """Every function of torch that this package replaces, with the reason.
 
-What the package only adds to torch lies elsewhere: the back end in `registration`, operators in `kernels`, the init
-method in `url_handler`.
+`torch_backend` applies them when it is imported. What the package only adds to torch lies elsewhere: the back end in
+`registration`, operators in `kernels`, the init method in `url_handler`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Translate `torch.distributed.ReduceOp` to `asyncdist.ReduceOp`."""
+"""Translate `torch.distributed.ReduceOp` to `asyncdist.ReduceOp`. Called by `process_group`."""
 
 from __future__ import annotations
 

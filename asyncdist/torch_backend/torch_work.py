@@ -1,4 +1,7 @@
-"""`torch.distributed.Work` over an asyncdist `Work`: what the methods of `ProcessGroup` return."""
+"""`torch.distributed.Work` over an asyncdist `Work`: what the methods of `ProcessGroup` return.
+
+`process_group` creates it.
+"""
 
 from __future__ import annotations
 

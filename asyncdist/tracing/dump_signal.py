@@ -1,6 +1,7 @@
 """Flight recorders are written while nothing has failed yet, when the process gets a signal (``ASYNCDIST_DUMP_SIGNAL``).
 
-So a job that seems to hang tells where it is, long before its operations reach their deadlines.
+`groups.world` registers each world here. So a job that seems to hang tells where it is, long before its operations
+reach their deadlines.
 """
 
 from __future__ import annotations

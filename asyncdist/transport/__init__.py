@@ -1,1 +1,4 @@
-"""The contract between the engine and a transport, for hosts and for devices, and the registry of transports."""
+"""The contract between the engine and a transport, for hosts and for devices, and the registry of transports.
+
+The engine and every transport import it.
+"""

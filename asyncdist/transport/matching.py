@@ -1,4 +1,7 @@
-"""Matches messages with posted receives: the posted and unexpected queues of MPI; see `asyncdist.transport.base`."""
+"""Matches messages with posted receives: the posted and unexpected queues of MPI; see `asyncdist.transport.base`.
+
+Each link's receiving side has one queue.
+"""
 
 from __future__ import annotations
 

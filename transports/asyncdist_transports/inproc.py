@@ -1,9 +1,10 @@
 """Messages between ranks of one process: the reference transport. Read this one first.
 
-Every rank of the process publishes a *mailbox*, a number in a table of this module. Sending posts an action to the peer's
-host. Under the peer's own lock the action matches the message with the peer's inbox and copies the bytes from the sender's
-memory straight into the receiver's. A message without a posted receive waits, with its bytes in the sender's memory, so
-there is back-pressure without any buffer. After the copy, an action posted back completes the sender's message.
+The engine calls it through `asyncdist.transport.base`, and it imports only the contract. Every rank of the process
+publishes a *mailbox*, a number in a table of this module. Sending posts an action to the peer's host. Under the peer's
+own lock the action matches the message with the peer's inbox and copies the bytes from the sender's memory straight
+into the receiver's. A message without a posted receive waits, with its bytes in the sender's memory, so there is
+back-pressure without any buffer. After the copy, an action posted back completes the sender's message.
 """
 
 from __future__ import annotations

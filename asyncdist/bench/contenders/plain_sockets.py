@@ -1,7 +1,8 @@
 """The physical limit: the same traffic over plain sockets between the same processes, the additions included.
 
-No frames, no checks, no other operation in flight: non-blocking sends and receives straight from and into the tensors,
-driven in the calling thread, `poll` only when nothing moves. Every rank exchanges directly with every other one.
+Used by `contenders`. No frames, no checks, no other operation in flight: non-blocking sends and receives straight from
+and into the tensors, driven in the calling thread, `poll` only when nothing moves. Every rank exchanges directly with
+every other one.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""How benchmark results are shown: tables, a Markdown page and a plot."""
+"""How benchmark results are shown: tables, a Markdown page and a plot. Called by `asyncdist.cli`."""

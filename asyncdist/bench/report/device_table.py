@@ -1,4 +1,4 @@
-"""The figures of a run on devices as tables. No torch here."""
+"""The figures of a run on devices as tables. No torch here. Called by `asyncdist.cli.bench`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The report as a Markdown page: a digest of it, which the README shows too, what it means, and all of its tables."""
+"""The report as a Markdown page: a digest of it, which the README shows too, what it means, and all of its tables.
+
+Called by `asyncdist.cli.bench`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Draw time against size: both axes logarithmic, one panel a collective, one line a contender."""
+"""Draw time against size: both axes logarithmic, one panel a collective, one line a contender.
+
+Called by `asyncdist.cli`.
+"""
 
 from __future__ import annotations
 

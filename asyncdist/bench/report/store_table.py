@@ -1,4 +1,7 @@
-"""What `asyncdist bench store` found, as a table in a terminal or in Markdown."""
+"""What `asyncdist bench store` found, as a table in a terminal or in Markdown.
+
+Called by `asyncdist.cli.bench_store`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The report as tables: cells are made once, and shown by rich in a terminal or as Markdown in a file (`page`)."""
+"""The report as tables: cells are made once, and shown by rich in a terminal or as Markdown in a file (`page`).
+
+Used by `asyncdist.cli` and the other reports.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A client of torch's TCPStore whose every byte a test decides: one request at a time, or many, or half of one.
 
-with Peer(port) as peer:
+The store benchmark and the tests of torch's protocol use it. with Peer(port) as peer:
     peer.send(Code.WAIT, [b"/k"])           # whatever comes back is read later
     peer.settle()                           # 0: all that was sent has been dealt with, and nothing was released
     other.ask(Code.SET, b"/k", b"value")

@@ -1,6 +1,6 @@
 """The training steps that are timed: a model, its batches, and how stock PyTorch spreads it over the ranks of a group.
 
-None of the models knows of ranks. `STEPS` has the steps by their name in `plan.STEPS`.
+Used by `training`. None of the models knows of ranks. `STEPS` has the steps by their name in `plan.STEPS`.
 """
 
 from __future__ import annotations

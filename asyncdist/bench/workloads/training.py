@@ -1,4 +1,7 @@
-"""Training steps in turns: our DistributedDataParallel, stock PyTorch on our back end and on gloo's, the model alone."""
+"""Training steps in turns: our DistributedDataParallel, stock PyTorch on our back end and on gloo's, the model alone.
+
+Called by `bench.rank`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The awaited client of a store: one connection at a time, any number of operations in flight on it."""
+"""The awaited client of a store: one connection at a time, any number of operations in flight on it.
+
+`rendezvous` and users' programs use it.
+"""
 
 from __future__ import annotations
 

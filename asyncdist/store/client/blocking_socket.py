@@ -1,4 +1,4 @@
-"""A socket that threads send to and receive from, with deadlines."""
+"""A socket that threads send to and receive from, with deadlines. `blocking` owns one."""
 
 from __future__ import annotations
 

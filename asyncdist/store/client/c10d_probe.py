@@ -1,4 +1,7 @@
-"""A probe whether a port serves clients of torch's TCPStore, since torch's own error message does not name the cause."""
+"""A probe whether a port serves clients of torch's TCPStore, since torch's own error message does not name the cause.
+
+Called by `rendezvous.sources` and the handler of torchrun's rendezvous.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """How a store client connects: attempts until a deadline, the reconnect policy, and the errors that the user gets.
 
-Both store clients use it; the rendezvous uses `ConnectRetry` for look-ups of names. It imports no client.
+Every client calls it. Both store clients use it; the rendezvous uses `ConnectRetry` for look-ups of names. It imports
+no client.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""One awaited connection to a store: bytes between a transport and a `ClientProtocol`, and how it comes about."""
+"""One awaited connection to a store: bytes between a transport and a `ClientProtocol`, and how it comes about.
+
+Used by `aio`.
+"""
 
 from __future__ import annotations
 

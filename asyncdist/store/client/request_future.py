@@ -1,4 +1,4 @@
-"""The awaited client's requests: one future each, and one timer for the deadlines of all."""
+"""The awaited client's requests: one future each, and one timer for the deadlines of all. Used by `aio`."""
 
 from __future__ import annotations
 

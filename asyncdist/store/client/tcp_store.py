@@ -1,4 +1,7 @@
-"""TCPStore: the blocking client of a store, with torch's name and arguments, and the server too where it is master."""
+"""TCPStore: the blocking client of a store, with torch's name and arguments, and the server too where it is master.
+
+Users' programs create it.
+"""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The store's data on disk: log format, journal with snapshots, group commit."""
+"""The store's data on disk: log format, journal with snapshots, group commit. Used by the server."""

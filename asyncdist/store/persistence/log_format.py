@@ -1,5 +1,7 @@
 """The form of a store's log on disk: a header, then frames, each with its checksums. Both kinds of log have it.
 
+Used by `journal` and `FileStore`.
+
     header   MAGIC, 8 random bytes: the log's *salt*, u64 number of the first frame, u32 CRC of all that
     frame    mark, u64 length, u64 number, u32 CRC of the body, u32 CRC of all that seeded with the salt; then the body
 

@@ -1,4 +1,7 @@
-"""The sender of long messages: one chunk at a time, so that short messages pass between the chunks."""
+"""The sender of long messages: one chunk at a time, so that short messages pass between the chunks.
+
+Clients and the server use it.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """Long messages, in pieces between which others pass.
 
-A value longer than `LONG_NBYTES` goes ahead of its message, in pieces; in the message stands the number under which it
-came. A message that is long for another reason, as with very many keys, goes ahead as a whole in the same way, and what
-follows is only its number. In each direction of a connection one message at a time is under way in pieces.
+Clients and the server use it. No I/O. A value longer than `LONG_NBYTES` goes ahead of its message, in pieces; in the
+message stands the number under which it came. A message that is long for another reason, as with very many keys, goes
+ahead as a whole in the same way, and what follows is only its number. In each direction of a connection one message at
+a time is under way in pieces.
 
     piece       [id, PIECE, number, bytes] of a request, [id, PIECE, [number, bytes]] of an answer; alone in its frame.
                 One without bytes: the rest will not come, forget what has.

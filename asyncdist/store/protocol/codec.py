@@ -1,5 +1,7 @@
 """Our wire format: messages in msgpack, and frames that carry those that are sent together.
 
+Clients and the server use it. No I/O.
+
     frame      u64 length (little-endian), then that many bytes: messages one after the other
     request    [id, op, argument…]                    client → server; ids are the client's own, from 1 up
     result     [id, 0, value]                         server → client, in any order

@@ -1,1 +1,4 @@
-"""The store's replicated state machine without I/O: keys, queues, barriers, watches, sessions, ownership."""
+"""The store's replicated state machine without I/O: keys, queues, barriers, watches, sessions, ownership.
+
+Used by the server and `HashStore`.
+"""

@@ -1,8 +1,8 @@
 """Device memory shared between processes: exported and imported allocations.
 
-A tensor is exported as its allocation's handle and the tensor's offset in it. torch cuts many tensors out of few large
-allocations, so both sides cache: the exporter caches handles, the importer caches mappings. CUDA reuses addresses after a
-free, so the caches compare the allocation's unique number.
+Used by `collectives` and `p2p`. A tensor is exported as its allocation's handle and the tensor's offset in it. torch
+cuts many tensors out of few large allocations, so both sides cache: the exporter caches handles, the importer caches
+mappings. CUDA reuses addresses after a free, so the caches compare the allocation's unique number.
 """
 
 from __future__ import annotations

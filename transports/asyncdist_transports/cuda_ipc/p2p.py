@@ -1,5 +1,7 @@
 """Messages of ranks that map one another's device memory: the receiver copies from the sender's tensor.
 
+`CudaIpc.make_p2p` creates it; `devices.p2p` runs it.
+
     sender                                                    receiver
     records an event, offers: location of the data      ──>   its stream waits for the event, and copies
     its stream waits for the receiver's event: done     <──   records an event, answers with its handle: done

@@ -1,7 +1,8 @@
 """Messages by NCCL: one communicator for each pair of ranks that exchange any.
 
-NCCL has no tags: both ranks must enqueue the same operations of a communicator in the same order. So each message gets
-a turn. The lower of the two ranks assigns the turns, when it knows that both ranks have issued the message:
+`Nccl.make_p2p` creates it; `devices.p2p` runs it. NCCL has no tags: both ranks must enqueue the same operations of a
+communicator in the same order. So each message gets a turn. The lower of the two ranks assigns the turns, when it
+knows that both ranks have issued the message:
 
     sender                                    receiver
     offers                              ──>   has matched the receive, and answers (the lower rank: with the turn)
