@@ -1,9 +1,8 @@
 """Settings from the environment. No other module reads the environment.
 
 Every folder may import this module; it imports the standard library alone. A `Config` is immutable:
-`Config.from_environment`
-makes one, and a world keeps the one with which it was started. `settings` yields the table that ``asyncdist info`` prints.
-`Launch`, `Service` and `NcclSettings` hold what launchers, systemd and NCCL define.
+`Config.from_environment` makes one, and a world keeps the one with which it was started. `settings` yields the table
+that ``asyncdist info`` prints. `Launch`, `Service` and `NcclSettings` hold what launchers, systemd and NCCL define.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Plans of collectives: from the arguments of a call to schedules that the engine runs. `asyncdist.groups` calls them.
 
 The algorithms are in `asyncdist.algorithms`: pure generators without I/O, tensors or clocks.
-`asyncdist.testing.simulator` runs
-them over arrays, in lock step or in adversarial orders. This folder applies them to tensors:
+`asyncdist.testing.simulator` runs them over arrays, in lock step or in adversarial orders. This folder applies them to
+tensors:
 
 `operations`     the collectives as methods of a group
 `validation`     checks the arguments of users

@@ -39,8 +39,7 @@ class CollectiveOps(ABC):
     """The tensor operations of an ordered set of ranks of a world.
 
     ``ranks`` are global ranks, by rank in the group. Methods start an operation and return its `Work`. Each takes
-    `CallOptions`
-    as keywords.
+    `CallOptions` as keywords.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""`DistributedDataParallel`: a module whose ``backward()`` averages gradients over the ranks."""
+"""`DistributedDataParallel`: a module whose ``backward()`` averages gradients over the ranks. Exported by `asyncdist`."""
 
 from __future__ import annotations
 

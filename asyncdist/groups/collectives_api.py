@@ -1,9 +1,8 @@
 """The collectives with the names and argument orders of torch.distributed, for the asyncio API and the blocking API.
 
 `asyncdist` exports a `CollectivesApi` whose collectives return a `Work` to await, `asyncdist.sync` one whose
-collectives block
-unless ``async_op=True``. ``src`` and ``dst`` are global ranks, as in torch; ``group_src`` and ``group_dst`` are ranks in
-the group.
+collectives block unless ``async_op=True``. ``src`` and ``dst`` are global ranks, as in torch; ``group_src`` and
+``group_dst`` are ranks in the group.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Registered tensors: users' tensors in shared memory, which collectives read and write in place.
 
-A registered tensor is an ordinary tensor whose storage lies in this process's arena
-(`asyncdist.memory.shared_arena`), which every rank
-of the host has mapped. Registration keeps no record: every tensor in the arena is registered, slices and views too, for all
-groups. The memory is freed with the last tensor that shares it.
+A registered tensor is an ordinary tensor whose storage lies in this process's arena (`asyncdist.memory.shared_arena`),
+which every rank of the host has mapped. Registration keeps no record: every tensor in the arena is registered, slices
+and views too, for all groups. The memory is freed with the last tensor that shares it.
 """
 
 from __future__ import annotations

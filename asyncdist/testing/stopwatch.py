@@ -24,9 +24,9 @@ _NOBODY: Mapping[int, float] = MappingProxyType({})
 class Stopwatch:
     """Counts from its creation, for this process and the processes ``pids``.
 
-    Linux reports for each thread how long it was runnable without running. On other systems all seconds count. Time
-    in which
-    a process slept always counts. ``ended`` holds the last value of `stood_in_line` for processes that have ended.
+    Linux reports for each thread how long it was runnable without running. On other systems all seconds count. Time in
+    which a process slept always counts. ``ended`` holds the last value of `stood_in_line` for processes that have
+    ended.
     """
 
     def __init__(self, *pids: int, ended: Mapping[int, float] = _NOBODY) -> None:

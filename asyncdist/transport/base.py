@@ -1,10 +1,9 @@
 """The contract of a transport: how messages get from one rank to another, and how they find their receives.
 
 A world has one `Transport` of each usable kind. A transport listens, and makes a `Link` to each peer that this rank
-sends to.
-Links carry *messages*: a header (`wire_format`) and a body, read directly from the sender's memory. The receiving
-rank has one
-`MatchingQueue` for each peer, shared by all connections of that peer. There messages meet the *receives* posted for them:
+sends to. Links carry *messages*: a header (`wire_format`) and a body, read directly from the sender's memory. The
+receiving rank has one `MatchingQueue` for each peer, shared by all connections of that peer. There messages meet the
+*receives* posted for them:
 
 * A receive is posted before the message arrives: the bytes go directly into the posted memory.
 * No receive is posted and the message is small: it is kept as an `UnexpectedMessage` and copied when a receive is posted.
@@ -13,13 +12,11 @@ rank has one
   because waiting would be a deadlock.
 
 Every method here is called under the lock of the world's `Progress`; no method blocks. A transport reports to its
-`Host`, the
-rank's endpoint. To write a transport, implement `Transport` and `Link`, announce the class under the entry-point group
-``asyncdist.transports``, and run the conformance tests of `asyncdist.testing` over it.
+`Host`, the rank's endpoint. To write a transport, implement `Transport` and `Link`, announce the class under the
+entry-point group ``asyncdist.transports``, and run the conformance tests of `asyncdist.testing` over it.
 
 A transport that must try which peers it reaches (shared memory) implements `Transport.probe_peers`, which runs before
-the world
-is complete. A transport that can do better than messages within a whole group offers a `native.Native`.
+the world is complete. A transport that can do better than messages within a whole group offers a `native.Native`.
 """
 
 from __future__ import annotations

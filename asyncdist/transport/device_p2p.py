@@ -132,9 +132,8 @@ class DeviceP2P(ABC):
 
     It is created for a `DeviceContext` of its own when the rank first sends or receives. Its creation does not
     communicate, so each message checks whether its two ranks fit together. All methods but `abort` are called on one
-    executor, within
-    ``context.streams.on_comm_stream()``, in an order that may differ between ranks. No method may block for a peer.
-    ``data`` is a contiguous uint8 tensor on the device.
+    executor, within ``context.streams.on_comm_stream()``, in an order that may differ between ranks. No method may
+    block for a peer. ``data`` is a contiguous uint8 tensor on the device.
     """
 
     name: ClassVar[str]

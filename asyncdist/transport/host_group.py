@@ -1,9 +1,8 @@
 """What device transports need of the group that carries their control traffic on the host.
 
-A device transport talks to its peers on the host before and beside the device's own transfers. `HostGroup` is the part of a
-process group that it uses for this; `asyncdist.groups.group.Group` implements it. This module imports no engine and
-no group, so
-that the contract for devices stays below both.
+A device transport talks to its peers on the host before and beside the device's own transfers. `HostGroup` is the part
+of a process group that it uses for this; `asyncdist.groups.group.Group` implements it. This module imports no engine
+and no group, so that the contract for devices stays below both.
 """
 
 from __future__ import annotations

@@ -6,10 +6,8 @@ member that it waits for and is resumed when something may have changed. It runs
 thread without a driver, and one driver may continue what another began.
 
 ``number`` counts the collectives of the group from 1. Every collective passes through the native, at least by
-`announce`, so
-that ranks that call different collectives detect it. ``fingerprint`` identifies the call of this rank. Members and
-roots are
-ranks in the group.
+`announce`, so that ranks that call different collectives detect it. ``fingerprint`` identifies the call of this rank.
+Members and roots are ranks in the group.
 """
 
 from __future__ import annotations

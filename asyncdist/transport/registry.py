@@ -1,8 +1,8 @@
 """Finds transports: the classes announced under the entry-point group ``asyncdist.transports``.
 
 Device back ends are announced under ``asyncdist.ensembles``. The built-in ones are announced like those of third
-parties. For a
-checkout that is on PYTHONPATH but not installed, the registry reads the entry points from the checkout's pyproject.toml.
+parties. For a checkout that is on PYTHONPATH but not installed, the registry reads the entry points from the
+checkout's pyproject.toml.
 """
 
 from __future__ import annotations

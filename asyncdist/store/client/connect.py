@@ -1,7 +1,6 @@
 """How a store client connects: attempts until a deadline, the reconnect policy, and the errors that the user gets.
 
-Every client calls it. Both store clients use it; the rendezvous uses `ConnectRetry` for look-ups of names. It imports
-no client.
+Both store clients use it; the rendezvous uses `ConnectRetry` for look-ups of names. It imports no client.
 """
 
 from __future__ import annotations

@@ -8,10 +8,10 @@ frames them, together where it can. One thread at a time.
 A conversation outlives its connections. What has not been answered when one breaks is asked again over the next, under
 the same number: the store knows by the client's identity and that number what it has done already, and does it once
 (`members`). Where the store does not know us any more, because it was started anew or our lease has run out, what only
-looks, waits or sets is still asked again; of any other change nobody knows whether it was made, and its sink is told so.
-So it is where more changes were under way than the store keeps answers to. Who stayed there for a job
-(`state.ownership.prefix_lease`) does
-not go on when it is not known any more: what the job kept may be gone, and nobody would notice.
+looks, waits or sets is still asked again; of any other change nobody knows whether it was made, and its sink is told
+so. So it is where more changes were under way than the store keeps answers to. Who stayed there for a job
+(`state.ownership.prefix_lease`) does not go on when it is not known any more: what the job kept may be gone, and
+nobody would notice.
 """
 
 from __future__ import annotations

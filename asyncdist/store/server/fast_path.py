@@ -1,9 +1,9 @@
 """Direct epoll path for clients of torch's TCPStore: one callback reads and answers all of their sockets.
 
-A request of torch's client takes 1 to 2 microseconds, of which its path through the loop's transports is the greater part.
-Their sockets are therefore in an epoll instance of their own, one descriptor to the event loop. A short request whose
-bytes were
-seen before is answered through a dictionary look-up between `read` and `write`; every other request goes to the session.
+A request of torch's client takes 1 to 2 microseconds, of which its path through the loop's transports is the greater
+part. Their sockets are therefore in an epoll instance of their own, one descriptor to the event loop. A short request
+whose bytes were seen before is answered through a dictionary look-up between `read` and `write`; every other request
+goes to the session.
 
 The socket's transport remains: it buffers what the socket does not accept, applies flow control and closes the socket.
 Without epoll, on loops that cannot watch descriptors, and with TLS, transports serve all clients. Used by `c10d_session`.

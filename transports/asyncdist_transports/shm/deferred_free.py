@@ -1,10 +1,9 @@
 """Deferred release of shared memory: memory that this rank no longer uses while a peer may still read it.
 
-A member that has finished its group's last collective may leave at once; other members may still read its slots. Its slot
-table stays allocated, and published in the control block, until they have finished or gone. Every release checks all
-pending
-ones. A world that is left while peers are still in it also has a thread that waits for their sockets to close, because
-the process may never call this transport again.
+A member that has finished its group's last collective may leave at once; other members may still read its slots. Its
+slot table stays allocated, and published in the control block, until they have finished or gone. Every release checks
+all pending ones. A world that is left while peers are still in it also has a thread that waits for their sockets to
+close, because the process may never call this transport again.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The collectives of a group whose members share memory: selects the protocol of each call.
 
 Small tensors use a `SmallExchange`, with one synchronisation. An all-reduce of registered tensors is a
-`ZeroCopyAllReduce`. All
-other calls are staged in rounds (see `large`). Members select alike, by what their calls have in common: sizes, and whether
-the data is registered, which the members tell each other. `ShmTransport.native` makes one `ShmNative` per group.
+`ZeroCopyAllReduce`. All other calls are staged in rounds (see `large`). Members select alike, by what their calls have
+in common: sizes, and whether the data is registered, which the members tell each other. `ShmTransport.native` makes
+one `ShmNative` per group.
 """
 
 from __future__ import annotations

@@ -256,8 +256,7 @@ class SlotTable:
         """Block a reader of data that some members had withdrawn by now, because the data may be overwritten.
 
         The reason of the abort is on its way to this rank and ends the wait; if the member destroyed the group, the
-        deadline of
-        the call does.
+        deadline of the call does.
         """
         # The members' data is loaded before their words.
         self.fence.light()
