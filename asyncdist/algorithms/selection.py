@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple
 
 from asyncdist.algorithms import pairwise, recursive_doubling, ring, tree
@@ -119,11 +118,6 @@ def choose(
     name = forced.get(collective) if forced else None
     if name is not None and _candidate(collective, name).applies(size, contiguous):
         return name
-    return _cheapest(collective, nbytes, size, model, contiguous)
-
-
-@lru_cache(maxsize=4096)
-def _cheapest(collective: str, nbytes: int, size: int, model: Model, contiguous: bool) -> str:
     applicable = [candidate for candidate in candidates(collective) if candidate.applies(size, contiguous)]
     return min(applicable, key=lambda candidate: model.seconds(candidate.cost(size, nbytes, model))).name
 

@@ -1,16 +1,16 @@
-"""From a call with tensors to a plan: which schedule, over which memory, with what arithmetic around it.
+"""Prepares the collectives that move data: which schedule, over which memory, with which fingerprint.
 
-Each function takes the caller (`GroupContext`) and the call's arguments (peers as ranks in the group), checks them, and
-returns a `Plan`. Large tensors are cut into parts: one a lane where there are several, and segments where a part needs
-memory of its own, of which a window of two is open at a time.
+Each function takes the caller (`GroupContext`) and the arguments of a call, with contiguous tensors and peers as ranks in
+the group. It checks the arguments and returns a `PreparedCollective`, which also runs later calls with tensors of the same
+dtypes and shapes. Large tensors are cut into parts: one for each lane, or segments where a part needs memory of its own.
+`operations` and `groups` call this module; it imports neither.
 """
 
 from __future__ import annotations
 
-import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from asyncdist.algorithms.selection import Model, choose
 from asyncdist.base.ops import Collective, ReduceOp, Reduction
 from asyncdist.collectives import validation
 from asyncdist.collectives.hierarchical import HierarchicalCollectives
+from asyncdist.collectives.prepared import PreparedCollective
 from asyncdist.config import Config
 from asyncdist.engine.operation import Plan
 from asyncdist.errors import UsageError
@@ -28,21 +29,29 @@ from asyncdist.memory.buffers import (
     DTYPE_NUMBERS,
     NOTHING,
     Memory,
-    OutputTensor,
     Scratch,
     TensorBlocks,
+    block_memories,
     copy_overlapping_inputs,
-    input_memory,
+    copy_overlapping_rows,
+    flat_memory,
 )
 from asyncdist.transport.native import CallSignature, Native
 from asyncdist.transport.wire_format import Fingerprint, shape_checksum
 
-_KEPT_CHOICES = 4096
+Cut = Callable[[Any], Sequence[Memory] | TensorBlocks]
+"""``cut(value)`` returns the blocks of a list of tensors, or of one tensor that holds them all."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupContext:
-    """The calling rank: its rank and size in the group, and the settings of the world."""
+    """The calling rank: its rank and size in the group, and the settings of the world.
+
+    Attributes:
+        window: Number of parts that run at once.
+        native: Runs whole collectives without links; None if the group has no such transport.
+        hierarchical: Combines native collectives and links; None unless the group spans several hosts.
+    """
 
     rank: int
     size: int
@@ -50,13 +59,9 @@ class GroupContext:
     model: Model
     forced: dict[str, str]
     scratch: Scratch
-    # Number of parts that run at once.
     window: int = 2
-    choices: dict[tuple[str, int, bool], str] = field(default_factory=dict)
-    # Runs whole collectives without links.
     native: Native | None = None
-    # Combines native collectives and links if the group spans several hosts.
-    islands: HierarchicalCollectives | None = None
+    hierarchical: HierarchicalCollectives | None = None
 
     def peer(self, rank: int, what: str) -> int:
         """Return ``rank``; raise UsageError if the group has no such rank."""
@@ -74,24 +79,23 @@ class GroupContext:
         """Return the native collectives; None if the collective uses links, as one with a forced algorithm does."""
         return None if collective in self.forced else self.native
 
-    def islands_for(self, collective: str) -> HierarchicalCollectives | None:
+    def hierarchical_for(self, collective: str) -> HierarchicalCollectives | None:
         """Return the hierarchical collectives; None if the collective uses links alone."""
-        return None if collective in self.forced else self.islands
+        return None if collective in self.forced else self.hierarchical
+
+    def blocks(self, value: Any) -> list[Memory]:
+        """Return the memory of one block for each rank: a list of tensors, a tensor in equal parts, or None."""
+        return block_memories(value, self.size)
+
+    def equal_blocks(self, tensor: torch.Tensor) -> TensorBlocks:
+        """Return the memory of a contiguous tensor in one block for each rank."""
+        return TensorBlocks.split(flat_memory(tensor), self.size)
 
     def choose(self, collective: str, nbytes: int, *, contiguous: bool = True) -> str:
         """Return the schedule for a size."""
-        key = (collective, nbytes, contiguous)
-        name = self.choices.get(key)
-        if name is None:
-            if len(self.choices) >= _KEPT_CHOICES:
-                self.choices.clear()
-            name = self.choices[key] = choose(
-                collective, nbytes, self.size, model=self.model, forced=self.forced, contiguous=contiguous
-            )
-        return name
+        return choose(collective, nbytes, self.size, model=self.model, forced=self.forced, contiguous=contiguous)
 
 
-@lru_cache(maxsize=4096)
 def fingerprint(
     collective: Collective,
     dtype: torch.dtype | None,
@@ -113,10 +117,10 @@ def fingerprint(
     ).pack()
 
 
-def stripes(who: GroupContext, memory: Memory) -> Iterable[Memory]:
+def stripes(group: GroupContext, memory: Memory) -> Iterable[Memory]:
     """Cut memory into one part per lane if it is large enough."""
-    lanes = who.config.lanes
-    if lanes <= 1 or memory.nbytes < who.config.stripe_nbytes:
+    lanes = group.config.lanes
+    if lanes <= 1 or memory.nbytes < group.config.stripe_nbytes:
         return (memory,)
     parts = TensorBlocks.split(memory, lanes)
     return [parts[lane] for lane in range(lanes)]
@@ -127,265 +131,305 @@ def segments(memory: Memory, count: int) -> Iterator[Memory]:
         yield memory.slice(start, min(memory.count, start + count))
 
 
-def striped_blocks(who: GroupContext, blocks: Sequence[Memory] | TensorBlocks) -> Iterable[list[Memory] | TensorBlocks]:
+def striped_blocks(
+    group: GroupContext, blocks: Sequence[Memory] | TensorBlocks
+) -> Iterable[list[Memory] | TensorBlocks]:
     """Cut every block into one part per lane; block ``i`` of each part still belongs to rank ``i``."""
-    lanes = who.config.lanes
-    if lanes <= 1 or sum(blocks[rank].nbytes for rank in range(who.size)) < who.config.stripe_nbytes:
+    lanes = group.config.lanes
+    if lanes <= 1 or sum(blocks[rank].nbytes for rank in range(group.size)) < group.config.stripe_nbytes:
         return (blocks,) if isinstance(blocks, TensorBlocks) else (list(blocks),)
-    cut = [TensorBlocks.split(blocks[rank], lanes) for rank in range(who.size)]
+    cut = [TensorBlocks.split(blocks[rank], lanes) for rank in range(group.size)]
     return [[block[lane] for block in cut] for lane in range(lanes)]
 
 
 # -- movement -------------------------------------------------------------------------------------
 
 
-def broadcast(who: GroupContext, tensor: Any, root: int) -> Plan:
+def broadcast(group: GroupContext, tensor: Any, root: int) -> PreparedCollective:
     """Copy the root's tensor to every rank."""
-    who.peer(root, "src")
-    target = OutputTensor(tensor)
-    memory = target.memory
-
-    def finish() -> Any:
-        if who.rank != root:
-            target.store()
-        return tensor
-
-    call = fingerprint(Collective.broadcast, memory.dtype, tuple(target.tensor.shape), None, root)
-    native = who.native_for("broadcast")
+    group.peer(root, "src")
+    tensor = validation.single(tensor)
+    count, nbytes = tensor.numel(), tensor.nbytes
+    call = fingerprint(Collective.broadcast, tensor.dtype, tuple(tensor.shape), None, root)
+    native = group.native_for("broadcast")
     if native is not None:
-        start = functools.partial(native.broadcast, memory=memory, root=root)
-        kind = CallSignature(Collective.broadcast, call, memory.dtype, (memory.count,), root=root)
-        return Plan(native=start, fingerprint=call, finish=finish, nbytes=memory.nbytes, kind=kind)
-    islands = who.islands_for("broadcast")
-    if islands is not None:
-        return Plan(islands.broadcast(memory, root, call), call, None, finish, islands.window, memory.nbytes)
-    if who.choose("broadcast", memory.nbytes) == "tree":
-        parts: Iterable[Schedule] = (
-            tree.broadcast(who.rank, who.size, root, stripe) for stripe in stripes(who, memory)
+        signature = CallSignature(Collective.broadcast, call, tensor.dtype, (count,), root=root)
+        return PreparedCollective(call, nbytes, native.prepare(signature))
+    hierarchical = group.hierarchical_for("broadcast")
+    if hierarchical is not None:
+        return PreparedCollective(
+            call,
+            nbytes,
+            parts=lambda tensor: hierarchical.broadcast(flat_memory(tensor), root, call),
+            window=hierarchical.window,
         )
-    else:
-        count = max(1, who.config.segment_nbytes // memory.itemsize)
-        parts = (tree.chain_broadcast(who.rank, who.size, root, segment) for segment in segments(memory, count))
-    return Plan(iter(parts), call, None, finish, window=max(4, who.config.lanes), nbytes=memory.nbytes)
+    in_tree = group.choose("broadcast", nbytes) == "tree"
+    segment_count = max(1, group.config.segment_nbytes // tensor.itemsize)
+
+    def parts(tensor: torch.Tensor) -> Iterable[Schedule]:
+        memory = flat_memory(tensor)
+        if in_tree:
+            return (tree.broadcast(group.rank, group.size, root, stripe) for stripe in stripes(group, memory))
+        each = segments(memory, segment_count)
+        return (tree.chain_broadcast(group.rank, group.size, root, segment) for segment in each)
+
+    return PreparedCollective(call, nbytes, parts=parts, window=max(4, group.config.lanes))
 
 
-def all_gather_lists(
-    who: GroupContext, pairs: Sequence[tuple[Sequence[Any], Any]], value: Any, what: str = "tensor_list"
-) -> Plan:
-    """Gather each pair's tensor into its list, one entry per rank; several pairs are coalesced."""
-    rows = [(validation.targets(outputs, who.size, what), input_memory(tensor)) for outputs, tensor in pairs]
-    finish = validation.storing([target for row, _ in rows for target in row], value)
-    return all_gather(who, [([target.memory for target in row], own) for row, own in rows], finish)
-
-
-def all_gather_list(who: GroupContext, outputs: Sequence[Any], tensor: Any) -> Plan:
+def all_gather_list(group: GroupContext, outputs: Any, tensor: Any) -> PreparedCollective:
     """Gather every rank's tensor into a list."""
-    return all_gather_lists(who, [(outputs, tensor)], outputs)
+    blocks = validation.listed(outputs, group.size, "tensor_list")
+    return _all_gather(
+        group, [(blocks, tensor)], lambda outputs, tensor: [(group.blocks(outputs), flat_memory(tensor))]
+    )
 
 
-def all_gather_coalesced(who: GroupContext, tensor_lists: Sequence[Sequence[Any]], tensors: Sequence[Any]) -> Plan:
+def all_gather_coalesced(group: GroupContext, tensor_lists: Any, tensors: Any) -> PreparedCollective:
     """Gather several tensors as one operation: rank ``r``'s ``tensors[i]`` into ``tensor_lists[r][i]``."""
-    validation.check_length(tensor_lists, who.size, "output_tensor_lists")
+    validation.check_length(tensor_lists, group.size, "output_tensor_lists")
     if not tensors or any(len(row) != len(tensors) for row in tensor_lists):
         raise UsageError(f"each of output_tensor_lists needs {len(tensors)} tensors, and one at least, as the input")
-    pairs = [([row[place] for row in tensor_lists], tensor) for place, tensor in enumerate(tensors)]
-    return all_gather_lists(who, pairs, tensor_lists, "output_tensor_lists")
+
+    def rows_of(tensor_lists: Any, tensors: Any) -> list[tuple[Any, Memory]]:
+        columns = zip(*tensor_lists, strict=True)
+        return [(group.blocks(column), flat_memory(tensor)) for column, tensor in zip(columns, tensors, strict=True)]
+
+    columns = [
+        validation.listed(column, group.size, "output_tensor_lists") for column in zip(*tensor_lists, strict=True)
+    ]
+    prepared = _all_gather(group, list(zip(columns, tensors, strict=True)), rows_of)
+    call = prepared.native
+    if call is None:
+        return prepared
+
+    def start(sequence: int, tensor_lists: Any, tensors: Any) -> Schedule:
+        columns = [list(column) for column in zip(*tensor_lists, strict=True)]
+        return call(sequence, columns[0], tensors[0]) if len(columns) == 1 else call(sequence, columns, tensors)
+
+    return prepared._replace(native=start)
 
 
-def all_gather_single(who: GroupContext, output: Any, tensor: Any) -> Plan:
+def all_gather_single(group: GroupContext, output: Any, tensor: Any) -> PreparedCollective:
     """Gather every rank's tensor into one tensor, concatenated in group order."""
-    target = OutputTensor(output)
-    blocks = validation.even(target.memory, who.size, "output")
-    return all_gather(who, [(blocks, input_memory(tensor))], validation.storing([target], output))
-
-
-def all_gather(
-    who: GroupContext, pairs: Sequence[tuple[Sequence[Memory] | TensorBlocks, Memory]], finish: Callable[[], Any]
-) -> Plan:
-    """Gather every rank's input into the blocks of every rank; pairs of (blocks, own input), several when coalesced."""
-    total = 0
-    layout: list[int] = []
-    for blocks, own in pairs:
-        if blocks[who.rank].count != own.count or blocks[who.rank].dtype is not own.dtype:
-            raise UsageError(
-                f"this rank gives {own.count} x {own.dtype}, but its place in the output has "
-                f"{blocks[who.rank].count} x {blocks[who.rank].dtype}"
-            )
-        counts = [blocks[rank].count for rank in range(who.size)]
-        total += sum(counts)
-        layout += [DTYPE_NUMBERS[own.dtype], *counts]
-    places = [blocks[rank] for blocks, _ in pairs for rank in range(who.size)]
-    owns = copy_overlapping_inputs(
-        [own for _, own in pairs], places, {row: row * who.size + who.rank for row in range(len(pairs))}
+    blocks = validation.even(output, group.size, "output")
+    return _all_gather(
+        group,
+        [(blocks, tensor)],
+        lambda output, tensor: [(group.equal_blocks(output), flat_memory(tensor))],
+        contiguous=True,
     )
-    pairs = [(blocks, owns[row]) for row, (blocks, _) in enumerate(pairs)]
-    dtype = pairs[0][1].dtype
 
-    def part(blocks: list[Memory] | TensorBlocks, algorithm: str) -> Schedule:
-        run = {"ring": ring.all_gather, "doubling": recursive_doubling.all_gather, "direct": pairwise.all_gather}[
-            algorithm
-        ]
-        yield from run(who.rank, who.size, blocks)
 
-    def parts() -> Iterator[Schedule]:
-        for blocks, _ in pairs:
-            nbytes = sum(blocks[rank].nbytes for rank in range(who.size))
-            for stripe in striped_blocks(who, blocks):
-                yield part(stripe, who.choose("all_gather", nbytes, contiguous=isinstance(stripe, TensorBlocks)))
-
-    collective = Collective.all_gather if len(pairs) == 1 else Collective.all_gather_coalesced
-    call = fingerprint(collective, dtype, total, None, None, tuple(layout))
-    native = who.native_for("all_gather")
+def _all_gather(
+    group: GroupContext,
+    rows: Sequence[tuple[Sequence[torch.Tensor], Any]],
+    rows_of: Callable[[Any, Any], list[tuple[Any, Memory]]],
+    *,
+    contiguous: bool = False,
+) -> PreparedCollective:
+    """Gather every rank's input into the blocks of every rank; pairs of (blocks, own input), several when coalesced."""
+    counts: list[list[int]] = []
+    layout: list[int] = []
+    for blocks, own in rows:
+        count, dtype, place = validation.single(own).numel(), own.dtype, blocks[group.rank]
+        if place.numel() != count or place.dtype is not dtype:
+            raise UsageError(
+                f"this rank gives {count} x {dtype}, but its place in the output has {place.numel()} x {place.dtype}"
+            )
+        counts.append([block.numel() for block in blocks])
+        layout += [DTYPE_NUMBERS[dtype], *counts[-1]]
+    dtype, total = rows[0][1].dtype, sum(map(sum, counts))
+    collective = Collective.all_gather if len(rows) == 1 else Collective.all_gather_coalesced
+    call, nbytes = fingerprint(collective, dtype, total, None, None, tuple(layout)), total * dtype.itemsize
+    native = group.native_for("all_gather")
     if native is not None:
-        start = functools.partial(native.all_gather, rows=pairs)
-        alike = len(pairs) == 1 and len(set(layout[1:])) == 1
-        kind = CallSignature(collective, call, dtype, (layout[1],)) if alike else None
-        return Plan(native=start, fingerprint=call, finish=finish, nbytes=total * dtype.itemsize, kind=kind)
-    for blocks, own in pairs:
-        blocks[who.rank].tensor.copy_(own.tensor)
-    islands = who.islands_for("all_gather")
-    if islands is not None:
-        rows = islands.all_gather([blocks for blocks, _ in pairs], call)
-        return Plan(rows, call, None, finish, islands.window, total * dtype.itemsize)
-    return Plan(parts(), call, None, finish, window=max(2, who.config.lanes), nbytes=total * dtype.itemsize)
+        alike = len(rows) == 1 and len(set(counts[0])) == 1
+        sizes = () if alike else tuple(count for row in counts for count in row)
+        signature = CallSignature(collective, call, dtype, (counts[0][group.rank],), sizes=sizes)
+        return PreparedCollective(call, nbytes, native.prepare(signature))
+    hierarchical = group.hierarchical_for("all_gather")
+    row_parts = [
+        _all_gather_row(group, sum(row) * own.itemsize, contiguous) for row, (_, own) in zip(counts, rows, strict=True)
+    ]
+
+    def parts(outputs: Any, inputs: Any) -> Iterable[Schedule]:
+        rows = copy_overlapping_rows(rows_of(outputs, inputs), group.size, group.rank)
+        for blocks, own in rows:
+            blocks[group.rank].tensor.copy_(own.tensor)
+        if hierarchical is not None:
+            return hierarchical.all_gather([blocks for blocks, _ in rows], call)
+        return (part for (blocks, _), of_row in zip(rows, row_parts, strict=True) for part in of_row(blocks))
+
+    window = max(2, group.config.lanes) if hierarchical is None else hierarchical.window
+    return PreparedCollective(call, nbytes, parts=parts, window=window)
 
 
-def gather(who: GroupContext, gather_list: Sequence[Any] | None, tensor: Any, root: int) -> Plan:
+def _all_gather_row(group: GroupContext, nbytes: int, contiguous: bool) -> Callable[[Any], Iterator[Schedule]]:
+    """Return what gathers the blocks of one row over links, in one part for each lane."""
+    striped = group.config.lanes > 1 and nbytes >= group.config.stripe_nbytes
+    algorithm = group.choose("all_gather", nbytes, contiguous=contiguous and not striped)
+    run = {"ring": ring.all_gather, "doubling": recursive_doubling.all_gather, "direct": pairwise.all_gather}[algorithm]
+    return lambda blocks: (run(group.rank, group.size, stripe) for stripe in striped_blocks(group, blocks))
+
+
+def gather(group: GroupContext, gather_list: Any, tensor: Any, root: int) -> PreparedCollective:
     """Gather every rank's tensor in the root's list."""
-    who.peer(root, "dst")
-    own = input_memory(tensor)
-    written: list[OutputTensor] = []
-    if who.rank == root:
-        written = validation.targets(gather_list, who.size, "gather_list on the destination rank")
-        validation.same_sizes([target.memory for target in written], own, "gather_list")
+    group.peer(root, "dst")
+    if group.rank == root:
+        blocks = validation.listed(gather_list, group.size, "gather_list on the destination rank")
+        validation.same_sizes(blocks, tensor, "gather_list")
     elif gather_list:
         raise UsageError(f"gather_list belongs to the destination, rank {root} of the group: pass None elsewhere")
-    plan = _gather(who, own, [target.memory for target in written], root, validation.storing(written, gather_list))
-    plan.kind = CallSignature(Collective.gather, plan.fingerprint, own.dtype, (own.count,), root=root)
-    return plan
+    return _gather(group, validation.single(tensor), root, group.blocks)
 
 
-def gather_single(who: GroupContext, output: Any, tensor: Any, root: int) -> Plan:
+def gather_single(group: GroupContext, output: Any, tensor: Any, root: int) -> PreparedCollective:
     """Gather every rank's tensor in the root's output, concatenated in group order."""
-    who.peer(root, "dst")
-    own = input_memory(tensor)
-    if who.rank != root:
-        return _gather(who, own, [], root, validation.storing([], None))
-    if output is None:
-        raise UsageError("gather_tensor on the destination rank is missing")
-    target = OutputTensor(output)
-    parts = validation.even(target.memory, who.size, "gather_tensor")
-    blocks = [parts[rank] for rank in range(who.size)]
-    validation.same_sizes(blocks, own, "gather_tensor")
-    return _gather(who, own, blocks, root, validation.storing([target], output))
+    group.peer(root, "dst")
+    if group.rank == root:
+        if output is None:
+            raise UsageError("gather_tensor on the destination rank is missing")
+        validation.same_sizes(validation.even(output, group.size, "gather_tensor"), tensor, "gather_tensor")
+    return _gather(group, validation.single(tensor), root, group.equal_blocks)
 
 
-def _gather(who: GroupContext, own: Memory, blocks: list[Memory], root: int, finish: Callable[[], Any]) -> Plan:
-    if who.rank == root:
-        (own,) = copy_overlapping_inputs([own], blocks, {0: root})
-        blocks[root].tensor.copy_(own.tensor)
-    call = fingerprint(Collective.gather, own.dtype, (own.count,), None, root)
-    nbytes = own.nbytes * who.size
-    native = who.native_for("gather")
+def _gather(group: GroupContext, tensor: torch.Tensor, root: int, cut: Cut) -> PreparedCollective:
+    count, nbytes = tensor.numel(), tensor.nbytes * group.size
+    call = fingerprint(Collective.gather, tensor.dtype, (count,), None, root)
+    native = group.native_for("gather")
     if native is not None:
-        start = functools.partial(native.gather, own=own, blocks=blocks, root=root)
-        return Plan(native=start, fingerprint=call, finish=finish, nbytes=nbytes)
-    return Plan((pairwise.gather(who.rank, who.size, root, own, blocks),), call, None, finish, nbytes=nbytes)
+        signature = CallSignature(Collective.gather, call, tensor.dtype, (count,), root=root)
+        return PreparedCollective(call, nbytes, native.prepare(signature))
+
+    def parts(output: Any, tensor: torch.Tensor) -> Iterable[Schedule]:
+        own, blocks = flat_memory(tensor), cut(output) if group.rank == root else []
+        if group.rank == root:
+            (own,) = copy_overlapping_inputs([own], blocks, {0: root})
+            blocks[root].tensor.copy_(own.tensor)
+        return (pairwise.gather(group.rank, group.size, root, own, blocks),)
+
+    return PreparedCollective(call, nbytes, parts=parts)
 
 
-def scatter(who: GroupContext, tensor: Any, scatter_list: Sequence[Any] | None, root: int) -> Plan:
+def scatter(group: GroupContext, tensor: Any, scatter_list: Any, root: int) -> PreparedCollective:
     """Give each rank its tensor of the root's list."""
-    who.peer(root, "src")
-    target = OutputTensor(tensor)
-    memory, blocks = target.memory, []
-    if who.rank == root:
-        blocks = validation.listed(scatter_list, who.size, "scatter_list on the source rank")
-        validation.same_sizes(blocks, memory, "scatter_list")
-        blocks = copy_overlapping_inputs(blocks, [memory], {root: 0})
-        memory.tensor.copy_(blocks[who.rank].tensor)
+    group.peer(root, "src")
+    tensor = validation.single(tensor)
+    if group.rank == root:
+        validation.same_sizes(
+            validation.listed(scatter_list, group.size, "scatter_list on the source rank"), tensor, "scatter_list"
+        )
     elif scatter_list:
         raise UsageError(f"scatter_list belongs to the source, rank {root} of the group: pass None elsewhere")
-    call = fingerprint(Collective.scatter, memory.dtype, (memory.count,), None, root)
-    finish, nbytes = validation.storing([target], tensor), memory.nbytes * who.size
-    native = who.native_for("scatter")
+    count, nbytes = tensor.numel(), tensor.nbytes * group.size
+    call = fingerprint(Collective.scatter, tensor.dtype, (count,), None, root)
+    native = group.native_for("scatter")
     if native is not None:
-        start = functools.partial(native.scatter, own=memory, blocks=blocks, root=root)
-        kind = CallSignature(Collective.scatter, call, memory.dtype, (memory.count,), root=root)
-        return Plan(native=start, fingerprint=call, finish=finish, nbytes=nbytes, kind=kind)
-    return Plan((pairwise.scatter(who.rank, who.size, root, memory, blocks),), call, None, finish, nbytes=nbytes)
+        signature = CallSignature(Collective.scatter, call, tensor.dtype, (count,), root=root)
+        return PreparedCollective(call, nbytes, native.prepare(signature))
+
+    def parts(tensor: torch.Tensor, scatter_list: Any) -> Iterable[Schedule]:
+        memory, blocks = flat_memory(tensor), group.blocks(scatter_list)
+        if group.rank == root:
+            blocks = list(copy_overlapping_inputs(blocks, [memory], {root: 0}))
+            memory.tensor.copy_(blocks[root].tensor)
+        return (pairwise.scatter(group.rank, group.size, root, memory, blocks),)
+
+    return PreparedCollective(call, nbytes, parts=parts)
 
 
-def all_to_all_lists(who: GroupContext, output_list: Sequence[Any], input_list: Sequence[Any]) -> Plan:
+def all_to_all_lists(group: GroupContext, output_list: Any, input_list: Any) -> PreparedCollective:
     """Send ``input_list[i]`` to rank ``i``, and receive from it into ``output_list[i]``."""
-    written = validation.targets(output_list, who.size, "output_tensor_list")
-    outgoing = validation.listed(input_list, who.size, "input_tensor_list")
-    incoming = [target.memory for target in written]
-    return all_to_all(who, incoming, outgoing, validation.storing(written, output_list))
+    incoming = validation.listed(output_list, group.size, "output_tensor_list")
+    outgoing = validation.listed(input_list, group.size, "input_tensor_list")
+    counts = [block.numel() for block in incoming], [block.numel() for block in outgoing]
+    return _all_to_all(group, incoming[0].dtype, outgoing[0].dtype, *counts, group.blocks, group.blocks)
 
 
 def all_to_all_single(
-    who: GroupContext, output: Any, tensor: Any, output_sizes: Sequence[int] | None, input_sizes: Sequence[int] | None
-) -> Plan:
+    group: GroupContext, output: Any, tensor: Any, output_sizes: Sequence[int] | None, input_sizes: Sequence[int] | None
+) -> PreparedCollective:
     """Exchange parts of one tensor, cut along the first dimension."""
-    target = OutputTensor(output)
-    incoming = validation.split_by(target.memory, output, output_sizes, who.size, "output")
-    outgoing = validation.split_by(input_memory(tensor), tensor, input_sizes, who.size, "input")
-    return all_to_all(who, incoming, outgoing, validation.storing([target], output))
+    incoming = validation.split_counts(output, output_sizes, group.size, "output")
+    outgoing = validation.split_counts(tensor, input_sizes, group.size, "input")
+    prepared = _all_to_all(
+        group, output.dtype, tensor.dtype, incoming, outgoing, _cut_by(incoming), _cut_by(outgoing)
+    )  # fmt: skip
+    call = prepared.native
+    if call is None or len({*incoming, *outgoing}) == 1:
+        return prepared
+
+    def start(sequence: int, output: torch.Tensor, tensor: torch.Tensor) -> Schedule:
+        return call(sequence, output.view(-1).split(incoming), tensor.view(-1).split(outgoing))
+
+    return prepared._replace(native=start)
 
 
-def all_to_all(
-    who: GroupContext, incoming: Sequence[Memory], outgoing: Sequence[Memory], finish: Callable[[], Any]
-) -> Plan:
-    """Send block ``i`` of ``outgoing`` to rank ``i``, and receive its block for this rank into ``incoming[i]``."""
-    own_in, own_out = incoming[who.rank], outgoing[who.rank]
-    if own_in.count != own_out.count or own_in.dtype is not own_out.dtype:
-        raise UsageError(
-            f"this rank sends itself {own_out.count} x {own_out.dtype}, but has room for {own_in.count} x {own_in.dtype}"
-        )
-    call = fingerprint(Collective.all_to_all, own_out.dtype, 0, None, None)
-    nbytes = sum(block.nbytes for block in outgoing)
-    outgoing = copy_overlapping_inputs(outgoing, incoming, {who.rank: who.rank})
-    native = who.native_for("all_to_all")
+def _cut_by(counts: Sequence[int]) -> Cut:
+    bounds = [0, *itertools.accumulate(counts)]
+    return lambda tensor: [flat_memory(tensor).slice(start, stop) for start, stop in itertools.pairwise(bounds)]
+
+
+def _all_to_all(
+    group: GroupContext,
+    incoming_dtype: torch.dtype,
+    dtype: torch.dtype,
+    incoming_counts: Sequence[int],
+    outgoing_counts: Sequence[int],
+    cut_incoming: Cut,
+    cut_outgoing: Cut,
+) -> PreparedCollective:
+    """Send block ``i`` of the input to rank ``i``, and receive its block for this rank into block ``i`` of the output."""
+    own_in, own_out = incoming_counts[group.rank], outgoing_counts[group.rank]
+    if own_in != own_out or incoming_dtype is not dtype:
+        raise UsageError(f"this rank sends itself {own_out} x {dtype}, but has room for {own_in} x {incoming_dtype}")
+    call = fingerprint(Collective.all_to_all, dtype, 0, None, None)
+    nbytes = sum(outgoing_counts) * dtype.itemsize
+    native = group.native_for("all_to_all")
     if native is not None:
-        start = functools.partial(native.all_to_all, incoming=incoming, outgoing=outgoing)
-        alike = all(block.count == own_out.count for block in (*incoming, *outgoing))
-        kind = CallSignature(Collective.all_to_all, call, own_out.dtype, (own_out.count,)) if alike else None
-        return Plan(native=start, fingerprint=call, finish=finish, nbytes=nbytes, kind=kind)
-    own_in.tensor.copy_(outgoing[who.rank].tensor)
-    parts = [
-        pairwise.all_to_all(who.rank, who.size, sent, received)
-        for sent, received in zip(_split_each(who, outgoing), _split_each(who, incoming), strict=True)
-    ]
-    return Plan(parts, call, None, finish, window=max(1, len(parts)), nbytes=nbytes)
+        alike = len({*incoming_counts, *outgoing_counts}) == 1
+        sizes = () if alike else (*incoming_counts, *outgoing_counts)
+        signature = CallSignature(Collective.all_to_all, call, dtype, (own_out,), sizes=sizes)
+        return PreparedCollective(call, nbytes, native.prepare(signature))
+
+    def parts(output: Any, tensor: Any) -> Iterable[Schedule]:
+        incoming, own = cut_incoming(output), {group.rank: group.rank}
+        outgoing = copy_overlapping_inputs(cut_outgoing(tensor), incoming, own)
+        incoming[group.rank].tensor.copy_(outgoing[group.rank].tensor)
+        return [
+            pairwise.all_to_all(group.rank, group.size, sent, received)
+            for sent, received in zip(_split_each(group, outgoing), _split_each(group, incoming), strict=True)
+        ]
+
+    return PreparedCollective(call, nbytes, parts=parts, window=max(1, group.config.lanes))
 
 
-def _split_each(who: GroupContext, blocks: Sequence[Memory]) -> list[list[Memory]]:
+def _split_each(group: GroupContext, blocks: Sequence[Memory] | TensorBlocks) -> list[list[Memory]]:
     """Cut blocks of any sizes into one part a lane; sizes differ between ranks, so the cut must not depend on them."""
-    lanes = max(1, who.config.lanes)
-    cut = [TensorBlocks.split(block, lanes) for block in blocks]
+    lanes = max(1, group.config.lanes)
+    cut = [TensorBlocks.split(blocks[rank], lanes) for rank in range(group.size)]
     return [[block[lane] for block in cut] for lane in range(lanes)]
 
 
-def barrier(who: GroupContext) -> Plan:
+def barrier(group: GroupContext) -> PreparedCollective:
     """Complete when every rank has called the barrier."""
     call = fingerprint(Collective.barrier, None, 0, None, None)
-    native = who.native_for("barrier")
+    native, hierarchical = group.native_for("barrier"), group.hierarchical_for("barrier")
     if native is not None:
-        return Plan(
-            native=native.barrier, fingerprint=call, kind=CallSignature(Collective.barrier, call, torch.uint8, (0,))
-        )
-    islands = who.islands_for("barrier")
-    if islands is not None:
-        return Plan(islands.barrier(call), call)
-    return Plan((recursive_doubling.barrier(who.rank, who.size, NOTHING, NOTHING),), call)
+        return PreparedCollective(call, 0, native.prepare(CallSignature(Collective.barrier, call, torch.uint8, (0,))))
+    if hierarchical is not None:
+        return PreparedCollective(call, 0, parts=lambda: hierarchical.barrier(call))
+    return PreparedCollective(
+        call, 0, parts=lambda: (recursive_doubling.barrier(group.rank, group.size, NOTHING, NOTHING),)
+    )
 
 
-def monitored_barrier(who: GroupContext) -> Plan:
+def monitored_barrier(group: GroupContext) -> Plan:
     """Rank 0 receives from every rank before it releases any rank, so that it can name the missing ranks."""
 
     def part() -> Schedule:
-        others = [rank for rank in range(who.size) if rank != 0]
-        if who.rank != 0:
+        others = [rank for rank in range(group.size) if rank != 0]
+        if group.rank != 0:
             yield (Send(0, NOTHING),)
             yield (Recv(0, NOTHING),)
         elif others:

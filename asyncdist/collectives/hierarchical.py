@@ -38,10 +38,13 @@ from asyncdist.algorithms import pairwise, recursive_doubling, ring, tree
 from asyncdist.algorithms.hierarchy import NodeLayout, among, gather_runs, part_count, slices_pay
 from asyncdist.algorithms.schedule import Reduce, Schedule, Send
 from asyncdist.algorithms.selection import Model, choose
-from asyncdist.base.ops import Reduction
+from asyncdist.base.bounded_cache import BoundedCache
+from asyncdist.base.ops import Collective
 from asyncdist.memory.buffers import NOTHING, Memory, Scratch, TensorBlocks
-from asyncdist.memory.reduce_kernels import Arithmetic, arithmetic, divide
-from asyncdist.transport.native import Native
+from asyncdist.memory.reduce_kernels import Arithmetic, divide
+from asyncdist.transport.native import CallSignature, Native, PreparedCall
+
+_CACHED_CALLS = 512
 
 Part = Callable[[int], Schedule]
 """Makes the schedule of a part, given the first of its numbers."""
@@ -69,6 +72,7 @@ class HierarchicalCollectives:
         self._native = native
         self._model = model
         self._scratch = scratch
+        self._calls: BoundedCache[CallSignature, PreparedCall] = BoundedCache(_CACHED_CALLS)
         self._last_number = 0
         self._size = sum(len(members) for members in where.islands)
         self._hosts = len(where.islands)
@@ -97,9 +101,8 @@ class HierarchicalCollectives:
 
     # -- reducing ------------------------------------------------------------------------------
 
-    def all_reduce(self, memories: Sequence[Memory], op: Reduction, call: int) -> Iterator[Schedule]:
+    def all_reduce(self, memories: Sequence[Memory], kernels: Arithmetic, call: int) -> Iterator[Schedule]:
         """Reduce each memory over all ranks in place, with equal bits on all ranks. The caller has applied any scaling."""
-        how = arithmetic(op, memories[0].dtype)
 
         def parts() -> Iterator[tuple[int, Part]]:
             for memory in memories:
@@ -107,92 +110,93 @@ class HierarchicalCollectives:
                 run, meetings = (self._all_reduce_slices, 2) if sliced else (self._all_reduce_whole, 1)
                 blocks = TensorBlocks.split(memory, self._cut(memory.nbytes))
                 for part in range(len(blocks)):
-                    yield meetings, _bound(run, call, blocks[part], how)
+                    yield meetings, _bound(run, call, blocks[part], kernels)
 
         return self._numbered(parts())
 
-    def _all_reduce_slices(self, number: int, call: int, memory: Memory, how: Arithmetic) -> Schedule:
+    def _all_reduce_slices(self, number: int, call: int, memory: Memory, kernels: Arithmetic) -> Schedule:
         where = self._where
-        narrow, wide = self._slices(memory), self._slices(self._widened(memory, how))
+        narrow, wide = self._slices(memory), self._slices(self._widened(memory, kernels))
         own, result = wide[where.place], narrow[where.place]
-        yield from self._reduce_scatter(number, call, wide, own, how)
+        yield from self._reduce_scatter(number, call, wide, own, kernels)
         if where.carries:
-            rail = self._reduce_along(own, result if how.widens else own, how)
+            rail = self._reduce_along(own, result if kernels.widens else own, kernels)
             yield from among(where.rail(where.place), rail)
         yield from self._all_gather(number + 1, call, [narrow])
 
-    def _all_reduce_whole(self, number: int, call: int, memory: Memory, how: Arithmetic) -> Schedule:
-        where, own = self._where, self._widened(memory, how)
+    def _all_reduce_whole(self, number: int, call: int, memory: Memory, kernels: Arithmetic) -> Schedule:
+        where, own = self._where, self._widened(memory, kernels)
         if self._native is not None:
-            yield from among(where.members, self._native.all_reduce(number, call, [own], _plain(how)))
-        yield from among(where.rail(where.place), self._reduce_along(own, memory, how))
+            run = self._prepared(Collective.all_reduce, call, own, _plain(kernels))
+            yield from among(where.members, run(number, own.tensor))
+        yield from among(where.rail(where.place), self._reduce_along(own, memory, kernels))
 
-    def _reduce_along(self, own: Memory, result: Memory, how: Arithmetic) -> Schedule:
+    def _reduce_along(self, own: Memory, result: Memory, kernels: Arithmetic) -> Schedule:
         """All-reduce ``own`` along the rail of this rank into ``result``, whose dtype may be narrower."""
         place, hosts = self._where.island, self._hosts
         if choose("all_reduce", own.nbytes, hosts, model=self._model) == "doubling":
             scratch = self._scratch.take(own.count, own.dtype)
             yield from recursive_doubling.all_reduce(place, hosts, own, scratch)
             self._scratch.give(scratch)
-            self._store_result(own, result, how)
+            self._store_result(own, result, kernels)
             return
         blocks, results = TensorBlocks.split(own, hosts), TensorBlocks.split(result, hosts)
         yield from ring.reduce_scatter(place, hosts, blocks)
-        self._store_result(blocks[place], results[place], how)
+        self._store_result(blocks[place], results[place], kernels)
         yield from ring.all_gather(place, hosts, results)
 
-    def _store_result(self, own: Memory, result: Memory, how: Arithmetic) -> None:
+    def _store_result(self, own: Memory, result: Memory, kernels: Arithmetic) -> None:
         """Store a reduction over all ranks as the result: divide an average, and round to the dtype of ``result``."""
-        if how.averages:
+        if kernels.averages:
             divide(own.tensor, self._size)
-        if how.widens:
+        if kernels.widens:
             result.tensor.copy_(own.tensor)
 
-    def reduce(self, memory: Memory, root: int, op: Reduction, call: int) -> Iterator[Schedule]:
+    def reduce(self, memory: Memory, root: int, kernels: Arithmetic, call: int) -> Iterator[Schedule]:
         """Store the reduction in the memory of the root. The memory of the other ranks is only read."""
-        how, at_root = arithmetic(op, memory.dtype), self._where.rank == root
+        at_root = self._where.rank == root
         agents = [root if root in members else members[0] for members in self._where.islands]
 
         def part(number: int, piece: Memory) -> Schedule:
             where, island = self._where, agents.index(root)
             ours = agents[where.island]
             own = piece
-            if how.widens or (where.rank == ours and not at_root):
-                own = Memory(piece.tensor.to(how.accumulator, copy=True))
+            if kernels.widens or (where.rank == ours and not at_root):
+                own = Memory(piece.tensor.to(kernels.accumulator, copy=True))
             if self._native is not None:
                 place = where.members.index(ours)
-                yield from among(where.members, self._native.reduce(number, call, own, place, _plain(how)))
+                run = self._prepared(Collective.reduce, call, own, _plain(kernels), root=place)
+                yield from among(where.members, run(number, own.tensor))
             if where.rank == ours:
                 yield from among(agents, tree.reduce(where.island, self._hosts, island, own))
             if at_root:
-                self._store_result(own, piece, how)
+                self._store_result(own, piece, kernels)
 
         # A single rail carries all parts, because the root receives all of them.
         blocks = TensorBlocks.split(memory, part_count(memory.nbytes, 1, self._model.segment_nbytes))
         return self._numbered((1, _bound(part, blocks[place])) for place in range(len(blocks)))
 
-    def reduce_scatter(self, inputs: Sources, own: Memory, op: Reduction, call: int) -> Iterator[Schedule]:
+    def reduce_scatter(self, inputs: Sources, own: Memory, kernels: Arithmetic, call: int) -> Iterator[Schedule]:
         """Store in ``own`` the reduction of ``inputs[rank]`` over all members. The inputs are only read."""
-        how = arithmetic(op, own.dtype)
         count = self._cut(sum(inputs[rank].nbytes for rank in range(self._size)))
         cut = [TensorBlocks.split(inputs[rank], count) for rank in range(self._size)]
         owns, where = TensorBlocks.split(own, count), self._where
         meetings = 1 + sum(len(list(where.turns(other))) for other in range(self._hosts) if other != where.island)
 
         def part(number: int, which: int) -> Schedule:
-            wanted = [self._widened(blocks[which], how) for blocks in cut]
+            wanted = [self._widened(blocks[which], kernels) for blocks in cut]
             result = owns[which]
-            total = self._scratch.take(result.count, how.accumulator) if how.widens else result
-            yield from self._reduce_scatter(number, call, [wanted[rank] for rank in where.members], total, how)
-            yield from self._give_partial_sums(number + 1, call, wanted, total, how)
-            self._store_result(total, result, how)
-            if how.widens:
+            total = self._scratch.take(result.count, kernels.accumulator) if kernels.widens else result
+            yield from self._reduce_scatter(number, call, [wanted[rank] for rank in where.members], total, kernels)
+            yield from self._give_partial_sums(number + 1, call, wanted, total, kernels)
+            self._store_result(total, result, kernels)
+            if kernels.widens:
                 self._scratch.give(total)
 
         return self._numbered((meetings, _bound(part, which)) for which in range(count))
 
     def _give_partial_sums(
-        self, number: int, call: int, wanted: Sequence[Memory], total: Memory, how: Arithmetic
+        self, number: int, call: int, wanted: Sequence[Memory], total: Memory, kernels: Arithmetic
     ) -> Schedule:
         """Reduce the blocks of each other island, send them there, and add the received partial sums to ``total``."""
         where = self._where
@@ -207,7 +211,7 @@ class HierarchicalCollectives:
                     out = self._scratch.take(out.count, out.dtype)
                 if where.place < len(turn):
                     sends.append(Send(turn[where.place], out))
-                yield from self._reduce_scatter(number, call, blocks, out, how)
+                yield from self._reduce_scatter(number, call, blocks, out, kernels)
                 number += 1
             yield (*sends, Reduce(where.carrier(back, where.rank), total))
             if self._native is not None:
@@ -265,7 +269,8 @@ class HierarchicalCollectives:
             slices = self._slices(piece)
             if where.island == home and self._native is not None:
                 place = where.members.index(root)
-                yield from among(where.members, self._native.broadcast(number, call, piece, place))
+                run = self._prepared(Collective.broadcast, call, piece, root=place)
+                yield from among(where.members, run(number, piece.tensor))
             if where.carries:
                 rail = along(where.island, self._hosts, home, slices[where.place])
                 yield from among(where.rail(where.place), rail)
@@ -277,35 +282,60 @@ class HierarchicalCollectives:
 
     def barrier(self, call: int) -> Iterator[Schedule]:
         """Yield the single part of a barrier."""
-        where, native = self._where, self._native
-        all_carry = len(where.members) == where.rails
+        where, all_carry = self._where, len(self._where.members) == self._where.rails
 
         def part(number: int) -> Schedule:
-            if native is not None:
-                yield from among(where.members, native.barrier(number, call))
+            alone = self._native is None
+            run = _nothing if alone else self._prepared(Collective.barrier, call, NOTHING)
+            yield from among(where.members, run(number))
             if where.carries:
                 rail = recursive_doubling.barrier(where.island, self._hosts, NOTHING, NOTHING)
                 yield from among(where.rail(where.place), rail)
-            if native is not None and not all_carry:
-                yield from among(where.members, native.barrier(number + 1, call))
+            if not all_carry:
+                yield from among(where.members, run(number + 1))
 
         return self._numbered([(1 if all_carry else 2, part)])
 
     # -- inside an island ----------------------------------------------------------------------
 
+    def _prepared(
+        self,
+        collective: Collective,
+        call: int,
+        memory: Memory,
+        kernels: Arithmetic | None = None,
+        *,
+        root: int = -1,
+        sizes: tuple[int, ...] = (),
+    ) -> PreparedCall:
+        """Return the prepared native call for one tensor, or for one block of it on each member."""
+        assert self._native is not None
+        signature = CallSignature(collective, call, memory.dtype, (memory.count,), kernels, root, sizes)
+        return self._calls.get(signature) or self._calls.add(signature, self._native.prepare(signature))
+
     def _reduce_scatter(
-        self, number: int, call: int, inputs: Sequence[Memory], own: Memory, how: Arithmetic
+        self, number: int, call: int, inputs: Sequence[Memory], own: Memory, kernels: Arithmetic
     ) -> Schedule:
-        native, members = self._native, self._where.members
-        if native is not None:
-            yield from among(members, native.reduce_scatter(number, call, inputs, own, _plain(how)))
+        if self._native is not None:
+            run = self._prepared(Collective.reduce_scatter, call, own, _plain(kernels), sizes=_sizes(inputs))
+            schedule = run(number, own.tensor, [block.tensor for block in inputs])
+            yield from among(self._where.members, schedule)
         elif own is not inputs[0]:
             own.tensor.copy_(inputs[0].tensor)
 
     def _all_gather(self, number: int, call: int, rows: Sequence[Sequence[Memory]]) -> Schedule:
-        if self._native is not None:
-            pairs = [(row, row[self._where.place]) for row in rows]
-            yield from among(self._where.members, self._native.all_gather(number, call, pairs))
+        if self._native is None:
+            return
+        owns = [row[self._where.place] for row in rows]
+        lists = [[block.tensor for block in row] for row in rows]
+        if len(rows) == 1:
+            run = self._prepared(Collective.all_gather, call, owns[0], sizes=_sizes(rows[0]))
+            schedule = run(number, lists[0], owns[0].tensor)
+        else:
+            sizes = tuple(block.count for row in rows for block in row)
+            run = self._prepared(Collective.all_gather_coalesced, call, owns[0], sizes=sizes)
+            schedule = run(number, lists, [own.tensor for own in owns])
+        yield from among(self._where.members, schedule)
 
     def _slices(self, memory: Memory) -> list[Memory]:
         """Cut memory into one slice per rail, and an empty slice for each member of the island outside the rails."""
@@ -316,13 +346,23 @@ class HierarchicalCollectives:
         """Return one block per member of the island: the given blocks, then empty ones."""
         return blocks + [blocks[0].slice(0, 0)] * (len(self._where.members) - len(blocks))
 
-    def _widened(self, memory: Memory, how: Arithmetic) -> Memory:
-        return Memory(memory.tensor.to(how.accumulator)) if how.widens else memory
+    def _widened(self, memory: Memory, kernels: Arithmetic) -> Memory:
+        return Memory(memory.tensor.to(kernels.accumulator)) if kernels.widens else memory
 
 
-def _plain(how: Arithmetic) -> Arithmetic:
+def _sizes(blocks: Sequence[Memory]) -> tuple[int, ...]:
+    """Return the element counts of blocks; nothing if all are alike."""
+    counts = tuple(block.count for block in blocks)
+    return () if len(set(counts)) == 1 else counts
+
+
+def _nothing(number: int) -> Schedule:
+    yield from ()
+
+
+def _plain(kernels: Arithmetic) -> Arithmetic:
     """Return the arithmetic of partial results, in the dtype of the accumulator and without division."""
-    return how._replace(widens=False, averages=False)
+    return kernels._replace(widens=False, averages=False)
 
 
 def _bound(run: Callable[..., Schedule], *arguments: object) -> Part:

@@ -1,24 +1,30 @@
 """The tensor operations that a `Group` and its `DeviceGroup` have in common.
 
-`Group` and `DeviceGroup` derive from it. `CollectiveOps` is what a `Group` and its part on a device have in common.
-Ranks in arguments are ranks in the group; the faces (`asyncdist`, `asyncdist.sync`) translate global ones.
+`CollectiveOps._call` is the one path of first and repeated calls: it looks up or makes the prepared call, which the
+group then runs. Ranks in arguments are ranks in the group; `asyncdist` and `asyncdist.sync` translate global ranks.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, TypedDict, TypeVar, Unpack
+from functools import partial
+from typing import Any, TypedDict, Unpack
 
+import torch
+
+from asyncdist.base.bounded_cache import BoundedCache
 from asyncdist.base.deadline import Timeout
 from asyncdist.base.ops import ReduceOp, Reduction
-from asyncdist.collectives import data_movement, reductions
+from asyncdist.collectives import data_movement, reductions, sparse
+from asyncdist.collectives.prepared import PreparedCollective, cache_key, converted, finish_call
 from asyncdist.engine.operation import Plan
 from asyncdist.engine.work import Work
-from asyncdist.errors import UsageError
+from asyncdist.errors import UnsupportedError, UsageError
+from asyncdist.memory.buffers import OutputTensor
 from asyncdist.memory.torch_compile import excluded_from_compile
 
-T = TypeVar("T")
+_CACHED_CALLS = 512
 
 
 class CallOptions(TypedDict, total=False):
@@ -45,8 +51,14 @@ class CollectiveOps(ABC):
     name: str
     ranks: tuple[int, ...]
     timeout: float
+    device: torch.device
+    """The device of all tensors."""
+    context: data_movement.GroupContext
+    """What the preparation of a call needs to know of the group."""
     _rank: int
-    _who: data_movement.GroupContext
+
+    def __init__(self) -> None:
+        self._prepared: BoundedCache[Hashable, PreparedCollective] = BoundedCache(_CACHED_CALLS)
 
     # -- identity -------------------------------------------------------------------------------
 
@@ -58,132 +70,154 @@ class CollectiveOps(ABC):
         """Return the number of ranks in this group."""
         return len(self.ranks)
 
-    # -- issuing ------------------------------------------------------------------------------
+    # -- starting -----------------------------------------------------------------------------
 
     @abstractmethod
-    def _at(self, value: Any) -> CollectiveOps:
-        """Return the operations for the device of a tensor, or of the first tensor of a list; host memory: ``self``."""
+    def _group_for(self, value: Any) -> CollectiveOps:
+        """Return the operations for the device of a tensor, or of the first tensor in nested sequences."""
 
     def refused(self, name: str, error: UsageError) -> None:
         """Add the operation, the group and the rank to the error of a refused call."""
         error.during(group=self.name, rank=self.ranks[self._rank], op=name)
 
-    def _named(self, start: Callable[..., T], name: str, *args: Any) -> T:
-        """Return ``start(name, *args)``; a UsageError is annotated with the operation ``name``."""
-        try:
-            return start(name, *args)
-        except UsageError as error:
-            self.refused(name, error)
-            raise
-
-    @abstractmethod
-    def _issue(self, name: str, plan: Plan, how: CallOptions) -> Work:
-        """Start a collective."""
-
     def _call(
         self,
         name: str,
-        first: Any,
-        make: Callable[..., Plan],
+        prepare: Callable[..., PreparedCollective],
         tensors: tuple[Any, ...],
-        how: CallOptions,
-        *more: Hashable,
+        options: CallOptions,
+        arguments: tuple[Any, ...] = (),
+        *,
+        writes: bool = True,
     ) -> Work:
-        """Start the collective that ``make(context, *tensors, *more)`` plans, on the device of the tensor ``first``.
+        """Start the collective that ``prepare(context, *tensors, *arguments)`` prepares; its value is ``tensors[0]``.
 
-        The result of the work is ``tensors[0]``.
+        ``writes`` says that this rank writes ``tensors[0]``.
         """
+        outputs: list[OutputTensor] = []
+        values: Sequence[Any] = tensors
         try:
-            at = self._at(first)
-            return at._issue(name, make(at._who, *tensors, *more), how)
+            key = cache_key((name, arguments), tensors)
+            if key is None:
+                group = self._group_for(tensors)
+                if group is not self:
+                    return group._call(name, prepare, tensors, options, arguments, writes=writes)
+                if (
+                    prepare is reductions.all_reduce
+                    and getattr(tensors[0], "layout", torch.strided) is not torch.strided
+                ):
+                    return self._run_plan(name, sparse.all_reduce, (tensors[0], *arguments), options)
+                values, outputs = converted(tensors, self.device, writes=writes)
+                key = cache_key((name, arguments), values, contiguous=True)
+            try:
+                prepared = self._prepared.get(key)
+            # An argument is not hashable: `prepare` refuses it with a proper message.
+            except TypeError:
+                prepared = prepare(self.context, *values, *arguments)
+            if prepared is None:
+                prepared = prepare(self.context, *values, *arguments)
+                if key is not None:
+                    self._prepared.add(key, prepared)
+            finish = partial(finish_call, tensors[0] if tensors else None, outputs, writes)
+            return self._run(name, prepared, values, finish, options)
         except UsageError as error:
             self.refused(name, error)
             raise
 
-    def _begin(self, name: str, first: Any, make: Callable[..., Plan], args: tuple[Any, ...], how: CallOptions) -> Work:
-        at = self._at(first)
-        return at._issue(name, make(at._who, *args), how)
+    @abstractmethod
+    def _run(
+        self,
+        name: str,
+        prepared: PreparedCollective,
+        tensors: Sequence[Any],
+        finish: Callable[[], Any],
+        options: CallOptions,
+    ) -> Work:
+        """Start a prepared collective with contiguous tensors; ``finish()`` ends it and returns its value."""
+
+    def _run_plan(self, name: str, make: Callable[..., Plan], arguments: tuple[Any, ...], options: CallOptions) -> Work:
+        """Start the collective over links that ``make(context, *arguments)`` plans."""
+        raise UnsupportedError(f"{name} does not support such tensors on {self.device}: move them with .cpu() first")
 
     @abstractmethod
-    def _send(self, name: str, tensor: Any, peer: int, tag: int, how: CallOptions) -> Work:
+    def _send(self, tensor: Any, peer: int, tag: int, options: CallOptions) -> Work:
         """Start to send."""
 
     @abstractmethod
-    def _receive(self, name: str, tensor: Any, peer: int | None, tag: int, how: CallOptions) -> Work:
+    def _receive(self, tensor: Any, peer: int | None, tag: int, options: CallOptions) -> Work:
         """Start to receive."""
 
     # -- reductions ----------------------------------------------------------------------------
 
-    def all_reduce(self, tensor: Any, op: Reduction = ReduceOp.SUM, **how: Unpack[CallOptions]) -> Work:
+    def all_reduce(self, tensor: Any, op: Reduction = ReduceOp.SUM, **options: Unpack[CallOptions]) -> Work:
         """Reduce ``tensor`` over the ranks, in place, with the same bits on every rank."""
-        return self._call("all_reduce", tensor, reductions.all_reduce, (tensor,), how, op)
+        return self._call("all_reduce", reductions.all_reduce, (tensor,), options, (op,))
 
     def all_reduce_coalesced(
-        self, tensors: Sequence[Any], op: Reduction = ReduceOp.SUM, **how: Unpack[CallOptions]
+        self, tensors: Sequence[Any], op: Reduction = ReduceOp.SUM, **options: Unpack[CallOptions]
     ) -> Work:
         """Reduce several tensors of one dtype over the ranks as one operation."""
-        make = reductions.all_reduce_coalesced
-        return self._named(self._begin, "all_reduce_coalesced", tensors, make, (tensors, op), how)
+        return self._call("all_reduce_coalesced", reductions.all_reduce_coalesced, (tensors,), options, (op,))
 
-    def reduce(self, tensor: Any, dst: int, op: Reduction = ReduceOp.SUM, **how: Unpack[CallOptions]) -> Work:
+    def reduce(self, tensor: Any, dst: int, op: Reduction = ReduceOp.SUM, **options: Unpack[CallOptions]) -> Work:
         """Reduce ``tensor`` to rank ``dst``; the other ranks' tensors keep their content."""
-        return self._call("reduce", tensor, reductions.reduce, (tensor,), how, dst, op)
+        at_root = dst == self._rank
+        return self._call("reduce", reductions.reduce, (tensor,), options, (dst, op), writes=at_root)
 
     def reduce_scatter(
-        self, output: Any, input_list: Sequence[Any], op: Reduction = ReduceOp.SUM, **how: Unpack[CallOptions]
+        self, output: Any, input_list: Sequence[Any], op: Reduction = ReduceOp.SUM, **options: Unpack[CallOptions]
     ) -> Work:
         """Reduce ``input_list[i]`` over the ranks into rank ``i``'s ``output``; sizes may differ by rank."""
-        tensors = output, input_list
-        make = reductions.reduce_scatter_list
-        return self._call("reduce_scatter", output, make, tensors, how, op)
+        return self._call("reduce_scatter", reductions.reduce_scatter_list, (output, input_list), options, (op,))
 
     def reduce_scatter_single(
-        self, output: Any, input: Any, op: Reduction = ReduceOp.SUM, **how: Unpack[CallOptions]
+        self, output: Any, input: Any, op: Reduction = ReduceOp.SUM, **options: Unpack[CallOptions]
     ) -> Work:
         """Reduce the ``i``-th equal part of ``input`` over the ranks into rank ``i``'s ``output``."""
-        tensors = output, input
-        make = reductions.reduce_scatter_single
-        return self._call("reduce_scatter_tensor", output, make, tensors, how, op)
+        return self._call("reduce_scatter_tensor", reductions.reduce_scatter_single, (output, input), options, (op,))
 
     # -- moving --------------------------------------------------------------------------------
 
-    def broadcast(self, tensor: Any, src: int, **how: Unpack[CallOptions]) -> Work:
+    def broadcast(self, tensor: Any, src: int, **options: Unpack[CallOptions]) -> Work:
         """Copy rank ``src``'s tensor into every rank's."""
-        return self._call("broadcast", tensor, data_movement.broadcast, (tensor,), how, src)
+        receives = src != self._rank
+        return self._call("broadcast", data_movement.broadcast, (tensor,), options, (src,), writes=receives)
 
-    def all_gather(self, tensor_list: Sequence[Any], tensor: Any, **how: Unpack[CallOptions]) -> Work:
+    def all_gather(self, tensor_list: Sequence[Any], tensor: Any, **options: Unpack[CallOptions]) -> Work:
         """Gather every rank's ``tensor`` into ``tensor_list``, by rank; sizes may differ by rank."""
-        return self._call("all_gather", tensor, data_movement.all_gather_list, (tensor_list, tensor), how)
+        return self._call("all_gather", data_movement.all_gather_list, (tensor_list, tensor), options)
 
     def all_gather_coalesced(
-        self, tensor_lists: Sequence[Sequence[Any]], tensors: Sequence[Any], **how: Unpack[CallOptions]
+        self, tensor_lists: Sequence[Sequence[Any]], tensors: Sequence[Any], **options: Unpack[CallOptions]
     ) -> Work:
         """Gather several tensors as one operation: rank ``r``'s ``tensors[i]`` into ``tensor_lists[r][i]``."""
-        args = tensor_lists, tensors
-        return self._named(self._begin, "all_gather_coalesced", tensors, data_movement.all_gather_coalesced, args, how)
+        lists = tensor_lists, tensors
+        return self._call("all_gather_coalesced", data_movement.all_gather_coalesced, lists, options)
 
-    def all_gather_single(self, output: Any, input: Any, **how: Unpack[CallOptions]) -> Work:
+    def all_gather_single(self, output: Any, input: Any, **options: Unpack[CallOptions]) -> Work:
         """Gather every rank's ``input`` into ``output``, concatenated in group order."""
-        return self._call("all_gather_into_tensor", output, data_movement.all_gather_single, (output, input), how)
+        return self._call("all_gather_into_tensor", data_movement.all_gather_single, (output, input), options)
 
-    def gather(self, tensor: Any, gather_list: Sequence[Any] | None, dst: int, **how: Unpack[CallOptions]) -> Work:
+    def gather(self, tensor: Any, gather_list: Sequence[Any] | None, dst: int, **options: Unpack[CallOptions]) -> Work:
         """Gather every rank's tensor into ``gather_list`` on rank ``dst``; pass None on the other ranks."""
-        return self._call("gather", tensor, data_movement.gather, (gather_list, tensor), how, dst)
+        tensors, at_root = (gather_list, tensor), dst == self._rank
+        return self._call("gather", data_movement.gather, tensors, options, (dst,), writes=at_root)
 
-    def gather_single(self, tensor: Any, output: Any, dst: int, **how: Unpack[CallOptions]) -> Work:
+    def gather_single(self, tensor: Any, output: Any, dst: int, **options: Unpack[CallOptions]) -> Work:
         """Gather every rank's tensor into rank ``dst``'s ``output``, concatenated in group order."""
-        into = output if dst == self.rank() else None
-        tensors = into, tensor
-        return self._call("gather_into_tensor", tensor, data_movement.gather_single, tensors, how, dst)
+        at_root = dst == self._rank
+        tensors = output if at_root else None, tensor
+        return self._call("gather_into_tensor", data_movement.gather_single, tensors, options, (dst,), writes=at_root)
 
-    def scatter(self, tensor: Any, scatter_list: Sequence[Any] | None, src: int, **how: Unpack[CallOptions]) -> Work:
+    def scatter(
+        self, tensor: Any, scatter_list: Sequence[Any] | None, src: int, **options: Unpack[CallOptions]
+    ) -> Work:
         """Copy the ``i``-th tensor of rank ``src``'s ``scatter_list`` into rank ``i``'s ``tensor``."""
-        return self._call("scatter", tensor, data_movement.scatter, (tensor, scatter_list), how, src)
+        return self._call("scatter", data_movement.scatter, (tensor, scatter_list), options, (src,))
 
-    def all_to_all(self, output_list: Sequence[Any], input_list: Sequence[Any], **how: Unpack[CallOptions]) -> Work:
+    def all_to_all(self, output_list: Sequence[Any], input_list: Sequence[Any], **options: Unpack[CallOptions]) -> Work:
         """Send ``input_list[i]`` to rank ``i``, and receive from it into ``output_list[i]``; any sizes."""
-        tensors = output_list, input_list
-        return self._call("all_to_all", output_list, data_movement.all_to_all_lists, tensors, how)
+        return self._call("all_to_all", data_movement.all_to_all_lists, (output_list, input_list), options)
 
     def all_to_all_single(
         self,
@@ -191,25 +225,33 @@ class CollectiveOps(ABC):
         input: Any,
         output_split_sizes: Sequence[int] | None = None,
         input_split_sizes: Sequence[int] | None = None,
-        **how: Unpack[CallOptions],
+        **options: Unpack[CallOptions],
     ) -> Work:
         """Exchange parts of one tensor; split sizes count along the first dimension, equal parts if not given."""
         sizes = _hashable(output_split_sizes), _hashable(input_split_sizes)
-        return self._call("all_to_all_single", output, data_movement.all_to_all_single, (output, input), how, *sizes)
+        return self._call("all_to_all_single", data_movement.all_to_all_single, (output, input), options, sizes)
 
-    def barrier(self, **how: Unpack[CallOptions]) -> Work:
+    def barrier(self, **options: Unpack[CallOptions]) -> Work:
         """Complete when every rank has called it."""
-        return self._call("barrier", None, data_movement.barrier, (), how)
+        return self._call("barrier", data_movement.barrier, (), options, writes=False)
 
     # -- between two ranks ---------------------------------------------------------------------
 
-    def send(self, tensor: Any, dst: int, tag: int = 0, **how: Unpack[CallOptions]) -> Work:
+    def send(self, tensor: Any, dst: int, tag: int = 0, **options: Unpack[CallOptions]) -> Work:
         """Send ``tensor`` to rank ``dst``; complete when the caller may change the memory of ``tensor``."""
-        return self._named(self._at(tensor)._send, "send", tensor, dst, tag, how)
+        try:
+            return self._group_for(tensor)._send(tensor, dst, checked_tag(tag), options)
+        except UsageError as error:
+            self.refused("send", error)
+            raise
 
-    def recv(self, tensor: Any, src: int | None = None, tag: int = 0, **how: Unpack[CallOptions]) -> Work:
+    def recv(self, tensor: Any, src: int | None = None, tag: int = 0, **options: Unpack[CallOptions]) -> Work:
         """Receive into ``tensor`` from rank ``src``, or from any rank; the result is the sender's global rank."""
-        return self._named(self._at(tensor)._receive, "recv", tensor, src, tag, how)
+        try:
+            return self._group_for(tensor)._receive(tensor, src, checked_tag(tag), options)
+        except UsageError as error:
+            self.refused("recv", error)
+            raise
 
 
 def _hashable(sizes: Sequence[int] | None) -> tuple[int, ...] | None:

@@ -33,9 +33,9 @@ def _transfer(dtype: torch.dtype, count: int) -> int:
     return Fingerprint(Collective.send, dtype=DTYPE_NUMBERS[dtype], count=count & 0xFFFFFF).pack()
 
 
-def send(who: GroupContext, tensor: Any, destination: int) -> Plan:
+def send(group: GroupContext, tensor: Any, destination: int) -> Plan:
     """Send a tensor to a member of the group."""
-    who.other(destination, "dst")
+    group.other(destination, "dst")
     memory = input_memory(tensor)
 
     def part() -> Schedule:
@@ -44,10 +44,10 @@ def send(who: GroupContext, tensor: Any, destination: int) -> Plan:
     return Plan((part(),), _transfer(memory.dtype, memory.count), nbytes=memory.nbytes, peer=destination)
 
 
-def receive(who: GroupContext, tensor: Any, source: int | None, members: Sequence[int]) -> Plan:
+def receive(group: GroupContext, tensor: Any, source: int | None, members: Sequence[int]) -> Plan:
     """Receive into a tensor from a member, or from any (None); the result is the sender's global rank."""
     if source is not None:
-        who.other(source, "src")
+        group.other(source, "src")
     target = OutputTensor(tensor)
     memory = target.memory
     found: list[Any] = [None if source is None else members[source]]
@@ -76,13 +76,13 @@ def _blob(nbytes: int) -> Memory:
     return Memory(torch.empty(nbytes, dtype=torch.uint8, device="cpu"))
 
 
-def _packed(who: GroupContext, value: Any, weights_only: bool) -> Memory:
-    data = pack(value, allow_pickle=who.config.allow_pickle, weights_only=weights_only)
+def _packed(group: GroupContext, value: Any, weights_only: bool) -> Memory:
+    data = pack(value, allow_pickle=group.config.allow_pickle, weights_only=weights_only)
     return Memory(torch.frombuffer(bytearray(data), dtype=torch.uint8))
 
 
-def _unpacked(who: GroupContext, memory: Memory, weights_only: bool) -> Any:
-    return unpack(memory.view, allow_pickle=who.config.allow_pickle, weights_only=weights_only)
+def _unpacked(group: GroupContext, memory: Memory, weights_only: bool) -> Any:
+    return unpack(memory.view, allow_pickle=group.config.allow_pickle, weights_only=weights_only)
 
 
 def _object_plan(
@@ -92,94 +92,96 @@ def _object_plan(
     return Plan((part,), fingerprint, None, finish)
 
 
-def all_gather_object(who: GroupContext, output: list[Any], value: Any, weights_only: bool) -> Plan:
+def all_gather_object(group: GroupContext, output: list[Any], value: Any, weights_only: bool) -> Plan:
     """Gather every rank's object into every rank's list."""
-    check_length(output, who.size, "the output list")
+    check_length(output, group.size, "the output list")
     blobs: list[Memory] = []
-    own = _packed(who, value, weights_only)
+    own = _packed(group, value, weights_only)
 
     def part() -> Schedule:
-        sizes = Memory(torch.zeros(who.size, dtype=torch.int64, device="cpu"))
-        sizes.tensor[who.rank] = own.count
-        yield from pairwise.all_gather(who.rank, who.size, TensorBlocks.split(sizes, who.size))
-        blobs.extend(own if rank == who.rank else _blob(int(n)) for rank, n in enumerate(sizes.tensor))
-        yield from ring.all_gather(who.rank, who.size, blobs)
+        sizes = Memory(torch.zeros(group.size, dtype=torch.int64, device="cpu"))
+        sizes.tensor[group.rank] = own.count
+        yield from pairwise.all_gather(group.rank, group.size, TensorBlocks.split(sizes, group.size))
+        blobs.extend(own if rank == group.rank else _blob(int(n)) for rank, n in enumerate(sizes.tensor))
+        yield from ring.all_gather(group.rank, group.size, blobs)
 
     def finish() -> Any:
-        output[:] = [_unpacked(who, blob, weights_only) for blob in blobs]
+        output[:] = [_unpacked(group, blob, weights_only) for blob in blobs]
         return output
 
     return _object_plan(Collective.all_gather_object, part(), finish)
 
 
-def gather_object(who: GroupContext, value: Any, output: list[Any] | None, root: int, weights_only: bool) -> Plan:
+def gather_object(group: GroupContext, value: Any, output: list[Any] | None, root: int, weights_only: bool) -> Plan:
     """Gather every rank's object into the root's list."""
-    at_root = who.rank == who.peer(root, "dst")
+    at_root = group.rank == group.peer(root, "dst")
     if at_root:
-        check_length(output, who.size, "object_gather_list on the destination rank")
+        check_length(output, group.size, "object_gather_list on the destination rank")
     blobs: list[Memory] = []
-    own = _packed(who, value, weights_only)
+    own = _packed(group, value, weights_only)
 
     def part() -> Schedule:
-        sizes = Memory(torch.zeros(who.size, dtype=torch.int64, device="cpu"))
-        sizes.tensor[who.rank] = own.count
-        yield from pairwise.gather(who.rank, who.size, root, _number(own.count), TensorBlocks.split(sizes, who.size))
+        sizes = Memory(torch.zeros(group.size, dtype=torch.int64, device="cpu"))
+        sizes.tensor[group.rank] = own.count
+        yield from pairwise.gather(
+            group.rank, group.size, root, _number(own.count), TensorBlocks.split(sizes, group.size)
+        )
         if at_root:
-            blobs.extend(own if rank == who.rank else _blob(int(n)) for rank, n in enumerate(sizes.tensor))
-        yield from pairwise.gather(who.rank, who.size, root, own, blobs)
+            blobs.extend(own if rank == group.rank else _blob(int(n)) for rank, n in enumerate(sizes.tensor))
+        yield from pairwise.gather(group.rank, group.size, root, own, blobs)
 
     def finish() -> Any:
         if at_root and output is not None:
-            output[:] = [_unpacked(who, blob, weights_only) for blob in blobs]
+            output[:] = [_unpacked(group, blob, weights_only) for blob in blobs]
         return output
 
     return _object_plan(Collective.gather_object, part(), finish, root)
 
 
 def scatter_objects(
-    who: GroupContext, output: list[Any], values: Sequence[Any] | None, root: int, weights_only: bool
+    group: GroupContext, output: list[Any], values: Sequence[Any] | None, root: int, weights_only: bool
 ) -> Plan:
     """Give each rank its object of the root's list, as the first element of ``output``."""
-    who.peer(root, "src")
+    group.peer(root, "src")
     if not output:
         raise UsageError("scatter_object_output_list needs room for one object: pass a list of length 1 or more")
     blobs: list[Memory] = []
-    if who.rank == root:
-        check_length(values, who.size, "scatter_object_input_list on the source rank")
-        blobs = [_packed(who, value, weights_only) for value in values or ()]
+    if group.rank == root:
+        check_length(values, group.size, "scatter_object_input_list on the source rank")
+        blobs = [_packed(group, value, weights_only) for value in values or ()]
     received: list[Memory] = []
 
     def part() -> Schedule:
         sizes = Memory(torch.tensor([blob.count for blob in blobs], dtype=torch.int64, device="cpu"))
         size = _number()
-        yield from pairwise.scatter(who.rank, who.size, root, size, TensorBlocks.split(sizes, who.size))
-        own = blobs[root] if who.rank == root else _blob(int(size.tensor[0]))
+        yield from pairwise.scatter(group.rank, group.size, root, size, TensorBlocks.split(sizes, group.size))
+        own = blobs[root] if group.rank == root else _blob(int(size.tensor[0]))
         received.append(own)
-        yield from pairwise.scatter(who.rank, who.size, root, own, blobs)
+        yield from pairwise.scatter(group.rank, group.size, root, own, blobs)
 
     def finish() -> Any:
-        output[0] = _unpacked(who, received[0], weights_only)
+        output[0] = _unpacked(group, received[0], weights_only)
         return output
 
     return _object_plan(Collective.scatter_object_list, part(), finish, root)
 
 
-def broadcast_objects(who: GroupContext, values: list[Any], root: int, weights_only: bool) -> Plan:
+def broadcast_objects(group: GroupContext, values: list[Any], root: int, weights_only: bool) -> Plan:
     """Replace every rank's list of objects by the root's; all lists have one length."""
-    who.peer(root, "src")
-    own = _packed(who, list(values), weights_only) if who.rank == root else None
+    group.peer(root, "src")
+    own = _packed(group, list(values), weights_only) if group.rank == root else None
     received: list[Memory] = []
 
     def part() -> Schedule:
         size = _number(own.count if own is not None else 0)
-        yield from tree.broadcast(who.rank, who.size, root, size)
+        yield from tree.broadcast(group.rank, group.size, root, size)
         blob = own if own is not None else _blob(int(size.tensor[0]))
         received.append(blob)
-        yield from tree.broadcast(who.rank, who.size, root, blob)
+        yield from tree.broadcast(group.rank, group.size, root, blob)
 
     def finish() -> Any:
-        if who.rank != root:
-            objects = _unpacked(who, received[0], weights_only)
+        if group.rank != root:
+            objects = _unpacked(group, received[0], weights_only)
             if len(objects) != len(values):
                 raise UsageError(
                     f"rank {root} broadcasts {len(objects)} objects, but this rank's list has {len(values)}"
@@ -194,10 +196,10 @@ def broadcast_objects(who: GroupContext, values: list[Any], root: int, weights_o
 _MESSAGE = Fingerprint(Collective.send).pack()
 
 
-def send_objects(who: GroupContext, values: Sequence[Any], destination: int, weights_only: bool) -> Plan:
+def send_objects(group: GroupContext, values: Sequence[Any], destination: int, weights_only: bool) -> Plan:
     """Send a list of objects to a member of the group."""
-    who.other(destination, "dst")
-    blob = _packed(who, list(values), weights_only)
+    group.other(destination, "dst")
+    blob = _packed(group, list(values), weights_only)
 
     def part(memory: Memory) -> Schedule:
         yield (Send(destination, memory),)
@@ -206,11 +208,11 @@ def send_objects(who: GroupContext, values: Sequence[Any], destination: int, wei
 
 
 def receive_objects(
-    who: GroupContext, values: list[Any], source: int | None, members: Sequence[int], weights_only: bool
+    group: GroupContext, values: list[Any], source: int | None, members: Sequence[int], weights_only: bool
 ) -> Plan:
     """Receive a list of objects from a member, or from any; the result is the sender's global rank."""
     if source is not None:
-        who.other(source, "src")
+        group.other(source, "src")
     received: list[Memory] = []
     found: list[Any] = [None if source is None else members[source]]
 
@@ -227,7 +229,7 @@ def receive_objects(
         yield (Recv(members.index(found[0]), received[0]),)
 
     def finish() -> Any:
-        objects = _unpacked(who, received[0], weights_only)
+        objects = _unpacked(group, received[0], weights_only)
         if len(objects) != len(values):
             raise UsageError(f"{len(objects)} objects came, but the list to receive into has {len(values)}")
         values[:] = objects

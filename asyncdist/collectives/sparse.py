@@ -17,7 +17,7 @@ from asyncdist.memory.buffers import DTYPE_NUMBERS, Memory, TensorBlocks, input_
 from asyncdist.memory.reduce_kernels import check, divide
 
 
-def all_reduce(who: GroupContext, tensor: torch.Tensor, op: Reduction) -> Plan:
+def all_reduce(group: GroupContext, tensor: torch.Tensor, op: Reduction) -> Plan:
     """Sum (or average) a sparse COO tensor over the ranks, in place; it ends up coalesced, the same bits on every rank.
 
     Each rank's indices and values are gathered everywhere, and added up in the order of ranks.
@@ -29,19 +29,19 @@ def all_reduce(who: GroupContext, tensor: torch.Tensor, op: Reduction) -> Plan:
     gathered: list[tuple[Memory, Memory]] = []
 
     def part() -> Schedule:
-        counts = Memory(torch.zeros(who.size, dtype=torch.int64, device="cpu"))
-        counts.tensor[who.rank] = own._nnz()
-        yield from pairwise.all_gather(who.rank, who.size, TensorBlocks.split(counts, who.size))
+        counts = Memory(torch.zeros(group.size, dtype=torch.int64, device="cpu"))
+        counts.tensor[group.rank] = own._nnz()
+        yield from pairwise.all_gather(group.rank, group.size, TensorBlocks.split(counts, group.size))
         for rank, n in enumerate(counts.tensor.tolist()):
-            ours = rank == who.rank
+            ours = rank == group.rank
             gathered.append(
                 (
                     indices if ours else Memory(torch.empty(n * per_index, dtype=torch.int64, device="cpu")),
                     values if ours else Memory(torch.empty(n * per_value, dtype=values.dtype, device="cpu")),
                 )
             )
-        yield from ring.all_gather(who.rank, who.size, [places for places, _ in gathered])
-        yield from ring.all_gather(who.rank, who.size, [numbers for _, numbers in gathered])
+        yield from ring.all_gather(group.rank, group.size, [places for places, _ in gathered])
+        yield from ring.all_gather(group.rank, group.size, [numbers for _, numbers in gathered])
 
     def finish() -> torch.Tensor:
         # What a copy puts into a sparse tensor stays in it: it has to be made in the mode that the tensor was made in.
@@ -50,7 +50,7 @@ def all_reduce(who: GroupContext, tensor: torch.Tensor, op: Reduction) -> Plan:
             numbers = torch.cat([each.tensor.view(-1, *dense_shape) for _, each in gathered])
             total = torch.sparse_coo_tensor(places, numbers, own.shape, device="cpu", check_invariants=False).coalesce()
             if op is ReduceOp.AVG:
-                divide(total.values(), who.size)
+                divide(total.values(), group.size)
             tensor.copy_(total)
         return tensor
 

@@ -1,16 +1,15 @@
-"""Checks the arguments that users pass to collectives, and turns tensors into memory.
-
-Called by the modules that make plans.
-"""
+"""Checks the arguments of collectives. Tensors are contiguous here: see `prepared`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
+
+import torch
 
 from asyncdist.base.ops import PremulSum, ReduceOp, Reduction
 from asyncdist.errors import UsageError
-from asyncdist.memory.buffers import Memory, OutputTensor, TensorBlocks, input_memory
+from asyncdist.memory.buffers import tensor_of
 
 
 def reduction(op: object) -> Reduction:
@@ -36,49 +35,47 @@ def check_length(values: Sequence[Any] | None, size: int, what: str) -> None:
         raise UsageError(f"{what} {has}: it needs one for each of the {size} ranks of the group")
 
 
-def listed(tensors: Sequence[Any] | None, size: int, what: str) -> list[Memory]:
-    """Return the memory of a list of tensors to read, one a rank, all of one dtype."""
+def single(value: Any) -> torch.Tensor:
+    """Return a tensor; raise UsageError for None, or for a list of tensors."""
+    return value if isinstance(value, torch.Tensor) else tensor_of(value)
+
+
+def listed(tensors: Sequence[Any] | None, size: int, what: str) -> list[torch.Tensor]:
+    """Return a list of tensors, one a rank, all of one dtype."""
     check_length(tensors, size, what)
-    memories = [input_memory(tensor) for tensor in tensors or ()]
-    return one_dtype(memories, what)
+    return one_dtype([single(tensor) for tensor in tensors or ()], what)
 
 
-def targets(tensors: Sequence[Any] | None, size: int, what: str) -> list[OutputTensor]:
-    """Return a list of tensors to write into, one a rank, all of one dtype."""
-    check_length(tensors, size, what)
-    written = [OutputTensor(tensor) for tensor in tensors or ()]
-    one_dtype([target.memory for target in written], what)
-    return written
+def one_dtype(tensors: list[torch.Tensor], what: str) -> list[torch.Tensor]:
+    """Return tensors; raise UsageError unless all are of one dtype."""
+    for rank, tensor in enumerate(tensors):
+        if tensor.dtype is not tensors[0].dtype:
+            raise UsageError(f"{what}[{rank}] is {tensor.dtype}, but {what}[0] is {tensors[0].dtype}: use one dtype")
+    return tensors
 
 
-def one_dtype(memories: list[Memory], what: str) -> list[Memory]:
-    """Return memories; UsageError unless all are of one dtype."""
-    for rank, memory in enumerate(memories):
-        if memory.dtype is not memories[0].dtype:
-            raise UsageError(f"{what}[{rank}] is {memory.dtype}, but {what}[0] is {memories[0].dtype}: use one dtype")
-    return memories
-
-
-def same_sizes(memories: Sequence[Memory], own: Memory, what: str) -> None:
+def same_sizes(tensors: Sequence[torch.Tensor], own: Any, what: str) -> None:
     """Raise UsageError unless every entry of a list is like the rank's own tensor."""
-    for rank, memory in enumerate(memories):
-        if memory.count != own.count or memory.dtype is not own.dtype:
+    count, dtype = single(own).numel(), own.dtype
+    for rank, tensor in enumerate(tensors):
+        if tensor.numel() != count or tensor.dtype is not dtype:
             raise UsageError(
-                f"{what}[{rank}] has {memory.count} x {memory.dtype}, but the tensor has {own.count} x {own.dtype}"
+                f"{what}[{rank}] has {tensor.numel()} x {tensor.dtype}, but the tensor has {count} x {dtype}"
             )
 
 
-def even(memory: Memory, size: int, what: str) -> TensorBlocks:
-    """Return memory in ``size`` equal blocks."""
-    if memory.count % size:
-        raise UsageError(f"{what} has {memory.count} elements, which {size} ranks cannot share equally")
-    return TensorBlocks.split(memory, size)
+def even(value: Any, size: int, what: str) -> Sequence[torch.Tensor]:
+    """Return the elements of a tensor in ``size`` equal blocks."""
+    tensor = single(value)
+    if tensor.numel() % size:
+        raise UsageError(f"{what} has {tensor.numel()} elements, which {size} ranks cannot share equally")
+    return tensor.view(size, -1).unbind() if tensor.numel() else [tensor.view(-1)] * size
 
 
-def split_by(memory: Memory, tensor: Any, sizes: Sequence[int] | None, ranks: int, what: str) -> list[Memory]:
-    """Return memory in blocks of ``sizes`` rows (of the first dimension) each; in equal blocks without ``sizes``."""
-    shape = tuple(tensor.shape)
-    rows = shape[0] if shape else 1
+def split_counts(value: Any, sizes: Sequence[int] | None, ranks: int, what: str) -> list[int]:
+    """Return the element counts of blocks of ``sizes`` rows of a tensor; of equal blocks without ``sizes``."""
+    tensor = single(value)
+    rows = tensor.shape[0] if tensor.shape else 1
     if not sizes:
         if rows % ranks:
             raise UsageError(f"{what} has {rows} rows, which {ranks} ranks cannot share equally: pass split sizes")
@@ -86,20 +83,5 @@ def split_by(memory: Memory, tensor: Any, sizes: Sequence[int] | None, ranks: in
     check_length(sizes, ranks, f"{what}_split_sizes")
     if sum(sizes) != rows or min(sizes) < 0:
         raise UsageError(f"{what}_split_sizes {list(sizes)} do not add up to the {rows} rows of the {what}")
-    row = memory.count // rows if rows else 0
-    blocks, start = [], 0
-    for count in sizes:
-        blocks.append(memory.slice(start * row, (start + count) * row))
-        start += count
-    return blocks
-
-
-def storing(written: Sequence[OutputTensor], value: Any) -> Callable[[], Any]:
-    """Return what finishes an operation: every target stored, then its value."""
-
-    def finish() -> Any:
-        for target in written:
-            target.store()
-        return value
-
-    return finish
+    row = tensor.numel() // rows if rows else 0
+    return [count * row for count in sizes]

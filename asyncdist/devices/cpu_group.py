@@ -9,21 +9,18 @@ from typing import Protocol
 
 from asyncdist.collectives.data_movement import GroupContext
 from asyncdist.engine.endpoint import Endpoint
-from asyncdist.engine.operation import Channel, Plan
+from asyncdist.engine.operation import Plan
 from asyncdist.engine.work import Work
 from asyncdist.transport.host_group import HostGroup
 
 
 class CpuGroup(HostGroup, Protocol):
-    """A group on the host: its context for plans, its point-to-point channel, and the start of an operation."""
+    """A group on the host: its context for plans, and the start of a planned message."""
 
     timeout: float
-    _who: GroupContext
-    _messages: Channel
+    context: GroupContext
 
     @property
     def mesh(self) -> Endpoint: ...
 
-    def _start(
-        self, channel: Channel, name: str, number: int | None, plan: Plan, *, timeout: float | None = None
-    ) -> Work: ...
+    def start_message(self, name: str, tag: int, plan: Plan, *, timeout: float) -> Work: ...

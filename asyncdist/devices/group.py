@@ -12,14 +12,16 @@ import itertools
 import logging
 from collections.abc import Callable, Sequence
 from time import monotonic
-from typing import Any, cast
+from typing import Any
 
 import torch
 
+from asyncdist.algorithms.schedule import Schedule
 from asyncdist.base.daemon_threads import SerialExecutor
 from asyncdist.base.deadline import seconds
 from asyncdist.collectives import p2p
-from asyncdist.collectives.operations import CallOptions, CollectiveOps, checked_tag
+from asyncdist.collectives.operations import CallOptions, CollectiveOps
+from asyncdist.collectives.prepared import PreparedCollective
 from asyncdist.devices.completion_watcher import CompletionWatcher, Pending
 from asyncdist.devices.cpu_group import CpuGroup
 from asyncdist.devices.desync_detector import DesyncDetector
@@ -38,9 +40,9 @@ from asyncdist.errors import (
 )
 from asyncdist.memory.buffers import OutputTensor, input_memory
 from asyncdist.tracing.recorder import Entry
-from asyncdist.transport.device_collectives import DeviceCollectives, DeviceContext
+from asyncdist.transport.device_collectives import DeviceCollectives, DeviceContext, nothing
 from asyncdist.transport.device_streams import CudaStreams, DeviceEvent, Streams
-from asyncdist.transport.native import Native
+from asyncdist.transport.native import CallSignature, Native, PreparedCall
 
 log = logging.getLogger("asyncdist")
 
@@ -48,14 +50,23 @@ log = logging.getLogger("asyncdist")
 _DRAIN_TIMEOUT = 1.0
 
 
-class _LazyBackend:
-    """Stands for the backend in plans that are made before the ranks have agreed on one."""
+class _LazyBackend(Native):
+    """Stands for the backend in calls that are prepared before the ranks have agreed on one."""
 
     def __init__(self, backend: Callable[[], DeviceCollectives]) -> None:
         self._backend = backend
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        return lambda *args, **keywords: getattr(self._backend(), name)(*args, **keywords)
+    def open(self) -> None:
+        """Do nothing: the first call connects the ranks."""
+
+    def publish(self, sequence: int, fingerprint: int) -> Schedule:
+        return nothing()
+
+    def prepare(self, signature: CallSignature) -> PreparedCall:
+        return lambda sequence, *tensors: self._backend().prepare(signature)(sequence, *tensors)
+
+    def close(self) -> None:
+        """Do nothing: the device group closes the backend."""
 
 
 class DeviceGroup(CollectiveOps):
@@ -77,6 +88,7 @@ class DeviceGroup(CollectiveOps):
         streams: Streams | None = None,
         owner: CpuGroup | None = None,
     ) -> None:
+        super().__init__()
         self.name, self.ranks, self.timeout = host.name, host.ranks, host.timeout
         self.device = device
         self._rank = host.rank()
@@ -86,8 +98,8 @@ class DeviceGroup(CollectiveOps):
         self._context = DeviceContext(host, self._streams)
         self._backend_classes = backend_classes
         self._backend: DeviceCollectives | None = None
-        native = cast(Native, _LazyBackend(self._connected_backend))
-        self._who = dataclasses.replace(host._who, native=native, islands=None, forced={})
+        native = _LazyBackend(self._connected_backend)
+        self.context = dataclasses.replace(host.context, native=native, hierarchical=None, forced={})
         self._sequence = itertools.count(1)
         self._last_number = 0
         self._executor = SerialExecutor(f"asyncdist-{device}")
@@ -112,25 +124,29 @@ class DeviceGroup(CollectiveOps):
 
     # -- the one path --------------------------------------------------------------------------
 
-    def _at(self, value: Any) -> DeviceGroup:
-        while isinstance(value, (list, tuple)) and value:
-            value = value[0]
-        if isinstance(value, torch.Tensor) and value.device != self.device:
-            raise UsageError(
-                f"a tensor is on {value.device}, but the call's first tensor is on {self.device}: use one device per call"
-            )
+    def _group_for(self, value: Any) -> DeviceGroup:
         return self
 
-    def _issue(self, name: str, plan: Plan, how: CallOptions) -> Work:
+    def _run(
+        self,
+        name: str,
+        prepared: PreparedCollective,
+        tensors: Sequence[Any],
+        finish: Callable[[], Any],
+        options: CallOptions,
+    ) -> Work:
         inline = self._backend is not None and not self._backend.blocks
-        return self._start(name, None, plan, how, self._executor, self._run_collective, inline=inline)
+        plan = Plan(fingerprint=prepared.fingerprint, finish=finish, nbytes=prepared.nbytes)
+        assert prepared.native is not None
+        do = functools.partial(self._run_collective, prepared.native, tensors)
+        return self._start(name, None, plan, options, self._executor, do, held=tensors, inline=inline)
 
     def _start(
         self,
         name: str,
         tag: int | None,
         plan: Plan,
-        how: CallOptions,
+        options: CallOptions,
         executor: SerialExecutor,
         do: Callable[[Pending, DeviceEvent], None],
         *,
@@ -141,7 +157,7 @@ class DeviceGroup(CollectiveOps):
 
         Args:
             tag: Tag of a message; None for a collective.
-            how: Options of the call.
+            options: Options of the call.
             executor: Executor that runs ``do``.
             do: Enqueues the device work.
             held: Objects to keep alive until the device is done.
@@ -149,7 +165,7 @@ class DeviceGroup(CollectiveOps):
         """
         if self._closed:
             raise NotInitializedError("the group was destroyed: make a new one")
-        blocking = not how.get("background", True)
+        blocking = not options.get("background", True)
         if blocking:
             self._host.mesh.progress.refuse_loop_thread(name)
         if self._streams.is_capturing():
@@ -166,7 +182,7 @@ class DeviceGroup(CollectiveOps):
         entry = Entry(self.name, name, number, plan.fingerprint, plan.nbytes)
         entry.peer = plan.peer
         self._host.mesh.recorder.add(entry)
-        limit = seconds(how.get("timeout"), self.timeout)
+        limit = seconds(options.get("timeout"), self.timeout)
         now = monotonic()
         work = DeviceWork(self._streams, self._host.mesh.progress)
         pending = Pending(work, plan, entry, now, now + limit, numbered=tag is None, held=held)
@@ -192,15 +208,16 @@ class DeviceGroup(CollectiveOps):
         except Exception as cause:
             self._fail(cause, pending)
 
-    def _run_collective(self, pending: Pending, before: DeviceEvent) -> None:
-        plan, entry = pending.plan, pending.entry
-        assert plan.native is not None
+    def _run_collective(
+        self, native: PreparedCall, tensors: Sequence[Any], pending: Pending, before: DeviceEvent
+    ) -> None:
         self._context.deadline = pending.deadline
         with self._streams.on_comm_stream():
             self._streams.wait_event(before)
-            for _ in plan.native(entry.seq, entry.fingerprint):
+            for _ in native(pending.entry.seq, *tensors):
                 pass
-            value = None if plan.finish is None else plan.finish()
+            finish = pending.plan.finish
+            value = None if finish is None else finish()
             pending.enqueued(value, self._streams.record_event())
 
     def _connected_backend(self) -> DeviceCollectives:
@@ -231,22 +248,30 @@ class DeviceGroup(CollectiveOps):
 
     # -- messages ------------------------------------------------------------------------------
 
-    def _send(self, name: str, tensor: Any, peer: int, tag: int, how: CallOptions) -> Work:
-        memory = input_memory(tensor)
-        plan = Plan((), p2p.send(self._who, memory.tensor, peer).fingerprint, nbytes=memory.nbytes, peer=peer)
-        begin = self._messages.send(memory, peer, checked_tag(tag), plan.fingerprint)
-        return self._start(name, tag, plan, how, self._messages.executor, begin, held=memory)
+    def _send(self, tensor: Any, peer: int, tag: int, options: CallOptions) -> Work:
+        memory = input_memory(self._checked(tensor))
+        plan = Plan((), p2p.send(self.context, memory.tensor, peer).fingerprint, nbytes=memory.nbytes, peer=peer)
+        begin = self._messages.send(memory, peer, tag, plan.fingerprint)
+        return self._start("send", tag, plan, options, self._messages.executor, begin, held=memory)
 
-    def _receive(self, name: str, tensor: Any, peer: int | None, tag: int, how: CallOptions) -> Work:
-        target = OutputTensor(tensor)
+    def _receive(self, tensor: Any, peer: int | None, tag: int, options: CallOptions) -> Work:
+        target = OutputTensor(self._checked(tensor))
         plan = Plan(
             (),
-            p2p.receive(self._who, target.memory.tensor, peer, self.ranks).fingerprint,
+            p2p.receive(self.context, target.memory.tensor, peer, self.ranks).fingerprint,
             nbytes=target.memory.nbytes,
             peer=peer,
         )
-        begin = self._messages.receive(target, peer, checked_tag(tag), plan.fingerprint)
-        return self._start(name, tag, plan, how, self._messages.executor, begin, held=target)
+        begin = self._messages.receive(target, peer, tag, plan.fingerprint)
+        return self._start("recv", tag, plan, options, self._messages.executor, begin, held=target)
+
+    def _checked(self, tensor: Any) -> Any:
+        """Return a tensor; raise UsageError if it is on another device."""
+        if isinstance(tensor, torch.Tensor) and tensor.device != self.device:
+            raise UsageError(
+                f"a tensor is on {tensor.device}, but the group's tensors are on {self.device}: move it first"
+            )
+        return tensor
 
     # -- failing -------------------------------------------------------------------------------
 

@@ -122,9 +122,9 @@ class DevicePointToPoint:
         host, data = self._host, memory.raw
 
         def first(message: torch.Tensor) -> Work:
-            plan = p2p.send(host._who, message, peer)
+            plan = p2p.send(host.context, message, peer)
             plan.fingerprint = fingerprint
-            return host._start(host._messages, "send", tag, plan, timeout=max(0.0, deadline - monotonic()))
+            return host.start_message("send", tag, plan, timeout=max(0.0, deadline - monotonic()))
 
         number = next(self._numbers) % MAX_CONCURRENT_MESSAGES
         channel = ControlChannel(self._control_group.group(), peer, number, data.numel(), deadline, first, sends=True)
@@ -172,9 +172,9 @@ class DevicePointToPoint:
     ) -> Transfer[TransferResult]:
         host, data = self._host, target.memory.raw
         buffer = torch.empty(CONTROL_MESSAGE_NBYTES, dtype=torch.uint8, device="cpu")
-        plan = p2p.receive(host._who, buffer, peer, host.ranks)
+        plan = p2p.receive(host.context, buffer, peer, host.ranks)
         plan.fingerprint = fingerprint
-        received = host._start(host._messages, "recv", tag, plan, timeout=max(0.0, deadline - monotonic()))
+        received = host.start_message("recv", tag, plan, timeout=max(0.0, deadline - monotonic()))
         yield received
         source, message = received.result(), ControlMessage.unpacked(buffer)
         if message.nbytes != data.numel():  # the fingerprint holds the size modulo 2**n

@@ -192,7 +192,8 @@ class Endpoint:
     def start(self, operation: Operation) -> None:
         """Begin an operation. Under the lock."""
         self._comparison.begin(operation)
-        operation.channel.count(operation.sequence)
+        channel = operation.channel
+        channel.started, channel.highest = channel.started + 1, max(channel.highest, operation.sequence)
         self._executor.start(operation)
 
     def fail(self, channel: Channel, error: GroupError, *, told_by: int | None = None) -> None:

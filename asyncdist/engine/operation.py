@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from time import monotonic
 from typing import Any, NamedTuple
@@ -22,7 +22,6 @@ from asyncdist.memory.buffers import Memory
 from asyncdist.memory.reduce_kernels import Fold
 from asyncdist.tracing.recorder import Entry
 from asyncdist.transport.base import Outgoing, Receive
-from asyncdist.transport.native import CallSignature
 from asyncdist.transport.wire_format import pack_key
 
 
@@ -37,20 +36,16 @@ class Plan:
     """One planned call: the schedules of its parts, their arithmetic, and how to complete it.
 
     ``fold`` does the arithmetic of Reduce and Combine. At most ``window`` parts go on at once. ``finish`` is called when
-    all are over and gives the operation's value. Instead of parts there may be ``native(number, fingerprint)``, which
-    makes the one schedule of an operation that needs no links, and ``kind``, what calls like this one have in common: those
-    on further tensors of these shapes and dtypes, in order in memory, have the first one's tensors for their value.
-    ``peer`` is the member that a message goes to or comes from; None if that is any, or it is no message.
+    all are over and gives the operation's value. ``peer`` is the member that a message goes to or comes from; None if
+    that is any, or it is no message.
     """
 
-    parts: Iterator[Schedule] | Sequence[Schedule] = ()
+    parts: Iterable[Schedule] = ()
     fingerprint: int = 0
     fold: Fold | None = None
     finish: Callable[[], Any] | None = None
     window: int = 4
     nbytes: int = 0
-    native: Callable[[int, int], Schedule] | None = None
-    kind: CallSignature | None = None
     peer: int | None = None
 
 
@@ -72,22 +67,17 @@ class Channel:
         self.numbers = itertools.count(1)
         self.last_number = 0
         """The number of the last collective; 0 before the first."""
-        self._started = self._highest = 0
-
-    def count(self, sequence: int) -> None:
-        """Note that an operation was started."""
-        self._started += 1
-        if sequence > self._highest:
-            self._highest = sequence
+        # How many operations were started, and the highest of their numbers.
+        self.started = self.highest = 0
 
     def has_ended(self, key: bytes) -> bool:
         """Say whether a message comes for a collective that is not pending because it is over.
 
         False in doubt: threads that issue at once may start what they have numbered in another order.
         """
-        if self.point_to_point or self._started != self._highest:
+        if self.point_to_point or self.started != self.highest:
             return False
-        return (self._highest - int.from_bytes(key[8:12], "little")) & _NUMBERS < _NUMBERS // 2
+        return (self.highest - int.from_bytes(key[8:12], "little")) & _NUMBERS < _NUMBERS // 2
 
 
 _ASKS_AFTER = 1.0  # seconds, or half its time if it has less
@@ -116,7 +106,6 @@ class Operation:
         name: str,
         sequence: int,
         plan: Plan,
-        parts: Iterable[Schedule],
         work: Work,
         timeout: float,
         entry: Entry,
@@ -132,7 +121,7 @@ class Operation:
         self.deadline = now + timeout
         self.due = self.probe_at if channel.point_to_point else now + min(_ASKS_AFTER, timeout / 2)
         self.entry = entry
-        self.parts = enumerate(parts)
+        self.parts = enumerate(plan.parts)
         self.tasks: list[Task] = []
         self.key = channel.prefix + (sequence & _NUMBERS).to_bytes(4, "little")
         if channel.point_to_point:

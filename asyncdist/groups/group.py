@@ -1,18 +1,18 @@
 """A group of ranks and the operations among them.
 
-Each operation makes a plan and passes it to `Group._issue`, which numbers it, adds it to the flight recorder and starts
-it. Rank arguments are group ranks; the APIs (`asyncdist`, `asyncdist.sync`) translate global ranks.
+Each operation is numbered, added to the flight recorder, and started. A native collective first runs in the calling
+thread (`Progress.attempt`); anything else becomes an `Operation` at once. Rank arguments are group ranks; the APIs
+(`asyncdist`, `asyncdist.sync`) translate global ranks.
 
 All ranks issue the operations of one group in the same order, from any thread. Several operations may be in flight.
 """
 
 from __future__ import annotations
 
-import functools
 import threading
 from asyncio import _get_running_loop
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 
@@ -22,61 +22,24 @@ from asyncdist.base.deadline import Timeout, seconds
 from asyncdist.collectives import data_movement, p2p
 from asyncdist.collectives.hierarchical import HierarchicalCollectives
 from asyncdist.collectives.operations import CallOptions, CollectiveOps, checked_tag
+from asyncdist.collectives.prepared import PreparedCollective, device_of
 from asyncdist.engine.endpoint import Endpoint
 from asyncdist.engine.operation import Channel, Operation, Plan
 from asyncdist.engine.work import Work, completed
 from asyncdist.errors import GroupAbortedError, NotInitializedError, SharedMemoryError, UsageError
-from asyncdist.memory.buffers import Scratch, changed, in_order, increment_versions
+from asyncdist.memory.buffers import Scratch
 from asyncdist.memory.registered import T, register
 from asyncdist.memory.torch_compile import excluded_from_compile
 from asyncdist.tracing.recorder import Entry
 from asyncdist.transport import registry
-from asyncdist.transport.native import CallSignature, PreparedCall, announced, raising
+from asyncdist.transport.native import preceded, raising
 from asyncdist.transport.wire_format import channel_of
 
 if TYPE_CHECKING:
     from asyncdist.devices.group import DeviceGroup
 
-_KEPT_KINDS = 512
-_Tensor = torch.Tensor
 # Two threads may issue the first operations on a device at the same time.
 _device_group_lock = threading.Lock()
-
-
-class _CachedCall(NamedTuple):
-    """A prepared call for arguments of known types and shapes.
-
-    Attributes:
-        start: Makes the schedule from the number of the call and its tensors.
-        fingerprint: Fingerprint of the call.
-        nbytes: Number of bytes that the call moves.
-        writes: Whether the call writes its first argument on this rank.
-    """
-
-    start: PreparedCall
-    fingerprint: int
-    nbytes: int
-    writes: bool
-
-
-def _cache_key(key: tuple[Hashable, ...], tensors: Sequence[Any]) -> tuple[Hashable, ...] | None:
-    """Return ``key`` extended by the dtypes and shapes of the tensors; None if calls with them cannot be cached."""
-    for tensor in tensors:
-        looked_at = type(tensor)
-        if looked_at is _Tensor:
-            if not in_order(tensor):
-                return None
-            key += (tensor.dtype, tensor.shape)
-        elif looked_at is list:
-            within = _cache_key((), tensor)
-            if within is None:
-                return None
-            key += (within,)
-        elif tensor is None:
-            key += (None,)
-        else:
-            return None
-    return key
 
 
 @excluded_from_compile
@@ -92,9 +55,12 @@ class Group(CollectiveOps):
         timeout: Default limit of an operation in seconds.
     """
 
+    device = torch.device("cpu")
+
     def __init__(
         self, mesh: Endpoint, ranks: Sequence[int], name: str, timeout: float, *, nonce: int = 0, world: Any = None
     ) -> None:
+        super().__init__()
         self.name = name
         self.ranks = tuple(ranks)
         self.timeout = timeout
@@ -104,22 +70,20 @@ class Group(CollectiveOps):
         self._channel = Channel(number, name, self.ranks, mesh.rank)
         self._messages = Channel(channel_of(number, "point to point"), name, self.ranks, mesh.rank, point_to_point=True)
         self._channel.sibling, self._messages.sibling = self._messages, self._channel
-        self._sequence = self._channel.numbers
         forced = forced_by(mesh.config)
         model = Model(segment_nbytes=mesh.config.segment_nbytes)
         try:
             self._native = mesh.transport_selector.native(self._channel) if len(self.ranks) > 1 else None
-            lies = mesh.transport_selector.islands(self._channel) if self._native is None else None
+            layout = mesh.transport_selector.islands(self._channel) if self._native is None else None
         except SharedMemoryError as cause:
             mesh.refuse(self._channel, cause)
             raise
-        self._islands = None if lies is None else HierarchicalCollectives(*lies, model, Scratch())
-        self._who = data_movement.GroupContext(
+        hierarchical = None if layout is None else HierarchicalCollectives(*layout, model, Scratch())
+        self.context = data_movement.GroupContext(
             self._rank, len(self.ranks), mesh.config, model, forced, Scratch(), max(2, mesh.config.lanes),
-            native=self._native, islands=self._islands,
+            native=self._native, hierarchical=hierarchical,
         )  # fmt: skip
         self._record = mesh.recorder.add
-        self._known: dict[Hashable, _CachedCall] = {}
         self._closed = False
         self._devices: dict[torch.device, DeviceGroup] = {}
         self.patient = False
@@ -130,9 +94,9 @@ class Group(CollectiveOps):
         mesh.progress.submit(self._open)
 
     def _open(self) -> None:
-        inside = self._native or self._islands
-        if inside is not None:
-            inside.open()
+        collectives = self._native or self.context.hierarchical
+        if collectives is not None:
+            collectives.open()
         self.mesh.open(self._channel)
         self.mesh.open(self._messages)
 
@@ -179,10 +143,9 @@ class Group(CollectiveOps):
 
     # -- tensors on a device -------------------------------------------------------------------
 
-    def _at(self, value: Any) -> CollectiveOps:
-        while isinstance(value, (list, tuple)) and value:
-            value = value[0]
-        return self.on(value.device) if isinstance(value, torch.Tensor) and value.is_cuda else self
+    def _group_for(self, value: Any) -> CollectiveOps:
+        device = device_of(value)
+        return self if device is None or device.type != "cuda" else self.on(device)
 
     def on(self, device: torch.device) -> DeviceGroup:
         """Return the group of the same ranks for tensors on ``device``; its first operation connects the devices."""
@@ -223,44 +186,45 @@ class Group(CollectiveOps):
         """Return another group of the same ranks for control traffic; ranks with the same ``purpose`` share it."""
         return Group(self.mesh, self.ranks, f"{self.name} ({purpose})", self.timeout, nonce=self._channel.number)
 
-    # -- issuing ------------------------------------------------------------------------------
+    # -- starting -----------------------------------------------------------------------------
 
-    def _issue(self, name: str, plan: Plan, how: CallOptions) -> Work:
-        return self._start(self._channel, name, None, plan, **how)
-
-    def _message(self, name: str, make: Callable[..., Plan], args: tuple[Any, ...], tag: int, how: CallOptions) -> Work:
-        return self._start(self._messages, name, checked_tag(tag), make(self._who, *args), **how)
-
-    def _send(self, name: str, tensor: Any, peer: int, tag: int, how: CallOptions) -> Work:
-        return self._message(name, p2p.send, (tensor, peer), tag, how)
-
-    def _receive(self, name: str, tensor: Any, peer: int | None, tag: int, how: CallOptions) -> Work:
-        return self._message(name, p2p.receive, (tensor, peer, self.ranks), tag, how)
-
-    def _start(
+    def _run(
         self,
-        channel: Channel,
         name: str,
-        number: int | None,
-        plan: Plan,
-        background: bool = True,
-        timeout: Timeout = None,
+        prepared: PreparedCollective,
+        tensors: Sequence[Any],
+        finish: Callable[[], Any],
+        options: CallOptions,
     ) -> Work:
+        fingerprint, nbytes, native, parts, fold, window = prepared
+        channel, background, timeout = self._channel, options.get("background", True), options.get("timeout")
         limit = self.timeout
         if timeout is not None or self._closed or (not background and _get_running_loop() is not None):
             limit = self._limit(name, background, timeout)
         # The number is taken last: a call that one rank refuses must not shift the numbers of that rank.
-        if number is None:
-            number = channel.last_number = next(channel.numbers)
-        entry = Entry(self.name, name, number, plan.fingerprint, plan.nbytes)
-        entry.peer = plan.peer
+        number = channel.last_number = next(channel.numbers)
+        entry = Entry(self.name, name, number, fingerprint, nbytes)
         self._record(entry)
-        if self._native is None or channel.point_to_point:
-            return self._operate(channel, plan, plan.parts, entry, background, limit)
-        if plan.native is None:
-            announcement = self._native.announce(number, plan.fingerprint)
-            return self._operate(channel, plan, announced(announcement, plan.parts), entry, background, limit)
-        return self._attempt(plan, plan.native(number, plan.fingerprint), entry, background, limit)
+        schedules: Iterable[Schedule]
+        try:
+            if native is None:
+                schedules = parts(*tensors) if parts else ()
+                if self._native is not None:
+                    schedules = preceded(self._native.publish(number, fingerprint), schedules)
+            else:
+                schedules = (schedule := native(number, *tensors),)
+                wait = not background or (self.patient and _get_running_loop() is None)
+                if self.mesh.progress.attempt(schedule, channel, wait=wait):
+                    channel.started, channel.highest = channel.started + 1, max(channel.highest, number)
+                    value = finish()
+                    entry.finish()
+                    return completed(value)
+        # An operation that raises the error makes the group fail and notifies the peers.
+        except Exception as cause:
+            schedules = (raising(cause),)
+        return self._start(
+            channel, Plan(schedules, fingerprint, fold, finish, window, nbytes), entry, background, limit
+        )
 
     def _limit(self, name: str, background: bool, timeout: Timeout) -> float:
         """Return the timeout of a call in seconds; raise if the group is destroyed or the call may not block here."""
@@ -270,119 +234,84 @@ class Group(CollectiveOps):
             self.mesh.progress.refuse_loop_thread(name)
         return self.timeout if timeout is None else seconds(timeout)
 
-    def _attempt(self, plan: Plan, schedule: Schedule, entry: Entry, background: bool, limit: float) -> Work:
-        """Run a native schedule in the calling thread if the peers are ready, else issue an operation for it."""
-        channel = self._channel
-        try:
-            wait = not background or (self.patient and _get_running_loop() is None)
-            if self.mesh.progress.attempt(schedule, channel, wait=wait):
-                channel.count(entry.seq)
-                value = plan.finish() if plan.finish is not None else None
-                entry.finish()
-                return completed(value)
-        except Exception as cause:
-            # An operation that raises the error makes the group fail and notifies the peers.
-            schedule = raising(cause)
-        return self._operate(channel, plan, (schedule,), entry, background, limit)
-
-    def _operate(
-        self, channel: Channel, plan: Plan, parts: Iterable[Schedule], entry: Entry, background: bool, limit: float
-    ) -> Work:
+    def _start(self, channel: Channel, plan: Plan, entry: Entry, background: bool, limit: float) -> Work:
         work = Work(self.mesh.progress)
-        operation = Operation(channel, entry.op, entry.seq, plan, parts, work, limit, entry)
+        operation = Operation(channel, entry.op, entry.seq, plan, work, limit, entry)
         self.mesh.issue(operation, background=background)
         return work
 
-    # -- cached calls ---------------------------------------------------------------------------
+    def _start_plan(self, name: str, plan: Plan, tag: int | None, background: bool, limit: float) -> Work:
+        """Start a planned collective, or a message if there is a ``tag``."""
+        channel = self._channel if tag is None else self._messages
+        if tag is None:
+            number = channel.last_number = next(channel.numbers)
+        else:
+            number = tag
+        entry = Entry(self.name, name, number, plan.fingerprint, plan.nbytes)
+        entry.peer = plan.peer
+        self._record(entry)
+        if tag is None and self._native is not None:
+            plan.parts = preceded(self._native.publish(entry.seq, plan.fingerprint), plan.parts)
+        return self._start(channel, plan, entry, background, limit)
 
-    def _call(
+    def _run_plan(
         self,
         name: str,
-        first: Any,
         make: Callable[..., Plan],
-        tensors: tuple[Any, ...],
-        how: CallOptions,
-        *more: Hashable,
+        arguments: tuple[Any, ...],
+        options: CallOptions,
+        tag: int | None = None,
     ) -> Work:
-        if self._native is None:
-            return super()._call(name, first, make, tensors, how, *more)
-        key = _cache_key((name, more), tensors)
+        """Start what ``make(context, *arguments)`` plans: a collective, or a message if there is a ``tag``."""
         try:
-            known = None if key is None else self._known.get(key)
-        except TypeError:
-            # An argument is not hashable. The plan refuses it with a proper message.
-            key = known = None
-        if known is None:
-            make = make if key is None else functools.partial(self._plan_and_cache, key, make)
-            return super()._call(name, first, make, tensors, how, *more)
-        # The call differs from the cached one only in its memory.
-        start, fingerprint, nbytes, writes = known
-        background, timeout = how.get("background", True), how.get("timeout")
-        limit = self.timeout
-        if timeout is not None or self._closed or (not background and _get_running_loop() is not None):
-            limit = self._named(self._limit, name, background, timeout)
-        number = self._channel.last_number = next(self._sequence)
-        entry = Entry(self.name, name, number, fingerprint, nbytes)
-        self._record(entry)
-        schedule = start(number, *tensors)
-        value = tensors[0] if tensors else None
-        written: Any = () if not writes else value if type(value) is list else (value,)
-        try:
-            wait = not background or (self.patient and _get_running_loop() is None)
-            if self.mesh.progress.attempt(schedule, self._channel, wait=wait):
-                self._channel.count(number)
-                increment_versions(written)
-                entry.finish()
-                return completed(value)
-        except Exception as cause:
-            schedule = raising(cause)
-        plan = Plan(fingerprint=fingerprint, finish=functools.partial(changed, written, value), nbytes=nbytes)
-        return self._operate(self._channel, plan, (schedule,), entry, background, limit)
+            plan = make(self.context, *arguments)
+            background = options.get("background", True)
+            limit = self._limit(name, background, options.get("timeout"))
+            return self._start_plan(name, plan, None if tag is None else checked_tag(tag), background, limit)
+        except UsageError as error:
+            self.refused(name, error)
+            raise
 
-    def _plan_and_cache(self, key: Hashable, make: Callable[..., Plan], *args: Any) -> Plan:
-        """Plan a call, and cache what later calls with the same key have in common."""
-        plan = make(*args)
-        # Complex tensors may be conjugate views, which the key does not distinguish.
-        if plan.native and plan.kind is not None and not plan.kind.dtype.is_complex:
-            self._cache(key, plan, plan.kind)
-        return plan
+    def _send(self, tensor: Any, peer: int, tag: int, options: CallOptions) -> Work:
+        return self._run_plan("send", p2p.send, (tensor, peer), options, tag)
 
-    def _cache(self, key: Hashable, plan: Plan, kind: CallSignature) -> None:
-        quick = None if self._native is None else self._native.quick(kind)
-        if quick is not None:
-            if len(self._known) >= _KEPT_KINDS:
-                self._known.clear()
-            self._known[key] = _CachedCall(quick, plan.fingerprint, plan.nbytes, kind.writes(self._rank))
+    def _receive(self, tensor: Any, peer: int | None, tag: int, options: CallOptions) -> Work:
+        return self._run_plan("recv", p2p.receive, (tensor, peer, self.ranks), options, tag)
+
+    def start_message(self, name: str, tag: int, plan: Plan, *, timeout: float) -> Work:
+        """Start a planned message in the background, for the device group that this group serves."""
+        return self._start_plan(name, plan, tag, True, self._limit(name, True, timeout))
 
     # -- monitoring ------------------------------------------------------------------------------
 
-    def monitored_barrier(self, **how: Unpack[CallOptions]) -> Work:
+    def monitored_barrier(self, **options: Unpack[CallOptions]) -> Work:
         """Complete when every rank has called it. On a timeout, the error of rank 0 names every missing rank.
 
         The other ranks wait twice as long, so that they receive the error of rank 0.
         """
         name = "monitored_barrier"
         if self._rank != 0:
-            how["timeout"] = 2 * self._named(self._limit, name, True, how.get("timeout"))
-        return self._named(self._begin, name, None, data_movement.monitored_barrier, (), how)
+            timeout = options.get("timeout")
+            options["timeout"] = 2 * (self.timeout if timeout is None else timeout)
+        return self._run_plan(name, data_movement.monitored_barrier, (), options)
 
     # -- objects -------------------------------------------------------------------------------
     # With ``weights_only``, given on every rank, objects are restricted to what torch.load(weights_only=True) reads.
     # They are then never pickled, even if ASYNCDIST_ALLOW_PICKLE allows pickles.
 
     def all_gather_object(
-        self, output: list[Any], value: Any, weights_only: bool = False, **how: Unpack[CallOptions]
+        self, output: list[Any], value: Any, weights_only: bool = False, **options: Unpack[CallOptions]
     ) -> Work:
         """Gather every rank's object into every rank's list."""
         args = output, value, weights_only
-        return self._named(self._begin, "all_gather_object", None, p2p.all_gather_object, args, how)
+        return self._run_plan("all_gather_object", p2p.all_gather_object, args, options)
 
     def gather_object(
-        self, value: Any, output: list[Any] | None, dst: int, weights_only: bool = False, **how: Unpack[CallOptions]
+        self, value: Any, output: list[Any] | None, dst: int, weights_only: bool = False, **options: Unpack[CallOptions]
     ) -> Work:
         """Gather every rank's object into the list of rank ``dst``; ``output`` is None on the other ranks."""
         args = value, output, dst, weights_only
-        return self._named(self._begin, "gather_object", None, p2p.gather_object, args, how)
+        return self._run_plan("gather_object", p2p.gather_object, args, options)
 
     def scatter_object_list(
         self,
@@ -390,25 +319,25 @@ class Group(CollectiveOps):
         values: Sequence[Any] | None,
         src: int,
         weights_only: bool = False,
-        **how: Unpack[CallOptions],
+        **options: Unpack[CallOptions],
     ) -> Work:
         """Put the ``i``-th object of rank ``src``'s list into rank ``i``'s ``output[0]``."""
         args = output, values, src, weights_only
-        return self._named(self._begin, "scatter_object_list", None, p2p.scatter_objects, args, how)
+        return self._run_plan("scatter_object_list", p2p.scatter_objects, args, options)
 
     def broadcast_object_list(
-        self, values: list[Any], src: int, weights_only: bool = False, **how: Unpack[CallOptions]
+        self, values: list[Any], src: int, weights_only: bool = False, **options: Unpack[CallOptions]
     ) -> Work:
         """Replace every rank's list by the list of rank ``src``."""
         args = values, src, weights_only
-        return self._named(self._begin, "broadcast_object_list", None, p2p.broadcast_objects, args, how)
+        return self._run_plan("broadcast_object_list", p2p.broadcast_objects, args, options)
 
     def send_object_list(
-        self, values: Sequence[Any], dst: int, tag: int = 0, weights_only: bool = False, **how: Unpack[CallOptions]
+        self, values: Sequence[Any], dst: int, tag: int = 0, weights_only: bool = False, **options: Unpack[CallOptions]
     ) -> Work:
         """Send a list of objects to rank ``dst``."""
         args = values, dst, weights_only
-        return self._named(self._message, "send_object_list", p2p.send_objects, args, tag, how)
+        return self._run_plan("send_object_list", p2p.send_objects, args, options, tag)
 
     def recv_object_list(
         self,
@@ -416,11 +345,11 @@ class Group(CollectiveOps):
         src: int | None = None,
         tag: int = 0,
         weights_only: bool = False,
-        **how: Unpack[CallOptions],
+        **options: Unpack[CallOptions],
     ) -> Work:
         """Receive a list of objects of the same length; the result is the global rank of the sender."""
         args = values, src, self.ranks, weights_only
-        return self._named(self._message, "recv_object_list", p2p.receive_objects, args, tag, how)
+        return self._run_plan("recv_object_list", p2p.receive_objects, args, options, tag)
 
     # -- termination ---------------------------------------------------------------------------
 
@@ -448,8 +377,8 @@ class Group(CollectiveOps):
                 device.close()
             self.mesh.progress.submit(lambda: self.mesh.end(self._channel))
             self.mesh.progress.submit(lambda: self.mesh.end(self._messages))
-            inside = self._native or self._islands
-            if inside is not None:
-                self.mesh.progress.submit(inside.close)
+            collectives = self._native or self.context.hierarchical
+            if collectives is not None:
+                self.mesh.progress.submit(collectives.close)
             if self.world is not None:
                 self.world.forget(self)

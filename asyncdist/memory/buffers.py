@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -179,6 +179,38 @@ def copy_overlapping_inputs(
     return [copies.get(number) or read[number] for number in range(len(read))] if copies else read
 
 
+def copy_overlapping_rows(rows: Sequence[tuple[Places, Memory]], size: int, rank: int) -> list[tuple[Places, Memory]]:
+    """Return the rows of an all-gather, (blocks, own input) each, with a copy of each input that a row also writes."""
+    places = [blocks[each] for blocks, _ in rows for each in range(size)]
+    own = {row: row * size + rank for row in range(len(rows))}
+    inputs = copy_overlapping_inputs([memory for _, memory in rows], places, own)
+    return [(blocks, memory) for (blocks, _), memory in zip(rows, inputs, strict=True)]
+
+
+# -- contiguous tensors ---------------------------------------------------------------------------
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous tensor as a run of its elements.
+
+    To torch a lone element is contiguous with any stride, but only with a stride of 1 is it to be seen as bytes.
+    """
+    return tensor if tensor.dim() == 1 and tensor.stride(0) == 1 else tensor.as_strided((tensor.numel(),), (1,))
+
+
+def flat_memory(tensor: torch.Tensor) -> Memory:
+    """Return the memory of a contiguous tensor."""
+    return Memory(flat(tensor))
+
+
+def block_memories(blocks: torch.Tensor | Sequence[torch.Tensor] | None, size: int) -> list[Memory]:
+    """Return the memory of ``size`` blocks: of contiguous tensors, or of equal parts of one; an empty list for None."""
+    if isinstance(blocks, torch.Tensor):
+        parts = TensorBlocks.split(flat_memory(blocks), size)
+        return [parts[index] for index in range(size)]
+    return [Memory(flat(tensor)) for tensor in blocks or ()]
+
+
 # -- a user's tensor ------------------------------------------------------------------------------
 
 
@@ -220,21 +252,13 @@ def input_memory(value: Any) -> Memory:
     return Memory(flat(_in_order(tensor_of(value))))
 
 
-def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous tensor as a run of its elements.
-
-    To torch a lone element is contiguous with any stride, but only with a stride of 1 is it to be seen as bytes.
-    """
-    return tensor if tensor.dim() == 1 and tensor.stride(0) == 1 else tensor.as_strided((tensor.numel(),), (1,))
-
-
 def in_order(tensor: torch.Tensor) -> bool:
-    """Return whether an operation may read and write a tensor of real numbers just as it is."""
+    """Return whether an operation may read and write a tensor just as it is."""
     return (
         tensor.is_cpu
         and tensor.layout is _STRIDED
         and tensor.is_contiguous()
-        and not (tensor.requires_grad or tensor.is_neg() or tensor.is_inference())
+        and not (tensor.requires_grad or tensor.is_neg() or tensor.is_conj() or tensor.is_inference())
     )
 
 
@@ -280,12 +304,6 @@ A backward that needs what one of them held before then raises RuntimeError. Thi
 `torch.autograd.graph.increment_version` without its look at the argument's type, which takes as long again. Tensors made
 in inference mode have no version.
 """
-
-
-def changed(tensors: Iterable[torch.Tensor], value: Any) -> Any:
-    """Return the value of an operation that has written some tensors, and tell autograd of these."""
-    increment_versions(tensors)
-    return value
 
 
 def _check_apart(tensor: torch.Tensor) -> None:

@@ -4,7 +4,7 @@
 publishes its *capabilities*; from those of all ranks, each rank computes whether they fit together (`refusal`, the same
 answer everywhere). The backend is then started on every rank or on none.
 
-The collectives are those of `native.Native`, but they never wait for the device. They are called within
+The collectives are those of `native.Native`, as one method each, but they never wait for the device. They are called within
 ``streams.on_comm_stream()``, in issue order, on the executor's thread or the calling thread, and have enqueued everything
 when their schedule ends. They may block the host until the peers have made the same call.
 
@@ -14,6 +14,7 @@ This module imports no engine and no group.
 
 from __future__ import annotations
 
+import functools
 import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -24,9 +25,12 @@ import torch
 
 from asyncdist.algorithms.schedule import Schedule
 from asyncdist.base.network import machine_name
+from asyncdist.base.ops import Collective
+from asyncdist.memory.buffers import Memory, block_memories, copy_overlapping_inputs, flat_memory
+from asyncdist.memory.reduce_kernels import Arithmetic
 from asyncdist.transport.device_streams import Streams
 from asyncdist.transport.host_group import HostGroup
-from asyncdist.transport.native import Native
+from asyncdist.transport.native import CallSignature, Native, PreparedCall, all_gather_rows
 
 if TYPE_CHECKING:
     from asyncdist.transport.device_p2p import DeviceP2P
@@ -151,11 +155,94 @@ class DeviceCollectives(Native):
     def abort(self) -> None:
         """Cancel what the device waits for, as the group has failed. Never blocks."""
 
+    # -- collectives ---------------------------------------------------------------------------
+    # Memory that is read overlaps no memory that is written (see `copy_overlapping_inputs`), except that a rank's own
+    # block may be both. ``fingerprint`` identifies the call of this rank.
+
     def open(self) -> None:
         """Do nothing: `start` has connected the ranks."""
 
-    def announce(self, number: int, fingerprint: int) -> Schedule:
+    def publish(self, sequence: int, fingerprint: int) -> Schedule:
         return nothing()
+
+    def prepare(self, signature: CallSignature) -> PreparedCall:
+        """Return a call of the method below that bears the name of the collective."""
+        return functools.partial(_call_method, self, signature)
+
+    @abstractmethod
+    def all_reduce(self, fingerprint: int, memories: Sequence[Memory], arithmetic: Arithmetic) -> Schedule:
+        """Reduce each memory over the members, in place, the same bits on all of them."""
+
+    @abstractmethod
+    def reduce(self, fingerprint: int, memory: Memory, root: int, arithmetic: Arithmetic) -> Schedule:
+        """Leave the reduction in the root's memory; that of the others is only read."""
+
+    @abstractmethod
+    def reduce_scatter(
+        self, fingerprint: int, inputs: Sequence[Memory], own: Memory, arithmetic: Arithmetic
+    ) -> Schedule:
+        """Leave in ``own`` the reduction of all members' ``inputs[rank]``; inputs are only read."""
+
+    @abstractmethod
+    def broadcast(self, fingerprint: int, memory: Memory, root: int) -> Schedule:
+        """Copy the root's memory to all members."""
+
+    @abstractmethod
+    def all_gather(self, fingerprint: int, rows: Sequence[tuple[Sequence[Memory], Memory]]) -> Schedule:
+        """Copy, for each row (blocks, own), each member's ``own`` into ``blocks[rank]`` of all members, itself included."""
+
+    @abstractmethod
+    def gather(self, fingerprint: int, own: Memory, blocks: Sequence[Memory], root: int) -> Schedule:
+        """Copy each member's ``own`` into the root's ``blocks[rank]``, but for the root's, which is there."""
+
+    @abstractmethod
+    def scatter(self, fingerprint: int, own: Memory, blocks: Sequence[Memory], root: int) -> Schedule:
+        """Copy the root's ``blocks[rank]`` into each member's ``own``, but for the root's, which is there."""
+
+    @abstractmethod
+    def all_to_all(self, fingerprint: int, incoming: Sequence[Memory], outgoing: Sequence[Memory]) -> Schedule:
+        """Copy each member's ``outgoing[rank]`` into this rank's ``incoming[member]``, its own too."""
+
+    @abstractmethod
+    def barrier(self, fingerprint: int) -> Schedule:
+        """Complete when every member has called it."""
+
+
+def _call_method(backend: DeviceCollectives, signature: CallSignature, sequence: int, *tensors: Any) -> Schedule:
+    """Call the method of a backend for one collective, on memory whose inputs overlap no output."""
+    call, root, rank, size = signature.fingerprint, signature.root, backend.context.rank, backend.context.size
+    match signature.collective:
+        case Collective.all_reduce:
+            return backend.all_reduce(call, [flat_memory(tensors[0])], signature.arithmetic)
+        case Collective.all_reduce_coalesced:
+            return backend.all_reduce(call, [flat_memory(tensor) for tensor in tensors[0]], signature.arithmetic)
+        case Collective.reduce:
+            return backend.reduce(call, flat_memory(tensors[0]), root, signature.arithmetic)
+        case Collective.reduce_scatter:
+            own = flat_memory(tensors[0])
+            inputs = copy_overlapping_inputs(block_memories(tensors[1], size), [own], {rank: 0})
+            return backend.reduce_scatter(call, inputs, own, signature.arithmetic)
+        case Collective.broadcast:
+            return backend.broadcast(call, flat_memory(tensors[0]), root)
+        case Collective.all_gather | Collective.all_gather_coalesced:
+            return backend.all_gather(call, all_gather_rows(signature, tensors[0], tensors[1], size, rank))
+        case Collective.gather:
+            own, blocks = flat_memory(tensors[1]), block_memories(tensors[0], size)
+            if rank == root:
+                (own,) = copy_overlapping_inputs([own], blocks, {0: root})
+                blocks[root].tensor.copy_(own.tensor)
+            return backend.gather(call, own, blocks, root)
+        case Collective.scatter:
+            own, blocks = flat_memory(tensors[0]), block_memories(tensors[1], size)
+            if rank == root:
+                blocks = copy_overlapping_inputs(blocks, [own], {root: 0})
+                own.tensor.copy_(blocks[root].tensor)
+            return backend.scatter(call, own, blocks, root)
+        case Collective.all_to_all:
+            incoming = block_memories(tensors[0], size)
+            outgoing = copy_overlapping_inputs(block_memories(tensors[1], size), incoming, {rank: rank})
+            return backend.all_to_all(call, incoming, outgoing)
+    return backend.barrier(call)
 
 
 def nothing() -> Schedule:

@@ -136,7 +136,7 @@ async def test_ranks_that_cannot_share_memory_see_where_the_others_do(monkeypatc
     usable, kinds = iter(hosts), registry.selected
     monkeypatch.setattr(registry, "selected", lambda _: kinds("shm,tcp" if next(usable) == "a" else "tcp"))
     async with world_of(len(hosts), transport="auto", hosts=hosts) as groups:
-        assert all(group._islands is not None for group in groups)
+        assert all(group.context.hierarchical is not None for group in groups)
         for drill in collective_cases(len(hosts), 1000, torch.float32):
             await run(groups, drill)
 

@@ -237,8 +237,8 @@ async def test_the_numbers_of_calls_start_again_after_the_last_one(transport):
     async with world_of(2, transport=transport) as groups:
         last = 2**32 - 3
         for group in groups:
-            group._sequence = itertools.count(last + 1)
-            group._channel._started = group._channel._highest = last
+            group._channel.numbers = itertools.count(last + 1)
+            group._channel.started = group._channel.highest = last
         for turn in range(8):
             assert await outcomes([group.all_reduce(ones(1) * turn) for group in groups]) == [2 * turn] * 2
         works = [group.all_reduce(ones(2 + group.rank())) for group in groups]

@@ -115,7 +115,7 @@ async def test_a_pickle_from_a_peer_is_not_read(transport, monkeypatch):
     """One rank allows pickles and sends one; the other has not and must not open it."""
     monkeypatch.setattr("pickle.loads", lambda *_: pytest.fail("a pickle was read"))
     async with world_of(2, transport=transport) as (zero, one):
-        zero._who = dataclasses.replace(zero._who, config=Config(allow_pickle=True))
+        zero.context = dataclasses.replace(zero.context, config=Config(allow_pickle=True))
         room = [None]
         sent = zero.broadcast_object_list([Fraction(1, 2)], 0)
         with pytest.raises(GroupError, match="ASYNCDIST_ALLOW_PICKLE is not set here"):

@@ -18,7 +18,7 @@ class Silent(Queued):
     name = "silent"
     compares = False
 
-    def broadcast(self, number, fingerprint, memory, root):
+    def broadcast(self, fingerprint, memory, root):
         return iter(())
 
 

@@ -286,10 +286,10 @@ async def test_a_failure_in_the_midst_of_a_call_is_told_to_everybody():
     class Failing(Queued):
         name = "failing"
 
-        def all_reduce(self, number, fingerprint, memories, how):
+        def all_reduce(self, fingerprint, memories, how):
             if self.context.rank == 1:
                 raise RuntimeError("out of pinned memory")
-            return super().all_reduce(number, fingerprint, memories, how)
+            return super().all_reduce(fingerprint, memories, how)
 
     streams = [PretendStreams() for _ in range(2)]
     async with devices_of(2, [Failing], streams) as groups:

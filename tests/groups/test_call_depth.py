@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -31,22 +32,26 @@ def frames_of(call: Callable[[], object]) -> int:
     return count
 
 
-def fewest_frames(backend: str, path: Path, rank: int) -> int:
-    """Return the fewest frames of a repeated 4-byte all-reduce; calls that wait for the peer enter more."""
+def fewest_frames(backend: str, path: Path, rank: int, counts: Sequence[int]) -> int:
+    """Return the fewest frames of all-reduces of ``counts`` elements; calls that wait for the peer enter more."""
     with dist.process_group(backend, f"file://{path}", world_size=2, rank=rank) as group:
-        tensor = torch.ones(1)
-
-        def call() -> None:
-            group.all_reduce(tensor, background=False)
-
-        call()
-        fewest = min(frames_of(call) for _ in range(CALLS))
+        group.all_reduce(torch.ones(1), background=False)
+        tensors = [torch.ones(count) for count in counts]
+        fewest = min(frames_of(partial(group.all_reduce, tensor, background=False)) for tensor in tensors)
         group.barrier(background=False)
         return fewest
 
 
-@pytest.mark.parametrize(("backend", "bound"), [("shm", 19), ("tcp", 121)])
-def test_repeated_all_reduce_enters_few_frames(backend: str, bound: int, tmp_path: Path) -> None:
+REPEATED = [1] * CALLS
+FIRST = range(2, 2 + CALLS)
+
+
+@pytest.mark.parametrize(
+    ("backend", "counts", "bound"),
+    [("shm", REPEATED, 16), ("shm", FIRST, 94), ("tcp", REPEATED, 112)],
+    ids=["shm repeated", "shm first", "tcp repeated"],
+)
+def test_all_reduce_enters_few_frames(backend: str, counts: Sequence[int], bound: int, tmp_path: Path) -> None:
     with ThreadPoolExecutor(2) as pool:
-        counts = list(pool.map(lambda rank: fewest_frames(backend, tmp_path / "store", rank), range(2)))
-    assert min(counts) <= bound
+        fewest = list(pool.map(lambda rank: fewest_frames(backend, tmp_path / "store", rank, counts), range(2)))
+    assert min(fewest) <= bound

@@ -161,7 +161,7 @@ class Queued(PretendStaged):
     name = "queued"
     blocks = False
 
-    def all_reduce(self, number: int, fingerprint: int, memories: Sequence[Memory], how: Arithmetic) -> Schedule:
+    def all_reduce(self, fingerprint: int, memories: Sequence[Memory], how: Arithmetic) -> Schedule:
         for memory in memories:
             memory.tensor.add_(1)
         return nothing()

@@ -20,7 +20,6 @@ from asyncdist.memory.reduce_kernels import Arithmetic
 from asyncdist.transport.device_collectives import DeviceCollectives, DeviceContext, nothing
 from asyncdist.transport.device_streams import DeviceEvent, cuda_missing
 from asyncdist.transport.host_group import HostWork
-from asyncdist.transport.native import MemoryBlocks
 
 # Pieces in flight: copied to the host, with the peers, copied back.
 _PIPELINE_DEPTH = 3
@@ -152,23 +151,21 @@ class Staged(DeviceCollectives):
 
     # -- collectives ---------------------------------------------------------------------------
 
-    def all_reduce(self, number: int, fingerprint: int, memories: Sequence[Memory], how: Arithmetic) -> Schedule:
+    def all_reduce(self, fingerprint: int, memories: Sequence[Memory], how: Arithmetic) -> Schedule:
         for memory in memories:
             self._pipelined(memory, self.context.host.all_reduce, how.op)
         return nothing()
 
-    def reduce(self, number: int, fingerprint: int, memory: Memory, root: int, how: Arithmetic) -> Schedule:
+    def reduce(self, fingerprint: int, memory: Memory, root: int, how: Arithmetic) -> Schedule:
         self._pipelined(memory, self.context.host.reduce, root, how.op, to_device=self.context.rank == root)
         return nothing()
 
-    def broadcast(self, number: int, fingerprint: int, memory: Memory, root: int) -> Schedule:
+    def broadcast(self, fingerprint: int, memory: Memory, root: int) -> Schedule:
         ours = self.context.rank == root
         self._pipelined(memory, self.context.host.broadcast, root, to_host=ours, to_device=not ours)
         return nothing()
 
-    def reduce_scatter(
-        self, number: int, fingerprint: int, inputs: MemoryBlocks, own: Memory, how: Arithmetic
-    ) -> Schedule:
+    def reduce_scatter(self, fingerprint: int, inputs: Sequence[Memory], own: Memory, how: Arithmetic) -> Schedule:
         read = self._copy_all_to_host([inputs[rank].tensor for rank in range(self.context.size)])
         [written] = self._buffers([own])
         self._run(self.context.host.reduce_scatter, written, read, how.op)
@@ -176,7 +173,7 @@ class Staged(DeviceCollectives):
         self._copy_to_device(written, own.tensor)
         return nothing()
 
-    def all_gather(self, number: int, fingerprint: int, rows: Sequence[tuple[MemoryBlocks, Memory]]) -> Schedule:
+    def all_gather(self, fingerprint: int, rows: Sequence[tuple[Sequence[Memory], Memory]]) -> Schedule:
         for blocks, own in rows:
             [read] = self._copy_all_to_host([own.tensor])
             into = [blocks[rank] for rank in range(self.context.size)]
@@ -187,7 +184,7 @@ class Staged(DeviceCollectives):
                 self._copy_to_device(pinned, block.tensor)
         return nothing()
 
-    def gather(self, number: int, fingerprint: int, own: Memory, blocks: MemoryBlocks, root: int) -> Schedule:
+    def gather(self, fingerprint: int, own: Memory, blocks: Sequence[Memory], root: int) -> Schedule:
         [read] = self._copy_all_to_host([own.tensor])
         into = [blocks[rank] for rank in range(self.context.size)] if self.context.rank == root else []
         written = self._buffers(into)
@@ -198,7 +195,7 @@ class Staged(DeviceCollectives):
                 self._copy_to_device(pinned, block.tensor)
         return nothing()
 
-    def scatter(self, number: int, fingerprint: int, own: Memory, blocks: MemoryBlocks, root: int) -> Schedule:
+    def scatter(self, fingerprint: int, own: Memory, blocks: Sequence[Memory], root: int) -> Schedule:
         ours = self.context.rank == root
         read = self._copy_all_to_host([blocks[rank].tensor for rank in range(self.context.size)] if ours else [])
         [written] = self._buffers([own])
@@ -208,9 +205,7 @@ class Staged(DeviceCollectives):
             self._copy_to_device(written, own.tensor)
         return nothing()
 
-    def all_to_all(
-        self, number: int, fingerprint: int, incoming: Sequence[Memory], outgoing: Sequence[Memory]
-    ) -> Schedule:
+    def all_to_all(self, fingerprint: int, incoming: Sequence[Memory], outgoing: Sequence[Memory]) -> Schedule:
         read = self._copy_all_to_host([memory.tensor for memory in outgoing])
         written = self._buffers(incoming)
         self._run(self.context.host.all_to_all, written, read)
@@ -219,7 +214,7 @@ class Staged(DeviceCollectives):
             self._copy_to_device(pinned, memory.tensor)
         return nothing()
 
-    def barrier(self, number: int, fingerprint: int) -> Schedule:
+    def barrier(self, fingerprint: int) -> Schedule:
         """Return when every rank has called this, and the device has completed all earlier work of the stream."""
         self.context.streams.record_event().synchronize()
         self.context.barrier()

@@ -231,7 +231,7 @@ def forks_in_the_middle(test, where, rank, size):
         test.send(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
         yield ()
 
-    here._issue("fork", Plan((schedule(),)), {"background": False}).wait()
+    here._run_plan("fork", lambda _: Plan((schedule(),)), (), {"background": False}).wait()
     sync.destroy_process_group()
 
 

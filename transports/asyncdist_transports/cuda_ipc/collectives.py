@@ -27,7 +27,6 @@ from asyncdist.memory.buffers import Memory, TensorBlocks
 from asyncdist.memory.reduce_kernels import Arithmetic
 from asyncdist.transport.device_collectives import DeviceCollectives, DeviceContext, nothing
 from asyncdist.transport.device_p2p import DeviceP2P
-from asyncdist.transport.native import MemoryBlocks
 from asyncdist_transports.cuda_ipc.driver import Driver
 from asyncdist_transports.cuda_ipc.handles import EXPORTED_NBYTES, ExportedMemory, Exports, Imports
 from asyncdist_transports.cuda_ipc.p2p import CudaIpcP2P
@@ -157,10 +156,10 @@ class CudaIpc(DeviceCollectives):
 
     # -- reducing ------------------------------------------------------------------------------
 
-    def all_reduce(self, number: int, fingerprint: int, memories: Sequence[Memory], how: Arithmetic) -> Schedule:
+    def all_reduce(self, fingerprint: int, memories: Sequence[Memory], how: Arithmetic) -> Schedule:
         """Each rank reduces its block of all ranks' tensors, and writes the result into all of them."""
         if self._prefers_host(sum(memory.nbytes for memory in memories), how, memories[0].dtype):
-            return self._staged.all_reduce(number, fingerprint, memories, how)
+            return self._staged.all_reduce(fingerprint, memories, how)
         tensors = [memory.tensor for memory in memories]
         views = self._exchange_views(fingerprint, tensors)
         for place in range(len(memories)):
@@ -173,21 +172,19 @@ class CudaIpc(DeviceCollectives):
         self._finish_with_copies(views, tensors)
         return nothing()
 
-    def reduce(self, number: int, fingerprint: int, memory: Memory, root: int, how: Arithmetic) -> Schedule:
+    def reduce(self, fingerprint: int, memory: Memory, root: int, how: Arithmetic) -> Schedule:
         if self._prefers_host(memory.nbytes, how, memory.dtype):
-            return self._staged.reduce(number, fingerprint, memory, root, how)
+            return self._staged.reduce(fingerprint, memory, root, how)
         views = self._exchange_views(fingerprint, [memory.tensor])
         if self.context.rank == root:
             self._reduce(how, memory.tensor, [views[rank][0] for rank in self.context.others], memory.tensor)
         self._finish()
         return nothing()
 
-    def reduce_scatter(
-        self, number: int, fingerprint: int, inputs: MemoryBlocks, own: Memory, how: Arithmetic
-    ) -> Schedule:
+    def reduce_scatter(self, fingerprint: int, inputs: Sequence[Memory], own: Memory, how: Arithmetic) -> Schedule:
         blocks = [inputs[rank] for rank in range(self.context.size)]
         if self._prefers_host(sum(block.nbytes for block in blocks), how, own.dtype):
-            return self._staged.reduce_scatter(number, fingerprint, inputs, own, how)
+            return self._staged.reduce_scatter(fingerprint, inputs, own, how)
         views = self._exchange_views(fingerprint, [block.tensor for block in blocks])
         us = self.context.rank
         self._reduce(how, blocks[us].tensor, [views[rank][us] for rank in self.context.others], own.tensor)
@@ -208,9 +205,9 @@ class CudaIpc(DeviceCollectives):
 
     # -- moving --------------------------------------------------------------------------------
 
-    def broadcast(self, number: int, fingerprint: int, memory: Memory, root: int) -> Schedule:
+    def broadcast(self, fingerprint: int, memory: Memory, root: int) -> Schedule:
         if self._prefers_host(memory.nbytes):
-            return self._staged.broadcast(number, fingerprint, memory, root)
+            return self._staged.broadcast(fingerprint, memory, root)
         ours = self.context.rank == root
         views = self._exchange_views(fingerprint, [memory.tensor if ours else memory.tensor[:0]])
         if not ours:
@@ -218,10 +215,10 @@ class CudaIpc(DeviceCollectives):
         self._finish()
         return nothing()
 
-    def all_gather(self, number: int, fingerprint: int, rows: Sequence[tuple[MemoryBlocks, Memory]]) -> Schedule:
+    def all_gather(self, fingerprint: int, rows: Sequence[tuple[Sequence[Memory], Memory]]) -> Schedule:
         ranks = range(self.context.size)
         if self._prefers_host(sum(blocks[rank].nbytes for blocks, _ in rows for rank in ranks)):
-            return self._staged.all_gather(number, fingerprint, rows)
+            return self._staged.all_gather(fingerprint, rows)
         views = self._exchange_views(fingerprint, [own.tensor for _, own in rows])
         for place, (blocks, own) in enumerate(rows):
             room = blocks[self.context.rank].tensor
@@ -232,9 +229,9 @@ class CudaIpc(DeviceCollectives):
         self._finish()
         return nothing()
 
-    def gather(self, number: int, fingerprint: int, own: Memory, blocks: MemoryBlocks, root: int) -> Schedule:
+    def gather(self, fingerprint: int, own: Memory, blocks: Sequence[Memory], root: int) -> Schedule:
         if self._prefers_host(own.nbytes):
-            return self._staged.gather(number, fingerprint, own, blocks, root)
+            return self._staged.gather(fingerprint, own, blocks, root)
         views = self._exchange_views(fingerprint, [own.tensor])
         if self.context.rank == root:
             for rank in self.context.others:
@@ -242,9 +239,9 @@ class CudaIpc(DeviceCollectives):
         self._finish()
         return nothing()
 
-    def scatter(self, number: int, fingerprint: int, own: Memory, blocks: MemoryBlocks, root: int) -> Schedule:
+    def scatter(self, fingerprint: int, own: Memory, blocks: Sequence[Memory], root: int) -> Schedule:
         if self._prefers_host(own.nbytes):
-            return self._staged.scatter(number, fingerprint, own, blocks, root)
+            return self._staged.scatter(fingerprint, own, blocks, root)
         ours = self.context.rank == root
         shown = [blocks[rank].tensor if ours else own.tensor[:0] for rank in range(self.context.size)]
         views = self._exchange_views(fingerprint, shown)
@@ -253,9 +250,7 @@ class CudaIpc(DeviceCollectives):
         self._finish()
         return nothing()
 
-    def all_to_all(
-        self, number: int, fingerprint: int, incoming: Sequence[Memory], outgoing: Sequence[Memory]
-    ) -> Schedule:
+    def all_to_all(self, fingerprint: int, incoming: Sequence[Memory], outgoing: Sequence[Memory]) -> Schedule:
         """Exchange blocks. Never goes through the host, because only pairs of ranks know the sizes."""
         views = self._exchange_views(fingerprint, [memory.tensor for memory in outgoing])
         for rank in self.context.others:
@@ -268,7 +263,7 @@ class CudaIpc(DeviceCollectives):
         self._finish()
         return nothing()
 
-    def barrier(self, number: int, fingerprint: int) -> Schedule:
+    def barrier(self, fingerprint: int) -> Schedule:
         """Return when every rank has called this; later work waits until every device has completed its earlier work."""
         self._exchange_views(fingerprint, ())
         self._finish()

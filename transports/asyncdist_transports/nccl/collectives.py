@@ -24,7 +24,6 @@ from asyncdist.memory.reduce_kernels import Arithmetic, arithmetic, divide
 from asyncdist.transport.device_collectives import DeviceCollectives, DeviceContext, nothing
 from asyncdist.transport.device_p2p import DeviceP2P
 from asyncdist.transport.device_streams import completes_within
-from asyncdist.transport.native import MemoryBlocks
 from asyncdist_transports.nccl.bindings import BYTES, SUM, UNIQUE_ID_NBYTES, Bindings, load, numbers_of, version_text
 from asyncdist_transports.nccl.communicator import Call, Communicator
 from asyncdist_transports.nccl.memory import contiguous_span, equal_counts, receive, send
@@ -186,7 +185,7 @@ class Nccl(DeviceCollectives):
 
     # -- reducing ------------------------------------------------------------------------------
 
-    def all_reduce(self, number: int, fingerprint: int, memories: Sequence[Memory], how: Arithmetic) -> Schedule:
+    def all_reduce(self, fingerprint: int, memories: Sequence[Memory], how: Arithmetic) -> Schedule:
         self._record_stream(*memories)
         numbers = numbers_of(how.op, memories[0].dtype, self.context.size)
         if numbers is None:
@@ -201,7 +200,7 @@ class Nccl(DeviceCollectives):
                 divide(memory.tensor, self.context.size)
         return nothing()
 
-    def reduce(self, number: int, fingerprint: int, memory: Memory, root: int, how: Arithmetic) -> Schedule:
+    def reduce(self, fingerprint: int, memory: Memory, root: int, how: Arithmetic) -> Schedule:
         self._record_stream(memory)
         ours = self.context.rank == root
         numbers = numbers_of(how.op, memory.dtype, self.context.size)
@@ -215,9 +214,7 @@ class Nccl(DeviceCollectives):
                 divide(memory.tensor, self.context.size)
         return nothing()
 
-    def reduce_scatter(
-        self, number: int, fingerprint: int, inputs: MemoryBlocks, own: Memory, how: Arithmetic
-    ) -> Schedule:
+    def reduce_scatter(self, fingerprint: int, inputs: Sequence[Memory], own: Memory, how: Arithmetic) -> Schedule:
         blocks = self._block_list(inputs)
         self._record_stream(own, *blocks)
         numbers = numbers_of(how.op, own.dtype, self.context.size)
@@ -288,14 +285,14 @@ class Nccl(DeviceCollectives):
 
     # -- moving --------------------------------------------------------------------------------
 
-    def broadcast(self, number: int, fingerprint: int, memory: Memory, root: int) -> Schedule:
+    def broadcast(self, fingerprint: int, memory: Memory, root: int) -> Schedule:
         self._record_stream(memory)
         if memory.count:
             place = memory.tensor.data_ptr()
             self._enqueue(("broadcast", place, place, memory.nbytes, BYTES, root))
         return nothing()
 
-    def all_gather(self, number: int, fingerprint: int, rows: Sequence[tuple[MemoryBlocks, Memory]]) -> Schedule:
+    def all_gather(self, fingerprint: int, rows: Sequence[tuple[Sequence[Memory], Memory]]) -> Schedule:
         calls: list[Call] = []
         scattered: list[tuple[torch.Tensor, list[Memory]]] = []
         for inside, own in rows:
@@ -327,7 +324,7 @@ class Nccl(DeviceCollectives):
                 block.raw.copy_(part)
         return nothing()
 
-    def gather(self, number: int, fingerprint: int, own: Memory, blocks: MemoryBlocks, root: int) -> Schedule:
+    def gather(self, fingerprint: int, own: Memory, blocks: Sequence[Memory], root: int) -> Schedule:
         if not own.count:
             return nothing()
         if self.context.rank == root:
@@ -339,7 +336,7 @@ class Nccl(DeviceCollectives):
             self._enqueue(send(own.tensor, root))
         return nothing()
 
-    def scatter(self, number: int, fingerprint: int, own: Memory, blocks: MemoryBlocks, root: int) -> Schedule:
+    def scatter(self, fingerprint: int, own: Memory, blocks: Sequence[Memory], root: int) -> Schedule:
         if not own.count:
             return nothing()
         if self.context.rank == root:
@@ -351,9 +348,7 @@ class Nccl(DeviceCollectives):
             self._enqueue(receive(own.tensor, root))
         return nothing()
 
-    def all_to_all(
-        self, number: int, fingerprint: int, incoming: Sequence[Memory], outgoing: Sequence[Memory]
-    ) -> Schedule:
+    def all_to_all(self, fingerprint: int, incoming: Sequence[Memory], outgoing: Sequence[Memory]) -> Schedule:
         self._record_stream(*incoming, *outgoing)
         sends = [send(outgoing[rank].tensor, rank) for rank in self.context.others if outgoing[rank].count]
         receives = [receive(incoming[rank].tensor, rank) for rank in self.context.others if incoming[rank].count]
@@ -361,14 +356,14 @@ class Nccl(DeviceCollectives):
         incoming[self.context.rank].raw.copy_(outgoing[self.context.rank].raw)
         return nothing()
 
-    def barrier(self, number: int, fingerprint: int) -> Schedule:
+    def barrier(self, fingerprint: int) -> Schedule:
         """Complete, on the device, when every device has completed its earlier work in this stream."""
         self._enqueue(self._barrier_call)
         return nothing()
 
     # -- blocks --------------------------------------------------------------------------------
 
-    def _block_list(self, blocks: MemoryBlocks) -> list[Memory]:
+    def _block_list(self, blocks: Sequence[Memory]) -> list[Memory]:
         return [blocks[rank] for rank in range(self.context.size)]
 
     def _contiguous(self, blocks: Sequence[Memory]) -> torch.Tensor:

@@ -28,10 +28,8 @@ import threading
 from collections.abc import Callable
 
 _KEEPS_STORES_IN_ORDER = platform.machine().lower() in ("x86_64", "amd64", "i686", "i386")
-
-
-def _nothing() -> None:
-    """Do nothing: the processor keeps this order without a barrier."""
+# Does nothing, where the processor keeps an order without a barrier: a function in C enters no Python frame.
+_nothing: Callable[[], object] = ().__len__
 
 
 class Fence:
@@ -53,5 +51,5 @@ class Fence:
 
         self.full: Callable[[], None] = full
         """A full barrier: no load or store passes it in either direction."""
-        self.light: Callable[[], None] = _nothing if _KEEPS_STORES_IN_ORDER else full
+        self.light: Callable[[], object] = _nothing if _KEEPS_STORES_IN_ORDER else full
         """A barrier that orders everything except a store followed by a load."""

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from asyncdist.algorithms.schedule import Schedule
+from asyncdist.base.ops import Collective
 from asyncdist.errors import MismatchError
-from asyncdist.memory.buffers import Memory, TensorBlocks
+from asyncdist.memory.buffers import Memory, TensorBlocks, block_memories, copy_overlapping_inputs, flat_memory
 from asyncdist.memory.reduce_kernels import Arithmetic
-from asyncdist.transport.native import MemoryBlocks
+from asyncdist.transport.native import CallSignature, PreparedCall, all_gather_rows
 from asyncdist_transports.shm.collectives import zero_copy
 from asyncdist_transports.shm.collectives.piece_layout import Pieces, head_nbytes
 from asyncdist_transports.shm.collectives.slot_table import DONE, SlotMember, SlotTable
-from asyncdist_transports.shm.collectives.small import every_member_reduces
+from asyncdist_transports.shm.collectives.small import Blocks, every_member_reduces
 from asyncdist_transports.shm.collectives.staging import CollectiveState, PieceAction
 from asyncdist_transports.shm.collectives.streaming import StagedStream
 
@@ -28,14 +30,27 @@ PieceReader = Callable[[Pieces, int, int], None]
 
 
 class Large:
-    """Collectives in rounds, with the arguments of `Native`."""
+    """Collectives in rounds."""
 
     def __init__(self, slots: SlotTable, views: zero_copy.PeerViews, stream: StagedStream) -> None:
         self._slots, self._views, self._stream = slots, views, stream
         self._rank, self._size = slots.rank, slots.size
         self._others = slots.others
 
+    def prepare(self, signature: CallSignature) -> PreparedCall:
+        """Return what runs the calls with one signature in rounds; the inputs may overlap the outputs."""
+        return functools.partial(_CALLS[signature.collective], self, signature)
+
+    def _blocks(self, blocks: Blocks | None) -> list[Memory]:
+        return block_memories(blocks, self._size)
+
     # -- reducing ------------------------------------------------------------------------------
+
+    def _all_reduce(self, signature: CallSignature, number: int, tensor: torch.Tensor) -> Schedule:
+        yield from self._slots.enter(number)
+        state = CollectiveState(self._slots, number, signature.fingerprint)
+        yield from self.all_reduce_staged(state, flat_memory(tensor), signature.arithmetic)
+        self._slots.publish(number, DONE)
 
     def all_reduce_coalesced_staged(
         self, state: CollectiveState, memories: Sequence[Memory], arithmetic: Arithmetic
@@ -132,7 +147,9 @@ class Large:
         others = [pieces.staged(member.rank, self._rank, piece.numel(), round_index) for member in self._others]
         arithmetic.reduce([piece, *others], piece)
 
-    def reduce(self, number: int, fingerprint: int, memory: Memory, root: int, arithmetic: Arithmetic) -> Schedule:
+    def _reduce(self, signature: CallSignature, number: int, tensor: torch.Tensor) -> Schedule:
+        memory = flat_memory(tensor)
+
         def read(pieces: Pieces, k: int, round_index: int) -> None:
             own = pieces.of(memory, k)
             locations = pieces.state.locations
@@ -140,18 +157,22 @@ class Large:
                 self._peer_piece(pieces, each, locations[each.rank], 0, k, own.numel(), round_index)
                 for each in self._others
             ]
-            arithmetic.reduce([own, *others], own)
+            signature.arithmetic.reduce([own, *others], own)
 
-        return self._rooted("reduce", number, fingerprint, memory, root, read, outward=False)
+        return self._rooted(signature, number, memory, read, outward=False)
 
     def _rooted(
-        self, name: str, number: int, fingerprint: int, memory: Memory, root: int, read: PieceReader, *, outward: bool
+        self, signature: CallSignature, number: int, memory: Memory, read: PieceReader, *, outward: bool
     ) -> Schedule:
         """Move data between the root and all other members: each reader reads all of a sender's memory."""
+        root = signature.root
         peers = self._others if self._rank == root else [self._slots.members_by_rank[root]]
         sends = outward == (self._rank == root)
         state = CollectiveState(
-            self._slots, number, fingerprint, zero_copy.shared_location(self._slots, memory.tensor) if sends else 0
+            self._slots,
+            number,
+            signature.fingerprint,
+            zero_copy.shared_location(self._slots, memory.tensor) if sends else 0,
         )
         pieces = Pieces(state, 1, memory.dtype)
         count = 1 if state.location else pieces.round_count(memory.count)
@@ -159,7 +180,7 @@ class Large:
         if sends:
             stage = functools.partial(pieces.stage, 0, memory)
             yield from self._stream.run_rounds(
-                state, (name, memory.dtype), count, pieces.nbytes, stage, None, (), peers
+                state, (signature.collective.name, memory.dtype), count, pieces.nbytes, stage, None, (), peers
             )
         else:
             yield from state.run_rounds(count, None, functools.partial(read, pieces), peers, ())
@@ -178,12 +199,11 @@ class Large:
         """Return a location from a member's table, 0 if the member stages."""
         return state.locations[member.rank] and self._slots.table(state.number, member.rank)[index]
 
-    def reduce_scatter(
-        self, number: int, fingerprint: int, inputs: MemoryBlocks, own: Memory, arithmetic: Arithmetic
-    ) -> Schedule:
+    def _reduce_scatter(self, signature: CallSignature, number: int, output: torch.Tensor, inputs: Blocks) -> Schedule:
         """Each member reduces the blocks that all members have for it, with one synchronisation a piece."""
-        blocks = [inputs[rank] for rank in range(self._size)]
-        state = yield from self._begin_with_table(number, fingerprint, blocks)
+        own = flat_memory(output)
+        blocks = copy_overlapping_inputs(self._blocks(inputs), [own], {self._rank: 0})
+        state = yield from self._begin_with_table(number, signature.fingerprint, blocks)
         pieces = Pieces(state, max(1, self._size - 1), own.dtype)
 
         def stage(k: int, round_index: int) -> None:
@@ -195,7 +215,7 @@ class Large:
             others = [
                 self._piece_for_this_rank(pieces, member, k, piece.numel(), round_index) for member in self._others
             ]
-            arithmetic.reduce([pieces.of(blocks[self._rank], k), *others], piece)
+            signature.arithmetic.reduce([pieces.of(blocks[self._rank], k), *others], piece)
 
         most = max(block.count for block in blocks)
         yield from self._stage_and_read(state, "reduce_scatter", pieces, most, stage, read)
@@ -216,18 +236,21 @@ class Large:
 
     # -- moving --------------------------------------------------------------------------------
 
-    def broadcast(self, number: int, fingerprint: int, memory: Memory, root: int) -> Schedule:
+    def _broadcast(self, signature: CallSignature, number: int, tensor: torch.Tensor) -> Schedule:
+        memory, root = flat_memory(tensor), signature.root
+
         def read(pieces: Pieces, k: int, round_index: int) -> None:
             piece = pieces.of(memory, k)
             source, location = self._slots.members_by_rank[root], pieces.state.locations[root]
             piece.copy_(self._peer_piece(pieces, source, location, 0, k, piece.numel(), round_index))
 
-        return self._rooted("broadcast", number, fingerprint, memory, root, read, outward=True)
+        return self._rooted(signature, number, memory, read, outward=True)
 
-    def all_gather(self, number: int, fingerprint: int, rows: Sequence[tuple[MemoryBlocks, Memory]]) -> Schedule:
-        state = yield from self._begin_with_table(number, fingerprint, [own for _, own in rows])
-        for row, (blocks, own) in enumerate(rows):
-            yield from self._gather_row(state, row, [blocks[rank] for rank in range(self._size)], own)
+    def _all_gather(self, signature: CallSignature, number: int, blocks: Any, tensors: Any) -> Schedule:
+        rows = all_gather_rows(signature, blocks, tensors, self._size, self._rank)
+        state = yield from self._begin_with_table(number, signature.fingerprint, [own for _, own in rows])
+        for row, (outputs, own) in enumerate(rows):
+            yield from self._gather_row(state, row, outputs, own)
         yield from state.finish(self._others)
 
     def _gather_row(self, state: CollectiveState, row: int, blocks: Sequence[Memory], own: Memory) -> Schedule:
@@ -253,7 +276,12 @@ class Large:
 
         yield from self._stage_and_read(state, "all_gather", pieces, max(block.count for block in blocks), stage, read)
 
-    def gather(self, number: int, fingerprint: int, own: Memory, blocks: MemoryBlocks, root: int) -> Schedule:
+    def _gather(self, signature: CallSignature, number: int, gathered: Blocks | None, tensor: torch.Tensor) -> Schedule:
+        own, blocks = flat_memory(tensor), self._blocks(gathered)
+        if blocks:
+            (own,) = copy_overlapping_inputs([own], blocks, {0: self._rank})
+            blocks[self._rank].tensor.copy_(own.tensor)
+
         def read(pieces: Pieces, k: int, round_index: int) -> None:
             for member in self._others:
                 piece = pieces.of(blocks[member.rank], k)
@@ -263,11 +291,16 @@ class Large:
                     )
                 )
 
-        return self._rooted("gather", number, fingerprint, own, root, read, outward=False)
+        return self._rooted(signature, number, own, read, outward=False)
 
-    def scatter(self, number: int, fingerprint: int, own: Memory, blocks: MemoryBlocks, root: int) -> Schedule:
-        outgoing = [blocks[rank] for rank in range(self._size)] if self._rank == root else []
-        state = yield from self._begin_with_table(number, fingerprint, outgoing)
+    def _scatter(
+        self, signature: CallSignature, number: int, tensor: torch.Tensor, scattered: Blocks | None
+    ) -> Schedule:
+        own, root = flat_memory(tensor), signature.root
+        blocks = copy_overlapping_inputs(self._blocks(scattered), [own], {self._rank: 0})
+        if blocks:
+            own.tensor.copy_(blocks[self._rank].tensor)
+        state = yield from self._begin_with_table(number, signature.fingerprint, blocks)
         pieces = Pieces(state, max(1, self._size - 1), own.dtype)
         count = 1 if state.location else pieces.round_count(own.count)
         if self._rank == root:
@@ -289,28 +322,29 @@ class Large:
         yield from state.run_rounds(count, None, read, [source], ())
         yield from state.finish(())
 
-    def all_to_all(
-        self, number: int, fingerprint: int, incoming: Sequence[Memory], outgoing: Sequence[Memory]
-    ) -> Schedule:
+    def _all_to_all(self, signature: CallSignature, number: int, output: Blocks, inputs: Blocks) -> Schedule:
         """Exchange blocks whose sizes differ by pair, so that members may need different numbers of rounds.
 
         A member's table holds how much it sends to each member, followed by the locations of the blocks.
         """
-        state = yield from self._begin_with_table(number, fingerprint, outgoing, self._size)
+        incoming, outgoing = self._all_to_all_blocks(output, inputs)
+        state = yield from self._begin_with_table(number, signature.fingerprint, outgoing, self._size)
         self._slots.reserve(number, 0, head_nbytes(self._size))
         table = self._slots.table(number, self._rank)
         for rank, block in enumerate(outgoing):
             table[rank] = block.count
         yield from self._exchange_blocks(state, incoming, outgoing)
 
-    def all_to_all_staged(
-        self, number: int, fingerprint: int, incoming: Sequence[Memory], outgoing: Sequence[Memory]
-    ) -> Schedule:
+    def _all_to_all_blocks(self, output: Blocks, inputs: Blocks) -> tuple[list[Memory], list[Memory]]:
+        incoming = self._blocks(output)
+        return incoming, copy_overlapping_inputs(self._blocks(inputs), incoming, {self._rank: self._rank})
+
+    def continue_all_to_all(self, signature: CallSignature, number: int, output: Blocks, inputs: Blocks) -> Schedule:
         """Continue an all-to-all whose data has all been staged after the table, which holds the locations."""
         location = self._slots.location_of(number, self._rank, head_nbytes(self._size))
-        state = CollectiveState(self._slots, number, fingerprint, location, posted=True)
+        state = CollectiveState(self._slots, number, signature.fingerprint, location, posted=True)
         yield from state.wait_posted(self._others)
-        yield from self._exchange_blocks(state, incoming, outgoing)
+        yield from self._exchange_blocks(state, *self._all_to_all_blocks(output, inputs))
 
     def _exchange_blocks(
         self, state: CollectiveState, incoming: Sequence[Memory], outgoing: Sequence[Memory]
@@ -346,3 +380,16 @@ class Large:
 def _block_index(reader: int, owner: int) -> int:
     """Return the index of the reader's block in its owner's area, which holds no block for the owner itself."""
     return reader - (reader > owner)
+
+
+_CALLS: dict[Collective, Callable[..., Schedule]] = {
+    Collective.all_reduce: Large._all_reduce,
+    Collective.reduce: Large._reduce,
+    Collective.reduce_scatter: Large._reduce_scatter,
+    Collective.broadcast: Large._broadcast,
+    Collective.all_gather: Large._all_gather,
+    Collective.all_gather_coalesced: Large._all_gather,
+    Collective.gather: Large._gather,
+    Collective.scatter: Large._scatter,
+    Collective.all_to_all: Large._all_to_all,
+}

@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 
 from asyncdist.algorithms.schedule import Schedule
+from asyncdist.base.bounded_cache import BoundedCache
 from asyncdist.errors import SharedMemoryError
 from asyncdist.memory.shared_arena import PAGE_NBYTES, Arena, ArenaMapping
 from asyncdist_transports.shm.memory_order import Fence
@@ -45,6 +46,7 @@ DONE = (1 << SHIFT) - 1
 FINISHED = DONE - 1
 STREAM_PIECES = 16
 _LINES_NBYTES = PAGE_NBYTES
+_CACHED_AREAS = 4096
 
 
 class PeerHandle(NamedTuple):
@@ -127,7 +129,7 @@ class SlotTable:
         # By area: the number, round and readers of its last use, for `wait_reusable`.
         self._staged: dict[int, tuple[int, int, Sequence[SlotMember]]] = {}
         self._tables: dict[int, memoryview] = {}
-        self._areas: dict[tuple[int, int, int, torch.dtype], torch.Tensor] = {}
+        self._areas: BoundedCache[tuple[int, int, int, torch.dtype], torch.Tensor] = BoundedCache(_CACHED_AREAS)
         self.last_numbers = [0] * SLOTS
         """The last collective in each slot."""
         self.kept_tensors: list[torch.Tensor | Sequence[torch.Tensor]] = []
@@ -309,10 +311,8 @@ class SlotTable:
         key = (index * self.size + rank, start, count, dtype)
         tensor = self._areas.get(key)
         if tensor is None:
-            if len(self._areas) >= 4096:
-                self._areas.clear()
             mapping, offset = self._area_start(index, rank)
-            tensor = self._areas[key] = mapping.tensor(offset + start, count, dtype)
+            tensor = self._areas.add(key, mapping.tensor(offset + start, count, dtype))
         return tensor
 
     def table(self, number: int, rank: int) -> memoryview:

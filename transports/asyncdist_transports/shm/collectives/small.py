@@ -8,10 +8,12 @@ view of a block takes longer than copying it.
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
 
+from asyncdist.algorithms.schedule import Schedule
 from asyncdist.base.ops import Collective
 from asyncdist.transport.native import CallSignature, PreparedCall
 from asyncdist_transports.shm.collectives.piece_layout import head_nbytes
@@ -47,11 +49,13 @@ def every_member_reduces(size: int, nbytes: int) -> bool:
     return size == 2 or nbytes * (size - 1) <= _ADDED_NBYTES
 
 
-def small_exchange_for(slots: SlotTable, signature: CallSignature, fallback: PreparedCall) -> SmallExchange | None:
+def small_exchange_for(
+    slots: SlotTable, signature: CallSignature, fallback: Callable[..., Schedule] | None
+) -> SmallExchange | None:
     """Return the exchange for calls with a signature; None if they are too large.
 
     All members decide alike, except in an all-to-all, where only one member may have blocks of equal size;
-    ``fallback`` continues there.
+    ``fallback(signature, number, *tensors)`` continues there.
     """
     small = _SmallCall(slots, signature, fallback)
     if signature.collective is Collective.all_reduce:
@@ -64,8 +68,9 @@ def small_exchange_for(slots: SlotTable, signature: CallSignature, fallback: Pre
 class _SmallCall:
     """Calls with one signature. A member stages ``blocks`` blocks after a header of ``header`` bytes."""
 
-    def __init__(self, slots: SlotTable, signature: CallSignature, fallback: PreparedCall) -> None:
-        self.slots, self.signature, self.fallback = slots, signature, fallback
+    def __init__(self, slots: SlotTable, signature: CallSignature, fallback: Callable[..., Schedule] | None) -> None:
+        self.slots, self.signature = slots, signature
+        self.fallback = None if fallback is None else functools.partial(fallback, signature)
         self.blocks = slots.size if signature.collective in _OF_BLOCKS else 1
         self.header = head_nbytes(slots.size) if signature.collective is Collective.all_to_all else 0
         self.rank, self.size, self.root = slots.rank, slots.size, signature.root

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from asyncdist.algorithms.schedule import Schedule
+from asyncdist.base.bounded_cache import BoundedCache
 from asyncdist.memory.shared_arena import ArenaMapping
 from asyncdist.transport.native import CallSignature
 from asyncdist_transports.shm.collectives.slot_table import (
@@ -35,8 +36,8 @@ MIN_NBYTES = 32 << 10
 """Smaller messages are staged: two copies within the cache cost less than a second synchronisation."""
 
 _ALIGNED = 64
-_KEPT_VIEWS = 4096
-_KEPT_TENSORS = 64
+_CACHED_VIEWS = 4096
+_CACHED_TENSORS = 64
 
 
 class PeerViews:
@@ -45,16 +46,14 @@ class PeerViews:
     def __init__(self, slots: SlotTable) -> None:
         self._mappings: dict[int, ArenaMapping] = {member.rank: member.mapping for member in slots.others}
         self._mappings[slots.rank] = slots.arena.mapping
-        self._cached: dict[tuple[int, int, int, torch.dtype], torch.Tensor] = {}
+        self._cached: BoundedCache[tuple[int, int, int, torch.dtype], torch.Tensor] = BoundedCache(_CACHED_VIEWS)
 
     def __call__(self, rank: int, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Return ``count`` elements of a member's arena from byte ``offset`` on."""
         key = (rank, offset, count, dtype)
         tensor = self._cached.get(key)
         if tensor is None:
-            if len(self._cached) >= _KEPT_VIEWS:
-                self._cached.clear()
-            tensor = self._cached[key] = self._mappings[rank].tensor(offset, count, dtype)
+            tensor = self._cached.add(key, self._mappings[rank].tensor(offset, count, dtype))
         return tensor
 
 
@@ -115,7 +114,7 @@ class ZeroCopyAllReduce:
         self._combine = arithmetic.of_two if slots.size == 2 else None
         self._piece_count = max(_ALIGNED, piece_nbytes) // signature.dtype.itemsize
         self._staged = staged
-        self._cached: dict[tuple[int, ...], list[list[torch.Tensor]]] = {}
+        self._cached: BoundedCache[tuple[int, ...], list[list[torch.Tensor]]] = BoundedCache(_CACHED_TENSORS)
 
     def __call__(self, number: int, data: torch.Tensor | Sequence[torch.Tensor], location: int) -> Schedule:
         """Reduce the contiguous tensor at ``location`` in place, as the group's n-th collective."""
@@ -167,9 +166,7 @@ class ZeroCopyAllReduce:
         """Return this member's slice of every member's tensor, piece by piece, its own first."""
         cached = self._cached.get(locations)
         if cached is None:
-            if len(self._cached) >= _KEPT_TENSORS:
-                self._cached.clear()
-            cached = self._cached[locations] = self._cut_pieces([(location,) for location in locations])
+            cached = self._cached.add(locations, self._cut_pieces([(location,) for location in locations]))
         return cached
 
     def _ranks(self) -> list[int]:

@@ -1,0 +1,119 @@
+"""Calls of collectives with tensors of the same dtypes and shapes: what they have in common, done once.
+
+`reductions` and `data_movement` prepare the calls, `Group` and `DeviceGroup` cache and run them. A prepared call takes
+contiguous tensors; `converted` makes such tensors of what users pass. This module imports no group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from asyncdist.algorithms.schedule import Schedule
+from asyncdist.errors import UsageError
+from asyncdist.memory.buffers import OutputTensor, in_order, increment_versions, input_memory
+from asyncdist.memory.reduce_kernels import Fold
+from asyncdist.transport.native import PreparedCall
+
+_Tensor = torch.Tensor
+
+
+class PreparedCollective(NamedTuple):
+    """What calls with tensors of the same dtypes and shapes have in common.
+
+    Attributes:
+        fingerprint: Fingerprint of the call.
+        nbytes: Number of bytes that the call moves.
+        native: Makes the schedule of a native collective; None if the call uses links.
+        parts: ``parts(*tensors)`` are the schedules of a call over links.
+        fold: Arithmetic of the actions Reduce and Combine.
+        window: Most parts that run at once.
+    """
+
+    fingerprint: int
+    nbytes: int
+    native: PreparedCall | None = None
+    parts: Callable[..., Iterable[Schedule]] | None = None
+    fold: Fold | None = None
+    window: int = 4
+
+
+def cache_key(key: tuple[Hashable, ...], values: Sequence[Any], *, contiguous: bool = False) -> Any:
+    """Return ``key`` extended by the dtypes and shapes of the values: tensors, lists of tensors, and None.
+
+    Returns:
+        The key; None if a value cannot be used as it is. ``contiguous`` says that all tensors can.
+    """
+    for value in values:
+        kind = type(value)
+        if kind is _Tensor:
+            if not (contiguous or in_order(value)):
+                return None
+            key += (value.dtype, value.shape)
+        elif kind is list:
+            for tensor in value:
+                if type(tensor) is not _Tensor or not (contiguous or in_order(tensor)):
+                    return None
+                key += (tensor.dtype, tensor.shape)
+            key += (len(value),)
+        elif value is None:
+            key += (None,)
+        else:
+            return None
+    return key
+
+
+def device_of(value: Any) -> torch.device | None:
+    """Return the device of the first tensor in nested sequences; None if there is no tensor."""
+    if isinstance(value, (list, tuple)):
+        return next((device for each in value if (device := device_of(each)) is not None), None)
+    return value.device if isinstance(value, torch.Tensor) else None
+
+
+def converted(values: Sequence[Any], device: torch.device, *, writes: bool) -> tuple[list[Any], list[OutputTensor]]:
+    """Return contiguous tensors for a call's arguments, and the outputs: the first argument's if the call ``writes`` it.
+
+    Lists of tensors stay lists, at any depth. `finish_call` stores the outputs after the call.
+
+    Raises:
+        UsageError: A value is not a tensor, is on another device, or cannot be written.
+        UnsupportedError: A tensor cannot be communicated.
+    """
+    outputs: list[OutputTensor] = []
+
+    def output(value: Any) -> torch.Tensor:
+        outputs.append(OutputTensor(value))
+        return outputs[-1].memory.tensor.view(outputs[-1].tensor.shape)
+
+    def each(value: Any, convert: Callable[[Any], torch.Tensor]) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [each(one, convert) for one in value]
+        tensor = convert(value)
+        if tensor.device != device:
+            raise UsageError(
+                f"a tensor is on {tensor.device}, but the call's first tensor is on {device}: use one device per call"
+            )
+        return tensor
+
+    arguments = [
+        None if value is None else each(value, output if writes and not place else _input)
+        for place, value in enumerate(values)
+    ]
+    return arguments, outputs
+
+
+def _input(value: Any) -> torch.Tensor:
+    tensor = input_memory(value).tensor
+    return tensor.view(tuple(value.shape))
+
+
+def finish_call(value: Any, outputs: Sequence[OutputTensor], writes: bool) -> Any:
+    """Store the outputs of a call, tell autograd which tensors have changed, and return the call's value."""
+    if outputs:
+        for output in outputs:
+            output.store()
+    elif writes:
+        increment_versions(value if type(value) is list else (value,))
+    return value
