@@ -1,9 +1,7 @@
-"""One rank's view of its world: the peers, the ways to them, the groups over them, and what becomes of a failure.
+"""One rank's view of its world: its peers, the links and the matching queues to them, and its operations.
 
-A `Endpoint` is the host that transports report to and the machine that `Progress` drives. A failure has two radii: a lost
-peer fails every group that holds it; anything else (a deadline, a mismatch, an abort) fails one group. Either is told to
-the group's members at once, by a notice that each passes on to ranks at distances 1, 2, 4, …, so that it arrives even
-if who noticed first dies while telling.
+An `Endpoint` is the `Host` that transports report to, the `Peers` of the executor, and the `Machine` that `Progress`
+drives. `GroupFailures` holds the groups and handles failures.
 """
 
 from __future__ import annotations
@@ -12,37 +10,33 @@ import asyncio
 import contextlib
 import functools
 import itertools
-import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from time import monotonic
 from typing import Any
 
 from asyncdist.base import lifecycle
-from asyncdist.base.descriptors import is_exhausted
 from asyncdist.base.timers import TimerTable
 from asyncdist.config import Config
 from asyncdist.engine.call_checker import CollectiveChecker
-from asyncdist.engine.control_messages import ENDED, LEFT, abort, called, closing_frames, decode_abort, to_tell
+from asyncdist.engine.control_messages import called
 from asyncdist.engine.executor import Executor
+from asyncdist.engine.group_failures import GroupFailures
 from asyncdist.engine.machine import Until, Wait
-from asyncdist.engine.operation import Channel, Operation, awaited, local_failure
+from asyncdist.engine.operation import Channel, Operation, awaited
 from asyncdist.engine.progress import Progress
 from asyncdist.engine.routing import Addresses, TransportSelector
 from asyncdist.engine.wait_probes import WaitProbes, timeout_error
 from asyncdist.engine.work import Work
-from asyncdist.errors import GroupAbortedError, GroupError, MismatchError, PeerLostError, TransportUnavailableError
+from asyncdist.errors import GroupAbortedError, GroupError, MismatchError, TransportUnavailableError
 from asyncdist.memory.buffers import Scratch
 from asyncdist.tracing.recorder import Recorder
 from asyncdist.transport.base import DiscardReceive, Link, MatchingQueue, Outgoing, Receive, Transport
 from asyncdist.transport.wire_format import ABORT, CALLED, GOODBYE, PROBE, WAITING
 
-log = logging.getLogger("asyncdist")
-
-_MOST_ENDED = 1 << 16  # groups whose last messages may still be on their way
-LAST_WORDS = 1.0  # seconds for which who leaves may wait until its peers have been told of a failure
-_MOST_TROUBLES = 4  # that one sentence has room for
-_NOTIFY_AGAIN = 1.0  # seconds until a notice for which there was no descriptor is sent again
-_BENEFIT = 0.5  # seconds for which a peer that may just have left in order is given the benefit of the doubt
+LAST_WORDS = 1.0
+"""Seconds for which a rank that leaves may wait until its peers have been told of a failure."""
+_MOST_PROBLEMS = 4
+"""Connectivity problems that an error message lists."""
 
 
 class Endpoint:
@@ -76,18 +70,26 @@ class Endpoint:
         self.recorder.pending.append(self._executor.pending)
         self._links: dict[int, Link] = {}
         self._inboxes: dict[int, MatchingQueue] = {}
-        self._channels: dict[bytes, Channel] = {}
-        self._ended: dict[bytes, GroupError | None] = {}  # what groups have failed with; None of those we have left
-        self._comparison = CollectiveChecker(self.recorder, self._channels, self._executor.operations, self.fail)
-        self.difference = self._comparison.difference
         self.timers = TimerTable()
+        self.failures = failures = GroupFailures(
+            config,
+            self.recorder,
+            self._executor,
+            self.transport_selector,
+            self.timers,
+            self.link,
+            self._discard,
+            self._look,
+        )
+        self._lost = failures.lost_peers
+        # Bound here, because a method of this class would cost each call a frame.
+        self.fail, self.gone, self.lost, self.suspect = failures.fail, failures.gone, failures.lost, failures.suspect
+        self.open, self.end, self.interrupted = failures.open, failures.end, failures.interrupted
+        self._comparison = CollectiveChecker(self.recorder, failures.channels, self.operations, failures.fail)
+        self.difference = self._comparison.difference
         self._probes = WaitProbes(
             rank, self.operations, self._pending_for, self._send_unordered, self.timers, monotonic
         )
-        self._leaving: dict[int, str] = {}
-        self._gone: dict[int, GroupError] = {}
-        self._failures: dict[int, GroupError] = {}
-        self._goodbye = LEFT
         self.finished: list[Callable[[], None]] = []
         self.backend = backend
         lifecycle.register_hooks(self)
@@ -115,7 +117,7 @@ class Endpoint:
         """Return a condition that holds once every failure notice has been sent, also over connections opened for it."""
         begun: list[bool] = []
         self.progress.submit(lambda: begun.append(True))  # behind failures that another thread is to do
-        return Until(lambda: bool(begun) and not (self._failures and self.transport_selector.busy()))
+        return Until(lambda: bool(begun) and not (self.failures.any_failed and self.transport_selector.busy()))
 
     def close(self) -> None:
         """Fail what is pending, say goodbye to every peer, and close every connection. Idempotent."""
@@ -126,7 +128,7 @@ class Endpoint:
 
     def end_with_process(self) -> None:
         """Say goodbye for a program that ends without closing us."""
-        self._goodbye = ENDED
+        self.failures.end_with_process()
         for operation in self._executor.operations.values():
             operation.work.exception()  # mark the error as seen: the program ends anyway
         self._tell_all()
@@ -140,34 +142,14 @@ class Endpoint:
         """Fail everything in a forked child, and keep what is the parent's from being used or collected."""
         self.of_parent = (self.progress, self.transport_selector.transports)
         self.progress, self.transport_selector.transports = Progress(self), []
-        error = GroupAbortedError(
-            f"this process was forked from rank {self.rank} and is not a rank itself; create the world in the child",
-            peer=self.rank,
-        )
-        self._gone = dict.fromkeys(range(self.world_size), error)
-        for channel in self._channels.values():
-            channel.error = channel.error or error
-            self._executor.abandon(channel, error)
+        self.failures.forked()
 
     def _close(self) -> None:
-        for channel in list(self._channels.values()):
-            self.end(channel)
+        self.failures.end_all()
         for transport in self.transport_selector.transports:
             transport.close()
 
     # -- groups --------------------------------------------------------------------------------
-
-    def open(self, channel: Channel) -> None:
-        """Take operations and messages of a group from now on. Under the lock."""
-        self._channels[channel.prefix] = channel
-        if not channel.point_to_point:
-            self.recorder.add_group(channel.name, channel.members, lambda: channel.last_number)
-        early = self._ended.pop(channel.prefix, None)
-        if early is not None:  # a peer that made the group before us has failed it already
-            self.fail(channel, early)
-        for member in channel.members:
-            if member in self._gone and member not in self._leaving:
-                self.fail(channel, self._gone[member])
 
     def refuse(self, channel: Channel, cause: Exception) -> None:
         """Fail a group of which this rank cannot be, for all its members."""
@@ -179,16 +161,6 @@ class Endpoint:
 
         self.progress.submit(fail)
 
-    def end(self, channel: Channel) -> None:
-        """Forget a group; what is pending fails, later messages for it go to the bin. Under the lock."""
-        if self._channels.pop(channel.prefix, None) is None:
-            return
-        closed = GroupAbortedError("the group was destroyed while this operation was pending", peer=self.rank)
-        if channel.error is None:
-            channel.error = closed
-        self._executor.abandon(channel, closed)
-        self._discard_pending(channel, None)
-
     def start(self, operation: Operation) -> None:
         """Begin an operation. Under the lock."""
         self._comparison.begin(operation)
@@ -196,42 +168,13 @@ class Endpoint:
         channel.started, channel.highest = channel.started + 1, max(channel.highest, operation.sequence)
         self._executor.start(operation)
 
-    def fail(self, channel: Channel, error: GroupError, *, told_by: int | None = None) -> None:
-        """Fail a group: everything pending on it, and every later call. Under the lock."""
-        if channel.error is not None:
-            return
-        self._failures[channel.number] = error
-        log.info("rank %d: group %r failed: %s", self.rank, channel.name, error.reason)
-        if self.config.dump_dir:
-            self.recorder.dump(self.config.dump_dir, str(error))
-        for one in (channel, channel.sibling):
-            if one is not None and one.error is None:
-                one.error = error
-                self._executor.abandon(one, error)
-                self._discard_pending(one, error)
-        peers = to_tell(channel.members, self.rank, told_by)
-        self._notify(peers, lambda peer: abort(peer, channel.number, error, self.rank))
-
-    def _discard_pending(self, channel: Channel, error: GroupError | None) -> None:
-        self._ended[channel.prefix] = error
-        if len(self._ended) > _MOST_ENDED:
-            del self._ended[next(iter(self._ended))]
-        self._comparison.forget(channel.prefix)
+    def _discard(self, prefix: bytes) -> None:
+        self._comparison.forget(prefix)
         for inbox in self._inboxes.values():
-            inbox.purge(channel.prefix)
+            inbox.purge(prefix)
 
-    def _notify(self, peers: Iterable[int], notice: Callable[[int], Outgoing]) -> None:
-        for peer in peers:
-            if peer not in self._gone and peer not in self._leaving:
-                try:
-                    self.link(peer).send(notice(peer))
-                except TransportUnavailableError:  # it cannot be told
-                    pass
-                except OSError as cause:
-                    if not is_exhausted(cause):
-                        raise
-                    again = functools.partial(self._notify, [peer], notice)
-                    self.timers.schedule(again, monotonic() + _NOTIFY_AGAIN, again)
+    def _look(self, peer: int) -> None:
+        self.transport_selector.look(self.inbox(peer))
 
     # -- what the executor needs: Peers --------------------------------------------------------
 
@@ -240,8 +183,8 @@ class Endpoint:
         link = self._links.get(peer)
         if link is None:
             link = self._links[peer] = self.transport_selector.link(peer)
-        if peer in self._gone:
-            raise self._gone[peer]
+        if peer in self._lost:
+            raise self._lost[peer]
         return link
 
     def inbox(self, peer: int) -> MatchingQueue:
@@ -252,13 +195,10 @@ class Endpoint:
 
     def connectivity_problem(self, peers: Iterable[int]) -> str:
         said = (self._links[peer].connectivity_problem() for peer in peers if peer in self._links)
-        return ", ".join(itertools.islice(filter(None, said), _MOST_TROUBLES))
-
-    def gone(self, peer: int) -> GroupError | None:
-        return self._gone.get(peer)
+        return ", ".join(itertools.islice(filter(None, said), _MOST_PROBLEMS))
 
     def query_peers(self, operation: Operation, peers: Iterable[int]) -> None:
-        self._notify(peers, lambda peer: called(peer, operation.key, operation.plan.fingerprint))
+        self.failures.notify(peers, lambda peer: called(peer, operation.key, operation.plan.fingerprint))
 
     def probe_waits(self, operation: Operation) -> None:
         self._probes.begin(operation, operation.deadline - monotonic())
@@ -271,7 +211,7 @@ class Endpoint:
     def _pending_for(self, key: bytes) -> tuple[Operation | None, bool]:
         """Return the pending operation that a rank means which waits for this rank at ``key``: the same collective, else
         the oldest operation of the same group, else the oldest of all; and whether that collective is over."""
-        channel, operation = self._channels.get(key[:8]), self.operations.get(key[:12])
+        channel, operation = self.failures.channels.get(key[:8]), self.operations.get(key[:12])
         if operation is None and channel is not None:
             if channel.has_ended(key):
                 return None, True
@@ -280,7 +220,7 @@ class Endpoint:
         return operation or next(iter(self.operations.values()), None), False
 
     def _send_unordered(self, peer: int, kind: int, key: bytes, body: bytes) -> None:
-        if peer not in self._gone and peer not in self._leaving:
+        if self.failures.hears_notices(peer):
             with contextlib.suppress(TransportUnavailableError, OSError):
                 self.link(peer).send_unordered(Outgoing(peer, key[:12] + bytes(4), 0, memoryview(body), None, kind))
 
@@ -305,12 +245,12 @@ class Endpoint:
                 return receive
             self.mismatch(peer, receive, fingerprint, nbytes)
             return DiscardReceive(peer, key, nbytes)
-        if key[:8] in self._ended or self._comparison.refuses(peer, key, fingerprint):
+        if key[:8] in self.failures.ended or self._comparison.refuses(peer, key, fingerprint):
             return DiscardReceive(peer, key, nbytes)
         return None
 
     def mismatch(self, peer: int, receive: Receive, fingerprint: int, nbytes: int) -> None:
-        channel = self._channels.get(receive.key[:8])
+        channel = self.failures.channels.get(receive.key[:8])
         if channel is None:
             return
         if receive.fingerprint != fingerprint:
@@ -322,55 +262,22 @@ class Endpoint:
 
     def control(self, peer: int, kind: int, key: bytes, body: bytes) -> None:
         if kind == GOODBYE:
-            self._leaving[peer] = body.decode(errors="replace") or LEFT
+            self.failures.leaves(peer, body.decode(errors="replace"))
         elif kind == ABORT:
-            error = decode_abort(body, peer, self.rank, self.connectivity_problem)
-            channel = self._channels.get(key[:8])
-            if channel is not None:
-                self.fail(channel, error, told_by=peer)
-            else:
-                self._ended.setdefault(key[:8], error)
-        elif kind == CALLED and key[:8] not in self._ended:
+            self.failures.told(peer, key, body, self.connectivity_problem)
+        elif kind == CALLED and key[:8] not in self.failures.ended:
             self._comparison.answer(peer, key, int.from_bytes(body, "little"))
         elif kind == PROBE:
             self._probes.asked(peer, key, body)
         elif kind == WAITING:
             self._probes.answered(peer, body)
 
-    def lost(self, peer: int, reason: str) -> None:
-        if peer in self._gone:
-            return
-        if peer in self._leaving:
-            if any(transport.hears(peer) for transport in self.transport_selector.transports):
-                return  # what it sent before it left is still to be read
-            reason = self._leaving[peer]
-        error = self._gone[peer] = PeerLostError(peer, reason)
-        for channel in list(self._channels.values()):
-            if peer in channel.members and (peer not in self._leaving or self._waits_for(channel, peer)):
-                self.fail(channel, error)
-        for transport in self.transport_selector.transports:
-            transport.forget(peer)
-
-    def suspect(self, peer: int, reason: str) -> None:
-        if peer not in self._gone:
-            self.timers.schedule(peer, monotonic() + _BENEFIT, functools.partial(self._given_up, peer, reason))
-
-    def _given_up(self, peer: int, reason: str) -> None:
-        self.transport_selector.look(
-            self.inbox(peer)
-        )  # a process that was held up may not have read yet what has long been there
-        self.lost(peer, reason)
-
-    def _waits_for(self, channel: Channel, peer: int) -> bool:
-        last = set(channel.members) - {self.rank} <= self._gone.keys()
-        return self._executor.waits_for(channel, peer, last=last)
-
     def post(self, action: Callable[[], None]) -> None:
         self.progress.post(action)
 
     @property
     def closing_frames(self) -> bytes:
-        return closing_frames(self._failures, self.rank, self._goodbye)
+        return self.failures.closing_frames
 
     def retire(self, sock: Any) -> None:
         self.progress.retire(sock)
@@ -396,7 +303,8 @@ class Endpoint:
     def busy(self) -> bool:
         # After a failure we stay to be reached: who waits for us must hear of it, also where it connects only now.
         return (
-            bool(self._executor.operations or self._failures or self.timers.pending) or self.transport_selector.busy()
+            bool(self._executor.operations or self.failures.any_failed or self.timers.pending)
+            or self.transport_selector.busy()
         )
 
     def next_deadline(self) -> float:
@@ -407,22 +315,6 @@ class Endpoint:
     def expire(self, now: float) -> None:
         self.timers.run_due(now)
         self._executor.expire(now)
-
-    def interrupted(self, cause: BaseException) -> None:
-        if is_exhausted(cause):  # no stream was cut
-            for channel in list(self._channels.values()):
-                self.fail(channel, local_failure(cause, self.rank))
-            return
-        # A stream that was cut at an unknown byte carries no further notice; closing it tells the peers.
-        reason = f"interrupted by {type(cause).__name__} in the middle of a transfer"
-        error = GroupAbortedError(f"rank {self.rank} was {reason}", peer=self.rank)
-        error.__cause__ = cause
-        self._gone = dict.fromkeys(range(self.world_size), error)
-        for channel in list(self._channels.values()):
-            self.fail(channel, error)
-        for transport in self.transport_selector.transports:
-            for peer in self._gone:
-                transport.forget(peer)
 
     def take_finished(self) -> list[Callable[[], None]]:
         finished, self.finished = self.finished, []

@@ -4,11 +4,9 @@ A `Machine` (the rank's `Endpoint`) moves everything that can move without waiti
 for when nothing can. `Progress` makes sure that a *driver* calls it:
 
 * The inline driver is a thread that blocks in ``wait()``. It drives the machine itself and sleeps in ``poll``, so a
-blocking
-  call needs no thread switch.
+  blocking call needs no thread switch.
 * The loop driver is an event loop that drives through ``add_reader`` and ``add_writer`` while no thread blocks. It is
-the loop
-  in which the world was opened, or the runtime's background loop for blocking programs.
+  the loop in which the world was opened, or the runtime's background loop for blocking programs.
 * A thread that only issues an operation tries once, inline, to complete it.
 
 An operation belongs to no driver: one driver may begin it and another complete it. The rules:
@@ -20,23 +18,25 @@ An operation belongs to no driver: one driver may begin it and another complete 
 4. While an inline driver exists, the loop does not drive. The thread that stops driving schedules the loop if work is left.
 5. Callbacks of the user run without the lock.
 
-The loop driver is in one of four states::
+The loop driver is in one of four states (`LoopState`)::
 
-                  _schedule_loop()                  _run_scheduled()
-        IDLE ------------------------> SCHEDULED --------------------> DRIVING
-         ^   <---------------------------------------------------------   |
-         |      descriptors watched, timer set      slice exhausted or    |
-         |                                          work left: SCHEDULED <+
-         +---- close() from any state ----> CLOSED
+               _schedule_loop()            _run_scheduled()
+      IDLE ---------------------> SCHEDULED ---------------> IDLE
+        |                             ^
+        | the loop has driven, and    | _schedule_loop()
+        v an operation is pending     |
+      RESTING ------------------------+          any state --- close() ---> CLOSED
 
-In IDLE the loop calls the machine when a watched descriptor is ready or the timer fires. `DriverLoop` replaces the user's
-loop by the background loop when the user's loop ends.
+The loop drives the machine in ``_run_scheduled``, when a watched descriptor is ready, and when the timer fires. In
+RESTING the machine has asked the peers to signal new data; a turn of another thread takes that back, so that thread
+schedules the loop again. `DriverLoop` replaces the user's loop by the background loop when the user's loop ends.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import enum
 import functools
 import math
 import os
@@ -62,6 +62,23 @@ _SPREAD_EVERY = 1e-3
 """Seconds between two checks by a waiting thread whether it should move to another core."""
 
 
+class LoopState(enum.Enum):
+    """What the loop driver does next."""
+
+    IDLE = enum.auto()
+    """Nothing is pending, or another thread drives."""
+    SCHEDULED = enum.auto()
+    """The loop is about to call `_run_scheduled`."""
+    RESTING = enum.auto()
+    """An operation is pending, and peers signal new data on the watched descriptors."""
+    CLOSED = enum.auto()
+    """The machine is closed. No state follows."""
+
+
+# Looking a member up in the class takes longer than the comparison.
+_IDLE, _SCHEDULED, _RESTING, _CLOSED = LoopState
+
+
 class Progress:
     """Ensures that a machine has exactly one driver while operations are pending.
 
@@ -81,7 +98,11 @@ class Progress:
         self._inbox: deque[Callable[[], None]] = deque()
         self._driver_lock = threading.Lock()
         self._standby: deque[threading.Event] = deque()
-        self._sleeping = self._yielding = self._scheduled = self._slice_exhausted = self._closed = False
+        self.state = _IDLE
+        self._sleeping = False
+        """Whether the inline driver sleeps in ``poll``, or is about to."""
+        self._slice_exhausted = False
+        """Whether this turn of the loop has used up its time slice."""
         self._waker: Waker | None = None
         self._loop_watcher = LoopWatcher(self._drive_on_loop)
         self.idle_watch = IdleWatch(machine, self._lock, self._driver_lock, self._loop_watcher)
@@ -109,12 +130,13 @@ class Progress:
 
     def _on_home_left(self, home: asyncio.AbstractEventLoop) -> None:
         """Continue on the background loop: a loop that has ended runs no more callbacks."""
-        self._scheduled, self._loop_spin = False, 0.0
+        self._loop_spin = 0.0
         if home.is_closed():
             self._loop_watcher.forget()
         else:
             self._loop_watcher.leave(home)
-        if not self._closed:
+        if self.state is not _CLOSED:
+            self.state = _IDLE
             self._schedule_loop()
 
     def submit(self, action: Callable[[], None]) -> None:
@@ -332,14 +354,14 @@ class Progress:
     def _wake_idle(self) -> None:
         """Wake the driver that fell asleep before this turn: the turn told the peers that they need not wake this rank."""
         self._wake()
-        if self._yielding and not self._driver_lock.locked():
+        if self.state is _RESTING and not self._driver_lock.locked():
             self._schedule_loop()
 
     # -- the loop driver -----------------------------------------------------------------------
 
     def ensure_driven(self) -> None:
         """Let the loop drive the pending operations, unless a blocked thread drives them already."""
-        if self._driver_lock.locked() or self._closed:
+        if self._driver_lock.locked() or self.state is _CLOSED:
             return
         running = asyncio._get_running_loop()
         if running is not None and running is self.loop and not self._slice_exhausted:
@@ -368,11 +390,11 @@ class Progress:
             self._schedule_loop()
 
     def _schedule_loop(self) -> None:
-        if not self._scheduled and not self._closed:
+        if self.state in (_IDLE, _RESTING):
             loop = self._existing_loop()
             if loop is None:
                 return
-            self._scheduled = True
+            self.state = _SCHEDULED
             with contextlib.suppress(RuntimeError):  # the loop was closed under us: nothing is left to drive
                 soon = loop.call_soon if asyncio._get_running_loop() is loop else loop.call_soon_threadsafe
                 soon(self._run_scheduled)
@@ -388,11 +410,14 @@ class Progress:
             return None
 
     def _run_scheduled(self) -> None:
-        self._scheduled = self._slice_exhausted = False
+        if self.state is _SCHEDULED:
+            self.state = _IDLE
+        self._slice_exhausted = False
         self._drive_on_loop()
 
     def _drive_on_loop(self, descriptor: int | None = None) -> None:
-        self._yielding = False
+        if self.state is _RESTING:
+            self.state = _IDLE
         if asyncio._get_running_loop() is not self.loop:  # what the home loop had still to call when it was left
             return
         if self._driver_lock.locked():
@@ -401,7 +426,7 @@ class Progress:
         now = monotonic()
         until, spin_until = now + (0.0 if self._slice_exhausted else _SLICE), now + self._loop_spin
         with self._lock:
-            if self._closed:  # perhaps while we waited for the lock; the machine's sockets are closed too
+            if self.state is _CLOSED:  # perhaps while we waited for the lock; the machine's sockets are closed too
                 return
             if not self.home:
                 self.idle_watch.begin(self.loop)
@@ -416,7 +441,8 @@ class Progress:
             self._slice_exhausted = now >= until
             self._expire()
             wanted = self._machine.waits() if self.home or self._machine.busy() else []
-            self._yielding = wanted is not None and self._machine.busy()
+            if wanted is not None and self.state is _IDLE and self._machine.busy():
+                self.state = _RESTING
             at = self._machine.next_deadline()
             if wanted is not None:  # under the lock: who retires a socket would close it under the loop's eyes
                 self._loop_watcher.watch(self.loop, dict(wanted))
@@ -428,7 +454,7 @@ class Progress:
 
     def close(self) -> None:
         """Stop driving. Afterwards no loop watches a descriptor of this machine."""
-        if self._closed:
+        if self.state is _CLOSED:
             return
         loop = self.loop
         if asyncio._get_running_loop() is loop or not loop.is_running():
@@ -442,7 +468,7 @@ class Progress:
 
             loop.call_soon_threadsafe(leave)
             done.wait()
-        self._closed = True
+        self.state = _CLOSED
         with self._lock:  # what was left to a driver that has none to follow it
             while self._inbox:
                 self._inbox.popleft()()
@@ -452,11 +478,12 @@ class Progress:
     def _is_registered_on_loop(self) -> bool:
         """Return whether the loop holds a callback of this machine; if not, close, so that it never gets one."""
         with self._lock:
-            looks = self._loop_watcher.looks or self._scheduled or self.idle_watch.runs
-            self._closed = not looks
+            looks = self._loop_watcher.looks or self.state is _SCHEDULED or self.idle_watch.runs
+            if not looks:
+                self.state = _CLOSED
         return looks
 
     def _leave_loop(self) -> None:
         self.idle_watch.end()
         self._loop_watcher.leave(self.loop)
-        self._closed = True
+        self.state = _CLOSED

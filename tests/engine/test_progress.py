@@ -164,7 +164,7 @@ async def test_what_another_turn_completes_at_once_leaves_nobody_waiting_asleep(
     async with world_of(2, transport="shm", timeout=120) as (first, second):  # no timer is to help
         received, into = [], torch.zeros(1)
         second.recv(into, 0).add_done_callback(received.append)
-        await eventually(lambda: second.mesh.progress._yielding)
+        await eventually(lambda: second.mesh.progress.state is progress_module.LoopState.RESTING)
         assert second.send(torch.ones(1), 0, tag=1).is_completed()  # into the ring, there and then
         first.send(torch.full((1,), 5.0), 1)
         await eventually(lambda: received)

@@ -52,7 +52,7 @@ async def test_opening_cancelled_at_any_step_leaks_nothing_and_can_be_retried(
 ):
     gc.collect()  # what works of other tests have to say, they say now
     caplog.clear()
-    monkeypatch.setattr("asyncdist.engine.endpoint._BENEFIT", 0.05)
+    monkeypatch.setattr("asyncdist.engine.group_failures.GRACE", 0.05)
     outcomes = set()
     for number in itertools.count():
         if way == "file":

@@ -71,7 +71,7 @@ def test_closing_world_releases_blocked_threads(threads, until):
         groups = [world.groups[0], world.new_group([0, 1])[0], world.new_group([1, 0])[0]]
         waiting = [threads.submit(outcome, group.all_reduce, torch.ones(10)) for group in groups]
         other = threads.submit(outcome, world.groups[1].recv, torch.ones(1), 0)
-        until(lambda: len(world.meshes[0]._executor.operations) == 3)
+        until(lambda: len(world.meshes[0].operations) == 3)
         since = Stopwatch()
         world.meshes[0].close()
         for future in waiting:
@@ -87,7 +87,7 @@ def test_abort_from_another_thread_releases_blocked_thread(threads, until):
     with proxied_world(2) as world:
         warmed(world, threads)
         waiting = [threads.submit(outcome, group.recv, torch.ones(1), 1 - group.rank()) for group in world.groups]
-        until(lambda: all(mesh._executor.operations for mesh in world.meshes))
+        until(lambda: all(mesh.operations for mesh in world.meshes))
         world.groups[1].abort("enough")
         for future in waiting:
             error, _ = future.result()
@@ -130,7 +130,7 @@ def test_exception_in_the_driver_fails_the_rank_and_is_reported(threads, monkeyp
 @pytest.mark.parametrize("seed", range(20))
 def test_random_cuts_end_operations_with_correct_value_or_error(threads, monkeypatch, seed):
     """Random collectives of three blocking ranks, a random connection cut at a random byte."""
-    monkeypatch.setattr("asyncdist.engine.endpoint._BENEFIT", 0.05)
+    monkeypatch.setattr("asyncdist.engine.group_failures.GRACE", 0.05)
     chance = random.Random(seed)
     with proxied_world(3, timeout=30) as world:
         calls = [chance.choice(["all_reduce", "barrier", "broadcast", "all_gather"]) for _ in range(40)]

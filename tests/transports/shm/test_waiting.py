@@ -305,7 +305,7 @@ async def test_operation_begun_inline_is_finished_by_the_loop(count):
         tensors = [torch.full((count,), rank + 1.0) for rank in range(2)]
         first = zero.all_reduce(tensors[0])  # posts, and finds nobody
         assert not first.is_completed()
-        assert zero.mesh._executor.operations
+        assert zero.mesh.operations
         await one.all_reduce(tensors[1])
         await first
         assert [tensor[-1].item() for tensor in tensors] == [3.0, 3.0]
