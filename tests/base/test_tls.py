@@ -160,7 +160,7 @@ async def test_without_tls_ours_are_turned_away_and_torchs_of_this_machine_are_n
                 assert peer.ask(Code.ADD, b"/n", 2) == 2
 
         await asyncio.to_thread(torchs)
-        assert server.state.peek("n") == b"2"
+        assert server.state.keys.peek("n") == b"2"
 
 
 async def test_the_silent_hold_up_nobody_and_are_dropped():

@@ -13,12 +13,13 @@ from msgpack import ExtType, packb
 from asyncdist.base.auth import MAGIC, HandshakeDriver, accept, dial
 from asyncdist.errors import AuthenticationError, ProtocolError
 from asyncdist.store.persistence import log_format
-from asyncdist.store.persistence.change_log import ChangeLog, replay
 from asyncdist.store.protocol import c10d as c10d_wire
 from asyncdist.store.protocol.chunking import Reassembler
 from asyncdist.store.protocol.codec import LENGTH, Encoder, FrameParser, decode_answer, decode_request, hello
-from asyncdist.store.protocol.operations import SERVERS, Op, OperationKind, Reply
+from asyncdist.store.protocol.operations import SERVERS, Op, OperationKind
 from asyncdist.store.server.c10d_session import at_once
+from asyncdist.store.state.change_log import Change, ChangeLog, replay
+from asyncdist.store.state.limits import SizeLimits
 from asyncdist.store.state.machine import StoreState
 from asyncdist.store.state.model import Contents
 
@@ -29,7 +30,7 @@ SALT = bytes(8)
 
 def requests(data: bytes) -> None:
     """Requests of an asyncdist client at the server, split at the position that the first byte gives."""
-    parser, arriving, state = FrameParser(LIMIT), Reassembler(LIMIT), StoreState(LIMIT, 100)
+    parser, arriving, state = FrameParser(LIMIT), Reassembler(LIMIT), StoreState(SizeLimits(LIMIT, 100))
     with contextlib.suppress(ProtocolError):
         for message in _messages(parser, arriving, data):
             request, op, args = decode_request(message)
@@ -123,24 +124,27 @@ def _pieces(data: bytes) -> list[bytes]:
 
 
 def _kept(*requests: tuple[Op, tuple[object, ...]]) -> bytes:
-    state, book = StoreState(), ChangeLog(wake=lambda: None)
-    state.ledger = book
+    log = ChangeLog()
+    log.start(lambda: None)
+    state = StoreState(log=log)
     for number, (op, args) in enumerate(requests, 1):
         state.execute("client", number, op, args)
-    return b"".join(book.take())
+    return b"".join(log.take())
 
 
 def _of_a_client() -> bytes:
-    book, identity = ChangeLog(wake=lambda: None), bytes(range(16))
-    book.arrived(identity, 10.0)
+    log, identity = ChangeLog(), bytes(range(16))
+    log.start(lambda: None)
+    log.record(Change.ARRIVED, identity, 10.0)
     for request in (1, 2, 3):
-        book.answered(identity, Reply(None, request, OperationKind.RESULT, request))
-    book.dropped(identity, 1)
-    book.received(identity, 3)
-    book.owned("k", identity, b"v")
-    book.disowned("k", b"v")
-    book.forgotten(identity)
-    return b"".join(book.take())
+        log.record(Change.ANSWERED, identity, request, OperationKind.RESULT, request)
+    log.record(Change.DROPPED, identity, 1)
+    log.record(Change.RECEIVED, identity, 3)
+    log.record(Change.SET, "k", b"v")
+    log.record(Change.OWNED, "k", identity)
+    log.record(Change.DELETE, "k")
+    log.record(Change.FORGOTTEN, identity)
+    return b"".join(log.take())
 
 
 _FRAME = Encoder().frame

@@ -118,9 +118,9 @@ def test_keys_of_a_job_survive_while_it_reconnects(stay, monkeypatch, until):
         proxy.clog()
         proxy.cut()
         # The lease of a session without a job has expired by now, and its key is deleted.
-        until(lambda: server.state.peek("of another") is None)
+        until(lambda: server.state.keys.peek("of another") is None)
         proxy.unclog()
         assert store.add("step", 1) == 42
         leave()
-    until(lambda: not server.state.num_keys)
+    until(lambda: not len(server.state.keys))
     background_loop().run(server.close())

@@ -28,8 +28,8 @@ from asyncdist.bench.store.server_process import HOST
 from asyncdist.config import Config
 from asyncdist.errors import BenchmarkError
 from asyncdist.store import TCPStore
-from asyncdist.store.persistence.change_log import ChangeLog
 from asyncdist.store.persistence.journal import Journal
+from asyncdist.store.state.change_log import Change, ChangeLog
 
 OURS, TORCHS = "asyncdist", "torch"
 PARTS = ("theirs", "ours", "crowd", "memory", "restart")
@@ -336,10 +336,11 @@ def _restart(plan: StorePlan, field_: Field) -> Case:
 
 def _write_log(folder: Path, count: int) -> None:
     """Write what a daemon writes when so many keys are set, each by itself."""
-    journal, book = Journal(folder, compact_nbytes=1 << 62), ChangeLog(wake=lambda: None)
+    journal, changes = Journal(folder, compact_nbytes=1 << 62), ChangeLog()
+    changes.start(lambda: None)
     try:
         for number in range(count):
-            book.set(f"key {number}", _VALUE, None)
-            journal.commit(*book.take(), sync=False)
+            changes.record(Change.SET, f"key {number}", _VALUE)
+            journal.commit(*changes.take(), sync=False)
     finally:
         journal.close()

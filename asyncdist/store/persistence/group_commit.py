@@ -18,12 +18,12 @@ from typing import Any, Protocol
 from asyncdist.base.daemon_threads import DaemonThreadPool
 from asyncdist.config import Config
 from asyncdist.errors import JournalError
-from asyncdist.store.persistence.change_log import ChangeLog
 from asyncdist.store.persistence.journal import Journal
 from asyncdist.store.protocol.codec import message_limit
+from asyncdist.store.state.change_log import ChangeLog
 from asyncdist.store.state.machine import StoreState
 from asyncdist.store.state.model import Contents
-from asyncdist.store.state.sessions import ClientSession, SessionTable
+from asyncdist.store.state.sessions import SessionTable
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +61,7 @@ class ReplyReceiver(Protocol):
 class JournaledServer(Protocol):
     """What a journal needs of the server whose state it keeps."""
 
+    change_log: ChangeLog
     config: Config
     limit: int
     lineage: str
@@ -83,7 +84,7 @@ class GroupCommit:
     def __init__(self, server: JournaledServer, journal: Journal, policy: Fsync) -> None:
         self.journal = journal
         self.policy = policy
-        self.change_log = ChangeLog(max_nbytes=server.config.store_max_nbytes, wake=self._wake)
+        self.change_log = server.change_log
         self._server = server
         self._loop = asyncio.get_running_loop()
         self.failure: asyncio.Future[None] = self._loop.create_future()
@@ -108,14 +109,10 @@ class GroupCommit:
         journal = await asyncio.to_thread(Journal, folder, compact_nbytes=server.config.store_compact_nbytes)
         durability = cls(server, journal, policy)
         contents, journal.contents = journal.contents or Contents(), None
-        durability.change_log.open(contents)
         server.state.restore(contents)
         server.limit = max(server.limit, message_limit(*contents.longest_nbytes))  # what is held can be read
-        server.sessions.ledger = durability.change_log
         server.sessions.restore(contents.members, time.monotonic())
-        for key, (identity, _) in contents.ephemeral.items():
-            server.state.own(server.sessions.get(identity), key)
-        server.state.ledger = durability.change_log
+        server.change_log.start(durability._wake)
         server.lineage = journal.lineage
         return durability
 
@@ -123,9 +120,6 @@ class GroupCommit:
         """Return a copy of all that a later server has to know."""
         contents = self._server.state.contents()
         contents.members = self._server.sessions.contents()
-        for key, (owner, value) in self._server.state.owned().items():
-            if isinstance(owner, ClientSession):  # others do not come back
-                contents.ephemeral[key] = (owner.identity, value)
         return contents
 
     # -- for connections --------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from typing import BinaryIO
 from asyncdist.base import lifecycle
 from asyncdist.errors import JournalError, ProtocolError
 from asyncdist.store.persistence import log_format
-from asyncdist.store.persistence.change_log import replay, snapshot
+from asyncdist.store.state.change_log import replay, snapshot
 from asyncdist.store.state.model import Contents
 
 logger = logging.getLogger(__name__)

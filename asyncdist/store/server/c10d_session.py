@@ -16,20 +16,12 @@ from asyncdist.config import Config
 from asyncdist.errors import ProtocolError
 from asyncdist.store.protocol import c10d
 from asyncdist.store.protocol.c10d import I64, U32, U64, Answer, Code, Decoder, Request, vector
-from asyncdist.store.protocol.operations import Op, Reply
+from asyncdist.store.protocol.operations import Reply
 from asyncdist.store.server.connection import BATCH_NBYTES, ConnectionContext, ServerConnection
 from asyncdist.store.server.fast_path import EpollFastPath
-from asyncdist.store.state.machine import HANDLERS, StoreState
-from asyncdist.store.state.model import BLOCKED, RequestRefused
+from asyncdist.store.state.machine import StoreState
+from asyncdist.store.state.model import NO_REPLY, RequestRefused
 
-_SET, _MULTI_SET, _APPEND = HANDLERS[Op.SET], HANDLERS[Op.MULTI_SET], HANDLERS[Op.APPEND]
-_ADD, _COMPARE_SET, _DELETE_KEY = HANDLERS[Op.ADD], HANDLERS[Op.COMPARE_SET], HANDLERS[Op.DELETE_KEY]
-_CHECK, _NUM_KEYS, _LIST_KEYS = HANDLERS[Op.CHECK], HANDLERS[Op.NUM_KEYS], HANDLERS[Op.LIST_KEYS]
-_QUEUE_PUSH, _QUEUE_LEN = HANDLERS[Op.QUEUE_PUSH], HANDLERS[Op.QUEUE_LEN]
-_WAIT, _BARRIER, _CANCEL = HANDLERS[Op.WAIT], HANDLERS[Op.BARRIER], HANDLERS[Op.CANCEL]
-
-_NO_PLACE: Final = (None, 0)
-"""The place of a request that cannot wait."""
 _NOTHING: Final = vector(b"")
 
 
@@ -73,7 +65,7 @@ class C10dSession(ServerConnection):
 
     def _work(self) -> None:
         """Execute what has been read, as long as the client takes the replies."""
-        server, state, todo = self._server, self._state, self._todo
+        server, requests, todo = self._server, self._state.requests, self._todo
         done = 0
         try:
             for request in todo:
@@ -83,8 +75,8 @@ class C10dSession(ServerConnection):
                 reply = ANSWERS[request[0]](self, request)
                 if reply is not None:
                     self.put(reply)
-                if state.due:
-                    server.deliver(state.collect(), self)
+                if requests.due:
+                    server.deliver(requests.collect(), self)
                 if self._out_nbytes >= BATCH_NBYTES:
                     self.flush()
         except RequestRefused as refused:
@@ -123,67 +115,67 @@ class C10dSession(ServerConnection):
         return U32.pack(request[1])
 
     def _set(self, request: Request) -> None:
-        _SET(self._state, _NO_PLACE, request[1], request[2])
+        self._state.keys.set(request[1], request[2])
 
     def _multi_set(self, request: Request) -> None:
-        _MULTI_SET(self._state, _NO_PLACE, request[1], request[2])
+        self._state.keys.multi_set(request[1], request[2])
 
     def _append(self, request: Request) -> None:
-        _APPEND(self._state, _NO_PLACE, request[1], request[2])
+        self._state.keys.append(request[1], request[2])
 
     def _add(self, request: Request) -> bytes:
-        return I64.pack(_ADD(self._state, _NO_PLACE, request[1], request[2]))
+        return I64.pack(self._state.keys.add(request[1], request[2]))
 
     def _compare_set(self, request: Request) -> bytes:
-        return vector(_COMPARE_SET(self._state, _NO_PLACE, *request[1:]))
+        return vector(self._state.keys.compare_set(*request[1:]))
 
     def _get(self, request: Request) -> bytes:
-        value = self._state.peek(request[1])
+        value = self._state.keys.peek(request[1])
         return _NOTHING if value is None else U64.pack(len(value)) + value
 
     def _multi_get(self, request: Request) -> bytes:
-        values = [self._state.peek(key) or b"" for key in request[1]]
+        values = [self._state.keys.peek(key) or b"" for key in request[1]]
         # The size is checked before the reply is built: a request may repeat one key many times.
         if sum(map(len, values)) > self._server.limit:
             raise ProtocolError(f"a multi_get of more than the store's {self._server.limit} bytes: ask for fewer keys")
         return c10d.vectors(values)
 
     def _delete_key(self, request: Request) -> bytes:
-        return I64.pack(_DELETE_KEY(self._state, _NO_PLACE, request[1]))
+        return I64.pack(self._state.keys.delete(request[1]))
 
     def _check(self, request: Request) -> bytes:
-        return c10d.READY if _CHECK(self._state, _NO_PLACE, request[1]) else c10d.NOT_READY
+        return c10d.READY if self._state.check(request[1]) else c10d.NOT_READY
 
     def _num_keys(self, request: Request) -> bytes:
-        return I64.pack(_NUM_KEYS(self._state, _NO_PLACE))
+        return I64.pack(len(self._state.keys))
 
     def _list_keys(self, request: Request) -> bytes:
-        keys = [c10d.raw_key(key) for key in _LIST_KEYS(self._state, _NO_PLACE, "")]
+        keys = [c10d.raw_key(key) for key in self._state.keys.list_keys("")]
         return U64.pack(len(keys)) + c10d.vectors(keys)
 
     def _queue_push(self, request: Request) -> None:
-        _QUEUE_PUSH(self._state, _NO_PLACE, request[1], request[2])
+        self._state.queues.push(request[1], request[2])
 
     def _queue_pop(self, request: Request) -> bytes:
-        length, item = self._state.take(self, request[1])
+        length, item = self._state.queues.take(self, request[1])
         return I64.pack(length) + vector(item) if length else I64.pack(0)
 
     def _queue_len(self, request: Request) -> bytes:
-        return I64.pack(_QUEUE_LEN(self._state, _NO_PLACE, request[1]))
+        return I64.pack(self._state.queues.length(request[1]))
 
     # -- requests that wait -----------------------------------------------------------------------
 
     def _wait(self, request: Request) -> bytes | None:
-        if _CHECK(self._state, _NO_PLACE, request[1]):
+        if self._state.check(request[1]):
             return c10d.STOP_WAITING
         number = self._last = self._last + 1
-        _WAIT(self._state, (self, number), request[1])
+        self._state.wait((self, number), request[1])
         self._waiting.add(number)
         return None
 
     def _barrier(self, request: Request) -> bytes | None:
         number = self._last = self._last + 1
-        if _BARRIER(self._state, (self, number), request[1], request[2]) is not BLOCKED:
+        if self._state.barriers.join((self, number), request[1], request[2]) is not NO_REPLY:
             return c10d.STOP_WAITING
         self._waiting.add(number)  # and if it was the last to come, its answer is due already
         return None
@@ -192,8 +184,8 @@ class C10dSession(ServerConnection):
         """Cancel all blocked requests; wake-ups for queue items pass to other clients."""
         waiting, self._waiting = self._waiting, set()
         for number in waiting:
-            _CANCEL(self._state, (self, 0), number)
-        self._state.release_wakeups(self)
+            self._state.requests.withdraw((self, number))
+        self._state.queues.release_wakeups(self)
         return c10d.WAIT_CANCELED
 
 
@@ -228,7 +220,7 @@ def at_once(state: StoreState) -> dict[int, Callable[..., Answer]]:
 
     Where that is None, and where it raises, nothing has been done, and a session sees to the request.
     """
-    peek, increase, pack = state.peek, state.add, I64.pack
+    peek, increase, pack = state.keys.peek, state.keys.add, I64.pack
 
     def get(key: str) -> Answer:
         def answer() -> bytes | None:
@@ -245,6 +237,6 @@ def at_once(state: StoreState) -> dict[int, Callable[..., Answer]]:
         return lambda: None if peek(key) is None else c10d.STOP_WAITING
 
     def check(keys: list[str]) -> Answer:
-        return lambda: c10d.READY if _CHECK(state, _NO_PLACE, keys) else c10d.NOT_READY
+        return lambda: c10d.READY if state.check(keys) else c10d.NOT_READY
 
     return {Code.GET: get, Code.ADD: add, Code.WAIT: wait, Code.CHECK: check}

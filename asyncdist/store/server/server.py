@@ -26,7 +26,6 @@ from asyncdist.base.network import is_address
 from asyncdist.base.tls import server_context
 from asyncdist.config import Config
 from asyncdist.store.c10d_policy import policy
-from asyncdist.store.persistence.change_log import ChangeLog
 from asyncdist.store.persistence.group_commit import Fsync, GroupCommit
 from asyncdist.store.protocol.c10d import RequestCache
 from asyncdist.store.protocol.chunking import LONG_NBYTES, ChunkedMessage, answer_piece, weight
@@ -41,6 +40,8 @@ from asyncdist.store.server.fast_path import EpollFastPath
 from asyncdist.store.server.scoped_ports import ScopedStores
 from asyncdist.store.server.session import Session
 from asyncdist.store.server.tls_sniffing import SniffingListener
+from asyncdist.store.state.change_log import ChangeLog
+from asyncdist.store.state.limits import MemoryQuota, SizeLimits
 from asyncdist.store.state.machine import StoreState
 from asyncdist.store.state.sessions import SessionTable
 
@@ -61,8 +62,10 @@ class StoreServer:
         self.token = token
         self.c10d = policy(config, token)
         """From where clients of torch's TCPStore are taken."""
-        self.state = StoreState(config.store_max_value_nbytes, config.store_max_key_nbytes)
-        self.change_log: ChangeLog | None = None
+        self.quota = MemoryQuota(config.store_max_nbytes)
+        self.change_log = ChangeLog()
+        limits = SizeLimits(config.store_max_value_nbytes, config.store_max_key_nbytes)
+        self.state = StoreState(limits, self.quota, self.change_log)
         self.durability: GroupCommit | None = None
         self.tls = server_context(config)
         self.limit = message_limit(config.store_max_value_nbytes, config.store_max_key_nbytes)
@@ -78,7 +81,7 @@ class StoreServer:
         self.pack = Encoder().pack
         self.scoped_ports = ScopedStores(self._start_scoped, self.serves, lambda reply: self.deliver([reply], None))
         self.fast_path = EpollFastPath(self._loop, RequestCache(at_once(self.state)), self.answered)
-        self.sessions = SessionTable()
+        self.sessions = SessionTable(self.quota, self.change_log)
         self.lineage = secrets.token_hex(8)
         """Of servers one after the other that hold the same: the later has what the earlier left."""
         self.stays = stays
@@ -121,7 +124,8 @@ class StoreServer:
                 listener.check_guarded(addresses, token, server.config)
                 bound = listener.listening_sockets(host, port, addresses)
             server._know_address(host, bound)
-            await server._remember(data, fsync)
+            if data is not None:
+                server.durability = await GroupCommit.open(server, data, fsync)
             for each in bound:
                 await server._listen(each)
             server._watch_leases()  # of those whom an earlier server has left us
@@ -193,16 +197,6 @@ class StoreServer:
                     self._emptied = self._emptied or self._loop.create_future()
                     await asyncio.shield(self._emptied)
 
-    async def _remember(self, data: Path | None, fsync: Fsync) -> None:
-        """Keep count of what is stored if that is limited; keep it in a folder if there is one."""
-        if data is not None:
-            self.durability = await GroupCommit.open(self, data, fsync)
-            self.change_log = self.durability.change_log
-        elif self.config.store_max_nbytes:
-            self.change_log = self.state.ledger = self.sessions.ledger = ChangeLog(
-                max_nbytes=self.config.store_max_nbytes
-            )
-
     async def _start_scoped(self) -> StoreServer:
         return await type(self).start(self.host, 0, token=self.token, config=self.config)
 
@@ -272,8 +266,8 @@ class StoreServer:
     def answered(self, client: object, count: int) -> None:
         """A client has spoken, or several (None); so many requests were answered without a session."""
         self.num_requests += count
-        if self.state.due:
-            self.deliver(self.state.collect(), None)
+        if self.state.requests.due:
+            self.deliver(self.state.requests.collect(), None)
         if self.busy_poll is not None:
             self.busy_poll.heard(client)
 
@@ -289,14 +283,14 @@ class StoreServer:
             before.supersede()
             self.dismiss(before)
         connection.bind(member)
+        self.state.bind(connection, identity)
         return self.lineage, known, self.stays
 
     def close_session(self, connection: Session) -> None:
         """A client says that it will not be back."""
         if connection.member is not None:
             self.sessions.close(connection.member)
-            self.state.expire_owner(connection.member)
-            self.deliver(self.state.collect(), connection)
+            self.deliver(self.state.expire_owner(connection.member.identity), connection)
             connection.member = None
 
     def _watch_leases(self) -> None:
@@ -309,8 +303,7 @@ class StoreServer:
 
     def _end_leases(self) -> None:
         for member in self.sessions.expire(time.monotonic()):
-            self.state.expire_owner(member)
-        self.deliver(self.state.collect(), None)
+            self.deliver(self.state.expire_owner(member.identity), None)
         self._watch_leases()
 
     # -- replies ----------------------------------------------------------------------------------

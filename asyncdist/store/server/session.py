@@ -12,7 +12,6 @@ from collections import Counter, deque
 from typing import Any, Protocol
 
 from asyncdist.errors import ProtocolError
-from asyncdist.store.persistence.change_log import ChangeLog
 from asyncdist.store.protocol.chunk_sender import ChunkSender
 from asyncdist.store.protocol.chunking import FRAME_NBYTES, LONG_NBYTES, ChunkedMessage, Reassembler, answer_piece
 from asyncdist.store.protocol.codec import TOGETHER_NBYTES, FrameParser, decode_request, framed, messages_in
@@ -28,6 +27,7 @@ from asyncdist.store.protocol.operations import (
     Reply,
 )
 from asyncdist.store.server.connection import BACKLOG_NBYTES, ConnectionContext, ServerConnection
+from asyncdist.store.state.limits import MemoryQuota
 from asyncdist.store.state.machine import StoreState
 from asyncdist.store.state.model import RequestRefused
 from asyncdist.store.state.sessions import ClientSession
@@ -37,7 +37,7 @@ class SessionContext(ConnectionContext, Protocol):
     """What a session of the store's own protocol needs of its server."""
 
     state: StoreState
-    change_log: ChangeLog | None
+    quota: MemoryQuota
     num_requests: int
 
     def pack(self, message: tuple[Any, ...], /) -> bytes:
@@ -116,14 +116,14 @@ class Session(ServerConnection):
     def _take_piece(self, request: int, number: int, piece: bytes) -> None:
         self._arriving.add(number, piece)
         self._recount()
-        book, more = self._server.change_log, self._arriving.nbytes - self._expected_nbytes
+        more = self._arriving.nbytes - self._expected_nbytes
         if more <= 0:
             return
         self._work(in_turns=False)  # what came before may make room
         answer = self.member.answer_to(request) if self.member is not None else None  # no room for what is done already
         try:
-            if answer is None and book is not None:
-                book.expect(more)
+            if answer is None:
+                self._server.quota.reserve(more)
                 self._expected_nbytes += more
         except RequestRefused as refused:
             answer = self._unsure(request) or Reply(
@@ -135,14 +135,14 @@ class Session(ServerConnection):
 
     def _recount(self) -> None:
         """Release the memory reserved for a chunked message that is complete or abandoned."""
-        if self._expected_nbytes and not self._arriving.nbytes and self._server.change_log is not None:
-            self._server.change_log.expect_no_more(self._expected_nbytes)
+        if self._expected_nbytes and not self._arriving.nbytes:
+            self._server.quota.arriving_nbytes -= self._expected_nbytes
             self._expected_nbytes = 0
 
     def _work(self, in_turns: bool = True) -> None:
         """Execute what has been read, as long as the client takes the replies, and no longer than others can wait."""
         server, todo = self._server, self._todo
-        execute, peek, pack = server.state.execute, server.state.peek, server.pack
+        execute, peek, pack = server.state.execute, server.state.keys.peek, server.pack
         before = len(todo)
         while todo and not self._paused and self._transport is not None:
             if self._out_nbytes >= TOGETHER_NBYTES:
@@ -155,6 +155,8 @@ class Session(ServerConnection):
             request, op, args = decode_request(message)
             if op in CHANGING and self.member is not None:
                 self._change(self.member, request, op, args)
+            elif op in EPHEMERAL:
+                raise ProtocolError("an ephemeral key of a client without a session")
             elif op in SERVERS or op is Op.LEAVE:
                 self._serve(request, op, args)
             else:
@@ -181,10 +183,6 @@ class Session(ServerConnection):
         replies = server.state.execute(self, request, op, args)
         if unsure is None:  # it would take the place of another answer
             member.remember(replies[-1])
-        if op in EPHEMERAL and replies[-1].kind is OperationKind.RESULT and replies[-1].value is not False:
-            server.state.own(member, args[0])
-            if server.change_log is not None:
-                server.change_log.owned(args[0], member.identity, args[1])
         server.deliver(replies, self)
 
     def _unsure(self, request: int) -> Reply | None:

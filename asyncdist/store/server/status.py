@@ -11,9 +11,9 @@ from typing import Any, Protocol
 
 from asyncdist.base.version import VERSION
 from asyncdist.config import Config
-from asyncdist.store.persistence.change_log import ChangeLog
 from asyncdist.store.persistence.group_commit import GroupCommit
 from asyncdist.store.server.accept import Admission
+from asyncdist.store.state.limits import MemoryQuota
 from asyncdist.store.state.machine import StoreState
 from asyncdist.store.state.sessions import SessionTable
 
@@ -22,7 +22,7 @@ class StatusSource(Protocol):
     """The attributes of a server that the figures are read from."""
 
     admission: Admission
-    change_log: ChangeLog | None
+    quota: MemoryQuota
     config: Config
     durability: GroupCommit | None
     sessions: SessionTable
@@ -42,7 +42,7 @@ MEANINGS = {
     "keys": "keys with a value",
     "queue_items": "items in queues that nobody has taken",
     "waiting": "requests that wait for a key, an item, a barrier or messages",
-    "stored_bytes": "bytes of keys, values and items; only where they are counted (--data, --max-memory)",
+    "stored_bytes": "bytes of keys, values, items and kept replies",
     "stored_bytes_limit": "bytes that may be (--max-memory)",
     "log_bytes": "bytes of log and snapshot that a restart would read (--data)",
     "commits_total": "times that changes were written since the start (--data)",
@@ -62,12 +62,11 @@ def figures(server: StatusSource) -> dict[str, float]:
         "refusals_total": server.admission.num_refused,
         "requests_total": server.num_requests,
         "clients": len(server.sessions),
-        "keys": state.num_keys,
-        "queue_items": state.num_items,
+        "keys": len(state.keys),
+        "queue_items": state.queues.num_items,
         "waiting": state.num_open,
+        "stored_bytes": server.quota.nbytes,
     }
-    if server.change_log is not None:
-        found["stored_bytes"] = server.change_log.nbytes
     if server.config.store_max_nbytes:
         found["stored_bytes_limit"] = server.config.store_max_nbytes
     if server.durability is not None:

@@ -1,4 +1,4 @@
-"""Data model of the store's state: open requests, costs in memory, and the contents that outlive a server.
+"""Data model of the store's state: refusals, costs in memory, and the contents that outlive a server.
 
 Used by all of `store.state` and by `store.persistence`. It imports only `store.protocol.operations`.
 """
@@ -8,63 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from io import SEEK_END, BytesIO
 from itertools import chain
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final
 
-from asyncdist.store.protocol.operations import Client, Op, Reason, Reply
+from asyncdist.store.protocol.operations import Client, Reason
 
 Place = tuple[Client, int]
 """A client and its request."""
 Item = tuple[int, bytes]
 """An item of a queue, with the serial number of its push."""
-
-
-class Waiter:
-    """A request that waits for keys: all those of ``missing`` must come."""
-
-    __slots__ = ("keys", "missing", "op", "place")
-
-    def __init__(self, place: Place, op: Op, keys: list[str], missing: set[str]) -> None:
-        self.place, self.op, self.keys, self.missing = place, op, keys, missing
-
-
-class PopWaiter(NamedTuple):
-    """A pop that waits for an item."""
-
-    key: str
-
-
-class UnackedItem(NamedTuple):
-    """A pop that was given an item and has not confirmed it."""
-
-    key: str
-    item: Item
-
-
-class BarrierWaiter(NamedTuple):
-    """A request that stands in a barrier."""
-
-    key: str
-
-
-class ChannelSubscription(NamedTuple):
-    """A subscription."""
-
-    channel: str
-
-
-class KeyWatch(NamedTuple):
-    """A watch."""
-
-    key: str
-
-
-class PrefixWatch(NamedTuple):
-    """A watch of all keys with a prefix."""
-
-    prefix: str
-
-
-Open = Waiter | PopWaiter | UnackedItem | BarrierWaiter | ChannelSubscription | KeyWatch | PrefixWatch
 
 
 # -- answers ----------------------------------------------------------------------------------------
@@ -88,42 +39,17 @@ class RequestRefused(Exception):
         self.text = text
 
 
-BLOCKED: Final = object()
-"""What a request leaves that is answered later."""
-SILENT: Final = object()
-"""What a request leaves that is never answered."""
+NO_REPLY: Final = object()
+"""The result of a request that gets its reply later, or never."""
 
 
-class Table:
-    """The open requests of all clients, and what has come due in the request that is being done."""
-
-    def __init__(self) -> None:
-        self._open: dict[Client, dict[int, Open]] = {}
-        self.ledger: MemoryAccounting | None = None
-        self.due: list[Reply] = []
-
-    @property
-    def clients(self) -> list[Client]:
-        """The clients that have open requests."""
-        return list(self._open)
-
-    @property
-    def num_open(self) -> int:
-        """How many requests are open, over all clients."""
-        return sum(map(len, self._open.values()))
-
-    def _keep(self, place: Place, entry: Open) -> None:
-        mine = self._open.setdefault(place[0], {})
-        if place[1] in mine:
-            raise RequestRefused(Reason.INVALID, f"request id {place[1]} is in use")
-        mine[place[1]] = entry
-
-    def _forget(self, place: Place) -> Place:
-        mine = self._open[place[0]]
-        del mine[place[1]]
-        if not mine:
-            del self._open[place[0]]
-        return place
+def drop_from(waiting: dict[str, dict[Any, None]], key: str, entry: object) -> None:
+    """Remove an entry from those that wait under a key."""
+    entries = waiting.get(key)
+    if entries is not None:
+        entries.pop(entry, None)
+        if not entries:
+            del waiting[key]
 
 
 # -- beyond a server's end -------------------------------------------------------------------------
@@ -174,46 +100,26 @@ such answers were thrown away before it had heard them."""
 
 @dataclass(slots=True)
 class Contents:
-    """What a store holds: values by key, queue items by key and serial number, and the last serial number given.
+    """What a store holds and a later server of the same store restores.
 
-    ``members`` are its clients by identity, ``ephemeral`` their keys, each with its owner's identity and its value.
+    Attributes:
+        values: Value by key.
+        queues: Items by key and serial number.
+        pushed: The last serial number given.
+        members: Client sessions by identity.
+        owners: The owner's identity by ephemeral key.
     """
 
     values: dict[str, bytes] = field(default_factory=dict)
     queues: dict[str, dict[int, bytes]] = field(default_factory=dict)
     pushed: int = 0
     members: dict[bytes, MemberContents] = field(default_factory=dict)
-    ephemeral: dict[str, tuple[bytes, bytes]] = field(default_factory=dict)
+    owners: dict[str, bytes] = field(default_factory=dict)
 
     @property
     def longest_nbytes(self) -> tuple[int, int]:
-        """How long the longest value or item is, and the longest key."""
-        ephemeral = (value for _, value in self.ephemeral.values())
+        """The length of the longest value or item, and of the longest key."""
         items = (item for queue in self.queues.values() for item in queue.values())
-        values = map(len, chain(self.values.values(), ephemeral, items))
-        keys = map(len, map(str.encode, chain(self.values, self.ephemeral, self.queues)))
+        values = map(len, chain(self.values.values(), items))
+        keys = map(len, map(str.encode, chain(self.values, self.queues)))
         return max(values, default=0), max(keys, default=0)
-
-
-class MemoryAccounting(Protocol):
-    """Is told of every change before it is made."""
-
-    def check_room(self, nbytes: int) -> None:
-        """Raise Refused if the store cannot hold so many bytes more."""
-
-    def set(self, key: str, value: bytes, before: bytes | None) -> None: ...
-
-    def append(self, key: str, piece: bytes) -> None: ...
-
-    def deleted(self, key: str, value: bytes) -> None: ...
-
-    def tied(self, key: str, value: bytes) -> None:
-        """An ephemeral key is somebody's, who may be said separately."""
-
-    def disowned(self, key: str, value: bytes) -> None:
-        """An ephemeral key is nobody's any more; what it holds from now on, if anything, is said separately."""
-
-    def pushed(self, key: str, serial: int, item: bytes) -> None: ...
-
-    def gone(self, key: str, serial: int, item: bytes) -> None:
-        """An item has been handed over for good."""

@@ -1,130 +1,171 @@
-"""Queues of the store's state machine, and the requests that wait for their items.
+"""Queues, and the requests that wait for their items. No I/O.
 
-The invariants are those of `asyncdist.store.state.machine`. No I/O.
+An item goes to exactly one client and is kept until that client confirms it. A client that cancels, leaves or dies first
+returns the item to the head of the queue. Items have serial numbers, because they may be confirmed out of order.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections import deque
 from typing import Any
 
-from asyncdist.store.protocol.operations import Client, OperationKind, Reason, Reply
-from asyncdist.store.state.model import (
-    BLOCKED,
-    ENTRY_NBYTES,
-    Item,
-    Place,
-    PopWaiter,
-    RequestRefused,
-    Table,
-    UnackedItem,
-    Waiter,
-    named,
-)
+from asyncdist.store.protocol.operations import Client, Reason
+from asyncdist.store.state.change_log import Change, ChangeLog
+from asyncdist.store.state.limits import MemoryQuota, SizeLimits
+from asyncdist.store.state.model import ENTRY_NBYTES, NO_REPLY, Item, Place, RequestRefused, drop_from, named
+from asyncdist.store.state.requests import OpenRequests
+from asyncdist.store.state.waiters import Waiters
 
 
-class Queues(Table):
-    """The part of the state machine that has to do with queues."""
+class Queues:
+    """The queues by key; a queue without items does not exist."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(
+        self, limits: SizeLimits, quota: MemoryQuota, log: ChangeLog, requests: OpenRequests, waiters: Waiters
+    ) -> None:
+        self._limits = limits
+        self._quota = quota
+        self._log = log
+        self._requests = requests
+        self._waiters = waiters
+        self.last_serial = 0
         self._queues: dict[str, deque[Item]] = {}
-        self._pushed = 0  # the serial number of the item that came last
-        # Lines are dicts used as ordered sets: first come, first served, and leaving from the middle is cheap.
-        self._presence_waiters: dict[str, dict[Waiter, None]] = {}  # queue -> `wait`
-        self._pop_waiters: dict[str, dict[Place, None]] = {}  # queue -> pops
+        self._unconfirmed: dict[Place, tuple[str, Item]] = {}
+        # A dict is used as an ordered set: first come, first served, and leaving from the middle is cheap.
+        self._pops: dict[str, dict[Place, None]] = {}
         self._woken: dict[Client, dict[str, None]] = {}  # client -> queues it was woken for and has not popped from
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._queues
 
     @property
     def num_items(self) -> int:
-        """How many items nobody has taken, over all queues."""
+        """How many items are in all queues."""
         return sum(map(len, self._queues.values()))
 
-    @abstractmethod
-    def _check_size(self, key: str, nbytes: int) -> None:
-        """Refuse a value that is too large."""
+    def length(self, key: str) -> int:
+        """Return the number of items in a queue."""
+        return len(self._queues.get(key, ()))
 
-    @abstractmethod
-    def _arrived(self, waiting: Waiter, key: str) -> None:
-        """Answer who has waited for a key, if it was the last that was missing."""
+    # -- pushes and pops --------------------------------------------------------------------------
 
-    def _queue_push(self, place: Place, key: str, item: bytes) -> None:
-        self._check_size(key, len(item))
-        if self.ledger is not None:
-            self.ledger.check_room(len(item) + ENTRY_NBYTES)
-        self._pushed += 1
-        if self.ledger is not None:
-            self.ledger.pushed(key, self._pushed, item)
-        self._queues.setdefault(key, deque()).append((self._pushed, item))
+    def push(self, key: str, item: bytes) -> None:
+        """Add an item. It goes to the first blocked pop, or else wakes the first request that waits for the queue."""
+        self._limits.check(key, len(item))
+        self._quota.take(len(item) + ENTRY_NBYTES)
+        self.last_serial += 1
+        self._log.record(Change.PUSH, key, self.last_serial, item)
+        self._queues.setdefault(key, deque()).append((self.last_serial, item))
         self._serve(key)
 
-    def _queue_pop(self, place: Place, key: str, block: bool) -> Any:
+    def pop(self, place: Place, key: str, block: bool) -> Any:
+        """Return the first item, which the client is to confirm; block if there is none, or refuse the request."""
         self._clear_wakeup(place[0], key)
         if key in self._queues:
-            return self._hold(place, key)
+            return self._hand_over(place, key)
         if not block:
             raise RequestRefused(Reason.EMPTY, f"queue {named(key)} is empty")
-        self._keep(place, PopWaiter(key))
-        self._pop_waiters.setdefault(key, {})[place] = None
-        return BLOCKED
+        self._requests.open(place, self._withdraw_pop, key)
+        self._pops.setdefault(key, {})[place] = None
+        return NO_REPLY
 
     def take(self, client: Client, key: str) -> tuple[int, bytes]:
-        """Pop for one whose protocol has no confirmation; return the length before and the item (b"" from none)."""
+        """Pop for a protocol without confirmation; return the length before, and the item (b"" if there is none)."""
         self._clear_wakeup(client, key)
-        queue = self._queues.get(key)
-        if queue is None:
+        length = self.length(key)
+        if not length:
             return 0, b""
-        length = len(queue)
-        serial, item = self._shift(key, queue)
-        if self.ledger is not None:
-            self.ledger.gone(key, serial, item)
+        serial, item = self._shift(key)
+        self._gone(key, serial, item)
         return length, item
 
+    def confirm(self, place: Place) -> None:
+        """The item of a pop has arrived: forget it."""
+        if place in self._unconfirmed:
+            self._requests.close(place)
+            key, (serial, item) = self._unconfirmed.pop(place)
+            self._gone(key, serial, item)
+
+    def is_unconfirmed(self, place: Place) -> bool:
+        """Whether a request is a pop whose item is not confirmed."""
+        return place in self._unconfirmed
+
+    def give_back(self, places: list[Place]) -> None:
+        """Return the items of pops, oldest first, to the heads of their queues, then hand them to other requests."""
+        keys = []
+        for place in reversed(places):
+            key, item = self._unconfirmed.pop(place)
+            self._queues.setdefault(key, deque()).appendleft(item)
+            keys.append(key)
+        for key in reversed(keys):
+            self._serve(key)
+
+    def clear(self, prefix: str) -> None:
+        """Delete all queues under a prefix; an item that a client has popped stays with that client."""
+        for key in [key for key in self._queues if key.startswith(prefix)]:
+            while key in self._queues:
+                self.take(None, key)
+
+    # -- wake-ups ---------------------------------------------------------------------------------
+
     def release_wakeups(self, client: Client) -> None:
-        """Wake others for the items that a client was woken for and is not going to pop."""
+        """Wake other requests for the items that a client was woken for and does not pop."""
         for key in self._woken.pop(client, ()):
             if key in self._queues:
                 self._serve(key)
 
     def _clear_wakeup(self, client: Client, key: str) -> None:
-        told = self._woken.get(client)
-        if told is not None:
-            told.pop(key, None)
-            if not told:
+        woken = self._woken.get(client)
+        if woken is not None:
+            woken.pop(key, None)
+            if not woken:
                 del self._woken[client]
 
-    def _queue_len(self, place: Place, key: str) -> int:
-        return len(self._queues.get(key, ()))
-
     def _serve(self, key: str) -> None:
-        """A queue has gained an item: hand the head to the first who wants it, or else tell the first who watches."""
-        if key in self._pop_waiters:
-            client, request = place = next(iter(self._pop_waiters[key]))
-            drop_from(self._pop_waiters, key, place)
-            self._forget(place)
-            self.due.append(Reply(client, request, OperationKind.RESULT, self._hold(place, key)))
-        elif key in self._presence_waiters:
-            waiting = next(iter(self._presence_waiters[key]))
-            self._woken.setdefault(waiting.place[0], {})[key] = None
-            self._arrived(waiting, key)
+        if key in self._pops:
+            place = next(iter(self._pops[key]))
+            drop_from(self._pops, key, place)
+            self._requests.close(place)
+            self._requests.reply(place, self._hand_over(place, key))
+        else:
+            client = self._waiters.item_pushed(key)
+            if client is not None:
+                self._woken.setdefault(client, {})[key] = None
 
-    def _hold(self, place: Place, key: str) -> bytes:
+    def _hand_over(self, place: Place, key: str) -> bytes:
+        self._requests.open(place, self._withdraw_item, key)
+        item = self._shift(key)
+        self._unconfirmed[place] = key, item
+        return item[1]
+
+    def _shift(self, key: str) -> Item:
         queue = self._queues[key]
-        self._keep(place, UnackedItem(key, queue[0]))
-        return self._shift(key, queue)[1]
-
-    def _shift(self, key: str, queue: deque[Item]) -> Item:
         item = queue.popleft()
         if not queue:
             del self._queues[key]
         return item
 
+    def _gone(self, key: str, serial: int, item: bytes) -> None:
+        self._quota.nbytes -= len(item) + ENTRY_NBYTES
+        self._log.record(Change.GONE, key, serial)
 
-def drop_from(lines: dict[str, dict[Any, None]], key: str, who: object) -> None:
-    """Take someone out of a line."""
-    line = lines.get(key)
-    if line is not None:
-        line.pop(who, None)
-        if not line:
-            del lines[key]
+    def _withdraw_pop(self, place: Place, key: str) -> None:
+        drop_from(self._pops, key, place)
+
+    def _withdraw_item(self, place: Place, key: str) -> None:
+        self.give_back([place])
+
+    # -- ends of a server -------------------------------------------------------------------------
+
+    def contents(self) -> dict[str, dict[int, bytes]]:
+        """Return a copy of all items by serial number; unconfirmed items are in their queues."""
+        queues = {key: list(queue) for key, queue in self._queues.items()}
+        for key, item in self._unconfirmed.values():
+            queues.setdefault(key, []).append(item)
+        return {key: dict(sorted(items)) for key, items in queues.items()}
+
+    def restore(self, queues: dict[str, dict[int, bytes]], last_serial: int) -> None:
+        """Take over the items that an earlier server left."""
+        self._queues = {key: deque(items.items()) for key, items in queues.items() if items}
+        self._quota.nbytes += sum(len(item) + ENTRY_NBYTES for items in queues.values() for item in items.values())
+        self.last_serial = last_serial

@@ -11,36 +11,20 @@ from __future__ import annotations
 
 import heapq
 import math
-from typing import Protocol
 
 from asyncdist.store.protocol.operations import Client, OperationKind, Reply
+from asyncdist.store.state.change_log import Change, ChangeLog
+from asyncdist.store.state.limits import MemoryQuota
 from asyncdist.store.state.model import KEPT_ANSWERS, KEPT_NBYTES, MemberContents, cost_of
-
-
-class SessionAccounting(Protocol):
-    """Is told of everything that a later server of the same store must know of its clients."""
-
-    def arrived(self, identity: bytes, lease: float) -> None: ...
-
-    def answered(self, identity: bytes, reply: Reply) -> None: ...
-
-    def received(self, identity: bytes, before: int) -> None: ...
-
-    def dropped(self, identity: bytes, last: int) -> None: ...
-
-    def forgotten(self, identity: bytes) -> None: ...
-
-    def kept(self, nbytes: int) -> None:
-        """So many bytes more of answers are kept (fewer, if that is negative)."""
 
 
 class ClientSession:
     """A client of a store. ``connection`` is where it is now; None while it is waited for, until ``until``."""
 
-    __slots__ = ("_answers", "_ledger", "connection", "identity", "lease", "nbytes", "unsure", "until")
+    __slots__ = ("_answers", "_log", "_quota", "connection", "identity", "lease", "nbytes", "unsure", "until")
 
     def __init__(
-        self, identity: bytes, lease: float, connection: Client | None, ledger: SessionAccounting | None = None
+        self, identity: bytes, lease: float, connection: Client | None, quota: MemoryQuota, log: ChangeLog
     ) -> None:
         self.identity = identity
         self.lease = lease
@@ -51,7 +35,8 @@ class ClientSession:
         self.unsure = 0
         """Up to this request, what is not known may have been done all the same."""
         self._answers: dict[int, Reply] = {}
-        self._ledger = ledger
+        self._quota = quota
+        self._log = log
 
     def answer_to(self, request: int) -> Reply | None:
         """Return what a change came to that was made already."""
@@ -61,23 +46,20 @@ class ClientSession:
         """Keep what a change came to."""
         self._answers[reply.request] = Reply(None, reply.request, reply.kind, reply.value)  # not the connection
         self._count(cost_of(reply.value))
-        if self._ledger is not None:
-            self._ledger.answered(self.identity, reply)
+        self._log.record(Change.ANSWERED, self.identity, reply.request, reply.kind, reply.value)
         while len(self._answers) > KEPT_ANSWERS or (self.nbytes > KEPT_NBYTES and len(self._answers) > 1):
             self._drop(next(iter(self._answers)))
 
     def received(self, before: int) -> None:
         """All answers to requests with a smaller number have arrived."""
         self._let_go(before)
-        if self._ledger is not None:
-            self._ledger.received(self.identity, before)
+        self._log.record(Change.RECEIVED, self.identity, before)
 
     def _drop(self, last: int) -> None:
         """Throw away the oldest answers, up to that one, although nobody has heard them."""
         self.unsure = max(self.unsure, last)
         self._let_go(last + 1)
-        if self._ledger is not None:
-            self._ledger.dropped(self.identity, last)
+        self._log.record(Change.DROPPED, self.identity, last)
 
     def _let_go(self, before: int) -> None:
         answers = self._answers
@@ -91,8 +73,7 @@ class ClientSession:
 
     def _count(self, nbytes: int) -> None:
         self.nbytes += nbytes
-        if self._ledger is not None:
-            self._ledger.kept(nbytes)
+        self._quota.nbytes += nbytes
 
     def contents(self) -> MemberContents:
         """Return what a later server must know."""
@@ -105,16 +86,17 @@ class ClientSession:
         self._answers = {
             request: Reply(None, request, OperationKind(kind), value) for request, (kind, value) in answers.items()
         }
-        self.nbytes = sum(cost_of(value) for _, value in answers.values())  # which the ledger knows already
+        self._count(sum(cost_of(value) for _, value in answers.values()))
 
 
 class SessionTable:
     """All clients of one store that have an identity."""
 
-    def __init__(self) -> None:
+    def __init__(self, quota: MemoryQuota | None = None, log: ChangeLog | None = None) -> None:
+        self._quota = quota or MemoryQuota()
+        self._log = log or ChangeLog()
         self._members: dict[bytes, ClientSession] = {}
         self._away: list[tuple[float, bytes]] = []
-        self.ledger: SessionAccounting | None = None
 
     def get(self, identity: bytes) -> ClientSession | None:
         """Return a client that is known."""
@@ -127,7 +109,7 @@ class SessionTable:
     def restore(self, contents: dict[bytes, MemberContents], now: float) -> None:
         """Wait for the clients of an earlier server."""
         for identity, known in contents.items():
-            member = self._members[identity] = ClientSession(identity, known[0], None, self.ledger)
+            member = self._members[identity] = ClientSession(identity, known[0], None, self._quota, self._log)
             member.restore(known)
             self._wait_for(member, now)
 
@@ -138,9 +120,9 @@ class SessionTable:
         """A client has come over a connection: return it, whether it was known, and the connection it had till now."""
         member = self._members.get(identity)
         if member is None:
-            member = self._members[identity] = ClientSession(identity, lease, connection, self.ledger)
-            if self.ledger is not None:
-                self.ledger.arrived(identity, lease)
+            member = ClientSession(identity, lease, connection, self._quota, self._log)
+            self._members[identity] = member
+            self._log.record(Change.ARRIVED, identity, lease)
             return member, False, None
         before, member.connection = member.connection, connection
         member.lease, member.until = lease, math.inf
@@ -158,9 +140,9 @@ class SessionTable:
 
     def close(self, member: ClientSession) -> None:
         """A client says that it will not be back."""
-        if self._members.pop(member.identity, None) is not None and self.ledger is not None:
-            self.ledger.kept(-member.nbytes)
-            self.ledger.forgotten(member.identity)
+        if self._members.pop(member.identity, None) is not None:
+            self._quota.nbytes -= member.nbytes
+            self._log.record(Change.FORGOTTEN, member.identity)
 
     def next_end(self) -> float:
         """Return when the next lease may run out."""

@@ -28,13 +28,13 @@ from asyncdist.store import AsyncStore, StoreServer, TCPStore
 from asyncdist.store.client import blocking, connect
 from asyncdist.store.client.blocking_socket import BlockingSocket
 from asyncdist.store.client.pending import PendingRequest
-from asyncdist.store.persistence.change_log import ChangeLog, replay
 from asyncdist.store.protocol import operations
 from asyncdist.store.protocol.client_protocol import ClientProtocol
 from asyncdist.store.protocol.codec import Encoder, Request, decode_request, hello, messages_in
 from asyncdist.store.protocol.operations import Op, OperationKind, Reason, Reply
+from asyncdist.store.state.change_log import ChangeLog, replay
 from asyncdist.store.state.model import KEPT_ANSWERS, Contents
-from asyncdist.store.state.sessions import ClientSession, SessionTable
+from asyncdist.store.state.sessions import SessionTable
 from asyncdist.testing.faults import Proxy
 from tests.support.ports import free_port
 
@@ -99,10 +99,10 @@ async def test_what_was_answered_and_not_heard_is_done_once(server, proxy, event
     adding = [store.add("n", 1) for _ in range(100)]
     await asyncio.sleep(0)
     proxy.unclog()
-    await eventually(lambda: server.state.peek("n") is not None)
+    await eventually(lambda: server.state.keys.peek("n") is not None)
     proxy.cut()
     assert sorted(await asyncio.gather(*adding)) == list(range(1, 101))
-    assert server.state.peek("n") == b"100"
+    assert server.state.keys.peek("n") == b"100"
     await store.close()
 
 
@@ -540,7 +540,7 @@ def test_leases_run_from_the_start_of_the_server_that_takes_over():
 
 
 def test_answers_are_kept_until_they_have_been_heard_and_no_longer():
-    member = ClientSession(b"a", 10.0, "connection")
+    member, _, _ = SessionTable().open(b"a", 10.0, "connection")
     for request in range(1, 6):
         member.remember(Reply("connection", request, OperationKind.RESULT, request))
     member.received(3)
@@ -553,14 +553,15 @@ def test_answers_are_kept_until_they_have_been_heard_and_no_longer():
 
 
 def test_a_later_server_knows_what_has_been_heard_and_who_has_left():
-    members, contents = SessionTable(), Contents()
-    members.ledger = book = ChangeLog(wake=lambda: None)
+    log, contents = ChangeLog(), Contents()
+    log.start(lambda: None)
+    members = SessionTable(log=log)
     stays, leaves = [members.open(identity, 10.0, "connection")[0] for identity in (b"a", b"b")]
     for request in range(1, 6):
         stays.remember(Reply("connection", request, OperationKind.RESULT, request))
     stays.received(4)
     members.close(leaves)
-    replay(b"".join(book.take()), contents)
+    replay(b"".join(log.take()), contents)
     assert contents.members == members.contents() == {b"a": (10.0, {4: (0, 4), 5: (0, 5)}, 0)}
 
 
@@ -808,7 +809,7 @@ async def test_a_watch_goes_on_over_another_connection(server, proxy, store, eve
         await store.delete_key("k")
         assert await waiting is None
     await watcher.close()
-    await eventually(lambda: server.state._key_watches == {})
+    await eventually(lambda: server.state.num_open == 0)
 
 
 async def test_a_watch_of_many_keys_tells_what_changed_between_two_connections(server, proxy, store, eventually):
@@ -834,7 +835,7 @@ async def test_a_watch_of_many_keys_tells_what_changed_between_two_connections(s
         await other.close()
         assert [await anext(changes) for _ in range(2)] == [("job/e", b"5"), ("job/e", None)]
     await watcher.close()
-    await eventually(lambda: server.state._prefix_watches == {})
+    await eventually(lambda: server.state.num_open == 0)
 
 
 async def test_more_keys_than_go_into_one_reply_are_not_watched(server, store):

@@ -18,12 +18,12 @@ from asyncdist.bench.store.c10d_peer import Peer, encode
 from asyncdist.config import Config
 from asyncdist.errors import JournalError, StoreConnectionError, StoreError
 from asyncdist.store import AsyncStore, StoreServer, TCPStore
-from asyncdist.store.persistence.change_log import replay, snapshot
 from asyncdist.store.persistence.group_commit import Fsync, GroupCommit
 from asyncdist.store.persistence.journal import Journal
 from asyncdist.store.protocol.c10d import MAGIC, Code
 from asyncdist.store.protocol.operations import Op
 from asyncdist.store.server.c10d_session import C10dSession
+from asyncdist.store.state.change_log import replay, snapshot
 from asyncdist.store.state.model import Contents
 
 TOKEN = "a token for tests"
@@ -166,7 +166,7 @@ async def test_no_reply_gets_out_before_the_disk_has_it(tmp_path, disk, eventual
         # Everything is executed meanwhile, for others too; what they would be told of is not safe yet.
         answers += [asyncio.ensure_future(other.add("n", 1)) for _ in range(50)]
         answers.append(asyncio.ensure_future(other.get("k")))
-        await eventually(lambda: server.state.peek("n") == b"50")
+        await eventually(lambda: server.state.keys.peek("n") == b"50")
         assert not any(answer.done() for answer in answers)
         disk.go_on()
         assert await asyncio.gather(*answers) == [None, *range(1, 51), b"v"]
@@ -261,7 +261,7 @@ async def test_a_long_value_is_written_while_the_loop_goes_on(tmp_path, monkeypa
         answers = [store.set("large", b"v" * (2 << 20))]
         await asyncio.to_thread(begun.wait, LONG)
         answers += [store.set("k", b"v"), store.get("large")]  # which is written after it, or tells of it
-        await eventually(lambda: server.state.peek("k") == b"v")
+        await eventually(lambda: server.state.keys.peek("k") == b"v")
         await eventually(lambda: server.durability._held)
         assert not any(answer.done() for answer in answers)
         go.set()
@@ -495,7 +495,7 @@ async def test_what_was_done_before_a_restart_is_not_done_again(tmp_path, disk, 
     assert await store.add("n", 1) == 1
     disk.stop()
     answer = asyncio.ensure_future(store.add("n", 1))
-    await eventually(lambda: server.state.peek("n") == b"2")
+    await eventually(lambda: server.state.keys.peek("n") == b"2")
     server.drop_all()  # its reply is lost with the connection
     disk.go_on()
     await server.close()
@@ -518,7 +518,7 @@ async def test_what_is_not_known_any_more_is_not_done_again(
         await store.num_keys()  # so the store knows who this is: that lies on the disk, too
         disk.stop()
         setting, adding = store.set("k", b"v"), [store.add("n", 1) for _ in range(30)]
-        await eventually(lambda: server.state.peek("n") == b"30")
+        await eventually(lambda: server.state.keys.peek("n") == b"30")
         server.drop_all()
         disk.go_on()
         if restarted:
@@ -556,15 +556,15 @@ async def test_an_ephemeral_key_outlives_the_server_and_not_its_owner(tmp_path, 
     await owner.set("taken over", b"lasting")
     await server.close()
     server = await started(tmp_path, server.port)
-    assert server.state.peek("mine") == b"v"
+    assert server.state.keys.peek("mine") == b"v"
     assert await owner.get("mine") == b"v"
     await owner.close()
-    await eventually(lambda: server.state.peek("mine") is None)
-    assert server.state.peek("taken over") == b"lasting"
+    await eventually(lambda: server.state.keys.peek("mine") is None)
+    assert server.state.keys.peek("taken over") == b"lasting"
     await server.close()
     server = await started(tmp_path, server.port)
-    assert server.state.peek("mine") is None
-    assert server.state.peek("taken over") == b"lasting"
+    assert server.state.keys.peek("mine") is None
+    assert server.state.keys.peek("taken over") == b"lasting"
     await server.close()
 
 
@@ -597,7 +597,7 @@ async def test_a_snapshot_knows_clients_and_their_keys(tmp_path):
     for body in snapshot(contents):
         replay(b"".join(body), again)
     assert again == contents
-    assert list(again.ephemeral) == ["mine"]
+    assert list(again.owners) == ["mine"]
     ((_, answers, _),) = again.members.values()
     assert 5 in [value for _, value in answers.values()]
 
@@ -610,7 +610,7 @@ async def test_the_keys_of_one_that_died_with_the_server_go_when_its_lease_is_ov
     owner._line._redial.patience = 0.0  # as one that dies: it does not come back
     await server.close()
     server = await started(tmp_path, server.port)
-    assert server.state.peek("mine") == b"v"
-    await eventually(lambda: server.state.peek("mine") is None)
+    assert server.state.keys.peek("mine") == b"v"
+    await eventually(lambda: server.state.keys.peek("mine") is None)
     await owner.close()
     await server.close()

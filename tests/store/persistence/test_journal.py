@@ -18,11 +18,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncdist.errors import JournalError, ProtocolError
-from asyncdist.store.persistence import change_log, log_format
-from asyncdist.store.persistence.change_log import ChangeLog, replay, snapshot
+from asyncdist.store.persistence import log_format
 from asyncdist.store.persistence.journal import Journal
 from asyncdist.store.protocol.chunking import LONG_NBYTES
 from asyncdist.store.protocol.operations import Op
+from asyncdist.store.state import change_log
+from asyncdist.store.state.change_log import ChangeLog, replay, snapshot
+from asyncdist.store.state.limits import MemoryQuota
 from asyncdist.store.state.machine import StoreState
 from asyncdist.store.state.model import Contents
 
@@ -30,10 +32,10 @@ MANY = 1 << 30
 BODIES = [b"\x93\x01\xa1a\xc4\x01" + bytes([number]) for number in range(4)]  # set a to 0, 1, 2, 3
 
 
-def kept_state(max_nbytes: int = 0) -> tuple[StoreState, ChangeLog]:
-    state = StoreState()
-    state.ledger = book = ChangeLog(max_nbytes=max_nbytes, wake=lambda: None)
-    return state, book
+def recorded_state(quota: MemoryQuota | None = None) -> tuple[StoreState, ChangeLog]:
+    log = ChangeLog()
+    log.start(lambda: None)
+    return StoreState(quota=quota, log=log), log
 
 
 def opened(folder: Path, compact_nbytes: int = MANY) -> tuple[Journal, Contents]:
@@ -82,30 +84,28 @@ def test_the_changes_of_any_requests_make_the_same_store(requests, compacted, lo
 
 
 def the_changes_make_the_same_store(requests, compacted) -> None:
-    state, book = kept_state()
+    quota, counted = MemoryQuota(), MemoryQuota()
+    state, log = recorded_state(quota)
     contents = Contents()
     for number, (client, (op, *args)) in enumerate(requests, 1):
         if number == compacted:  # a snapshot, and what follows it
-            replay(b"".join(book.take()), contents)
+            replay(b"".join(log.take()), contents)
             contents = Contents()
             ended = [replay(b"".join(body), contents) for body in snapshot(state.contents())]
             assert ended == [False] * (len(ended) - 1) + [True]
         state.execute(client, number, op, tuple(args))
-    replay(b"".join(book.take()), contents)
+    replay(b"".join(log.take()), contents)
     assert contents == state.contents()
-    counted = ChangeLog()
-    counted.open(contents)
-    assert counted.nbytes == book.nbytes
-
-    again = StoreState()
+    again = StoreState(quota=counted)
     again.restore(contents)
+    assert counted.nbytes == quota.nbytes
     for client in ("one", "two"):  # whom a server that comes back does not know
         state.leave(client)
     assert again.contents() == state.contents()
 
 
 def test_appending_to_a_long_value_copies_it_hardly_ever_now_or_when_it_is_done_again():
-    (state, book), contents, value = kept_state(), Contents(), bytearray(16 << 20)
+    (state, log), contents, value = recorded_state(), Contents(), bytearray(16 << 20)
     state.execute("c", 0, Op.SET, ("k", bytes(value)))
 
     def append() -> None:
@@ -117,7 +117,7 @@ def test_appending_to_a_long_value_copies_it_hardly_ever_now_or_when_it_is_done_
             bytes(value)
 
     assert cpu_seconds(append) < cpu_seconds(copy)
-    body = b"".join(book.take())
+    body = b"".join(log.take())
     assert cpu_seconds(lambda: replay(body, contents)) < cpu_seconds(copy)
     assert contents == state.contents()
     assert contents.values == {"k": bytes(value) + b"piece" * 1000}
@@ -136,7 +136,8 @@ def test_bytes_that_are_no_changes_are_refused(body):
 
 
 def test_a_store_that_is_full_refuses_what_adds_and_takes_what_does_not():
-    state, book = kept_state(max_nbytes=1000)
+    quota = MemoryQuota(1000)
+    state, _ = recorded_state(quota)
     assert state.execute("c", 1, Op.SET, ("k", b"v" * 500))[0].value is None
     for number, (op, *args) in enumerate(
         [(Op.SET, "l", b"v" * 500), (Op.APPEND, "k", b"v" * 500), (Op.QUEUE_PUSH, "q", b"v" * 500),
@@ -144,11 +145,11 @@ def test_a_store_that_is_full_refuses_what_adds_and_takes_what_does_not():
     ):  # fmt: skip
         (reply,) = state.execute("c", number, op, tuple(args))
         assert "the store holds 601 bytes and takes 1000" in reply.value[1]
-    before = book.nbytes
+    before = quota.nbytes
     assert state.execute("c", 8, Op.SET, ("k", b"w" * 500))[0].value is None
-    assert book.nbytes == before
+    assert quota.nbytes == before
     assert state.execute("c", 9, Op.DELETE_KEY, ("k",))[0].value is True
-    assert book.nbytes == 0
+    assert quota.nbytes == 0
     assert state.execute("c", 10, Op.SET, ("l", b"v" * 500))[0].value is None
 
 
@@ -306,9 +307,9 @@ def frame_ends(content: bytes) -> list[int]:
 def test_a_log_inside_a_value_is_not_taken_for_frames(tmp_path, harm):
     written(tmp_path / "other")
     stored = (tmp_path / "other" / "log-1").read_bytes()
-    state, book = kept_state()
+    state, log = recorded_state()
     state.execute("c", 1, Op.SET, ("k", stored + log_format.frame_head(bytes(8), 0)[:5]))
-    body = b"".join(book.take())
+    body = b"".join(log.take())
     ends = written(tmp_path / "data", [*BODIES, body])
     path = tmp_path / "data" / "log-1"
     content = path.read_bytes()
@@ -369,14 +370,14 @@ def test_a_folder_that_cannot_be_made(tmp_path):
 
 def test_a_long_value_is_written_from_where_it_is(tmp_path):
     value = b"v" * (LONG_NBYTES + 1)
-    state, book = kept_state()
+    state, log = recorded_state()
     state.execute("c", 1, Op.SET, ("a", b"short"))
     state.execute("c", 2, Op.SET, ("k", value))
     state.execute("c", 3, Op.QUEUE_PUSH, ("q", value))
     state.execute("c", 4, Op.SET, ("b", b"short"))
-    body = book.take()
+    body = log.take()
     assert [piece is value for piece in body] == [False, True, False, True, False]
-    assert book.pending_nbytes == 0
+    assert log.pending_nbytes == 0
     journal, _ = opened(tmp_path)
     journal.commit(*body, sync=True)
     assert journal.nbytes == (tmp_path / "log-1").stat().st_size - log_format.HEADER_NBYTES
@@ -418,20 +419,20 @@ def names(folder: Path) -> set[str]:
 
 def filled(folder: Path) -> tuple[Journal, StoreState, ChangeLog]:
     journal, _ = opened(folder, compact_nbytes=100)
-    state, book = kept_state()
+    state, log = recorded_state()
     for number in range(100):
         state.execute("c", number, Op.SET, ("k", b"%d" % number))
-    journal.commit(*book.take(), sync=True)
+    journal.commit(*log.take(), sync=True)
     assert journal.wants_compaction
-    return journal, state, book
+    return journal, state, log
 
 
 def test_a_snapshot_takes_the_place_of_what_came_before(tmp_path):
-    journal, state, book = filled(tmp_path)
+    journal, state, log = filled(tmp_path)
     number = journal.rotate()
     contents = state.contents()
     state.execute("c", 1, Op.SET, ("l", b"after"))
-    journal.commit(*book.take(), sync=True)  # while the snapshot is being written
+    journal.commit(*log.take(), sync=True)  # while the snapshot is being written
     assert names(tmp_path) == {"lock", "log-1", "log-2"}
     journal.write_snapshot(number, contents, lambda: True)
     assert names(tmp_path) == {"lock", "log-2", "snapshot-2"}
@@ -443,7 +444,7 @@ def test_a_snapshot_takes_the_place_of_what_came_before(tmp_path):
 
 
 def test_each_moment_of_a_compaction_can_be_the_last(tmp_path):
-    journal, state, book = filled(tmp_path / "data")
+    journal, state, log = filled(tmp_path / "data")
     held = state.contents()
     moments = []
 
@@ -456,7 +457,7 @@ def test_each_moment_of_a_compaction_can_be_the_last(tmp_path):
     number = journal.rotate()
     moment()
     state.execute("c", 1, Op.SET, ("l", b"after"))
-    journal.commit(*book.take(), sync=True)
+    journal.commit(*log.take(), sync=True)
     moment()
 
     def pause() -> bool:
@@ -536,20 +537,20 @@ def test_a_snapshot_that_the_disk_has_no_room_for_is_not_left_there(tmp_path, mo
 
 
 def test_what_was_found_counts_for_the_next_compaction(tmp_path):
-    journal, state, book = filled(tmp_path)
+    journal, state, log = filled(tmp_path)
     journal.close()
     journal, _ = opened(tmp_path, compact_nbytes=100)
     assert journal.nbytes == (tmp_path / "log-1").stat().st_size
     assert journal.wants_compaction
     state.execute("c", 1, Op.SET, ("large", bytes(5000)))
-    journal.commit(*book.take(), sync=False)
+    journal.commit(*log.take(), sync=False)
     journal.write_snapshot(journal.rotate(), state.contents(), lambda: True)
     journal.close()
     journal, _ = opened(tmp_path, compact_nbytes=100)
     state.execute("c", 2, Op.SET, ("k", bytes(4000)))
-    journal.commit(*book.take(), sync=False)
+    journal.commit(*log.take(), sync=False)
     assert not journal.wants_compaction  # the snapshot is longer, and would be written again
     state.execute("c", 3, Op.SET, ("k", bytes(4000)))
-    journal.commit(*book.take(), sync=False)
+    journal.commit(*log.take(), sync=False)
     assert journal.wants_compaction
     journal.close()

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from asyncdist.store.persistence import log_format
-from asyncdist.store.persistence.change_log import ChangeLog
 from asyncdist.store.persistence.journal import Journal
 from asyncdist.store.protocol.operations import Op
+from asyncdist.store.state.change_log import ChangeLog
 from asyncdist.store.state.machine import StoreState
 from asyncdist.store.state.model import Contents
 
@@ -126,14 +126,14 @@ class Program:
         self._lineage = self._journal.lineage
         contents = self._journal.contents or Contents()
         assert self._number(contents) == self._committed
-        self._state, self._book = StoreState(), ChangeLog(wake=lambda: None)
-        self._book.open(contents)
+        self._log = ChangeLog()
+        self._state = StoreState(log=self._log)
         self._state.restore(contents)
-        self._state.ledger = self._book
+        self._log.start(lambda: None)
 
     def commit(self) -> None:
         self._state.execute("c", 1, Op.SET, ("number", b"%d" % (self._committed + 1)))
-        self._journal.commit(*self._book.take(), sync=self._sync)
+        self._journal.commit(*self._log.take(), sync=self._sync)
         self._committed += 1
         if self._sync:
             self._flushed = self._committed

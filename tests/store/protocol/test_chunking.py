@@ -52,7 +52,7 @@ async def strict(config) -> AsyncIterator[StoreServer]:
     strict = await StoreServer.start("127.0.0.1", 0, token=TOKEN, config=config.with_(store_max_nbytes=8 << 20))
     yield strict
     await strict.close()
-    assert strict.change_log._arriving_nbytes == 0
+    assert strict.quota.arriving_nbytes == 0
 
 
 async def reach(host: str, port: int, **settings) -> AsyncStore:
@@ -231,7 +231,7 @@ async def test_no_room_for_a_value_is_said_before_all_of_it_has_come(strict):
     store = await reach("127.0.0.1", strict.port)
     with pytest.raises(StoreError, match="--max-memory"):
         await store.set("k", patterned(LARGE_NBYTES // 4))
-    assert strict.change_log._arriving_nbytes == 0
+    assert strict.quota.arriving_nbytes == 0
     await store.set("k", patterned(6 << 20))
     with pytest.raises(StoreError, match="--max-memory"):
         await store.multi_set(["l", "m"], [patterned(1 << 20), patterned(2 << 20)])
@@ -246,7 +246,7 @@ async def test_no_room_is_wanted_for_what_has_been_done_and_is_asked_again(stric
     await other.set("most", bytes(4 << 20))
     store._line.link._transport.pause_reading()
     appending = store.append("k", patterned(3 << 20))
-    await eventually(lambda: strict.state.peek("k"))
+    await eventually(lambda: strict.state.keys.peek("k"))
     store._line.link.abort()
     await appending
     assert await store.get("k") == patterned(3 << 20)
@@ -261,7 +261,7 @@ async def test_what_comes_in_the_same_read_makes_room_for_what_comes_behind_it(s
     setting = ChunkedMessage(pack, (102, Op.SET, "m", bytes(LONG_NBYTES + 1)), request_piece)
     frames = [framed([message]) for message in (pack((101, Op.DELETE_KEY, "k")), *setting)]
     store._line.link._transport.write(b"".join(frames))
-    await eventually(lambda: strict.state.peek("m"))
+    await eventually(lambda: strict.state.keys.peek("m"))
     await store.close()
 
 
@@ -294,8 +294,8 @@ async def test_half_a_value_leaves_nothing_when_its_client_goes(strict, eventual
             await store.set("k", patterned(6 << 20))
         await store.close()
     await eventually(lambda: strict.num_connections == 0)
-    assert strict.change_log._arriving_nbytes == 0
-    assert strict.state.peek("k") is None
+    assert strict.quota.arriving_nbytes == 0
+    assert strict.state.keys.peek("k") is None
     other = await reach("127.0.0.1", strict.port)
     await other.set("k", patterned(7 << 20))
     await other.close()
@@ -306,11 +306,11 @@ async def test_half_a_value_leaves_nothing_when_it_is_cancelled(strict, eventual
     value = patterned(6 << 20)
     for _ in range(5):
         setting = asyncio.ensure_future(store.set("k", value))
-        await eventually(lambda: strict.change_log._arriving_nbytes > 0)
+        await eventually(lambda: strict.quota.arriving_nbytes > 0)
         setting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await setting
-        await eventually(lambda: strict.change_log._arriving_nbytes == 0)
+        await eventually(lambda: strict.quota.arriving_nbytes == 0)
         assert await store.check(["k"]) is False
     await store.set("k", value)
     assert await store.get("k") == value

@@ -156,7 +156,7 @@ def test_a_mistake_of_ours_ends_one_and_no_other(server, peers, monkeypatch, cap
     def fail(key):
         raise RuntimeError("a mistake")
 
-    monkeypatch.setattr(server.state, "peek", fail)
+    monkeypatch.setattr(server.state.keys, "peek", fail)
     peers[0].send(Code.GET, b"/k")
     assert peers[0].sock.recv(1) == b""
     assert "a mistake" in caplog.text

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from asyncdist.config import Config
 from asyncdist.errors import StoreError
 from asyncdist.store import AsyncStore, StoreServer, TCPStore
-from asyncdist.store.persistence.change_log import ChangeLog, replay
 from asyncdist.store.protocol import client_protocol
 from asyncdist.store.protocol.operations import Op, OperationKind, Reason, Reply
+from asyncdist.store.state.change_log import ChangeLog, replay
+from asyncdist.store.state.limits import MemoryQuota, SizeLimits
 from asyncdist.store.state.machine import StoreState
 from asyncdist.store.state.model import Contents, RequestRefused
 from asyncdist.store.state.sessions import SessionTable
@@ -22,11 +23,11 @@ LONGEST = 100
 
 
 class Store:
-    """A state machine with a book, asked by numbered requests."""
+    """A state machine with a memory quota, asked by numbered requests."""
 
     def __init__(self, max_nbytes: int = 0) -> None:
-        self.state, self.change_log = StoreState(LONGEST, LONGEST), ChangeLog(max_nbytes=max_nbytes)
-        self.state.ledger = self.change_log
+        self.quota = MemoryQuota(max_nbytes)
+        self.state = StoreState(SizeLimits(LONGEST, LONGEST), self.quota)
         self._number = 0
 
     def ask(self, client, op, *args):
@@ -37,11 +38,10 @@ class Store:
 
     @property
     def held_nbytes(self) -> int:
-        """What a book counts that is shown it all at once."""
-        contents, book = self.state.contents(), ChangeLog()
-        contents.ephemeral = {key: (b"", value) for key, (_, value) in self.state.owned().items()}
-        book.open(contents)
-        return book.nbytes
+        """What a store counts that restores the contents at once."""
+        quota = MemoryQuota()
+        StoreState(quota=quota).restore(self.state.contents())
+        return quota.nbytes
 
 
 # -- values and keys --------------------------------------------------------------------------------
@@ -65,7 +65,7 @@ def test_the_longest_value_and_key_are_taken_and_none_that_are_longer(which):
     for key, value in (("k", bytes(LONGEST + 1)), ("k" * (LONGEST + 1), b""), ("é" * (LONGEST // 2 + 1), b"")):
         store = Store()
         assert store.ask("a", *requests(key, value)[which]) is Reason.TOO_LARGE
-        assert store.held_nbytes == store.change_log.nbytes == store.state.num_keys == 0
+        assert store.held_nbytes == store.quota.nbytes == len(store.state.keys) == 0
 
 
 async def test_the_longest_value_travels_with_the_longest_key(tmp_path):
@@ -92,7 +92,7 @@ def test_what_stores_a_number_takes_no_longer_key_either(request_of):
     assert Store().ask("a", *request_of("k" * LONGEST)) in (1, None)
     store = Store()
     assert store.ask("a", *request_of("k" * (LONGEST + 1))) is Reason.TOO_LARGE
-    assert store.state.num_keys == store.state.num_open == 0
+    assert len(store.state.keys) == store.state.num_open == 0
 
 
 # -- memory -----------------------------------------------------------------------------------------
@@ -105,7 +105,7 @@ def test_a_store_is_full_when_not_one_byte_more_has_room():
         for less, expected in ((0, measured.held_nbytes), (1, 0)):
             store = Store(max_nbytes=measured.held_nbytes - less)
             assert (store.ask("a", *request) is Reason.FULL) is bool(less)
-            assert store.change_log.nbytes == store.held_nbytes == expected
+            assert store.quota.nbytes == store.held_nbytes == expected
 
 
 def test_several_values_are_set_all_or_none_at_the_limit():
@@ -115,22 +115,22 @@ def test_several_values_are_set_all_or_none_at_the_limit():
         store.ask("a", Op.MULTI_SET, keys[:2], [b"", bytes(60)])
         assert (store.ask("a", Op.MULTI_SET, keys, values) is Reason.FULL) is bool(less)
         assert list(store.state.contents().values.values()) == expected
-        assert store.change_log.nbytes == store.held_nbytes == 372 - 104 * less
+        assert store.quota.nbytes == store.held_nbytes == 372 - 104 * less
 
 
 def test_many_small_values_are_set_all_or_none():
     store, keys = Store(max_nbytes=10_000), [f"k{number}" for number in range(200)]
     assert store.ask("a", Op.MULTI_SET, keys, [b"v"] * 200) is Reason.FULL
-    assert store.state.num_keys == 0
+    assert len(store.state.keys) == 0
 
 
 def test_what_is_on_its_way_counts():
     store = Store(max_nbytes=1000)
-    store.change_log.expect(950)
+    store.quota.reserve(950)
     with pytest.raises(RequestRefused):
-        store.change_log.expect(51)
+        store.quota.reserve(51)
     assert store.ask("a", Op.SET, "k", bytes(60)) is Reason.FULL
-    store.change_log.expect_no_more(950)
+    store.quota.arriving_nbytes -= 950
     assert store.ask("a", Op.SET, "k", bytes(60)) is None
 
 
@@ -141,46 +141,43 @@ def test_ephemeral_keys_fill_a_store_too_and_make_room_when_they_go():
     assert store.ask("b", Op.SET, "k", bytes(99)) is Reason.FULL
     store.state.leave("a")
     assert store.ask("b", Op.SET, "k", bytes(99)) is None
-    assert store.change_log.nbytes == store.held_nbytes
+    assert store.quota.nbytes == store.held_nbytes
 
 
 def test_an_item_makes_room_when_it_has_arrived():
     store = Store()
     store.ask("a", Op.QUEUE_PUSH, "q", b"item")
     store.state.execute("b", 7, Op.QUEUE_POP, ("q", False))
-    assert store.change_log.nbytes == store.held_nbytes > 0  # it may have to be given back
+    assert store.quota.nbytes == store.held_nbytes > 0  # it may have to be given back
     store.state.execute("b", 7, Op.CONFIRM, (7,))
-    assert store.change_log.nbytes == store.held_nbytes == 0
+    assert store.quota.nbytes == store.held_nbytes == 0
 
 
 # -- answers that are kept --------------------------------------------------------------------------
 
 
 def counted(contents: Contents) -> int:
-    book = ChangeLog()
-    book.open(contents)
-    return book.nbytes
+    quota = MemoryQuota()
+    SessionTable(quota).restore(contents.members, 0.0)
+    return quota.nbytes
 
 
 def test_answers_that_nobody_has_heard_count_until_they_are_heard_or_their_client_goes():
-    members = SessionTable()
-    members.ledger = book = ChangeLog()
+    quota, later_quota = MemoryQuota(), MemoryQuota()
+    members, later = SessionTable(quota), SessionTable(later_quota)
     one, other = (members.open(name, 10.0, "connection")[0] for name in (b"one", b"other"))
     for request, (kind, value) in enumerate(ANSWERS, 1):
         one.remember(Reply("connection", request, kind, value))
         other.remember(Reply("connection", request, kind, value))
-    later = SessionTable()
-    later.ledger = ChangeLog()
-    later.ledger.open(Contents(members=members.contents()))
     later.restore(members.contents(), 0.0)
-    for these, ledger in ((members, book), (later, later.ledger)):
-        assert ledger.nbytes == counted(Contents(members=these.contents())) > 2 * LONGEST
+    for these, counter in ((members, quota), (later, later_quota)):
+        assert counter.nbytes == counted(Contents(members=these.contents())) > 2 * LONGEST
         these.get(b"one").received(3)
-        assert ledger.nbytes == counted(Contents(members=these.contents()))
+        assert counter.nbytes == counted(Contents(members=these.contents()))
         these.close(these.get(b"one"))
-        assert ledger.nbytes == counted(Contents(members=these.contents())) > LONGEST
+        assert counter.nbytes == counted(Contents(members=these.contents())) > LONGEST
         these.get(b"other").received(len(ANSWERS) + 1)
-        assert ledger.nbytes == 0
+        assert counter.nbytes == 0
 
 
 ANSWERS = [
@@ -193,19 +190,19 @@ ANSWERS = [
 
 def test_long_answers_are_kept_up_to_a_limit_and_the_last_in_any_case(monkeypatch):
     monkeypatch.setattr("asyncdist.store.state.sessions.KEPT_NBYTES", 5 * LONGEST)
-    book, contents = ChangeLog(wake=lambda: None), Contents()
-    members = SessionTable()
-    members.ledger = book
+    log, quota, contents = ChangeLog(), MemoryQuota(), Contents()
+    log.start(lambda: None)
+    members = SessionTable(quota, log)
     member, _, _ = members.open(b"one", 10.0, "connection")
     for request in range(1, 10):
         member.remember(Reply("connection", request, OperationKind.RESULT, bytes(LONGEST)))
     assert member.answer_to(9) is not None
     assert member.answer_to(1) is None
-    assert 0 < member.nbytes == book.nbytes <= 5 * LONGEST
+    assert 0 < member.nbytes == quota.nbytes <= 5 * LONGEST
     member.remember(Reply("connection", 10, OperationKind.RESULT, bytes(6 * LONGEST)))
     assert member.answer_to(9) is None
     assert member.answer_to(10) is not None
-    replay(b"".join(book.take()), contents)
+    replay(b"".join(log.take()), contents)
     assert contents.members == members.contents()
 
 
@@ -230,18 +227,18 @@ async def test_a_client_says_that_long_answers_have_arrived_with_what_it_asks_ne
         threads = await asyncio.to_thread(TCPStore, "127.0.0.1", server.port, config=config)
         store = await AsyncStore.connect("127.0.0.1", server.port, token="token", config=config)
         await store.compare_set("k", b"", value)
-        assert server.change_log.nbytes > 2 * len(value)
+        assert server.quota.nbytes > 2 * len(value)
         await store.set("other", value)
         await store.delete_key("k")
         await store.compare_set("k", b"", value[1:])
         await store.num_keys()
-        assert 2 * len(value) < server.change_log.nbytes < 3 * len(value)
+        assert 2 * len(value) < server.quota.nbytes < 3 * len(value)
         await store.delete_key("k")
         await asyncio.to_thread(threads.compare_set, "k", b"", value)
-        assert server.change_log.nbytes > 3 * len(value)
+        assert server.quota.nbytes > 3 * len(value)
         await asyncio.to_thread(threads.delete_key, "k")
         await asyncio.to_thread(threads.set, "k", value)
-        assert server.change_log.nbytes < 3 * len(value)
+        assert server.quota.nbytes < 3 * len(value)
         await asyncio.to_thread(threads.close)
         await store.close()
 
@@ -268,9 +265,8 @@ def test_what_is_counted_is_what_is_held_and_never_more_than_the_limit(asked, mo
             popped[client] = number
         elif op is Op.CONFIRM:
             args = [popped[client]]
-        replies = store.state.execute(client, number, op, tuple(args))
-        if op is Op.SET_EPHEMERAL and replies[-1].kind is OperationKind.RESULT:  # as a client does that may come back
-            store.state.own(f"member {client}", args[0])
-        elif op is Op.LEAVE:
-            store.state.expire_owner(f"member {client}")
-        assert store.change_log.nbytes == store.held_nbytes <= most
+        store.state.bind(client, client.encode())
+        store.state.execute(client, number, op, tuple(args))
+        if op is Op.LEAVE:
+            store.state.expire_owner(client.encode())
+        assert store.quota.nbytes == store.held_nbytes <= most

@@ -12,8 +12,9 @@ from asyncdist.base.auth import NONCE_NBYTES, HandshakeDriver, dial
 from asyncdist.bench.store.c10d_peer import encode
 from asyncdist.store.protocol.c10d import MAGIC, Code
 from asyncdist.store.protocol.chunking import LONG_NBYTES
+from asyncdist.store.protocol.client_protocol import IDENTITY_NBYTES
 from asyncdist.store.protocol.codec import Encoder
-from asyncdist.store.protocol.operations import Op
+from asyncdist.store.protocol.operations import EPHEMERAL, Op
 
 TOKEN = "a token for tests"
 
@@ -80,7 +81,8 @@ OPERATIONS = [*[("ours", op) for op in OURS], *[("theirs", code) for code in THE
 def said(format_: str, operation: Op | Code) -> bytes:
     if format_ == "theirs":
         return encode(Code.VALIDATE, MAGIC) + encode(operation, *THEIRS[operation])
-    return Encoder().frame(1, operation, *OURS[operation])
+    session = Encoder().frame(2, Op.RESUME, os.urandom(IDENTITY_NBYTES), 0) if operation in EPHEMERAL else b""
+    return session + Encoder().frame(1, operation, *OURS[operation])
 
 
 async def die_after(port: int, format_: str, words: bytes) -> None:
@@ -113,7 +115,7 @@ async def test_client_dies_in_the_middle_of_an_operation(server, store, format_,
     assert await store.queue_pop("queue", block=False) == b"item"
     assert await store.add("n", 0) in (0, 1)
     assert await store.check(["x"]) == await store.check(["y"])
-    assert not await store.check(["ephemeral"])
+    await eventually(lambda: server.state.keys.peek("ephemeral") is None)
     assert not await store.check(["barrier"])
     assert await store.publish("channel", b"") == 0
     assert await store.get("k") == b"v"

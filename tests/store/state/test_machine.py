@@ -12,6 +12,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from asyncdist.store.protocol import operations
 from asyncdist.store.protocol.operations import Op, OperationKind, Reason, Reply
+from asyncdist.store.state.limits import SizeLimits
 from asyncdist.store.state.machine import StoreState
 
 INT64_MAX = (1 << 63) - 1
@@ -65,7 +66,7 @@ class Asker:
 
 @pytest.fixture
 def askers() -> tuple[Asker, Asker, Asker]:
-    state, log = StoreState(max_value_nbytes=100), {}
+    state, log = StoreState(SizeLimits(max_value_nbytes=100)), {}
     return Asker(state, "a", log), Asker(state, "b", log), Asker(state, "c", log)
 
 
@@ -443,7 +444,7 @@ def test_cancelled_request_leaves_no_entries(a, b, op, args, how):
     b.do(Op.PUBLISH, "k", b"1")
     assert len(a.log.get(("a", request), [])) == answered
     assert b.do(Op.QUEUE_LEN, "k") == 1
-    _assert_no_lines(a.state)
+    _assert_nothing_waits(a.state)
 
 
 def test_giving_up_what_is_not_there_is_nothing(a):
@@ -458,7 +459,7 @@ def test_a_request_id_in_use_is_refused(a):
     (reply,) = a.state.execute("a", 1, Op.GET, ("l",))
     assert reply.kind is OperationKind.REFUSED
     a.leave()
-    _assert_no_lines(a.state)
+    _assert_nothing_waits(a.state)
 
 
 def test_two_clients_may_use_one_request_id(a, b):
@@ -470,11 +471,22 @@ def test_two_clients_may_use_one_request_id(a, b):
     assert b.answer(1) == b""
 
 
-def _assert_no_lines(state: StoreState) -> None:
-    lines = ("_open", "_value_waiters", "_presence_waiters", "_pop_waiters", "_barriers", "_subscriptions", "_woken")
-    assert {name: getattr(state, name) for name in lines} == {name: {} for name in lines}
+def _assert_nothing_waits(state: StoreState) -> None:
+    """Once all keys and items are deleted, the parts of the state hold nothing."""
     assert state.num_open == 0
-    assert state.clients == []
+    assert state.requests.clients == []
+    for key in state.keys.list_keys(""):
+        state.keys.delete(key)
+    state.queues.clear("")
+    parts = [part for part in vars(state).values() if hasattr(part, "__dict__")]
+    held = {
+        (type(part).__name__, name): kept
+        for part in parts
+        for name, kept in vars(part).items()
+        if isinstance(kept, dict)
+    }
+    assert len(held) >= 8
+    assert {where: kept for where, kept in held.items() if kept} == {}
 
 
 # -- against a model -------------------------------------------------------------------------------
@@ -637,7 +649,7 @@ class Model(RuleBasedStateMachine):
     def teardown(self):
         for client in ("a", "b", "c"):
             self.state.leave(client)
-        _assert_no_lines(self.state)
+        _assert_nothing_waits(self.state)
 
 
 Model.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)

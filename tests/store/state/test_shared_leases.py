@@ -29,13 +29,12 @@ class NumberedState:
 
     def acquire(self, client, prefix):
         """Acquire a prefix lease as a reconnecting client does: its owner outlives the connection."""
+        self.state.bind(client, f"member {client}")
         self.ask(client, Op.SET_EPHEMERAL, prefix_lease(prefix, client), b"")
-        self.state.own(f"member {client}", prefix_lease(prefix, client))
 
     def expire(self, client):
         self.state.leave(client)
-        self.state.expire_owner(f"member {client}")
-        return self.state.collect()
+        return self.state.expire_owner(f"member {client}")
 
     def key_names(self):
         return sorted(self.ask("anybody", Op.LIST_KEYS, "")[0])
@@ -91,12 +90,10 @@ def test_client_holds_leases_on_several_prefixes(state):
 
 def test_last_lease_deletes_ephemeral_keys_of_any_owner(state):
     state.ask("b", Op.SET_EPHEMERAL, "job/1/mine", b"")
-    state.state.own("member b", "job/1/mine")
     state.ask("stranger", Op.SET_EPHEMERAL, "job/1/strange", b"")
     state.expire("a")
     state.expire("b")
     assert state.key_names() == OTHERS
-    assert state.state.owned() == {}
 
 
 def test_watchers_are_notified_of_deleted_keys(state):
@@ -108,8 +105,8 @@ def test_watchers_are_notified_of_deleted_keys(state):
 
 @pytest.mark.parametrize("key", ["\0here/", "\0here/\0", "\0here/job", "\0here/\0a"])
 def test_key_without_prefix_is_not_a_lease(state, key):
+    state.state.bind("d", "member d")
     state.ask("d", Op.SET_EPHEMERAL, key, b"")
-    state.state.own("member d", key)
     before = state.key_names()
     state.expire("d")
     assert state.key_names() == [each for each in before if each != key]
@@ -125,13 +122,13 @@ async def test_client_that_returns_after_expiry_learns_of_the_loss(eventually):
             proxy.clog()
             proxy.cut()
             adding = store.add("job/step", 1)
-            await eventually(lambda: not server.state.num_keys)
+            await eventually(lambda: not len(server.state.keys))
             proxy.unclog()
             with pytest.raises(StoreConnectionError, match="what our job kept there may be gone"):
                 await adding
             with pytest.raises(StoreConnectionError, match="what our job kept there may be gone"):
                 await store.check(["job/step"])
-            assert not server.state.num_keys
+            assert not len(server.state.keys)
             await store.close()
 
 
@@ -144,7 +141,7 @@ def test_one_that_blocks_is_told_so_as_well(until):
         store.set(prefix_lease("job/", "0"), b"", ephemeral=True)
         store.set("job/step", b"41")
         proxy.cut()
-        until(lambda: not server.state.num_keys)
+        until(lambda: not len(server.state.keys))
         for _ in range(2):
             with pytest.raises(StoreConnectionError, match="what our job kept there may be gone"):
                 store.add("job/step", 1)
@@ -162,13 +159,13 @@ async def test_a_daemon_that_was_killed_knows_who_stayed_where(tmp_path, eventua
         await stores[0].queue_push("job/q", b"item")
         await stores[0].set("k", b"v")
     async with await StoreServer.start("127.0.0.1", port, config=config, data=tmp_path, stays=True) as server:
-        assert server.state.peek("job/k") == b"v"
+        assert server.state.keys.peek("job/k") == b"v"
         assert await stores[0].get("job/k") == b"v"
         await stores[0].close()
         await stores[1].set("k", b"w")
-        assert server.state.peek("job/k") == b"v"
+        assert server.state.keys.peek("job/k") == b"v"
         await stores[1].close()
-        await eventually(lambda: server.state.num_keys == 1)
+        await eventually(lambda: len(server.state.keys) == 1)
     async with await StoreServer.start("127.0.0.1", 0, config=config, data=tmp_path) as server:
         assert server.state.contents().values == {"k": b"w"}
-        assert server.state.num_items == 0
+        assert server.state.queues.num_items == 0

@@ -1,22 +1,21 @@
 """Changes of a store's state as a daemon's log holds them: msgpack arrays, one frame per iteration of the event loop.
 
-Written by `ChangeLog` and read by `replay`; `journal` puts the frames on disk. No I/O.
+`ChangeLog` encodes them and `replay` applies them; `persistence.journal` puts the frames on disk. No I/O.
 
-    [1, key, value]          a value was set
-    [2, key, piece]          something was appended to one
+    [1, key, value]          a value was set; the key has no owner
+    [2, key, piece]          a piece was appended to a value
     [3, key]                 a key was deleted
     [4, key, serial, item]   an item was pushed to a queue
-    [5, key, serial]         an item has been handed over for good
-    [6, serial]              the end of a snapshot: all is there, and this was the last serial number
-    [7, identity, lease]     a client came, and its ephemeral keys stay so many seconds
-    [8, identity, request, kind, value]   what a change that a client asked for came to
-    [9, identity, before]    the answers to requests before this one have arrived
-    [10, identity]           a client will not be back
-    [11, key, identity, value]            an ephemeral key of a client was set
-    [12, key]                an ephemeral key is nobody's any more, and gone unless it is set right after
-    [13, identity, last]     the oldest answers, up to this request's, were thrown away before they had arrived
+    [5, key, serial]         an item was confirmed
+    [6, serial]              the end of a snapshot, and the last serial number
+    [7, identity, lease]     a client session was opened; its ephemeral keys outlive its connection by ``lease`` seconds
+    [8, identity, request, kind, value]   the reply to a change that a session requested
+    [9, identity, before]    the replies to requests before this one have arrived
+    [10, identity]           a client session was closed
+    [11, key, identity]      a key, which was set just before, belongs to a client session
+    [13, identity, last]     the replies up to this request's were dropped before they had arrived
 
-Changes say what came out, not what was asked: to make them again needs no state machine and depends on no version of it.
+A change is the result of a request, so that replaying it needs no state machine and depends on no version of it.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ import msgpack
 
 from asyncdist.errors import ProtocolError
 from asyncdist.store.protocol.chunking import LONG_NBYTES
-from asyncdist.store.protocol.operations import OperationKind, Reason, Reply
-from asyncdist.store.state.model import ENTRY_NBYTES, Contents, RequestRefused, cost_of, extend, growth
+from asyncdist.store.protocol.operations import OperationKind
+from asyncdist.store.state.model import Contents, extend
 
 _CHUNK_COUNT, _CHUNK_NBYTES = 500, 1 << 20
 _BIN32 = b"\xc6"
@@ -51,7 +50,6 @@ class Change(IntEnum):
     RECEIVED = 9
     FORGOTTEN = 10
     OWNED = 11
-    DISOWNED = 12
     DROPPED = 13
 
 
@@ -89,28 +87,17 @@ class _Body:
 
 
 class ChangeLog:
-    """A store's ledger: counts what is held, refuses more than ``max_nbytes`` (0: no limit), and writes down what changes.
+    """Collects changes for the journal, from `start` on."""
 
-    ``wake`` is called when there is something to `take` after there was nothing; without it nothing is written down.
-    """
-
-    def __init__(self, *, max_nbytes: int = 0, wake: Callable[[], None] | None = None) -> None:
-        self.nbytes = 0
+    def __init__(self) -> None:
         self.pending = False
-        self._max_nbytes = max_nbytes
-        self._arriving_nbytes = 0
-        self._wake = wake
+        self.recording = False
+        self._wake: Callable[[], None] = lambda: None
         self._body = _Body()
-        self._ephemeral: set[str] = set()
 
-    def open(self, contents: Contents) -> None:
-        """Begin with what the store holds."""
-        values = sum(len(key) + len(value) + ENTRY_NBYTES for key, value in contents.values.items())
-        items = (len(item) + ENTRY_NBYTES for queue in contents.queues.values() for item in queue.values())
-        tied = sum(len(key) + len(value) + ENTRY_NBYTES for key, (_, value) in contents.ephemeral.items())
-        answers = (cost_of(value) for _, kept, _ in contents.members.values() for _, value in kept.values())
-        self.nbytes = values + sum(items) + tied + sum(answers)
-        self._ephemeral = set(contents.ephemeral)
+    def start(self, wake: Callable[[], None]) -> None:
+        """Record from now on. ``wake`` is called when there is something to `take` after there was nothing."""
+        self.recording, self._wake = True, wake
 
     @property
     def pending_nbytes(self) -> int:
@@ -122,82 +109,9 @@ class ChangeLog:
         self.pending = False
         return self._body.take()
 
-    # -- what the state machine calls ---------------------------------------------------------------
-
-    def expect(self, nbytes: int) -> None:
-        """So many bytes have come of a value that is not whole yet. Raises Refused where there is no room for them."""
-        self.check_room(nbytes)
-        self._arriving_nbytes += nbytes
-
-    def expect_no_more(self, nbytes: int) -> None:
-        """They are part of a value now, or will never be."""
-        self._arriving_nbytes -= nbytes
-
-    def check_room(self, nbytes: int) -> None:
-        held = self.nbytes + self._arriving_nbytes
-        if self._max_nbytes and nbytes > 0 and held + nbytes > self._max_nbytes:
-            raise RequestRefused(
-                Reason.FULL,
-                f"the store holds {held} bytes and takes {self._max_nbytes}, too few for {nbytes} more: delete keys that "
-                "nobody needs, or raise --max-memory (ASYNCDIST_STORE_MAX_NBYTES) where the store runs",
-            )
-
-    def set(self, key: str, value: bytes, before: bytes | None) -> None:
-        self.nbytes += growth(key, value, before)
-        self._note((Change.SET, key, value))
-
-    def append(self, key: str, piece: bytes) -> None:
-        self.nbytes += len(piece)
-        self._note((Change.APPEND, key, piece))
-
-    def deleted(self, key: str, value: bytes) -> None:
-        self.nbytes -= len(key) + len(value) + ENTRY_NBYTES
-        self._note((Change.DELETE, key))
-
-    def pushed(self, key: str, serial: int, item: bytes) -> None:
-        self.nbytes += len(item) + ENTRY_NBYTES
-        self._note((Change.PUSH, key, serial, item))
-
-    def gone(self, key: str, serial: int, item: bytes) -> None:
-        self.nbytes -= len(item) + ENTRY_NBYTES
-        self._note((Change.GONE, key, serial))
-
-    # -- what concerns clients ------------------------------------------------------------------------
-
-    def arrived(self, identity: bytes, lease: float) -> None:
-        self._note((Change.ARRIVED, identity, lease))
-
-    def answered(self, identity: bytes, reply: Reply) -> None:
-        self._note((Change.ANSWERED, identity, reply.request, reply.kind, reply.value))
-
-    def received(self, identity: bytes, before: int) -> None:
-        self._note((Change.RECEIVED, identity, before))
-
-    def dropped(self, identity: bytes, last: int) -> None:
-        self._note((Change.DROPPED, identity, last))
-
-    def kept(self, nbytes: int) -> None:
-        self.nbytes += nbytes
-
-    def forgotten(self, identity: bytes) -> None:
-        self._note((Change.FORGOTTEN, identity))
-
-    def owned(self, key: str, identity: bytes, value: bytes) -> None:
-        """An ephemeral key was set by a client that may come back for it."""
-        self._ephemeral.add(key)
-        self._note((Change.OWNED, key, identity, value))
-
-    def tied(self, key: str, value: bytes) -> None:
-        self.nbytes += len(key) + len(value) + ENTRY_NBYTES
-
-    def disowned(self, key: str, value: bytes) -> None:
-        self.nbytes -= len(key) + len(value) + ENTRY_NBYTES
-        if key in self._ephemeral:
-            self._ephemeral.remove(key)
-            self._note((Change.DISOWNED, key))
-
-    def _note(self, change: tuple[Any, ...]) -> None:
-        if self._wake is None:
+    def record(self, *change: Any) -> None:
+        """Record a change: its kind and its fields, of which only the last may be long."""
+        if not self.recording:
             return
         self._body.add(change)
         if not self.pending:
@@ -205,19 +119,20 @@ class ChangeLog:
             self._wake()
 
 
-# -- making them again -------------------------------------------------------------------------------
+# -- replay ------------------------------------------------------------------------------------------
 
 
 def replay(body: bytes, contents: Contents) -> bool:
     """Make the changes of one frame; return whether they end a snapshot. Raises ProtocolError for malformed changes."""
     unpacker = msgpack.Unpacker(max_buffer_size=len(body) + 1)
     unpacker.feed(body)
-    values, ended = contents.values, False
+    values, owners, ended = contents.values, contents.owners, False
     try:
         for change in unpacker:
             if change[0] == Change.SET:
                 _, key, value = change
                 values[_text(key)] = _bytes(value)
+                owners.pop(key, None)
             else:
                 ended = _replay_other(change, contents)
     except (TypeError, ValueError, LookupError, msgpack.UnpackException, RecursionError) as error:
@@ -234,6 +149,7 @@ def _replay_other(change: list[Any], contents: Contents) -> bool:
             extend(contents.values, key, piece)
         case [Change.DELETE, str(key)]:
             del contents.values[key]
+            contents.owners.pop(key, None)
         case [Change.PUSH, str(key), int(serial), bytes(item)]:
             contents.queues.setdefault(key, {})[serial] = item
             contents.pushed = max(contents.pushed, serial)
@@ -263,10 +179,8 @@ def _replay_of_client(change: list[Any], contents: Contents) -> None:
             _let_go(answers, last + 1)
         case [Change.FORGOTTEN, bytes(identity)]:
             del contents.members[identity]
-        case [Change.OWNED, str(key), bytes(identity), bytes(value)]:
-            contents.ephemeral[key] = (identity, value)
-        case [Change.DISOWNED, str(key)]:
-            del contents.ephemeral[key]
+        case [Change.OWNED, str(key), bytes(identity)]:
+            contents.owners[key] = identity
         case _:
             raise ValueError(f"unknown: {change!r:.80}")
 
@@ -311,5 +225,5 @@ def _changes(contents: Contents) -> Iterator[tuple[Any, ...]]:
             yield Change.DROPPED, identity, unsure
         for request, (kind, value) in answers.items():
             yield Change.ANSWERED, identity, request, kind, value
-    for key, (owner, value) in contents.ephemeral.items():
-        yield Change.OWNED, key, owner, value
+    for key, identity in contents.owners.items():
+        yield Change.OWNED, key, identity

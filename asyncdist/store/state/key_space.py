@@ -1,0 +1,171 @@
+"""Keys and their values. Every change is counted, recorded, and told to waiting requests and watches. No I/O."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from asyncdist.store.protocol.operations import Op, Reason
+from asyncdist.store.state.change_log import Change, ChangeLog
+from asyncdist.store.state.limits import MemoryQuota, SizeLimits
+from asyncdist.store.state.model import ENTRY_NBYTES, Place, RequestRefused, extend, growth, named
+from asyncdist.store.state.ownership import Ownership
+from asyncdist.store.state.waiters import Waiters
+from asyncdist.store.state.watches import Watches
+
+
+class KeySpace:
+    """The values by key. A key that is set or deleted by a request is detached from its owner."""
+
+    def __init__(
+        self,
+        limits: SizeLimits,
+        quota: MemoryQuota,
+        log: ChangeLog,
+        waiters: Waiters,
+        watches: Watches,
+        ownership: Ownership,
+    ) -> None:
+        self._limits = limits
+        self._quota = quota
+        self._log = log
+        self._waiters = waiters
+        self._watches = watches
+        self._ownership = ownership
+        self._values: dict[str, bytes] = {}
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._values
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def peek(self, key: str) -> bytes | None:
+        """Return a value without waiting for one."""
+        return self._values.get(key)
+
+    def under(self, prefix: str) -> dict[str, bytes]:
+        """Return the values of all keys that begin with ``prefix``."""
+        return {key: value for key, value in self._values.items() if key.startswith(prefix)}
+
+    def list_keys(self, prefix: str) -> list[str]:
+        """Return all keys that begin with ``prefix``, oldest first."""
+        return [key for key in self._values if key.startswith(prefix)]
+
+    # -- waiting ----------------------------------------------------------------------------------
+
+    def get(self, place: Place, key: str) -> Any:
+        """Return a value, or block until there is one."""
+        value = self._values.get(key)
+        return self._waiters.add(place, Op.GET, [key], {key}) if value is None else value
+
+    def multi_get(self, place: Place, keys: list[str]) -> Any:
+        """Return the values of all keys, or block until each has one."""
+        missing = {key for key in keys if key not in self._values}
+        if missing:
+            return self._waiters.add(place, Op.MULTI_GET, keys, missing)
+        return [self._values[key] for key in keys]
+
+    # -- changes ----------------------------------------------------------------------------------
+
+    def set(self, key: str, value: bytes) -> None:
+        """Set a value. Raises RequestRefused if it is too long or there is no room for it."""
+        limits, before = self._limits, self._values.get(key)
+        if len(value) > limits.max_value_nbytes or len(key) > limits.short_key_length:
+            limits.check(key, len(value))
+        quota = self._quota
+        more = len(value) - len(before) if before is not None else len(key) + len(value) + ENTRY_NBYTES
+        if more > 0 and quota.max_nbytes:
+            quota.check(more)
+        quota.nbytes += more
+        self._store(key, value)
+
+    def set_within_limits(self, key: str, value: bytes) -> None:
+        """Set a short value for which room need not be requested."""
+        self._quota.nbytes += growth(key, value, self._values.get(key))
+        self._store(key, value)
+
+    def _store(self, key: str, value: bytes) -> None:
+        if self._log.recording:
+            self._log.record(Change.SET, key, value)
+        if key in self._ownership:
+            self._ownership.detach(key)
+        self._values[key] = value
+        self._watches.changed(key, value)
+        if key in self._waiters.awaited:
+            self._waiters.value_set(key, self._values)
+
+    def multi_set(self, keys: list[str], values: list[bytes]) -> None:
+        """Set several values: all of them, or none if one is refused."""
+        if len(keys) != len(values):
+            raise RequestRefused(Reason.INVALID, f"multi_set with {len(values)} values for {len(keys)} keys")
+        for key, value in zip(keys, values, strict=True):
+            self._limits.check(key, len(value))
+        last = dict(zip(keys, values, strict=True))
+        # One value may take the room that another one releases.
+        self._quota.take(sum(growth(key, value, self._values.get(key)) for key, value in last.items()))
+        for key, value in last.items():
+            self._store(key, value)
+
+    def append(self, key: str, value: bytes) -> None:
+        """Append to a value; an owned key is detached, like one that is set."""
+        if key not in self._values:
+            self.set(key, value)
+            return
+        self._limits.check(key, len(self._values[key]) + len(value))
+        self._quota.take(len(value))
+        if self._ownership.detach(key):
+            self._log.record(Change.SET, key, self._values[key])
+        self._log.record(Change.APPEND, key, value)
+        extend(self._values, key, value)
+        self._watches.changed(key, self._values[key])
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a number, and return the sum. Raises RequestRefused if the value is no 64-bit integer."""
+        total = self.integer(key) + amount
+        if not -(1 << 63) <= total < 1 << 63:
+            raise RequestRefused(
+                Reason.INVALID, f"add would take {named(key)} to {total}, which does not fit in 64 bits"
+            )
+        self.set(key, b"%d" % total)
+        return total
+
+    def integer(self, key: str) -> int:
+        """Return a value as a number, 0 if there is none."""
+        value = self._values.get(key, b"0")
+        try:
+            return int(value.replace(b"_", b"?"))  # which Python alone takes between digits
+        except ValueError:
+            text = f"the value of {named(key)} is no whole number: {value[:32]!r}"
+            raise RequestRefused(Reason.INVALID, text) from None
+
+    def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
+        """Set a value if the key holds ``expected``; return the value that it holds then."""
+        current = self._values.get(key)
+        if current is None and expected:
+            return expected  # as torch's server: nothing is stored
+        if current is None or current == expected:
+            self.set(key, desired)
+            return desired
+        return current
+
+    def delete(self, key: str) -> bool:
+        """Delete a value; return whether there was one."""
+        value = self._values.pop(key, None)
+        if value is None:
+            return False
+        self._quota.nbytes -= growth(key, value, None)
+        self._log.record(Change.DELETE, key)
+        self._ownership.detach(key)
+        self._watches.changed(key, None)
+        return True
+
+    # -- ends of a server -------------------------------------------------------------------------
+
+    def contents(self) -> dict[str, bytes]:
+        """Return a copy of all values."""
+        return dict(self._values)
+
+    def restore(self, values: dict[str, bytes]) -> None:
+        """Take over the values that an earlier server left."""
+        self._values.update(values)
+        self._quota.nbytes += sum(growth(key, value, None) for key, value in values.items())

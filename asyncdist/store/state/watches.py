@@ -1,0 +1,58 @@
+"""Watches of a key, and of all keys with a prefix: their clients hear of every change. No I/O."""
+
+from __future__ import annotations
+
+import itertools
+
+from asyncdist.store.protocol.operations import CHANGED, GONE, Reason
+from asyncdist.store.state.limits import SizeLimits
+from asyncdist.store.state.model import Place, RequestRefused, drop_from, named
+from asyncdist.store.state.requests import OpenRequests
+
+
+class Watches:
+    """The open watches. A message to a watch begins with `CHANGED` or `GONE`."""
+
+    def __init__(self, limits: SizeLimits, requests: OpenRequests) -> None:
+        self._limits = limits
+        self._requests = requests
+        self._of_keys: dict[str, dict[Place, None]] = {}
+        self._of_prefixes: dict[str, dict[Place, None]] = {}
+
+    def watch(self, place: Place, key: str) -> None:
+        """Watch a key."""
+        self._requests.open(place, self._unwatch, key)
+        self._of_keys.setdefault(key, {})[place] = None
+
+    def watch_prefix(self, place: Place, prefix: str, values: dict[str, bytes]) -> list[str | bytes]:
+        """Watch all keys under a prefix; return the present ``values``, each after its key.
+
+        Raises RequestRefused if they do not fit in one reply.
+        """
+        if sum(map(len, values.values())) > self._limits.max_value_nbytes:
+            text = (
+                f"the values of all keys under {named(prefix)} are too much for one reply: watch a longer prefix, or raise "
+                "ASYNCDIST_STORE_MAX_VALUE_NBYTES where the store runs"
+            )
+            raise RequestRefused(Reason.TOO_LARGE, text)
+        self._requests.open(place, self._unwatch_prefix, prefix)
+        self._of_prefixes.setdefault(prefix, {})[place] = None
+        return list(itertools.chain.from_iterable(values.items()))
+
+    def changed(self, key: str, value: bytes | None) -> None:
+        """Send a key's new value to those who watch it; None if the key was deleted."""
+        if not self._of_prefixes and key not in self._of_keys:
+            return
+        kind, content = (GONE, b"") if value is None else (CHANGED, value)
+        if places := self._of_keys.get(key):
+            self._requests.publish(places, kind + content)
+        matching = [place for prefix, places in self._of_prefixes.items() if key.startswith(prefix) for place in places]
+        if matching:
+            name = key.encode()
+            self._requests.publish(matching, b"".join((kind, len(name).to_bytes(4, "little"), name, content)))
+
+    def _unwatch(self, place: Place, key: str) -> None:
+        drop_from(self._of_keys, key, place)
+
+    def _unwatch_prefix(self, place: Place, prefix: str) -> None:
+        drop_from(self._of_prefixes, prefix, place)
