@@ -13,7 +13,7 @@ from asyncdist.base.deadline import Timeout
 from asyncdist.config import Config
 from asyncdist.errors import AsyncdistError
 from asyncdist.store import TCPStore
-from asyncdist.store.state.ownership import prefix_lease
+from asyncdist.store.protocol import operations
 
 
 def connect_with_long_lease(host: str, port: int, timeout: Timeout) -> TCPStore:
@@ -32,17 +32,21 @@ def connect_with_long_lease(host: str, port: int, timeout: Timeout) -> TCPStore:
 
 
 class LeaseKeepAlive(threading.Thread):
-    """Keeps the keys under ``prefix`` while ``daemon`` is open; start the thread to keep them across reconnects too.
+    """Keeps the lease on ``prefix`` while ``daemon`` is open, with the other processes of a job.
 
     A blocking client notices a broken connection only in its next call, which may come after its lease has expired.
     This thread therefore always has a call pending at the daemon, so that the client reconnects at once.
+
+    If the lease has only disconnected clients, as after a crash of the job, the constructor waits until one of them
+    reconnects, or until the lease ends and the keys of the earlier job are deleted.
     """
 
-    def __init__(self, daemon: TCPStore, prefix: str, name: str) -> None:
+    def __init__(self, daemon: TCPStore, prefix: str) -> None:
         super().__init__(name="asyncdist-lease", daemon=True)
         self._daemon = daemon
         self._never = f"{prefix}\0never"
-        daemon.set(prefix_lease(prefix, name), b"", ephemeral=True)
+        daemon.request(operations.acquire_lease(prefix), math.inf)
+        self.start()
 
     def run(self) -> None:
         # The client was closed or has failed: its next caller gets that error.

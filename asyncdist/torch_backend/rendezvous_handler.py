@@ -7,10 +7,7 @@ last agent has ended or been killed.
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import secrets
-import threading
 from urllib.parse import quote
 
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
@@ -19,8 +16,6 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, create_handler
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-from asyncdist.base.backoff import Backoff
-from asyncdist.errors import AsyncdistError, StoreConnectionError
 from asyncdist.store import PrefixStore, TCPStore
 from asyncdist.store.client.c10d_probe import accepts_c10d_clients
 from asyncdist.store.protocol import operations
@@ -30,7 +25,6 @@ from asyncdist.torch_backend.torch_store import Store
 log = logging.getLogger("asyncdist")
 
 DEFAULT_PORT = 29500
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0
 _ASKED_FOR = 5.0
 
 
@@ -40,78 +34,11 @@ def make_handler(parameters: RendezvousParameters) -> RendezvousHandler:
     daemon = connect_with_long_lease(host, port, parameters.get_as_int("read_timeout", 60))
     # Quoted, slashes included, so that no job's prefix contains another job's keys.
     name = f"torchrun/{quote(parameters.run_id, safe='')}"
-    # Created before the first read: from here on the job's keys last at least as long as this agent.
-    lease = LeaseKeepAlive(daemon, f"{name}/", secrets.token_hex(8))
-    job = PrefixStore(name, daemon)
-    generation, membership = _join_generation(job)
-    membership.start()
-    lease.start()
-    store = Store(PrefixStore(generation, job))
+    # The keys of an earlier run of this job are deleted before the lease is granted, unless one of its agents is there.
+    LeaseKeepAlive(daemon, f"{name}/")
+    store = Store(PrefixStore(name, daemon))
     agents = create_handler(store, C10dRendezvousBackend(store, parameters.run_id), parameters)
-    return DaemonHandler(agents, daemon, store, membership)
-
-
-def _join_generation(job: PrefixStore) -> tuple[str, _Membership]:
-    """Join the job's agents, in a new generation if the last one has no agent left; return its name and membership.
-
-    A job can therefore run again under the same name, without reading keys of an earlier generation.
-    """
-    for _ in Backoff(_FIRST_PAUSE, _LONGEST_PAUSE):
-        last = job.get("generation").decode() if job.check(["generation"]) else ""
-        if last and job.publish(f"agents/{last}", b""):
-            return last, _Membership(job, last)
-        if last and job.list_keys(f"agents/{last}/"):
-            # An agent of that generation may still reconnect, until its lease expires.
-            continue
-        own = secrets.token_hex(8)
-        # Joined before the generation is published, so that no agent finds it empty.
-        membership = _Membership(job, own)
-        if job.compare_set("generation", last, own).decode() == own:
-            for key in job.list_keys(f"{last}/") if last else ():
-                job.delete_key(key)
-            return own, membership
-        membership.leave()
-    raise AssertionError("the attempts have no deadline")
-
-
-class _Membership(threading.Thread):
-    """An agent's membership in a generation, across reconnects. Start it when the generation is the job's current one.
-
-    Every agent subscribes to its generation's channel; an agent that a message reaches is present. A subscription ends
-    with its connection, so each agent also owns a key, which outlives the connection by a lease: the agent may still
-    reconnect. This thread renews the subscription when it ends while the agent waits for something else.
-    """
-
-    def __init__(self, job: PrefixStore, generation: str) -> None:
-        super().__init__(name="asyncdist-agent", daemon=True)
-        self._job = job
-        self._channel = f"agents/{generation}"
-        self._key = f"{self._channel}/{secrets.token_hex(8)}"
-        self._left = False
-        job.set(self._key, b"", ephemeral=True)
-        self._messages = job.subscribe(self._channel)
-
-    def run(self) -> None:
-        # The agent's client is closed or has failed: the agent's own next call raises that error.
-        with contextlib.suppress(AsyncdistError):
-            self._listen()
-            while not self._left:
-                self._job.set(self._key, b"", ephemeral=True)
-                with contextlib.suppress(StoreConnectionError):
-                    self._messages = self._job.subscribe(self._channel)
-                self._listen()
-
-    def _listen(self) -> None:
-        with contextlib.suppress(StoreConnectionError), self._messages as messages:
-            while not self._left:
-                messages.get()
-
-    def leave(self) -> None:
-        """End the membership."""
-        self._left = True
-        self._messages.close()
-        with contextlib.suppress(StoreConnectionError):
-            self._job.delete_key(self._key)
+    return DaemonHandler(agents, daemon, store)
 
 
 class DaemonHandler(RendezvousHandler):
@@ -122,9 +49,7 @@ class DaemonHandler(RendezvousHandler):
     own, which does not reconnect.
     """
 
-    def __init__(
-        self, agents: DynamicRendezvousHandler, daemon: TCPStore, store: Store, membership: _Membership
-    ) -> None:
+    def __init__(self, agents: DynamicRendezvousHandler, daemon: TCPStore, store: Store) -> None:
         self._agents = agents
         # torch's handler would start an unauthenticated store server in the first agent. These two attributes make it
         # believe that it already has.
@@ -132,7 +57,6 @@ class DaemonHandler(RendezvousHandler):
         agents._shared_tcp_store_server = store
         self._daemon = daemon
         self._store = store
-        self._membership = membership
         self._door: TCPStore | None = None
         self._looked = False
 
@@ -170,7 +94,6 @@ class DaemonHandler(RendezvousHandler):
     def shutdown(self) -> bool:
         ended = self._agents.shutdown()
         self._close_door()
-        self._membership.leave()
         self._store.close()
         self._daemon.close()
         return ended

@@ -46,7 +46,7 @@ def rendezvous(url: str, timeout: Timeout = None, **ignored: Any) -> Iterator[tu
         parts.hostname or "", parts.port or 0, seconds(timeout, Config.from_environment().timeout)
     )
     world = f"{parts.path.strip('/')}/{world_id}"
-    LeaseKeepAlive(daemon, f"{world}/", str(rank)).start()
+    LeaseKeepAlive(daemon, f"{world}/")
     yield Store(PrefixStore(world, daemon)), rank, world_size
     raise RuntimeError(f"{SCHEME}:// creates one world per call: call init_process_group again")
 

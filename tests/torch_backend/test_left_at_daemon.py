@@ -8,6 +8,7 @@ import pytest
 
 from asyncdist.base.background_loop import background_loop
 from asyncdist.store import StoreServer, TCPStore
+from asyncdist.store.protocol import operations
 
 pytestmark = pytest.mark.processes
 PROGRAM = Path(__file__).parent / "program_at_daemon.py"
@@ -31,10 +32,9 @@ def test_keys_are_deleted_after_the_last_rank_is_killed(daemon, nursery, until):
         short = waited_for("0.3")
         ranks = [nursery.start(PROGRAM, "stay", url, rank, 2, environment=short) for rank in range(2)]
         assert [rank.hear() for rank in ranks] == ["there"] * 2
-        held = store.num_keys()
         ranks[0].kill()
-        # The lease of the killed rank expires.
-        until(lambda: store.num_keys() < held)
+        # The session of the killed rank expires; the other rank still keeps the lease.
+        until(lambda: store.request(operations.status())["clients"] == 2)
         assert any(key.startswith("job/") for key in store.list_keys())
         ranks[1].kill()
         until(lambda: store.list_keys() == ["job of others"])
@@ -85,7 +85,7 @@ def test_killed_job_runs_again_and_its_keys_are_deleted_after_that(daemon, nurse
             agent.wait()
             agent.close()
         again = start_agents(nursery, daemon, "job")
-        until(lambda: sum("here/" in key for key in store.list_keys()) == 2)  # the killed ones' leases are over
+        until(lambda: store.request(operations.status())["clients"] == 3)  # the sessions of the killed agents expire
         assert any(key.startswith("torchrun/job/") for key in store.list_keys())
         shut_down(*again)
         until(lambda: store.num_keys() == 0)

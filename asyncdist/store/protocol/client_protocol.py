@@ -8,10 +8,9 @@ frames them, together where it can. One thread at a time.
 A conversation outlives its connections. What has not been answered when one breaks is asked again over the next, under
 the same number: the store knows by the client's identity and that number what it has done already, and does it once
 (`members`). Where the store does not know us any more, because it was started anew or our lease has run out, what only
-looks, waits or sets is still asked again; of any other change nobody knows whether it was made, and its sink is told
-so. So it is where more changes were under way than the store keeps answers to. Who stayed there for a job
-(`state.ownership.prefix_lease`) does not go on when it is not known any more: what the job kept may be gone, and
-nobody would notice.
+looks, waits or sets is still asked again; of any other change nobody knows whether it was made, and its sink is told so.
+So it is where more changes were under way than the store keeps answers to. A client that keeps a lease on a prefix does
+not continue when the server does not know it any more: the keys of its job may be deleted.
 """
 
 from __future__ import annotations
@@ -41,7 +40,6 @@ from asyncdist.store.protocol.operations import (
     Reason,
 )
 from asyncdist.store.state.model import cost_of, named
-from asyncdist.store.state.ownership import leased_prefix
 
 log = logging.getLogger("asyncdist")
 
@@ -101,6 +99,7 @@ class ClientProtocol:
         self._restoring: dict[int, Command[Any]] = {}  # by this class, not by a caller
         self._held: set[int] = set()  # not to be sent yet
         self._ephemeral: dict[str, Command[Any]] = {}
+        self._keeps_lease = False  # on a prefix, with other clients
         self._tied = False
         self._last = 0
         self._talking = False
@@ -231,7 +230,7 @@ class ClientProtocol:
                 "there; `asyncdist store --data` outlives its own end"
             )
             return
-        if not known and any(map(leased_prefix, self._ephemeral)):
+        if not known and self._keeps_lease:
             self.lost = StoreConnectionError(
                 f"the store at {self.where} has not heard of us for more than {self._lease:g} s, and what our job kept "
                 "there may be gone: start it again; a larger ASYNCDIST_STORE_LEASE has the store wait longer"
@@ -339,6 +338,7 @@ class ClientProtocol:
             if op not in STREAMS:
                 del self._asked[request]
                 self.answered = True
+            self._keeps_lease = self._keeps_lease or op is Op.ACQUIRE_LEASE
             sink.resolve(value)
 
     def _hear_resumed(self, kind: int, value: Any) -> None:

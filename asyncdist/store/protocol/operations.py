@@ -42,6 +42,8 @@ class Op(IntEnum):
     """The item of an earlier QUEUE_POP has arrived and need not be kept. Has no reply."""
     LEAVE = 21
     """Give up all earlier requests. Has no reply. In a file store's log: a process has closed the file."""
+    ACQUIRE_LEASE = 23
+    """Keep the lease on a prefix, whose keys are deleted after the last client that keeps it."""
     OPEN_SCOPED_STORE = 22
     """Open a port behind which there is an empty store, as long as the client is connected. Servers only."""
     RESUME = 24
@@ -94,6 +96,7 @@ ARGUMENTS: dict[Op, tuple[str, ...]] = {
     Op.RECEIVED: (NUMBER,),
     Op.SET_EPHEMERAL: (KEY, VALUE),
     Op.RESTORE_EPHEMERAL: (KEY, VALUE),
+    Op.ACQUIRE_LEASE: (KEY,),
     Op.WATCH: (KEY,),
     Op.WATCH_KEYS: (KEY,),
     Op.STATUS: (),
@@ -103,7 +106,7 @@ ARGUMENTS: dict[Op, tuple[str, ...]] = {
 STREAMS = frozenset((Op.SUBSCRIBE, Op.WATCH, Op.WATCH_KEYS))
 """Operations that are answered once, and then again and again with what is published."""
 
-BLOCKING = frozenset((Op.GET, Op.WAIT, Op.MULTI_GET, Op.QUEUE_POP, Op.BARRIER)) | STREAMS
+BLOCKING = frozenset((Op.GET, Op.WAIT, Op.MULTI_GET, Op.QUEUE_POP, Op.BARRIER, Op.ACQUIRE_LEASE)) | STREAMS
 """Operations that may leave something behind at the store until they are answered, cancelled or confirmed."""
 
 CHANGED, GONE = b"\1", b"\0"
@@ -123,8 +126,8 @@ CHANGING = frozenset(
 REPEATABLE = frozenset((Op.SET, Op.SET_EPHEMERAL, Op.MULTI_SET))
 """Those of them that may be done twice in a row without a difference."""
 
-EPHEMERAL = frozenset((Op.SET_EPHEMERAL, Op.RESTORE_EPHEMERAL))
-"""Operations that may leave a key which goes with the client."""
+LEASED = frozenset((Op.SET_EPHEMERAL, Op.RESTORE_EPHEMERAL, Op.ACQUIRE_LEASE))
+"""Operations that concern a lease, which only a client session keeps."""
 
 SWEEPING = frozenset((Op.LIST_KEYS, Op.WATCH_KEYS, Op.STATUS))
 """Operations that look at everything there is, and so may take long: after each, others have their turn."""
@@ -346,6 +349,10 @@ def status() -> Command[dict[str, Any]]:
 
 def open_scoped_store() -> Command[int]:
     return Command(Op.OPEN_SCOPED_STORE)
+
+
+def acquire_lease(prefix: str) -> Command[None]:
+    return Command(Op.ACQUIRE_LEASE, (_key(prefix),))
 
 
 def watch(key: str) -> Command[bytes | None]:

@@ -283,14 +283,14 @@ class StoreServer:
             before.supersede()
             self.dismiss(before)
         connection.bind(member)
-        self.state.bind(connection, identity)
+        self.deliver(self.state.bind(connection, identity), connection)
         return self.lineage, known, self.stays
 
     def close_session(self, connection: Session) -> None:
         """A client says that it will not be back."""
         if connection.member is not None:
             self.sessions.close(connection.member)
-            self.deliver(self.state.expire_owner(connection.member.identity), connection)
+            self.deliver(self.state.expire(connection.member.identity), connection)
             connection.member = None
 
     def _watch_leases(self) -> None:
@@ -303,7 +303,7 @@ class StoreServer:
 
     def _end_leases(self) -> None:
         for member in self.sessions.expire(time.monotonic()):
-            self.deliver(self.state.expire_owner(member.identity), None)
+            self.deliver(self.state.expire(member.identity), None)
         self._watch_leases()
 
     # -- replies ----------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from asyncdist.store.protocol.chunking import FRAME_NBYTES, LONG_NBYTES, Chunked
 from asyncdist.store.protocol.codec import TOGETHER_NBYTES, FrameParser, decode_request, framed, messages_in
 from asyncdist.store.protocol.operations import (
     CHANGING,
-    EPHEMERAL,
+    LEASED,
     REPEATABLE,
     SERVERS,
     SWEEPING,
@@ -155,8 +155,8 @@ class Session(ServerConnection):
             request, op, args = decode_request(message)
             if op in CHANGING and self.member is not None:
                 self._change(self.member, request, op, args)
-            elif op in EPHEMERAL:
-                raise ProtocolError("an ephemeral key of a client without a session")
+            elif op in LEASED and self.member is None:
+                raise ProtocolError("a lease of a client without a session")
             elif op in SERVERS or op is Op.LEAVE:
                 self._serve(request, op, args)
             else:

@@ -2,7 +2,7 @@
 
 `ChangeLog` encodes them and `replay` applies them; `persistence.journal` puts the frames on disk. No I/O.
 
-    [1, key, value]          a value was set; the key has no owner
+    [1, key, value]          a value was set; the key has no lease
     [2, key, piece]          a piece was appended to a value
     [3, key]                 a key was deleted
     [4, key, serial, item]   an item was pushed to a queue
@@ -11,8 +11,9 @@
     [7, identity, lease]     a client session was opened; its ephemeral keys outlive its connection by ``lease`` seconds
     [8, identity, request, kind, value]   the reply to a change that a session requested
     [9, identity, before]    the replies to requests before this one have arrived
-    [10, identity]           a client session was closed
-    [11, key, identity]      a key, which was set just before, belongs to a client session
+    [10, identity]           a client session was closed, and keeps no lease
+    [11, key, identity]      a key, which was set just before, is attached to the lease of a client session
+    [12, prefix, identity]   a client session keeps the lease on a prefix
     [13, identity, last]     the replies up to this request's were dropped before they had arrived
 
 A change is the result of a request, so that replaying it needs no state machine and depends on no version of it.
@@ -49,7 +50,8 @@ class Change(IntEnum):
     ANSWERED = 8
     RECEIVED = 9
     FORGOTTEN = 10
-    OWNED = 11
+    ATTACHED = 11
+    SHARED = 12
     DROPPED = 13
 
 
@@ -126,13 +128,13 @@ def replay(body: bytes, contents: Contents) -> bool:
     """Make the changes of one frame; return whether they end a snapshot. Raises ProtocolError for malformed changes."""
     unpacker = msgpack.Unpacker(max_buffer_size=len(body) + 1)
     unpacker.feed(body)
-    values, owners, ended = contents.values, contents.owners, False
+    values, attached, ended = contents.values, contents.attached, False
     try:
         for change in unpacker:
             if change[0] == Change.SET:
                 _, key, value = change
                 values[_text(key)] = _bytes(value)
-                owners.pop(key, None)
+                attached.pop(key, None)
             else:
                 ended = _replay_other(change, contents)
     except (TypeError, ValueError, LookupError, msgpack.UnpackException, RecursionError) as error:
@@ -149,7 +151,7 @@ def _replay_other(change: list[Any], contents: Contents) -> bool:
             extend(contents.values, key, piece)
         case [Change.DELETE, str(key)]:
             del contents.values[key]
-            contents.owners.pop(key, None)
+            contents.attached.pop(key, None)
         case [Change.PUSH, str(key), int(serial), bytes(item)]:
             contents.queues.setdefault(key, {})[serial] = item
             contents.pushed = max(contents.pushed, serial)
@@ -179,8 +181,14 @@ def _replay_of_client(change: list[Any], contents: Contents) -> None:
             _let_go(answers, last + 1)
         case [Change.FORGOTTEN, bytes(identity)]:
             del contents.members[identity]
-        case [Change.OWNED, str(key), bytes(identity)]:
-            contents.owners[key] = identity
+            for prefix in [prefix for prefix, keepers in contents.shared.items() if identity in keepers]:
+                contents.shared[prefix].remove(identity)
+                if not contents.shared[prefix]:
+                    del contents.shared[prefix]
+        case [Change.ATTACHED, str(key), bytes(identity)]:
+            contents.attached[key] = identity
+        case [Change.SHARED, str(prefix), bytes(identity)]:
+            contents.shared.setdefault(prefix, set()).add(identity)
         case _:
             raise ValueError(f"unknown: {change!r:.80}")
 
@@ -225,5 +233,8 @@ def _changes(contents: Contents) -> Iterator[tuple[Any, ...]]:
             yield Change.DROPPED, identity, unsure
         for request, (kind, value) in answers.items():
             yield Change.ANSWERED, identity, request, kind, value
-    for key, identity in contents.owners.items():
-        yield Change.OWNED, key, identity
+    for key, identity in contents.attached.items():
+        yield Change.ATTACHED, key, identity
+    for prefix, keepers in contents.shared.items():
+        for identity in keepers:
+            yield Change.SHARED, prefix, identity

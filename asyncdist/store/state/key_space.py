@@ -6,15 +6,15 @@ from typing import Any
 
 from asyncdist.store.protocol.operations import Op, Reason
 from asyncdist.store.state.change_log import Change, ChangeLog
+from asyncdist.store.state.leases import Leases
 from asyncdist.store.state.limits import MemoryQuota, SizeLimits
 from asyncdist.store.state.model import ENTRY_NBYTES, Place, RequestRefused, extend, growth, named
-from asyncdist.store.state.ownership import Ownership
 from asyncdist.store.state.waiters import Waiters
 from asyncdist.store.state.watches import Watches
 
 
 class KeySpace:
-    """The values by key. A key that is set or deleted by a request is detached from its owner."""
+    """The values by key. A key that is set or deleted by a request is detached from its lease."""
 
     def __init__(
         self,
@@ -23,14 +23,14 @@ class KeySpace:
         log: ChangeLog,
         waiters: Waiters,
         watches: Watches,
-        ownership: Ownership,
+        leases: Leases,
     ) -> None:
         self._limits = limits
         self._quota = quota
         self._log = log
         self._waiters = waiters
         self._watches = watches
-        self._ownership = ownership
+        self._leases = leases
         self._values: dict[str, bytes] = {}
 
     def __contains__(self, key: str) -> bool:
@@ -87,8 +87,8 @@ class KeySpace:
     def _store(self, key: str, value: bytes) -> None:
         if self._log.recording:
             self._log.record(Change.SET, key, value)
-        if key in self._ownership:
-            self._ownership.detach(key)
+        if key in self._leases:
+            self._leases.detach(key)
         self._values[key] = value
         self._watches.changed(key, value)
         if key in self._waiters.awaited:
@@ -107,13 +107,14 @@ class KeySpace:
             self._store(key, value)
 
     def append(self, key: str, value: bytes) -> None:
-        """Append to a value; an owned key is detached, like one that is set."""
+        """Append to a value; an ephemeral key is detached, like one that is set."""
         if key not in self._values:
             self.set(key, value)
             return
         self._limits.check(key, len(self._values[key]) + len(value))
         self._quota.take(len(value))
-        if self._ownership.detach(key):
+        if key in self._leases:
+            self._leases.detach(key)
             self._log.record(Change.SET, key, self._values[key])
         self._log.record(Change.APPEND, key, value)
         extend(self._values, key, value)
@@ -155,7 +156,8 @@ class KeySpace:
             return False
         self._quota.nbytes -= growth(key, value, None)
         self._log.record(Change.DELETE, key)
-        self._ownership.detach(key)
+        if key in self._leases:
+            self._leases.detach(key)
         self._watches.changed(key, None)
         return True
 

@@ -3,12 +3,13 @@
 Called by `asyncdist.store.server` and by the file store, which replays its log. It imports only `store.protocol` and the
 standard library: no asyncio, no sockets, no clock. A request is an operation of a *client* (any hashable; a server passes
 the connection) under a *request id* that the client chooses. Each concept is a class of its own, in the module of its
-name: `KeySpace`, `Waiters`, `Queues`, `Barriers`, `Channels`, `Watches`, `Ownership`. The invariants of them all:
+name: `KeySpace`, `Waiters`, `Queues`, `Barriers`, `Channels`, `Watches`, `Leases`. The invariants of them all:
 
 * A blocked request is an entry of `OpenRequests` and of one concept. `cancel` and `leave` remove it from both, so that
   no wake-up is lost on a client that has gone.
 * `MemoryQuota` counts, and `ChangeLog` records, every change of a value or a queue.
-* An ephemeral key belongs to its owner until another request sets or deletes it, and is deleted when the owner expires.
+* An ephemeral key is attached to its client's lease until another request sets or deletes it, and is deleted at the end
+  of the lease.
 * Nothing depends on time: a timeout is a `cancel` by the waiting client. The same requests in the same order give the
   same replies and the same state, on which the file store's log relies.
 """
@@ -24,9 +25,9 @@ from asyncdist.store.state.barriers import Barriers
 from asyncdist.store.state.change_log import ChangeLog
 from asyncdist.store.state.channels import Channels
 from asyncdist.store.state.key_space import KeySpace
+from asyncdist.store.state.leases import Leases
 from asyncdist.store.state.limits import MemoryQuota, SizeLimits
 from asyncdist.store.state.model import NO_REPLY, Contents, Place, RequestRefused
-from asyncdist.store.state.ownership import Ownership, leased_prefix
 from asyncdist.store.state.queues import Queues
 from asyncdist.store.state.requests import OpenRequests
 from asyncdist.store.state.waiters import Waiters
@@ -49,14 +50,14 @@ class StoreState:
     ) -> None:
         limits, quota, log = limits or SizeLimits(), quota or MemoryQuota(), log or ChangeLog()
         self.requests = OpenRequests()
-        self.ownership = Ownership(log)
+        self._leases = Leases(log, self.requests)
         waiters, self._watches = Waiters(self.requests), Watches(limits, self.requests)
-        self.keys = KeySpace(limits, quota, log, waiters, self._watches, self.ownership)
+        self.keys = KeySpace(limits, quota, log, waiters, self._watches, self._leases)
         self.queues = Queues(limits, quota, log, self.requests, waiters)
         self.barriers = Barriers(limits, self.requests, self.keys)
         self._waiters = waiters
         self._channels = Channels(limits, self.requests)
-        self._bound: dict[Client, Client] = {}  # client -> the owner of its ephemeral keys, where that is not itself
+        self._identities: dict[Client, bytes] = {}
         self._immediate: dict[Op, Callable[..., Any]] = {
             Op.SET: self.keys.set,
             Op.ADD: self.keys.add,
@@ -82,6 +83,7 @@ class StoreState:
             Op.WATCH_KEYS: self._watch_keys,
             Op.SET_EPHEMERAL: self._set_ephemeral,
             Op.RESTORE_EPHEMERAL: self._restore_ephemeral,
+            Op.ACQUIRE_LEASE: self._acquire_lease,
             Op.CANCEL: self._cancel,
             Op.CONFIRM: self._confirm,
             Op.LEAVE: self._leave,
@@ -127,15 +129,35 @@ class StoreState:
     def _watch_keys(self, place: Place, prefix: str) -> list[str | bytes]:
         return self._watches.watch_prefix(place, prefix, self.keys.under(prefix))
 
-    # -- owners -----------------------------------------------------------------------------------
+    # -- leases -----------------------------------------------------------------------------------
 
-    def bind(self, client: Client, owner: Client) -> None:
-        """From now on the ephemeral keys of ``client`` belong to ``owner``, which survives the client."""
-        self._bound[client] = owner
+    def bind(self, client: Client, identity: bytes) -> list[Reply]:
+        """Let ``identity`` keep the leases of ``client``: it outlives the client, which is a connection.
+
+        Return the replies that are due to others for it.
+        """
+        self._identities[client] = identity
+        self._leases.connected(identity)
+        return self.requests.collect()
+
+    def expire(self, client: Client) -> list[Reply]:
+        """Delete what the leases of an identity, or of a client without one, held; return the replies that are due."""
+        self._expire(client)
+        return self.requests.collect()
+
+    def _expire(self, client: Client) -> None:
+        for lease in self._leases.expired(client):
+            for key in list(lease.keys):
+                self.keys.delete(key)
+            if lease.prefix is not None:
+                for key in self.keys.list_keys(lease.prefix):
+                    self.keys.delete(key)
+                self.queues.clear(lease.prefix)
+                self._leases.admit(lease.prefix)
 
     def _set_ephemeral(self, place: Place, key: str, value: bytes) -> None:
         self.keys.set(key, value)
-        self.ownership.attach(key, self._bound.get(place[0], place[0]))
+        self._leases.attach(key, self._keeper(place))
 
     def _restore_ephemeral(self, place: Place, key: str, value: bytes) -> bool:
         if key in self.keys:
@@ -143,20 +165,11 @@ class StoreState:
         self._set_ephemeral(place, key, value)
         return True
 
-    def expire_owner(self, owner: Client) -> list[Reply]:
-        """Delete the keys of an owner; return the replies that are due for it."""
-        self._expire(owner)
-        return self.requests.collect()
+    def _acquire_lease(self, place: Place, prefix: str) -> object:
+        return self._leases.acquire(place, self._keeper(place), prefix)
 
-    def _expire(self, owner: Client) -> None:
-        keys = self.ownership.keys_of(owner)
-        for key in keys:
-            self.keys.delete(key)
-        for prefix in filter(None, map(leased_prefix, keys)):
-            if not self.ownership.is_leased(prefix):
-                for key in self.keys.list_keys(prefix):
-                    self.keys.delete(key)
-                self.queues.clear(prefix)
+    def _keeper(self, place: Place) -> Client:
+        return self._identities.get(place[0], place[0])
 
     # -- cancelled requests and clients that leave -------------------------------------------------
 
@@ -184,8 +197,11 @@ class StoreState:
         # Last, or an item could go to another pop of the client that leaves.
         self.queues.give_back(given_back)
         self.queues.release_wakeups(client)
-        if self._bound.pop(client, client) == client:
+        identity = self._identities.pop(client, None)
+        if identity is None:
             self._expire(client)
+        else:
+            self._leases.disconnected(identity)
         return NO_REPLY
 
     # -- ends of a server -------------------------------------------------------------------------
@@ -193,11 +209,15 @@ class StoreState:
     def contents(self) -> Contents:
         """Return a copy of what a later server restores, without its client sessions."""
         return Contents(
-            self.keys.contents(), self.queues.contents(), self.queues.last_serial, owners=self.ownership.contents()
+            self.keys.contents(),
+            self.queues.contents(),
+            self.queues.last_serial,
+            attached=self._leases.attached(),
+            shared=self._leases.shared(),
         )
 
     def restore(self, contents: Contents) -> None:
         """Take over what an earlier server left. Call it before the first request."""
         self.keys.restore(contents.values)
         self.queues.restore(contents.queues, contents.pushed)
-        self.ownership.restore(contents.owners)
+        self._leases.restore(contents.attached, contents.shared)

@@ -107,14 +107,16 @@ class Contents:
         queues: Items by key and serial number.
         pushed: The last serial number given.
         members: Client sessions by identity.
-        owners: The owner's identity by ephemeral key.
+        attached: The identity of the client session by ephemeral key.
+        shared: The identities of the client sessions that keep the lease on a prefix.
     """
 
     values: dict[str, bytes] = field(default_factory=dict)
     queues: dict[str, dict[int, bytes]] = field(default_factory=dict)
     pushed: int = 0
     members: dict[bytes, MemberContents] = field(default_factory=dict)
-    owners: dict[str, bytes] = field(default_factory=dict)
+    attached: dict[str, bytes] = field(default_factory=dict)
+    shared: dict[str, set[bytes]] = field(default_factory=dict)
 
     @property
     def longest_nbytes(self) -> tuple[int, int]:

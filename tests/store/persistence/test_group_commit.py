@@ -597,7 +597,7 @@ async def test_a_snapshot_knows_clients_and_their_keys(tmp_path):
     for body in snapshot(contents):
         replay(b"".join(body), again)
     assert again == contents
-    assert list(again.owners) == ["mine"]
+    assert list(again.attached) == ["mine"]
     ((_, answers, _),) = again.members.values()
     assert 5 in [value for _, value in answers.values()]
 

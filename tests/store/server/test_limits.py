@@ -268,5 +268,5 @@ def test_what_is_counted_is_what_is_held_and_never_more_than_the_limit(asked, mo
         store.state.bind(client, client.encode())
         store.state.execute(client, number, op, tuple(args))
         if op is Op.LEAVE:
-            store.state.expire_owner(client.encode())
+            store.state.expire(client.encode())
         assert store.quota.nbytes == store.held_nbytes <= most

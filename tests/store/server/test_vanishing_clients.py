@@ -14,7 +14,7 @@ from asyncdist.store.protocol.c10d import MAGIC, Code
 from asyncdist.store.protocol.chunking import LONG_NBYTES
 from asyncdist.store.protocol.client_protocol import IDENTITY_NBYTES
 from asyncdist.store.protocol.codec import Encoder
-from asyncdist.store.protocol.operations import EPHEMERAL, Op
+from asyncdist.store.protocol.operations import LEASED, Op
 
 TOKEN = "a token for tests"
 
@@ -39,6 +39,7 @@ OURS = {
     Op.SUBSCRIBE: ("channel",),
     Op.SET_EPHEMERAL: ("ephemeral", b"v"),
     Op.RESTORE_EPHEMERAL: ("ephemeral", b"v"),
+    Op.ACQUIRE_LEASE: ("leased/",),
     Op.WATCH: ("k",),
     Op.WATCH_KEYS: ("",),
     Op.PIECE: (0, bytes(LONG_NBYTES + 1)),
@@ -81,7 +82,7 @@ OPERATIONS = [*[("ours", op) for op in OURS], *[("theirs", code) for code in THE
 def said(format_: str, operation: Op | Code) -> bytes:
     if format_ == "theirs":
         return encode(Code.VALIDATE, MAGIC) + encode(operation, *THEIRS[operation])
-    session = Encoder().frame(2, Op.RESUME, os.urandom(IDENTITY_NBYTES), 0) if operation in EPHEMERAL else b""
+    session = Encoder().frame(2, Op.RESUME, os.urandom(IDENTITY_NBYTES), 0) if operation in LEASED else b""
     return session + Encoder().frame(1, operation, *OURS[operation])
 
 

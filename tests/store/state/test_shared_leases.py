@@ -1,4 +1,4 @@
-"""Prefix leases: the keys under a prefix are deleted with the last client that holds a lease on it."""
+"""Leases on prefixes: the keys under a prefix are deleted with the last client that keeps the lease on it."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from asyncdist.base.background_loop import background_loop
 from asyncdist.config import Config
 from asyncdist.errors import StoreConnectionError
 from asyncdist.store import AsyncStore, StoreServer, TCPStore
-from asyncdist.store.protocol.operations import CHANGED, GONE, Op
+from asyncdist.store.protocol import operations
+from asyncdist.store.protocol.operations import CHANGED, GONE, Op, Reason
 from asyncdist.store.state.machine import StoreState
-from asyncdist.store.state.ownership import prefix_lease
 from asyncdist.testing.faults import Proxy
 
 LONG = 10.0
 
 
 class NumberedState:
-    """A state machine whose requests number themselves."""
+    """A state machine whose requests number themselves. A client has an identity, as one that may reconnect."""
 
     def __init__(self) -> None:
         self.state = StoreState()
@@ -27,24 +27,27 @@ class NumberedState:
         self.number += 1
         return [reply.value for reply in self.state.execute(client, self.number, op, args)]
 
+    def connect(self, client):
+        return self.state.bind(client, client.encode())
+
     def acquire(self, client, prefix):
-        """Acquire a prefix lease as a reconnecting client does: its owner outlives the connection."""
-        self.state.bind(client, f"member {client}")
-        self.ask(client, Op.SET_EPHEMERAL, prefix_lease(prefix, client), b"")
+        """Return whether the lease was granted at once."""
+        self.connect(client)
+        return self.ask(client, Op.ACQUIRE_LEASE, prefix) == [None]
 
     def expire(self, client):
         self.state.leave(client)
-        return self.state.expire_owner(f"member {client}")
+        return self.state.expire(client.encode())
 
     def key_names(self):
-        return sorted(self.ask("anybody", Op.LIST_KEYS, "")[0])
+        return sorted(self.state.keys.list_keys(""))
 
 
 @pytest.fixture
 def state():
     state = NumberedState()
     for client in ("a", "b"):
-        state.acquire(client, "job/1/")
+        assert state.acquire(client, "job/1/")
     for key in ("job/1/k", "job/1/l", "job/10/k", "job", "other"):
         state.ask("c", Op.SET, key, b"v")
     state.ask("a", Op.QUEUE_PUSH, "job/1/q", b"item")
@@ -56,18 +59,18 @@ def state():
 OTHERS = ["job", "job/10/k", "other"]
 
 
-def test_keys_are_deleted_with_the_last_lease(state):
+def test_keys_are_deleted_with_the_last_client_that_keeps_the_lease(state):
     state.expire("a")
-    assert state.key_names() == sorted([*OTHERS, "job/1/k", "job/1/l", prefix_lease("job/1/", "b")])
+    assert state.key_names() == sorted([*OTHERS, "job/1/k", "job/1/l"])
     state.expire("b")
     assert state.key_names() == OTHERS
     assert state.ask("c", Op.QUEUE_LEN, "job/1/q") == [0]
     assert state.ask("c", Op.QUEUE_LEN, "job/2/q") == [1]
 
 
-def test_new_lease_before_the_last_expires_keeps_the_keys(state):
+def test_client_that_joins_before_the_last_one_expires_keeps_the_keys(state):
     state.expire("a")
-    state.acquire("d", "job/1/")
+    assert state.acquire("d", "job/1/")
     state.expire("b")
     assert "job/1/k" in state.key_names()
     state.expire("d")
@@ -75,25 +78,26 @@ def test_new_lease_before_the_last_expires_keeps_the_keys(state):
 
 
 def test_lease_acquired_twice_counts_once(state):
-    state.acquire("a", "job/1/")
+    assert state.acquire("a", "job/1/")
     state.expire("a")
     state.expire("b")
     assert state.key_names() == OTHERS
 
 
-def test_client_holds_leases_on_several_prefixes(state):
+def test_client_keeps_leases_on_several_prefixes(state):
     state.acquire("b", "job/10/")
     state.expire("a")
     state.expire("b")
     assert state.key_names() == ["job", "other"]
 
 
-def test_last_lease_deletes_ephemeral_keys_of_any_owner(state):
+def test_end_of_a_lease_deletes_ephemeral_keys_of_any_client(state):
     state.ask("b", Op.SET_EPHEMERAL, "job/1/mine", b"")
     state.ask("stranger", Op.SET_EPHEMERAL, "job/1/strange", b"")
     state.expire("a")
     state.expire("b")
     assert state.key_names() == OTHERS
+    assert state.state.contents().attached == {}
 
 
 def test_watchers_are_notified_of_deleted_keys(state):
@@ -103,13 +107,45 @@ def test_watchers_are_notified_of_deleted_keys(state):
     assert state.ask("c", Op.SET, "job/1/k", b"again")[0] == CHANGED + b"again"
 
 
-@pytest.mark.parametrize("key", ["\0here/", "\0here/\0", "\0here/job", "\0here/\0a"])
-def test_key_without_prefix_is_not_a_lease(state, key):
-    state.state.bind("d", "member d")
-    state.ask("d", Op.SET_EPHEMERAL, key, b"")
-    before = state.key_names()
-    state.expire("d")
-    assert state.key_names() == [each for each in before if each != key]
+def test_lease_on_an_empty_prefix_is_refused(state):
+    ((reason, _),) = state.ask("a", Op.ACQUIRE_LEASE, "")
+    assert reason == Reason.INVALID
+
+
+@pytest.fixture
+def abandoned(state):
+    """A lease whose clients are disconnected, and a client "d" that waits for it."""
+    state.state.leave("a")
+    state.state.leave("b")
+    assert not state.acquire("d", "job/1/")
+    return state
+
+
+def test_lease_without_connected_clients_is_granted_once_one_reconnects(abandoned):
+    (granted,) = abandoned.connect("a")
+    assert granted.client == "d"
+    abandoned.expire("a")
+    abandoned.expire("b")
+    assert "job/1/k" in abandoned.key_names()
+    abandoned.expire("d")
+    assert abandoned.key_names() == OTHERS
+
+
+def test_lease_without_connected_clients_is_granted_anew_after_its_end(abandoned):
+    assert not abandoned.acquire("e", "job/1/")
+    assert abandoned.expire("a") == []
+    assert [reply.client for reply in abandoned.expire("b")] == ["d", "e"]
+    assert abandoned.key_names() == OTHERS
+    abandoned.ask("d", Op.SET, "job/1/new", b"")
+    abandoned.expire("d")
+    assert "job/1/new" in abandoned.key_names()
+
+
+def test_cancelled_request_for_a_lease_is_not_granted(abandoned):
+    abandoned.ask("d", Op.CANCEL, abandoned.number)
+    abandoned.expire("a")
+    assert abandoned.expire("b") == []
+    assert abandoned.state.contents().shared == {}
 
 
 async def test_client_that_returns_after_expiry_learns_of_the_loss(eventually):
@@ -117,7 +153,7 @@ async def test_client_that_returns_after_expiry_learns_of_the_loss(eventually):
     async with await StoreServer.start("127.0.0.1", 0) as server:
         with Proxy("127.0.0.1", server.port) as proxy:
             store = await AsyncStore.connect(*proxy.address, timeout=LONG, config=brief)
-            await store.set(prefix_lease("job/", "0"), b"", ephemeral=True)
+            await store.request(operations.acquire_lease("job/"))
             await store.set("job/step", b"41")
             proxy.clog()
             proxy.cut()
@@ -132,13 +168,13 @@ async def test_client_that_returns_after_expiry_learns_of_the_loss(eventually):
             await store.close()
 
 
-def test_one_that_blocks_is_told_so_as_well(until):
+def test_blocking_client_that_returns_after_expiry_learns_of_the_loss(until):
     server = background_loop().run(StoreServer.start("127.0.0.1", 0))
     with (
         Proxy("127.0.0.1", server.port) as proxy,
         TCPStore(*proxy.address, timeout=LONG, config=Config(store_lease=0.0)) as store,
     ):
-        store.set(prefix_lease("job/", "0"), b"", ephemeral=True)
+        store.request(operations.acquire_lease("job/"))
         store.set("job/step", b"41")
         proxy.cut()
         until(lambda: not len(server.state.keys))
@@ -148,13 +184,13 @@ def test_one_that_blocks_is_told_so_as_well(until):
     background_loop().run(server.close())
 
 
-async def test_a_daemon_that_was_killed_knows_who_stayed_where(tmp_path, eventually):
+async def test_killed_daemon_restores_shared_leases(tmp_path, eventually):
     config = Config(store_lease=LONG)
     async with await StoreServer.start("127.0.0.1", 0, config=config, data=tmp_path, stays=True) as server:
         port = server.port
         stores = [await AsyncStore.connect("127.0.0.1", port, timeout=LONG, config=config) for _ in range(2)]
-        for number, store in enumerate(stores):
-            await store.set(prefix_lease("job/", str(number)), b"", ephemeral=True)
+        for store in stores:
+            await store.request(operations.acquire_lease("job/"))
         await stores[0].set("job/k", b"v")
         await stores[0].queue_push("job/q", b"item")
         await stores[0].set("k", b"v")
