@@ -1,8 +1,8 @@
 """Leases: keys and prefixes that are deleted when no client keeps them any more. No I/O.
 
 The model is that of etcd. Each client keeps a lease of its own, to which its ephemeral keys are attached. Clients that
-share keys, as the ranks of a job do, keep a lease on the prefix of these keys together: it ends with the last of them. There
-is no clock here: the server says when a client, whose connection is broken, has expired.
+share keys, as the ranks of a job do, keep a lease on the prefix of these keys together: it ends with the last of them.
+There is no clock here: the server says when a client, whose connection is broken, has expired.
 """
 
 from __future__ import annotations
