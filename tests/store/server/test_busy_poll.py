@@ -1,4 +1,4 @@
-"""How long a server stays awake, and for whom: on a loop whose turns the test takes itself."""
+"""Adaptive busy polling, on a loop and a clock that the test advances."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.each_loop
 
 
 class Turns:
-    """Stands for a loop and its clock."""
+    """A loop and its clock."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -25,7 +25,7 @@ class Turns:
         return self.now
 
     def turn(self, seconds: float = 0.0) -> bool:
-        """Let time pass and the loop turn once; return whether it would not sleep after that."""
+        """Advance the clock and run one iteration; return whether a callback is scheduled."""
         self.now += seconds
         calls, self.calls = self.calls, []
         for call in calls:
@@ -45,17 +45,21 @@ def awake(loop) -> AdaptiveBusyPoll:
     return AdaptiveBusyPoll(loop, 1.0)
 
 
-def talk(awake: AdaptiveBusyPoll, client: str | None, times: int) -> None:
+def talk(awake: AdaptiveBusyPoll, client: str, times: int) -> None:
     for _ in range(times):
         awake.heard(client)
 
 
-def test_a_few_requests_let_the_loop_sleep(loop, awake):
-    talk(awake, "a", 8)
+@pytest.mark.parametrize(
+    "clients", [["a"] * 8, [*"aaaaa", *"bbbbb"] * 100, [None] * 100], ids=["few requests", "in turns", "at one time"]
+)
+def test_loop_sleeps_without_a_long_row_of_one_client(loop, awake, clients):
+    for client in clients:
+        awake.heard(client)
     assert not loop.calls
 
 
-def test_a_row_of_one_client_keeps_it_awake_as_long_as_that_goes_on(loop, awake):
+def test_row_of_one_client_keeps_the_loop_awake(loop, awake):
     talk(awake, "a", 9)
     for _ in range(20):
         assert loop.turn(0.5)
@@ -64,25 +68,13 @@ def test_a_row_of_one_client_keeps_it_awake_as_long_as_that_goes_on(loop, awake)
     assert not loop.calls
 
 
-def test_many_clients_at_a_time_keep_nobody_awake(loop, awake):
-    for _ in range(100):
-        talk(awake, "a", 5)
-        talk(awake, "b", 5)
-    assert not loop.calls
-
-
-def test_several_at_a_time_keep_nobody_awake(loop, awake):
-    talk(awake, None, 100)
-    assert not loop.calls
-
-
-def test_another_client_ends_it(loop, awake):
+def test_another_client_ends_the_polling(loop, awake):
     talk(awake, "a", 9)
     awake.heard("b")
     assert not loop.turn()
 
 
-def test_staying_awake_in_vain_takes_a_longer_row_the_next_time_and_success_a_short_one(loop, awake):
+def test_polling_in_vain_doubles_the_row_and_success_resets_it(loop, awake):
     needed = []
     for _ in range(8):
         count = 0
@@ -100,6 +92,6 @@ def test_staying_awake_in_vain_takes_a_longer_row_the_next_time_and_success_a_sh
 
 
 @pytest.mark.parametrize(("spin", "cores", "made"), [(300.0, 2, True), (0.0, 2, False), (300.0, 1, False)])
-def test_it_is_made_where_it_pays(loop, monkeypatch, spin, cores, made):
+def test_busy_poll_needs_two_cores_and_a_spin_time(loop, monkeypatch, spin, cores, made):
     monkeypatch.setattr(busy_poll.os, "cpu_count", lambda: cores)
     assert (AdaptiveBusyPoll.where_it_pays(loop, Config(spin_us=spin)) is not None) is made
