@@ -11,10 +11,11 @@ import pytest_asyncio
 
 from asyncdist.config import Config
 from asyncdist.store import AsyncStore, StoreServer
+from tests.support.raw_connection import RawConnection
 
 TOKEN = "a token for tests"
 LONG = 10.0
-"""Seconds: a limit that no test is to reach."""
+"""Seconds that no test needs."""
 
 
 @pytest.fixture
@@ -31,6 +32,20 @@ async def server(config: Config) -> AsyncIterator[StoreServer]:
     assert server.state.num_open == 0
     others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
     assert others == []
+
+
+@pytest_asyncio.fixture
+async def raw() -> AsyncIterator[Callable[..., Awaitable[RawConnection]]]:
+    """Connect to a server, authenticated or not; the connection is reset after the test."""
+    made: list[RawConnection] = []
+
+    async def connect(server: StoreServer, *, proven: bool = False) -> RawConnection:
+        made.append(await RawConnection.to(server.port, token=TOKEN if proven else None))
+        return made[-1]
+
+    yield connect
+    for each in made:
+        await each.leave()
 
 
 Connect = Callable[..., Awaitable[AsyncStore]]

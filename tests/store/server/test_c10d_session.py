@@ -18,6 +18,7 @@ from asyncdist.store import AsyncStore, StoreServer, TCPStore
 from asyncdist.store.client.c10d_probe import accepts_c10d_clients
 from asyncdist.store.protocol.c10d import MAGIC, STOP_WAITING, Code
 from asyncdist.store.server import accept
+from tests.support.raw_connection import RawConnection
 
 LONG, UNIT = 10.0, 0.05
 TOKEN = "a token for tests"
@@ -26,45 +27,16 @@ CERTIFICATES = Path(__file__).parents[2] / "tls"
 HELLO = struct.pack("<BIBI", 0, MAGIC, 0x0D, 1234)
 
 
-class Caller:
-    """A connection on the test's loop."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.reader, self.writer = reader, writer
-
-    async def say(self, data: bytes) -> None:
-        self.writer.write(data)
-        await self.writer.drain()
-
-    async def hear(self, nbytes: int) -> bytes:
-        async with asyncio.timeout(LONG):
-            return await self.reader.readexactly(nbytes)
-
-    async def ended(self) -> bool:
-        async with asyncio.timeout(LONG):
-            with contextlib.suppress(ConnectionError):
-                while await self.reader.read(1 << 16):
-                    pass
-        return True
-
-    async def leave(self) -> None:
-        self.writer.transport.abort()
-        with contextlib.suppress(ConnectionError):
-            await self.writer.wait_closed()
-
-
 @pytest.fixture
-def call(server):
+def call(server, raw):
     @contextlib.asynccontextmanager
     async def call(said: bytes = HELLO):
-        caller = Caller(*await asyncio.open_connection("127.0.0.1", server.port))
-        try:
-            await caller.say(said)
-            if said == HELLO:
-                assert await caller.hear(4) == HELLO[-4:]
-            yield caller
-        finally:
-            await caller.leave()
+        caller = await raw(server)
+        await caller.send(said)
+        if said == HELLO:
+            assert await caller.receive(4) == HELLO[-4:]
+        yield caller
+        await caller.leave()
 
     return call
 
@@ -74,34 +46,33 @@ def call(server):
 
 async def test_server_with_a_token_accepts_c10d_from_loopback(server, store, call):
     async with call() as caller:
-        await caller.say(encode(Code.ADD, b"/n", 41))
-        assert await caller.hear(8) == struct.pack("<q", 41)
+        await caller.send(encode(Code.ADD, b"/n", 41))
+        assert await caller.receive(8) == struct.pack("<q", 41)
     assert await store.add("n", 1) == 42
 
 
 async def test_greeting_is_read_byte_by_byte(call):
     async with call(b"") as caller:
         for byte in HELLO + encode(Code.SET, b"/k", b"v") + encode(Code.GET, b"/k"):
-            await caller.say(bytes([byte]))
+            await caller.send(bytes([byte]))
             await asyncio.sleep(0)
-        assert await caller.hear(4 + 9) == HELLO[-4:] + struct.pack("<Q", 1) + b"v"
+        assert await caller.receive(4 + 9) == HELLO[-4:] + struct.pack("<Q", 1) + b"v"
 
 
 async def test_greeting_and_requests_in_one_segment(call):
     wants = HELLO + encode(Code.WAIT, []) + encode(Code.ADD, b"/n", 2) + encode(Code.CANCEL_WAIT)
     async with call(wants) as caller:
-        assert await caller.hear(4 + 1 + 8 + 1) == HELLO[-4:] + b"\x00" + struct.pack("<q", 2) + b"\x01"
+        assert await caller.receive(4 + 1 + 8 + 1) == HELLO[-4:] + b"\x00" + struct.pack("<q", 2) + b"\x01"
 
 
-async def test_incomplete_greeting_times_out(caplog):
+async def test_incomplete_greeting_times_out(caplog, raw):
     config = Config(handshake_timeout=UNIT)
     async with await StoreServer.start("127.0.0.1", 0, config=config) as server:
-        caller = Caller(*await asyncio.open_connection("127.0.0.1", server.port))
+        caller = await raw(server)
         with caplog.at_level(logging.WARNING, LOGGER):
-            await caller.say(HELLO[:3])
+            await caller.send(HELLO[:3])
             assert await caller.ended()
         assert "within 0.05 s" in caplog.text
-        await caller.leave()
 
 
 def _own_address() -> str | None:
@@ -128,16 +99,15 @@ TLS = {"tls_cert": str(CERTIFICATES / "member.crt"), "tls_key": str(CERTIFICATES
         (TOKEN, {"store_c10d": "loopback", **TLS}, True),
     ],
 )
-async def test_store_with_token_or_tls_accepts_c10d_from_loopback_only_if_set(caplog, token, settings, taken):
+async def test_store_with_token_or_tls_accepts_c10d_from_loopback_only_if_set(caplog, token, settings, taken, raw):
     async with await StoreServer.start("127.0.0.1", 0, token=token, config=Config(**settings)) as server:
-        caller = Caller(*await asyncio.open_connection("127.0.0.1", server.port))
+        caller = await raw(server)
         with caplog.at_level(logging.WARNING, LOGGER):
-            await caller.say(HELLO + encode(Code.SET, b"/k", b"v") + encode(Code.CHECK, [b"/k"]))
+            await caller.send(HELLO + encode(Code.SET, b"/k", b"v") + encode(Code.CHECK, [b"/k"]))
             if taken:
-                assert await caller.hear(4 + 1) == HELLO[-4:] + b"\x00"
+                assert await caller.receive(4 + 1) == HELLO[-4:] + b"\x00"
             else:
                 assert await caller.ended()
-        await caller.leave()
         assert server.state.keys.peek("k") == (b"v" if taken else None)
         assert ("ASYNCDIST_STORE_C10D=loopback" in caplog.text) is not taken
 
@@ -152,18 +122,17 @@ def test_store_of_a_rank_accepts_c10d_only_if_set(said):
 
 
 @pytest.mark.parametrize("allowed", [False, True], ids=["not allowed", "allowed"])
-async def test_c10d_clients_of_other_hosts_are_refused_unless_allowed(caplog, monkeypatch, allowed):
+async def test_c10d_clients_of_other_hosts_are_refused_unless_allowed(caplog, monkeypatch, allowed, raw):
     monkeypatch.setattr(accept, "is_loopback", lambda host: False)  # as the peer's address would say there
     config = Config(store_c10d="any" if allowed else "loopback")
     async with await StoreServer.start("127.0.0.1", 0, token=TOKEN, config=config) as server:
-        caller = Caller(*await asyncio.open_connection("127.0.0.1", server.port))
+        caller = await raw(server)
         with caplog.at_level(logging.WARNING, LOGGER):
-            await caller.say(HELLO + encode(Code.ADD, b"/n", 1))
+            await caller.send(HELLO + encode(Code.ADD, b"/n", 1))
             if allowed:
-                assert await caller.hear(4 + 8) == HELLO[-4:] + struct.pack("<q", 1)
+                assert await caller.receive(4 + 8) == HELLO[-4:] + struct.pack("<q", 1)
             else:
                 assert await caller.ended()
-        await caller.leave()
         assert ("--c10d any" in caplog.text) is not allowed
         assert "ASYNCDIST_TOKEN" not in caplog.text  # of which its format knows nothing
         async with await AsyncStore.connect("127.0.0.1", server.port, token=TOKEN, timeout=LONG) as store:
@@ -175,9 +144,9 @@ async def test_external_address_of_this_host_is_not_loopback(caplog):
     address = _own_address()
     config = Config(store_c10d="loopback")
     async with await StoreServer.start("0.0.0.0", 0, token=TOKEN, config=config) as server:
-        caller = Caller(*await asyncio.open_connection(address, server.port))
+        caller = await RawConnection.to(server.port, address)
         with caplog.at_level(logging.WARNING, LOGGER):
-            await caller.say(HELLO)
+            await caller.send(HELLO)
             assert await caller.ended()
         assert "from another machine" in caplog.text
         await caller.leave()
@@ -244,23 +213,23 @@ BAD = {
 async def test_bad_request_closes_the_connection(store, call, caplog, eventually, server, bad, says):
     """Requests before the bad one are applied, later ones are not, and other clients are unaffected."""
     async with call() as standing, call() as caller:
-        await standing.say(encode(Code.BARRIER, b"/b", 2))
+        await standing.send(encode(Code.BARRIER, b"/b", 2))
         await eventually(lambda: server.state.num_open == 1)
         with caplog.at_level(logging.WARNING, LOGGER):
             with contextlib.suppress(ConnectionError):  # it may hang up before it has read all
-                await caller.say(encode(Code.SET, b"/v", b"text") + bad + encode(Code.SET, b"/after", b""))
+                await caller.send(encode(Code.SET, b"/v", b"text") + bad + encode(Code.SET, b"/after", b""))
             assert await caller.ended()
         assert says in caplog.text
         assert await store.get("v") == b"text"
         assert await store.check(["after"]) is False
-        await standing.say(encode(Code.PING, 7))
-        assert await standing.hear(4) == struct.pack("<I", 7)
+        await standing.send(encode(Code.PING, 7))
+        assert await standing.receive(4) == struct.pack("<I", 7)
 
 
 async def test_integer_may_have_any_spelling_that_python_and_torch_agree_on(call):
     async with call() as caller:
-        await caller.say(encode(Code.SET, b"/n", b"-12") + encode(Code.ADD, b"/n", 2))
-        assert await caller.hear(8) == struct.pack("<q", -10)
+        await caller.send(encode(Code.SET, b"/n", b"-12") + encode(Code.ADD, b"/n", 2))
+        assert await caller.receive(8) == struct.pack("<q", -10)
 
 
 # -- waits -----------------------------------------------------------------------------------------
@@ -268,27 +237,27 @@ async def test_integer_may_have_any_spelling_that_python_and_torch_agree_on(call
 
 async def test_request_behind_a_wait_is_answered_first(store, call):
     async with call() as caller:
-        await caller.say(encode(Code.WAIT, [b"/k", b"/k"]) + encode(Code.ADD, b"/n", 1))
-        assert await caller.hear(8) == struct.pack("<q", 1)
+        await caller.send(encode(Code.WAIT, [b"/k", b"/k"]) + encode(Code.ADD, b"/n", 1))
+        assert await caller.receive(8) == struct.pack("<q", 1)
         await store.set("k", b"")
-        assert await caller.hear(1) == b"\x00"
+        assert await caller.receive(1) == b"\x00"
 
 
 async def test_cancel_is_answered_with_and_without_a_wait(store, call):
     async with call() as caller:
-        await caller.say(encode(Code.CANCEL_WAIT))
-        assert await caller.hear(1) == b"\x01"
-        await caller.say(encode(Code.WAIT, [b"/k"]) + encode(Code.CANCEL_WAIT))
-        assert await caller.hear(1) == b"\x01"
+        await caller.send(encode(Code.CANCEL_WAIT))
+        assert await caller.receive(1) == b"\x01"
+        await caller.send(encode(Code.WAIT, [b"/k"]) + encode(Code.CANCEL_WAIT))
+        assert await caller.receive(1) == b"\x01"
         await store.set("k", b"")
-        await caller.say(encode(Code.GET, b"/k"))
-        assert await caller.hear(8) == bytes(8)  # and not the release of a wait that was cancelled
+        await caller.send(encode(Code.GET, b"/k"))
+        assert await caller.receive(8) == bytes(8)  # and not the release of a wait that was cancelled
 
 
 async def test_vanished_client_leaves_no_state(server, store, call, eventually):
     async with call() as caller:
         waits = encode(Code.WAIT, [b"/k", b"/l"]) + encode(Code.BARRIER, b"/b", 2)
-        await caller.say(waits + encode(Code.WAIT, [b"/q"]) + encode(Code.SET, b"/unfinished", bytes(100))[:50])
+        await caller.send(waits + encode(Code.WAIT, [b"/q"]) + encode(Code.SET, b"/unfinished", bytes(100))[:50])
         await eventually(lambda: server.state.num_open == 3)
     await eventually(lambda: server.state.num_open == 0)
     assert await store.list_keys() == []
@@ -296,16 +265,16 @@ async def test_vanished_client_leaves_no_state(server, store, call, eventually):
 
 async def test_asyncdist_pop_and_c10d_wait_for_the_same_queue(server, store, call, eventually):
     async with call() as caller:
-        await caller.say(encode(Code.WAIT, [b"/q"]))
+        await caller.send(encode(Code.WAIT, [b"/q"]))
         await eventually(lambda: server.state.num_open == 1)
         popped = asyncio.create_task(store.queue_pop("q"))
         await eventually(lambda: server.state.num_open == 2)
         await store.queue_push("q", b"1")
         assert await popped == b"1"  # who pops is served before who only watches
         await store.queue_push("q", b"2")
-        assert await caller.hear(1) == b"\x00"
-        await caller.say(encode(Code.QUEUE_POP, b"/q"))
-        assert await caller.hear(17) == struct.pack("<qQ", 1, 1) + b"2"
+        assert await caller.receive(1) == b"\x00"
+        await caller.send(encode(Code.QUEUE_POP, b"/q"))
+        assert await caller.receive(17) == struct.pack("<qQ", 1, 1) + b"2"
 
 
 # -- slow readers ----------------------------------------------------------------------------------
@@ -322,8 +291,8 @@ async def test_client_that_does_not_read_replies_is_not_read_from(server, store,
         assert await store.check(["n"]) is False
         caller.writer.transport.resume_reading()
         for _ in range(40):
-            assert len(await caller.hear(8 + (1 << 20))) == 8 + (1 << 20)
-        assert await caller.hear(8) == struct.pack("<q", 1)
+            assert len(await caller.receive(8 + (1 << 20))) == 8 + (1 << 20)
+        assert await caller.receive(8) == struct.pack("<q", 1)
 
 
 async def test_client_with_many_requests_is_not_dropped_when_its_wait_ends(
@@ -339,7 +308,7 @@ async def test_client_with_many_requests_is_not_dropped_when_its_wait_ends(
         await store.set("late", b"")
         caller.writer.transport.resume_reading()
         listed_nbytes = 8 + count * (8 + 1 + name_nbytes)
-        assert (await caller.hear(listed_nbytes + 1))[listed_nbytes:] == STOP_WAITING
+        assert (await caller.receive(listed_nbytes + 1))[listed_nbytes:] == STOP_WAITING
     assert server.admission.num_refused == 0
 
 

@@ -21,7 +21,7 @@ from asyncdist.store.server.daemon import serve
 
 async def main():
     asyncio.get_running_loop().slow_callback_duration = 60  # a busy machine causes no warning
-    await serve("127.0.0.1", 0, token="a token for tests", config=Config(), ready=lambda host, port: print(port, flush=True))
+    await serve("127.0.0.1", 0, token="a token for tests", config=Config(), ready=lambda _, port: print(port, flush=True))
 
 asyncio.run(main())
 print("closed", flush=True)

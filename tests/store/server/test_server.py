@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ctypes
 import logging
-import os
 import socket
 import struct
 import sys
@@ -14,7 +12,7 @@ import threading
 
 import pytest
 
-from asyncdist.base.auth import MAGIC, NONCE_NBYTES, PROOF_NBYTES, HandshakeDriver, dial
+from asyncdist.base.auth import MAGIC, NONCE_NBYTES, PROOF_NBYTES
 from asyncdist.base.deadline import Deadline
 from asyncdist.config import Config
 from asyncdist.errors import AddressError, StoreConnectionError, UsageError
@@ -36,44 +34,6 @@ LOGGER = "asyncdist.store.server.server"
 SO_ATTACH_FILTER = 26  # of Linux, on the processors that torch runs on
 
 
-class Peer:
-    """A connection whose bytes the test decides."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.reader, self.writer = reader, writer
-
-    @classmethod
-    async def at(cls, server: StoreServer) -> Peer:
-        return cls(*await asyncio.open_connection("127.0.0.1", server.port))
-
-    @classmethod
-    async def proven(cls, server: StoreServer, token: str | None = TOKEN) -> Peer:
-        peer = await cls.at(server)
-        greeting = HandshakeDriver(dial(token, "store", os.urandom(NONCE_NBYTES)), peer.writer.write)
-        while not greeting.done:
-            greeting.feed(await peer.reader.read(1))
-        return peer
-
-    async def send(self, data: bytes) -> None:
-        self.writer.write(data)
-        await self.writer.drain()
-
-    async def ended(self) -> bool:
-        """Wait until the server has closed the connection."""
-        async with asyncio.timeout(LONG):
-            try:
-                while await self.reader.read(1 << 16):
-                    pass
-            except ConnectionError:
-                pass
-        return True
-
-    async def leave(self) -> None:
-        self.writer.transport.abort()
-        with contextlib.suppress(ConnectionError):
-            await self.writer.wait_closed()
-
-
 def frame(*fields: object) -> bytes:
     return Encoder().frame(*fields)
 
@@ -87,24 +47,22 @@ GARBAGE = {
 
 
 @pytest.mark.parametrize("garbage", GARBAGE.values(), ids=GARBAGE.keys())
-async def test_garbage_instead_of_a_handshake_is_dropped(server, store, caplog, garbage):
+async def test_garbage_instead_of_a_handshake_is_dropped(server, store, caplog, garbage, raw):
     with caplog.at_level(logging.WARNING, LOGGER):
-        peer = await Peer.at(server)
+        peer = await raw(server)
         await peer.send(garbage)
         assert await peer.ended()
     assert "speaks another protocol" in caplog.text
     assert await store.add("n", 1) == 1
-    await peer.leave()
 
 
-async def test_wrong_proof_is_refused(server, store, caplog):
-    peer = await Peer.at(server)
+async def test_wrong_proof_is_refused(server, store, caplog, raw):
+    peer = await raw(server)
     with caplog.at_level(logging.WARNING, LOGGER):
         await peer.send(MAGIC + bytes(NONCE_NBYTES) + bytes(PROOF_NBYTES) + frame(1, Op.SET, "k", b"v"))
         assert await peer.ended()
     assert "did not hold the token of this process" in caplog.text
     assert await store.check(["k"]) is False
-    await peer.leave()
 
 
 HARM = {
@@ -124,10 +82,10 @@ HARM = {
 
 
 @pytest.mark.parametrize("harm", HARM.values(), ids=HARM.keys())
-async def test_bad_frame_after_the_handshake_drops_the_client(server, store, caplog, harm):
+async def test_bad_frame_after_the_handshake_drops_the_client(server, store, caplog, harm, raw):
     """The rule holds for clients with the token, too. Requests before the bad frame are answered."""
     waiting = store.get("k")
-    peer = await Peer.proven(server)
+    peer = await raw(server, proven=True)
     with caplog.at_level(logging.WARNING, LOGGER):
         await peer.send(frame(1, Op.SET, "before", b"1") + harm + frame(2, Op.SET, "after", b"1"))
         assert await peer.ended()
@@ -135,31 +93,28 @@ async def test_bad_frame_after_the_handshake_drops_the_client(server, store, cap
     assert await store.check(["after"]) is False
     await store.set("k", b"v")
     assert await waiting == b"v"
-    await peer.leave()
 
 
-async def test_requests_at_the_old_connection_of_a_reconnected_client_are_not_applied(server, eventually):
+async def test_requests_at_the_old_connection_of_a_reconnected_client_are_not_applied(server, eventually, raw):
     """The client sends unanswered requests again; the server does not apply those left at the old connection."""
-    earlier = await Peer.proven(server)
+    earlier = await raw(server, proven=True)
     await earlier.send(frame(1, Op.RESUME, b"identity", 1000))
     await eventually(lambda: server.sessions.get(b"identity") is not None)
     session = server.sessions.get(b"identity").connection
     session.pause_writing()
     await earlier.send(frame(2, Op.ADD, "n", 1))
     await eventually(lambda: session.unfinished)
-    later = await Peer.proven(server)
+    await raw(server, proven=True)
     (new,) = server.admission.connections - {session}
     server.resume(new, b"identity", 1000)
     session.resume_writing()
     assert server.state.keys.peek("n") is None
     assert await earlier.ended()
     assert server.sessions.get(b"identity").connection is new
-    await earlier.leave()
-    await later.leave()
 
 
-async def test_client_vanishes_in_the_middle_of_a_frame(server, store, caplog, eventually):
-    peer = await Peer.proven(server)
+async def test_client_vanishes_in_the_middle_of_a_frame(server, store, caplog, eventually, raw):
+    peer = await raw(server, proven=True)
     with caplog.at_level(logging.INFO, LOGGER):
         await peer.send(frame(1, Op.SET, "k", bytes(1000))[:500])
         await eventually(lambda: any(c.unfinished for c in server.admission.connections))
@@ -185,25 +140,22 @@ async def test_waits_of_a_vanished_client_are_removed(server, store, connect, ev
         await store.barrier("b", 2, timeout=UNIT)
 
 
-async def test_handshake_without_proof_times_out(caplog):
+async def test_handshake_without_proof_times_out(caplog, raw):
     config = Config(handshake_timeout=UNIT)
     async with await StoreServer.start("127.0.0.1", 0, token=TOKEN, config=config) as server:
         with caplog.at_level(logging.WARNING, LOGGER):
-            silent, slow = await Peer.at(server), await Peer.at(server)
+            silent, slow = await raw(server), await raw(server)
             await slow.send(MAGIC[:5])
             assert await silent.ended()
             assert await slow.ended()
         assert caplog.text.count("no proof of the token within 0.05 s") == 2
         async with await AsyncStore.connect("127.0.0.1", server.port, token=TOKEN) as store:
-            later = await Peer.at(server)
+            later = await raw(server)
             assert await later.ended()  # the limit is on the handshake only: it would have struck the store before
             assert await store.add("n", 1) == 1
-            await later.leave()
-        await silent.leave()
-        await slow.leave()
 
 
-async def test_connections_beyond_the_limit_are_refused(caplog, monkeypatch, eventually):
+async def test_connections_beyond_the_limit_are_refused(caplog, monkeypatch, eventually, raw):
     failed = ConnectRetry.failed
 
     def end_after_first_attempt(retry, error):
@@ -215,10 +167,9 @@ async def test_connections_beyond_the_limit_are_refused(caplog, monkeypatch, eve
     async with await StoreServer.start("127.0.0.1", 0, config=config) as server:
         stores = [await AsyncStore.connect("127.0.0.1", server.port) for _ in range(2)]
         with caplog.at_level(logging.WARNING, LOGGER):
-            refused = [await Peer.at(server) for _ in range(3)]
+            refused = [await raw(server) for _ in range(3)]
             for peer in refused:
                 assert await peer.ended()
-                await peer.leave()
         assert caplog.text.count("ASYNCDIST_STORE_MAX_CONNECTIONS") == 1
         with pytest.raises(StoreConnectionError, match=r"may have as many .* ASYNCDIST_STORE_MAX_CONNECTIONS allows"):
             await AsyncStore.connect("127.0.0.1", server.port, timeout=LONG)
@@ -239,10 +190,10 @@ def deafen(sock):
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux's packet filters")
-async def test_client_of_a_lost_host_is_detected_while_others_are_served(server, store, monkeypatch, eventually):
+async def test_client_of_a_lost_host_is_detected_while_others_are_served(server, store, monkeypatch, eventually, raw):
     at_once = (("TCP_KEEPIDLE", 1), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 1))
     monkeypatch.setattr("asyncdist.store.client.connect.KEEPALIVE", at_once)
-    gone = await Peer.proven(server)
+    gone = await raw(server, proven=True)
     encoder = Encoder()
     introduction = encoder.frame(3, Op.RESUME, bytes(16), 0)
     await gone.send(
@@ -255,13 +206,12 @@ async def test_client_of_a_lost_host_is_detected_while_others_are_served(server,
     await eventually(lambda: server.num_connections == 1)
     await eventually(lambda: server.state.keys.peek("its") is None)
     assert server.state.num_open == 0
-    await gone.leave()
 
 
-async def test_client_that_does_not_read_replies_is_not_read_from(server, store, eventually):
+async def test_client_that_does_not_read_replies_is_not_read_from(server, store, eventually, raw):
     """The server applies backpressure instead of buffering replies without bound."""
     await store.set("k", bytes(1 << 20))
-    peer = await Peer.proven(server)
+    peer = await raw(server, proven=True)
     peer.writer.transport.pause_reading()
     peer.writer.write(b"".join(frame(number, Op.GET, "k") for number in range(1, 201)))
     await eventually(lambda: any(connection._paused for connection in server.admission.connections))
@@ -282,7 +232,6 @@ async def test_client_that_does_not_read_replies_is_not_read_from(server, store,
                     case [number, OperationKind.RESULT, value]:
                         answered.append((number, len(value)))
     assert answered == [(number, 1 << 20) for number in range(1, 201)]
-    await peer.leave()
 
 
 async def test_client_with_many_requests_at_once_is_not_dropped(server, store, monkeypatch):

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 
 import pytest
 
-from asyncdist.base.auth import NONCE_NBYTES, HandshakeDriver, dial
 from asyncdist.bench.store.c10d_peer import encode
 from asyncdist.store.protocol.c10d import MAGIC, Code
 from asyncdist.store.protocol.chunking import LONG_NBYTES
 from asyncdist.store.protocol.client_protocol import IDENTITY_NBYTES
 from asyncdist.store.protocol.codec import Encoder
 from asyncdist.store.protocol.operations import LEASED, Op
+from tests.support.raw_connection import RawConnection
 
 TOKEN = "a token for tests"
 
@@ -88,15 +87,11 @@ def said(format_: str, operation: Op | Code) -> bytes:
 
 async def die_after(port: int, format_: str, words: bytes) -> None:
     """Connect, send, and close without reading, as the exit of a process does."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    if format_ == "ours":
-        greeting = HandshakeDriver(dial(TOKEN, "store", os.urandom(NONCE_NBYTES)), writer.write)
-        while not greeting.done:
-            greeting.feed(await reader.read(1))
-    writer.write(words)
-    writer.close()
+    client = await RawConnection.to(port, token=TOKEN if format_ == "ours" else None)
+    client.writer.write(words)
+    client.writer.close()
     with contextlib.suppress(ConnectionError):
-        await writer.wait_closed()
+        await client.writer.wait_closed()
 
 
 def test_every_operation_is_covered():
