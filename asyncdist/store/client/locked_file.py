@@ -50,7 +50,7 @@ class LockedFile:
     def __init__(self, path: Path) -> None:
         self.path = path.absolute()  # the process may change its folder before it removes the file
         self._fd = -1
-        self._kind, options = _mount(path)
+        self._kind, options = mount_of(path)
         self.locks_reach_other_hosts = options.isdisjoint(_LOCKS_STAY_HERE)
 
     def open(self, begin: Callable[[], object] = lambda: None) -> None:
@@ -171,7 +171,7 @@ class LockedFile:
         return StoreError(f"{self.path} cannot be used ({why}): check the free space and the file system's server")
 
 
-def _mount(path: Path) -> tuple[str, frozenset[str]]:
+def mount_of(path: Path) -> tuple[str, frozenset[str]]:
     """Return the type and the mount options of the file system that holds ``path``; "" and none if unknown."""
     try:
         mounts = Path("/proc/self/mountinfo").read_text(errors="replace").splitlines()

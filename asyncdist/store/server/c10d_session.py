@@ -55,7 +55,7 @@ class C10dSession(ServerConnection):
     def hear(self, data: bytes) -> bool:
         """Take what came the long way; return whether what comes next may be answered at once."""
         self.take(data)
-        return not (self.unfinished or self._paused) and self._server.durability is None
+        return not (self.unfinished or self.paused) and self._server.durability is None
 
     def receive(self, data: bytes) -> None:
         try:
@@ -69,7 +69,7 @@ class C10dSession(ServerConnection):
         done = 0
         try:
             for request in todo:
-                if self._paused or self._transport is None:
+                if self.paused or self._transport is None:
                     break
                 done += 1
                 reply = ANSWERS[request[0]](self, request)

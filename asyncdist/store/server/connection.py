@@ -51,7 +51,7 @@ class ServerConnection(asyncio.Protocol, ABC):
         "_held_nbytes",
         "_out",
         "_out_nbytes",
-        "_paused",
+        "paused",
         "_server",
         "_transport",
         "_write_paused",
@@ -68,7 +68,7 @@ class ServerConnection(asyncio.Protocol, ABC):
         self._held_nbytes = 0  # of replies that wait until what they tell of is on disk
         self._write_paused = False  # the socket takes no more
         self._yielding = False  # others have their turn first
-        self._paused = False  # nothing more is executed, since replies are not taken, or one of these
+        self.paused = False  # nothing more is executed, since replies are not taken, or one of these
         self._closing = False
         lifecycle.close_in_children(self)
 
@@ -115,7 +115,7 @@ class ServerConnection(asyncio.Protocol, ABC):
             self.fail()
 
     def pause_writing(self) -> None:
-        self._write_paused = self._paused = True
+        self._write_paused = self.paused = True
 
     def resume_writing(self) -> None:
         self._write_paused = False
@@ -125,14 +125,14 @@ class ServerConnection(asyncio.Protocol, ABC):
         """Resume execution unless backpressure still applies."""
         if self._backpressured:
             return
-        self._paused = False
+        self.paused = False
         if self._transport is not None and not self._closing:
             self._transport.resume_reading()
             self.data_received(b"")
 
     def _rest(self) -> None:
         """Pause execution until the other connections have had a turn."""
-        self._yielding = self._paused = True
+        self._yielding = self.paused = True
         asyncio.get_running_loop().call_soon(self._rested)
 
     def _rested(self) -> None:
@@ -170,7 +170,7 @@ class ServerConnection(asyncio.Protocol, ABC):
         else:
             durability.hold(self, data)
             self._held_nbytes += len(data)
-            self._paused = self._backpressured
+            self.paused = self._backpressured
 
     def release(self, data: Any) -> None:
         """Send what was held until what it tells of is on disk; `settle` then, when all of that has been sent."""
@@ -181,7 +181,7 @@ class ServerConnection(asyncio.Protocol, ABC):
         """Continue after data has been sent: close the connection if that is pending, else resume execution."""
         if self._closing and not self._held_nbytes:
             self._hang_up()
-        elif self._paused:
+        elif self.paused:
             self._go_on()
 
     def _hang_up(self) -> None:
@@ -199,7 +199,7 @@ class ServerConnection(asyncio.Protocol, ABC):
         return self._write_paused or self._held_nbytes >= BATCH_NBYTES or self._yielding or self._server.halted
 
     @property
-    def _waiting_nbytes(self) -> int:
+    def waiting_nbytes(self) -> int:
         """How many bytes wait to be sent."""
         return self._held_nbytes + (0 if self._transport is None else self._transport.get_write_buffer_size())
 
@@ -235,7 +235,7 @@ class ServerConnection(asyncio.Protocol, ABC):
         if self._transport is None:
             return
         if self._held_nbytes:
-            self._closing = self._paused = True
+            self._closing = self.paused = True
             self._transport.pause_reading()
         else:
             self._hang_up()
@@ -247,7 +247,7 @@ class ServerConnection(asyncio.Protocol, ABC):
 
     def resume_reading(self) -> None:
         """Read from the socket again, unless backpressure from this client applies."""
-        if self._paused:
+        if self.paused:
             self._go_on()
         elif self._transport is not None:
             self._transport.resume_reading()

@@ -144,7 +144,7 @@ class Session(ServerConnection):
         server, todo = self._server, self._todo
         execute, peek, pack = server.state.execute, server.state.keys.peek, server.pack
         before = len(todo)
-        while todo and not self._paused and self._transport is not None:
+        while todo and not self.paused and self._transport is not None:
             if self._out_nbytes >= TOGETHER_NBYTES:
                 self.flush()
             message = todo.popleft()
@@ -243,7 +243,7 @@ class Session(ServerConnection):
         elif self._transport is not None:
             self._carrier.send(data, self._chunks_sent)
             self._in_line_nbytes += len(data)
-            self._paused = self._paused or self._backpressured
+            self.paused = self.paused or self._backpressured
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -267,13 +267,13 @@ class Session(ServerConnection):
     @property
     def _unasked_nbytes(self) -> int:
         # Of what is short nobody knows when it has left the socket: no more of it waits there than all that waits there.
-        return self._published_in_line_nbytes + min(self._published_nbytes, self._waiting_nbytes)
+        return self._published_in_line_nbytes + min(self._published_nbytes, self.waiting_nbytes)
 
     def _hang_up(self) -> None:
         if not self._carrier.busy:
             super()._hang_up()
         elif self._transport is not None:
-            self._closing = self._paused = True
+            self._closing = self.paused = True
             self._transport.pause_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -49,28 +49,28 @@ class Network:
                 if name == "fsync":
                     self.kept.pop(args[0], None)
                 raise OSError(number, os.strerror(number))
-            return getattr(self, f"_{name}", real)(*args)
+            return getattr(self, f"on_{name}", real)(*args)
 
         return call
 
-    def _fstat(self, fd: int) -> os.stat_result:
+    def on_fstat(self, fd: int) -> os.stat_result:
         return self.attributes.setdefault(fd, os.fstat(fd))
 
-    def _flock(self, fd: int, how: int) -> None:
+    def on_flock(self, fd: int, how: int) -> None:
         if how == fcntl.LOCK_UN:
-            self._fsync(fd)
+            self.on_fsync(fd)
         fcntl.flock(fd, how)
         self.attributes.pop(fd, None)
 
-    def _pwrite(self, fd: int, data: bytes, offset: int) -> int:
+    def on_pwrite(self, fd: int, data: bytes, offset: int) -> int:
         self.kept[fd].append((offset, data))
         return len(data)
 
-    def _fsync(self, fd: int) -> None:
+    def on_fsync(self, fd: int) -> None:
         for offset, data in self.kept.pop(fd, []):
             os.pwrite(fd, data, offset)
 
-    def _close(self, fd: int) -> None:
+    def on_close(self, fd: int) -> None:
         self.attributes.pop(fd, None)
         os.close(fd)
 
@@ -80,7 +80,7 @@ def network(monkeypatch) -> Network:
     network = Network()
     monkeypatch.setattr(locked_file, "os", network)
     monkeypatch.setattr(locked_file, "fcntl", network)
-    monkeypatch.setattr(locked_file, "_mount", lambda path: ("nfs4", frozenset({"rw", "local_lock=none"})))
+    monkeypatch.setattr(locked_file, "mount_of", lambda path: ("nfs4", frozenset({"rw", "local_lock=none"})))
     return network
 
 
@@ -116,7 +116,7 @@ def test_local_file_systems_need_no_flush(path, monkeypatch):
         raise AssertionError("flushed")
 
     monkeypatch.setattr(os, "fsync", fsync)
-    monkeypatch.setattr(locked_file, "_mount", lambda path: ("ext4", frozenset()))
+    monkeypatch.setattr(locked_file, "mount_of", lambda path: ("ext4", frozenset()))
     with FileStore(path) as store:
         store.set("k", "v")
 
@@ -136,14 +136,14 @@ def test_write_that_fails_when_flushed_raises_and_is_not_executed(network, path,
 
 def test_write_whose_reply_is_lost_is_executed_once(network, path):
     with FileStore(path) as here, FileStore(path) as there:
-        flush = network._fsync
+        flush = network.on_fsync
 
         def flush_and_fail(fd):
             flush(fd)
-            network._fsync = flush
+            network.on_fsync = flush
             raise OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
 
-        network._fsync = flush_and_fail
+        network.on_fsync = flush_and_fail
         with pytest.raises(StoreError, match="cannot be used"):
             here.add("n", 1)
         assert there.add("n", 1) == here.add("n", 0) == 2
@@ -208,7 +208,7 @@ def test_lock_that_is_never_released_raises_store_error(path, other, monkeypatch
     [("rw,nolock", False), ("rw,local_lock=all", False), ("local_lock=flock", False), ("local_lock=posix", True)],
 )
 def test_second_host_is_refused_where_locks_do_not_reach_it(path, monkeypatch, options, works):
-    monkeypatch.setattr(locked_file, "_mount", lambda path: ("nfs", frozenset(options.split(","))))
+    monkeypatch.setattr(locked_file, "mount_of", lambda path: ("nfs", frozenset(options.split(","))))
     with FileStore(path) as first, FileStore(path) as second:
         first.set("k", "v")
         assert second.get("k") == b"v"
@@ -239,14 +239,14 @@ def test_stale_handle_later_raises_store_error(network, path):
 
 
 def test_file_removed_between_open_and_lock_is_created_again(network, path):
-    flock = network._flock
+    flock = network.on_flock
 
     def remove_and_lock(fd, how):
-        network._flock = flock
+        network.on_flock = flock
         path.unlink()
         flock(fd, how)
 
-    network._flock = remove_and_lock
+    network.on_flock = remove_and_lock
     with FileStore(path) as early, FileStore(path) as late:
         early.set("k", "v")
         assert late.get("k") == b"v"
@@ -263,7 +263,7 @@ def test_removal_whose_reply_is_lost_succeeds(network, path):
         os.unlink(named)
         raise FileNotFoundError(errno.ENOENT, "No such file or directory")  # the reply to the second attempt
 
-    network._unlink = unlink
+    network.on_unlink = unlink
     FileStore(path, 1).close()
     assert not path.exists()
 
@@ -353,13 +353,13 @@ def test_mount_that_holds_a_path_is_found(monkeypatch, name, kind):
     monkeypatch.setattr(locked_file, "Path", lambda name: mounts)
     path = Path(name)
     monkeypatch.setattr(Path, "resolve", lambda path: path)
-    found, options = locked_file._mount(path)
+    found, options = locked_file.mount_of(path)
     assert found == kind
     assert ("nolock" in options) is (name == "/home/a b/x")
 
 
 def test_unknown_mount_counts_as_a_network_file_system(monkeypatch, other):
-    monkeypatch.setattr(locked_file, "_mount", lambda path: ("", frozenset()))
+    monkeypatch.setattr(locked_file, "mount_of", lambda path: ("", frozenset()))
     file = LockedFile(other.path)
     assert file.on_a_network
     assert file.locks_reach_other_hosts

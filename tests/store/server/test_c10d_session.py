@@ -285,9 +285,9 @@ async def test_client_that_does_not_read_replies_is_not_read_from(server, store,
     async with call() as caller:
         caller.writer.transport.pause_reading()
         caller.writer.write(encode(Code.GET, b"/k") * 40 + encode(Code.ADD, b"/n", 1))
-        await eventually(lambda: any(connection._paused for connection in server.admission.connections))
-        (slow,) = [connection for connection in server.admission.connections if connection._paused]
-        assert slow._transport.get_write_buffer_size() < 4 << 20
+        await eventually(lambda: any(connection.paused for connection in server.admission.connections))
+        (slow,) = [connection for connection in server.admission.connections if connection.paused]
+        assert slow.waiting_nbytes < 4 << 20
         assert await store.check(["n"]) is False
         caller.writer.transport.resume_reading()
         for _ in range(40):
@@ -304,7 +304,7 @@ async def test_client_with_many_requests_is_not_dropped_when_its_wait_ends(
     async with call() as caller:
         caller.writer.transport.pause_reading()
         caller.writer.write(encode(Code.WAIT, [b"/late"]) + encode(Code.LIST_KEYS))
-        await eventually(lambda: any(connection._paused for connection in server.admission.connections))
+        await eventually(lambda: any(connection.paused for connection in server.admission.connections))
         await store.set("late", b"")
         caller.writer.transport.resume_reading()
         listed_nbytes = 8 + count * (8 + 1 + name_nbytes)

@@ -14,7 +14,6 @@ from asyncdist.bench.store.c10d_peer import Peer, encode
 from asyncdist.store import StoreServer
 from asyncdist.store.protocol.c10d import Code
 from asyncdist.store.server.c10d_session import C10dSession
-from asyncdist.store.server.fast_path import FastPathConnection
 
 pytestmark = pytest.mark.each_loop
 
@@ -161,11 +160,6 @@ def test_a_mistake_of_ours_ends_one_and_no_other(server, peers, monkeypatch, cap
     assert peers[0].sock.recv(1) == b""
     assert "a mistake" in caplog.text
     assert peers[1].ask(Code.ADD, b"/n", 1) == 1
-
-
-def test_who_goes_the_short_way(server, peers):
-    short = {type(session._transport) is FastPathConnection for session in server.admission.connections}
-    assert short == {hasattr(select, "epoll")}
 
 
 def test_requests_in_pieces_and_several_at_once(peers):
