@@ -51,11 +51,11 @@ class ServerConnection(asyncio.Protocol, ABC):
         "_held_nbytes",
         "_out",
         "_out_nbytes",
-        "paused",
         "_server",
         "_transport",
         "_write_paused",
         "_yielding",
+        "paused",
         "peer",
     )
 

@@ -10,6 +10,7 @@ import struct
 from pathlib import Path
 
 import pytest
+from tests.support.raw_connection import RawConnection
 
 from asyncdist.base.background_loop import background_loop
 from asyncdist.bench.store.c10d_peer import Peer, encode
@@ -18,7 +19,6 @@ from asyncdist.store import AsyncStore, StoreServer, TCPStore
 from asyncdist.store.client.c10d_probe import accepts_c10d_clients
 from asyncdist.store.protocol.c10d import MAGIC, STOP_WAITING, Code
 from asyncdist.store.server import accept
-from tests.support.raw_connection import RawConnection
 
 LONG, UNIT = 10.0, 0.05
 TOKEN = "a token for tests"

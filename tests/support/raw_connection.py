@@ -1,0 +1,67 @@
+"""A connection to a store server whose bytes the test decides."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator
+from typing import Any
+
+from asyncdist.base.auth import NONCE_NBYTES, HandshakeDriver, dial
+from asyncdist.store.protocol.chunking import FRAME_NBYTES, Reassembler
+from asyncdist.store.protocol.codec import FrameParser
+from asyncdist.store.protocol.operations import OperationKind
+
+LIMIT = 10.0
+"""Seconds for a reply that the server sends at once."""
+
+
+class RawConnection:
+    """Reads and writes bytes; `leave` resets the connection."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+
+    @classmethod
+    async def to(cls, port: int, host: str = "127.0.0.1", *, token: str | None = None) -> RawConnection:
+        """Connect, and authenticate if there is a token."""
+        connection = cls(*await asyncio.open_connection(host, port))
+        if token is not None:
+            handshake = HandshakeDriver(dial(token, "store", os.urandom(NONCE_NBYTES)), connection.writer.write)
+            while not handshake.done:
+                handshake.feed(await connection.reader.read(1))
+        return connection
+
+    async def send(self, data: bytes) -> None:
+        self.writer.write(data)
+        await self.writer.drain()
+
+    async def receive(self, nbytes: int) -> bytes:
+        async with asyncio.timeout(LIMIT):
+            return await self.reader.readexactly(nbytes)
+
+    async def messages(self) -> AsyncIterator[list[Any]]:
+        """Yield the messages that the server sends, long ones as a whole."""
+        parser, reassembler = FrameParser(FRAME_NBYTES), Reassembler(1 << 30)
+        while data := await self.reader.read(1 << 20):
+            for frame in parser.feed(data):
+                for message in reassembler.messages_in(frame):
+                    match message:
+                        case [_, OperationKind.PIECE, [number, piece]]:
+                            reassembler.add(number, piece)
+                        case _:
+                            yield message
+
+    async def ended(self) -> bool:
+        """Read until the server has closed the connection."""
+        async with asyncio.timeout(LIMIT):
+            with contextlib.suppress(ConnectionError):
+                while await self.reader.read(1 << 16):
+                    pass
+        return True
+
+    async def leave(self) -> None:
+        self.writer.transport.abort()
+        with contextlib.suppress(ConnectionError):
+            await self.writer.wait_closed()
