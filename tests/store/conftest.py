@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from tests.support.raw_connection import RawConnection
 
 from asyncdist.config import Config
 from asyncdist.store import AsyncStore, StoreServer
+from tests.support.raw_connection import RawConnection
 
 TOKEN = "a token for tests"
 LONG = 10.0

@@ -1,4 +1,4 @@
-"""A store's data on disk: what was committed is there, what was cut short is cut off, what is damaged is refused."""
+"""The journal: committed frames are recovered, a torn end is cut off, damage is refused with its position."""
 
 from __future__ import annotations
 
@@ -78,12 +78,12 @@ REQUESTS = st.one_of(
     st.integers(0, 40),
     st.sampled_from([0, 2, LONG_NBYTES]),
 )
-def test_the_changes_of_any_requests_make_the_same_store(requests, compacted, long_nbytes):
+def test_replayed_changes_give_the_same_state(requests, compacted, long_nbytes):
     with mock.patch.object(change_log, "LONG_NBYTES", long_nbytes):
-        the_changes_make_the_same_store(requests, compacted)
+        check_replay(requests, compacted)
 
 
-def the_changes_make_the_same_store(requests, compacted) -> None:
+def check_replay(requests, compacted) -> None:
     quota, counted = MemoryQuota(), MemoryQuota()
     state, log = recorded_state(quota)
     contents = Contents()
@@ -104,7 +104,7 @@ def the_changes_make_the_same_store(requests, compacted) -> None:
     assert again.contents() == state.contents()
 
 
-def test_appending_to_a_long_value_copies_it_hardly_ever_now_or_when_it_is_done_again():
+def test_append_to_a_long_value_rarely_copies_it_also_in_replay():
     (state, log), contents, value = recorded_state(), Contents(), bytearray(16 << 20)
     state.execute("c", 0, Op.SET, ("k", bytes(value)))
 
@@ -130,33 +130,15 @@ def cpu_seconds(work: Callable[[], object]) -> float:
 
 
 @given(st.binary(max_size=60))
-def test_bytes_that_are_no_changes_are_refused(body):
+def test_malformed_changes_are_refused(body):
     with contextlib.suppress(ProtocolError):
         replay(body, Contents())
-
-
-def test_a_store_that_is_full_refuses_what_adds_and_takes_what_does_not():
-    quota = MemoryQuota(1000)
-    state, _ = recorded_state(quota)
-    assert state.execute("c", 1, Op.SET, ("k", b"v" * 500))[0].value is None
-    for number, (op, *args) in enumerate(
-        [(Op.SET, "l", b"v" * 500), (Op.APPEND, "k", b"v" * 500), (Op.QUEUE_PUSH, "q", b"v" * 500),
-         (Op.MULTI_SET, ["l", "m"], [b"v" * 200, b"v" * 200])], 2
-    ):  # fmt: skip
-        (reply,) = state.execute("c", number, op, tuple(args))
-        assert "the store holds 601 bytes and takes 1000" in reply.value[1]
-    before = quota.nbytes
-    assert state.execute("c", 8, Op.SET, ("k", b"w" * 500))[0].value is None
-    assert quota.nbytes == before
-    assert state.execute("c", 9, Op.DELETE_KEY, ("k",))[0].value is True
-    assert quota.nbytes == 0
-    assert state.execute("c", 10, Op.SET, ("l", b"v" * 500))[0].value is None
 
 
 # -- files ------------------------------------------------------------------------------------------
 
 
-def test_what_was_committed_is_there_again(tmp_path):
+def test_committed_frames_are_recovered(tmp_path):
     written(tmp_path / "data")
     journal, contents = opened(tmp_path / "data")
     assert contents.values == {"a": b"\3"}
@@ -167,7 +149,7 @@ def test_what_was_committed_is_there_again(tmp_path):
     journal.close()
 
 
-def test_a_log_cut_anywhere_holds_the_frames_before(tmp_path, caplog):
+def test_log_cut_at_any_byte_has_the_frames_before(tmp_path, caplog):
     ends = written(tmp_path / "whole")
     content = (tmp_path / "whole" / "log-1").read_bytes()
     for nbytes in range(len(content) + 1):
@@ -194,7 +176,7 @@ def test_a_log_cut_anywhere_holds_the_frames_before(tmp_path, caplog):
         shutil.rmtree(folder)
 
 
-def test_a_damaged_byte_is_refused_with_its_place(tmp_path):
+def test_damaged_byte_is_refused_with_its_offset(tmp_path):
     ends = written(tmp_path / "whole")
     content = (tmp_path / "whole" / "log-1").read_bytes()
     folder = tmp_path / "damaged"
@@ -221,7 +203,7 @@ def test_segment_of_a_header_with_a_wrong_checksum_is_begun_anew_with_a_warning(
 
 
 def misplaced(frames: list[bytes]) -> Iterator[tuple[int, list[bytes]]]:
-    """Yield frames with one removed, doubled or swapped with the next, each with the place of the first wrong one."""
+    """Yield frames with one removed, repeated or swapped with the next, and the index of the first wrong one."""
     last = len(frames) - 1
     for place in range(last + 1):
         before, frame, after = frames[:place], frames[place], frames[place + 1 :]
@@ -231,7 +213,7 @@ def misplaced(frames: list[bytes]) -> Iterator[tuple[int, list[bytes]]]:
             yield place, [*before, after[0], frame, *after[1:]]
 
 
-def test_removed_doubled_or_swapped_frame_in_the_last_segment_is_refused_with_its_place(tmp_path):
+def test_removed_repeated_or_swapped_frame_in_the_last_segment_is_refused_with_its_offset(tmp_path):
     ends = written(tmp_path / "whole")
     content = (tmp_path / "whole" / "log-1").read_bytes()
     frames = [content[begin:end] for begin, end in pairwise(ends)]
@@ -241,7 +223,7 @@ def test_removed_doubled_or_swapped_frame_in_the_last_segment_is_refused_with_it
             opened(tmp_path / "whole")
 
 
-def test_removed_doubled_or_swapped_frame_of_a_snapshot_is_refused(tmp_path, monkeypatch):
+def test_removed_repeated_or_swapped_frame_of_a_snapshot_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(change_log, "_CHUNK_NBYTES", 1)
     journal, state, _ = filled(tmp_path)
     for number in range(3):
@@ -304,7 +286,7 @@ def frame_ends(content: bytes) -> list[int]:
 
 
 @pytest.mark.parametrize("harm", ["cut", "hole"])
-def test_a_log_inside_a_value_is_not_taken_for_frames(tmp_path, harm):
+def test_log_stored_as_a_value_is_not_taken_for_frames(tmp_path, harm):
     written(tmp_path / "other")
     stored = (tmp_path / "other" / "log-1").read_bytes()
     state, log = recorded_state()
@@ -326,19 +308,19 @@ def test_a_log_inside_a_value_is_not_taken_for_frames(tmp_path, harm):
 
 
 @pytest.mark.parametrize("content", [bytes(100), b"%PDF-1.7" + bytes(100), log_format.MAGIC[:-2] + b"1\n" + bytes(100)])
-def test_a_file_of_something_else(tmp_path, content):
+def test_file_that_is_not_a_log_is_refused_and_kept(tmp_path, content):
     (tmp_path / "log-1").write_bytes(content)
     with pytest.raises(JournalError, match="does not begin like a store's log"):
         opened(tmp_path)
     assert (tmp_path / "log-1").read_bytes() == content
 
 
-def test_a_header_has_its_whole_salt():
+def test_header_with_a_short_salt_is_refused():
     with pytest.raises(log_format.DamagedError, match="does not begin like"):
         log_format.read_header(log_format.header(bytes(log_format.SALT_NBYTES - 1)))
 
 
-def test_a_name_that_was_cut_short_is_given_anew(tmp_path):
+def test_truncated_lineage_is_generated_again(tmp_path):
     opened(tmp_path)[0].close()
     for content in (b"", b"0123456789", bytes(16)):
         (tmp_path / "lock").write_bytes(content)
@@ -348,13 +330,13 @@ def test_a_name_that_was_cut_short_is_given_anew(tmp_path):
         journal.close()
 
 
-def test_a_right_checksum_over_nonsense_is_refused_even_at_the_end(tmp_path):
+def test_malformed_change_with_a_right_checksum_is_refused_also_at_the_end(tmp_path):
     ends = written(tmp_path / "data", [*BODIES, b"\x92\x63\x01"])
     with pytest.raises(JournalError, match=f"log-1 is damaged at offset {ends[-2]}"):
         opened(tmp_path / "data")
 
 
-def test_a_folder_has_one_store(tmp_path):
+def test_folder_in_use_is_refused(tmp_path):
     journal, _ = opened(tmp_path / "data")
     with pytest.raises(JournalError, match="another store uses"):
         opened(tmp_path / "data")
@@ -362,13 +344,13 @@ def test_a_folder_has_one_store(tmp_path):
     opened(tmp_path / "data")[0].close()
 
 
-def test_a_folder_that_cannot_be_made(tmp_path):
+def test_folder_that_cannot_be_created_is_refused(tmp_path):
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(JournalError, match="cannot open the store's data"):
         opened(tmp_path / "file" / "data")
 
 
-def test_a_long_value_is_written_from_where_it_is(tmp_path):
+def test_long_value_is_written_without_a_copy(tmp_path):
     value = b"v" * (LONG_NBYTES + 1)
     state, log = recorded_state()
     state.execute("c", 1, Op.SET, ("a", b"short"))
@@ -388,7 +370,7 @@ def test_a_long_value_is_written_from_where_it_is(tmp_path):
     journal.close()
 
 
-def test_more_pieces_than_are_written_at_once(tmp_path):
+def test_frame_of_more_pieces_than_one_writev_takes(tmp_path):
     journal, _ = opened(tmp_path)
     pieces = [b"\x93\x01\xa1%c\xc4\x01v" % (97 + number % 26) for number in range(3000)]
     journal.commit(*pieces, sync=False)
@@ -398,7 +380,7 @@ def test_more_pieces_than_are_written_at_once(tmp_path):
     journal.close()
 
 
-def test_what_the_kernel_takes_in_part_is_written_to_the_end(tmp_path, monkeypatch):
+def test_partial_write_is_continued(tmp_path, monkeypatch):
     writev = os.writev
     journal, _ = opened(tmp_path)
     monkeypatch.setattr(os, "writev", lambda fd, pieces: writev(fd, [b"".join(pieces)[:7]]))
@@ -427,7 +409,7 @@ def filled(folder: Path) -> tuple[Journal, StoreState, ChangeLog]:
     return journal, state, log
 
 
-def test_a_snapshot_takes_the_place_of_what_came_before(tmp_path):
+def test_snapshot_replaces_the_earlier_segments(tmp_path):
     journal, state, log = filled(tmp_path)
     number = journal.rotate()
     contents = state.contents()
@@ -443,7 +425,7 @@ def test_a_snapshot_takes_the_place_of_what_came_before(tmp_path):
     journal.close()
 
 
-def test_each_moment_of_a_compaction_can_be_the_last(tmp_path):
+def test_compaction_can_be_interrupted_at_any_step(tmp_path):
     journal, state, log = filled(tmp_path / "data")
     held = state.contents()
     moments = []
@@ -477,7 +459,7 @@ def test_each_moment_of_a_compaction_can_be_the_last(tmp_path):
     assert names(before) == {"lock", "log-2", "snapshot-2"}
 
 
-def test_a_snapshot_is_given_up_when_the_store_closes(tmp_path):
+def test_aborted_snapshot_leaves_no_file(tmp_path):
     journal, state, _ = filled(tmp_path)
     journal.write_snapshot(journal.rotate(), state.contents(), lambda: False)
     journal.close()
@@ -498,7 +480,7 @@ def compacted(tmp_path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["snapshot-2", "log-2"])
-def test_what_is_not_the_last_segment_must_be_whole(compacted, name):
+def test_damage_before_the_last_segment_is_refused(compacted, name):
     path = compacted / name
     content = path.read_bytes()
     for offset in range(len(content)):
@@ -512,14 +494,14 @@ def test_what_is_not_the_last_segment_must_be_whole(compacted, name):
 
 
 @pytest.mark.parametrize("missing", [["log-2"], ["log-2", "log-3"]])
-def test_a_segment_that_is_missing(compacted, missing):
+def test_missing_segment_is_refused(compacted, missing):
     for name in missing:
         (compacted / name).unlink()
     with pytest.raises(JournalError, match=r"log-2 is damaged at offset 0 .the file is missing"):
         opened(compacted)
 
 
-def test_a_snapshot_that_the_disk_has_no_room_for_is_not_left_there(tmp_path, monkeypatch):
+def test_failed_snapshot_leaves_no_file(tmp_path, monkeypatch):
     journal, state, _ = filled(tmp_path)
     number = journal.rotate()
 
@@ -536,7 +518,7 @@ def test_a_snapshot_that_the_disk_has_no_room_for_is_not_left_there(tmp_path, mo
     journal.close()
 
 
-def test_what_was_found_counts_for_the_next_compaction(tmp_path):
+def test_recovered_log_counts_for_the_next_compaction(tmp_path):
     journal, state, log = filled(tmp_path)
     journal.close()
     journal, _ = opened(tmp_path, compact_nbytes=100)

@@ -1,7 +1,6 @@
-"""Programs that know nothing of us, on our daemon: torch's own client, its process groups, torchrun.
+"""torch's own client, process groups and torchrun on a store daemon.
 
-The daemon is a process of its own, as it has to be here: torch's client holds the interpreter's lock while it waits for
-some of its replies.
+The daemon is a process of its own, because torch's client holds the interpreter's lock while it waits for some replies.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ def port() -> Iterator[int]:
 
 @pytest.fixture
 def name(request: pytest.FixtureRequest) -> str:
-    """A prefix of the test's own: the daemon is shared."""
+    """A prefix for this test, because the tests share the daemon."""
     return str(request.node.name)
 
 
@@ -66,7 +65,7 @@ def connect(request: pytest.FixtureRequest, port: int, name: str) -> Callable[[]
 
 
 def in_thread(call: Callable[[], object]) -> Callable[[], object]:
-    """Start a call that waits; return what waits for its result."""
+    """Start a call that waits in a thread; return a function that returns its result."""
     results: list[object] = []
     thread = threading.Thread(target=lambda: results.append(call()))
     thread.start()
@@ -79,7 +78,7 @@ def in_thread(call: Callable[[], object]) -> Callable[[], object]:
 
 
 def done(store: dist.Store) -> None:
-    """Wait until the server has done what this client has asked for: torch's writes are not answered."""
+    """Wait until the server has executed the writes of this client, which have no replies."""
     store.num_keys()
 
 
@@ -159,7 +158,7 @@ def test_waits(connect):
         one.wait(["x", "never"], SHORT)
     one.set("never", "now")
     one.wait(["x", "never"], PATIENT)
-    assert one.get("never") == b"now"  # nothing is left of the wait that was cancelled
+    assert one.get("never") == b"now"  # the cancelled wait has left nothing
 
 
 def test_barriers(connect):
@@ -199,7 +198,7 @@ def test_both_clients_see_the_same_keys(port, name):
         assert ours.get(f"{name}/p") == b"v"
 
 
-def test_an_add_to_what_is_no_number_costs_the_connection_and_no_other(port, name):
+def test_add_to_a_value_that_is_not_an_integer_closes_one_connection(port, name):
     wrong, right = (
         dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=PATIENT) for _ in range(2)
     )
@@ -236,7 +235,7 @@ def worker(tmp_path: Path) -> Path:
 
 
 @pytest.mark.exhaustive
-def test_a_gloo_group_over_env_on_a_store_that_nobody_of_it_serves(worker):
+def test_gloo_group_over_env_on_a_daemon(worker):
     with daemon() as port:
         environ = {
             **os.environ,
@@ -261,7 +260,7 @@ def test_a_gloo_group_over_env_on_a_store_that_nobody_of_it_serves(worker):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("options", [[], ["--rdzv-conf=is_host=0"]], ids=["as it is", "is no host"])
-def test_torchrun_meets_on_it(worker, options):
+def test_torchrun_meets_on_a_daemon(worker, options):
     with daemon() as port:
         run = subprocess.run(
             [

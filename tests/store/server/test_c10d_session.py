@@ -10,7 +10,6 @@ import struct
 from pathlib import Path
 
 import pytest
-from tests.support.raw_connection import RawConnection
 
 from asyncdist.base.background_loop import background_loop
 from asyncdist.bench.store.c10d_peer import Peer, encode
@@ -19,6 +18,7 @@ from asyncdist.store import AsyncStore, StoreServer, TCPStore
 from asyncdist.store.client.c10d_probe import accepts_c10d_clients
 from asyncdist.store.protocol.c10d import MAGIC, STOP_WAITING, Code
 from asyncdist.store.server import accept
+from tests.support.raw_connection import RawConnection
 
 LONG, UNIT = 10.0, 0.05
 TOKEN = "a token for tests"
@@ -44,13 +44,6 @@ def call(server, raw):
 # -- the first bytes -------------------------------------------------------------------------------
 
 
-async def test_server_with_a_token_accepts_c10d_from_loopback(server, store, call):
-    async with call() as caller:
-        await caller.send(encode(Code.ADD, b"/n", 41))
-        assert await caller.receive(8) == struct.pack("<q", 41)
-    assert await store.add("n", 1) == 42
-
-
 async def test_greeting_is_read_byte_by_byte(call):
     async with call(b"") as caller:
         for byte in HELLO + encode(Code.SET, b"/k", b"v") + encode(Code.GET, b"/k"):
@@ -63,16 +56,6 @@ async def test_greeting_and_requests_in_one_segment(call):
     wants = HELLO + encode(Code.WAIT, []) + encode(Code.ADD, b"/n", 2) + encode(Code.CANCEL_WAIT)
     async with call(wants) as caller:
         assert await caller.receive(4 + 1 + 8 + 1) == HELLO[-4:] + b"\x00" + struct.pack("<q", 2) + b"\x01"
-
-
-async def test_incomplete_greeting_times_out(caplog, raw):
-    config = Config(handshake_timeout=UNIT)
-    async with await StoreServer.start("127.0.0.1", 0, config=config) as server:
-        caller = await raw(server)
-        with caplog.at_level(logging.WARNING, LOGGER):
-            await caller.send(HELLO[:3])
-            assert await caller.ended()
-        assert "within 0.05 s" in caplog.text
 
 
 def _own_address() -> str | None:
@@ -226,12 +209,6 @@ async def test_bad_request_closes_the_connection(store, call, caplog, eventually
         assert await standing.receive(4) == struct.pack("<I", 7)
 
 
-async def test_integer_may_have_any_spelling_that_python_and_torch_agree_on(call):
-    async with call() as caller:
-        await caller.send(encode(Code.SET, b"/n", b"-12") + encode(Code.ADD, b"/n", 2))
-        assert await caller.receive(8) == struct.pack("<q", -10)
-
-
 # -- waits -----------------------------------------------------------------------------------------
 
 
@@ -241,26 +218,6 @@ async def test_request_behind_a_wait_is_answered_first(store, call):
         assert await caller.receive(8) == struct.pack("<q", 1)
         await store.set("k", b"")
         assert await caller.receive(1) == b"\x00"
-
-
-async def test_cancel_is_answered_with_and_without_a_wait(store, call):
-    async with call() as caller:
-        await caller.send(encode(Code.CANCEL_WAIT))
-        assert await caller.receive(1) == b"\x01"
-        await caller.send(encode(Code.WAIT, [b"/k"]) + encode(Code.CANCEL_WAIT))
-        assert await caller.receive(1) == b"\x01"
-        await store.set("k", b"")
-        await caller.send(encode(Code.GET, b"/k"))
-        assert await caller.receive(8) == bytes(8)  # and not the release of a wait that was cancelled
-
-
-async def test_vanished_client_leaves_no_state(server, store, call, eventually):
-    async with call() as caller:
-        waits = encode(Code.WAIT, [b"/k", b"/l"]) + encode(Code.BARRIER, b"/b", 2)
-        await caller.send(waits + encode(Code.WAIT, [b"/q"]) + encode(Code.SET, b"/unfinished", bytes(100))[:50])
-        await eventually(lambda: server.state.num_open == 3)
-    await eventually(lambda: server.state.num_open == 0)
-    assert await store.list_keys() == []
 
 
 async def test_asyncdist_pop_and_c10d_wait_for_the_same_queue(server, store, call, eventually):

@@ -1,4 +1,4 @@
-"""The sockets of torch's clients, read and answered without the loop's transports, or with them where there is no epoll."""
+"""The epoll fast path for torch's clients, and the loop's transports where there is no epoll."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ pytestmark = pytest.mark.each_loop
 LARGE = bytes(range(256)) * (32 << 10)
 
 
-@pytest.fixture(params=["short", "through transports"])
+@pytest.fixture(params=["epoll", "transports"])
 def server(request, monkeypatch):
-    if request.param != "short":
+    if request.param != "epoll":
         monkeypatch.delattr(select, "epoll")
     server = background_loop().run(StoreServer.start("127.0.0.1", 0))
     yield server
@@ -45,21 +45,13 @@ def on_server(function, *arguments):
     return background_loop().run(call())
 
 
-def test_many_are_answered_in_one_turn(peers):
+def test_requests_of_several_clients_in_one_iteration(peers):
     for peer in peers:
         peer.send(Code.ADD, b"/n", 1)
     assert sorted(peer.reply(Code.ADD) for peer in peers) == [1, 2, 3]
 
 
-def test_a_request_that_releases_others(peers):
-    for peer in peers[1:]:
-        peer.send(Code.WAIT, [b"/k"])
-        assert peer.settle() == 0
-    assert peers[0].ask(Code.ADD, b"/k", 1) == 1
-    assert [peer.exactly(1) for peer in peers[1:]] == [b"\x00"] * 2
-
-
-def test_what_can_be_answered_at_once_does_not_reach_the_session(server, peers, monkeypatch):
+def test_cached_requests_do_not_reach_the_session(server, peers, monkeypatch):
     peer, heard, take = peers[0], [], C10dSession.take
     peer.settle()
 
@@ -75,7 +67,7 @@ def test_what_can_be_answered_at_once_does_not_reach_the_session(server, peers, 
     assert on_server(lambda: server.num_requests) == before + 4  # counted after the replies, but in the same turn
 
 
-def test_an_add_answered_at_once_releases_who_waits(peers):
+def test_cached_add_releases_a_waiting_client(peers):
     asking, waiting = peers[:2]
     for _ in range(3):
         waiting.send(Code.WAIT, [b"/k"])
@@ -85,8 +77,7 @@ def test_an_add_answered_at_once_releases_who_waits(peers):
         assert asking.ask(Code.DELETE_KEY, b"/k") == 1
 
 
-def test_a_reply_that_the_socket_does_not_take_at_once_and_those_after_it(server, peers):
-    """The transport sends the rest of it; nothing overtakes that."""
+def test_replies_keep_their_order_behind_a_partial_write(server, peers):
     slow, other = peers[:2]
     slow.ask(Code.SET, b"/large", LARGE)
     for _ in range(3):
@@ -100,7 +91,7 @@ def test_a_reply_that_the_socket_does_not_take_at_once_and_those_after_it(server
 
 
 @pytest.mark.parametrize("reset", [False, True], ids=["closes", "is reset"])
-def test_one_that_goes_is_forgotten_at_once(server, peers, reset):
+def test_client_that_ends_is_removed_in_the_same_iteration(server, peers, reset):
     going, other = peers[:2]
     going.send(Code.BARRIER, b"/b", 2)
     going.settle()
@@ -113,8 +104,7 @@ def test_one_that_goes_is_forgotten_at_once(server, peers, reset):
     assert server.num_connections == 2
 
 
-def test_one_that_is_put_out_in_the_turn_in_which_it_speaks(server, peers):
-    """Its socket's number may be another's before its words are read."""
+def test_requests_of_a_client_aborted_in_the_same_iteration_are_not_applied(server, peers):
     speaking, other = peers[:2]
     sessions = {session.peer: session for session in server.admission.connections}
     session = sessions["{}:{}".format(*speaking.sock.getsockname())]
@@ -132,7 +122,7 @@ def test_one_that_is_put_out_in_the_turn_in_which_it_speaks(server, peers):
         assert speaking.sock.recv(1) == b""
 
 
-def test_nothing_is_read_while_reading_is_paused(server, peers):
+def test_paused_server_reads_no_request(server, peers):
     on_server(server.pause_reading)
     on_server(server.pause_reading)
     peers[0].send(Code.ADD, b"/n", 1)
@@ -144,14 +134,7 @@ def test_nothing_is_read_while_reading_is_paused(server, peers):
     assert peers[0].reply(Code.ADD) == 1
 
 
-def test_a_request_that_is_none_ends_one_and_no_other(peers):
-    peers[0].ask(Code.SET, b"/text", b"no number")
-    peers[0].send(Code.ADD, b"/text", 1)
-    assert peers[0].sock.recv(1) == b""
-    assert peers[1].ask(Code.ADD, b"/n", 1) == 1
-
-
-def test_a_mistake_of_ours_ends_one_and_no_other(server, peers, monkeypatch, caplog):
+def test_internal_error_closes_one_connection(server, peers, monkeypatch, caplog):
     def fail(key):
         raise RuntimeError("a mistake")
 
@@ -162,7 +145,7 @@ def test_a_mistake_of_ours_ends_one_and_no_other(server, peers, monkeypatch, cap
     assert peers[1].ask(Code.ADD, b"/n", 1) == 1
 
 
-def test_requests_in_pieces_and_several_at_once(peers):
+def test_requests_in_fragments_and_several_in_one_segment(peers):
     peer, other = peers[:2]
     said = encode(Code.SET, b"/k", b"v") + encode(Code.GET, b"/k") + encode(Code.ADD, b"/n", 5)
     for place in range(0, len(said), 5):

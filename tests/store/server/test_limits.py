@@ -1,4 +1,4 @@
-"""How much a store takes: each limit holds to the byte, whatever asks, and what is counted is what is held."""
+"""The limits of values, keys and memory hold to the byte for each operation."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def requests(key: str, value: bytes) -> list[tuple[object, ...]]:
 
 
 @pytest.mark.parametrize("which", range(6))
-def test_the_longest_value_and_key_are_taken_and_none_that_are_longer(which):
+def test_longest_value_and_key_are_accepted_and_longer_ones_refused(which):
     assert Store().ask("a", *requests("k" * LONGEST, bytes(LONGEST))[which]) is not Reason.TOO_LARGE
     assert Store().ask("a", *requests("é" * (LONGEST // 2), b"")[which]) is not Reason.TOO_LARGE
     for key, value in (("k", bytes(LONGEST + 1)), ("k" * (LONGEST + 1), b""), ("é" * (LONGEST // 2 + 1), b"")):
@@ -68,7 +68,7 @@ def test_the_longest_value_and_key_are_taken_and_none_that_are_longer(which):
         assert store.held_nbytes == store.quota.nbytes == len(store.state.keys) == 0
 
 
-async def test_the_longest_value_travels_with_the_longest_key(tmp_path):
+async def test_longest_value_with_the_longest_key_outlives_a_restart_with_lower_limits(tmp_path):
     key, value = "k" * (1 << 20), bytes(1 << 20)
     config = Config(store_max_value_nbytes=len(value), store_max_key_nbytes=len(key), store_reconnect=0.0)
     async with (
@@ -88,7 +88,7 @@ async def test_the_longest_value_travels_with_the_longest_key(tmp_path):
 
 
 @pytest.mark.parametrize("request_of", [lambda key: (Op.ADD, key, 1), lambda key: (Op.BARRIER, key, 1)])
-def test_what_stores_a_number_takes_no_longer_key_either(request_of):
+def test_add_and_barrier_refuse_a_longer_key(request_of):
     assert Store().ask("a", *request_of("k" * LONGEST)) in (1, None)
     store = Store()
     assert store.ask("a", *request_of("k" * (LONGEST + 1))) is Reason.TOO_LARGE
@@ -98,7 +98,7 @@ def test_what_stores_a_number_takes_no_longer_key_either(request_of):
 # -- memory -----------------------------------------------------------------------------------------
 
 
-def test_a_store_is_full_when_not_one_byte_more_has_room():
+def test_memory_limit_holds_to_the_byte():
     for request in requests("k", bytes(49)):
         measured = Store()
         measured.ask("a", *request)
@@ -108,7 +108,7 @@ def test_a_store_is_full_when_not_one_byte_more_has_room():
             assert store.quota.nbytes == store.held_nbytes == expected
 
 
-def test_several_values_are_set_all_or_none_at_the_limit():
+def test_multi_set_at_the_memory_limit_sets_all_keys_or_none():
     keys, values = ["more", "less", "new", "new"], [bytes(60), b"", bytes(LONGEST), b"n"]
     for less, expected in ((0, [bytes(60), b"", b"n"]), (1, [b"", bytes(60)])):
         store = Store(max_nbytes=372 - less)
@@ -118,13 +118,13 @@ def test_several_values_are_set_all_or_none_at_the_limit():
         assert store.quota.nbytes == store.held_nbytes == 372 - 104 * less
 
 
-def test_many_small_values_are_set_all_or_none():
+def test_multi_set_of_many_small_values_sets_all_keys_or_none():
     store, keys = Store(max_nbytes=10_000), [f"k{number}" for number in range(200)]
     assert store.ask("a", Op.MULTI_SET, keys, [b"v"] * 200) is Reason.FULL
     assert len(store.state.keys) == 0
 
 
-def test_what_is_on_its_way_counts():
+def test_arriving_chunks_count_against_the_memory_limit():
     store = Store(max_nbytes=1000)
     store.quota.reserve(950)
     with pytest.raises(RequestRefused):
@@ -132,25 +132,6 @@ def test_what_is_on_its_way_counts():
     assert store.ask("a", Op.SET, "k", bytes(60)) is Reason.FULL
     store.quota.arriving_nbytes -= 950
     assert store.ask("a", Op.SET, "k", bytes(60)) is None
-
-
-def test_ephemeral_keys_fill_a_store_too_and_make_room_when_they_go():
-    store = Store(max_nbytes=1000)
-    taken = [store.ask("a", Op.SET_EPHEMERAL, f"k{number}", bytes(99)) for number in range(20)]
-    assert taken == [None] * 4 + [Reason.FULL] * 16
-    assert store.ask("b", Op.SET, "k", bytes(99)) is Reason.FULL
-    store.state.leave("a")
-    assert store.ask("b", Op.SET, "k", bytes(99)) is None
-    assert store.quota.nbytes == store.held_nbytes
-
-
-def test_an_item_makes_room_when_it_has_arrived():
-    store = Store()
-    store.ask("a", Op.QUEUE_PUSH, "q", b"item")
-    store.state.execute("b", 7, Op.QUEUE_POP, ("q", False))
-    assert store.quota.nbytes == store.held_nbytes > 0  # it may have to be given back
-    store.state.execute("b", 7, Op.CONFIRM, (7,))
-    assert store.quota.nbytes == store.held_nbytes == 0
 
 
 # -- answers that are kept --------------------------------------------------------------------------
@@ -162,7 +143,7 @@ def counted(contents: Contents) -> int:
     return quota.nbytes
 
 
-def test_answers_that_nobody_has_heard_count_until_they_are_heard_or_their_client_goes():
+def test_kept_answers_count_until_received_or_their_client_closes():
     quota, later_quota = MemoryQuota(), MemoryQuota()
     members, later = SessionTable(quota), SessionTable(later_quota)
     one, other = (members.open(name, 10.0, "connection")[0] for name in (b"one", b"other"))
@@ -188,7 +169,7 @@ ANSWERS = [
 ]
 
 
-def test_long_answers_are_kept_up_to_a_limit_and_the_last_in_any_case(monkeypatch):
+def test_kept_answers_are_limited_except_for_the_last(monkeypatch):
     monkeypatch.setattr("asyncdist.store.state.sessions.KEPT_NBYTES", 5 * LONGEST)
     log, quota, contents = ChangeLog(), MemoryQuota(), Contents()
     log.start(lambda: None)
@@ -206,7 +187,7 @@ def test_long_answers_are_kept_up_to_a_limit_and_the_last_in_any_case(monkeypatc
     assert contents.members == members.contents()
 
 
-async def test_a_client_that_never_says_what_has_arrived_fills_its_server(monkeypatch):
+async def test_answers_that_a_client_never_confirms_fill_the_server(monkeypatch):
     monkeypatch.setattr(client_protocol, "_TELL_AFTER_NBYTES", 1 << 60)
     config = Config(token="token", store_max_nbytes=1 << 20)
     async with await StoreServer.start("127.0.0.1", 0, token="token", config=config) as server:
@@ -219,7 +200,7 @@ async def test_a_client_that_never_says_what_has_arrived_fills_its_server(monkey
         await store.close()
 
 
-async def test_a_client_says_that_long_answers_have_arrived_with_what_it_asks_next():
+async def test_client_confirms_long_answers_with_its_next_request():
     """Whatever that is, and before the store is to make room for it."""
     config = Config(token="token", store_max_nbytes=8 << 20)
     value = bytes(3 << 20)
@@ -258,7 +239,7 @@ REQUESTS = st.one_of(
     st.lists(st.tuples(st.sampled_from(["one", "two"]), REQUESTS), max_size=40), st.sampled_from([250, 350, 1 << 30])
 )
 @example([("one", (Op.SET, "a", b"lasting")), ("two", (Op.SET_EPHEMERAL, "a", b"1")), ("two", (Op.LEAVE,))], 1 << 30)
-def test_what_is_counted_is_what_is_held_and_never_more_than_the_limit(asked, most):
+def test_counted_bytes_equal_held_bytes_and_stay_below_the_limit(asked, most):
     store, popped = Store(most), {"one": 0, "two": 0}
     for number, (client, (op, *args)) in enumerate(asked, 1):
         if op is Op.QUEUE_POP:

@@ -6,7 +6,6 @@ import contextlib
 import os
 
 import pytest
-from tests.support.raw_connection import RawConnection
 
 from asyncdist.bench.store.c10d_peer import encode
 from asyncdist.store.protocol.c10d import MAGIC, Code
@@ -14,6 +13,7 @@ from asyncdist.store.protocol.chunking import LONG_NBYTES
 from asyncdist.store.protocol.client_protocol import IDENTITY_NBYTES
 from asyncdist.store.protocol.codec import Encoder
 from asyncdist.store.protocol.operations import LEASED, Op
+from tests.support.raw_connection import RawConnection
 
 TOKEN = "a token for tests"
 
