@@ -17,7 +17,6 @@ from asyncdist.errors import AddressError, StoreError
 from asyncdist.store import FileStore
 from asyncdist.store.client import locked_file
 from asyncdist.store.client.locked_file import LockedFile
-from asyncdist.store.persistence.log_format import frame_head, read_header
 
 LONG, UNIT = 20.0, 0.05
 
@@ -291,30 +290,6 @@ def test_store_opened_while_the_file_is_removed_begins_a_new_file(path, monkeypa
 
 
 # -- damaged files -----------------------------------------------------------------------------------
-
-
-def test_last_frame_with_a_hole_is_cut_off(path):
-    with FileStore(path) as store, FileStore(path) as other:
-        store.set("k", "v")
-        body = b"some of a frame" * 1000
-        frame = bytearray(frame_head(read_header(path.read_bytes())[0], 3, body) + body)
-        frame[4096:8192] = bytes(4096)
-        with path.open("ab") as file:
-            file.write(frame)
-        assert store.get("k") == b"v"
-        store.set("l", "w")
-        assert other.multi_get(["k", "l"]) == [b"v", b"w"]
-    assert path.stat().st_size < len(body)
-
-
-def test_last_frame_head_with_a_hole_is_cut_off(path):
-    with FileStore(path) as store:
-        store.set("k", "v")
-        with path.open("ab") as file:
-            file.write(bytes(5000))
-        store.set("l", "w")
-        with FileStore(path) as other:
-            assert other.num_keys() == 2
 
 
 def test_truncated_file_raises_store_error(path):

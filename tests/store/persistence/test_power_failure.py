@@ -1,4 +1,4 @@
-"""A store's data when the power fails: whatever became of what was not flushed, nothing acknowledged is lost."""
+"""The journal after a power failure at any step, with any part of the unflushed writes: no acknowledged change is lost."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ class Program:
 
 
 @pytest.mark.parametrize("sync", [True, False])
-def test_nothing_acknowledged_is_lost_with_the_power(tmp_path, sync):
+def test_acknowledged_changes_survive_a_power_failure(tmp_path, sync):
     (tmp_path / "again").mkdir()
     program = Program(tmp_path / "new" / "data", tmp_path / "again", sync=sync)
     with program.disk.watched():
