@@ -28,38 +28,38 @@ from asyncdist.store.state.sessions import SessionTable
 logger = logging.getLogger(__name__)
 
 INTERVAL = 1.0
-"""Seconds between two times that the policy `Fsync.INTERVAL` sees to it that everything is on disk."""
+"""Seconds between two syncs of the policy `Fsync.INTERVAL`."""
 PENDING_NBYTES = 64 << 20
-"""Changes that may wait for the disk before nothing more is read from anyone."""
+"""Bytes of changes that may wait for the disk; beyond that the server reads no requests."""
 AT_ONCE_NBYTES = 1 << 20
-"""Changes that are given to the kernel on the loop, where no disk is waited for; more of them in a thread."""
-LOOK = 0.05
-"""Seconds between two looks at how many there are, while the disk is waited for."""
+"""Bytes of changes that the loop writes itself if no sync is needed; a thread writes more than that."""
+CHECK_INTERVAL = 0.05
+"""Seconds between two comparisons with `PENDING_NBYTES` during a write."""
 
 
 class Fsync(StrEnum):
-    """When what changes must be on disk."""
+    """When changes must be on disk."""
 
     ALWAYS = "always"
-    """Before it is acknowledged: it survives a power failure."""
+    """Before they are acknowledged: they survive a power failure."""
     INTERVAL = "interval"
-    """Within a second; it is the kernel's before it is acknowledged, and survives the daemon."""
+    """Within a second. They are written before they are acknowledged, and survive the daemon."""
     NEVER = "never"
-    """When the kernel likes; it is the kernel's before it is acknowledged, and survives the daemon."""
+    """When the kernel writes them back. They are written before they are acknowledged, and survive the daemon."""
 
 
 class ReplyReceiver(Protocol):
-    """A connection whose replies wait until what they tell of is written."""
+    """A connection whose replies wait until the changes they show are written."""
 
     def release(self, data: Any) -> None:
-        """Send data that was held."""
+        """Send held data."""
 
     def settle(self) -> None:
-        """Continue after all data that was held has been sent."""
+        """Continue after all held data has been sent."""
 
 
 class JournaledServer(Protocol):
-    """What a journal needs of the server whose state it keeps."""
+    """What a journal needs of its server."""
 
     change_log: ChangeLog
     config: Config
@@ -79,7 +79,7 @@ class JournaledServer(Protocol):
 
 
 class GroupCommit:
-    """The journal of one server. ``failure`` is done, with a JournalError, when it cannot be written any more."""
+    """The journal of one server. ``failure`` gets a JournalError when the journal cannot be written any more."""
 
     def __init__(self, server: JournaledServer, journal: Journal, policy: Fsync) -> None:
         self.journal = journal
@@ -99,25 +99,25 @@ class GroupCommit:
         self._syncer = DaemonThreadPool("asyncdist-sync", max_threads=1)
         self._copier = DaemonThreadPool("asyncdist-snapshot", max_threads=1)
         self._closing = False
-        self._choked = False
+        self._paused_reading = False
         self._timer: asyncio.TimerHandle | None = None
-        self._look: asyncio.TimerHandle | None = None
+        self._check: asyncio.TimerHandle | None = None
 
     @classmethod
     async def open(cls, server: JournaledServer, folder: Path, policy: Fsync) -> GroupCommit:
-        """Put what ``folder`` holds into the server's state, and from now on its changes there. Raises JournalError."""
+        """Restore the server's state from ``folder``, and write its changes there from now on. Raises JournalError."""
         journal = await asyncio.to_thread(Journal, folder, compact_nbytes=server.config.store_compact_nbytes)
         durability = cls(server, journal, policy)
         contents, journal.contents = journal.contents or Contents(), None
         server.state.restore(contents)
-        server.limit = max(server.limit, message_limit(*contents.longest_nbytes))  # what is held can be read
+        server.limit = max(server.limit, message_limit(*contents.longest_nbytes))  # stored values can be read
         server.sessions.restore(contents.members, time.monotonic())
         server.change_log.start(durability._wake)
         server.lineage = journal.lineage
         return durability
 
     def _contents(self) -> Contents:
-        """Return a copy of all that a later server has to know."""
+        """Return a copy of what a later server needs."""
         contents = self._server.state.contents()
         contents.members = self._server.sessions.contents()
         return contents
@@ -126,7 +126,7 @@ class GroupCommit:
 
     @property
     def holding(self) -> bool:
-        """Whether replies have to wait: something changed that is not written yet, as the policy has it."""
+        """Whether replies have to wait, because a change is not written as the policy says."""
         return self._writing is not None or self.change_log.pending or self.failure.done()
 
     def hold(self, connection: ReplyReceiver, data: bytes) -> None:
@@ -136,22 +136,22 @@ class GroupCommit:
     # -- writing ----------------------------------------------------------------------------------
 
     def _wake(self) -> None:
-        """Something has changed: write it when this turn of the loop is over, or what is being written is."""
+        """Write the changes after this iteration of the loop, or after the write in progress."""
         if self._writing is None:
             self._loop.call_soon(self._commit)
         else:
-            self._look_later()
+            self._check_later()
 
-    def _look_later(self) -> None:
-        self._look = self._loop.call_later(LOOK, self._choke)
+    def _check_later(self) -> None:
+        self._check = self._loop.call_later(CHECK_INTERVAL, self._limit_pending)
 
-    def _choke(self) -> None:
-        """The disk does not keep up: read from nobody until it has."""
+    def _limit_pending(self) -> None:
+        """Pause reading if the disk does not keep up."""
         if self._writing is not None and self.change_log.pending_nbytes > PENDING_NBYTES:
-            self._choked = True
+            self._paused_reading = True
             self._server.pause_reading()
         elif self._writing is not None:
-            self._look_later()
+            self._check_later()
 
     def _commit(self) -> None:
         """Write the pending changes; then send the held replies."""
@@ -163,7 +163,7 @@ class GroupCommit:
         contents = self._contents() if self._little_unsynced and self._is_to_be_compacted() else None
         self._little_unsynced = False
         self._sync_later()
-        if contents is None and self._takes_no_time(body):
+        if contents is None and self._writes_at_once(body):
             try:
                 self.journal.commit(*body, sync=False)
             except OSError as error:
@@ -176,8 +176,8 @@ class GroupCommit:
         self._writing = self._loop.run_in_executor(self._syncer if waits else self._writer, job)
         self._writing.add_done_callback(functools.partial(self._written, held, contents))
 
-    def _takes_no_time(self, body: list[bytes]) -> bool:
-        """Whether the loop may write that itself. Beside a sync the kernel may let it wait: 12 ms of 28, on ext4."""
+    def _writes_at_once(self, body: list[bytes]) -> bool:
+        """Return whether the loop may write that itself. During a sync a write may wait: 12 of 28 ms on ext4."""
         return self.policy is not Fsync.ALWAYS and self._syncing is None and sum(map(len, body)) <= AT_ONCE_NBYTES
 
     def _write(self, body: list[bytes], *, rotate: bool) -> int:
@@ -188,8 +188,8 @@ class GroupCommit:
         self, held: list[tuple[ReplyReceiver, bytes]], contents: Contents | None, job: asyncio.Future[int]
     ) -> None:
         self._writing = None
-        if self._look is not None:
-            self._look.cancel()
+        if self._check is not None:
+            self._check.cancel()
         error = job.exception()
         if error is not None:
             self._fail(error, syncing=contents is not None)
@@ -197,24 +197,24 @@ class GroupCommit:
         if contents is not None:
             self._begin_snapshot(job.result(), contents)
         if not self.change_log.pending:
-            held += self._held  # those were only waiting behind what was being written
+            held += self._held  # they show nothing newer than this write
             self._held = []
         self._release(held)
         self._commit()
-        if self._choked:
-            self._choked = False
+        if self._paused_reading:
+            self._paused_reading = False
             self._server.resume_reading()
 
     def _release(self, held: list[tuple[ReplyReceiver, bytes]]) -> None:
-        """Send what tells of nothing but what is written."""
+        """Send held replies whose changes are written."""
         for connection, data in held:
             connection.release(data)
         for connection in dict.fromkeys(connection for connection, _ in held):
-            connection.settle()  # it may go on to what is answered at once, and so not before all this is sent
+            connection.settle()  # only now: a later reply must not pass these
         if self._is_to_be_compacted():
             self._sync()
 
-    # -- syncing: in a thread of its own, for nobody's reply waits for it ----------------------------
+    # -- syncing: in a thread of its own, because no reply waits for it ------------------------------
 
     def _sync_later(self) -> None:
         if self.policy is Fsync.INTERVAL and self._timer is None and not self._closing:
@@ -224,7 +224,7 @@ class GroupCommit:
         self._timer = None
         if self._syncing is None and self._writing is None:
             self._sync()
-        else:  # a sync that began now, or before, may not have what is being written
+        else:  # this sync, or the one in progress, may not cover the current write
             self._sync_later()
 
     def _sync(self) -> None:
@@ -242,21 +242,21 @@ class GroupCommit:
             self._commit()
 
     def _fail(self, error: BaseException, *, syncing: bool = False) -> None:
-        """Nothing can be promised any more: drop everyone who was promised something, and say why."""
+        """End the journal: log the error and drop all connections, whose replies would not be durable."""
         if not self.failure.done():
             why = getattr(error, "strerror", None) or str(error) or type(error).__name__
             known = "everything acknowledged so far is there"
             if syncing and self.policy is not Fsync.ALWAYS:
-                known = "what was acknowledged since it was last on disk may be lost"
+                known = "changes acknowledged since the last sync may be lost"
             text = (
-                f"the store's data in {self.journal.folder} cannot be written ({why}): {known}; see to the disk, then "
-                "start the store again"
+                f"the store's data in {self.journal.folder} cannot be written ({why}): {known}; free or "
+                "repair the disk, then start the store again"
             )
             logger.critical("%s", text)
             self.failure.set_exception(JournalError(text))
         self._server.drop_all()
 
-    # -- compaction: once all but a little is on disk, for replies wait while a new segment is begun --
+    # -- compaction: after a sync, because replies wait while a new segment is begun -----------------
 
     def _is_to_be_compacted(self) -> bool:
         return self._snapshot is None and not self._closing and self.journal.wants_compaction
@@ -267,20 +267,20 @@ class GroupCommit:
         self._snapshot.add_done_callback(self._snapshot_done)
 
     def _pause(self) -> bool:
-        time.sleep(0.0005)  # in the snapshot's thread: the loop's gets the interpreter
+        time.sleep(0.0005)  # in the snapshot's thread: the loop's thread gets the interpreter lock
         return not self._closing
 
     def _snapshot_done(self, job: asyncio.Future[None]) -> None:
         self._snapshot = None
         error = job.exception()
         self.num_snapshots += error is None
-        if error is not None:  # the log is whole without it, and grows until the next one succeeds
-            logger.error("store: no snapshot could be written in %s: %s", self.journal.folder, error)
+        if error is not None:  # the log is complete without it, and grows until the next one succeeds
+            logger.error("store: cannot write a snapshot in %s: %s", self.journal.folder, error)
 
     # -- ends -------------------------------------------------------------------------------------
 
     async def flush(self) -> None:
-        """Return when everything that has changed is written, as the policy has it, and all held replies are sent."""
+        """Return when all changes are written as the policy says, and all held replies are sent."""
         while (self._writing is not None or self.change_log.pending) and not self.failure.done():
             if self._writing is None:
                 self._commit()
@@ -288,7 +288,7 @@ class GroupCommit:
                 await asyncio.wait([self._writing])
 
     async def close(self) -> None:
-        """Write what is left, give up a snapshot that is being written, and close the journal."""
+        """Write the pending changes, abort a snapshot in progress, and close the journal."""
         self._closing = True
         if self._timer is not None:
             self._timer.cancel()

@@ -1,14 +1,14 @@
 """A store's data on disk: log segments, periodic snapshots, and recovery from both.
 
     DIR/lock             held by the daemon that uses the folder; contains the id of the data set
-    DIR/snapshot-3       all that the store held when log-3 was begun
-    DIR/log-3, log-4 …   what changed since; the last is appended to
+    DIR/snapshot-3       the contents of the store when log-3 was begun
+    DIR/log-3, log-4 …   the changes since then; the last segment is appended to
 
 Compaction begins a new segment, writes its snapshot under a temporary name, renames it once it is complete and on disk,
-and then removes the older files. So at each moment the newest snapshot and the segments from its
-number on are everything. The numbers of the frames (`log`) go on from one segment to the next. A frame that the end of
-the last segment cuts short was never acknowledged, and is cut off with a warning; a last segment without a whole header
-is begun anew with a warning. Anything else that is not as it was written is refused.
+and then removes the older files. At each moment the newest snapshot and the segments from its number on are complete.
+The numbers of the frames continue from one segment to the next. A torn frame at the end of the last segment was never
+acknowledged, and is cut off with a warning; a last segment without a complete header is begun again with a warning. Any
+other damage is refused.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ logger = logging.getLogger(__name__)
 _NAME = re.compile(r"(log|snapshot)-(\d+)")
 _LINEAGE = re.compile("[0-9a-f]{16}")
 _UNFINISHED = ".unfinished"
-_AT_ONCE = 1024
-"""Pieces that POSIX lets be written together, at most."""
+_MAX_PIECES = 1024
+"""The pieces that one writev takes (IOV_MAX)."""
 
 
 class Journal:
-    """The data of one store in a folder, open for appending. `contents` is what it held; take it once.
+    """The data of one store in a folder, open for appending. `contents` is what it held.
 
     All methods may be called from any thread, one at a time, with two exceptions: `write_snapshot` may run in parallel
-    with the others, and `commit` in parallel with `sync`, which then may or may not cover that commit.
+    with the others, and `commit` in parallel with `sync`, which may not cover that commit.
     """
 
     def __init__(self, folder: Path, *, compact_nbytes: int) -> None:
-        """Open ``folder``, made if it is not there. Raises JournalError when it is in use, damaged, or not a store's."""
+        """Open ``folder``; create it if necessary. Raises JournalError if it is in use, damaged, or not that of a store."""
         self.folder = folder
         self.contents: Contents | None = None
         self._compact_nbytes = compact_nbytes
@@ -76,16 +76,16 @@ class Journal:
         return self._lock
 
     def close(self) -> None:
-        """Let go of the folder. What was committed without ``sync`` is the kernel's to write."""
+        """Release the folder. The kernel writes what was committed without ``sync``."""
         for fd in (self._fd, self._lock):
             if fd >= 0:
                 os.close(fd)
         self._fd = self._lock = -1
 
-    # -- writing: each raises OSError, after which nothing more may be written -----------------------
+    # -- writing: after an OSError, nothing more may be written --------------------------------------
 
     def commit(self, *body: bytes, sync: bool) -> None:
-        """Append a frame, whose body may come in pieces; with ``sync``, it is on disk when this returns."""
+        """Append a frame, whose body may be in pieces; with ``sync``, it is on disk when this returns."""
         self._nbytes += _write(self._fd, log_format.frame_head(self._salt, self._next_frame, *body), *body)
         self._next_frame += 1
         if sync:
@@ -97,12 +97,12 @@ class Journal:
 
     @property
     def nbytes(self) -> int:
-        """What a restart would have to read."""
+        """Bytes that a restart would read."""
         return self._nbytes + self._snapshot_nbytes
 
     @property
     def wants_compaction(self) -> bool:
-        """Whether there is enough log to be worth a snapshot: as much as the last one at least."""
+        """Whether the log is long enough for a snapshot: at least as long as the last one."""
         return self._nbytes > max(self._compact_nbytes, self._snapshot_nbytes)
 
     def rotate(self) -> int:
@@ -115,9 +115,9 @@ class Journal:
         return self._number
 
     def write_snapshot(self, number: int, contents: Contents, pause: Callable[[], bool]) -> None:
-        """Write what the store held when segment ``number`` was begun, then remove what came before.
+        """Write the contents of the store when segment ``number`` was begun, then remove the older files.
 
-        ``pause`` is called after each part, to let others run; if it returns False, the snapshot is given up.
+        ``pause`` is called after each frame, to let other threads run; if it returns False, the snapshot is aborted.
         """
         path = self.folder / f"snapshot-{number}"
         unfinished = path.with_name(path.name + _UNFINISHED)
@@ -127,7 +127,7 @@ class Journal:
                 return
             os.rename(unfinished, path)
         finally:
-            unfinished.unlink(missing_ok=True)  # or what a full disk cut short would keep it full
+            unfinished.unlink(missing_ok=True)  # on a full disk too
         _sync_folder(self.folder)
         self._snapshot_nbytes = nbytes
         self._remove_before(number)
@@ -149,7 +149,7 @@ class Journal:
         _sync_folder(self.folder)
 
     def _named(self) -> str:
-        """Return the name of what is stored here, which servers one after the other have in common."""
+        """Return the name of this data set; successive servers share it."""
         name = os.pread(self._lock, 64, 0).decode("ascii", "replace")
         if not _LINEAGE.fullmatch(name):
             name = secrets.token_hex(8)
@@ -196,7 +196,7 @@ class Journal:
                 raise _damaged(path, log_format.DamagedError(reader.end, "the snapshot's end is not there"))
 
     def _read_segment(self, path: Path, contents: Contents, before: _Reader | None, *, last: bool) -> _Reader | None:
-        """Replay a segment that follows ``before``; return its reader, or None where the segment was begun anew."""
+        """Replay a segment that follows ``before``; return its reader, or None if the segment was begun again."""
         try:
             file = path.open("rb")
         except FileNotFoundError:
@@ -204,8 +204,8 @@ class Journal:
         with file:
             if last and _lacks_header(file):
                 logger.warning(
-                    "store: begin %s anew, which has %d bytes and no whole header: the store ended while it made the "
-                    "file, or the file was cut short, and what it held is lost",
+                    "store: begin %s anew, which has %d bytes and no whole header: the store ended while it created the "
+                    "file, or the file was truncated and its contents are lost",
                     path, os.fstat(file.fileno()).st_size,
                 )  # fmt: skip
                 self._begin(int(path.name.partition("-")[2]))
@@ -231,7 +231,7 @@ class Journal:
             self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
             if not whole:
                 logger.warning(
-                    "store: cut %d bytes off %s at offset %d: they were written last, in part, and never acknowledged",
+                    "store: cut %d bytes off %s at offset %d: the last frame is incomplete and was never acknowledged",
                     reader.size - reader.end, path, reader.end,
                 )  # fmt: skip
                 os.ftruncate(self._fd, reader.end)  # what is flushed next takes this along
@@ -239,9 +239,9 @@ class Journal:
 
 
 class _Reader:
-    """One file of frames, read from its beginning. ``end`` is where the frames that were whole and made end.
+    """One file of frames, read from its beginning. ``end`` is the offset after the last frame that was replayed.
 
-    ``number`` is that of the frame that comes next.
+    ``number`` is that of the next frame.
     """
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
@@ -255,9 +255,10 @@ class _Reader:
         self.end = log_format.HEADER_NBYTES
 
     def replay(self, contents: Contents) -> bool:
-        """Make the changes of all frames that are whole; return whether the last one ends a snapshot.
+        """Replay all complete frames; return whether the last one ends a snapshot.
 
-        Raises DamagedError for a frame that is not what was written.
+        Raises:
+            DamagedError: A frame is not what was written.
         """
         ended = False
         while True:
@@ -272,7 +273,7 @@ class _Reader:
             log_format.check_body(body, checksum, self.end)
             try:
                 ended = replay(body, contents)
-            except ProtocolError as error:  # which no checksum explains: another version wrote it
+            except ProtocolError as error:  # another version wrote it
                 raise _damaged(
                     self.path, log_format.DamagedError(self.end, f"its checksum is right: {error}")
                 ) from None
@@ -285,7 +286,7 @@ class _Reader:
 
 
 def _lacks_header(file: BinaryIO) -> bool:
-    """Return whether a segment ends before its header does, or at its end with a wrong checksum; read from its start."""
+    """Return whether a segment has no complete header. Reads ``file`` from its start."""
     if os.fstat(file.fileno()).st_size > log_format.HEADER_NBYTES:
         return False
     try:
@@ -297,7 +298,7 @@ def _lacks_header(file: BinaryIO) -> bool:
 
 
 def _make(folder: Path) -> None:
-    """Make a folder, and those above it that are missing, to stay after a power failure."""
+    """Create a folder and its missing parents, and flush their names to disk."""
     missing = [each for each in (folder, *folder.parents) if not each.exists()]
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     for each in missing:
@@ -314,7 +315,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _write_snapshot(path: Path, contents: Contents, pause: Callable[[], bool]) -> int:
-    """Write a snapshot to disk and return its length; 0 if it was given up."""
+    """Write a snapshot to disk and return its length; 0 if it was aborted."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         salt = secrets.token_bytes(log_format.SALT_NBYTES)
@@ -337,11 +338,11 @@ def _lock(fd: int, folder: Path) -> None:
 
 
 def _write(fd: int, *pieces: bytes) -> int:
-    """Write all of it and return how many bytes that were."""
+    """Write all pieces and return the number of bytes."""
     views = [memoryview(piece) for piece in pieces]
     nbytes = sum(map(len, views))
     while views:
-        written = os.writev(fd, views[:_AT_ONCE])
+        written = os.writev(fd, views[:_MAX_PIECES])
         while views and written >= len(views[0]):
             written -= len(views.pop(0))
         if views and written:
@@ -358,6 +359,6 @@ def _damaged(path: Path, error: log_format.DamagedError) -> JournalError:
 
 def _cannot(what: str, folder: Path, error: OSError) -> JournalError:
     return JournalError(
-        f"cannot {what} the store's data in {folder} ({error.strerror or error}): see to the folder's owner, its mode and "
-        "room on its disk"
+        f"cannot {what} the store's data in {folder} ({error.strerror or error}): check the folder's owner, its mode "
+        "and the free space"
     )

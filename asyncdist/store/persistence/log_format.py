@@ -5,10 +5,10 @@ Used by `journal` and `FileStore`.
     header   MAGIC, 8 random bytes: the log's *salt*, u64 number of the first frame, u32 CRC of all that
     frame    mark, u64 length, u64 number, u32 CRC of the body, u32 CRC of all that seeded with the salt; then the body
 
-A frame is what was written at once: it is there as a whole or not at all. The header has a checksum of its own, so that a
-damaged length is not taken for a frame that never got its end; the salt keeps a log that somebody stored as a value from
-being taken for frames of this one. Frames are numbered without a gap, so that a reader detects a whole frame that was
-removed, repeated or moved; only the last frames of a log can be removed without a trace.
+A frame is complete or ignored. The header has a checksum of its own, so that a damaged length is not taken for a torn
+frame. The salt keeps a log that is stored as a value from being taken for frames of this log. Frames are numbered without
+a gap, so that a reader detects a frame that was removed, repeated or moved; only the last frames can be removed without a
+trace.
 
 A frame of a file store is a request (`store.client.file`), a frame of a daemon the changes of its state (`change_log`).
 """
@@ -29,13 +29,13 @@ _HEAD = struct.Struct("<4sQQI")
 _SEAL = struct.Struct("<I")
 HEADER_NBYTES = len(MAGIC) + SALT_NBYTES + _FIRST.size + _SEAL.size
 FRAME_NBYTES = _HEAD.size + _SEAL.size
-"""What a frame is longer than its body."""
+"""Bytes of a frame besides its body."""
 
 Data = bytes | memoryview
 
 
 class DamagedError(ProtocolError):
-    """Bytes that are no frame, or not the one that was written. ``offset`` is where it begins."""
+    """Bytes that are not the frame that was written. ``offset`` is where the frame begins."""
 
     def __init__(self, offset: int, why: str) -> None:
         super().__init__(f"at offset {offset}: {why}")
@@ -43,16 +43,16 @@ class DamagedError(ProtocolError):
         self.why = why
 
     def after(self, nbytes: int) -> DamagedError:
-        """Return the same, of a log of which ``nbytes`` lie before what was looked at."""
+        """Return the same error for a log with ``nbytes`` before the examined part."""
         return DamagedError(self.offset + nbytes, self.why)
 
 
 class MisplacedError(DamagedError):
-    """A frame that is as it was written, where another one belongs. No crash of a writer leaves one."""
+    """An intact frame where another one belongs. No crash of a writer leaves one."""
 
 
 def header(salt: bytes, first: int = 0) -> bytes:
-    """Return what a log begins with whose first frame has the number ``first``."""
+    """Return the header of a log whose first frame has the number ``first``."""
     start = MAGIC + salt + _FIRST.pack(first)
     return start + _SEAL.pack(crc32(start))
 
@@ -73,7 +73,7 @@ def read_header(data: Data) -> tuple[bytes, int]:
 
 
 def frame_head(salt: bytes, number: int, *body: Data) -> bytes:
-    """Return what goes in front of the body of frame ``number``; the body may come in pieces."""
+    """Return the head of frame ``number``; the body may be in pieces."""
     checksum = 0
     for piece in body:
         checksum = crc32(piece, checksum)
@@ -82,10 +82,10 @@ def frame_head(salt: bytes, number: int, *body: Data) -> bytes:
 
 
 def next_frame(data: Data, start: int, salt: bytes, number: int) -> tuple[int, int] | None:
-    """Return where the body of frame ``number`` at ``start`` begins and ends; None if its end is not there yet.
+    """Return where the body of frame ``number`` at ``start`` begins and ends; None if the frame is incomplete.
 
     Raises:
-        MisplacedError: Another frame of this log stands there.
+        MisplacedError: It is another frame of this log.
         DamagedError: A checksum is wrong.
     """
     begin = start + FRAME_NBYTES
@@ -109,7 +109,7 @@ def read_head(head: Data, offset: int, salt: bytes, number: int) -> tuple[int, i
     mark, nbytes, found, checksum = _HEAD.unpack_from(head)
     (seal,) = _SEAL.unpack_from(head, _HEAD.size)
     if mark != _MARK or seal != _sealed(salt, head[: _HEAD.size]):
-        raise DamagedError(offset, "no frame begins here, or its length is damaged")
+        raise DamagedError(offset, "no frame begins here, or its head is damaged")
     if found != number:
         raise MisplacedError(
             offset, f"frame {found} stands where frame {number} belongs: a frame was removed, repeated or moved"
@@ -118,13 +118,13 @@ def read_head(head: Data, offset: int, salt: bytes, number: int) -> tuple[int, i
 
 
 def check_body(body: Data, checksum: int, offset: int) -> None:
-    """Raise DamagedError for a body that is not what was written into the frame at ``offset``."""
+    """Raise DamagedError if the body of the frame at ``offset`` has another checksum."""
     if crc32(body) != checksum:
         raise DamagedError(offset, f"the checksum of a frame of {len(body)} bytes is wrong")
 
 
 def has_frame_after(data: bytes, start: int, salt: bytes) -> bool:
-    """Say whether any frame begins beyond ``start``: then what is damaged at ``start`` is not what was written last."""
+    """Return whether a frame begins beyond ``start``. If so, the damage at ``start`` is not in the last frame."""
     while (start := data.find(_MARK, start + 1)) >= 0:
         head = data[start : start + _HEAD.size]
         seal = data[start + _HEAD.size : start + FRAME_NBYTES]

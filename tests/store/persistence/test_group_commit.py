@@ -310,7 +310,7 @@ async def test_replies_that_wait_for_the_disk_are_limited(tmp_path, disk, eventu
 
 async def test_reading_pauses_while_the_disk_cannot_keep_up(tmp_path, disk, monkeypatch, eventually: Eventually):
     monkeypatch.setattr("asyncdist.store.persistence.group_commit.PENDING_NBYTES", 1 << 20)
-    monkeypatch.setattr("asyncdist.store.persistence.group_commit.LOOK", 0.001)
+    monkeypatch.setattr("asyncdist.store.persistence.group_commit.CHECK_INTERVAL", 0.001)
     async with served(tmp_path) as (server, _):
         peer = await asyncio.to_thread(Peer, server.port)
         disk.stop()
@@ -370,7 +370,7 @@ async def test_failed_sync_names_the_changes_that_may_be_lost(tmp_path, monkeypa
         with monkeypatch.context() as broken:
             broken.setattr(os, "fdatasync", _full)
             await store.set("k", b"acknowledged")
-            with pytest.raises(JournalError, match="acknowledged since it was last on disk may be lost"):
+            with pytest.raises(JournalError, match="acknowledged since the last sync may be lost"):
                 await server.durability.failure
 
 
