@@ -162,9 +162,11 @@ class SerialExecutor:
                 self._num_pending -= 1
 
 
-def start_daemon_thread(function: Callable[[], T], name: str) -> Future[T]:
+def start_daemon_thread(function: Callable[[], T], name: str, *, awaited_at_exit: bool = True) -> Future[T]:
     """Run a blocking call in a thread of its own, and return the future of its result. The exit waits for it as above."""
     pool = DaemonThreadPool(name, max_threads=1)
+    if not awaited_at_exit:
+        _pools.discard(pool)
     try:
         return pool.submit(function)
     finally:

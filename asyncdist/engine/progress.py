@@ -63,7 +63,7 @@ _SPREAD_EVERY = 1e-3
 
 
 class LoopState(enum.Enum):
-    """What the loop driver does next."""
+    """The next step of the loop driver."""
 
     IDLE = enum.auto()
     """Nothing is pending, or another thread drives."""

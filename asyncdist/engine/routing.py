@@ -80,7 +80,8 @@ class TransportSelector:
     def used(self, members: Sequence[int]) -> list[str]:
         """Return the names of the transports among a group's members, the preferred first.
 
-        What ranks try belongs to it on all of them if any two are joined by it, so that all may ask for the same again.
+        A transport that probes belongs to the result on all members if it connects any two of them, so that all members may
+        request the same transports again.
         """
         ours = {self.to(peer) for peer in members if peer != self._rank}
         joined = {

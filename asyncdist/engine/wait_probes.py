@@ -52,12 +52,12 @@ class Standing:
     """Where a rank waits: its answer to a probe.
 
     Attributes:
-        call: The pending call; empty if there is none.
+        call: The pending call; empty for an idle rank.
         group: The number of the call's group.
         sequence: The sequence number of a collective, the tag of a message.
         peers: The world ranks that it waits for; -1 stands for any rank.
         over: Whether the rank has completed the collective that the probe asks about.
-        findings: What the rank has found at the ends of its own chains.
+        findings: The findings of the rank's own probe.
     """
 
     call: str = ""
@@ -183,12 +183,12 @@ class WaitProbes:
             self._tell(key)
 
     def findings(self, operation: Operation) -> tuple[Finding, ...]:
-        """Return what is found so far about the ranks that an operation waits for."""
+        """Return the findings so far about the ranks that an operation waits for."""
         probe = self._probes.get(operation.key)
         return () if probe is None else self._findings(operation, probe)
 
     def _tell(self, key: bytes) -> None:
-        """Answer the ranks that have asked about an operation again, if there is something new."""
+        """Answer the ranks that have asked about an operation again, if the findings have changed."""
         probe, operation = self._probes.get(key), self._operations.get(key)
         if probe is None or operation is None:
             return
@@ -237,7 +237,7 @@ def timeout_error(operation: Operation, findings: Iterable[Finding], trouble: st
 
     Args:
         operation: The operation.
-        findings: What its probe has found.
+        findings: The findings of its probe.
         trouble: Why the ranks that it waits for cannot be reached; empty if they can.
     """
     rank = operation.channel.world_rank

@@ -33,7 +33,7 @@ _TURN = 1e-3  # seconds for which a task may await what is over at once, until i
 
 
 class _Turns(threading.local):
-    """When an await of ours last let this thread's loop turn."""
+    """The time at which an await of a work last let this thread's loop turn."""
 
     last = 0.0
 
@@ -228,7 +228,7 @@ class Work:
         return "goes on" if not self._done else f"failed ({self._error})" if self._error else "is completed"
 
     def __repr__(self) -> str:
-        # What asyncio.create_task shows of what it does not take; it takes coroutines only.
+        # asyncio.create_task, which takes coroutines only, shows this text in its error.
         return f"<Work that {self._state()}: await it as it is, it needs no task>"
 
 

@@ -22,7 +22,7 @@ from asyncdist.tracing.recorder import FILE_NAMES
 
 # Seconds by which a call may be older than the dump without counting as waiting.
 _ABOUT_NOW = 0.05
-# Seconds within which worlds that were asked or failed together write their files.
+# Seconds within which the ranks of worlds that were signalled, or failed, together write their files.
 _AT_ONCE = 30.0
 
 
@@ -167,7 +167,7 @@ class RankPosition:
 
     ``number`` is None if all are over everywhere. ``waiting`` are the ranks that are in it, with the seconds since
     their call; ``through`` those for whom it is over; ``behind`` those that have not called it, with the number of their
-    last call (0: there was none); ``silent`` those that have written nothing.
+    last call (0 before the first); ``silent`` those that have written nothing.
     """
 
     group: str

@@ -73,7 +73,7 @@ class Entry:
 
 
 class _Known(NamedTuple):
-    """A group's ranks, and a function that returns the number of its last collective; 0 if there was none."""
+    """A group's ranks, and a function that returns the number of its last collective; 0 before the first."""
 
     ranks: Sequence[int]
     last_number: Callable[[], int]
@@ -97,7 +97,7 @@ class Recorder:
 
     @property
     def last(self) -> Entry | None:
-        """The newest operation; None if there was none. Callable from any thread."""
+        """The newest operation; None before the first. Callable from any thread."""
         return self._entries[-1] if self._entries else None
 
     def add_group(self, name: str, ranks: Sequence[int], last_number: Callable[[], int]) -> None:

@@ -346,7 +346,7 @@ def test_background_operation_without_descriptors_for_the_loop_fails(monkeypatch
                 work = group.all_reduce(torch.ones(1))
                 work.wait(PATIENCE)
         else:
-            group.all_reduce(torch.ones(1), background=False)
+            group.all_reduce(torch.ones(1), background=False).exception()
 
     with pytest.raises(GroupError, match=r"all_reduce #1 on group .*, rank 0, .*: rank 0 has no free file descriptor"):
         run_ranks(2, program)

@@ -31,7 +31,7 @@ class FrameSink(Protocol):
 
 
 class Source(Protocol):
-    """Provides bytes like a non-blocking socket: BlockingIOError if there are none."""
+    """Provides bytes like a non-blocking socket: BlockingIOError if no byte has arrived."""
 
     def recv_into(self, buffer: memoryview, nbytes: int, /) -> int: ...
 

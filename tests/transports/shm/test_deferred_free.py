@@ -71,7 +71,7 @@ def world(size):
 def outlasted():
     """Wait until nobody waits for the end of a peer."""
     for thread in threading.enumerate():
-        if thread.name == "asyncdist-deferred-free":
+        if thread.name.startswith("asyncdist-deferred-free"):
             thread.join(10)
             assert not thread.is_alive()
 

@@ -49,7 +49,7 @@ class RingWriter(_RingEnd):
     _word = WRITTEN
 
     def sendmsg(self, buffers: Sequence[bytes | bytearray | memoryview], /) -> int:
-        """Write as many bytes as there is free space for; BlockingIOError if there is none."""
+        """Write as many bytes as there is free space for; BlockingIOError without free space."""
         sent = 0
         for buffer in buffers:
             if len(buffer):
@@ -91,7 +91,7 @@ class RingReader(_RingEnd):
         return self._peer_words[WRITTEN] == self._moved
 
     def recv_into(self, buffer: memoryview, nbytes: int, /) -> int:
-        """Read the bytes that have arrived, up to ``nbytes``; BlockingIOError if there are none."""
+        """Read the bytes that have arrived, up to ``nbytes``; BlockingIOError if no byte has arrived."""
         count = self._copy_out(buffer[:nbytes])
         if not count:
             raise BlockingIOError

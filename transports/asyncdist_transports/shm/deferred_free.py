@@ -9,6 +9,7 @@ close, because the process may never call this transport again.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import select
 import threading
@@ -16,6 +17,7 @@ import weakref
 from collections.abc import Sequence
 
 from asyncdist.base import lifecycle
+from asyncdist.base.daemon_threads import start_daemon_thread
 from asyncdist.errors import ranks
 from asyncdist.memory.shared_arena import ArenaBlock, ArenaMapping
 from asyncdist_transports.shm.collectives.slot_table import SlotTable
@@ -48,12 +50,11 @@ def release_world(control: OwnControlBlock, rings: Sequence[ArenaBlock], local_p
         gc.collect()
     waiting = [local_peer for local_peer in local_peers if not local_peer.has_left()]
     if waiting:
-        thread = threading.Thread(
-            target=_await_peers, args=(waiting, local_peers), name="asyncdist-deferred-free", daemon=True
-        )
         # A process at its end starts no thread, and its memory ends with it.
         with contextlib.suppress(RuntimeError):
-            thread.start()
+            start_daemon_thread(
+                functools.partial(_await_peers, waiting, local_peers), "asyncdist-deferred-free", awaited_at_exit=False
+            )
     else:
         _close(local_peers)
     # After `has_left`: if every peer had left by then, no later call would check again.

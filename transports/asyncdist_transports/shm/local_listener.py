@@ -31,6 +31,7 @@ from typing import Any
 
 from asyncdist.base import lifecycle
 from asyncdist.base.auth import Handshake, accept, dial
+from asyncdist.base.backoff import Backoff
 from asyncdist.base.network import machine_name
 from asyncdist.errors import AsyncdistError, ProtocolError
 from asyncdist.memory.shared_arena import Arena
@@ -44,7 +45,7 @@ _PREFIX = "asyncdist-"
 """Prefix of the names of the sockets."""
 
 _PACKET_NBYTES = 4096
-_PAUSE = 0.005
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.002, 0.05
 _WELCOME = b"."
 _CREDENTIALS = struct.Struct("3i")
 
@@ -169,7 +170,7 @@ def _remove_stale_sockets(folder: str) -> None:
         names = os.listdir(folder)
     for name in names:
         if name.startswith(_PREFIX):
-            # Another rank has removed it, or it is no socket of a rank.
+            # Another rank has removed it, or it is not a socket of a rank.
             with contextlib.suppress(OSError):
                 _remove_if_stale(f"{folder}/{name}")
 
@@ -236,7 +237,7 @@ async def accept_peer(
         introduction = await _receive_introduction(sock, host, expected)
         rank = introduction[0]
         await _send_introduction(sock, host, arena, control_offset)
-        reply, _ = await _accept_peers(sock)
+        reply, _ = await _receive_packet(sock)
         if reply != _WELCOME:
             raise PeerRefused(_decode_reason(reply))
         return introduction
@@ -260,18 +261,18 @@ async def _connect(address: Mapping[str, Any]) -> socket.socket:
     lifecycle.close_in_children(sock)
     sock.setblocking(False)
     try:
-        while True:
+        async for _ in Backoff(_FIRST_PAUSE, _LONGEST_PAUSE):
             try:
                 sock.connect(path)
-                return sock
+                break
             # The backlog is full.
             except BlockingIOError:
-                await asyncio.sleep(_PAUSE)
+                pass
+            # A peer in another namespace may not listen at its path yet.
             except ConnectionRefusedError:
                 if same_network:
                     raise
-                # The peer does not listen at its path yet.
-                await asyncio.sleep(_PAUSE)
+        return sock
     except OSError as cause:
         sock.close()
         raise PeerRefused(f"its Unix socket cannot be reached: {cause.strerror}") from cause
@@ -289,7 +290,7 @@ async def _authenticate(sock: socket.socket, handshake: Handshake) -> None:
                 await _send(sock, step)
                 step = next(handshake)
             else:
-                packet, _ = await _accept_peers(sock)
+                packet, _ = await _receive_packet(sock)
                 if len(packet) != step:
                     raise ProtocolError(f"a packet of {len(packet)} bytes where {step} were expected")
                 step = handshake.send(packet)
@@ -307,7 +308,7 @@ async def _receive_introduction(
     sock: socket.socket, host: Host, expected: Collection[int] | None = None
 ) -> Introduction:
     """Receive the peer's rank and memory; send it the reason if this rank refuses it."""
-    packet, descriptors = await _accept_peers(sock)
+    packet, descriptors = await _receive_packet(sock)
     if len(packet) != _INTRODUCTION.size:
         _close(descriptors)
         raise PeerRefused(_decode_reason(packet))
@@ -348,7 +349,7 @@ def _close(descriptors: Iterable[int]) -> None:
 
 
 async def _send(sock: socket.socket, packet: bytes, descriptor: int | None = None) -> None:
-    while True:
+    async for _ in Backoff(_FIRST_PAUSE, _LONGEST_PAUSE):
         try:
             if descriptor is None:
                 sock.send(packet)
@@ -356,12 +357,12 @@ async def _send(sock: socket.socket, packet: bytes, descriptor: int | None = Non
                 socket.send_fds(sock, [packet], [descriptor])
             return
         except BlockingIOError:
-            await asyncio.sleep(_PAUSE)
+            pass
         except OSError as cause:
             raise PeerRefused(f"the connection ended: {cause.strerror}") from cause
 
 
-async def _accept_peers(sock: socket.socket) -> tuple[bytes, list[int]]:
+async def _receive_packet(sock: socket.socket) -> tuple[bytes, list[int]]:
     while True:
         try:
             packet, descriptors, _, _ = socket.recv_fds(sock, _PACKET_NBYTES, 4, socket.MSG_CMSG_CLOEXEC)
