@@ -88,7 +88,7 @@ class Executor:
         moved = self._poll() if self._polled else False
         runnable = self._runnable
         while runnable:
-            self._run(runnable.popleft())
+            self.resume(runnable.popleft())
             moved = True
         return moved
 
@@ -96,7 +96,7 @@ class Executor:
         polled, self._polled = self._polled, []
         moved = False
         for task in polled:
-            moved = self._run(task) or moved
+            moved = self.resume(task) or moved
         return moved
 
     def _add_task(self, operation: Operation, part: int, generator: Schedule) -> None:
@@ -151,7 +151,7 @@ class Executor:
 
     # -- tasks ---------------------------------------------------------------------------------
 
-    def _run(self, task: Task) -> bool:
+    def resume(self, task: Task) -> bool:
         """Resume a task until it waits; return False if it did nothing but look."""
         operation, looks = task.operation, task.awaits is not None
         if task.operation.over:  # it failed while the task stood in the queue
@@ -181,7 +181,7 @@ class Executor:
                     task.transfers = []
                 task.outstanding = 1  # for ourselves: what ends while we still post must not put us into the queue
                 for action in step:
-                    self._do(task, action)
+                    self.perform(task, action)
                     if operation.over:  # a mismatch was found on the way
                         return True
                 task.outstanding -= 1
@@ -198,7 +198,7 @@ class Executor:
             self._break(operation, cause)
         return True
 
-    def _do(self, task: Task, action: Any) -> None:
+    def perform(self, task: Task, action: Any) -> None:
         kind = type(action)
         operation = task.operation
         if kind is Send:

@@ -11,7 +11,7 @@ for when nothing can. `Progress` makes sure that a *driver* calls it:
 
 An operation belongs to no driver: one driver may begin it and another complete it. The rules:
 
-1. A thread touches the machine only under ``_lock``. No thread sleeps while it holds ``_lock``.
+1. A thread touches the machine only under ``lock``. No thread sleeps while it holds ``lock``.
 2. An action that needs the lock goes into the queue ``_inbox``. The thread that holds the lock runs it. No thread waits for
    the lock in order to issue: after it releases the lock, a thread checks the queue again.
 3. At most one inline driver exists: the holder of ``_driver_lock``. Other blocked threads stand by and take over in turn.
@@ -90,11 +90,11 @@ class Progress:
 
     def __init__(self, machine: Machine, home: asyncio.AbstractEventLoop | None = None) -> None:
         self._machine = machine
-        self._spin = self._loop_spin = self._spread_at = 0.0
+        self.spin = self._loop_spin = self._spread_at = 0.0
         self._polls, self._spins = 512, 1
         self._spread: Callable[[], None] | None = None
         self.home = DriverLoop(home, self._on_home_left)
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
         self._inbox: deque[Callable[[], None]] = deque()
         self._driver_lock = threading.Lock()
         self._standby: deque[threading.Event] = deque()
@@ -104,8 +104,8 @@ class Progress:
         self._slice_exhausted = False
         """Whether this turn of the loop has used up its time slice."""
         self._waker: Waker | None = None
-        self._loop_watcher = LoopWatcher(self._drive_on_loop)
-        self.idle_watch = IdleWatch(machine, self._lock, self._driver_lock, self._loop_watcher)
+        self.loop_watcher = LoopWatcher(self.drive_on_loop)
+        self.idle_watch = IdleWatch(machine, self.lock, self._driver_lock, self.loop_watcher)
 
     def spin_for(self, spin: float, loop_spin: float, spread: Callable[[], None] | None) -> None:
         """Set how long drivers spin before they wait.
@@ -117,7 +117,7 @@ class Progress:
                 a spinning thread then also yields its core more often.
         """
         self._spread = spread
-        self._spin, self._loop_spin = spin, loop_spin if self.home else 0.0
+        self.spin, self._loop_spin = spin, loop_spin if self.home else 0.0
         # Polls before the core is yielded; and polls at the call itself, which cost less than an operation object.
         self._polls, self._spins = (2, 1) if spread or not spin else (512, 32)
 
@@ -132,9 +132,9 @@ class Progress:
         """Continue on the background loop: a loop that has ended runs no more callbacks."""
         self._loop_spin = 0.0
         if home.is_closed():
-            self._loop_watcher.forget()
+            self.loop_watcher.forget()
         else:
-            self._loop_watcher.leave(home)
+            self.loop_watcher.leave(home)
         if self.state is not _CLOSED:
             self.state = _IDLE
             self._schedule_loop()
@@ -142,7 +142,7 @@ class Progress:
     def submit(self, action: Callable[[], None]) -> None:
         """Run ``action`` under the lock: now if the lock is free, else on the thread that holds it."""
         self._inbox.append(action)
-        while self._inbox and self._lock.acquire(blocking=False):
+        while self._inbox and self.lock.acquire(blocking=False):
             self._take_turn()
         self._wake_idle()
 
@@ -150,12 +150,12 @@ class Progress:
         """Let a driver run ``action`` soon. Safe to call while the lock of another machine is held."""
         self._inbox.append(action)
         self._wake()
-        if not self._driver_lock.locked() and (self.home or self._loop_watcher.watched or self._machine.busy()):
+        if not self._driver_lock.locked() and (self.home or self.loop_watcher.watched or self._machine.busy()):
             self._schedule_loop()
 
     def retire(self, sock: socket.socket) -> None:
         """Close a socket once no loop watches it. Called under the lock."""
-        if self._loop_watcher.retire(sock):
+        if self.loop_watcher.retire(sock):
             self._schedule_loop()
 
     def _turn(self, ready: Iterable[int] | None) -> bool:
@@ -180,7 +180,7 @@ class Progress:
         try:  # the caller has acquired the lock
             moved = self._turn(None)
         finally:
-            self._lock.release()
+            self.lock.release()
         self._deliver()
         return moved
 
@@ -230,7 +230,7 @@ class Progress:
         if not self._driver_lock.acquire(False):
             return False
         try:
-            if not self._lock.acquire(False):
+            if not self.lock.acquire(False):
                 return False
             try:
                 if group.error is not None or self._inbox or self._machine.operations:
@@ -247,7 +247,7 @@ class Progress:
                     polls += 1
                     if polls == enough:
                         polls, now = 0, monotonic()
-                        until = until or (now + self._spin if wait else now)
+                        until = until or (now + self.spin if wait else now)
                         if now >= until:
                             return False
                         self._offer_core(now)
@@ -258,7 +258,7 @@ class Progress:
                     self._schedule_loop()
                 raise
             finally:
-                self._lock.release()
+                self.lock.release()
         finally:
             self._driver_lock.release()
             if self._standby or self._inbox:
@@ -282,12 +282,12 @@ class Progress:
         now = spin_until = 0.0
         while True:
             waits: list[Wait] | None = None
-            with self._lock:
+            with self.lock:
                 moved = self._turn(ready)
                 if not work.is_completed():
                     now = self._expire()
                     if moved:
-                        spin_until = now + self._spin
+                        spin_until = now + self.spin
                     elif now >= spin_until:
                         waits = self._prepare_sleep()
                     else:  # a peer may share it; two that both want to run are soon moved apart
@@ -365,7 +365,7 @@ class Progress:
             return
         running = asyncio._get_running_loop()
         if running is not None and running is self.loop and not self._slice_exhausted:
-            self._drive_on_loop()
+            self.drive_on_loop()
         else:
             self._schedule_loop()
 
@@ -373,7 +373,7 @@ class Progress:
         """Try for a moment to complete ``work`` inline, unless this turn of the loop has used its time slice."""
         now = monotonic()
         until, end = now + self._loop_spin, now + _SLICE
-        while not (self._slice_exhausted or self._driver_lock.locked()) and self._lock.acquire(blocking=False):
+        while not (self._slice_exhausted or self._driver_lock.locked()) and self.lock.acquire(blocking=False):
             moved = self._take_turn()
             if work.is_completed():
                 break
@@ -413,19 +413,19 @@ class Progress:
         if self.state is _SCHEDULED:
             self.state = _IDLE
         self._slice_exhausted = False
-        self._drive_on_loop()
+        self.drive_on_loop()
 
-    def _drive_on_loop(self, descriptor: int | None = None) -> None:
+    def drive_on_loop(self, descriptor: int | None = None) -> None:
         if self.state is _RESTING:
             self.state = _IDLE
         if asyncio._get_running_loop() is not self.loop:  # what the home loop had still to call when it was left
             return
         if self._driver_lock.locked():
-            self._loop_watcher.watch(self.loop, {})
+            self.loop_watcher.watch(self.loop, {})
             return
         now = monotonic()
         until, spin_until = now + (0.0 if self._slice_exhausted else _SLICE), now + self._loop_spin
-        with self._lock:
+        with self.lock:
             if self.state is _CLOSED:  # perhaps while we waited for the lock; the machine's sockets are closed too
                 return
             if not self.home:
@@ -445,8 +445,8 @@ class Progress:
                 self.state = _RESTING
             at = self._machine.next_deadline()
             if wanted is not None:  # under the lock: who retires a socket would close it under the loop's eyes
-                self._loop_watcher.watch(self.loop, dict(wanted))
-        self._loop_watcher.set_timer(self.loop, at)
+                self.loop_watcher.watch(self.loop, dict(wanted))
+        self.loop_watcher.set_timer(self.loop, at)
         self._deliver()
         self._wake()
         if moved or wanted is None or self._inbox or self._slice_exhausted:
@@ -469,7 +469,7 @@ class Progress:
             loop.call_soon_threadsafe(leave)
             done.wait()
         self.state = _CLOSED
-        with self._lock:  # what was left to a driver that has none to follow it
+        with self.lock:  # what was left to a driver that has none to follow it
             while self._inbox:
                 self._inbox.popleft()()
         self._waker = None
@@ -477,13 +477,13 @@ class Progress:
 
     def _is_registered_on_loop(self) -> bool:
         """Return whether the loop holds a callback of this machine; if not, close, so that it never gets one."""
-        with self._lock:
-            looks = self._loop_watcher.looks or self.state is _SCHEDULED or self.idle_watch.runs
+        with self.lock:
+            looks = self.loop_watcher.looks or self.state is _SCHEDULED or self.idle_watch.runs
             if not looks:
                 self.state = _CLOSED
         return looks
 
     def _leave_loop(self) -> None:
         self.idle_watch.end()
-        self._loop_watcher.leave(self.loop)
+        self.loop_watcher.leave(self.loop)
         self.state = _CLOSED

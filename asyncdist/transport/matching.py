@@ -146,13 +146,13 @@ class MatchingHost(Protocol):
 class MatchingQueue:
     """The unexpected messages from one peer, and the receives posted for messages from it."""
 
-    __slots__ = ("_aside", "_aside_nbytes", "_blocked", "_host", "peer", "posted")
+    __slots__ = ("_aside", "_blocked", "_host", "aside_nbytes", "peer", "posted")
 
     def __init__(self, peer: int, host: MatchingHost) -> None:
         self.peer = peer
         self.posted: dict[bytes, deque[Receive]] = {}
         self._aside: dict[bytes, deque[UnexpectedMessage]] = {}
-        self._aside_nbytes = 0
+        self.aside_nbytes = 0
         self._blocked: list[StalledMessage] = []
         self._host = host
 
@@ -210,7 +210,7 @@ class MatchingQueue:
         if any(blocked.key == key for blocked in self._blocked):
             return None  # or it would overtake that one
         config = self._host.config
-        small = nbytes <= config.eager_nbytes and self._aside_nbytes + nbytes <= config.aside_nbytes
+        small = nbytes <= config.eager_nbytes and self.aside_nbytes + nbytes <= config.aside_nbytes
         if small or self.posted or self._host.expects_anybody:
             return self._put_aside(key, fingerprint, nbytes)
         return None
@@ -224,7 +224,7 @@ class MatchingQueue:
         for key in [key for key in self.posted if key.startswith(channel)]:
             del self.posted[key]
         for key in [key for key in self._aside if key.startswith(channel)]:
-            self._aside_nbytes -= sum(message.nbytes for message in self._aside.pop(key))
+            self.aside_nbytes -= sum(message.nbytes for message in self._aside.pop(key))
         for blocked in [blocked for blocked in self._blocked if blocked.key.startswith(channel)]:
             self._blocked.remove(blocked)
             blocked.resume(DiscardReceive(self.peer, blocked.key, blocked.nbytes))
@@ -236,13 +236,13 @@ class MatchingQueue:
 
     def _put_aside(self, key: bytes, fingerprint: int, nbytes: int) -> UnexpectedMessage:
         message = UnexpectedMessage(self.peer, key, fingerprint, nbytes)
-        self._aside_nbytes += nbytes
+        self.aside_nbytes += nbytes
         self._aside.setdefault(key, deque()).append(message)
         return message
 
     def _claim(self, early: deque[UnexpectedMessage], receive: Receive) -> bool:
         message = early.popleft()
-        self._aside_nbytes -= message.nbytes
+        self.aside_nbytes -= message.nbytes
         if not early:
             del self._aside[receive.key]
         if self._checked(receive, message.fingerprint, message.nbytes) is not receive:

@@ -128,7 +128,7 @@ def test_a_loop_that_was_under_way_when_the_seat_was_taken_wakes_the_sleeper(asl
 
     machine = Dozer(end)
     progress = Progress(machine)
-    progress._lock = gate = Gate(machine.dozing)
+    progress.lock = gate = Gate(machine.dozing)
     progress.ensure_driven()
     assert gate.reached.wait(PATIENCE)
     until = monotonic() + PATIENCE
@@ -223,7 +223,7 @@ async def test_what_goes_on_and_on_has_one_slice_in_a_turn_of_the_loop(monkeypat
     assert 10 <= mill.turns <= 12
     for _ in range(3):
         before = mill.turns
-        asyncio.get_running_loop().call_soon(progress._drive_on_loop)  # as for a descriptor that is ready besides
+        asyncio.get_running_loop().call_soon(progress.drive_on_loop)  # as for a descriptor that is ready besides
         await asyncio.sleep(0)
         assert 10 <= mill.turns - before <= 13
     mill.moves = False
@@ -283,7 +283,7 @@ def door():
 def test_a_socket_is_not_closed_under_the_eyes_of_a_loop_that_comes_to_watch_it(door, monkeypatch, until):
     """Another thread leaves when the loop has been told what to watch, and has not begun to: uvloop would abort."""
     machine, progress = door
-    watch, closed = progress._loop_watcher.watch, []
+    watch, closed = progress.loop_watcher.watch, []
 
     def watch_late(loop, wanted):
         if wanted:
@@ -293,12 +293,12 @@ def test_a_socket_is_not_closed_under_the_eyes_of_a_loop_that_comes_to_watch_it(
             closed.append(machine.sock.fileno() < 0)
         watch(loop, wanted)
 
-    monkeypatch.setattr(progress._loop_watcher, "watch", watch_late)
+    monkeypatch.setattr(progress.loop_watcher, "watch", watch_late)
     progress.ensure_driven()
     until(lambda: closed)
     assert closed == [False]
     until(lambda: machine.sock.fileno() < 0)
-    assert not progress._loop_watcher.looks
+    assert not progress.loop_watcher.looks
 
 
 def test_who_closes_while_a_loop_has_its_turn_leaves_nothing_to_that(door, monkeypatch):
@@ -322,14 +322,14 @@ def test_who_closes_while_a_loop_has_its_turn_leaves_nothing_to_that(door, monke
         return Door.waits(machine)
 
     ending = threading.Thread(target=end)
-    progress._lock = Lock(comes)
+    progress.lock = Lock(comes)
     monkeypatch.setattr(machine, "waits", waits)
     progress.ensure_driven()
     assert comes.wait(PATIENCE)
     ending.join(PATIENCE)
     background_loop().call(lambda: None)  # after that turn
     assert machine.sock.fileno() < 0
-    assert not progress._loop_watcher.looks
+    assert not progress.loop_watcher.looks
 
 
 def test_background_operation_without_descriptors_for_the_loop_fails(monkeypatch):

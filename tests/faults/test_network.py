@@ -260,7 +260,7 @@ async def left_behind(request, eventually):
         (leaver,), (tcp,) = (mesh.transport_selector.transports for mesh in world.meshes)
 
         def ours():
-            return [connection for connection in tcp._connections.values() if connection.peer == 0]
+            return [connection for connection in tcp.connections.values() if connection.peer == 0]
 
         for (writer, _), proxy in world.proxies.items():
             if writer == 0 or not request.param:
@@ -269,7 +269,7 @@ async def left_behind(request, eventually):
         coming = world.groups[1].recv(room, 0)
         await eventually(lambda: any(connection.established for connection in ours()))
         if request.param:
-            await eventually(lambda: any(connection.peer == 1 for connection in leaver._connections.values()))
+            await eventually(lambda: any(connection.peer == 1 for connection in leaver.connections.values()))
         await world.groups[0].send(torch.ones(3), 1)
         world.meshes[0].close()
         await eventually(lambda: not ours())

@@ -44,7 +44,7 @@ async def sums(world, count=1000):
 
 
 def num_connections(world):
-    return [len(mesh.transport_selector.transports[0]._connections) for mesh in world.meshes]
+    return [len(mesh.transport_selector.transports[0].connections) for mesh in world.meshes]
 
 
 @pytest.fixture
@@ -181,7 +181,7 @@ async def test_hundreds_of_silent_connections_do_not_block_peers(a_world, eventu
 
 
 def _connections(mesh):
-    return list(mesh.transport_selector.transports[0]._connections.values())
+    return list(mesh.transport_selector.transports[0].connections.values())
 
 
 def _is_proven(connection):
@@ -214,8 +214,8 @@ async def test_listener_pauses_after_an_accept_error_and_reports_it(a_world, cap
     async with a_world() as world:
         mesh = world.meshes[0]
         listener = mesh.transport_selector.transports[0]._listener
-        failing = Failing(listener._socket, code, math.inf)
-        monkeypatch.setattr(listener, "_socket", failing)
+        failing = Failing(listener.sock, code, math.inf)
+        monkeypatch.setattr(listener, "sock", failing)
         with connect(address(world, 0)):
             await eventually(lambda: failing.calls)
             assert listener.paused
@@ -234,8 +234,8 @@ async def test_listener_pauses_after_an_accept_error_and_reports_it(a_world, cap
 async def test_listener_takes_the_next_connection_at_once_after_one_was_aborted(a_world, eventually, monkeypatch):
     async with a_world() as world:
         listener = world.meshes[0].transport_selector.transports[0]._listener
-        failing = Failing(listener._socket, errno.ECONNABORTED, 3)
-        monkeypatch.setattr(listener, "_socket", failing)
+        failing = Failing(listener.sock, errno.ECONNABORTED, 3)
+        monkeypatch.setattr(listener, "sock", failing)
         before = num_connections(world)[0]
         with connect(address(world, 0)):
             await eventually(lambda: num_connections(world)[0] == before + 1)
@@ -310,8 +310,8 @@ async def test_authenticated_peer_may_send_unexpected_messages(eventually):
             frame = pack_header(pack_key(99, 1, 0), 7, 1 << 14, DATA) + bytes(1 << 14)
             flooding = asyncio.ensure_future(asyncio.get_running_loop().sock_sendall(mad, frame * 200))
             inbox = world.meshes[0].inbox(2)
-            await eventually(lambda: inbox._aside_nbytes >= (1 << 18) - (1 << 14))
-            assert inbox._aside_nbytes <= 1 << 18
+            await eventually(lambda: inbox.aside_nbytes >= (1 << 18) - (1 << 14))
+            assert inbox.aside_nbytes <= 1 << 18
             pair = world.new_group([0, 1])
             tensors = [torch.ones(10), torch.ones(10)]
             await asyncio.gather(*(pair[rank].all_reduce(tensors[rank]) for rank in pair))

@@ -79,7 +79,7 @@ class Rank:
 
         Over links just before their ``number``-th send or receive, over shared memory at every tenth line of its code.
         """
-        do, left = Executor._do, [number]
+        do, left = Executor.perform, [number]
 
         def die_or_do(executor, task, action):
             if left[0] == 0:
@@ -87,7 +87,7 @@ class Rank:
             left[0] -= 1
             do(executor, task, action)
 
-        Executor._do = die_or_do
+        Executor.perform = die_or_do
         lines = [10 * number]
 
         def count_lines(frame, event, argument):

@@ -248,7 +248,7 @@ def says_all_are_on_one_core(test, where, rank, size):
     os.sched_setaffinity = noted
     with sync.process_group("shm", init_method=where, rank=rank, world_size=size, timeout=60) as group:
         (shm,) = [transport for transport in group.mesh.transport_selector.transports if transport.name == "shm"]
-        shm._core_placement._find_core = lambda: cores[0]
+        shm.core_placement.find_core = lambda: cores[0]
         moved = torch.zeros(1)
         while not moved.item():
             moved.fill_(float(rank == size - 1 and len(asked) >= 2))

@@ -72,7 +72,7 @@ def test_listen_by_descriptor_removes_only_stale_socket_files(monkeypatch, tmp_p
 
 def test_listen_by_descriptor_retries_when_its_socket_file_is_removed(monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    listener, listening, swept = listener_here(), local_listener._listening, []
+    listener, listening, swept = listener_here(), local_listener.listening_socket, []
 
     def listening_too_late(path):
         sock = listening(path)
@@ -81,7 +81,7 @@ def test_listen_by_descriptor_retries_when_its_socket_file_is_removed(monkeypatc
             os.unlink(path)
         return sock
 
-    monkeypatch.setattr(local_listener, "_listening", listening_too_late)
+    monkeypatch.setattr(local_listener, "listening_socket", listening_too_late)
     listener.listen_by_descriptor()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as visitor:
         visitor.connect(f"/proc/self/fd/{listener.address()['descriptor']}")
@@ -142,7 +142,7 @@ async def test_listener_closed_by_another_thread_keeps_watched_sockets_open():
     """A process that ends closes it on its main thread; uvloop aborts over a watched descriptor that has been closed."""
     listener = listener_here()
     listener.listen_by_descriptor()
-    sockets, waiting = list(listener._sockets), asyncio.ensure_future(listener.accept())
+    sockets, waiting = list(listener.sockets), asyncio.ensure_future(listener.accept())
     await asyncio.sleep(0)
     await asyncio.to_thread(listener.close)
     assert [sock.fileno() >= 0 for sock in sockets] == [True, True]
@@ -150,7 +150,7 @@ async def test_listener_closed_by_another_thread_keeps_watched_sockets_open():
     await asyncio.wait([waiting])
     assert [sock.fileno() for sock in sockets] == [-1, -1]
     listener.listen_by_descriptor()  # as one that still meets peers might
-    assert listener._sockets == []
+    assert listener.sockets == []
 
 
 async def come_and_go(rank, **where):

@@ -44,13 +44,13 @@ async def test_word_published_before_sleep_is_seen():
         await asyncio.gather(zero.barrier(), one.barrier())
         mesh, ours = zero.mesh, shm_of(zero)
         rung = []
-        shm_of(one)._local_peers[0].signal = lambda: rung.append(True)
+        shm_of(one).local_peers[0].signal = lambda: rung.append(True)
         work = zero.barrier()
         assert not work.is_completed()
-        ours._asleep[0] = 0  # as while a driver is awake
+        ours.asleep[0] = 0  # as while a driver is awake
         other = one.barrier()  # publishes, and finds nobody asleep
         assert not rung
-        with mesh.progress._lock:
+        with mesh.progress.lock:
             assert mesh.waits() is None  # raises the flag and looks once more: something moved, so nobody sleeps
         await asyncio.gather(work, other)
 
@@ -210,7 +210,7 @@ async def test_word_published_after_sleep_flag_wakes_the_rank():
     async with world_of(2, transport="shm") as (zero, one):
         await asyncio.gather(zero.barrier(), one.barrier())
         rung, cleared = [], []
-        local_peer = shm_of(one)._local_peers[0]
+        local_peer = shm_of(one).local_peers[0]
         local_peer.asleep = Watched(local_peer.asleep, cleared, written=True)
         ring = local_peer.signal
 
@@ -222,7 +222,7 @@ async def test_word_published_after_sleep_flag_wakes_the_rank():
         for member in one._native._slots.others:
             member.signal = noted
         work = zero.barrier()
-        with zero.mesh.progress._lock:
+        with zero.mesh.progress.lock:
             assert zero.mesh.waits()
         await one.barrier()
         assert rung[0] == 1
@@ -235,11 +235,11 @@ async def test_message_arriving_while_falling_asleep_is_seen():
     async with world_of(2, transport="shm") as (zero, one):
         await asyncio.gather(one.send(torch.ones(1), 0), zero.recv(torch.empty(1), 1))
         received = zero.recv(tensor := torch.empty(3), 1)
-        shm_of(zero)._asleep[0] = 0
-        shm_of(one)._local_peers[0].signal = lambda: pytest.fail("rung, though nobody had said that it sleeps")
+        shm_of(zero).asleep[0] = 0
+        shm_of(one).local_peers[0].signal = lambda: pytest.fail("rung, though nobody had said that it sleeps")
         await one.send(torch.arange(3.0), 0)
-        del shm_of(one)._local_peers[0].signal
-        with zero.mesh.progress._lock:
+        del shm_of(one).local_peers[0].signal
+        with zero.mesh.progress.lock:
             assert zero.mesh.waits() is None
         await received
         assert tensor.tolist() == [0, 1, 2]
@@ -292,7 +292,7 @@ def test_default_spin_is_at_most_one_millisecond():
 
 async def test_spin_setting_is_applied():
     async with world_of(2, transport="shm", config=Config(spin_us=0.0)) as groups:
-        assert [group.mesh.progress._spin for group in groups] == [0.0, 0.0]
+        assert [group.mesh.progress.spin for group in groups] == [0.0, 0.0]
 
 
 # -- begun by one, finished by another --------------------------------------------------------------

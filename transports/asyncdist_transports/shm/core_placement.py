@@ -39,7 +39,7 @@ class CorePlacement:
 
     def __init__(self, rank: int, own: ControlBlock) -> None:
         self._rank, self._own = rank, own
-        self._find_core = _core_finder()
+        self.find_core = _core_finder()
         self._rest_until = 0.0
 
     def __call__(self, peers: Iterable[tuple[int, ControlBlock]]) -> None:
@@ -48,9 +48,9 @@ class CorePlacement:
         Args:
             peers: Rank and control block of the peers that share the cores.
         """
-        if self._find_core is None:
+        if self.find_core is None:
             return
-        core = self._own.core = self._find_core()
+        core = self._own.core = self.find_core()
         now = monotonic()
         if now < self._rest_until:
             return

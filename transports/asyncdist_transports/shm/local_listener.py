@@ -75,11 +75,11 @@ class LocalListener:
     def __init__(self, host: Host) -> None:
         self._host = host
         self._name = secrets.token_hex(16)
-        self._sockets: list[socket.socket] = []
+        self.sockets: list[socket.socket] = []
         self._lock = threading.Lock()
         self._watched = self._closed = False
         self._path_descriptor = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-        self._sockets.append(_listening(f"\0{_PREFIX}{self._name}"))
+        self.sockets.append(listening_socket(f"\0{_PREFIX}{self._name}"))
 
     def address(self) -> dict[str, Any]:
         """Return what peers need to connect."""
@@ -108,7 +108,7 @@ class LocalListener:
             sock, descriptor = _listening_by_descriptor(f"{inside}/{_PREFIX}{self._name}")
         finally:
             os.close(folder)
-        self._sockets.append(sock)
+        self.sockets.append(sock)
         os.dup2(descriptor, self._path_descriptor, inheritable=False)
         os.close(descriptor)
 
@@ -118,13 +118,13 @@ class LocalListener:
             self._watched = True
         try:
             while True:
-                for sock in self._sockets:
+                for sock in self.sockets:
                     with contextlib.suppress(BlockingIOError):
                         accepted, _ = sock.accept()
                         lifecycle.close_in_children(accepted)
                         accepted.setblocking(False)
                         return accepted
-                await _any_ready(self._sockets)
+                await _any_ready(self.sockets)
         finally:
             with self._lock:
                 self._watched = False
@@ -142,14 +142,14 @@ class LocalListener:
         if self._path_descriptor >= 0:
             os.close(self._path_descriptor)
             self._path_descriptor = -1
-        while self._sockets:
-            self._sockets.pop().close()
+        while self.sockets:
+            self.sockets.pop().close()
 
 
 def _listening_by_descriptor(path: str) -> tuple[socket.socket, int]:
     """Return a listening socket without a name, and a descriptor through which peers connect to it."""
     while True:
-        sock = _listening(path)
+        sock = listening_socket(path)
         try:
             return sock, os.open(path, os.O_PATH | os.O_CLOEXEC)
         except BaseException as error:
@@ -186,7 +186,7 @@ def _remove_if_stale(path: str) -> None:
                 os.unlink(path)
 
 
-def _listening(address: str) -> socket.socket:
+def listening_socket(address: str) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     lifecycle.close_in_children(sock)
     try:

@@ -54,12 +54,12 @@ class ShmTransport(Transport):
         self._arena: Arena = shared.arena()
         self._fence = Fence()
         self._control = OwnControlBlock(self._arena, host.world_size, self._fence)
-        self._asleep = self._control.asleep
-        self._core_placement = CorePlacement(host.rank, self._control)
+        self.asleep = self._control.asleep
+        self.core_placement = CorePlacement(host.rank, self._control)
         self._listener: LocalListener | None = None
         self._cores: dict[int, set[int]] = {}
         self._same_process = False
-        self._local_peers: dict[int, LocalPeer] = {}
+        self.local_peers: dict[int, LocalPeer] = {}
         """All peers that have connected, also those that have gone: their memory may still be needed."""
         self._connected: dict[int, LocalPeer] = {}
         # The peers that the world reaches over this transport; the loss of other peers is not reported.
@@ -122,11 +122,11 @@ class ShmTransport(Transport):
                 ranks(peers),
                 reason,
             )
-        self._cores = {peer: set(local[peer]["cores"]) for peer in self._local_peers} | {
+        self._cores = {peer: set(local[peer]["cores"]) for peer in self.local_peers} | {
             self.host.rank: set(own["cores"])
         }
-        self._same_process = any(local[peer]["pid"] == own["pid"] for peer in self._local_peers)
-        return sorted(self._local_peers)
+        self._same_process = any(local[peer]["pid"] == own["pid"] for peer in self.local_peers)
+        return sorted(self.local_peers)
 
     async def _connect_peers(
         self, listener: LocalListener, local: Mapping[int, Address], timeout: float, refused: dict[str, list[int]]
@@ -207,7 +207,7 @@ class ShmTransport(Transport):
         peer, mapping, offset = introduction
         control = ControlBlock(mapping, offset, self.host.world_size)
         local_peer = LocalPeer(peer, sock, mapping, control, self._control, self.host, self._fence)
-        self._local_peers[peer] = self._connected[peer] = self._by_descriptor[sock.fileno()] = local_peer
+        self.local_peers[peer] = self._connected[peer] = self._by_descriptor[sock.fileno()] = local_peer
 
     def spin(self, local: int) -> tuple[float, bool]:
         # A spinning thread keeps the interpreter from a peer in the same process.
@@ -221,7 +221,7 @@ class ShmTransport(Transport):
     def spread(self) -> None:
         # Only one of the ranks of a process runs at a time.
         if not self._same_process:
-            self._core_placement(
+            self.core_placement(
                 [(local_peer.peer, local_peer.control) for local_peer in list(self._connected.values())]
             )
 
@@ -246,7 +246,7 @@ class ShmTransport(Transport):
         return ShmNative(slots, config.piece_nbytes, publish, functools.partial(self._withdraw_slots, slots))
 
     def _peer_handle(self, peer: int) -> PeerHandle:
-        local_peer = self._local_peers[peer]
+        local_peer = self.local_peers[peer]
         self._used.add(peer)
         return PeerHandle(
             local_peer.mapping,
@@ -271,7 +271,7 @@ class ShmTransport(Transport):
 
     def link(self, peer: int, address: Address) -> ShmLink:
         self._used.add(peer)
-        return ShmLink(self._local_peers[peer], self)
+        return ShmLink(self.local_peers[peer], self)
 
     def send(self, local_peer: LocalPeer, message: Outgoing) -> bool:
         """Send a message: data through the ring, control messages over the socket."""
@@ -289,7 +289,7 @@ class ShmTransport(Transport):
     # -- driving -------------------------------------------------------------------------------
 
     def advance(self, ready: Iterable[int] | None) -> bool:
-        self._asleep[0] = 0
+        self.asleep[0] = 0
         moved = False
         if ready is not None:
             for descriptor in ready:
@@ -341,7 +341,7 @@ class ShmTransport(Transport):
             local_peer.queue.clear()
 
     def waits(self) -> list[Wait] | None:
-        self._asleep[0] = 1
+        self.asleep[0] = 1
         # Before this thread and its caller check once more: see `memory_order`.
         self._fence.full()
         if self._pump():
@@ -378,9 +378,9 @@ class ShmTransport(Transport):
             local_peer.send_control(self.host.closing_frames)
         self._connected.clear()
         self._by_descriptor.clear()
-        for local_peer in self._local_peers.values():
+        for local_peer in self.local_peers.values():
             local_peer.release()
-        deferred_free.release_world(self._control, self._rings, list(self._local_peers.values()))
+        deferred_free.release_world(self._control, self._rings, list(self.local_peers.values()))
 
 
 class ShmLink(Link):

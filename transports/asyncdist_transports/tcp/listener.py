@@ -29,7 +29,7 @@ class Listener:
     """A listening socket at a free port of the address ``where``; AddressError if this machine has no such address."""
 
     def __init__(self, where: str) -> None:
-        self._socket = sock = socket.socket(socket.AF_INET6 if ":" in where else socket.AF_INET, socket.SOCK_STREAM)
+        self.sock = sock = socket.socket(socket.AF_INET6 if ":" in where else socket.AF_INET, socket.SOCK_STREAM)
         lifecycle.close_in_children(sock)
         try:
             sock.setblocking(False)
@@ -47,7 +47,7 @@ class Listener:
         self._reported: int | None = None
 
     def fileno(self) -> int:
-        return self._socket.fileno()
+        return self.sock.fileno()
 
     def take(self, host: Host) -> Iterator[socket.socket]:
         """Yield the pending connections; pause after an error that does not concern one connection alone."""
@@ -55,7 +55,7 @@ class Listener:
             return
         for _ in range(_AT_A_TIME):
             try:
-                sock, _ = self._socket.accept()
+                sock, _ = self.sock.accept()
             except BlockingIOError:
                 return
             except OSError as cause:
@@ -95,7 +95,7 @@ class Listener:
         os.close(self._spare)
         self._spare = None
         try:
-            self._socket.accept()[0].close()
+            self.sock.accept()[0].close()
         # No connection was pending, or another thread took the descriptor.
         except OSError:
             return False
@@ -107,7 +107,7 @@ class Listener:
     def close(self, host: Host) -> None:
         """Stop listening."""
         host.timers.cancel(self)
-        host.retire(self._socket)
+        host.retire(self.sock)
         if self._spare is not None:
             os.close(self._spare)
             self._spare = None

@@ -34,7 +34,7 @@ class TcpTransport(Transport):
     def __init__(self, host: Host) -> None:
         super().__init__(host)
         self._listener: Listener | None = None
-        self._connections: dict[int, Inbound | Outbound] = {}
+        self.connections: dict[int, Inbound | Outbound] = {}
         # The oldest first.
         self._strangers: dict[Inbound, None] = {}
         contexts = tls.rank_contexts(host.config)
@@ -60,29 +60,29 @@ class TcpTransport(Transport):
     def open(self, peer: int, lane: int, where: tuple[str, int]) -> Outbound:
         """Start to open one lane to a peer."""
         connection = Outbound(peer, lane, where, self.host, self._dialling)
-        self._connections[connection.fileno()] = connection
+        self.connections[connection.fileno()] = connection
         return connection
 
     def hears(self, peer: int) -> bool:
         """Return whether the peer has a connection to this rank, whose end would report the peer's death."""
-        return any(c.peer == peer for c in self._connections.values() if isinstance(c, Inbound))
+        return any(c.peer == peer for c in self.connections.values() if isinstance(c, Inbound))
 
     def forget(self, peer: int) -> None:
         # A peer that reaches this rank, but is not reached by it, is told the reason over its own connection.
         unreached = isinstance(self.host.gone(peer), PeerLostError)
-        for connection in [c for c in self._connections.values() if c.peer == peer]:
+        for connection in [c for c in self.connections.values() if c.peer == peer]:
             self.drop(connection, say_goodbye=unreached and isinstance(connection, Inbound))
 
     def close(self) -> None:
         if self._listener is not None:
             self._listener.close(self.host)
             self._listener = None
-        for connection in list(self._connections.values()):
+        for connection in list(self.connections.values()):
             self.drop(connection, say_goodbye=True)
 
     def drop(self, connection: Inbound | Outbound, *, say_goodbye: bool) -> None:
         """Close a connection and remove it."""
-        self._connections.pop(connection.fileno(), None)
+        self.connections.pop(connection.fileno(), None)
         connection.close(say_goodbye=say_goodbye)
         if isinstance(connection, Inbound):
             self._no_stranger(connection)
@@ -92,12 +92,12 @@ class TcpTransport(Transport):
     def advance(self, ready: Iterable[int] | None) -> bool:
         moved = False
         if ready is None:
-            for connection in list(self._connections.values()):
+            for connection in list(self.connections.values()):
                 if connection.eager:
                     moved = self._pump(connection, False) or moved
             return moved
         for descriptor in ready:
-            known = self._connections.get(descriptor)
+            known = self.connections.get(descriptor)
             if known is not None:
                 moved = self._pump(known, True) or moved
             elif self._listener is not None and self._listener.fileno() == descriptor:
@@ -105,14 +105,14 @@ class TcpTransport(Transport):
         return moved
 
     def waits(self) -> list[Wait]:
-        waits = [(fd, events) for fd, c in self._connections.items() if (events := c.waits())]
+        waits = [(fd, events) for fd, c in self.connections.items() if (events := c.waits())]
         if self._listener is not None and not self._listener.paused:
             waits.append((self._listener.fileno(), READ))
         return waits
 
     def busy(self) -> bool:
         # Called without the driver lock too, hence the copy.
-        for connection in list(self._connections.values()):
+        for connection in list(self.connections.values()):
             if type(connection) is Outbound and (connection.queue or (self._dialling is not None and connection.eager)):
                 return True
         return False
@@ -133,14 +133,14 @@ class TcpTransport(Transport):
 
     def _ended(self, connection: Inbound | Outbound, reason: str, *, for_good: bool = False) -> None:
         if isinstance(connection, Outbound) and connection.kept_waiting and not for_good:
-            self._connections.pop(connection.fileno(), None)
+            self.connections.pop(connection.fileno(), None)
             try:
                 connection.begin_again()
             # Out of descriptors: the engine fails the groups.
             except OSError:
                 connection.closed = True
                 raise
-            self._connections[connection.fileno()] = connection
+            self.connections[connection.fileno()] = connection
             return
         self.drop(connection, say_goodbye=False)
         peer = connection.peer
@@ -154,7 +154,7 @@ class TcpTransport(Transport):
 
     def _may_say_more(self, peer: int) -> bool:
         """Return whether a connection is left that belongs to the peer, or may turn out to after authentication."""
-        return bool(self._strangers) or any(c.peer == peer for c in self._connections.values())
+        return bool(self._strangers) or any(c.peer == peer for c in self.connections.values())
 
     # -- unauthenticated connections -----------------------------------------------------------
 
@@ -164,7 +164,7 @@ class TcpTransport(Transport):
         for sock in self._listener.take(self.host):
             prepare(sock)
             connection = Inbound(sock, self.host, self._no_stranger, self._accepting)
-            self._connections[connection.fileno()] = connection
+            self.connections[connection.fileno()] = connection
             self._strangers[connection] = None
             until = monotonic() + self.host.config.handshake_timeout
             self.host.timers.schedule(connection, until, functools.partial(self._overdue, connection))
