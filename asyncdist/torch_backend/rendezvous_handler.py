@@ -8,6 +8,7 @@ last agent has ended or been killed.
 from __future__ import annotations
 
 import logging
+import secrets
 from urllib.parse import quote
 
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
@@ -38,18 +39,18 @@ def make_handler(parameters: RendezvousParameters) -> RendezvousHandler:
     LeaseKeepAlive(daemon, f"{name}/")
     store = Store(PrefixStore(name, daemon))
     agents = create_handler(store, C10dRendezvousBackend(store, parameters.run_id), parameters)
-    return DaemonHandler(agents, daemon, store)
+    return DaemonHandler(agents, daemon, store, f"{name}/rounds/{secrets.token_hex(8)}/")
 
 
 class DaemonHandler(RendezvousHandler):
     """Agents run torch's own rendezvous protocol at the daemon; the workers of each round get an empty store there.
 
     Workers know only a host and a port. The first agent of a round therefore opens a scoped store: an extra port of the
-    daemon with an empty store. A scoped store ends with the connection that opened it, so it has a connection of its
-    own, which does not reconnect.
+    daemon with an empty store. It ends with the agent's lease on ``round_prefix``, which the agent releases after the
+    round.
     """
 
-    def __init__(self, agents: DynamicRendezvousHandler, daemon: TCPStore, store: Store) -> None:
+    def __init__(self, agents: DynamicRendezvousHandler, daemon: TCPStore, store: Store, round_prefix: str) -> None:
         self._agents = agents
         # torch's handler would start an unauthenticated store server in the first agent. These two attributes make it
         # believe that it already has.
@@ -57,7 +58,7 @@ class DaemonHandler(RendezvousHandler):
         agents._shared_tcp_store_server = store
         self._daemon = daemon
         self._store = store
-        self._door: TCPStore | None = None
+        self._round_prefix = round_prefix
         self._looked = False
 
     def get_backend(self) -> str:
@@ -68,12 +69,13 @@ class DaemonHandler(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        self._close_door()
+        self._daemon.request(operations.release_lease(self._round_prefix))
         joined = self._agents.next_rendezvous()
         if joined.rank == 0:
-            self._door = TCPStore(self._daemon.host, self._daemon.port, timeout=self._daemon.timeout)
-            joined.store.set("door", str(self._door.request(operations.open_scoped_store())))
-        workers = RendezvousStoreInfo(self._daemon.host, int(joined.store.get("door")))
+            self._daemon.request(operations.acquire_lease(self._round_prefix))
+            port = self._daemon.request(operations.open_scoped_store(self._round_prefix))
+            joined.store.set("port", str(port))
+        workers = RendezvousStoreInfo(self._daemon.host, int(joined.store.get("port")))
         if not self._looked:
             self._looked = True
             self._look_at(workers)
@@ -93,7 +95,6 @@ class DaemonHandler(RendezvousHandler):
 
     def shutdown(self) -> bool:
         ended = self._agents.shutdown()
-        self._close_door()
         self._store.close()
         self._daemon.close()
         return ended
@@ -109,7 +110,3 @@ class DaemonHandler(RendezvousHandler):
                 "machine and every user there is trusted, or with --c10d any in a trusted network",
                 workers.master_addr,
             )
-
-    def _close_door(self) -> None:
-        if self._door is not None:
-            self._door.close()

@@ -272,8 +272,9 @@ def test_all_of_it_is_where_systemds_socket_is():
         daemon.client() as store,
     ):
         assert (daemon.host, daemon.port) == ours.getsockname()
-        door = store.request(operations.open_scoped_store())
-        socket.create_connection((daemon.host, door), LIMIT).close()
+        store.request(operations.acquire_lease("job/"))
+        scoped_port = store.request(operations.open_scoped_store("job/"))
+        socket.create_connection((daemon.host, scoped_port), LIMIT).close()
         assert fetched(port, "/healthz", daemon.host) == "ok\n"
 
 

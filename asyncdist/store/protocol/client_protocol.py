@@ -99,8 +99,7 @@ class ClientProtocol:
         self._restoring: dict[int, Command[Any]] = {}  # by this class, not by a caller
         self._held: set[int] = set()  # not to be sent yet
         self._ephemeral: dict[str, Command[Any]] = {}
-        self._keeps_lease = False  # on a prefix, with other clients
-        self._tied = False
+        self._leases: set[str] = set()  # prefixes on which this client keeps a lease
         self._last = 0
         self._talking = False
         self._resuming = 0
@@ -122,7 +121,7 @@ class ClientProtocol:
     @property
     def resumable(self) -> bool:
         """Whether another connection could take up where one breaks."""
-        return self.lost is None and not self._tied and self._introduced
+        return self.lost is None and self._introduced
 
     # -- asking -----------------------------------------------------------------------------------
 
@@ -142,8 +141,6 @@ class ClientProtocol:
         op = command.op
         if op in CHANGING:
             self._changes[request] = None
-        elif op is Op.OPEN_SCOPED_STORE:
-            self._tied = True  # what is behind a door goes with the connection
         if not self._talking:
             self._held.add(request)
             return request, b""
@@ -230,7 +227,7 @@ class ClientProtocol:
                 "there; `asyncdist store --data` outlives its own end"
             )
             return
-        if not known and self._keeps_lease:
+        if not known and self._leases:
             self.lost = StoreConnectionError(
                 f"the store at {self.where} has not heard of us for more than {self._lease:g} s, and what our job kept "
                 "there may be gone: start it again; a larger ASYNCDIST_STORE_LEASE has the store wait longer"
@@ -338,7 +335,10 @@ class ClientProtocol:
             if op not in STREAMS:
                 del self._asked[request]
                 self.answered = True
-            self._keeps_lease = self._keeps_lease or op is Op.ACQUIRE_LEASE
+            if op is Op.ACQUIRE_LEASE:
+                self._leases.update(sink.command.keys)
+            elif op is Op.RELEASE_LEASE:
+                self._leases.difference_update(sink.command.keys)
             sink.resolve(value)
 
     def _hear_resumed(self, kind: int, value: Any) -> None:

@@ -44,8 +44,10 @@ class Op(IntEnum):
     """Give up all earlier requests. Has no reply. In a file store's log: a process has closed the file."""
     ACQUIRE_LEASE = 23
     """Keep the lease on a prefix, whose keys are deleted after the last client that keeps it."""
+    RELEASE_LEASE = 32
+    """Keep the lease on a prefix no longer."""
     OPEN_SCOPED_STORE = 22
-    """Open a port behind which there is an empty store, as long as the client is connected. Servers only."""
+    """Open a port behind which there is an empty store, until the lease on a prefix ends. Servers only."""
     RESUME = 24
     """Say who this client is, on a new connection, and for how many milliseconds it is waited for. Servers only.
 
@@ -91,12 +93,13 @@ ARGUMENTS: dict[Op, tuple[str, ...]] = {
     Op.CANCEL: (NUMBER,),
     Op.CONFIRM: (NUMBER,),
     Op.LEAVE: (),
-    Op.OPEN_SCOPED_STORE: (),
+    Op.OPEN_SCOPED_STORE: (KEY,),
     Op.RESUME: (VALUE, NUMBER),
     Op.RECEIVED: (NUMBER,),
     Op.SET_EPHEMERAL: (KEY, VALUE),
     Op.RESTORE_EPHEMERAL: (KEY, VALUE),
     Op.ACQUIRE_LEASE: (KEY,),
+    Op.RELEASE_LEASE: (KEY,),
     Op.WATCH: (KEY,),
     Op.WATCH_KEYS: (KEY,),
     Op.STATUS: (),
@@ -126,7 +129,7 @@ CHANGING = frozenset(
 REPEATABLE = frozenset((Op.SET, Op.SET_EPHEMERAL, Op.MULTI_SET))
 """Those of them that may be done twice in a row without a difference."""
 
-LEASED = frozenset((Op.SET_EPHEMERAL, Op.RESTORE_EPHEMERAL, Op.ACQUIRE_LEASE))
+LEASED = frozenset((Op.SET_EPHEMERAL, Op.RESTORE_EPHEMERAL, Op.ACQUIRE_LEASE, Op.RELEASE_LEASE))
 """Operations that concern a lease, which only a client session keeps."""
 
 SWEEPING = frozenset((Op.LIST_KEYS, Op.WATCH_KEYS, Op.STATUS))
@@ -347,12 +350,16 @@ def status() -> Command[dict[str, Any]]:
     return Command(Op.STATUS)
 
 
-def open_scoped_store() -> Command[int]:
-    return Command(Op.OPEN_SCOPED_STORE)
+def open_scoped_store(prefix: str) -> Command[int]:
+    return Command(Op.OPEN_SCOPED_STORE, (_key(prefix),))
 
 
 def acquire_lease(prefix: str) -> Command[None]:
     return Command(Op.ACQUIRE_LEASE, (_key(prefix),))
+
+
+def release_lease(prefix: str) -> Command[None]:
+    return Command(Op.RELEASE_LEASE, (_key(prefix),))
 
 
 def watch(key: str) -> Command[bytes | None]:

@@ -1,4 +1,4 @@
-"""Scoped ports of a store server: each has an empty store behind it, and closes with the connection that opened it.
+"""Scoped ports of a store server: each has an empty store behind it, and closes at the end of a lease.
 
 Clients of torch's TCPStore address a store by host and port and know no namespaces, so the keys of two jobs would mix.
 The launcher of a job opens a scoped port and gives its workers that port. `StoreServer` owns one `ScopedStores` and
@@ -12,8 +12,8 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Protocol
 
 from asyncdist.errors import AddressError
-from asyncdist.store.protocol.operations import OperationKind, Reason, Reply
-from asyncdist.store.server.connection import ServerConnection
+from asyncdist.store.protocol.operations import Client, OperationKind, Reason, Reply
+from asyncdist.store.state.model import RequestRefused
 
 
 class ScopedStore(Protocol):
@@ -30,58 +30,55 @@ class ScopedStores:
 
     Args:
         start: Starts a server with an empty store on a free port.
-        serves: Returns whether a connection is still open.
+        at_lease_end: Registers a callback for the end of a client's lease on a prefix, or raises RequestRefused.
         send: Sends a reply to the connection that it is for.
     """
 
     def __init__(
         self,
         start: Callable[[], Awaitable[ScopedStore]],
-        serves: Callable[[ServerConnection], bool],
+        at_lease_end: Callable[[Client, str, Callable[[], None]], None],
         send: Callable[[Reply], None],
     ) -> None:
         self._start = start
-        self._serves = serves
+        self._at_lease_end = at_lease_end
         self._send = send
-        self._open: dict[int, tuple[ServerConnection, ScopedStore]] = {}
+        self._open: set[ScopedStore] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def open(self, client: ServerConnection, request: int) -> None:
-        """Open a scoped port for ``client``; the reply, the port's number, follows."""
-        self._spawn(self._open_for(client, request))
-
-    def release(self, client: ServerConnection) -> None:
-        """Close the scoped ports of a connection that has ended."""
-        for port in [port for port, (owner, _) in self._open.items() if owner is client]:
-            self._spawn(self._close_port(port))
+    def open(self, connection: Client, identity: bytes, request: int, prefix: str) -> None:
+        """Open a port until the client's lease on ``prefix`` ends; the reply, the port's number, follows."""
+        self._spawn(self._open_until_lease_end(connection, identity, request, prefix))
 
     async def close(self) -> None:
         """Close all scoped ports."""
         while self._tasks:
             await asyncio.wait(self._tasks)
-        for port in list(self._open):
-            await self._close_port(port)
+        for store in list(self._open):
+            await self._close(store)
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _open_for(self, client: ServerConnection, request: int) -> None:
+    async def _open_until_lease_end(self, connection: Client, identity: bytes, request: int, prefix: str) -> None:
         try:
             store = await self._start()
         except AddressError as error:
-            text = f"the daemon cannot open another port: {error}"
-            if self._serves(client):
-                self._send(Reply(client, request, OperationKind.REFUSED, (Reason.INVALID, text)))
+            why = (Reason.INVALID, f"the daemon cannot open another port: {error}")
+            self._send(Reply(connection, request, OperationKind.REFUSED, why))
             return
-        self._open[store.port] = (client, store)
-        if self._serves(client):
-            self._send(Reply(client, request, OperationKind.RESULT, store.port))
+        self._open.add(store)
+        try:
+            self._at_lease_end(identity, prefix, lambda: self._spawn(self._close(store)))
+        except RequestRefused as refused:
+            self._send(Reply(connection, request, OperationKind.REFUSED, (refused.reason, refused.text)))
+            await self._close(store)
         else:
-            await self._close_port(store.port)
+            self._send(Reply(connection, request, OperationKind.RESULT, store.port))
 
-    async def _close_port(self, port: int) -> None:
-        _, store = self._open.pop(port, (None, None))
-        if store is not None:
+    async def _close(self, store: ScopedStore) -> None:
+        if store in self._open:
+            self._open.remove(store)
             await store.close()

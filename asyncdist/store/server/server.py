@@ -25,6 +25,7 @@ from asyncdist.base.daemon_threads import run_in_daemon_thread
 from asyncdist.base.network import is_address
 from asyncdist.base.tls import server_context
 from asyncdist.config import Config
+from asyncdist.errors import ProtocolError
 from asyncdist.store.c10d_policy import policy
 from asyncdist.store.persistence.group_commit import Fsync, GroupCommit
 from asyncdist.store.protocol.c10d import RequestCache
@@ -79,7 +80,7 @@ class StoreServer:
         self.started = time.monotonic()
         self.num_requests = 0
         self.pack = Encoder().pack
-        self.scoped_ports = ScopedStores(self._start_scoped, self.serves, lambda reply: self.deliver([reply], None))
+        self.scoped_ports = ScopedStores(self._start_scoped, self.state.at_lease_end, self._deliver_late)
         self.fast_path = EpollFastPath(self._loop, RequestCache(at_once(self.state)), self.answered)
         self.sessions = SessionTable(self.quota, self.change_log)
         self.lineage = secrets.token_hex(8)
@@ -227,19 +228,17 @@ class StoreServer:
     def num_connections(self) -> int:
         return len(self.admission.connections)
 
-    def serves(self, connection: ServerConnection) -> bool:
-        """Whether a connection is still there."""
-        return connection in self.admission.connections
-
     # -- for connections --------------------------------------------------------------------------
 
     def count_refusal(self) -> None:
         """Count a connection that is refused or dropped."""
         self.admission.count_refusal()
 
-    def open_scoped_port(self, connection: ServerConnection, request: int) -> None:
-        """Open a port with an empty store behind it, which closes with ``connection``; the reply follows."""
-        self.scoped_ports.open(connection, request)
+    def open_scoped_port(self, connection: Session, request: int, prefix: str) -> None:
+        """Open a port with an empty store behind it, until the lease on ``prefix`` ends; the reply follows."""
+        if connection.member is None:
+            raise ProtocolError("a scoped store of a client without a session")
+        self.scoped_ports.open(connection, connection.member.identity, request, prefix)
 
     def status(self) -> dict[str, Any]:
         """Return what ``asyncdist store status`` shows."""
@@ -251,7 +250,6 @@ class StoreServer:
             return
         self.admission.remove(connection)
         self.deliver(self.state.leave(connection), None)
-        self.scoped_ports.release(connection)
         if isinstance(connection, Session) and connection.member is not None:
             self.sessions.disconnect(connection.member, connection, time.monotonic())
             self._watch_leases()
@@ -319,6 +317,11 @@ class StoreServer:
         for connection in others:
             connection.flush()
             connection.drop_slow_reader()
+
+    def _deliver_late(self, reply: Reply) -> None:
+        """Deliver a reply to a connection that may have ended."""
+        if reply.client in self.admission.connections:
+            self.deliver([reply], None)
 
     def encode(self, reply: Reply) -> bytes | ChunkedMessage:
         """Return the message of a reply."""

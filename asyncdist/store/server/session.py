@@ -55,8 +55,8 @@ class SessionContext(ConnectionContext, Protocol):
     def close_session(self, connection: Session) -> None:
         """Close the client session of a connection."""
 
-    def open_scoped_port(self, connection: ServerConnection, request: int) -> None:
-        """Open a port with an empty store behind it; the reply follows."""
+    def open_scoped_port(self, connection: Session, request: int, prefix: str) -> None:
+        """Open a port with an empty store behind it, until the lease on ``prefix`` ends; the reply follows."""
 
     def status(self) -> dict[str, Any]:
         """Return what ``asyncdist store status`` shows."""
@@ -206,7 +206,7 @@ class Session(ServerConnection):
             server.deliver(server.state.leave(self), self)
             server.close_session(self)
         elif op is Op.OPEN_SCOPED_STORE:
-            server.open_scoped_port(self, request)
+            server.open_scoped_port(self, request, *args)
         else:
             raise ProtocolError("a piece of a message that has no other")
 

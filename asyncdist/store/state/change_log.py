@@ -14,6 +14,7 @@
     [10, identity]           a client session was closed, and keeps no lease
     [11, key, identity]      a key, which was set just before, is attached to the lease of a client session
     [12, prefix, identity]   a client session keeps the lease on a prefix
+    [14, prefix, identity]   a client session keeps the lease on a prefix no longer
     [13, identity, last]     the replies up to this request's were dropped before they had arrived
 
 A change is the result of a request, so that replaying it needs no state machine and depends on no version of it.
@@ -53,6 +54,7 @@ class Change(IntEnum):
     ATTACHED = 11
     SHARED = 12
     DROPPED = 13
+    RELEASED = 14
 
 
 class _Body:
@@ -182,15 +184,21 @@ def _replay_of_client(change: list[Any], contents: Contents) -> None:
         case [Change.FORGOTTEN, bytes(identity)]:
             del contents.members[identity]
             for prefix in [prefix for prefix, keepers in contents.shared.items() if identity in keepers]:
-                contents.shared[prefix].remove(identity)
-                if not contents.shared[prefix]:
-                    del contents.shared[prefix]
+                _release(contents, prefix, identity)
         case [Change.ATTACHED, str(key), bytes(identity)]:
             contents.attached[key] = identity
         case [Change.SHARED, str(prefix), bytes(identity)]:
             contents.shared.setdefault(prefix, set()).add(identity)
+        case [Change.RELEASED, str(prefix), bytes(identity)]:
+            _release(contents, prefix, identity)
         case _:
             raise ValueError(f"unknown: {change!r:.80}")
+
+
+def _release(contents: Contents, prefix: str, identity: bytes) -> None:
+    contents.shared[prefix].remove(identity)
+    if not contents.shared[prefix]:
+        del contents.shared[prefix]
 
 
 def _let_go(answers: dict[int, tuple[int, Any]], before: int) -> None:

@@ -7,21 +7,24 @@ There is no clock here: the server says when a client, whose connection is broke
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from asyncdist.store.protocol.operations import Client, Reason
 from asyncdist.store.state.change_log import Change, ChangeLog
-from asyncdist.store.state.model import NO_REPLY, Place, RequestRefused, drop_from
+from asyncdist.store.state.model import NO_REPLY, Place, RequestRefused, drop_from, named
 from asyncdist.store.state.requests import OpenRequests
 
 
 class Lease:
     """The clients that keep it, and what is deleted at its end."""
 
-    __slots__ = ("keepers", "keys", "prefix")
+    __slots__ = ("at_end", "keepers", "keys", "prefix")
 
     def __init__(self, prefix: str | None = None) -> None:
         self.keepers: dict[Client, None] = {}
         self.keys: dict[str, None] = {}
         self.prefix = prefix
+        self.at_end: list[Callable[[], None]] = []
 
 
 class Leases:
@@ -102,6 +105,13 @@ class Leases:
             self._share(prefix, client)
             self._requests.resolve(place, None)
 
+    def at_end(self, client: Client, prefix: str, callback: Callable[[], None]) -> None:
+        """Call ``callback`` at the end of the lease on ``prefix``. Raises RequestRefused if the client does not keep it."""
+        lease = self._of_prefix.get(prefix)
+        if lease is None or client not in lease.keepers:
+            raise RequestRefused(Reason.INVALID, f"no lease on {named(prefix)}: acquire it first")
+        lease.at_end.append(callback)
+
     # -- clients ----------------------------------------------------------------------------------
 
     def connected(self, client: Client) -> None:
@@ -118,16 +128,32 @@ class Leases:
 
     def expired(self, client: Client) -> list[Lease]:
         """Remove a client that will not be back; return the leases that end with it."""
+        leases = list(self._kept_by.get(client, ()))
+        ended = [lease for lease in leases if self._release(lease, client)]
         self._disconnected.pop(client, None)
         self._own.pop(client, None)
-        ended = []
-        for lease in self._kept_by.pop(client, ()):
-            del lease.keepers[client]
-            if not lease.keepers:
-                ended.append(lease)
-                if lease.prefix is not None:
-                    del self._of_prefix[lease.prefix]
         return ended
+
+    def release(self, client: Client, prefix: str) -> Lease | None:
+        """Let a client keep the lease on ``prefix`` no longer; return the lease if it ends."""
+        lease = self._of_prefix.get(prefix)
+        if lease is None or client not in lease.keepers:
+            return None
+        self._log.record(Change.RELEASED, prefix, client)
+        return lease if self._release(lease, client) else None
+
+    def _release(self, lease: Lease, client: Client) -> bool:
+        """Remove a keeper; return whether the lease ends."""
+        del lease.keepers[client]
+        kept = self._kept_by[client]
+        del kept[lease]
+        if not kept:
+            del self._kept_by[client]
+        if lease.keepers:
+            return False
+        if lease.prefix is not None:
+            del self._of_prefix[lease.prefix]
+        return True
 
     # -- ends of a server -------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ from asyncdist.store.state.barriers import Barriers
 from asyncdist.store.state.change_log import ChangeLog
 from asyncdist.store.state.channels import Channels
 from asyncdist.store.state.key_space import KeySpace
-from asyncdist.store.state.leases import Leases
+from asyncdist.store.state.leases import Lease, Leases
 from asyncdist.store.state.limits import MemoryQuota, SizeLimits
 from asyncdist.store.state.model import NO_REPLY, Contents, Place, RequestRefused
 from asyncdist.store.state.queues import Queues
@@ -84,6 +84,7 @@ class StoreState:
             Op.SET_EPHEMERAL: self._set_ephemeral,
             Op.RESTORE_EPHEMERAL: self._restore_ephemeral,
             Op.ACQUIRE_LEASE: self._acquire_lease,
+            Op.RELEASE_LEASE: self._release_lease,
             Op.CANCEL: self._cancel,
             Op.CONFIRM: self._confirm,
             Op.LEAVE: self._leave,
@@ -145,15 +146,24 @@ class StoreState:
         self._expire(client)
         return self.requests.collect()
 
+    def at_lease_end(self, client: Client, prefix: str, callback: Callable[[], None]) -> None:
+        """Call ``callback`` at the end of the lease on ``prefix``. Raises RequestRefused if the client does not keep it."""
+        self._leases.at_end(client, prefix, callback)
+
     def _expire(self, client: Client) -> None:
         for lease in self._leases.expired(client):
-            for key in list(lease.keys):
+            self._end(lease)
+
+    def _end(self, lease: Lease) -> None:
+        for key in list(lease.keys):
+            self.keys.delete(key)
+        if lease.prefix is not None:
+            for key in self.keys.list_keys(lease.prefix):
                 self.keys.delete(key)
-            if lease.prefix is not None:
-                for key in self.keys.list_keys(lease.prefix):
-                    self.keys.delete(key)
-                self.queues.clear(lease.prefix)
-                self._leases.admit(lease.prefix)
+            self.queues.clear(lease.prefix)
+            self._leases.admit(lease.prefix)
+        for callback in lease.at_end:
+            callback()
 
     def _set_ephemeral(self, place: Place, key: str, value: bytes) -> None:
         self.keys.set(key, value)
@@ -167,6 +177,11 @@ class StoreState:
 
     def _acquire_lease(self, place: Place, prefix: str) -> object:
         return self._leases.acquire(place, self._keeper(place), prefix)
+
+    def _release_lease(self, place: Place, prefix: str) -> None:
+        lease = self._leases.release(self._keeper(place), prefix)
+        if lease is not None:
+            self._end(lease)
 
     def _keeper(self, place: Place) -> Client:
         return self._identities.get(place[0], place[0])

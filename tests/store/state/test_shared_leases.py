@@ -77,6 +77,17 @@ def test_client_that_joins_before_the_last_one_expires_keeps_the_keys(state):
     assert state.key_names() == OTHERS
 
 
+def test_released_lease_ends_with_the_other_client(state):
+    ended = []
+    state.state.at_lease_end(b"a", "job/1/", lambda: ended.append("job/1/"))
+    state.ask("a", Op.RELEASE_LEASE, "job/1/")
+    assert "job/1/k" in state.key_names()
+    assert state.ask("c", Op.RELEASE_LEASE, "job/1/") == [None]
+    state.expire("b")
+    assert state.key_names() == OTHERS
+    assert ended == ["job/1/"]
+
+
 def test_lease_acquired_twice_counts_once(state):
     assert state.acquire("a", "job/1/")
     state.expire("a")
