@@ -20,7 +20,7 @@ from zlib import crc32
 
 from asyncdist.errors import ProtocolError
 
-MAGIC = b"asyncdist store log 3\n"
+MAGIC = b"asyncdist store log 4\n"
 SALT_NBYTES = 8
 
 _FIRST = struct.Struct("<Q")

@@ -26,7 +26,7 @@ import msgpack
 from asyncdist.errors import ProtocolError
 from asyncdist.store.protocol.operations import ARGUMENTS, FLAG, KEY, KEYS, NUMBER, VALUE, VALUES, Op, OperationKind
 
-VERSION = 2
+VERSION = 3
 HELLO = 3
 OVERHEAD_NBYTES = 64 << 10
 """What a message may be longer than the longest value and its key."""
