@@ -1,15 +1,15 @@
-"""The wire format of torch's TCPStore, as torch 2.13 speaks it, so that its clients can use our store.
+"""The wire format of torch's TCPStore, as of torch 2.13, so that its clients can use an asyncdist store.
 
     request    u8 code, then what `_SHAPES` says; answered in order, or not at all, as `Code` says
     integers   little-endian; STR and VEC are a u64 length and as many bytes; lists are a u64 count and as many items
 
-There are no frames and no request ids: a request is over when its last field is. So the decoder keeps its place in the
-middle of a field, whichever way the stream was split, and no byte is looked at twice. What a peer sends is believed only
-as far as it has been checked; an unknown code or a length beyond a limit raises ProtocolError, and nothing else is raised.
+There are no frames and no request ids: a request ends with its last field. The decoder therefore keeps its position
+within a field, and parses no byte twice. Everything that a peer sends is checked: an unknown code or a length beyond a
+limit raises ProtocolError, and no other error is raised.
 
-Torch's keys begin with "/", which its client puts there ("init/", a counter of its own, excepted). Our key is without it:
-``set("k", …)`` of either client is seen by ``get("k")`` of the other. A key that cannot be read so (no "/", no UTF-8)
-keeps all its bytes behind a NUL.
+Torch's client prefixes keys with "/", except for its own counter "init/". The store's key is without it, so that
+``set("k", …)`` of either client is seen by ``get("k")`` of the other. A key without "/" or that is not UTF-8 keeps all
+its bytes behind a NUL.
 """
 
 from __future__ import annotations
@@ -80,14 +80,14 @@ _SHAPES: dict[int, str] = {
     Code.LIST_KEYS: "",
     Code.BARRIER: "ki",
 }
-"""Fields by code: k a key, v a value, u a u32, i an i64, K a list of keys, P a list of keys each with its value."""
+"""Fields by code: k a key, v a value, u a u32, i an i64, K a list of keys, P a list of keys with their values."""
 
 
 # -- keys and replies ------------------------------------------------------------------------------
 
 
 def key_of(raw: bytes) -> str:
-    """Return our key for torch's."""
+    """Return the store's key for torch's."""
     if raw and raw[0] == _SLASH and raw[1:2] != b"\x00":
         try:
             return raw[1:].decode()
@@ -97,22 +97,22 @@ def key_of(raw: bytes) -> str:
 
 
 def raw_key(key: str) -> bytes:
-    """Return torch's key for ours."""
+    """Return torch's key for the store's."""
     if key[:1] == "\x00":
         try:
             return key[1:].encode("latin-1")
         except UnicodeEncodeError:
-            pass  # a key of our own client, that begins so
+            pass  # a key of this package's client
     return b"/" + key.encode()
 
 
 def vector(value: bytes) -> bytes:
-    """Return a value, or a raw key, as it travels."""
+    """Encode a value or a raw key."""
     return U64.pack(len(value)) + value
 
 
 def vectors(values: list[bytes]) -> bytes:
-    """Return values one after the other as they travel."""
+    """Encode values one after the other."""
     pieces = []
     for value in values:
         pieces.append(U64.pack(len(value)))
@@ -123,14 +123,14 @@ def vectors(values: list[bytes]) -> bytes:
 # -- requests --------------------------------------------------------------------------------------
 
 _Field = Generator[int, bytes, Any]
-"""A field that is being read: yields how many bytes it needs next, is sent these, and returns what they mean."""
+"""A parser of one field: yields the number of bytes it needs next, is sent these, and returns the field's value."""
 
 
 class Decoder:
-    """Cuts a stream of bytes into requests, however the stream was split on its way.
+    """Cuts a stream of bytes into requests.
 
-    Keeps no more than one request: its values have at most ``max_value_nbytes`` bytes each, and all of it ``limit``.
-    After an error the stream cannot be read any further.
+    Buffers at most one request: ``max_value_nbytes`` bytes for each value, and ``limit`` in all. After an error the stream
+    cannot be read further.
     """
 
     def __init__(self, max_value_nbytes: int, limit: int) -> None:
@@ -150,7 +150,7 @@ class Decoder:
         return requests
 
     def decode(self, data: bytes, requests: list[Request]) -> None:
-        """Add the requests that ``data`` completes to a list, which has those before the bad one if there is one."""
+        """Add the requests that ``data`` completes to a list, also those before a malformed one."""
         place = self._go_on(data, 0, requests) if self._partial is not None else 0
         end = len(data)
         while place < end:
@@ -162,7 +162,7 @@ class Decoder:
                 place = self._go_on(data, place, requests)
 
     def _go_on(self, data: bytes, place: int, requests: list[Request]) -> int:
-        """Read on in the request that is unfinished; return where its last byte, or all of ``data``, was used up."""
+        """Continue an unfinished request; return the position after its last byte, or the end of ``data``."""
         partial, end = self._partial, len(data)
         assert partial is not None
         try:
@@ -189,7 +189,7 @@ class Decoder:
         code = (yield 1)[0]
         shape = _SHAPES.get(code)
         if shape is None:
-            raise ProtocolError(f"a request for no operation of torch's that we know: {code:#04x}")
+            raise ProtocolError(f"a request with an unknown code of torch's format: {code:#04x}")
         arguments = []
         for kind in shape:
             arguments.append((yield from _FIELDS[kind](self)))  # noqa: PERF401, which a comprehension cannot
@@ -259,7 +259,7 @@ def _too_large(nbytes: int, most: int) -> str:
     )
 
 
-# -- requests that arrived whole, as nearly all do -------------------------------------------------
+# -- complete requests in one read, which most are -------------------------------------------------
 
 _WITH_KEY = frozenset((Code.GET, Code.DELETE_KEY, Code.QUEUE_POP, Code.QUEUE_LEN))
 _WITH_NUMBER = frozenset((Code.ADD, Code.BARRIER))
@@ -270,7 +270,7 @@ _u64_at, _i64_at = U64.unpack_from, I64.unpack_from
 
 
 def _whole_requests(data: bytes, place: int, requests: list[Request], max_value_nbytes: int) -> int:
-    """Add the requests from ``place`` on, up to one that is not whole, not simple or not sound; return its place."""
+    """Add the requests from ``place`` on, up to one that is incomplete, rare or malformed; return its position."""
     end = len(data)
     while end - place >= 9:
         code = data[place]
@@ -307,13 +307,13 @@ def _whole_requests(data: bytes, place: int, requests: list[Request], max_value_
     return place
 
 
-# -- requests that were asked before ---------------------------------------------------------------
+# -- cached requests -------------------------------------------------------------------------------
 
-_PHRASE_NBYTES = 256
-_PHRASES = 1024
+_CACHED_NBYTES = 256
+_NUM_CACHED = 1024
 
 Answer = Callable[[], bytes | None]
-"""Does one request and returns the reply; or does nothing and returns None, where it takes more than that."""
+"""Executes one request and returns the reply; or does nothing and returns None if it needs a session."""
 
 
 def _no_answer() -> None:
@@ -321,11 +321,10 @@ def _no_answer() -> None:
 
 
 class RequestCache(dict[bytes, Answer]):
-    """What answers bytes that are one short request: ``phrases[data]()``, None where they are anything else.
+    """Functions by the bytes of one short request: ``cache[data]()`` is the reply, None for any other bytes.
 
-    Clients ask in few words: all of them for the same keys when they meet, one of them the same again while it polls. So
-    what ``answers`` makes of a request, by its code, is kept for as many as are likely to be in use, and most bytes are
-    looked at no closer.
+    Clients repeat few requests: during a rendezvous all of them use the same keys, and a client that polls repeats one.
+    The cache therefore keeps the functions that ``answers`` makes, and most requests are not parsed again.
     """
 
     def __init__(self, answers: Mapping[int, Callable[..., Answer]]) -> None:
@@ -333,14 +332,14 @@ class RequestCache(dict[bytes, Answer]):
         self._answers = answers
 
     def __missing__(self, data: bytes) -> Answer:
-        if len(data) > _PHRASE_NBYTES or not data or data[0] not in self._answers:
+        if len(data) > _CACHED_NBYTES or not data or data[0] not in self._answers:
             return _no_answer
         requests: list[Request] = []
-        if _whole_requests(data, 0, requests, _PHRASE_NBYTES) != len(data) or len(requests) != 1:
+        if _whole_requests(data, 0, requests, _CACHED_NBYTES) != len(data) or len(requests) != 1:
             return _no_answer
         code, *arguments = requests[0]
         answer = self._answers[code](*arguments)
-        if len(self) == _PHRASES:
+        if len(self) == _NUM_CACHED:
             self.clear()
         self[data] = answer
         return answer

@@ -1,16 +1,14 @@
-"""Long messages, in pieces between which others pass.
+"""Long messages in chunks, between which other messages pass.
 
-Clients and the server use it. No I/O. A value longer than `LONG_NBYTES` goes ahead of its message, in pieces; in the
-message stands the number under which it came. A message that is long for another reason, as with very many keys, goes
-ahead as a whole in the same way, and what follows is only its number. In each direction of a connection one message at
-a time is under way in pieces.
+Clients and the server use it. No I/O. A value longer than `LONG_NBYTES` is sent before its message, in chunks; the message
+refers to it by a number. A message that is long for another reason, such as very many keys, is sent before a reference
+to it in the same way. In each direction of a connection one chunked message at a time is under way.
 
-    piece       [id, PIECE, number, bytes] of a request, [id, PIECE, [number, bytes]] of an answer; alone in its frame.
-                One without bytes: the rest will not come, forget what has.
+    chunk       [id, PIECE, number, bytes] of a request, [id, PIECE, [number, bytes]] of a reply; alone in its frame.
+                A chunk without bytes: the sender has abandoned the message.
     reference   msgpack extension 1 in place of a value, 2 in place of a message; its data is the number, 4 bytes
 
-Where they arrive, pieces become one bytes object without being copied once more at the end, which would keep all others
-waiting.
+The receiver does not copy the chunks once more at the end, which would delay all other messages.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ LONG_NBYTES = TOGETHER_NBYTES
 """The longest message that is sent in one frame; the frame may carry further messages."""
 PIECE_NBYTES = 256 << 10
 FRAME_NBYTES = PIECE_NBYTES + 1024
-"""The longest frame there is: that of a piece."""
+"""The longest frame, which is that of a chunk."""
 
 _VALUE, _MESSAGE = 1, 2
 _ITEM_NBYTES = 5
@@ -39,7 +37,7 @@ Fields = tuple[Any, ...]
 
 
 def weight(fields: Fields) -> int:
-    """Return how many bytes values and lists take, roughly, without packing them."""
+    """Return roughly how many bytes values and lists take, without packing them."""
     total = 0
     for field in fields:
         if type(field) is bytes or type(field) is str:
@@ -50,10 +48,10 @@ def weight(fields: Fields) -> int:
 
 
 class ChunkedMessage:
-    """A long message: iterate for the messages that carry it, each to be sent in a frame of its own. ``len`` is in bytes.
+    """A long message. Iterate for its chunks and the message itself, and send each in a frame of its own.
 
-    ``request`` and ``kind`` are what the message begins with. ``is_under_way`` says that some of them have been taken and
-    some have not.
+    ``len`` is in bytes. ``request`` and ``kind`` are the message's first fields. ``is_under_way`` is true after the first
+    chunk and before the last one.
     """
 
     __slots__ = ("_message", "_nbytes", "_piece", "_pieces", "_values", "is_under_way", "kind", "request")
@@ -92,13 +90,13 @@ class ChunkedMessage:
         return message
 
     def abandoned(self) -> bytes:
-        """Abandon the rest; return the message to be sent instead, b"" if there need be none."""
+        """Abandon the rest; return the message to send instead, b"" if no chunk has been sent."""
         was_under_way, self.is_under_way = self.is_under_way, False
         return self.end if was_under_way else b""
 
     @property
     def end(self) -> bytes:
-        """The message that says that the rest will not come."""
+        """The chunk that tells the receiver that the message was abandoned."""
         return self._piece(0, b"")
 
 
@@ -112,17 +110,17 @@ def _cut(values: list[bytes], message: bytes, piece: Callable[[int, Any], bytes]
 
 
 def request_piece(request: int, number: int, piece: Any) -> Fields:
-    """Return the fields of a piece of a request."""
+    """Return the fields of a chunk of a request."""
     return request, Op.PIECE, number, piece
 
 
 def answer_piece(request: int, number: int, piece: Any) -> Fields:
-    """Return the fields of a piece of an answer."""
+    """Return the fields of a chunk of a reply."""
     return request, OperationKind.PIECE, (number, piece)
 
 
 class Reassembler:
-    """The chunks that have arrived, until the message that refers to them does; at most ``limit`` bytes."""
+    """The chunks that have arrived before the message that refers to them; at most ``limit`` bytes."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -131,7 +129,7 @@ class Reassembler:
         self._wasted = self._passed = False
 
     def add(self, number: int, piece: bytes) -> None:
-        """Take a piece. Raises ProtocolError for more than there may be."""
+        """Add a chunk. Raises ProtocolError beyond the limit."""
         if self._wasted and piece:
             return
         if not piece:
@@ -141,32 +139,32 @@ class Reassembler:
         if number not in self._values:
             self._values[number] = BytesIO()
         if self.nbytes > self.limit or len(self._values) > 2 + self.limit // LONG_NBYTES:
-            raise ProtocolError(f"a message in pieces that has more than {self.limit} bytes")
+            raise ProtocolError(f"a chunked message of more than {self.limit} bytes")
         self._values[number].write(piece)
 
     def drop(self) -> None:
-        """Forget all pieces."""
+        """Drop all chunks."""
         self._values.clear()
         self.nbytes = 0
         self._wasted = self._passed = False
 
     def waste(self) -> None:
-        """Forget all pieces of the message that is under way, the rest of it, and the message."""
+        """Drop all chunks of the message that is under way, the rest of it, and the message."""
         self.drop()
         self._wasted = True
 
     @property
     def busy(self) -> bool:
-        """Whether a message is under way in pieces."""
+        """Whether a chunked message is under way."""
         return self.nbytes > 0 or self._wasted
 
     def messages_in(self, frame: bytes | bytearray) -> list[Any]:
-        """Return the messages of a frame, with what they refer to in its place. Raises ProtocolError."""
+        """Return the messages of a frame, with the chunked values in place of references. Raises ProtocolError."""
         messages = messages_in(frame, self._referred)
         if self._passed:
             self._wasted = self._passed = False
             return []
-        if type(messages[0]) is ExtType:  # it is alone in its frame, since it was sent as all messages in pieces are
+        if type(messages[0]) is ExtType:  # a reference to a message is alone in its frame
             messages = messages_in(self._take(messages[0].data), self._referred)
         return messages
 
@@ -179,7 +177,7 @@ class Reassembler:
     def _take(self, data: bytes) -> bytes:
         value = self._values.pop(int.from_bytes(data, "little"), None)
         if value is None:
-            raise ProtocolError("a message that refers to pieces which have not come")
+            raise ProtocolError("a message that refers to chunks that have not arrived")
         taken = value.getvalue()
         self.nbytes -= len(taken)
         return taken

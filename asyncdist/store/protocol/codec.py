@@ -1,4 +1,4 @@
-"""Our wire format: messages in msgpack, and frames that carry those that are sent together.
+"""The store's own wire format: messages in msgpack, and frames that carry one message or several.
 
 Clients and the server use it. No I/O.
 
@@ -9,10 +9,10 @@ Clients and the server use it. No I/O.
     published  [id, 2, message]                       id is that of the subscription
     hello      [0, 3, [version, limit]]               server → client, once, first: the longest message it takes
 
-Messages that are too long for a frame go in pieces (`pieces`).
+Messages that are too long for a frame are sent in chunks (`chunking`).
 
-What a peer sends is believed only as far as it has been checked: a length beyond the limit, bytes that are no msgpack,
-an unknown operation or an argument of a wrong type raise ProtocolError, and nothing else is ever raised.
+Everything that a peer sends is checked. A length beyond the limit, bytes that are not msgpack, an unknown operation or an
+argument of a wrong type raise ProtocolError; no other error is raised.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from asyncdist.store.protocol.operations import ARGUMENTS, FLAG, KEY, KEYS, NUMB
 VERSION = 3
 HELLO = 3
 OVERHEAD_NBYTES = 64 << 10
-"""What a message may be longer than the longest value and its key."""
+"""Bytes of a message besides the longest value and its key."""
 TOGETHER_NBYTES = 64 << 10
-"""What a frame of several messages carries at most: no more than any store takes."""
+"""The longest frame of several messages in bytes; every store takes it."""
 _MARK = bytes(range(0xF0, 0x100))
 _END = msgpack.packb(_MARK)
-"""What follows a frame while it is read: no message, and nothing that a peer sends by chance."""
+"""Appended to a frame while it is decoded, to detect a last message that is cut short."""
 
 LENGTH = struct.Struct("<Q")
 
 
 class Request(NamedTuple):
-    """What a client sends."""
+    """A client's message."""
 
     id: int
     op: Op
@@ -48,7 +48,7 @@ class Request(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What a server sends: ``kind`` is a `operations.Kind` or HELLO."""
+    """A server's message: ``kind`` is an `operations.OperationKind` or HELLO."""
 
     id: int
     kind: int
@@ -56,25 +56,25 @@ class Answer(NamedTuple):
 
 
 def message_limit(max_value_nbytes: int = 0, max_key_nbytes: int = 0) -> int:
-    """Return the longest message to take where values and keys have up to so many bytes."""
+    """Return the longest message for values and keys of at most these lengths."""
     return max_value_nbytes + max_key_nbytes + OVERHEAD_NBYTES
 
 
 class FrameParser:
-    """Cuts a stream of bytes into frames, however the stream was split on its way.
+    """Cuts a stream of bytes into frames.
 
-    Buffers no more than one frame of at most ``limit`` bytes and what came in the same read; a frame that claims to be
-    longer raises ProtocolError as soon as its length is there. After an error the stream cannot be read any further.
+    Buffers at most one frame of ``limit`` bytes and the rest of the same read. A longer frame raises ProtocolError as soon
+    as its length has arrived; after an error the stream cannot be read further.
     """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self._buffer = bytearray()
-        self._wanted = LENGTH.size  # how long the buffer must be before looking at it again is worth while
+        self._wanted = LENGTH.size  # length of the buffer at which it is parsed again
 
     @property
     def pending(self) -> int:
-        """How many bytes of an unfinished frame there are."""
+        """Bytes of an unfinished frame."""
         return len(self._buffer)
 
     def feed(self, data: bytes | bytearray) -> list[bytes | bytearray]:
@@ -108,7 +108,7 @@ class FrameParser:
 
 
 class Encoder:
-    """Makes messages. Not for two threads at a time."""
+    """Encodes messages. Not thread-safe."""
 
     def __init__(self) -> None:
         self.pack: Callable[[tuple[Any, ...]], bytes] = msgpack.Packer(use_bin_type=True, autoreset=True).pack
@@ -120,7 +120,7 @@ class Encoder:
 
 
 def framed(messages: Iterable[bytes]) -> bytes:
-    """Return frames that carry these messages, as many together as go into `TOGETHER_NBYTES`."""
+    """Return frames of these messages, as many in each as fit in `TOGETHER_NBYTES`."""
     frames: list[bytes] = []
     together: list[bytes] = []
     nbytes = 0
@@ -142,9 +142,9 @@ def hello(limit: int) -> bytes:
 
 
 def messages_in(frame: bytes | bytearray, extension: Callable[[int, bytes], Any] = msgpack.ExtType) -> list[Any]:
-    """Return the messages of a frame, at least one, of which nothing is known but that they are msgpack.
+    """Return the messages of a frame, at least one, without checking their fields.
 
-    ``extension`` makes what stands for msgpack's extension types (`pieces`). Raises ProtocolError.
+    ``extension`` decodes msgpack's extension types (`chunking`). Raises ProtocolError.
     """
     try:
         return [msgpack.unpackb(frame, ext_hook=extension)]
@@ -152,7 +152,7 @@ def messages_in(frame: bytes | bytearray, extension: Callable[[int, bytes], Any]
         pass
     except ProtocolError:
         raise
-    except Exception as error:  # which of its many it raises depends on msgpack's version and build
+    except Exception as error:  # the type depends on msgpack's version and build
         raise _no_msgpack(error) from None
     try:
         nbytes = len(frame) + len(_END)
@@ -162,24 +162,24 @@ def messages_in(frame: bytes | bytearray, extension: Callable[[int, bytes], Any]
         *messages, end = unpacker
     except Exception as error:
         raise _no_msgpack(error) from None
-    if end != _MARK or not messages:  # it has become part of the last message
+    if end != _MARK or not messages:  # the mark has become part of the last message
         raise ProtocolError("a frame whose last message is cut short")
     return messages
 
 
 def _no_msgpack(error: Exception) -> ProtocolError:
-    return ProtocolError(f"a frame that is no msgpack ({type(error).__name__}: {error})")
+    return ProtocolError(f"a frame that is not msgpack ({type(error).__name__}: {error})")
 
 
 def decode_request(fields: Any) -> Request:
     """Return the request in a message; raises ProtocolError."""
     if type(fields) is not list:
-        raise ProtocolError(f"a message that is no array: {_brief(fields)}")
+        raise ProtocolError(f"a message that is not an array: {_brief(fields)}")
     try:
         op = Op(fields[1])
         kinds = ARGUMENTS[op]
     except (IndexError, TypeError, ValueError):
-        raise ProtocolError(f"a request for no operation that we know: {_brief(fields)}") from None
+        raise ProtocolError(f"a request for an unknown operation: {_brief(fields)}") from None
     args = tuple(fields[2:])
     if type(fields[0]) is not int or len(args) != len(kinds) or not all(map(_fits, kinds, args)):
         raise ProtocolError(f"a request with wrong arguments: {op.name} {_brief(fields)}")
@@ -192,7 +192,7 @@ def decode_answer(fields: Any) -> Answer:
         request, kind, value = fields
         if type(request) is int and type(kind) is int and (kind == OperationKind.RESULT or _sound(kind, value)):
             return Answer(request, kind, value)
-    raise ProtocolError(f"an answer that is none of ours: {_brief(fields)}")
+    raise ProtocolError(f"a malformed reply: {_brief(fields)}")
 
 
 _TYPES = {KEY: str, VALUE: bytes, NUMBER: int, FLAG: bool}
@@ -207,7 +207,7 @@ def _fits(kind: str, argument: Any) -> bool:
 
 
 def _sound(kind: int, value: Any) -> bool:
-    """Whether an answer's value has the shape that its kind promises."""
+    """Whether a reply's value has the shape of its kind."""
     if kind == OperationKind.PIECE:
         return type(value) is list and [type(each) for each in value] == [int, bytes]
     if kind in (OperationKind.REFUSED, HELLO):

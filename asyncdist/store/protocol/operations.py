@@ -1,7 +1,7 @@
-"""What can be asked of a store and what it answers, and the checks on what a user passes.
+"""The operations of a store, their replies, and the checks of a user's arguments.
 
-A `Command` is an operation with its arguments, checked; it knows nothing of who asks or how it travels. The awaited and
-the blocking face make their commands here, so that both refuse the same calls with the same words.
+A `Command` is an operation with checked arguments. The asynchronous and the blocking stores make their commands here, so
+that both refuse the same calls with the same errors.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class Op(IntEnum):
     PUBLISH = 17
     SUBSCRIBE = 18
     CANCEL = 19
-    """Give up an earlier request; a queue item it was given goes back. Has no reply."""
+    """Withdraw an earlier request; its unconfirmed queue item goes back. Has no reply."""
     CONFIRM = 20
-    """The item of an earlier QUEUE_POP has arrived and need not be kept. Has no reply."""
+    """The item of an earlier QUEUE_POP has arrived. Has no reply."""
     LEAVE = 21
-    """Give up all earlier requests. Has no reply. In a file store's log: a process has closed the file."""
+    """Withdraw all earlier requests. Has no reply. In a file store's log: a process has closed the file."""
     ACQUIRE_LEASE = 23
     """Keep the lease on a prefix, whose keys are deleted after the last client that keeps it."""
     RELEASE_LEASE = 32
@@ -54,19 +54,19 @@ class Op(IntEnum):
     In a file store's log: a process on the host of that name has opened the file.
     """
     RECEIVED = 25
-    """The answers to all changes with a smaller number have arrived. Has no reply. Servers only."""
+    """The replies to all changes with a smaller number have arrived. Has no reply. Servers only."""
     SET_EPHEMERAL = 26
-    """Store a value that goes with the client."""
+    """Store a value under a key that is attached to the client's lease."""
     RESTORE_EPHEMERAL = 31
-    """The same for what went with the client while it was away, unless something is there again; says whether it did."""
+    """Store an ephemeral key again that expired while the client was disconnected; return whether the key was free."""
     WATCH = 28
-    """Return what a key holds, and from then on publish every change."""
+    """Return a key's value, and from then on publish every change."""
     STATUS = 27
-    """Return how the server is, figures and words by name. Servers only."""
+    """Return the server's status, figures and texts by name. Servers only."""
     WATCH_KEYS = 30
     """Return all keys that begin with a prefix, each followed by its value, and from then on publish every change."""
     PIECE = 29
-    """Part of a long message that is to come (`pieces`). Has no reply."""
+    """A chunk of a long message (`chunking`). Has no reply."""
 
 
 KEY, KEYS, VALUE, VALUES, NUMBER, FLAG = "key", "keys", "value", "values", "number", "flag"
@@ -107,15 +107,15 @@ ARGUMENTS: dict[Op, tuple[str, ...]] = {
 }
 
 STREAMS = frozenset((Op.SUBSCRIBE, Op.WATCH, Op.WATCH_KEYS))
-"""Operations that are answered once, and then again and again with what is published."""
+"""Operations with one result, and then any number of published messages."""
 
 BLOCKING = frozenset((Op.GET, Op.WAIT, Op.MULTI_GET, Op.QUEUE_POP, Op.BARRIER, Op.ACQUIRE_LEASE)) | STREAMS
-"""Operations that may leave something behind at the store until they are answered, cancelled or confirmed."""
+"""Operations that may stay open at the store until they are answered, cancelled or confirmed."""
 
 CHANGED, GONE = b"\1", b"\0"
-"""What a message to a watcher begins with, before the value if there is one.
+"""The first byte of a message to a watch. The value follows, if there is one.
 
-Before that stand the key's length, 4 bytes, and the key, where many are watched.
+To a watch of a prefix, the key's length in 4 bytes and the key come between them.
 """
 
 CHANGING = frozenset(
@@ -124,19 +124,19 @@ CHANGING = frozenset(
         Op.QUEUE_PUSH, Op.PUBLISH,
     )
 )  # fmt: skip
-"""Operations that are done once for all: asked again after a connection broke, they are answered as the first time."""
+"""Operations that are applied once: a client that repeats one after a broken connection gets the first reply."""
 
 REPEATABLE = frozenset((Op.SET, Op.SET_EPHEMERAL, Op.MULTI_SET))
-"""Those of them that may be done twice in a row without a difference."""
+"""Those of them that may be applied twice without a difference."""
 
 LEASED = frozenset((Op.SET_EPHEMERAL, Op.RESTORE_EPHEMERAL, Op.ACQUIRE_LEASE, Op.RELEASE_LEASE))
 """Operations that concern a lease, which only a client session keeps."""
 
 SWEEPING = frozenset((Op.LIST_KEYS, Op.WATCH_KEYS, Op.STATUS))
-"""Operations that look at everything there is, and so may take long: after each, others have their turn."""
+"""Operations that visit all keys and may take long: after each, the server serves other connections."""
 
 SERVERS = frozenset((Op.OPEN_SCOPED_STORE, Op.RESUME, Op.RECEIVED, Op.STATUS, Op.PIECE))
-"""Operations that are no matter of the state machine, but of the server around it."""
+"""Operations that the server executes, and not the state machine."""
 
 
 # -- answers ---------------------------------------------------------------------------------------
@@ -145,32 +145,32 @@ Client = Hashable
 
 
 class OperationKind(IntEnum):
-    """What a reply is."""
+    """Kinds of replies."""
 
     RESULT = 0
     REFUSED = 1
     PUBLISHED = 2
     PIECE = 4
-    """Part of a long message that is to come (`pieces`); 3 is the server's hello."""
+    """A chunk of a long message (`chunking`); 3 is the server's hello."""
 
 
 class Reason(IntEnum):
     """Why the store refused."""
 
     INVALID = 1
-    """The operation does not fit what the store holds, as ``add`` to a value that is no number."""
+    """The operation does not fit the stored value, as ``add`` to a text."""
     EMPTY = 2
-    """A pop that does not wait, from an empty queue."""
+    """A pop without waiting from an empty queue."""
     TOO_LARGE = 3
     """The value, or the reply, is larger than the store takes."""
     FULL = 4
-    """The store holds as much as it may."""
+    """The store has reached its memory limit."""
     UNSURE = 5
-    """It may have been done for an earlier connection, and what it came to is not known any more."""
+    """The request may have been executed for an earlier connection, whose reply the store has dropped."""
 
 
 class Reply(NamedTuple):
-    """Something that came due for a client: ``value`` is a result, a (reason, text) pair, or a published message."""
+    """A reply that is due to a client: ``value`` is a result, a (reason, text) pair, or a published message."""
 
     client: Any
     request: int
@@ -184,7 +184,7 @@ Value = bytes | bytearray | memoryview | str
 
 
 class Command(NamedTuple, Generic[T]):
-    """One operation and its checked arguments; ``T`` is what the store answers."""
+    """One operation and its checked arguments; ``T`` is the type of its result."""
 
     op: Op
     args: tuple[Any, ...] = ()
@@ -195,20 +195,20 @@ class Command(NamedTuple, Generic[T]):
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The keys it is about, for an error to name."""
+        """The keys that an error names."""
         if not self.args or ARGUMENTS[self.op][0] not in (KEY, KEYS):
             return ()
         first = self.args[0]
         return (first,) if isinstance(first, str) else tuple(first)
 
     def overdue(self, limit: float) -> StoreTimeoutError:
-        """Return the error of those who have had no answer within ``limit`` seconds."""
+        """Return the error of a request without a reply within ``limit`` seconds."""
         if self.op in BLOCKING and self.op not in STREAMS:
             return StoreTimeoutError(self.name, self.keys, limit)
-        what = "see whether it runs, and what keeps it busy"
+        advice = "check whether the store runs, and what keeps it busy"
         if self.op in CHANGING:
-            what = "it may have been done all the same; look at what is there before you repeat it"
-        return StoreTimeoutError(self.name, self.keys, limit, f"the store did not answer; {what}")
+            advice = "the change may have been made; read the value before you repeat it"
+        return StoreTimeoutError(self.name, self.keys, limit, f"the store did not answer; {advice}")
 
     def under(self, prefix: str) -> Command[T]:
         """Return the same command on keys under ``prefix``."""
@@ -255,7 +255,7 @@ def _encoded(text: str) -> bytes:
     try:
         return text.encode()
     except UnicodeEncodeError:
-        raise UsageError(f"{text!r} is no text that UTF-8 can carry: it holds a lone surrogate") from None
+        raise UsageError(f"{text!r} cannot be encoded as UTF-8: it holds a lone surrogate") from None
 
 
 def _number(number: object, least: int = -(1 << 63)) -> int:
@@ -371,11 +371,11 @@ def watch_keys(prefix: str) -> Command[list[Any]]:
 
 
 def watched_key(message: bytes) -> tuple[str, bytes | None]:
-    """Return the key that a message to a watcher of many tells of, and its value; None if the key is gone."""
+    """Return the key and the value in a message to a watch of a prefix; None if the key was deleted."""
     after = 5 + int.from_bytes(message[1:5], "little")
     return message[5:after].decode(errors="replace"), message[after:] if message[:1] == CHANGED else None
 
 
 def watched(message: bytes) -> bytes | None:
-    """Return the value that a message to a watcher tells of; None if the key is gone."""
+    """Return the value in a message to a watch of a key; None if the key was deleted."""
     return message[1:] if message[:1] == CHANGED else None

@@ -236,9 +236,9 @@ class StoreServer:
 
     def open_scoped_port(self, connection: Session, request: int, prefix: str) -> None:
         """Open a port with an empty store behind it, until the lease on ``prefix`` ends; the reply follows."""
-        if connection.member is None:
+        if connection.client_session is None:
             raise ProtocolError("a scoped store of a client without a session")
-        self.scoped_ports.open(connection, connection.member.identity, request, prefix)
+        self.scoped_ports.open(connection, connection.client_session.identity, request, prefix)
 
     def status(self) -> dict[str, Any]:
         """Return what ``asyncdist store status`` shows."""
@@ -250,8 +250,8 @@ class StoreServer:
             return
         self.admission.remove(connection)
         self.deliver(self.state.leave(connection), None)
-        if isinstance(connection, Session) and connection.member is not None:
-            self.sessions.disconnect(connection.member, connection, time.monotonic())
+        if isinstance(connection, Session) and connection.client_session is not None:
+            self.sessions.disconnect(connection.client_session, connection, time.monotonic())
             self._watch_leases()
         if not self.admission.connections and self._emptied is not None and not self._emptied.done():
             self._emptied.set_result(None)
@@ -276,20 +276,20 @@ class StoreServer:
 
         Return of what lineage this server is, whether it remembers the client, and whether it stays.
         """
-        member, known, before = self.sessions.open(identity, lease / 1e3, connection)
+        session, known, before = self.sessions.open(identity, lease / 1e3, connection)
         if isinstance(before, Session) and before is not connection:
             before.supersede()
             self.dismiss(before)
-        connection.bind(member)
+        connection.bind(session)
         self.deliver(self.state.bind(connection, identity), connection)
         return self.lineage, known, self.stays
 
     def close_session(self, connection: Session) -> None:
         """A client says that it will not be back."""
-        if connection.member is not None:
-            self.sessions.close(connection.member)
-            self.deliver(self.state.expire(connection.member.identity), connection)
-            connection.member = None
+        if connection.client_session is not None:
+            self.sessions.close(connection.client_session)
+            self.deliver(self.state.expire(connection.client_session.identity), connection)
+            connection.client_session = None
 
     def _watch_leases(self) -> None:
         end = self.sessions.next_end()
@@ -300,8 +300,8 @@ class StoreServer:
             self._lease = self._loop.call_later(max(0.0, end - time.monotonic()), self._end_leases)
 
     def _end_leases(self) -> None:
-        for member in self.sessions.expire(time.monotonic()):
-            self.deliver(self.state.expire(member.identity), None)
+        for session in self.sessions.expire(time.monotonic()):
+            self.deliver(self.state.expire(session.identity), None)
         self._watch_leases()
 
     # -- replies ----------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
-"""A client of this package, at the server: frames become requests, and replies become frames.
+"""The server's side of one connection of this package's client: frames become requests, and replies become frames.
 
 Long messages are sent in chunks (`protocol.chunking`), and short ones pass between the chunks. A value in transfer counts
-against the store's memory, and is dropped with its connection. A client with an identity may reconnect and repeat its
-unanswered requests; each change is applied once (`state.sessions`). It does not import the server.
+against the store's memory quota, and is dropped with its connection. A client may reconnect and repeat its unanswered
+requests; each change is applied once (`state.sessions`). This module does not import the server.
 """
 
 from __future__ import annotations
@@ -66,17 +66,17 @@ class Session(ServerConnection):
     """One authenticated client of this package's protocol."""
 
     __slots__ = (
-        "_arriving",
-        "_carrier",
-        "_expected_nbytes",
-        "_in_line",
-        "_in_line_nbytes",
+        "_chunk_sender",
         "_last_before",
         "_parser",
-        "_published_in_line_nbytes",
         "_published_nbytes",
+        "_published_queued_nbytes",
+        "_queued",
+        "_queued_nbytes",
+        "_reassembler",
+        "_reserved_nbytes",
         "_todo",
-        "member",
+        "client_session",
     )
 
     _server: SessionContext
@@ -84,63 +84,66 @@ class Session(ServerConnection):
     def __init__(self, server: SessionContext, transport: asyncio.Transport, peer: str) -> None:
         super().__init__(server, transport, peer)
         self._parser = FrameParser(FRAME_NBYTES)
-        self._arriving = Reassembler(server.limit)
-        self._expected_nbytes = 0  # of what is arriving, counted against the store's memory
-        self._in_line: Counter[int] = Counter()  # requests with long replies that wait or are under way, and are wanted
-        self._in_line_nbytes = 0  # of those that nothing holds up but the socket
-        self._carrier = ChunkSender(transport.write, self._in_line.__contains__, asyncio.get_running_loop().call_soon)
-        self._published_nbytes = 0  # of short messages from others, since the socket takes no more
-        self._published_in_line_nbytes = 0  # of their long ones that have not been sent
+        self._reassembler = Reassembler(server.limit)
+        self._reserved_nbytes = 0  # of the chunks that have arrived, in the server's quota
+        self._queued: Counter[int] = Counter()  # long replies that are not sent and not cancelled, by request
+        self._queued_nbytes = 0  # of those that wait for nothing but the socket
+        self._chunk_sender = ChunkSender(
+            transport.write, self._queued.__contains__, asyncio.get_running_loop().call_soon
+        )
+        self._published_nbytes = 0  # short messages, since the socket was writable last
+        self._published_queued_nbytes = 0  # long messages that have not been sent
         self._todo: deque[Any] = deque()
-        self.member: ClientSession | None = None
-        self._last_before = 0  # of the client's requests over earlier connections
+        self.client_session: ClientSession | None = None
+        self._last_before = 0  # request over an earlier connection
 
     def receive(self, data: bytes) -> None:
         for frame in self._parser.feed(data) if data else ():
-            if len(frame) > LONG_NBYTES or self._arriving.busy:
+            if len(frame) > LONG_NBYTES or self._reassembler.busy:
                 self._take(frame)
             else:
                 self._todo.extend(messages_in(frame))
         self._work()
 
     def _take(self, frame: bytes | bytearray) -> None:
-        """Take a frame that may be a piece, or belong to pieces."""
-        for message in self._arriving.messages_in(frame):
+        """Parse a frame that may be a chunk, or refer to chunks."""
+        for message in self._reassembler.messages_in(frame):
             match message:
                 case [int(request), Op.PIECE, int(number), bytes(piece)]:
-                    self._take_piece(request, number, piece)
+                    self._take_chunk(request, number, piece)
                 case _:
                     self._todo.append(message)
-        self._recount()
+        self._release_memory()
 
-    def _take_piece(self, request: int, number: int, piece: bytes) -> None:
-        self._arriving.add(number, piece)
-        self._recount()
-        more = self._arriving.nbytes - self._expected_nbytes
+    def _take_chunk(self, request: int, number: int, piece: bytes) -> None:
+        self._reassembler.add(number, piece)
+        self._release_memory()
+        more = self._reassembler.nbytes - self._reserved_nbytes
         if more <= 0:
             return
-        self._work(in_turns=False)  # what came before may make room
-        answer = self.member.answer_to(request) if self.member is not None else None  # no room for what is done already
+        self._work(in_turns=False)  # earlier requests may make room
+        # A repeated request needs no room.
+        answer = self.client_session.answer_to(request) if self.client_session is not None else None
         try:
             if answer is None:
                 self._server.quota.reserve(more)
-                self._expected_nbytes += more
+                self._reserved_nbytes += more
         except RequestRefused as refused:
             answer = self._unsure(request) or Reply(
                 self, request, OperationKind.REFUSED, (int(refused.reason), refused.text)
             )
         if answer is not None:
-            self._arriving.waste()
+            self._reassembler.waste()
             self.answer(answer)
 
-    def _recount(self) -> None:
+    def _release_memory(self) -> None:
         """Release the memory reserved for a chunked message that is complete or abandoned."""
-        if self._expected_nbytes and not self._arriving.nbytes:
-            self._server.quota.arriving_nbytes -= self._expected_nbytes
-            self._expected_nbytes = 0
+        if self._reserved_nbytes and not self._reassembler.nbytes:
+            self._server.quota.arriving_nbytes -= self._reserved_nbytes
+            self._reserved_nbytes = 0
 
     def _work(self, in_turns: bool = True) -> None:
-        """Execute what has been read, as long as the client takes the replies, and no longer than others can wait."""
+        """Execute the requests that have arrived, while the client reads the replies, and yield after a long one."""
         server, todo = self._server, self._todo
         execute, peek, pack = server.state.execute, server.state.keys.peek, server.pack
         before = len(todo)
@@ -148,21 +151,21 @@ class Session(ServerConnection):
             if self._out_nbytes >= TOGETHER_NBYTES:
                 self.flush()
             message = todo.popleft()
-            match message:  # by far the most of what comes in rows, made short
+            match message:  # the fast path of the most frequent request
                 case [int(request), Op.GET, str(key)] if (value := peek(key)) is not None and len(value) <= LONG_NBYTES:
                     self.put(pack((request, OperationKind.RESULT, value)))
                     continue
             request, op, args = decode_request(message)
-            if op in CHANGING and self.member is not None:
-                self._change(self.member, request, op, args)
-            elif op in LEASED and self.member is None:
+            if op in CHANGING and self.client_session is not None:
+                self._change(self.client_session, request, op, args)
+            elif op in LEASED and self.client_session is None:
                 raise ProtocolError("a lease of a client without a session")
             elif op in SERVERS or op is Op.LEAVE:
                 self._serve(request, op, args)
             else:
                 server.deliver(execute(self, request, op, args), self)
-                if op is Op.CANCEL:  # the rest of a long reply is not wanted
-                    self._in_line.pop(args[0], None)
+                if op is Op.CANCEL:  # of the rest of a long reply
+                    self._queued.pop(args[0], None)
             if op in SWEEPING and todo and in_turns:
                 self._rest()
         server.num_requests += before - len(todo)
@@ -170,10 +173,10 @@ class Session(ServerConnection):
         if todo and self._transport is not None:
             self._transport.pause_reading()
 
-    def _change(self, member: ClientSession, request: int, op: Op, args: tuple[Any, ...]) -> None:
+    def _change(self, client_session: ClientSession, request: int, op: Op, args: tuple[Any, ...]) -> None:
         """Apply a change once, also if the client repeats it over another connection."""
         server = self._server
-        before = member.answer_to(request)
+        before = client_session.answer_to(request)
         unsure = self._unsure(request) if request <= self._last_before else None
         if before is None and op not in REPEATABLE:
             before = unsure
@@ -181,15 +184,15 @@ class Session(ServerConnection):
             self.answer(before)
             return
         replies = server.state.execute(self, request, op, args)
-        if unsure is None:  # it would take the place of another answer
-            member.remember(replies[-1])
+        if unsure is None:  # otherwise it would replace the reply to another request
+            client_session.remember(replies[-1])
         server.deliver(replies, self)
 
     def _unsure(self, request: int) -> Reply | None:
-        """Return the answer to what may have been done for an earlier connection, and nobody knows any more."""
-        if self.member is None or request > min(self._last_before, self.member.unsure):
+        """Return the reply to a request that may have been executed for an earlier connection; None to any other."""
+        if self.client_session is None or request > min(self._last_before, self.client_session.unsure):
             return None
-        why = (int(Reason.UNSURE), "more changes were under way than the store keeps answers to")
+        why = (int(Reason.UNSURE), "more changes were under way than the store keeps replies to")
         return Reply(self, request, OperationKind.REFUSED, why)
 
     def _serve(self, request: int, op: Op, args: tuple[Any, ...]) -> None:
@@ -198,8 +201,8 @@ class Session(ServerConnection):
         if op is Op.RESUME:
             server.deliver([Reply(self, request, OperationKind.RESULT, server.resume(self, *args))], self)
         elif op is Op.RECEIVED:
-            if self.member is not None:
-                self.member.received(*args)
+            if self.client_session is not None:
+                self.client_session.received(*args)
         elif op is Op.STATUS:
             server.deliver([Reply(self, request, OperationKind.RESULT, server.status())], self)
         elif op is Op.LEAVE:
@@ -208,17 +211,17 @@ class Session(ServerConnection):
         elif op is Op.OPEN_SCOPED_STORE:
             server.open_scoped_port(self, request, *args)
         else:
-            raise ProtocolError("a piece of a message that has no other")
+            raise ProtocolError("a chunk of a message without other chunks")
 
-    def bind(self, member: ClientSession) -> None:
-        """Know who this is; it says so once, before it changes anything."""
-        if self.member is not None:
-            raise ProtocolError("a client that says twice who it is")
-        self.member = member
-        self._last_before = member.last
+    def bind(self, client_session: ClientSession) -> None:
+        """Set the client session of this connection, once, before its first change."""
+        if self.client_session is not None:
+            raise ProtocolError("a client that resumes its session twice on one connection")
+        self.client_session = client_session
+        self._last_before = client_session.last
 
     def supersede(self) -> None:
-        """The client has come back over another connection, and will ask again what is still to be done here."""
+        """Drop this connection: its client has reconnected, and repeats the requests that are not answered."""
         self._todo.clear()
         self.abort()
 
@@ -226,60 +229,60 @@ class Session(ServerConnection):
 
     def answer(self, reply: Reply) -> None:
         message = self._server.encode(reply)
-        if isinstance(message, bytes) and reply.request not in self._in_line:
+        if isinstance(message, bytes) and reply.request not in self._queued:
             self.put(message)
             self._published_nbytes += len(message) if reply.kind is OperationKind.PUBLISHED else 0
             return
-        if isinstance(message, bytes):  # a stream's next message, which is not to come before a long one
+        if isinstance(message, bytes):  # a stream's next message must not overtake a long one
             message = ChunkedMessage(self._server.pack, (reply.request, reply.kind, reply.value), answer_piece)
         self.flush()
-        self._in_line[reply.request] += 1
-        self._published_in_line_nbytes += len(message) if reply.kind is OperationKind.PUBLISHED else 0
+        self._queued[reply.request] += 1
+        self._published_queued_nbytes += len(message) if reply.kind is OperationKind.PUBLISHED else 0
         self._pass_on(message)
 
     def _write(self, data: bytes | ChunkedMessage) -> None:
         if not isinstance(data, ChunkedMessage):
             super()._write(data)
         elif self._transport is not None:
-            self._carrier.send(data, self._chunks_sent)
-            self._in_line_nbytes += len(data)
+            self._chunk_sender.send(data, self._chunks_sent)
+            self._queued_nbytes += len(data)
             self.paused = self.paused or self._backpressured
 
     def pause_writing(self) -> None:
         super().pause_writing()
         self._published_nbytes = 0
-        self._carrier.pause()
+        self._chunk_sender.pause()
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._carrier.resume()
+        self._chunk_sender.resume()
 
     def _chunks_sent(self, parcel: ChunkedMessage) -> None:
-        self._in_line -= Counter([parcel.request])
-        self._in_line_nbytes -= len(parcel)
-        self._published_in_line_nbytes -= len(parcel) if parcel.kind is OperationKind.PUBLISHED else 0
+        self._queued -= Counter([parcel.request])
+        self._queued_nbytes -= len(parcel)
+        self._published_queued_nbytes -= len(parcel) if parcel.kind is OperationKind.PUBLISHED else 0
         self.settle()
 
     @property
     def _backpressured(self) -> bool:
-        return super()._backpressured or self._in_line_nbytes - self._carrier.nbytes_under_way > BACKLOG_NBYTES
+        return super()._backpressured or self._queued_nbytes - self._chunk_sender.nbytes_under_way > BACKLOG_NBYTES
 
     @property
     def _unasked_nbytes(self) -> int:
-        # Of what is short nobody knows when it has left the socket: no more of it waits there than all that waits there.
-        return self._published_in_line_nbytes + min(self._published_nbytes, self.waiting_nbytes)
+        # It is not known which short messages have left the socket; they are at most all that waits there.
+        return self._published_queued_nbytes + min(self._published_nbytes, self.waiting_nbytes)
 
     def _hang_up(self) -> None:
-        if not self._carrier.busy:
+        if not self._chunk_sender.busy:
             super()._hang_up()
         elif self._transport is not None:
             self._closing = self.paused = True
             self._transport.pause_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._arriving.drop()
-        self._recount()
-        self._carrier.drop()
+        self._reassembler.drop()
+        self._release_memory()
+        self._chunk_sender.drop()
         super().connection_lost(exc)
 
     def joined(self, pieces: list[bytes]) -> bytes:
@@ -291,4 +294,4 @@ class Session(ServerConnection):
 
     @property
     def unfinished(self) -> bool:
-        return bool(self._parser.pending or self._todo or self._arriving.busy)
+        return bool(self._parser.pending or self._todo or self._reassembler.busy)

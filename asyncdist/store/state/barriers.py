@@ -39,7 +39,7 @@ class Barriers:
         if expected != world_size:
             raise RequestRefused(
                 Reason.INVALID,
-                f"barrier {named(key)} is one of {expected}, not of {world_size}: all must say the same number",
+                f"barrier {named(key)} is one of {expected}, not of {world_size}: all clients must pass the same number",
             )
         self._requests.open(place, self._withdraw, key)
         waiting[place] = None

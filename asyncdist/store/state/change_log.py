@@ -58,7 +58,7 @@ class Change(IntEnum):
 
 
 class _Body:
-    """The body of a frame that is being put together, in pieces: long values are pieces by themselves, and never copied."""
+    """The body of a frame, in pieces: a long value is a piece of its own, and never copied."""
 
     def __init__(self) -> None:
         self._packer = msgpack.Packer(use_bin_type=True, autoreset=False)
@@ -66,7 +66,7 @@ class _Body:
         self._nbytes = 0  # of the pieces
 
     def add(self, change: tuple[Any, ...]) -> None:
-        """Add a change, in which a long value can only come last."""
+        """Add a change, of which only the last field may be long."""
         *before, last = change
         if type(last) is not bytes or len(last) <= LONG_NBYTES:
             self._packer.pack(change)
@@ -84,7 +84,7 @@ class _Body:
         return self._nbytes + len(self._packer.getbuffer())
 
     def take(self) -> list[bytes]:
-        """Return the pieces, and begin another body."""
+        """Return the pieces, and begin the next body."""
         pieces, self._pieces, self._nbytes = [*self._pieces, self._packer.bytes()], [], 0
         self._packer.reset()
         return pieces
@@ -127,7 +127,7 @@ class ChangeLog:
 
 
 def replay(body: bytes, contents: Contents) -> bool:
-    """Make the changes of one frame; return whether they end a snapshot. Raises ProtocolError for malformed changes."""
+    """Apply the changes of one frame; return whether they end a snapshot. Raises ProtocolError for malformed changes."""
     unpacker = msgpack.Unpacker(max_buffer_size=len(body) + 1)
     unpacker.feed(body)
     values, attached, ended = contents.values, contents.attached, False
@@ -208,18 +208,18 @@ def _let_go(answers: dict[int, tuple[int, Any]], before: int) -> None:
 
 def _text(key: object) -> str:
     if type(key) is not str:
-        raise TypeError("a key that is no text")
+        raise TypeError("a key that is not text")
     return key
 
 
 def _bytes(value: object) -> bytes:
     if type(value) is not bytes:
-        raise TypeError("a value that is no bytes")
+        raise TypeError("a value that is not bytes")
     return value
 
 
 def snapshot(contents: Contents) -> Iterator[list[bytes]]:
-    """Yield the bodies of the frames that make ``contents`` out of nothing, in pieces, each packed in a moment."""
+    """Yield the bodies of frames that restore ``contents``, in pieces; each is packed in a short time."""
     body = _Body()
     for count, change in enumerate(_changes(contents), 1):
         body.add(change)

@@ -131,12 +131,12 @@ class KeySpace:
         return total
 
     def integer(self, key: str) -> int:
-        """Return a value as a number, 0 if there is none."""
+        """Return a value as a number, 0 if the key is missing."""
         value = self._values.get(key, b"0")
         try:
-            return int(value.replace(b"_", b"?"))  # which Python alone takes between digits
+            return int(value.replace(b"_", b"?"))  # int() accepts underscores between digits
         except ValueError:
-            text = f"the value of {named(key)} is no whole number: {value[:32]!r}"
+            text = f"the value of {named(key)} is not an integer: {value[:32]!r}"
             raise RequestRefused(Reason.INVALID, text) from None
 
     def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:

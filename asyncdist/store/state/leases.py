@@ -66,7 +66,7 @@ class Leases:
     # -- leases on prefixes -----------------------------------------------------------------------
 
     def acquire(self, place: Place, client: Client, prefix: str) -> object:
-        """Make the client a keeper of the lease on ``prefix``, which is made if there is none.
+        """Make the client a keeper of the lease on ``prefix``, and create the lease if it does not exist.
 
         The request blocks while the lease has keepers that are all disconnected: either one reconnects, and the client
         keeps the lease with it, or the lease ends, and the client begins with an empty prefix.

@@ -15,23 +15,20 @@ from asyncdist.store.protocol.operations import Client, Reason
 Place = tuple[Client, int]
 """A client and its request."""
 Item = tuple[int, bytes]
-"""An item of a queue, with the serial number of its push."""
-
-
-# -- answers ----------------------------------------------------------------------------------------
+"""The serial number of a queue item, and the item."""
 
 
 _NAMED = 256
-"""Characters of the longest key that an explanation names in full."""
+"""Characters of the longest key that an error names in full."""
 
 
 def named(key: str) -> str:
-    """Return a key as an explanation names it, which has to go in one frame."""
+    """Return a key as an error names it, short enough for one frame."""
     return repr(key) if len(key) <= _NAMED else f"{key[:32]!r}…"
 
 
 class RequestRefused(Exception):
-    """The store will not do this; becomes a reply."""
+    """The store refuses a request; becomes a reply."""
 
     def __init__(self, reason: Reason, text: str) -> None:
         super().__init__(reason, text)
@@ -57,19 +54,19 @@ def drop_from(waiting: dict[str, dict[Any, None]], key: str, entry: object) -> N
 
 KEPT_ANSWERS = 1 << 16
 KEPT_NBYTES = 128 << 20
-"""Of one client: more than any has in flight, and bounds on what one costs that never says what has arrived."""
+"""Limits of one client's kept replies: more than a client has in flight, for clients that never send RECEIVED."""
 ENTRY_NBYTES = 100
 """Approximate overhead in bytes of a value or an item, without the bytes of the value and of the key."""
 _ANSWER_NBYTES = 200
-"""Approximate overhead in bytes of a kept reply, without the bytes of its value or explanation."""
+"""Approximate overhead in bytes of a kept reply, without the bytes of its value or error text."""
 
 
 def cost_of(value: Any) -> int:
-    """Return bytes that it costs to keep an answer."""
+    """Return the memory of a kept reply in bytes."""
     match value:
         case bytes():
             return len(value) + _ANSWER_NBYTES
-        case (_, str(why)):  # it was refused
+        case (_, str(why)):  # a refusal
             return len(why) + _ANSWER_NBYTES
     return _ANSWER_NBYTES
 
@@ -94,8 +91,8 @@ def extend(values: dict[str, bytes], key: str, piece: bytes) -> None:
 
 
 MemberContents = tuple[float, dict[int, tuple[int, Any]], int]
-"""A client's lease in seconds, by request what its changes came to (kind and value of each reply), and up to which request
-such answers were thrown away before it had heard them."""
+"""A client's lease in seconds, the kind and value of its kept replies by request, and the last request whose reply was
+dropped before it had arrived."""
 
 
 @dataclass(slots=True)

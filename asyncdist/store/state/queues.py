@@ -59,7 +59,7 @@ class Queues:
         self._serve(key)
 
     def pop(self, place: Place, key: str, block: bool) -> Any:
-        """Return the first item, which the client is to confirm; block if there is none, or refuse the request."""
+        """Return the first item, which the client confirms later; if the queue is empty, block or refuse the request."""
         self._clear_wakeup(place[0], key)
         if key in self._queues:
             return self._hand_over(place, key)
@@ -70,7 +70,7 @@ class Queues:
         return NO_REPLY
 
     def take(self, client: Client, key: str) -> tuple[int, bytes]:
-        """Pop for a protocol without confirmation; return the length before, and the item (b"" if there is none)."""
+        """Pop for a protocol without confirmation; return the length before, and the item (b"" from an empty queue)."""
         self._clear_wakeup(client, key)
         length = self.length(key)
         if not length:

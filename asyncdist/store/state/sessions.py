@@ -19,7 +19,7 @@ from asyncdist.store.state.model import KEPT_ANSWERS, KEPT_NBYTES, MemberContent
 
 
 class ClientSession:
-    """A client of a store. ``connection`` is where it is now; None while it is waited for, until ``until``."""
+    """A client of a store, across its connections. ``connection`` is None while it is disconnected, until ``until``."""
 
     __slots__ = ("_answers", "_log", "_quota", "connection", "identity", "lease", "nbytes", "unsure", "until")
 
@@ -31,19 +31,19 @@ class ClientSession:
         self.connection: Client | None = connection
         self.until = math.inf
         self.nbytes = 0
-        """Bytes that its kept replies cost."""
+        """Memory of the kept replies in bytes."""
         self.unsure = 0
-        """Up to this request, what is not known may have been done all the same."""
+        """Requests up to this one may have been executed, although their replies are not kept."""
         self._answers: dict[int, Reply] = {}
         self._quota = quota
         self._log = log
 
     def answer_to(self, request: int) -> Reply | None:
-        """Return what a change came to that was made already."""
+        """Return the reply to a change that was made already."""
         return self._answers.get(request)
 
     def remember(self, reply: Reply) -> None:
-        """Keep what a change came to."""
+        """Keep the reply to a change."""
         self._answers[reply.request] = Reply(None, reply.request, reply.kind, reply.value)  # not the connection
         self._count(cost_of(reply.value))
         self._log.record(Change.ANSWERED, self.identity, reply.request, reply.kind, reply.value)
@@ -51,12 +51,12 @@ class ClientSession:
             self._drop(next(iter(self._answers)))
 
     def received(self, before: int) -> None:
-        """All answers to requests with a smaller number have arrived."""
+        """All replies to requests with a smaller number have arrived."""
         self._let_go(before)
         self._log.record(Change.RECEIVED, self.identity, before)
 
     def _drop(self, last: int) -> None:
-        """Throw away the oldest answers, up to that one, although nobody has heard them."""
+        """Drop the oldest replies, up to that of request ``last``, which may not have arrived."""
         self.unsure = max(self.unsure, last)
         self._let_go(last + 1)
         self._log.record(Change.DROPPED, self.identity, last)
@@ -76,12 +76,12 @@ class ClientSession:
         self._quota.nbytes += nbytes
 
     def contents(self) -> MemberContents:
-        """Return what a later server must know."""
+        """Return what a later server restores."""
         answers = {request: (int(reply.kind), reply.value) for request, reply in self._answers.items()}
         return self.lease, answers, self.unsure
 
     def restore(self, contents: MemberContents) -> None:
-        """Take what an earlier server knew."""
+        """Take over what an earlier server knew."""
         _, answers, self.unsure = contents
         self._answers = {
             request: Reply(None, request, OperationKind(kind), value) for request, (kind, value) in answers.items()
@@ -90,71 +90,71 @@ class ClientSession:
 
 
 class SessionTable:
-    """All clients of one store that have an identity."""
+    """The client sessions of one store."""
 
     def __init__(self, quota: MemoryQuota | None = None, log: ChangeLog | None = None) -> None:
         self._quota = quota or MemoryQuota()
         self._log = log or ChangeLog()
-        self._members: dict[bytes, ClientSession] = {}
+        self._sessions: dict[bytes, ClientSession] = {}
         self._away: list[tuple[float, bytes]] = []
 
     def get(self, identity: bytes) -> ClientSession | None:
-        """Return a client that is known."""
-        return self._members.get(identity)
+        """Return the session of an identity; None if it is unknown."""
+        return self._sessions.get(identity)
 
     def contents(self) -> dict[bytes, MemberContents]:
-        """Return what a later server must know of all clients."""
-        return {identity: member.contents() for identity, member in self._members.items()}
+        """Return what a later server restores."""
+        return {identity: session.contents() for identity, session in self._sessions.items()}
 
     def restore(self, contents: dict[bytes, MemberContents], now: float) -> None:
-        """Wait for the clients of an earlier server."""
+        """Take over the sessions of an earlier server, disconnected."""
         for identity, known in contents.items():
-            member = self._members[identity] = ClientSession(identity, known[0], None, self._quota, self._log)
-            member.restore(known)
-            self._wait_for(member, now)
+            session = self._sessions[identity] = ClientSession(identity, known[0], None, self._quota, self._log)
+            session.restore(known)
+            self._wait_for(session, now)
 
     def __len__(self) -> int:
-        return len(self._members)
+        return len(self._sessions)
 
     def open(self, identity: bytes, lease: float, connection: Client) -> tuple[ClientSession, bool, Client | None]:
-        """A client has come over a connection: return it, whether it was known, and the connection it had till now."""
-        member = self._members.get(identity)
-        if member is None:
-            member = ClientSession(identity, lease, connection, self._quota, self._log)
-            self._members[identity] = member
+        """Open or resume a session; return it, whether it was known, and its connection before."""
+        session = self._sessions.get(identity)
+        if session is None:
+            session = ClientSession(identity, lease, connection, self._quota, self._log)
+            self._sessions[identity] = session
             self._log.record(Change.ARRIVED, identity, lease)
-            return member, False, None
-        before, member.connection = member.connection, connection
-        member.lease, member.until = lease, math.inf
-        return member, True, before
+            return session, False, None
+        before, session.connection = session.connection, connection
+        session.lease, session.until = lease, math.inf
+        return session, True, before
 
-    def disconnect(self, member: ClientSession, connection: Client, now: float) -> None:
-        """A connection is over. If it is the one that the client has, its lease runs."""
-        if member.connection is connection:
-            member.connection = None
-            self._wait_for(member, now)
+    def disconnect(self, session: ClientSession, connection: Client, now: float) -> None:
+        """A connection has ended. If the session has no newer one, its lease begins to run."""
+        if session.connection is connection:
+            session.connection = None
+            self._wait_for(session, now)
 
-    def _wait_for(self, member: ClientSession, now: float) -> None:
-        member.until = now + member.lease
-        heapq.heappush(self._away, (member.until, member.identity))
+    def _wait_for(self, session: ClientSession, now: float) -> None:
+        session.until = now + session.lease
+        heapq.heappush(self._away, (session.until, session.identity))
 
-    def close(self, member: ClientSession) -> None:
-        """A client says that it will not be back."""
-        if self._members.pop(member.identity, None) is not None:
-            self._quota.nbytes -= member.nbytes
-            self._log.record(Change.FORGOTTEN, member.identity)
+    def close(self, session: ClientSession) -> None:
+        """End a session."""
+        if self._sessions.pop(session.identity, None) is not None:
+            self._quota.nbytes -= session.nbytes
+            self._log.record(Change.FORGOTTEN, session.identity)
 
     def next_end(self) -> float:
-        """Return when the next lease may run out."""
+        """Return when the next lease may expire."""
         return self._away[0][0] if self._away else math.inf
 
     def expire(self, now: float) -> list[ClientSession]:
-        """Forget the clients whose leases have run out, and return them."""
+        """End the sessions whose leases have expired, and return them."""
         over = []
         while self._away and self._away[0][0] <= now:
             until, identity = heapq.heappop(self._away)
-            member = self._members.get(identity)
-            if member is not None and member.until == until:  # it has not been back since
-                self.close(member)
-                over.append(member)
+            session = self._sessions.get(identity)
+            if session is not None and session.until == until:  # it has not reconnected since
+                self.close(session)
+                over.append(session)
         return over

@@ -40,7 +40,7 @@ class Watches:
         return list(itertools.chain.from_iterable(values.items()))
 
     def changed(self, key: str, value: bytes | None) -> None:
-        """Send a key's new value to those who watch it; None if the key was deleted."""
+        """Send a key's new value to its watches; None if the key was deleted."""
         if not self._of_prefixes and key not in self._of_keys:
             return
         kind, content = (GONE, b"") if value is None else (CHANGED, value)

@@ -96,7 +96,7 @@ async def test_a_timeout_names_the_keys_and_leaves_nothing_at_the_server(store, 
     assert server.state.num_open == 0
 
 
-DONE = "the store did not answer; it may have been done all the same; look at what is there before you repeat it"
+DONE = "the store did not answer; the change may have been made; read the value before you repeat it"
 WAITED = "the keys were not set, or the store had not sent the whole answer"
 
 

@@ -184,7 +184,7 @@ BAD = {
     "a key of 2^60 bytes": (b"\x03" + struct.pack("<Q", 1 << 60), "a key that claims"),
     "a value above the limit": (encode(Code.SET, b"/big", bytes((1 << 20) + 1)), "STORE_MAX_VALUE_NBYTES"),
     "a value that grows above the limit": (encode(Code.APPEND, b"/v", bytes(1 << 20)), "STORE_MAX_VALUE_NBYTES"),
-    "an add to what is no number": (encode(Code.ADD, b"/v", 1), "no whole number"),
+    "an add to what is no number": (encode(Code.ADD, b"/v", 1), "not an integer"),
     "an add beyond 64 bits": (encode(Code.ADD, b"/n", (1 << 63) - 1) * 2, "64 bits"),
     "a barrier of another size": (encode(Code.BARRIER, b"/b", 3), "one of 2, not of 3"),
     "a barrier of nobody": (encode(Code.BARRIER, b"/c", 0), "a barrier of 0"),

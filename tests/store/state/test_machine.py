@@ -43,7 +43,7 @@ class Asker:
             self.log.setdefault((reply.client, reply.request), []).append(reply)
 
     def answer(self, request: int) -> Any:
-        """Return the one result of a request; fails if there is none."""
+        """Return the single result of a request; fails without one."""
         (reply,) = self.log[self.name, request]
         assert reply.kind is OperationKind.RESULT, reply
         return reply.value
@@ -406,7 +406,7 @@ def test_a_message_is_no_longer_than_a_value(a, b):
 
 
 def test_all_who_watch_are_told_in_one_message(a, b, c):
-    """One that is there once: a value may be large, and those who watch it many."""
+    """The bytes exist once: a value may be large, and it may have many watches."""
     watching = [(each, each.ask(Op.WATCH, "key")) for each in (a, b)]
     surveying = [(each, each.ask(Op.WATCH_KEYS, prefix)) for each, prefix in ((a, ""), (b, "k"), (c, "other"))]
     value = bytes(100)
