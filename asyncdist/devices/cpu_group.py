@@ -1,6 +1,6 @@
-"""What the device layer needs of the CPU group whose members it serves.
+"""The contract of the CPU group that belongs to a device group.
 
-`asyncdist.groups.group.Group` implements `CpuGroup`. The group makes its device groups, so this layer may not import it.
+`asyncdist.groups.group.Group` implements `CpuGroup` and makes the device groups, so this layer must not import it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Cross-rank check of device collectives that take long, like c10d's desync debug.
+"""Cross-rank check of device collectives that take long, like c10d's desync debug. `DeviceGroup` owns a detector.
 
 Some backends (NCCL) do not compare calls: mismatched calls hang. A rank whose call lasts longer than one second reports
 its sequence number and fingerprint to its two ring neighbours, which compare them with their own call. If any two ranks
@@ -14,7 +14,6 @@ import contextlib
 import math
 import struct
 import threading
-from collections import deque
 from collections.abc import Callable
 from time import monotonic
 
@@ -44,24 +43,22 @@ class DesyncDetector:
     def __init__(self, context: DeviceContext, on_mismatch: Callable[[Exception], object]) -> None:
         self._context, self._on_mismatch = context, on_mismatch
         self._lock = threading.Lock()
-        self._calls: dict[int, int] = {}
-        self._numbers: deque[int] = deque()
-        self._early_reports: dict[
-            int, tuple[int, int]
-        ] = {}  # by number: who told of a call before we made ours, and what
+        self.calls: dict[int, int] = {}
+        """The fingerprints of this rank's last calls by sequence number, the oldest first."""
+        self.early_reports: dict[int, tuple[int, int]] = {}
+        """Peer and fingerprint by sequence number, of calls that this rank has not made yet."""
+        self.last_reported = 0
         self._side_group = SideGroup(context.host, "desync detector")
         self._posted_receive: HostWork | None = None
-        self._last_reported = 0
         self._next_report_at, self._pause = 0.0, _MIN_INTERVAL
 
     def record_call(self, number: int, fingerprint: int) -> None:
         """Record a call of this rank and compare it with a report that came earlier."""
         with self._lock:
-            self._calls[number] = fingerprint
-            self._numbers.append(number)
-            if len(self._numbers) > _MAX_KEPT_CALLS:
-                del self._calls[self._numbers.popleft()]
-            early = self._early_reports.pop(number, None) if self._early_reports else None
+            self.calls[number] = fingerprint
+            if len(self.calls) > _MAX_KEPT_CALLS:
+                del self.calls[next(iter(self.calls))]
+            early = self.early_reports.pop(number, None) if self.early_reports else None
         if early is not None:
             self._compare(number, *early)
 
@@ -80,13 +77,11 @@ class DesyncDetector:
         The interval between reports doubles from 1 s to 300 s.
         """
         now = monotonic()
-        if number == self._last_reported or now < max(self._next_report_at, since + _MIN_INTERVAL):
+        if number == self.last_reported or now < max(self._next_report_at, since + _MIN_INTERVAL):
             return
-        self._last_reported, self._next_report_at, self._pause = (
-            number,
-            now + self._pause,
-            min(2 * self._pause, _MAX_INTERVAL),
-        )
+        self.last_reported = number
+        self._next_report_at = now + self._pause
+        self._pause = min(2 * self._pause, _MAX_INTERVAL)
         report = torch.frombuffer(bytearray(_REPORT.pack(number, fingerprint)), dtype=torch.uint8)
         rank, size = self._context.rank, self._context.size
         for peer in {(rank + 1) % size, (rank - 1) % size} - {rank}:
@@ -113,10 +108,10 @@ class DesyncDetector:
 
     def _compare(self, number: int, peer: int, theirs: int) -> None:
         with self._lock:
-            ours = self._calls.get(number)
+            ours = self.calls.get(number)
             if ours is None:
-                if not self._numbers or number > self._numbers[-1]:
-                    self._early_reports[number] = peer, theirs
+                if number > next(reversed(self.calls), 0):
+                    self.early_reports[number] = peer, theirs
                 return
         if ours != theirs:
             self._on_mismatch(self._context.host.mesh.difference(peer, ours, theirs))

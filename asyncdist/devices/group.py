@@ -78,6 +78,11 @@ class DeviceGroup(CollectiveOps):
         backend_classes: Backends to try, in order of preference.
         streams: The device's streams; default: CUDA's.
         owner: The user's group. If it fails or is aborted on any rank, so does this group. Default: ``host``.
+
+    Attributes:
+        host: The CPU group.
+        messages: The point-to-point operations.
+        desync_detector: Compares the calls of the ranks.
     """
 
     def __init__(
@@ -92,7 +97,7 @@ class DeviceGroup(CollectiveOps):
         self.name, self.ranks, self.timeout = host.name, host.ranks, host.timeout
         self.device = device
         self._rank = host.rank()
-        self._host = host
+        self.host = host
         self._owner = host if owner is None else owner
         self._streams = CudaStreams(device) if streams is None else streams
         self._context = DeviceContext(host, self._streams)
@@ -103,13 +108,11 @@ class DeviceGroup(CollectiveOps):
         self._sequence = itertools.count(1)
         self._last_number = 0
         self._executor = SerialExecutor(f"asyncdist-{device}")
-        self._watcher = CompletionWatcher(
-            f"asyncdist-watch-{device}", self._check_health, self._on_timeout, self._on_device_error
-        )
-        self._messages = DevicePointToPoint(
+        self._watcher = CompletionWatcher(f"asyncdist-watch-{device}", self._check_health, self._on_timeout, self._fail)
+        self.messages = DevicePointToPoint(
             host, DeviceContext(host, self._streams.with_new_stream()), backend_classes, self._watcher, self._guarded
         )
-        self._desync_detector = DesyncDetector(self._context, self._fail_all)
+        self.desync_detector = DesyncDetector(self._context, self._fail_all)
         recorder = host.mesh.recorder
         recorder.pending.append(self._watcher.entries)
         host.mesh.progress.submit(lambda: recorder.add_group(self.name, self.ranks, lambda: self._last_number))
@@ -167,7 +170,7 @@ class DeviceGroup(CollectiveOps):
             raise NotInitializedError("the group was destroyed: make a new one")
         blocking = not options.get("background", True)
         if blocking:
-            self._host.mesh.progress.refuse_loop_thread(name)
+            self.host.mesh.progress.refuse_loop_thread(name)
         if self._streams.is_capturing():
             raise UnsupportedError(
                 "the call cannot be captured into a CUDA graph, because the ranks communicate on the host: "
@@ -176,15 +179,15 @@ class DeviceGroup(CollectiveOps):
         # A call that was refused above must not use up a sequence number.
         if tag is None:
             number = self._last_number = next(self._sequence)
-            self._desync_detector.record_call(number, plan.fingerprint)
+            self.desync_detector.record_call(number, plan.fingerprint)
         else:
             number = tag
         entry = Entry(self.name, name, number, plan.fingerprint, plan.nbytes)
         entry.peer = plan.peer
-        self._host.mesh.recorder.add(entry)
+        self.host.mesh.recorder.add(entry)
         limit = seconds(options.get("timeout"), self.timeout)
         now = monotonic()
-        work = DeviceWork(self._streams, self._host.mesh.progress)
+        work = DeviceWork(self._streams, self.host.mesh.progress)
         pending = Pending(work, plan, entry, now, now + limit, numbered=tag is None, held=held)
         before = self._streams.record_event()
         self._watcher.add(pending)
@@ -196,9 +199,9 @@ class DeviceGroup(CollectiveOps):
 
     def _run_call(self, pending: Pending, do: Callable[[], None]) -> None:
         """Run a call in its executor, unless the group has failed."""
-        error = self.error or self._host.error or self._owner.error or self._messages.error
+        error = self.error or self.host.error or self._owner.error or self.messages.error
         if error is not None:
-            self._fail(error, pending)
+            self._fail(pending, error)
         elif not pending.work.failed:
             self._guarded(pending, do)
 
@@ -206,7 +209,7 @@ class DeviceGroup(CollectiveOps):
         try:
             do()
         except Exception as cause:
-            self._fail(cause, pending)
+            self._fail(pending, cause)
 
     def _run_collective(
         self, native: PreparedCall, tensors: Sequence[Any], pending: Pending, before: DeviceEvent
@@ -251,8 +254,8 @@ class DeviceGroup(CollectiveOps):
     def _send(self, tensor: Any, peer: int, tag: int, options: CallOptions) -> Work:
         memory = input_memory(self._checked(tensor))
         plan = Plan((), p2p.send(self.context, memory.tensor, peer).fingerprint, nbytes=memory.nbytes, peer=peer)
-        begin = self._messages.send(memory, peer, tag, plan.fingerprint)
-        return self._start("send", tag, plan, options, self._messages.executor, begin, held=memory)
+        begin = functools.partial(self.messages.send, memory, peer, tag, plan.fingerprint)
+        return self._start("send", tag, plan, options, self.messages.executor, begin, held=memory)
 
     def _receive(self, tensor: Any, peer: int | None, tag: int, options: CallOptions) -> Work:
         target = OutputTensor(self._checked(tensor))
@@ -262,8 +265,8 @@ class DeviceGroup(CollectiveOps):
             nbytes=target.memory.nbytes,
             peer=peer,
         )
-        begin = self._messages.receive(target, peer, tag, plan.fingerprint)
-        return self._start("recv", tag, plan, options, self._messages.executor, begin, held=target)
+        begin = functools.partial(self.messages.receive, target, peer, tag, plan.fingerprint)
+        return self._start("recv", tag, plan, options, self.messages.executor, begin, held=target)
 
     def _checked(self, tensor: Any) -> Any:
         """Return a tensor; raise UsageError if it is on another device."""
@@ -276,19 +279,19 @@ class DeviceGroup(CollectiveOps):
     # -- failing -------------------------------------------------------------------------------
 
     def _check_health(self, pending: Pending) -> None:
-        self._desync_detector.listen()
+        self.desync_detector.listen()
         backend = self._backend
         if backend is not None and not backend.compares and pending.numbered:
-            self._desync_detector.report_call(pending.entry.seq, pending.entry.fingerprint, pending.issued)
-        cause = self._host.error or self._owner.error or self._messages.async_error()
+            self.desync_detector.report_call(pending.entry.seq, pending.entry.fingerprint, pending.issued)
+        cause = self.host.error or self._owner.error or self.messages.async_error()
         cause = cause or (None if backend is None else backend.async_error())
         if cause is not None and pending.event is None:
-            self._fail(cause, pending)
-        elif cause := cause or self._desync_detector.error:
+            self._fail(pending, cause)
+        elif cause := cause or self.desync_detector.error:
             # Enqueued work may still complete without a peer that has left in order.
             pending.problem_since = pending.problem_since or monotonic()
             if monotonic() - pending.problem_since > _DRAIN_TIMEOUT:
-                self._fail(cause, pending)
+                self._fail(pending, cause)
 
     def _on_timeout(self, pending: Pending) -> None:
         elapsed = monotonic() - pending.issued
@@ -297,12 +300,9 @@ class DeviceGroup(CollectiveOps):
         )
         reason = f"not completed after {elapsed:.1f} s: it is still {where}"
         peers = [rank for rank in self.ranks if rank != self.ranks[self._rank]]
-        self._fail(OperationTimeoutError(reason, peers=peers, timeout=elapsed), pending)
+        self._fail(pending, OperationTimeoutError(reason, peers=peers, timeout=elapsed))
 
-    def _on_device_error(self, pending: Pending, cause: Exception) -> None:
-        self._fail(cause, pending)
-
-    def _fail(self, cause: BaseException, pending: Pending) -> None:
+    def _fail(self, pending: Pending, cause: BaseException) -> None:
         self._fail_one(pending, self._fail_all(cause))
 
     def _fail_all(self, cause: BaseException) -> GroupError:
@@ -314,9 +314,9 @@ class DeviceGroup(CollectiveOps):
                 ours = self.ranks[self._rank]
                 self.error = GroupAbortedError(f"rank {ours} failed: {cause}", peer=ours)
                 self.error.__cause__ = cause
-            self._host.abort(str(self.error.reason))
-            self._messages.abort(str(self.error.reason))
-            self._desync_detector.close()
+            self.host.abort(str(self.error.reason))
+            self.messages.abort(str(self.error.reason))
+            self.desync_detector.close()
             if self._backend is not None:
                 self._backend.abort()
         for one in self._watcher.remove_unfinished():
@@ -339,10 +339,10 @@ class DeviceGroup(CollectiveOps):
         for pending in self._watcher.remove_unfinished():
             self._fail_one(pending, error)
         self._watcher.close()
-        self._host.mesh.recorder.pending.remove(self._watcher.entries)
-        self._host.close()
-        self._messages.close()
-        self._desync_detector.close()
+        self.host.mesh.recorder.pending.remove(self._watcher.entries)
+        self.host.close()
+        self.messages.close()
+        self.desync_detector.close()
         self._executor.close(self._leave)
 
     def _leave(self) -> None:

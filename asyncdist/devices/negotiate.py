@@ -17,7 +17,7 @@ from asyncdist.transport.device_collectives import DeviceCollectives, DeviceCont
 log = logging.getLogger("asyncdist")
 
 Offer = tuple[DeviceCollectives | None, Mapping[str, Any], str]
-"""A way, if it could be made here, its capabilities, and why it cannot be gone; empty if it can."""
+"""A backend if this rank could create it, its capabilities, and the reason why it cannot be used; empty if it can."""
 
 
 def negotiate_backend(
@@ -59,7 +59,7 @@ def _chosen(offers: Mapping[str, Offer], context: DeviceContext) -> tuple[Device
     for name, (backend, _, _) in offers.items():
         reason = _first_refusal(name, gathered)
         if reason is None:
-            assert backend is not None, "we gathered of a capabilities"
+            assert backend is not None, "this rank published its capabilities"
             reason = backend.refusal([one[name] for one in gathered]) or _start_failure(backend, context, gathered)
         if reason is None:
             return backend, reasons

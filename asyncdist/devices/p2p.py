@@ -13,7 +13,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from time import monotonic
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -47,11 +47,8 @@ _PIPELINE_DEPTH = 3
 _SPIN_SECONDS = 50e-6
 
 
-class TransferResult(NamedTuple):
-    """The outcome of a transfer: the work's value, and the completion event."""
-
-    value: Any
-    event: DeviceEvent
+TransferResult = tuple[Any, DeviceEvent]
+"""The outcome of a transfer: the work's value, and the completion event."""
 
 
 class DevicePointToPoint:
@@ -79,10 +76,10 @@ class DevicePointToPoint:
         self._numbers = itertools.count()
         self._piece_nbytes = max(1, context.host.mesh.config.device_piece_nbytes)
         self._backends: dict[str, DeviceP2P] | None = None
-        self._refused: set[tuple[int, str]] = set()  # (rank in the group, backend name)
-        self._control_group = SideGroup(
-            context.host, "control_group"
-        )  # what ranks tell one another beside the messages' tags
+        self._refused: set[tuple[int, str]] = set()
+        """Pairs of a rank in the group and a backend that cannot carry messages to it."""
+        # Carries the control messages, so that they cannot match the user's tags.
+        self._control_group = SideGroup(context.host, "control_group")
 
     # -- one step after the other --------------------------------------------------------------
 
@@ -108,13 +105,11 @@ class DevicePointToPoint:
 
     # -- sending -------------------------------------------------------------------------------
 
-    def send(self, memory: Memory, peer: int, tag: int, fingerprint: int) -> Callable[[Pending, DeviceEvent], None]:
-        """Return the call that sends a tensor's elements; it must run in the executor."""
-
-        def begin(pending: Pending, before: DeviceEvent) -> None:
-            self.resume(self._sending(memory, peer, tag, fingerprint, pending.deadline, before), pending)
-
-        return begin
+    def send(
+        self, memory: Memory, peer: int, tag: int, fingerprint: int, pending: Pending, before: DeviceEvent
+    ) -> None:
+        """Send a tensor's elements, which are ready after the event ``before``. Runs in the executor."""
+        self.resume(self._sending(memory, peer, tag, fingerprint, pending.deadline, before), pending)
 
     def _sending(
         self, memory: Memory, peer: int, tag: int, fingerprint: int, deadline: float, before: DeviceEvent
@@ -130,11 +125,11 @@ class DevicePointToPoint:
         channel = ControlChannel(self._control_group.group(), peer, number, data.numel(), deadline, first, sends=True)
         for backend in self._candidates(peer, data.numel()):
             try:
-                return TransferResult(None, (yield from backend.send(data, channel, before)))
+                return None, (yield from backend.send(data, channel, before))
             except TransferRefused as why:
                 self._refused.add((peer, backend.name))
                 log.info("messages to rank %d cannot use %s: %s", host.ranks[peer], backend.name, why)
-        return TransferResult(None, (yield from self._send_by_host(data, channel, before)))
+        return None, (yield from self._send_by_host(data, channel, before))
 
     def _send_by_host(self, data: torch.Tensor, channel: ControlChannel, before: DeviceEvent) -> Transfer[DeviceEvent]:
         in_flight = deque([channel.send(_BY_HOST)])
@@ -155,17 +150,19 @@ class DevicePointToPoint:
     # -- receiving -----------------------------------------------------------------------------
 
     def receive(
-        self, target: OutputTensor, peer: int | None, tag: int, fingerprint: int
-    ) -> Callable[[Pending, DeviceEvent], None]:
-        """Return the call that receives into a tensor; it must run in the executor.
+        self,
+        target: OutputTensor,
+        peer: int | None,
+        tag: int,
+        fingerprint: int,
+        pending: Pending,
+        before: DeviceEvent,
+    ) -> None:
+        """Receive into a tensor after the event ``before``. Runs in the executor.
 
         The work's value is the sender's global rank. ``peer`` None receives from any rank.
         """
-
-        def begin(pending: Pending, before: DeviceEvent) -> None:
-            self.resume(self._receiving(target, peer, tag, fingerprint, pending.deadline, before), pending)
-
-        return begin
+        self.resume(self._receiving(target, peer, tag, fingerprint, pending.deadline, before), pending)
 
     def _receiving(
         self, target: OutputTensor, peer: int | None, tag: int, fingerprint: int, deadline: float, before: DeviceEvent
@@ -190,7 +187,7 @@ class DevicePointToPoint:
                 event = self._context.streams.record_event()
         else:
             target.store()
-        return TransferResult(source, event)
+        return source, event
 
     def _receive_offer(
         self, message: ControlMessage, data: torch.Tensor, channel: ControlChannel, before: DeviceEvent
@@ -221,7 +218,7 @@ class DevicePointToPoint:
             piece.copy_(pinned, non_blocking=True)
         return streams.record_event()
 
-    # -- ways ----------------------------------------------------------------------------------
+    # -- backends ------------------------------------------------------------------------------
 
     def _candidates(self, peer: int, nbytes: int) -> Iterator[DeviceP2P]:
         for name, backend in self._all_backends().items():
@@ -248,7 +245,7 @@ class DevicePointToPoint:
                     self._backends[cls.name] = backend
         return self._backends
 
-    # -- failing, and the end ------------------------------------------------------------------
+    # -- failure and end -----------------------------------------------------------------------
 
     @property
     def error(self) -> Exception | None:

@@ -1,4 +1,4 @@
-"""A lazily created CPU group with the same ranks, used for control traffic."""
+"""A lazily created CPU group with the same ranks for control traffic. Used by `p2p` and `desync_detector`."""
 
 from __future__ import annotations
 

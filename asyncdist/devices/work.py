@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from asyncdist.engine.progress import Progress
 
 
-# Seconds; usually takes milliseconds.
-_MOMENT = 5.0
+# Seconds for which `synchronize` waits for the group's error; it usually comes within milliseconds.
+_ERROR_TIMEOUT = 5.0
 
 
 @excluded_from_compile
@@ -44,7 +44,7 @@ class DeviceWork(Work):
         self._event: DeviceEvent | None = None
         self._enqueue_callbacks: list[Callable[[], object]] | None = []
 
-    # -- the line's side -----------------------------------------------------------------------
+    # -- the executor's side -----------------------------------------------------------------------
 
     def enqueued(self, value: Any, event: DeviceEvent) -> None:
         """Record that all device work is enqueued, with ``event`` recorded behind it. Called by the executor."""
@@ -78,7 +78,7 @@ class DeviceWork(Work):
         """Return a context whose torch calls run after the operation, if it is enqueued, and after nothing else."""
         return contextlib.nullcontext() if self._event is None else self._streams.ordered_after(self._event)
 
-    # -- looking -------------------------------------------------------------------------------
+    # -- state ---------------------------------------------------------------------------------
 
     def is_completed(self) -> bool:
         """Return whether the device has completed the operation, or it has failed."""
@@ -143,9 +143,9 @@ class DeviceWork(Work):
         self._outcome()
 
     def _wait_until_finished(self) -> None:
-        told = threading.Event()
-        self.add_done_callback(lambda _: told.set())
-        told.wait(_MOMENT)
+        finished = threading.Event()
+        self.add_done_callback(lambda _: finished.set())
+        finished.wait(_ERROR_TIMEOUT)
 
     def _wait_until_enqueued(self, timeout: Timeout) -> None:
         if self._home is not None and not self._enqueued.is_set():

@@ -43,7 +43,7 @@ class TheirEvent:
 class PretendDriver:
     """One rank's driver. ``shareable`` says whether tensors may be mapped by others, ``refuses`` is what mapping raises.
 
-    ``taken`` and ``mapped`` are what was not given back; ``maps`` and ``handles`` count what was made.
+    ``taken`` and ``mapped`` are what was not given back; ``maps``, ``handles`` and ``made_events`` count what was made.
     """
 
     events: ClassVar[dict[int, PretendEvent]] = {}
@@ -53,7 +53,7 @@ class PretendDriver:
         self.shareable, self.refuses = shareable, refuses
         self.taken: dict[int, Any] = {}
         self.mapped: dict[int, int] = {}
-        self.maps = self.handles = 0
+        self.maps = self.handles = self.made_events = 0
         self.numbers: dict[int, int] = {}  # by address; a test gives another one to what was freed and given out again
 
     def allocation(self, address: int) -> Allocation:
@@ -90,6 +90,7 @@ class PretendDriver:
             del self.mapped[address]
 
     def event(self) -> tuple[PretendEvent, bytes]:
+        self.made_events += 1
         with self.lock:
             number = len(self.events)
             self.events[number] = event = PretendEvent()

@@ -1,14 +1,15 @@
-"""A device that there is everywhere: the host itself, with streams that do at once what they are told.
+"""A pretended device that needs no hardware: the host itself, with streams that execute at once.
 
-For tests of what surrounds a device: which way is chosen, in which order things are done, what happens when they fail.
+For tests of the device layer: the choice of a backend, the order of calls, and failures.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 
@@ -18,14 +19,14 @@ from asyncdist.devices.group import DeviceGroup
 from asyncdist.groups.group import Group
 from asyncdist.memory.buffers import Memory
 from asyncdist.memory.reduce_kernels import Arithmetic
-from asyncdist.testing.cluster import world_of
+from asyncdist.testing.cluster import run_ranks, world_of
 from asyncdist.transport.device_collectives import DeviceCollectives, nothing
 from asyncdist.transport.device_streams import DeviceEvent, Streams
 from asyncdist_transports.staged import Staged
 
 
 class PretendStreamEvent:
-    """A place in a stream that is passed as soon as its device is not held."""
+    """An event that the device passes as soon as it is not held."""
 
     def __init__(self, held: threading.Event, broken: Exception | None) -> None:
         self._held, self._broken = held, broken
@@ -42,9 +43,9 @@ class PretendStreamEvent:
 
 
 class PretendStreams(Streams):
-    """The host as a device. ``log`` tells what was asked, as ("wait_event", "ours"), ("record_event", "caller"), …
+    """The host as a device. ``log`` holds the calls and their streams: ("wait_event", "ours"), ("record_event", "caller").
 
-    `hold` makes events from then on wait for `release`; ``broken`` is what they fail with.
+    `hold` makes later events wait for `release`; ``broken`` is the error that later events raise.
     """
 
     def __init__(self, uuid: str = "GPU-pretended") -> None:
@@ -64,7 +65,7 @@ class PretendStreams(Streams):
         self._passing.set()
 
     def asked(self, whose: str) -> list[str]:
-        """Return what ``"ours"`` or the ``"caller"``'s was asked: a line's thread may be in ours at any time."""
+        """Return the calls on one stream, ``"ours"`` or the ``"caller"``'s: executors may use ours at any time."""
         return [what for what, stream in self.log if stream == whose]
 
     def _note(self, what: str) -> None:
@@ -116,7 +117,7 @@ class PretendStreams(Streams):
 
 
 class PretendStaged(Staged):
-    """The way through the host, which asks for no device."""
+    """The staged backend, without its check for a device."""
 
     @classmethod
     def probe(cls) -> None:
@@ -133,7 +134,7 @@ async def devices_of(
     timeout: float = 20.0,
     config: Config | None = None,
 ) -> AsyncIterator[list[DeviceGroup]]:
-    """Hold a world of ``size`` ranks in the running loop, as `world_of` does; gives their groups on pretended devices."""
+    """Open a world of ``size`` ranks in the running loop, as `world_of` does; yield their groups on pretended devices."""
     each = streams or [PretendStreams() for _ in range(size)]
     async with world_of(size, transport=transport, timeout=timeout, config=config) as groups:
         devices = [device_group(group, kinds, its) for group, its in zip(groups, each, strict=True)]
@@ -155,8 +156,29 @@ def device_group(
     return DeviceGroup(host, torch.device("cpu"), [*kinds, PretendStaged], streams or PretendStreams(), group)
 
 
+def run_on_devices(
+    size: int,
+    program: Callable[[DeviceGroup], Any],
+    kinds: Sequence[type[DeviceCollectives]] | Callable[[int], Sequence[type[DeviceCollectives]]] = (),
+    streams: Sequence[PretendStreams] | None = None,
+    **options: Any,
+) -> list[Any]:
+    """Run ``program(device)`` in a thread per rank, as `run_ranks` does; ``kinds`` may depend on the rank."""
+
+    def rank(group: Group) -> Any:
+        number = group.rank()
+        its_kinds = kinds(number) if callable(kinds) else kinds
+        device = device_group(group, its_kinds, None if streams is None else streams[number])
+        try:
+            return program(device)
+        finally:
+            device.close()
+
+    return run_ranks(size, rank, **options)
+
+
 class Queued(PretendStaged):
-    """A way whose calls are in the device's queue when they return, as NCCL's are: each adds one to what it is given."""
+    """A backend whose calls only enqueue, as NCCL's do: an all-reduce adds one to its tensors."""
 
     name = "queued"
     blocks = False

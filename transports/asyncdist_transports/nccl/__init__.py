@@ -2,7 +2,6 @@
 
 bindings       NCCL by way of cupy: unique ids, communicators, numbers of dtypes and operations
 communicator   life cycle of one rank's communicator
-memory         NCCL call arguments for tensors
 collectives    the collectives
 p2p            the messages: one communicator per pair of ranks that exchange any
 """

@@ -26,7 +26,6 @@ from asyncdist.transport.device_p2p import DeviceP2P
 from asyncdist.transport.device_streams import completes_within
 from asyncdist_transports.nccl.bindings import BYTES, SUM, UNIQUE_ID_NBYTES, Bindings, load, numbers_of, version_text
 from asyncdist_transports.nccl.communicator import Call, Communicator
-from asyncdist_transports.nccl.memory import contiguous_span, equal_counts, receive, send
 from asyncdist_transports.nccl.p2p import NcclP2P
 
 _SCRATCH_NBYTES = 64 << 20
@@ -223,7 +222,7 @@ class Nccl(DeviceCollectives):
             return nothing()
         kind, parts, operation, divides = numbers
         place = own.tensor.data_ptr()
-        if equal_counts(blocks):
+        if _equal_counts(blocks):
             if own.count:
                 whole = self._contiguous(blocks)
                 self._enqueue(("reduceScatter", whole.data_ptr(), place, own.count * parts, kind, operation))
@@ -263,11 +262,11 @@ class Nccl(DeviceCollectives):
         for start, stop in self._steps(memory.count, memory.dtype):
             piece = memory.tensor[start:stop]
             if self.context.rank != root:
-                self._enqueue(send(piece, root))
+                self._enqueue(_send(piece, root))
                 continue
             rows = self._rows(piece.numel(), piece.dtype)
             rows[root].copy_(piece)
-            self._enqueue(*[receive(rows[rank], rank) for rank in self.context.others])
+            self._enqueue(*[_receive(rows[rank], rank) for rank in self.context.others])
             _reduce(how, rows, piece)
 
     def _reduce_scatter_gathered(self, blocks: Sequence[Memory], own: Memory, how: Arithmetic) -> None:
@@ -275,10 +274,10 @@ class Nccl(DeviceCollectives):
             pieces = [block.tensor[start:stop] for block in blocks]
             out = own.tensor[start:stop]
             rows = self._rows(out.numel(), out.dtype) if out.numel() else []
-            calls = [send(pieces[rank], rank) for rank in self.context.others if pieces[rank].numel()]
+            calls = [_send(pieces[rank], rank) for rank in self.context.others if pieces[rank].numel()]
             if rows:
                 rows[self.context.rank].copy_(pieces[self.context.rank])
-                calls += [receive(rows[rank], rank) for rank in self.context.others]
+                calls += [_receive(rows[rank], rank) for rank in self.context.others]
             self._enqueue(*calls)
             if rows:
                 _reduce(how, rows, out)
@@ -299,21 +298,15 @@ class Nccl(DeviceCollectives):
             blocks = self._block_list(inside)
             self._record_stream(own, *blocks)
             place = own.tensor.data_ptr()
-            if not equal_counts(blocks):
+            if not _equal_counts(blocks):
+                sources = [place if rank == self.context.rank else 0 for rank in range(self.context.size)]
                 calls += [
-                    (
-                        "broadcast",
-                        place if rank == self.context.rank else 0,
-                        block.tensor.data_ptr(),
-                        block.nbytes,
-                        BYTES,
-                        rank,
-                    )
+                    ("broadcast", sources[rank], block.tensor.data_ptr(), block.nbytes, BYTES, rank)
                     for rank, block in enumerate(blocks)
                     if block.count
                 ]
             elif own.count:
-                whole = contiguous_span(blocks)
+                whole = _contiguous_span(blocks)
                 if whole is None:
                     whole = self._bytes(own.nbytes * self.context.size)
                     scattered.append((whole, blocks))
@@ -330,10 +323,10 @@ class Nccl(DeviceCollectives):
         if self.context.rank == root:
             others = {rank: blocks[rank] for rank in self.context.others}
             self._record_stream(*others.values())
-            self._enqueue(*[receive(block.tensor, rank) for rank, block in others.items()])
+            self._enqueue(*[_receive(block.tensor, rank) for rank, block in others.items()])
         else:
             self._record_stream(own)
-            self._enqueue(send(own.tensor, root))
+            self._enqueue(_send(own.tensor, root))
         return nothing()
 
     def scatter(self, fingerprint: int, own: Memory, blocks: Sequence[Memory], root: int) -> Schedule:
@@ -342,16 +335,16 @@ class Nccl(DeviceCollectives):
         if self.context.rank == root:
             others = {rank: blocks[rank] for rank in self.context.others}
             self._record_stream(*others.values())
-            self._enqueue(*[send(block.tensor, rank) for rank, block in others.items()])
+            self._enqueue(*[_send(block.tensor, rank) for rank, block in others.items()])
         else:
             self._record_stream(own)
-            self._enqueue(receive(own.tensor, root))
+            self._enqueue(_receive(own.tensor, root))
         return nothing()
 
     def all_to_all(self, fingerprint: int, incoming: Sequence[Memory], outgoing: Sequence[Memory]) -> Schedule:
         self._record_stream(*incoming, *outgoing)
-        sends = [send(outgoing[rank].tensor, rank) for rank in self.context.others if outgoing[rank].count]
-        receives = [receive(incoming[rank].tensor, rank) for rank in self.context.others if incoming[rank].count]
+        sends = [_send(outgoing[rank].tensor, rank) for rank in self.context.others if outgoing[rank].count]
+        receives = [_receive(incoming[rank].tensor, rank) for rank in self.context.others if incoming[rank].count]
         self._enqueue(*sends, *receives)
         incoming[self.context.rank].raw.copy_(outgoing[self.context.rank].raw)
         return nothing()
@@ -368,7 +361,7 @@ class Nccl(DeviceCollectives):
 
     def _contiguous(self, blocks: Sequence[Memory]) -> torch.Tensor:
         """Return blocks of equal size as one contiguous tensor, copied if they are not contiguous."""
-        whole = contiguous_span(blocks)
+        whole = _contiguous_span(blocks)
         if whole is None:
             whole = self._bytes(blocks[0].nbytes * len(blocks))
             for block, part in zip(blocks, whole.split(blocks[0].nbytes), strict=True):
@@ -386,3 +379,26 @@ def _reduce(how: Arithmetic, rows: Sequence[torch.Tensor], out: torch.Tensor) ->
         out.copy_(wide[0])
     else:
         how.reduce(rows, out)
+
+
+def _equal_counts(blocks: Sequence[Memory]) -> bool:
+    """Return whether all blocks have the same number of elements."""
+    return all(block.count == blocks[0].count for block in blocks)
+
+
+def _contiguous_span(blocks: Sequence[Memory]) -> torch.Tensor | None:
+    """Return the first of equal blocks if the others follow it in memory in rank order, else None."""
+    first = blocks[0].tensor
+    place, nbytes = first.data_ptr(), blocks[0].nbytes
+    in_order = all(block.tensor.data_ptr() == place + rank * nbytes for rank, block in enumerate(blocks))
+    return first if in_order else None
+
+
+def _send(tensor: torch.Tensor, rank: int) -> Call:
+    """Return the call that sends a flat tensor."""
+    return "send", tensor.data_ptr(), tensor.nbytes, BYTES, rank
+
+
+def _receive(tensor: torch.Tensor, rank: int) -> Call:
+    """Return the call that receives into a flat tensor."""
+    return "recv", tensor.data_ptr(), tensor.nbytes, BYTES, rank

@@ -36,7 +36,8 @@ _CLOSE_TIMEOUT = 10.0
 _EXIT_TIMEOUT = 5.0
 _POLL_INTERVAL = 2e-3
 
-_communicators: weakref.WeakSet[Communicator] = weakref.WeakSet()
+communicators: weakref.WeakSet[Communicator] = weakref.WeakSet()
+"""The communicators of this process; their threads keep those that have not ended."""
 
 
 class Communicator:
@@ -66,7 +67,7 @@ class Communicator:
         self._ending = threading.Event()
         self._aborted = False
         self._inside = threading.Lock()  # held during NCCL calls
-        _communicators.add(self)
+        communicators.add(self)
         self.ended: Future[None] = start_daemon_thread(functools.partial(self._run, make, first), "asyncdist-nccl")
 
     def made(self, within: float) -> bool:
@@ -111,7 +112,7 @@ class Communicator:
         if self._ending.is_set():
             raise GroupAbortedError("NCCL's communicator was ended")
 
-    # -- async_error -------------------------------------------------------------------------------
+    # -- errors ------------------------------------------------------------------------------------
 
     def async_error(self) -> Exception | None:
         """Return why the creation failed, or NCCL's error (``ncclCommGetAsyncError``); None without a failure."""
@@ -215,11 +216,11 @@ class Communicator:
 
 def _abort_all() -> None:
     """Abort the communicators that are still open: a process that exits must not wait for a peer."""
-    communicators = list(_communicators)
-    for communicator in communicators:
+    left = list(communicators)
+    for communicator in left:
         communicator.abort()
     # A creation that has not returned cannot be cancelled.
-    wait([communicator.ended for communicator in communicators if communicator._made.is_set()], _EXIT_TIMEOUT)
+    wait([communicator.ended for communicator in left if communicator._made.is_set()], _EXIT_TIMEOUT)
 
 
 lifecycle.at_exit(lifecycle.Stage.COMMUNICATORS, _abort_all)
