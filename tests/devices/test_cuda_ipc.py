@@ -1,6 +1,6 @@
-"""Ranks that map one another's memory of a device, over a pretended driver that keeps CUDA's rules on the host's.
+"""The CUDA IPC backend over a pretended driver, which keeps CUDA's rules in host memory.
 
-Ranks are threads, so that "mapping" another's memory is knowing its address. What real hardware adds is in tests/gpu.
+Ranks are threads, so that mapping another rank's memory only needs its address. tests/gpu runs the same on real devices.
 """
 
 from __future__ import annotations
@@ -10,45 +10,51 @@ import torch
 
 from asyncdist.base.ops import ReduceOp
 from asyncdist.errors import AsyncdistError, GroupError, MismatchError
-from asyncdist.testing.cluster import run_ranks
 from asyncdist.testing.collective_cases import collective_cases
 from asyncdist.transport.device_streams import cuda_missing
 from asyncdist_transports.cuda_ipc import collectives as module
 from asyncdist_transports.cuda_ipc.driver import Driver
 from asyncdist_transports.cuda_ipc.handles import NOTHING, ExportedMemory, Exports, Imports
 from tests.support.cuda import HANDLE, PretendDriver, cuda_ipc_over
-from tests.support.devices import PretendStreams, device_group
+from tests.support.devices import run_on_devices
 
 
 @pytest.fixture
 def run(until):
-    """Run ``program(group)`` on the device of each rank, and see that nothing stays mapped or allocated."""
+    """Run ``program(device)`` on the device of each rank, and check that nothing stays mapped or allocated."""
 
     def run(size, program, *, made=None, transport="inproc", **keywords):
         made = [] if made is None else made
-        ways = [cuda_ipc_over(made, **keywords)]
 
-        def rank(group):
-            device = device_group(group, ways)
-            try:
-                result = program(device)
-                assert device.backend in (None, "cuda_ipc")
-                return result
-            finally:
-                device.close()
+        def checked(device):
+            result = program(device)
+            assert device.backend in (None, "cuda_ipc")
+            return result
 
         try:
-            return run_ranks(size, rank, transport=transport)
+            return run_on_devices(size, checked, [cuda_ipc_over(made, **keywords)], transport=transport)
         finally:
-            until(lambda: not any(driver.mapped or driver.taken for driver in made))  # by a line's thread, perhaps
+            # An executor's thread may still release memory.
+            until(lambda: not any(driver.mapped or driver.taken for driver in made))
 
     return run
 
 
-def drilled(size, dtype, counts=(1, 300, 40_000)):
+def cases(size, dtype, counts=(1, 300, 40_000)):
     return [
-        drill for count in counts for drill in collective_cases(size, count, dtype) if drill.name != "monitored_barrier"
+        case for count in counts for case in collective_cases(size, count, dtype) if case.name != "monitored_barrier"
     ]
+
+
+def one_after_the_other(todo):
+    """Return a program that runs collective cases and waits for each operation."""
+
+    def program(device):
+        for case in todo:
+            for work in case.start(device):
+                work.wait()
+
+    return program
 
 
 @pytest.mark.exhaustive
@@ -57,14 +63,8 @@ def drilled(size, dtype, counts=(1, 300, 40_000)):
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_every_collective(size, shareable, small, monkeypatch, run):
     monkeypatch.setattr(module, "_SMALL_NBYTES", small)
-    todo = drilled(size, torch.float32)
-
-    def program(group):
-        for drill in todo:
-            for work in drill.start(group):
-                work.wait()
-
-    run(size, program, shareable=shareable)
+    todo = cases(size, torch.float32)
+    run(size, one_after_the_other(todo), shareable=shareable)
     for drill in todo:
         drill.check()
 
@@ -74,21 +74,15 @@ def test_every_collective(size, shareable, small, monkeypatch, run):
 )
 def test_every_dtype(dtype, monkeypatch, run):
     monkeypatch.setattr(module, "_SMALL_NBYTES", 0)
-    todo = drilled(3, dtype, (300,))
-
-    def program(group):
-        for drill in todo:
-            for work in drill.start(group):
-                work.wait()
-
-    run(3, program)
+    todo = cases(3, dtype, (300,))
+    run(3, one_after_the_other(todo))
     for drill in todo:
         drill.check()
 
 
-def test_many_in_flight_background_and_blocking_in_turn(monkeypatch, run):
+def test_background_and_blocking_calls_in_flight(monkeypatch, run):
     monkeypatch.setattr(module, "_SMALL_NBYTES", 0)
-    todo = drilled(3, torch.float32)
+    todo = cases(3, torch.float32)
 
     def program(group):
         works = [
@@ -102,7 +96,7 @@ def test_many_in_flight_background_and_blocking_in_turn(monkeypatch, run):
         drill.check()
 
 
-def test_unsigned_minima_go_through_the_host(monkeypatch, run):
+def test_unsigned_minima_are_staged(monkeypatch, run):
     monkeypatch.setattr(module, "_SMALL_NBYTES", 0)
 
     def program(group):
@@ -113,7 +107,7 @@ def test_unsigned_minima_go_through_the_host(monkeypatch, run):
     assert run(2, program) == [[0, 8], [0, 8]]
 
 
-def test_different_calls_are_told_apart(run):
+def test_mismatched_calls_raise(run):
     def program(group):
         tensor = torch.ones(100_000)
         work = group.broadcast(tensor, 0) if group.rank() else group.all_reduce(tensor)
@@ -126,7 +120,7 @@ def test_different_calls_are_told_apart(run):
     assert all("broadcast" in str(error) and "all_reduce" in str(error) for error in errors)
 
 
-def test_unequal_sizes_are_told_apart(run):
+def test_mismatched_sizes_raise(run):
     def program(group):
         rank = group.rank()
         sent = [torch.ones(50_000) for _ in range(2)]
@@ -140,46 +134,32 @@ def test_unequal_sizes_are_told_apart(run):
     assert "200004" in one
 
 
-# -- coming together --------------------------------------------------------------------------------
+# -- negotiation ------------------------------------------------------------------------------------
 
 
-def test_ranks_of_several_hosts_go_through_the_host():
-    ways = [cuda_ipc_over()]
-
-    def rank(group):
-        device = device_group(group, ways)
-        device.all_reduce(tensor := torch.ones(100_000)).wait()
-        way = device.backend
-        device.close()
-        return way, tensor[0].item()
-
-    assert run_ranks(2, rank, hosts=["a", "b"]) == [("staged", 2.0)] * 2
+def reduce_large(device):
+    device.all_reduce(tensor := torch.ones(100_000)).wait()
+    return device.backend, tensor[0].item()
 
 
-def test_memory_that_cannot_be_mapped_on_one_rank_is_mapped_on_none(until):
+def test_ranks_of_several_hosts_are_staged():
+    assert run_on_devices(2, reduce_large, [cuda_ipc_over()], hosts=["a", "b"]) == [("staged", 2.0)] * 2
+
+
+def test_failed_start_on_one_rank_makes_all_use_another_backend(until):
     made = []
-    ways = [cuda_ipc_over(made)]
 
-    def rank(group):
-        device = device_group(group, ways)
-        if group.rank() == 1:
-            broken = type(
-                "Broken",
-                (ways[0],),
-                {"start": lambda self, all_capabilities: (_ for _ in ()).throw(RuntimeError("no peer access"))},
-            )
-            device._backend_classes[0] = broken
-        device.all_reduce(tensor := torch.ones(100_000)).wait()
-        way = device.backend
-        device.close()
-        return way, tensor[0].item()
+    class Broken(cuda_ipc_over(made)):
+        def start(self, all_capabilities):
+            raise RuntimeError("no peer access")
 
-    assert run_ranks(2, rank) == [("staged", 2.0)] * 2
+    kinds = [[cuda_ipc_over(made)], [Broken]]
+    assert run_on_devices(2, reduce_large, kinds.__getitem__) == [("staged", 2.0)] * 2
     assert len(made) == 2
     until(lambda: not any(driver.mapped or driver.taken for driver in made))
 
 
-def test_without_cuda_it_says_what_is_missing():
+def test_driver_tells_what_is_missing_without_cuda():
     assert "CUDA" in (Driver.missing() or "CUDA")
     if not torch.cuda.is_available():
         assert Driver.missing() == cuda_missing()
@@ -190,23 +170,23 @@ def test_without_cuda_it_says_what_is_missing():
 # -- handles ----------------------------------------------------------------------------------------
 
 
-def test_a_handle_is_made_once_for_an_allocation():
+def test_handle_is_created_once_per_allocation():
     exports = Exports(driver := PretendDriver())
     tensor = torch.ones(10)
     shown, first = exports.export(tensor, 0)
     assert shown is tensor
     assert exports.export(tensor, 0)[1] == first
     assert driver.handles == 1
-    driver.numbers[tensor.data_ptr()] = 2  # freed, and its address given out again
+    driver.numbers[tensor.data_ptr()] = 2  # freed, and its address reused
     assert exports.export(tensor, 0)[1] != first
     assert driver.handles == 2
 
 
-def test_nothing_is_shown_of_nothing():
+def test_empty_tensor_exports_nothing():
     assert Exports(PretendDriver()).export(torch.empty(0), 0)[1] == NOTHING
 
 
-def test_memory_that_cannot_cross_is_copied_into_memory_that_can():
+def test_memory_that_cannot_be_shared_is_copied():
     exports = Exports(driver := PretendDriver(shareable=False))
     tensor = torch.arange(10.0)
     copy, shown = exports.export(tensor, 0)
@@ -224,21 +204,22 @@ def test_memory_that_cannot_cross_is_copied_into_memory_that_can():
     assert not driver.taken
 
 
-def test_a_mapping_is_kept_until_its_address_means_something_else():
+def test_mapping_is_kept_until_its_address_is_reused():
     wait_until_idle = []
     imports = Imports(driver := PretendDriver(), lambda: wait_until_idle.append(True))
     tensor = torch.arange(4.0)
     base = tensor.data_ptr()
-    before = ExportedMemory(base, 1, 4, 12, HANDLE.pack(base, 1))
+    handle = HANDLE.pack(base, 1)
+    before = ExportedMemory(base, 1, 4, 12, handle)
     assert imports.open(1, before).view(torch.float32).tolist() == [1, 2, 3]
-    assert imports.open(1, before._replace(offset=8, nbytes=8)).view(torch.float32).tolist() == [2, 3]
+    assert imports.open(1, ExportedMemory(base, 1, 8, 8, handle)).view(torch.float32).tolist() == [2, 3]
     assert (driver.maps, wait_until_idle) == (1, [])
-    imports.open(1, before._replace(number=2))
+    imports.open(1, ExportedMemory(base, 2, 4, 12, handle))
     assert driver.maps == 2
     assert driver.mapped == {base: 1}
     assert wait_until_idle == [True], "unmapped while the queue may have used it"
     imports.open(0, before)
-    assert driver.mapped == {base: 2}, "two ranks may give out the same address"
+    assert driver.mapped == {base: 2}, "two ranks may use the same address"
     imports.close()
     assert not driver.mapped
 
@@ -256,8 +237,8 @@ def test_mappings_are_bounded(monkeypatch):
     assert set(driver.mapped) == {tensor.data_ptr() for tensor in tensors[-3:]}
 
 
-def test_streams_meet_before_and_after(monkeypatch, run):
-    """Events are recorded again only when all wait for what was recorded before (`TheirEvent` asserts it)."""
+def test_event_is_recorded_again_only_after_all_streams_wait_for_it(monkeypatch, run):
+    """`TheirEvent` asserts it."""
     monkeypatch.setattr(module, "_SMALL_NBYTES", 0)
 
     def program(group):
@@ -267,18 +248,3 @@ def test_streams_meet_before_and_after(monkeypatch, run):
         return tensor.sum().item()
 
     assert run(4, program, transport="shm") == [1000.0] * 4
-
-
-def test_a_stream_of_the_callers_comes_first_and_follows():
-    streams = PretendStreams()
-    ways = [cuda_ipc_over()]
-
-    def rank(group):
-        device = device_group(group, ways, streams if group.rank() == 0 else None)
-        device.all_reduce(torch.ones(100_000), background=False)
-        device.close()
-
-    run_ranks(2, rank)
-    assert streams.log[0] == ("record_event", "caller")
-    assert streams.log[1] == ("wait_event", "ours")
-    assert ("wait_event", "caller") in streams.log

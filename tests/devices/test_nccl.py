@@ -1,6 +1,6 @@
-"""Ranks with a device each and NCCL between them, without a device: a pretended NCCL that moves the bytes and is strict.
+"""The NCCL backend over a pretended NCCL, which moves the bytes and checks NCCL's rules. Ranks are threads.
 
-Ranks are threads. What real hardware adds is in tests/gpu.
+tests/gpu runs the same on real devices.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import functools
 import gc
 import itertools
 import threading
-import time
 import warnings
 import weakref
 from pathlib import Path
@@ -54,7 +53,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support")
 
 
 class RanksStreams(PretendStreams):
-    """The device of one rank; it knows which tensors it was told to keep."""
+    """The device of one rank, which records the tensors of `record_stream`."""
 
     def __init__(self, rank):
         super().__init__(f"GPU-{rank}")
@@ -72,14 +71,15 @@ class RanksStreams(PretendStreams):
 
 @pytest.fixture
 def run(until):
-    """Run ``program(group)`` on the device of each rank, and see that every communicator ends as it should."""
+    """Run ``program(device)`` on the device of each rank, and check how every communicator ends."""
 
     def run(size, program, *, nccl=None, streams=None, ends=("destroyed",), transport="inproc", after=lambda: None):
         nccl = nccl or PretendNccl()
         devices = streams or [RanksStreams(rank) for rank in range(size)]
         kinds = [nccl_over(nccl)]
 
-        ended = threading.Barrier(size)  # whoever leaves while others are at work is lost to them
+        # A rank that leaves early is lost to the others.
+        ended = threading.Barrier(size)
 
         def rank(group):
             device = device_group(group, kinds, devices[group.rank()])
@@ -104,15 +104,15 @@ def run(until):
             assert not nccl.collected
             for made in nccl.communicators:
                 if made.size == size:
-                    assert {call[-1] for call in made.log} <= {STREAM + made.rank}, "not in our stream"
+                    assert {call[-1] for call in made.log} <= {STREAM + made.rank}, "on another stream"
                 if made.ended == "destroyed":
                     assert not any(made.meeting.messages.values()), "sent, and never received"
 
     return run
 
 
-def drilled(made, run, size, **how):
-    """Run through drills, one after the other on every rank, and check them."""
+def run_cases(made, run, size, **how):
+    """Run collective cases, one after the other on every rank, and check them."""
     todo = [drill for drill in made if drill.name != "monitored_barrier"]
 
     def program(group):
@@ -131,38 +131,28 @@ def drilled(made, run, size, **how):
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_every_collective(size, run):
-    drilled([drill for count in (0, 1, 300) for drill in collective_cases(size, count, torch.float32)], run, size)
+    run_cases([drill for count in (0, 1, 300) for drill in collective_cases(size, count, torch.float32)], run, size)
 
 
 @pytest.mark.parametrize("dtype", [*REDUCED, *sorted(UNREDUCED, key=str)], ids=str)
-def test_every_dtype_is_moved(dtype, run):
-    drilled(moving(3, 77, dtype), run, 3)
+def test_data_movement_of_every_dtype(dtype, run):
+    run_cases(moving(3, 77, dtype), run, 3)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("dtype", REDUCED, ids=str)
 def test_every_reduction(dtype, size, run):
-    drilled([drill for op in reductions(dtype) for drill in reducing(size, 50, dtype, op)], run, size)
+    run_cases([drill for op in reductions(dtype) for drill in reducing(size, 50, dtype, op)], run, size)
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.int16, torch.uint16, torch.float8_e5m2, torch.complex64], ids=str)
-def test_alone_too(dtype, run):
-    drilled([drill for op in reductions(dtype) for drill in reducing(1, 50, dtype, op)], run, 1)
-
-
-def test_contributions_go_in_pieces_where_they_find_no_room(run, monkeypatch):
-    monkeypatch.setattr(collectives, "_SCRATCH_NBYTES", 3 * 2 * 16)  # 16 elements of three ranks
+def test_gathered_reductions_are_split_to_fit_the_scratch_memory(run, monkeypatch):
+    monkeypatch.setattr(collectives, "_SCRATCH_NBYTES", 3 * 2 * 16)
     for count in (1, 15, 16, 17, 100):
-        drilled(reducing(3, count, torch.int16, ReduceOp.BXOR), run, 3)
+        run_cases(reducing(3, count, torch.int16, ReduceOp.BXOR), run, 3)
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_over_other_transports_of_the_host(transport, run):
-    drilled(collective_cases(3, 100, torch.float32), run, 3, transport=transport)
-
-
-def test_many_in_flight_background_and_blocking_in_turn(run):
+def test_background_and_blocking_calls_in_flight(run):
     todo = [d for count in (1, 300) for d in collective_cases(3, count, torch.float32) if d.name != "monitored_barrier"]
 
     def program(group):
@@ -178,8 +168,7 @@ def test_many_in_flight_background_and_blocking_in_turn(run):
 
 
 @pytest.mark.parametrize("joined", [0, 1, 2])
-def test_ranks_may_lay_out_their_lists_differently(joined, run):
-    """What lies in one piece on some ranks only must not make them call something else than the others."""
+def test_ranks_make_equal_calls_when_only_some_have_contiguous_lists(joined, run):
 
     def program(group):
         rank, size = group.rank(), group.size()
@@ -199,7 +188,7 @@ def test_ranks_may_lay_out_their_lists_differently(joined, run):
         assert own == [10 * (0 + 1 + 2) + 3 * rank] * 4
 
 
-def test_in_place_gathers_and_scatters(run):
+def test_in_place_all_gather_and_reduce_scatter(run):
     def program(group):
         rank, size = group.rank(), group.size()
         whole = torch.arange(size * 3.0) * (rank + 1)
@@ -210,16 +199,16 @@ def test_in_place_gathers_and_scatters(run):
     assert run(3, program) == [[6.0 * number for number in range(9)]] * 3
 
 
-# -- what is asked of NCCL ----------------------------------------------------------------------------
+# -- the calls of NCCL --------------------------------------------------------------------------------
 
 
-def asked(run, size, call, rank=0):
-    """Return what one rank asks of NCCL for a call: names, and arguments but for buffers and stream."""
+def nccl_calls(run, size, call, rank=0):
+    """Return the NCCL calls of one rank for a call: names, and arguments except buffers and stream."""
     nccl = PretendNccl()
     run(size, lambda group: call(group).wait(), nccl=nccl)
     log = next(made.log for made in nccl.communicators if made.rank == rank)
     first, *calls = log
-    assert (first[0], first[3:6]) == ("allReduce", (1, 1, 0)), "it is tried out when it is made"
+    assert (first[0], first[3:6]) == ("allReduce", (1, 1, 0)), "the check of a new communicator"
     return [(name, *rest[1 if name in ("send", "recv") else 2 : -1]) for name, *rest in calls]
 
 
@@ -256,12 +245,8 @@ def listed(group, count):
         (lambda g: g.barrier(), [("allReduce", 1, 1, 0)]),
     ],
 )  # fmt: skip
-def test_what_rank_0_of_3_asks_for(call, expected, run):
-    assert asked(run, 3, call) == expected
-
-
-def test_a_power_of_two_averages_by_nccl(run):
-    assert asked(run, 4, lambda group: group.all_reduce(torch.ones(5), ReduceOp.AVG)) == [("allReduce", 5, 7, 4)]
+def test_nccl_calls_of_rank_0_of_3(call, expected, run):
+    assert nccl_calls(run, 3, call) == expected
 
 
 @pytest.mark.parametrize(
@@ -288,7 +273,7 @@ def test_numbers_of_types_and_operations(op, dtype, size, expected):
     assert numbers_of(op, dtype, size) == expected
 
 
-def test_what_our_stream_uses_is_kept(run):
+def test_tensors_are_recorded_on_the_communication_stream(run):
     streams = [RanksStreams(rank) for rank in range(3)]
 
     def program(group):
@@ -304,18 +289,18 @@ def test_what_our_stream_uses_is_kept(run):
         group.scatter(own, lists[5] if rank == 0 else None, 0).wait()
         mine = [single, own, *itertools.chain(*lists[:4])]
         if rank == 0:
-            mine += [*lists[4][1:], *lists[5][1:]]  # its own is not moved
+            mine += [*lists[4][1:], *lists[5][1:]]
         return {tensor.data_ptr() for tensor in mine} - streams[rank].kept
 
     assert run(3, program, streams=streams) == [set()] * 3
     assert all(("record_stream", "caller") not in each.log for each in streams)
 
 
-# -- which ranks can go this way ----------------------------------------------------------------------
+# -- negotiation --------------------------------------------------------------------------------------
 
 
-def site_of(size=2):
-    """Return a place to stand for what asks nothing of it."""
+def context_of(size=2):
+    """Return a context for methods that do not communicate."""
     return SimpleNamespace(rank=0, size=size, streams=PretendStreams(), host=SimpleNamespace(error=None), machine="m")
 
 
@@ -336,17 +321,17 @@ def capabilities(device="a", machine="m", version=22907):
     ],
 )  # fmt: skip
 def test_refusals(all_capabilities, reason):
-    assert nccl_over(PretendNccl())(site_of(len(all_capabilities))).refusal(all_capabilities) == reason
+    assert nccl_over(PretendNccl())(context_of(len(all_capabilities))).refusal(all_capabilities) == reason
 
 
-def test_what_a_rank_tells_of_itself():
+def test_capabilities():
     capabilities = {"machine": "m", "device": "GPU-pretended", "version": 22907, "splits": True}
-    assert nccl_over(PretendNccl())(site_of()).capabilities() == capabilities
-    assert not Bindings(PretendNccl(signed=True)).splits, "cupy 13 cannot"
+    assert nccl_over(PretendNccl())(context_of()).capabilities() == capabilities
+    assert not Bindings(PretendNccl(signed=True)).splits, "cupy 13 splits no communicators"
     assert not Bindings(PretendNccl(version=21602)).splits
 
 
-def test_ranks_of_one_device_go_another_way(run):
+def test_ranks_that_share_a_device_use_another_backend(run):
     nccl = PretendNccl()
 
     def program(group):
@@ -359,17 +344,17 @@ def test_ranks_of_one_device_go_another_way(run):
 
 
 @pytest.mark.parametrize("signed", [False, True], ids=["cupy-14", "cupy-13"])
-def test_unique_ids_of_both_kinds_make_the_round(signed, run):
+def test_unique_ids_of_cupy_13_and_14_reach_all_ranks(signed, run):
     nccl = PretendNccl(signed=signed)
     raw = Bindings(nccl).unique_id()
     assert isinstance(raw, bytes)
     assert len(raw) == 128
-    assert raw[0] > 127, "a number that has a sign in cupy 13"
+    assert raw[0] > 127, "negative in cupy 13"
     assert run(2, lambda group: group.all_reduce(torch.ones(3)).wait() and group.backend, nccl=nccl) == ["nccl"] * 2
 
 
 @pytest.mark.parametrize("id_of_rank_0", [None, b"short"])
-def test_without_a_unique_id_all_go_another_way(id_of_rank_0, run):
+def test_without_a_unique_id_all_ranks_use_another_backend(id_of_rank_0, run):
     nccl = PretendNccl()
 
     def refuse():
@@ -383,7 +368,7 @@ def test_without_a_unique_id_all_go_another_way(id_of_rank_0, run):
 
 
 def failing(nccl, rank, before=lambda: None):
-    """Have one rank's communicator fail while it is made."""
+    """Make the creation of one rank's communicator fail."""
     plain = nccl.NcclCommunicator.__init__
 
     def init(self, size, unique_id, its):
@@ -395,8 +380,7 @@ def failing(nccl, rank, before=lambda: None):
     nccl.NcclCommunicator.__init__ = init
 
 
-def test_what_fails_on_one_rank_is_left_by_all(run, monkeypatch):
-    # The others wait in NCCL for the one that has failed, until their patience ends; then they are left to themselves.
+def test_failed_creation_on_one_rank_makes_all_use_another_backend(run, monkeypatch):
     monkeypatch.setattr(collectives, "_INIT_TIMEOUT", 0.3)
     nccl = PretendNccl()
     failing(nccl, 1)
@@ -408,7 +392,7 @@ def test_what_fails_on_one_rank_is_left_by_all(run, monkeypatch):
     assert run(3, program, nccl=nccl, ends=("aborted",), after=nccl.hang_up) == ["staged"] * 3
 
 
-def test_nobody_waits_in_nccl_longer_than_the_call_may_last(run):
+def test_creation_is_limited_by_the_timeout_of_the_call(run):
     nccl, gate = PretendNccl(), threading.Event()
     failing(nccl, 1, gate.wait)
 
@@ -425,12 +409,12 @@ def test_nobody_waits_in_nccl_longer_than_the_call_may_last(run):
     assert any(isinstance(error, OperationTimeoutError) for error in errors)
 
 
-# -- parts --------------------------------------------------------------------------------------------
+# -- subgroups ----------------------------------------------------------------------------------------
 
 
 def parts_of(group, parts, streams, nccl):
-    """Split a device's group as `asyncdist.split_group` does; return our part's, None if we are in none."""
-    host, device = group._host, group.device
+    """Split a device's group as `asyncdist.split_group` does; return this rank's part, None without one."""
+    host, device = group.host, group.device
     number = next((number for number, ranks in enumerate(parts) if group.rank() in ranks), -1)
     part = None if number < 0 else group.world.new_group(parts[number], "part")
     host._devices[device] = group
@@ -440,15 +424,14 @@ def parts_of(group, parts, streams, nccl):
     return None if part is None else part.on(device)
 
 
-def sums(parts, streams, nccl, before=True, **keywords):
-    """Return a program that splits its group, and what each part's all-reduce of the ranks gives."""
+def sums(parts, streams, nccl):
+    """Return a program that splits its group, and returns each part's backend and its sum of the ranks."""
 
     def program(group):
         rank = group.rank()
-        if before:
-            group.all_reduce(torch.ones(3)).wait()
+        group.all_reduce(torch.ones(3)).wait()
         part = parts_of(group, parts, streams[rank], nccl)
-        group.all_reduce(torch.ones(3))  # goes on beside it
+        group.all_reduce(torch.ones(3))
         if part is None:
             group.barrier().wait()
             return None
@@ -456,7 +439,7 @@ def sums(parts, streams, nccl, before=True, **keywords):
         part.all_reduce(tensor).wait()
         out = torch.empty(2 * part.size())
         part.all_gather_single(out, torch.full((2,), float(rank))).wait()
-        assert out.tolist() == [float(r) for r in parts_with(parts, rank) for _ in range(2)], "another order of ranks"
+        assert out.tolist() == [float(r) for r in part.ranks for _ in range(2)], "another order of ranks"
         group.barrier().wait()
         way = part.backend
         part.close()
@@ -465,13 +448,9 @@ def sums(parts, streams, nccl, before=True, **keywords):
     return program
 
 
-def parts_with(parts, rank):
-    return next(ranks for ranks in parts if rank in ranks)
-
-
 @pytest.mark.parametrize("parts", [[[0, 1], [2, 3]], [[3, 1], [0, 2]], [[0, 2, 3]], [[1]]], ids=str)
 @pytest.mark.parametrize("signed", [False, True], ids=["cupy-14", "cupy-13"])
-def test_parts_get_their_communicators_by_a_split(parts, signed, run):
+def test_subgroups_split_the_communicator(parts, signed, run):
     nccl = PretendNccl(signed=signed)
     streams = [RanksStreams(rank) for rank in range(4)]
     members = sum(map(len, parts))
@@ -483,10 +462,10 @@ def test_parts_get_their_communicators_by_a_split(parts, signed, run):
         ranks = next((ranks for ranks in parts if rank in ranks), None)
         assert outcome == (None if ranks is None else ("nccl", float(sum(ranks))))
     assert len(nccl.communicators) == 4 + members
-    assert len(asked) == (1 if not signed else 1 + len(parts)), "a split needs no unique id"
+    assert len(asked) == (1 if not signed else 1 + len(parts)), "unique ids"
 
 
-def test_without_a_communicator_parts_meet_by_themselves(run):
+def test_subgroups_of_an_unused_group_create_their_communicators(run):
     nccl = PretendNccl()
     streams = [RanksStreams(rank) for rank in range(3)]
 
@@ -502,7 +481,7 @@ def test_without_a_communicator_parts_meet_by_themselves(run):
     assert len(nccl.communicators) == 2
 
 
-def test_a_call_that_was_refused_on_one_rank_is_no_beginning(run):
+def test_refused_call_does_not_count_as_a_use_before_a_split(run):
     nccl = PretendNccl()
     streams = [RanksStreams(rank) for rank in range(2)]
 
@@ -521,7 +500,7 @@ def test_a_call_that_was_refused_on_one_rank_is_no_beginning(run):
     assert run(2, program, nccl=nccl, streams=streams) == [("nccl", None)] * 2
 
 
-def test_a_part_that_is_never_used_ends_too(run):
+def test_communicator_of_an_unused_subgroup_ends(run):
     nccl = PretendNccl()
     streams = [RanksStreams(rank) for rank in range(2)]
 
@@ -535,7 +514,7 @@ def test_a_part_that_is_never_used_ends_too(run):
     assert len(nccl.communicators) == 4
 
 
-def test_a_split_that_fails_fails_the_group(run, monkeypatch):
+def test_failed_split_fails_the_group(run, monkeypatch):
     monkeypatch.setattr(communicator, "_ABORT_TIMEOUT", 0.05)
     nccl = PretendNccl()
     streams = [RanksStreams(rank) for rank in range(2)]
@@ -558,7 +537,7 @@ def test_a_split_that_fails_fails_the_group(run, monkeypatch):
     run(2, program, nccl=nccl, streams=streams, ends=("aborted",), after=nccl.hang_up)
 
 
-def test_the_public_call_splits_the_devices_too(monkeypatch):
+def test_split_group_splits_the_device_groups(monkeypatch):
     sync.init_process_group(store=HashStore(), rank=0, world_size=1)
     try:
         device, split = torch.device("cpu"), []
@@ -574,10 +553,10 @@ def test_the_public_call_splits_the_devices_too(monkeypatch):
         sync.destroy_process_group()
 
 
-# -- when things go wrong -----------------------------------------------------------------------------
+# -- failures ----------------------------------------------------------------------------------------
 
 
-def test_an_asynchronous_error_reaches_every_rank(run, until):
+def test_asynchronous_error_reaches_every_rank(run, until):
     nccl = PretendNccl()
     streams = [RanksStreams(rank) for rank in range(3)]
 
@@ -603,17 +582,16 @@ def test_an_asynchronous_error_reaches_every_rank(run, until):
             assert each.peer == 1
 
 
-def test_whoever_is_inside_when_the_group_fails_comes_out(run, until, monkeypatch):
+def test_abort_ends_a_blocked_nccl_call(run, until, monkeypatch):
     monkeypatch.setattr(communicator, "_ABORT_TIMEOUT", 0.05)
     nccl = PretendNccl()
 
     def program(group):
         group.all_reduce(torch.ones(3)).wait()
-        if group.rank() == 0:  # the other never makes this call
-            began = time.monotonic()
+        if group.rank() == 0:
+            # The peer never makes this call.
             with pytest.raises(OperationTimeoutError):
                 group.all_reduce(torch.ones(3), timeout=0.3, background=False).result()
-            assert time.monotonic() - began < 10, "it came out by itself"
         else:
             until(lambda: nccl.communicators and any(made.ended for made in nccl.communicators))
         with pytest.raises(AsyncdistError):
@@ -622,7 +600,7 @@ def test_whoever_is_inside_when_the_group_fails_comes_out(run, until, monkeypatc
     run(2, program, nccl=nccl, ends=("aborted",))
 
 
-def test_a_failed_call_says_what_nccl_says(run):
+def test_nonblocking_nccl_is_reported(run):
     nccl = PretendNccl()
 
     def program(group):
@@ -636,15 +614,14 @@ def test_a_failed_call_says_what_nccl_says(run):
     run(1, program, nccl=nccl, ends=("aborted",))
 
 
-def test_a_group_of_calls_is_ended_also_when_one_fails(run):
+def test_nccl_group_is_ended_when_a_call_fails(run):
     nccl = PretendNccl()
 
     def program(group):
         group.all_reduce(torch.ones(3)).wait()
-        made = group._backend._made
         nccl.communicators[0].ended = "broken"
         with pytest.raises(GroupAbortedError, match="INVALID_ARGUMENT"):
-            made.enqueue(("broadcast", 1, 1, 0, 1, 0), ("broadcast", 1, 1, 0, 1, 0))
+            group.all_reduce_coalesced([torch.ones(2), torch.ones(3)]).wait()
         assert nccl.calls is None
 
     run(1, program, nccl=nccl, ends=("broken",))
@@ -653,14 +630,14 @@ def test_a_group_of_calls_is_ended_also_when_one_fails(run):
 # -- the end ------------------------------------------------------------------------------------------
 
 
-def test_what_stands_in_the_queue_is_done_before_the_communicator_goes(run, until):
+def test_queued_work_completes_before_the_communicator_is_destroyed(run, until):
     nccl = PretendNccl()
     streams = [RanksStreams(0)]
 
     def program(group):
         group.all_reduce(torch.ones(3)).wait()
         streams[0].hold()
-        group.all_reduce(torch.ones(3)).wait()  # until it stands there
+        group.all_reduce(torch.ones(3)).wait()
         group.close()
         (made,) = nccl.communicators
         assert not made.ended
@@ -670,7 +647,7 @@ def test_what_stands_in_the_queue_is_done_before_the_communicator_goes(run, unti
     run(1, program, nccl=nccl, streams=streams)
 
 
-def test_a_device_that_never_comes_is_not_waited_for(run, monkeypatch):
+def test_close_does_not_wait_for_a_stuck_device(run, monkeypatch):
     monkeypatch.setattr(communicator, "_CLOSE_TIMEOUT", 0.1)
     streams = [RanksStreams(0)]
 
@@ -681,7 +658,7 @@ def test_a_device_that_never_comes_is_not_waited_for(run, monkeypatch):
     run(1, program, streams=streams, ends=("aborted",))
 
 
-def test_a_broken_device_is_not_waited_for(run):
+def test_close_does_not_wait_for_a_failed_device(run):
     streams = [RanksStreams(0)]
 
     def program(group):
@@ -691,11 +668,11 @@ def test_a_broken_device_is_not_waited_for(run):
     run(1, program, streams=streams, ends=("aborted",))
 
 
-def test_a_process_that_ends_aborts_what_nobody_has_ended():
+def test_exiting_process_aborts_open_communicators():
     nccl = PretendNccl()
     made = alone(Bindings(nccl))
     assert made.made(5.0)
-    communicator._abort_all()
+    communicator.abort_all()
     assert [each.ended for each in nccl.communicators] == ["aborted"]
     with pytest.raises(GroupAbortedError):
         made.enqueue(("allReduce", 1, 1, 1, 1, 0))
@@ -720,12 +697,12 @@ def alone(made):
     return communicator.Communicator(made, PretendStreams(), make, (), 0)
 
 
-# -- whether it can be used ---------------------------------------------------------------------------
+# -- availability -------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def cuda(monkeypatch):
-    """Have torch see a device, and ask anew."""
+    """Pretend that torch sees a device, and clear the cache."""
     bindings.load.cache_clear()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     yield monkeypatch
@@ -733,7 +710,7 @@ def cuda(monkeypatch):
 
 
 def cupy(monkeypatch, nccl, warns=False):
-    """Put a module in the place of ``cupy.cuda.nccl``; None where there is no cupy."""
+    """Replace ``cupy.cuda.nccl``; None stands for an absent cupy."""
     plain = builtins.__import__
 
     def imported(name, *arguments, **keywords):
@@ -748,33 +725,33 @@ def cupy(monkeypatch, nccl, warns=False):
     monkeypatch.setattr(builtins, "__import__", imported)
 
 
-def test_with_everything_there_it_can_be_used(cuda):
+def test_available_with_device_cupy_and_nccl(cuda):
     cupy(cuda, PretendNccl())
     assert Nccl.probe() is None
 
 
-def test_without_a_device():
+def test_unavailable_without_a_device():
     bindings.load.cache_clear()
     assert torch.cuda.is_available() or Nccl.probe() == cuda_missing()
 
 
-def test_without_cupy(cuda):
+def test_unavailable_without_cupy(cuda):
     cupy(cuda, None)
     assert "cupy cannot be imported (No module named 'cupy'): pip install 'asyncdist[cuda12]'" in Nccl.probe()
 
 
-def test_without_the_library(cuda):
+def test_unavailable_without_the_library(cuda):
     cupy(cuda, SimpleNamespace(available=False), warns=True)
     assert Nccl.probe() == "cupy finds no NCCL: pip install nvidia-nccl-cu12, or -cu13 for CUDA 13"
 
 
-def test_whatever_else_stands_in_the_way(cuda):
+def test_unavailable_with_any_other_error(cuda):
     cupy(cuda, SimpleNamespace(available=True))
     assert "AttributeError" in Nccl.probe()
 
 
 @pytest.mark.parametrize(("value", "blocking"), [(None, True), ("1", True), (" 0 ", False), ("", True)])
-def test_calls_that_do_not_wait_are_refused(cuda, value, blocking):
+def test_nonblocking_communicators_are_refused(cuda, value, blocking):
     cupy(cuda, PretendNccl())
     if value is None:
         cuda.delenv("NCCL_COMM_BLOCKING", raising=False)
@@ -784,10 +761,10 @@ def test_calls_that_do_not_wait_are_refused(cuda, value, blocking):
     assert Nccl.probe() == (None if blocking else "NCCL_COMM_BLOCKING=0 is set, which cupy cannot handle: unset it")
     if not blocking:
         with pytest.raises(TransportUnavailableError):
-            Nccl(site_of())
+            Nccl(context_of())
 
 
-def test_nothing_imports_cupy_by_being_imported():
+def test_import_does_not_import_cupy():
     for module in (bindings, communicator, collectives):
         tree = ast.parse(Path(module.__file__).read_text())
         imports = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]

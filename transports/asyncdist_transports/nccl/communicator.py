@@ -214,7 +214,7 @@ class Communicator:
             return self._raw.commSplit(colour, key)
 
 
-def _abort_all() -> None:
+def abort_all() -> None:
     """Abort the communicators that are still open: a process that exits must not wait for a peer."""
     left = list(communicators)
     for communicator in left:
@@ -223,4 +223,4 @@ def _abort_all() -> None:
     wait([communicator.ended for communicator in left if communicator._made.is_set()], _EXIT_TIMEOUT)
 
 
-lifecycle.at_exit(lifecycle.Stage.COMMUNICATORS, _abort_all)
+lifecycle.at_exit(lifecycle.Stage.COMMUNICATORS, abort_all)
